@@ -1,0 +1,271 @@
+"""The sizes of a model and of the rank grid it is trained on: validated once, read by everything.
+
+Letters used in the whole course: B batch, S sequence, D model, F ffn, N heads, K kv heads, H head
+dim, V vocab, E experts, L layers.  No torch in here: the calculators read the same two classes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from dataclasses import dataclass
+
+ACTIVATIONS = ("gelu", "swiglu")
+NORMS = ("layernorm", "rmsnorm")
+POSITIONS = ("rotary", "learned", "alibi")
+ROUTERS = ("softmax", "sigmoid")
+RECOMPUTE = ("none", "selective", "full")
+SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a decoder-only transformer, from the course's GPT to DeepSeek-V3.
+
+    The defaults are the course's model: bytes in, 4 layers x 256, trained in seconds on a CPU.
+    A field left at None is derived from the others: read back, it holds the derived value.
+    Raises ValueError in one sentence: the field, its value, what would be right.
+    """
+
+    vocab_size: int = 256  # V
+    seq_len: int = 128  # S
+    d_model: int = 256  # D
+    num_layers: int = 4  # L
+    num_heads: int = 8  # N
+    num_kv_heads: int | None = None  # K: N unless given (K < N is GQA, K = 1 is MQA)
+    head_dim: int | None = None  # H: D / N unless given
+    d_ffn: int | None = None  # F: 4 D, or 8/3 D rounded up to 64 with swiglu (as many weights)
+    activation: str = "gelu"
+    norm: str = "layernorm"
+    positions: str = "rotary"
+    bias: bool = True  # on every linear layer but the head, and on LayerNorm
+    qkv_bias: bool | None = None  # as `bias` unless given (Qwen2 has these biases only)
+    qk_norm: bool = False  # a norm over H on queries and keys, before attention (Qwen3)
+    embedding_norm: bool = False  # a norm right after the embedding (BLOOM)
+    tied_embedding: bool = False  # the head is the token embedding
+    dropout: float = 0.0
+
+    # Mixture of experts: used when num_experts > 0.  The first `first_dense_layers` stay dense.
+    num_experts: int = 0  # E
+    top_k: int = 0  # experts a token visits
+    num_shared_experts: int = 0  # experts every token visits besides
+    d_expert: int | None = None  # F of one expert: d_ffn unless given
+    first_dense_layers: int = 0
+    router: str = "softmax"
+
+    # Multi-head latent attention: used when kv_lora_rank > 0.  head_dim is then the part of a
+    # query or key without position, rope_head_dim the part with it (one shared key for all heads).
+    kv_lora_rank: int = 0
+    q_lora_rank: int = 0  # 0: queries are not compressed
+    rope_head_dim: int = 0
+    v_head_dim: int | None = None  # head_dim unless given
+
+    def __post_init__(self):
+        for field in ("vocab_size", "seq_len", "d_model", "num_layers", "num_heads"):
+            _whole_number(self, field, at_least=1)
+        derived = {field: value for field, value in self._derive().items()
+                   if getattr(self, field) is None}
+        for field, value in derived.items():
+            object.__setattr__(self, field, value)
+        object.__setattr__(self, "_derived", frozenset(derived))  # for replace()
+
+        for field in ("num_kv_heads", "head_dim", "d_ffn", "d_expert", "v_head_dim"):
+            _whole_number(self, field, at_least=1)
+        for field in ("num_experts", "top_k", "num_shared_experts", "first_dense_layers",
+                      "kv_lora_rank", "q_lora_rank", "rope_head_dim"):
+            _whole_number(self, field, at_least=0)
+        for field in ("bias", "qkv_bias", "qk_norm", "embedding_norm", "tied_embedding"):
+            _true_or_false(self, field)
+        for field, known in (("activation", ACTIVATIONS), ("norm", NORMS),
+                             ("positions", POSITIONS), ("router", ROUTERS)):
+            _one_of(self, field, known)
+        self._validate()
+
+    def _derive(self) -> dict:
+        """What each field is when it is left at None."""
+        head_dim = self.head_dim
+        if head_dim is None:
+            if self.d_model % self.num_heads:
+                raise ValueError(
+                    f"num_heads={self.num_heads} does not divide d_model={self.d_model}: "
+                    f"give {_nearest_divisor(self.d_model, self.num_heads)} heads, or head_dim.")
+            head_dim = self.d_model // self.num_heads
+        swiglu_ffn = 64 * math.ceil(8 * self.d_model / 3 / 64)
+        d_ffn = self.d_ffn or (swiglu_ffn if self.activation == "swiglu" else 4 * self.d_model)
+        return dict(num_kv_heads=self.num_heads, head_dim=head_dim, d_ffn=d_ffn,
+                    qkv_bias=self.bias, d_expert=d_ffn, v_head_dim=head_dim)
+
+    def _validate(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}: "
+                f"{_nearest_divisor(self.num_heads, self.num_kv_heads)} would.")
+        if self.positions == "rotary" and self.position_dim % 2:
+            field = "rope_head_dim" if self.is_mla else "head_dim"
+            raise ValueError(f"{field}={self.position_dim} is odd, and rotary positions turn pairs "
+                             f"of numbers: give {self.position_dim + 1}.")
+        if isinstance(self.dropout, bool) or not isinstance(self.dropout, (int, float)) \
+                or not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout!r} is not a probability below 1: "
+                             "give 0.0 for none, or something like 0.1.")
+        if self.num_experts:
+            if not 1 <= self.top_k <= self.num_experts:
+                raise ValueError(f"top_k={self.top_k} is not between 1 and "
+                                 f"num_experts={self.num_experts}: 2 is usual.")
+            if self.first_dense_layers > self.num_layers:
+                raise ValueError(f"first_dense_layers={self.first_dense_layers} is more than "
+                                 f"num_layers={self.num_layers}: give at most that.")
+        else:
+            for field in ("top_k", "num_shared_experts", "first_dense_layers"):
+                if getattr(self, field):
+                    raise ValueError(f"{field}={getattr(self, field)} needs experts: give "
+                                     f"num_experts as well, or {field}=0.")
+        if not self.is_mla:
+            for field in ("q_lora_rank", "rope_head_dim"):
+                if getattr(self, field):
+                    raise ValueError(f"{field}={getattr(self, field)} belongs to latent attention: "
+                                     f"give kv_lora_rank as well, or {field}=0.")
+        elif self.num_kv_heads != self.num_heads:
+            raise ValueError(f"num_kv_heads={self.num_kv_heads} has no meaning with latent "
+                             f"attention: leave it at num_heads={self.num_heads}.")
+
+    def replace(self, **changes) -> ModelConfig:
+        """A copy with some fields changed; derived fields follow (`dataclasses.replace` cannot
+        know which of them were derived, and would keep the old values)."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)
+                  if field.name not in self._derived}
+        return ModelConfig(**{**fields, **changes})
+
+    @property
+    def is_mla(self) -> bool:
+        return self.kv_lora_rank > 0
+
+    @property
+    def position_dim(self) -> int:
+        """How many numbers of each query and key carry the rotary position."""
+        return self.rope_head_dim if self.is_mla else self.head_dim
+
+    @property
+    def num_moe_layers(self) -> int:
+        return self.num_layers - self.first_dense_layers if self.num_experts else 0
+
+    def is_moe_layer(self, layer: int) -> bool:
+        """Whether layer number `layer` (from 0) has experts instead of a dense FFN."""
+        return self.num_experts > 0 and layer >= self.first_dense_layers
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the ranks share the work: the sizes of the mesh axes and what goes with them.
+
+    The mesh is [pp, dp, cp, tp], tp innermost: neighbours in tp are neighbours in rank, on the
+    fastest links.  `ep` is no axis of its own: experts are spread over groups inside dp * cp.
+    Raises ValueError in one sentence: the field, its value, what would be right.
+    """
+
+    pp: int = 1  # pipeline stages: the layers are cut
+    dp: int = 1  # data parallel replicas: the batch is cut
+    cp: int = 1  # context parallel: the sequence is cut
+    tp: int = 1  # tensor parallel: each matrix is cut
+    ep: int = 1  # expert parallel: the experts are spread; divides dp * cp
+    sequence_parallel: bool = False  # what tp leaves whole is cut along the sequence
+    zero: int = 0  # over dp * cp: 1 shards optimizer states, 2 gradients too, 3 parameters too
+    micro_batch_size: int = 1  # sequences in one forward pass of one replica
+    num_micro_batches: int = 1  # forward passes of one replica in a step
+    recompute: str = "none"  # "selective": attention scores only; "full": all but layer inputs
+    schedule: str = "1f1b"
+    num_chunks: int = 1  # stages a rank holds (more than one with "interleaved")
+
+    def __post_init__(self):
+        for field in ("pp", "dp", "cp", "tp", "ep", "micro_batch_size", "num_micro_batches",
+                      "num_chunks"):
+            _whole_number(self, field, at_least=1)
+        _true_or_false(self, "sequence_parallel")
+        _one_of(self, "zero", (0, 1, 2, 3))
+        _one_of(self, "recompute", RECOMPUTE)
+        _one_of(self, "schedule", SCHEDULES)
+        if self.dp * self.cp % self.ep:
+            raise ValueError(f"ep={self.ep} does not divide dp*cp={self.dp * self.cp}: "
+                             f"{_nearest_divisor(self.dp * self.cp, self.ep)} would.")
+        if self.num_chunks > 1 and self.schedule != "interleaved":
+            raise ValueError(f"num_chunks={self.num_chunks} needs schedule='interleaved', "
+                             f"not {self.schedule!r}.")
+        if self.num_chunks > 1 and self.pp == 1:
+            raise ValueError(f"num_chunks={self.num_chunks} needs a pipeline: give pp of 2 or "
+                             "more, or num_chunks=1.")
+
+    @property
+    def world_size(self) -> int:
+        return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes of the mesh in order, outermost first."""
+        return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences in one optimizer step, over all replicas."""
+        return self.dp * self.num_micro_batches * self.micro_batch_size
+
+    @property
+    def num_stages(self) -> int:
+        return self.pp * self.num_chunks
+
+    def replace(self, **changes) -> Layout:
+        return dataclasses.replace(self, **changes)
+
+    def check(self, config: ModelConfig) -> Layout:
+        """This layout, if `config` can be cut this way; else ValueError says what could."""
+        cuts = [("tp", "num_heads", config.num_heads), ("tp", "d_ffn", config.d_ffn)]
+        if config.num_kv_heads >= self.tp and not config.is_mla:  # fewer kv heads are copied
+            cuts.append(("tp", "num_kv_heads", config.num_kv_heads))
+        if config.num_experts:
+            cuts += [("ep", "num_experts", config.num_experts), ("tp", "d_expert", config.d_expert)]
+        for axis, field, size in cuts:
+            if size % getattr(self, axis):
+                raise ValueError(f"{axis}={getattr(self, axis)} does not divide {field}={size}: "
+                                 f"{_nearest_divisor(size, getattr(self, axis))} would.")
+        sequence_cuts = self.cp * (self.tp if self.sequence_parallel else 1)
+        if config.seq_len % sequence_cuts:
+            names = "cp*tp" if self.sequence_parallel else "cp"
+            raise ValueError(f"{names}={sequence_cuts} does not divide seq_len={config.seq_len}: "
+                             f"{_nearest_divisor(config.seq_len, sequence_cuts)} would.")
+        if self.ep > 1 and not config.num_experts:
+            raise ValueError(f"ep={self.ep} needs a model with experts: give ep=1, or num_experts.")
+        if self.num_stages > config.num_layers:
+            raise ValueError(f"pp*num_chunks={self.num_stages} is more than "
+                             f"num_layers={config.num_layers}: a stage needs at least one layer.")
+        return self
+
+
+def _whole_number(config, field: str, at_least: int):
+    value = getattr(config, field)
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{field}={value!r} is not a whole number: "
+                         f"give an int of {at_least} or more.") from None
+    if number < at_least:
+        raise ValueError(f"{field}={number} is too small: give {at_least} or more.")
+    object.__setattr__(config, field, number)  # numpy's integers become plain ones
+
+
+def _true_or_false(config, field: str):
+    if not isinstance(getattr(config, field), bool):
+        raise ValueError(f"{field}={getattr(config, field)!r} is not True or False.")
+
+
+def _one_of(config, field: str, known: tuple):
+    value = getattr(config, field)
+    if isinstance(value, bool) or value not in known:
+        raise ValueError(f"{field}={value!r} is not known: give one of "
+                         f"{', '.join(repr(name) for name in known)}.")
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    divisors = [d for d in range(1, number + 1) if number % d == 0] if number < 10**6 else [1]
+    return min(divisors, key=lambda divisor: abs(divisor - wanted))
