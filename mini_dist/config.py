@@ -93,8 +93,8 @@ class ModelConfig:
             head_dim = self.d_model // self.num_heads
         swiglu_ffn = 64 * math.ceil(8 * self.d_model / 3 / 64)
         d_ffn = self.d_ffn or (swiglu_ffn if self.activation == "swiglu" else 4 * self.d_model)
-        return dict(num_kv_heads=self.num_heads, head_dim=head_dim, d_ffn=d_ffn,
-                    qkv_bias=self.bias, d_expert=d_ffn, v_head_dim=head_dim)
+        return {"num_kv_heads": self.num_heads, "head_dim": head_dim, "d_ffn": d_ffn,
+                "qkv_bias": self.bias, "d_expert": d_ffn, "v_head_dim": head_dim}
 
     def _validate(self):
         if self.num_heads % self.num_kv_heads:
