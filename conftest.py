@@ -1,0 +1,107 @@
+"""nbval, hardened: a notebook that pytest calls green did run, in time, and did what it says.
+
+As shipped, nbval lets these pass: a cell that overruns its limit and swallows the interrupt, a
+`raises-exception` cell that raises nothing, and a cell tagged for comparison that has nothing to
+compare with. A kernel that dies is noticed only when the whole cell timeout is over. And nothing
+bounds a notebook as a whole. tests/test_lessons.py shows each of these to be a failure here.
+"""
+
+import time
+from queue import Empty
+
+import pytest
+from nbval.kernel import RunningKernel
+from nbval.plugin import IPyNbCell, IPyNbFile
+
+INTERRUPT_GRACE = 10  # seconds an interrupted cell gets to finish
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--notebook-limit",
+        type=float,
+        default=40.0,
+        help="wall seconds a whole notebook may take, kernel start included (default 40)",
+    )
+
+
+def left(notebook):
+    """Seconds left of the limit of a notebook that nbval runs."""
+    return notebook.started + notebook.config.getoption("notebook_limit") - time.monotonic()
+
+
+def await_reply(kernel, msg_id, timeout=None):
+    """As RunningKernel.await_reply, but it looks at the kernel while it waits, and keeps time."""
+    deadline = time.monotonic() + (30 if timeout is None else timeout)
+    while True:
+        try:
+            message = kernel.get_message(stream="shell", timeout=0.5)
+        except Empty:
+            if not kernel.is_alive():
+                raise RuntimeError("the kernel died while it ran this cell") from None
+            if time.monotonic() > deadline:
+                raise
+            continue
+        if message["parent_header"].get("msg_id") == msg_id:
+            if message["content"]["status"] == "aborted":
+                raise RuntimeError("the kernel refused to run this cell")
+            return
+
+
+def setup_notebook(notebook):
+    notebook.started = time.monotonic()
+    nbval_setup(notebook)
+
+
+def get_kernel_message(notebook, timeout=None, stream="iopub"):
+    # A cell that goes on printing after the interrupt would be listened to for ever.
+    if notebook.timed_out:
+        notebook.interrupted = getattr(notebook, "interrupted", time.monotonic())
+        if time.monotonic() > notebook.interrupted + INTERRUPT_GRACE:
+            raise Empty
+    return nbval_get_kernel_message(notebook, timeout=timeout, stream=stream)
+
+
+def runtest(cell):
+    notebook = cell.parent
+    if notebook.timed_out:
+        pytest.skip("an earlier cell of this notebook overran its limit")
+    if cell.options["check"] and cell.cell.execution_count is None:
+        cell.raise_cell_error("This cell is tagged for comparison but was never executed")
+
+    limit = cell.config.option.nbval_cell_timeout
+    cell.config.option.nbval_cell_timeout = min(limit, max(left(notebook), 0))
+    try:
+        nbval_runtest(cell)
+    finally:
+        cell.config.option.nbval_cell_timeout = limit
+    if notebook.timed_out:
+        cell.raise_cell_error("This cell overran its limit and swallowed the interrupt")
+    if left(notebook) < 0:
+        taken = time.monotonic() - notebook.started
+        allowed = cell.config.getoption("notebook_limit")
+        cell.raise_cell_error(f"The notebook has taken {taken:.0f} s so far, its limit is {allowed:g} s")
+    raised = any(output.output_type == "error" for output in cell.test_outputs)
+    if cell.options["check_exception"] and not raised:
+        cell.raise_cell_error("This cell is tagged raises-exception but raised nothing")
+
+
+nbval_setup, nbval_runtest = IPyNbFile.setup, IPyNbCell.runtest
+nbval_get_kernel_message = IPyNbFile.get_kernel_message
+RunningKernel.await_reply = await_reply
+IPyNbFile.setup, IPyNbFile.get_kernel_message = setup_notebook, get_kernel_message
+IPyNbCell.runtest = runtest
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Seconds a notebook, slowest first: what is near its limit is seen before it fails."""
+    seconds = {}
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            path = getattr(report, "nodeid", "").split("::")[0]
+            if path.endswith(".ipynb"):
+                seconds[path] = seconds.get(path, 0) + getattr(report, "duration", 0)
+    if seconds:
+        terminalreporter.section("notebooks")
+    for path, total in sorted(seconds.items(), key=lambda item: -item[1]):
+        terminalreporter.write_line(f"{total:6.1f} s  {path}")
