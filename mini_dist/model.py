@@ -1,0 +1,457 @@
+"""A plain GPT on one device: what every strategy of the course cuts, and what checks the result.
+
+    model = GPT(ModelConfig(d_model=128, num_layers=3), seed=0)
+    logits = model(tokens)                                  # [B, S] -> [B, S, V]
+    token_loss(logits, targets).mean().backward()
+
+Nothing in here knows of ranks. The seams where later lessons cut it:
+  * pipeline: `embed`, `blocks[i]` and `head` are all there is; between them goes x [B, S, D];
+  * ZeRO-3 and recompute: a block is the unit, a function of (x, positions);
+  * tensor parallel: `q`, `k`, `v`, `o`, `up`, `gate`, `down` are separate linears, weight
+    [features out, features in]; rows n*H..(n+1)*H of `q` are head n, and the number of heads
+    follows from the weights, so cutting these rows is all it takes;
+  * context parallel: positions are an argument, and so is the attention function;
+  * experts: `experts[e]` is a whole MLP, `route` decides who visits it.
+
+Letters: B batch, S sequence, D model, F ffn, N heads, K kv heads, H head dim, V vocab, E experts,
+L layers; T = B*S tokens, k experts a token visits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mini_dist.config import ModelConfig
+
+IGNORE_INDEX = -100  # a target that does not count; torch's default too
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer, tokens [B, S] to logits [B, S, V].
+
+    Each block adds attention, then an MLP (or experts), to x, with the norm before each of them
+    ("pre-norm"; Radford et al. 2019, section 2.3).
+
+    Args:
+        seed: with a parameter's name, decides its values (see `initial_value`); torch's own
+            random state is neither read nor moved.
+        attention: "sdpa" (torch's fused kernel), "explicit" (the formula, scores in memory), or a
+            function (q, k, v, positions, dropout) -> out like `explicit_attention`.
+        device: with "meta" the model has shapes and no memory until `init_weights_`.
+    Raises ValueError for a config that only the calculators understand.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        seed: int = 0,
+        *,
+        attention: str | Callable = "sdpa",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        _refuse_what_only_calculators_know(config)
+        self.config = config
+        with torch.device("meta"):  # shapes only: torch's own initial values would be overwritten
+            self.embed = Embed(config)
+            self.blocks = nn.ModuleList(
+                Block(config, layer, attention) for layer in range(config.num_layers)
+            )
+            self.head = Head(config)
+        self.to(dtype)
+        self._tie()
+        device = torch.get_default_device() if device is None else torch.device(device)
+        if device.type != "meta":
+            self.init_weights_(seed, device)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        routing: list[Routing] | None = None,
+    ) -> Tensor:
+        """tokens [B, S] int64 -> logits [B, S, V].
+
+        positions: [S] or [B, S], where each token stands in its sequence (0..S-1 unless given,
+            distinct in a row); a token sees itself and those with smaller positions.
+        routing: a list to which each MoE layer appends what its router decided.
+        """
+        if tokens.shape[-1] > self.config.seq_len:
+            raise ValueError(
+                f"tokens are {tokens.shape[-1]} long, but this model was made for "
+                f"seq_len={self.config.seq_len}: cut them, or make the config longer."
+            )
+        x = self.embed(tokens, positions)
+        for block in self.blocks:
+            x = block(x, positions, routing)
+        return self.head(x)
+
+    def num_parameters(self) -> int:
+        """How many numbers are trained; a tied embedding counts once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    @torch.no_grad()
+    def init_weights_(self, seed: int, device: torch.device | str = "cpu") -> GPT:
+        """Give each parameter its `initial_value`, in new memory on `device`."""
+        self.to_empty(device=device)
+        self._tie()  # to_empty made two parameters of one
+        for name, parameter in self.named_parameters():
+            parameter.copy_(initial_value(name, parameter.shape, self.config, seed))
+        return self
+
+    def _tie(self):
+        if self.config.tied_embedding:
+            self.head.out.weight = self.embed.token.weight
+
+
+class Embed(nn.Module):
+    """Tokens [B, S] to x [B, S, D]: look up each token, and its position where that is learned."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.token = nn.Embedding(config.vocab_size, config.d_model)
+        self.position = None  # rotary positions enter in attention
+        if config.positions == "learned":
+            self.position = nn.Embedding(config.seq_len, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        x = self.token(tokens)  # [B, S, D]
+        if self.position is not None:
+            if positions is None:
+                positions = torch.arange(tokens.shape[-1], device=tokens.device)
+            x = x + self.position(positions)
+        return self.dropout(x)
+
+
+class Block(nn.Module):
+    """One layer, x [B, S, D] to x [B, S, D]."""
+
+    def __init__(self, config: ModelConfig, layer: int, attention: str | Callable = "sdpa"):
+        super().__init__()
+        self.attn_norm = make_norm(config)
+        self.attn = Attention(config, attention)
+        self.ffn_norm = make_norm(config)
+        self.ffn = MoE(config) if config.is_moe_layer(layer) else MLP(config, config.d_ffn)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        routing: list[Routing] | None = None,
+    ) -> Tensor:
+        x = x + self.dropout(self.attn(self.attn_norm(x), positions))
+        return x + self.dropout(self.ffn(self.ffn_norm(x), routing))
+
+
+class Head(nn.Module):
+    """x [B, S, D] to logits [B, S, V]: the last norm, then a linear without bias."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.norm = make_norm(config)
+        self.out = nn.Linear(config.d_model, config.vocab_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(x))
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.d_model, eps=1e-5)
+    return nn.LayerNorm(config.d_model, eps=1e-5, bias=config.bias)
+
+
+# --- attention ---------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Let each token look at those before it: N query heads share K pairs of key and value heads.
+
+    K = N is multi-head attention, K = 1 multi-query (Shazeer 2019), between them grouped-query
+    (Ainslie et al. 2023): query head n reads key/value head n // (N/K).
+    """
+
+    def __init__(self, config: ModelConfig, attention: str | Callable = "sdpa"):
+        super().__init__()
+        D, H = config.d_model, config.head_dim
+        self.q = nn.Linear(D, config.num_heads * H, bias=config.qkv_bias)
+        self.k = nn.Linear(D, config.num_kv_heads * H, bias=config.qkv_bias)
+        self.v = nn.Linear(D, config.num_kv_heads * H, bias=config.qkv_bias)
+        self.o = nn.Linear(config.num_heads * H, D, bias=config.bias)
+        self.head_dim = H
+        self.rotary = config.positions == "rotary"
+        self.dropout = config.dropout
+        if not callable(attention) and attention not in ATTENTIONS:
+            raise ValueError(
+                f"attention is {attention!r}: give one of {sorted(ATTENTIONS)}, or a function "
+                "(q, k, v, positions, dropout) -> out."
+            )
+        self.attend = attention if callable(attention) else ATTENTIONS[attention]
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        # -1, not N: with only some heads' rows in the weights this is right as it stands
+        q = self.q(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, N, S, H]
+        k = self.k(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, K, S, H]
+        v = self.v(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, K, S, H]
+        if self.rotary:
+            q, k = rotate(q, positions), rotate(k, positions)
+        out = self.attend(q, k, v, positions, self.dropout if self.training else 0.0)
+        return self.o(out.transpose(1, 2).flatten(-2))  # [B, N, S, H] -> [B, S, N*H] -> [B, S, D]
+
+
+def explicit_attention(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None = None, dropout: float = 0.0
+) -> Tensor:
+    """softmax(q kᵀ / √H) v over the tokens that each may see (Vaswani et al. 2017, section 3.2.1).
+
+    q [B, N, S, H], k and v [B, K, S, H] -> [B, N, S, H]; the scores take [B, N, S, S] memory.
+    """
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))  # [B, N, S, H]
+    scores = q @ k.mT / math.sqrt(q.shape[-1])  # [B, N, S, S]
+    scores = scores.masked_fill(~may_see(q, positions), -math.inf)
+    return functional.dropout(scores.softmax(-1), dropout) @ v
+
+
+def sdpa_attention(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None = None, dropout: float = 0.0
+) -> Tensor:
+    """The same by torch's fused kernel, which keeps no scores (Dao et al. 2022)."""
+    # without positions no mask is needed either: the kernel then skips what lies above the diagonal
+    mask = None if positions is None else may_see(q, positions)
+    return functional.scaled_dot_product_attention(
+        q, k, v, mask, dropout, is_causal=mask is None, enable_gqa=True
+    )
+
+
+ATTENTIONS = {"explicit": explicit_attention, "sdpa": sdpa_attention}
+
+
+def may_see(q: Tensor, positions: Tensor | None) -> Tensor:
+    """True at [query, key] if the key stands at the query or before it: [1 or B, 1, S, S]."""
+    if positions is None:
+        positions = torch.arange(q.shape[-2], device=q.device)
+    allowed = positions[..., :, None] >= positions[..., None, :]  # [S, S] or [B, S, S]
+    return allowed.unsqueeze(-3).reshape(-1, 1, *allowed.shape[-2:])
+
+
+def rotate(x: Tensor, positions: Tensor | None = None, base: float = 10_000.0) -> Tensor:
+    """Turn each pair (x[i], x[i + H/2]) by the angle position * base^(-2i/H), so that a product
+    of two vectors depends on their distance only (Su et al. 2021, section 3.2.2; the halves are
+    paired as in GPT-NeoX and Llama's published code for Hugging Face).
+
+    x [B, N, S, H], positions [S] or [B, S] -> [B, N, S, H].
+    """
+    if positions is None:
+        positions = torch.arange(x.shape[-2], device=x.device)
+    half = x.shape[-1] // 2
+    # angles in bf16 would put neighbours of a long sequence at the same place
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    frequency = base ** (-torch.arange(half, device=x.device, dtype=dtype) / half)  # [H/2]
+    angle = (positions[..., None] * frequency).unsqueeze(-3)  # [1, S, H/2] or [B, 1, S, H/2]
+    cos, sin = angle.cos(), angle.sin()
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+# --- feed-forward: one MLP, or experts ---------------------------------------------------------
+
+
+class MLP(nn.Module):
+    """Work on each token alone, [..., D] -> [..., F] -> [..., D]: GELU (Hendrycks & Gimpel 2016)
+    or SwiGLU, where one linear gates the other (Shazeer 2020)."""
+
+    def __init__(self, config: ModelConfig, d_ffn: int):
+        super().__init__()
+        D, bias = config.d_model, config.bias
+        self.gate = nn.Linear(D, d_ffn, bias=bias) if config.activation == "swiglu" else None
+        self.up = nn.Linear(D, d_ffn, bias=bias)
+        self.down = nn.Linear(d_ffn, D, bias=bias)
+
+    def forward(self, x: Tensor, routing: list[Routing] | None = None) -> Tensor:
+        # `routing` is unused: an MLP routes nothing, but can stand wherever an MoE can
+        if self.gate is None:
+            return self.down(functional.gelu(self.up(x)))
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+class Routing(NamedTuple):
+    """What a router decided about T tokens. Logits and weights are at least float32."""
+
+    logits: Tensor  # [T, E]
+    experts: Tensor  # [T, k] int64, which experts each token visits
+    weights: Tensor  # [T, k], how much of each one's answer it takes
+
+
+def route(logits: Tensor, top_k: int) -> Routing:
+    """Choose for each token the k experts with the largest softmax probability, [T, E] -> Routing.
+
+    With k > 1 the chosen probabilities are divided by their sum (Mixtral: Jiang et al. 2024,
+    section 2.1). With k = 1 they are not (Switch: Fedus et al. 2021, section 2.1): the weight
+    would be 1 whatever the logits, and the router would get no gradient.
+    """
+    logits = at_least_float32(logits)  # Switch, section 2.4: bf16 makes routing unstable
+    weights, experts = logits.softmax(-1).topk(top_k)
+    if top_k > 1:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return Routing(logits, experts, weights)
+
+
+def load_balance_loss(routing: Routing) -> Tensor:
+    """E * sum over experts of (share of visits) * (mean probability): 1 if both are even, up to E
+    if all tokens want one expert (Switch: Fedus et al. 2021, eq. 4-6, visits divided by T*k).
+
+    Only the probabilities have a gradient. Over several ranks, average both factors first.
+    """
+    num_experts = routing.logits.shape[-1]
+    visits = routing.experts.flatten().bincount(minlength=num_experts)  # [E]
+    share = visits / routing.experts.numel()
+    return num_experts * (share * routing.logits.softmax(-1).mean(0)).sum()
+
+
+def z_loss(routing: Routing) -> Tensor:
+    """Mean over tokens of logsumexp(logits)²: keeps router logits small (ST-MoE: Zoph et al.
+    2022, eq. 5)."""
+    return routing.logits.logsumexp(-1).square().mean()
+
+
+class MoE(nn.Module):
+    """Experts in the place of the MLP, all on one device: each token visits k of E, no token is
+    dropped, and every token visits the shared ones (DeepSeekMoE: Dai et al. 2024, section 3.2).
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.top_k = config.top_k
+        self.router = nn.Linear(config.d_model, config.num_experts, bias=False)
+        self.experts = nn.ModuleList(
+            MLP(config, config.d_expert) for _ in range(config.num_experts)
+        )
+        self.shared = nn.ModuleList(
+            MLP(config, config.d_expert) for _ in range(config.num_shared_experts)
+        )
+
+    def forward(self, x: Tensor, routing: list[Routing] | None = None) -> Tensor:
+        tokens = x.flatten(0, -2)  # [T, D]
+        decision = route(self.router(tokens), self.top_k)
+        if routing is not None:
+            routing.append(decision)
+        out = torch.zeros_like(tokens)
+        for e, expert in enumerate(self.experts):
+            # an expert without visitors runs too, on [0, D]: its gradients are zeros, not None
+            token, slot = torch.where(decision.experts == e)  # [visits], [visits]
+            answer = expert(tokens[token]) * decision.weights[token, slot, None]  # [visits, D]
+            out = out.index_add(0, token, answer.to(out.dtype))
+        for expert in self.shared:
+            out = out + expert(tokens)
+        return out.view_as(x)
+
+
+# --- initial values, loss, sampling ------------------------------------------------------------
+
+
+def initial_value(name: str, shape: tuple[int, ...], config: ModelConfig, seed: int) -> Tensor:
+    """Draw the initial value of one whole parameter from (seed, its name in GPT) and nothing else.
+
+    However a strategy cuts the model, a rank's shard is a slice of this. Weights are normal with
+    standard deviation 0.02, those that write into the residual stream 0.02 / √(2L) (GPT-2:
+    Radford et al. 2019, section 2.3); norms start at 1, biases at 0. Returns float32 on the CPU.
+    """
+    if name.endswith(".bias"):
+        return torch.zeros(shape)
+    if name.endswith("norm.weight"):
+        return torch.ones(shape)
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+    writes_to_residual = name.endswith(("attn.o.weight", ".down.weight"))
+    std = 0.02 / math.sqrt(2 * config.num_layers) if writes_to_residual else 0.02
+    return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
+
+
+class TokenLoss(NamedTuple):
+    """Cross entropy of some tokens, not yet divided: ranks and micro-batches with different
+    numbers of tokens add up both fields, then divide once."""
+
+    total: Tensor  # [], in nats, summed
+    num_tokens: Tensor  # [] int64, targets that count
+
+    def mean(self) -> Tensor:
+        """Raises ValueError over zero tokens, where a mean would be nan."""
+        if not self.num_tokens:
+            raise ValueError(
+                f"no target counts (all are IGNORE_INDEX={IGNORE_INDEX}), so there is no mean "
+                "loss. If other ranks have tokens, divide `total` by the number of tokens over "
+                "all ranks."
+            )
+        return self.total / self.num_tokens
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> TokenLoss:
+    """Cross entropy of logits [..., V] against targets [...] int64, except where these are
+    IGNORE_INDEX. Over zero tokens `total` is 0, with zero gradients."""
+    total = functional.cross_entropy(
+        at_least_float32(logits).flatten(0, -2),
+        targets.flatten(),
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
+    )
+    return TokenLoss(total, (targets != IGNORE_INDEX).sum())
+
+
+@torch.no_grad()
+def generate(
+    model: GPT, tokens: Tensor, max_new_tokens: int, *, temperature: float = 1.0, seed: int = 0
+) -> Tensor:
+    """Continue tokens [S] or [B, S] by sampling, the whole window through the model each time.
+
+    temperature: 0 takes the likeliest token. Returns the same with max_new_tokens more, int64.
+    """
+    if not tokens.shape[-1]:
+        raise ValueError("tokens are empty: give at least one token to continue.")
+    was_training = model.training
+    model.eval()
+    generator = torch.Generator(tokens.device).manual_seed(seed)
+    batch = tokens.long().reshape(-1, tokens.shape[-1])  # [B, S]
+    for _ in range(max_new_tokens):
+        logits = model(batch[:, -model.config.seq_len :])[:, -1]  # [B, V]
+        if temperature == 0:
+            new = logits.argmax(-1, keepdim=True)  # [B, 1]
+        else:
+            probabilities = (at_least_float32(logits) / temperature).softmax(-1)
+            new = torch.multinomial(probabilities, 1, generator=generator)
+        batch = torch.cat([batch, new], dim=1)
+    model.train(was_training)
+    return batch.reshape(*tokens.shape[:-1], -1)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """bf16 and fp16 become float32, float64 stays: exponentials and their sums need the digits."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _refuse_what_only_calculators_know(config: ModelConfig):
+    if config.is_mla:
+        raise ValueError(
+            f"kv_lora_rank={config.kv_lora_rank}: this GPT has no latent attention, only the "
+            "calculators know it. Give kv_lora_rank=0; few num_kv_heads also save key/value memory."
+        )
+    for field, works in (
+        ("positions", ("rotary", "learned")),
+        ("router", ("softmax",)),
+        ("qk_norm", (False,)),
+        ("embedding_norm", (False,)),
+    ):
+        if getattr(config, field) not in works:
+            raise ValueError(
+                f"{field}={getattr(config, field)!r}: this GPT has no such thing, only the "
+                f"calculators know it. Give {field}={' or '.join(map(repr, works))}."
+            )
