@@ -1,0 +1,335 @@
+"""What a collective costs: rounds, bytes and seconds of each algorithm, for any number of ranks.
+
+The alpha-beta model: a message of N bytes over a link takes `latency + N / bandwidth` (Hockney
+1994; Thakur, Rabenseifner and Gropp 2005 give the costs of these algorithms).
+
+What 'bytes' means, everywhere here: *payload bytes sent*.  No headers; a byte received is counted
+where it was sent.  `sent[r]` is what rank r of the group sends, `total_bytes` their sum over the
+ranks, `bytes_per_rank` the busiest rank's.  A round is a step in which every rank sends at most one
+message and receives at most one; the rounds of an algorithm follow each other.
+
+N is the whole tensor, as the collective's caller sees it: the input of all_reduce, reduce and
+broadcast; the *gathered* result of all_gather; the *unreduced* input of reduce_scatter; everything
+one rank hands out in all_to_all.  Shards differ by at most one element (as torch.tensor_split:
+the first ones are longer), so pass the tensor's `itemsize` for exact bytes when it does not divide.
+
+Recursive algorithms pair ranks by powers of two.  With m the largest power of two <= n, the n - m
+extra ranks (m, m+1, ...) first send theirs to a partner (rank - m), sit out, and get the result.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Link:
+    """One rank's way out, full duplex: `latency` in seconds a message, `bandwidth` in bytes/s."""
+
+    latency: float
+    bandwidth: float
+
+    def __post_init__(self):
+        for field, least in (("latency", "0 or more seconds"), ("bandwidth", "bytes/s above 0")):
+            value = getattr(self, field)
+            ok = isinstance(value, (int, float)) and not isinstance(value, bool) \
+                and math.isfinite(value) and (value >= 0 if field == "latency" else value > 0)
+            if not ok:
+                raise ValueError(f"{field}={value!r} is not a {field} of a link: give {least}.")
+
+    def seconds(self, num_bytes: float, rounds: int = 1) -> float:
+        """Time of `rounds` messages of `num_bytes` each, one after the other."""
+        return rounds * (self.latency + num_bytes / self.bandwidth)
+
+    def slowest(self, distance: int, size: int, paired: bool = False) -> Link:
+        return self  # the same for everyone
+
+
+@dataclass(frozen=True)
+class Hierarchy:
+    """Nodes of `node_size` ranks: messages inside a node on one link, between nodes on another.
+
+    `outer.bandwidth` is what one rank gets while all ranks of its node send at once.
+    """
+
+    node_size: int
+    inner: Link
+    outer: Link
+
+    def __post_init__(self):
+        if not isinstance(self.node_size, int) or self.node_size < 1:
+            raise ValueError(f"node_size={self.node_size!r} is not a number of ranks: give 1 or "
+                             "more.")
+
+    def slowest(self, distance: int, size: int, paired: bool = False) -> Link:
+        """The link that a round waits for, in a group of `size` neighbouring ranks.
+
+        When every rank sends `distance` further, some pair of neighbours sits on two nodes; when
+        ranks exchange in pairs inside blocks of 2 * distance, a block may fit in a node.
+        """
+        inside = size <= self.node_size or (paired and self.node_size % (2 * distance) == 0)
+        return self.inner if inside else self.outer
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one collective costs; see the head of this file for what the bytes are."""
+
+    op: str
+    algorithm: str
+    rounds: int
+    sent: tuple[int, ...]  # payload bytes, by rank of the group
+    seconds: float
+
+    @property
+    def bytes_per_rank(self) -> int:
+        return max(self.sent)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.sent)
+
+
+def split(num_bytes: int, parts: int, itemsize: int = 1) -> list[int]:
+    """Bytes of each part, the first ones one element longer where it does not divide."""
+    base, longer = divmod(num_bytes // itemsize, parts)
+    return [(base + (part < longer)) * itemsize for part in range(parts)]
+
+
+def broadcast(num_bytes: int, size: int, algorithm: str = "tree",
+              link: Link | Hierarchy | None = None) -> Cost:
+    """Star: the root sends to each in turn.  Tree (binomial): whoever has it sends on."""
+    link = _checked("broadcast", algorithm, num_bytes, size, link)
+    if algorithm == "star":
+        return Cost("broadcast", algorithm, size - 1, (num_bytes * (size - 1),) + (0,) * (size - 1),
+                    _star_seconds([num_bytes] * (size - 1), size, link))
+    rounds = _log2_up(size)
+    return Cost("broadcast", algorithm, rounds,
+                tuple(num_bytes * children for children in _children(size)),
+                _tree_seconds(num_bytes, size, link))
+
+
+def reduce(num_bytes: int, size: int, algorithm: str = "tree",
+           link: Link | Hierarchy | None = None) -> Cost:
+    """The broadcast run backwards: star or binomial tree, every rank but the root sends once."""
+    link = _checked("reduce", algorithm, num_bytes, size, link)
+    if algorithm == "star":
+        return Cost("reduce", algorithm, size - 1, (0,) + (num_bytes,) * (size - 1),
+                    _star_seconds([num_bytes] * (size - 1), size, link))
+    return Cost("reduce", algorithm, _log2_up(size), (0,) + (num_bytes,) * (size - 1),
+                _tree_seconds(num_bytes, size, link))
+
+
+def gather(num_bytes: int, size: int, algorithm: str = "star",
+           link: Link | Hierarchy | None = None, itemsize: int = 1) -> Cost:
+    """Every rank sends its shard of the N gathered bytes to the root (scatter is this reversed)."""
+    link = _checked("gather", algorithm, num_bytes, size, link)
+    shards = split(num_bytes, size, itemsize)
+    return Cost("gather", algorithm, size - 1, (0, *shards[1:]),
+                _star_seconds(shards[1:], size, link))
+
+
+def scatter(num_bytes: int, size: int, algorithm: str = "star",
+            link: Link | Hierarchy | None = None, itemsize: int = 1) -> Cost:
+    """The root sends every other rank its shard of N bytes."""
+    link = _checked("scatter", algorithm, num_bytes, size, link)
+    shards = split(num_bytes, size, itemsize)
+    return Cost("scatter", algorithm, size - 1, (sum(shards[1:]),) + (0,) * (size - 1),
+                _star_seconds(shards[1:], size, link))
+
+
+def all_gather(num_bytes: int, size: int, algorithm: str = "ring",
+               link: Link | Hierarchy | None = None, itemsize: int = 1) -> Cost:
+    """Ring: each shard walks round.  Recursive doubling: blocks double, log2 n rounds."""
+    link = _checked("all_gather", algorithm, num_bytes, size, link)
+    shards = split(num_bytes, size, itemsize)
+    if algorithm == "ring":  # rank r passes on every shard but its neighbour's own
+        sent = tuple(num_bytes - shards[(rank + 1) % size] for rank in range(size))
+        return Cost("all_gather", algorithm, size - 1, sent,
+                    _ring_seconds(shards, link))
+    m, extra = _fold(size)
+    blocks = [shards[rank] + (shards[rank + m] if rank < extra else 0) for rank in range(m)]
+    sent, seconds = _doubling(blocks, link, size)
+    for rank in range(extra):  # before: the extra's shard in; after: the whole result out
+        sent[rank] += num_bytes
+    seconds += _fold_seconds([max(shards[m:], default=0), num_bytes], m, size, link)
+    return Cost("all_gather", algorithm, _log2_up(m) + 2 * (extra > 0),
+                (*sent, *shards[m:]), seconds)
+
+
+def reduce_scatter(num_bytes: int, size: int, algorithm: str = "ring",
+                   link: Link | Hierarchy | None = None, itemsize: int = 1) -> Cost:
+    """Ring: partial sums walk round.  Recursive halving: blocks halve, log2 n rounds."""
+    link = _checked("reduce_scatter", algorithm, num_bytes, size, link)
+    shards = split(num_bytes, size, itemsize)
+    if algorithm == "ring":  # rank r sends every shard but the one it keeps
+        return Cost("reduce_scatter", algorithm, size - 1,
+                    tuple(num_bytes - shard for shard in shards),
+                    _ring_seconds(shards, link))
+    m, extra = _fold(size)
+    blocks = [shards[rank] + (shards[rank + m] if rank < extra else 0) for rank in range(m)]
+    # Halving is doubling run backwards: the same messages in the other direction.
+    _, seconds = _doubling(blocks, link, size)
+    sent = [num_bytes - block for block in blocks]
+    for rank in range(extra):  # after: the extra's shard out
+        sent[rank] += shards[rank + m]
+    seconds += _fold_seconds([num_bytes, max(shards[m:], default=0)], m, size, link)
+    return Cost("reduce_scatter", algorithm, _log2_up(m) + 2 * (extra > 0),
+                (*sent, *[num_bytes] * extra), seconds)
+
+
+def all_reduce(num_bytes: int, size: int, algorithm: str = "ring",
+               link: Link | Hierarchy | None = None, itemsize: int = 1,
+               node_size: int | None = None) -> Cost:
+    """Star and tree: reduce + broadcast.  Ring: reduce-scatter + all-gather.  Halving-doubling:
+    the same by recursion.  Hierarchical: reduce-scatter in the node (of `node_size` ranks), ring
+    all-reduce of each shard between nodes, all-gather in the node."""
+    link = _checked("all_reduce", algorithm, num_bytes, size, link)
+    if algorithm in ("star", "tree"):
+        parts = [reduce(num_bytes, size, algorithm, link),
+                 broadcast(num_bytes, size, algorithm, link)]
+    elif algorithm == "ring":
+        parts = [reduce_scatter(num_bytes, size, "ring", link, itemsize),
+                 all_gather(num_bytes, size, "ring", link, itemsize)]
+    elif algorithm == "halving_doubling":
+        m, extra = _fold(size)
+        parts = [reduce_scatter(num_bytes, m, "halving", link, itemsize),
+                 all_gather(num_bytes, m, "doubling", link, itemsize)]
+        if extra:  # an extra rank sends all it has and gets all of the result back
+            swap = (num_bytes,) * extra + (0,) * (m - extra)
+            both = tuple(a + b + c for a, b, c in zip(swap, parts[0].sent, parts[1].sent))
+            return Cost("all_reduce", algorithm, parts[0].rounds + parts[1].rounds + 2,
+                        both + (num_bytes,) * extra,
+                        parts[0].seconds + parts[1].seconds
+                        + _fold_seconds([num_bytes, num_bytes], m, size, link))
+    else:
+        parts = _hierarchical(num_bytes, size, node_size, link, itemsize)
+    return Cost("all_reduce", algorithm, sum(part.rounds for part in parts),
+                tuple(sum(sent) for sent in zip(*(part.sent for part in parts))),
+                sum(part.seconds for part in parts))
+
+
+def all_to_all(num_bytes: int, size: int, algorithm: str = "pairwise",
+               link: Link | Hierarchy | None = None, itemsize: int = 1,
+               splits: list[list[int]] | None = None) -> Cost:
+    """Pairwise: in round k rank r sends to r + k.  `splits[r][d]` are the bytes r has for d
+    (even if not given; what a rank has for itself stays and is not counted)."""
+    link = _checked("all_to_all", algorithm, num_bytes, size, link)
+    if splits is None:
+        splits = [split(num_bytes, size, itemsize)] * size
+    elif len(splits) != size or any(len(row) != size for row in splits):
+        raise ValueError(f"splits has {len(splits)} rows of {sorted({len(r) for r in splits})}: "
+                         f"give {size} rows of {size} byte counts.")
+    sent = tuple(sum(row) - row[rank] for rank, row in enumerate(splits))
+    seconds = sum(link.slowest(k, size).seconds(max(splits[rank][(rank + k) % size]
+                                                    for rank in range(size)))
+                  for k in range(1, size))
+    return Cost("all_to_all", algorithm, size - 1, sent, seconds)
+
+
+COLLECTIVES = {
+    "broadcast": (broadcast, ("star", "tree")),
+    "reduce": (reduce, ("star", "tree")),
+    "gather": (gather, ("star",)),
+    "scatter": (scatter, ("star",)),
+    "all_gather": (all_gather, ("ring", "doubling")),
+    "reduce_scatter": (reduce_scatter, ("ring", "halving")),
+    "all_reduce": (all_reduce, ("star", "tree", "ring", "halving_doubling", "hierarchical")),
+    "all_to_all": (all_to_all, ("pairwise",)),
+}
+
+
+def _hierarchical(num_bytes: int, size: int, node_size: int | None, link: Link | Hierarchy,
+                  itemsize: int) -> list[Cost]:
+    if node_size is None:
+        node_size = getattr(link, "node_size", None)
+    if not isinstance(node_size, int) or node_size < 1 or size % node_size:
+        raise ValueError(f"node_size={node_size!r} does not divide size={size}: give the number of "
+                         "ranks in a node, or a Hierarchy as the link.")
+    nodes = size // node_size
+    inner = link.slowest(1, node_size)
+    outer = link.slowest(node_size, size)
+    local = [reduce_scatter(num_bytes, node_size, "ring", inner, itemsize),
+             all_gather(num_bytes, node_size, "ring", inner, itemsize)]
+    # Each local rank owns one shard and reduces it with its peers on the other nodes.
+    across = [all_reduce(shard, nodes, "ring", outer, itemsize)
+              for shard in split(num_bytes, node_size, itemsize)]
+    middle = Cost("all_reduce", "ring", across[0].rounds,
+                  tuple(across[rank % node_size].sent[rank // node_size] for rank in range(size)),
+                  max(cost.seconds for cost in across))
+    whole = [Cost(cost.op, cost.algorithm, cost.rounds, cost.sent * nodes, cost.seconds)
+             for cost in local]
+    return [whole[0], middle, whole[1]]
+
+
+def _checked(op: str, algorithm: str, num_bytes: int, size: int,
+             link: Link | Hierarchy | None) -> Link | Hierarchy:
+    known = COLLECTIVES[op][1]
+    if algorithm not in known:
+        raise ValueError(f"algorithm={algorithm!r} is not one of {op}: give "
+                         f"{' or '.join(repr(name) for name in known)}.")
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(f"size={size!r} is not a number of ranks: give an int of 1 or more.")
+    if not isinstance(num_bytes, int) or isinstance(num_bytes, bool) or num_bytes < 0:
+        raise ValueError(f"num_bytes={num_bytes!r} is not a size: give an int of 0 or more.")
+    return FREE if link is None else link
+
+
+FREE = Link(latency=0.0, bandwidth=1e30)  # when only rounds and bytes are asked for
+
+
+def _log2_up(size: int) -> int:
+    return (size - 1).bit_length()
+
+
+def _fold(size: int) -> tuple[int, int]:
+    """The largest power of two in `size`, and how many ranks are left over."""
+    m = 1 << (size.bit_length() - 1)
+    return m, size - m
+
+
+def _children(size: int) -> list[int]:
+    """How many messages each rank of a binomial broadcast sends: in round k the 2**k ranks that
+    have it send to the rank 2**k further."""
+    return [sum(1 for k in range(_log2_up(size)) if rank < 2**k and rank + 2**k < size)
+            for rank in range(size)]
+
+
+def _tree_seconds(num_bytes: int, size: int, link: Link | Hierarchy) -> float:
+    return sum(link.slowest(2**k, size, paired=True).seconds(num_bytes)
+               for k in range(_log2_up(size)))
+
+
+def _star_seconds(messages: list[int], size: int, link: Link | Hierarchy) -> float:
+    """All messages pass the root's one link, one after the other."""
+    near = (link.node_size if isinstance(link, Hierarchy) else size) - 1
+    return sum(link.slowest(1, 1 if i < near else size).seconds(message)
+               for i, message in enumerate(messages))
+
+
+def _ring_seconds(shards: list[int], link: Link | Hierarchy) -> float:
+    """In every round some rank passes on the longest shard."""
+    size = len(shards)
+    return link.slowest(1, size).seconds(max(shards), rounds=size - 1)
+
+
+def _fold_seconds(messages: list[int], m: int, size: int, link: Link | Hierarchy) -> float:
+    if size == m:
+        return 0.0
+    return sum(link.slowest(m, size).seconds(message) for message in messages)
+
+
+def _doubling(blocks: list[int], link: Link | Hierarchy, size: int) -> tuple[list[int], float]:
+    """Recursive doubling over a power of two of ranks: in round k everyone sends the aligned
+    group of 2**k blocks it has by then."""
+    m, seconds = len(blocks), 0.0
+    sent = [0] * m
+    groups, width = blocks, 1
+    while width < m:
+        for rank in range(m):
+            sent[rank] += groups[rank // width]
+        seconds += link.slowest(width, size, paired=True).seconds(max(groups))
+        groups = [groups[i] + groups[i + 1] for i in range(0, len(groups), 2)]
+        width *= 2
+    return sent, seconds

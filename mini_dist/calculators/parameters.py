@@ -1,0 +1,235 @@
+"""Every weight of a model, once: counts, shards and FLOPs are all read from this inventory.
+
+A weight is [rows, cols] (or [rows] for a norm or a bias).  `cut` says what tensor parallelism does
+with it; `experts` how many copies of it there are, spread by expert parallelism.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from ..config import Layout, ModelConfig
+from .lines import Breakdown, Line
+
+
+@dataclass(frozen=True)
+class Weight:
+    kind: str  # "embedding", "attention", "ffn", "router", "experts", "norms", "head"
+    name: str
+    shape: tuple[int, ...]
+    cut: str = "none"  # by tp: "column" and "row" (Megatron), "kv" (by heads), "vocab", "none"
+    experts: int = 1  # copies, one an expert
+    visits: int = 1  # copies that one token goes through
+    is_matmul: bool = True  # multiplied with activations (2 FLOPs a number and token)
+
+    @property
+    def numel(self) -> int:
+        """Numbers in all copies."""
+        count = self.experts
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def numel_visited(self) -> int:
+        """Numbers that one token meets."""
+        return self.numel // self.experts * self.visits
+
+    def numel_per_rank(self, layout: Layout, num_kv_heads: int = 0) -> Fraction:
+        """Numbers on one rank: cut by tp, spread by ep; whole kv heads where tp > K copies them."""
+        ways = 1
+        if self.cut == "kv":
+            ways = min(layout.tp, num_kv_heads)
+        elif self.cut != "none":
+            ways = layout.tp
+        if self.experts > 1:
+            ways *= layout.ep
+        return Fraction(self.numel, ways)
+
+
+def layer_weights(config: ModelConfig, moe: bool = False) -> list[Weight]:
+    """The weights of one transformer layer, dense or with experts."""
+    return _attention(config) + (_moe(config) if moe else _ffn(config, "ffn", config.d_ffn)) \
+        + _norm(config, "attention_norm") + _norm(config, "ffn_norm")
+
+
+def outer_weights(config: ModelConfig, side: str) -> list[Weight]:
+    """The weights before the first layer (`side="first"`) or after the last (`"last"`).
+
+    A tied head is listed among the last with no numbers of its own; a pipeline must hold it twice.
+    """
+    V, D = config.vocab_size, config.d_model
+    if side == "first":
+        weights = [Weight("embedding", "token_embedding", (V, D), "vocab", is_matmul=False)]
+        if config.positions == "learned":
+            weights.append(Weight("embedding", "position_embedding", (config.seq_len, D),
+                                  is_matmul=False))
+        return weights + (_norm(config, "embedding_norm") if config.embedding_norm else [])
+    head = Weight("head", "tied head" if config.tied_embedding else "head", (V, D), "vocab")
+    return _norm(config, "final_norm") + [head]
+
+
+def parameter_counts(config: ModelConfig) -> Breakdown:
+    """Exact numbers of parameters by kind of module (the head is 0 when tied)."""
+    dense, moe = config.num_layers - config.num_moe_layers, config.num_moe_layers
+    kinds: dict[str, int] = {}
+    for copies, weights in ((1, outer_weights(config, "first")),
+                            (dense, layer_weights(config)),
+                            (moe, layer_weights(config, moe=True) if moe else []),
+                            (1, outer_weights(config, "last"))):
+        for weight in weights:
+            count = 0 if weight.name == "tied head" else copies * weight.numel
+            kinds[weight.kind] = kinds.get(weight.kind, 0) + count
+    formulas = _formulas(config)
+    return Breakdown("parameters", tuple(
+        Line(kind, count, "parameters", formulas[kind], "the model's own weights")
+        for kind, count in kinds.items()))
+
+
+def num_parameters(config: ModelConfig) -> int:
+    return int(parameter_counts(config).total)
+
+
+def num_active_parameters(config: ModelConfig) -> int:
+    """Parameters that one token meets: all but the experts it is not sent to."""
+    unused = sum(w.numel - w.numel_visited for w in layer_weights(config, moe=True)
+                 ) if config.num_experts else 0
+    return num_parameters(config) - config.num_moe_layers * unused
+
+
+def split_layers(num_layers: int, num_stages: int, outer_counts: bool = True) -> list[int]:
+    """How many layers each stage gets: as even as can be.
+
+    What is left over goes to the stages in the middle first, because the first and last also hold
+    the embedding and the head (BLOOM-176B: 70 layers over 12 stages are 5, ten times 6, 5).
+    """
+    base, extra = divmod(num_layers, num_stages)
+    order = list(range(num_stages))
+    if outer_counts and num_stages > 2:
+        order = [*order[1:-1], order[0], order[-1]]
+    counts = [base] * num_stages
+    for stage in order[:extra]:
+        counts[stage] += 1
+    return counts
+
+
+def stages_of_rank(layout: Layout, pp_rank: int) -> list[int]:
+    """The stages that a pipeline rank holds: interleaved deals them out like cards."""
+    return [chunk * layout.pp + pp_rank for chunk in range(layout.num_chunks)]
+
+
+@dataclass(frozen=True)
+class Held:
+    """Numbers one rank holds: apart, because ZeRO shards them over different groups."""
+
+    dense: Fraction  # sharded by ZeRO over dp * cp
+    experts: Fraction  # sharded by ZeRO over dp * cp / ep
+    largest_layer: Fraction  # what ZeRO-3 gathers at once
+
+    @property
+    def total(self) -> Fraction:
+        return self.dense + self.experts
+
+
+def parameters_of_rank(config: ModelConfig, layout: Layout, pp_rank: int = 0) -> Held:
+    """The parameters that one rank of pipeline position `pp_rank` computes with, before ZeRO."""
+    counts = split_layers(config.num_layers, layout.num_stages)
+    dense = experts = largest = Fraction(0)
+
+    def add(weights: list[Weight]) -> None:
+        nonlocal dense, experts, largest
+        here = sum((w.numel_per_rank(layout, config.num_kv_heads) for w in weights), Fraction(0))
+        routed = sum((w.numel_per_rank(layout, config.num_kv_heads) for w in weights
+                      if w.experts > 1), Fraction(0))
+        dense, experts, largest = dense + here - routed, experts + routed, max(largest, here)
+
+    for stage in stages_of_rank(layout, pp_rank):
+        first_layer = sum(counts[:stage])
+        for layer in range(first_layer, first_layer + counts[stage]):
+            add(layer_weights(config, config.is_moe_layer(layer)))
+        if stage == 0:
+            add(outer_weights(config, "first"))
+        if stage == layout.num_stages - 1:
+            last = outer_weights(config, "last")
+            if layout.num_stages == 1:  # tied: the embedding is here already
+                last = [weight for weight in last if weight.name != "tied head"]
+            add(last)
+    return Held(dense, experts, largest)
+
+
+def _attention(config: ModelConfig) -> list[Weight]:
+    D, N, K, H = config.d_model, config.num_heads, config.num_kv_heads, config.head_dim
+    weights = []
+    if config.is_mla:  # DeepSeek-V2 section 2.1: queries, keys and values through a small latent
+        R, Hv = config.rope_head_dim, config.v_head_dim
+        if config.q_lora_rank:
+            weights += [Weight("attention", "q_down", (D, config.q_lora_rank)),
+                        Weight("norms", "q_norm", (config.q_lora_rank,), is_matmul=False),
+                        Weight("attention", "q_up", (config.q_lora_rank, N * (H + R)), "column")]
+        else:
+            weights.append(Weight("attention", "q", (D, N * (H + R)), "column"))
+        weights += [Weight("attention", "kv_down", (D, config.kv_lora_rank + R)),
+                    Weight("norms", "kv_norm", (config.kv_lora_rank,), is_matmul=False),
+                    Weight("attention", "kv_up", (config.kv_lora_rank, N * (H + Hv)), "column"),
+                    Weight("attention", "out", (N * Hv, D), "row")]
+    else:
+        weights += [Weight("attention", "q", (D, N * H), "column"),
+                    Weight("attention", "k", (D, K * H), "kv"),
+                    Weight("attention", "v", (D, K * H), "kv"),
+                    Weight("attention", "out", (N * H, D), "row")]
+        if config.qkv_bias:
+            weights += [Weight("attention", "q_bias", (N * H,), "column", is_matmul=False),
+                        Weight("attention", "k_bias", (K * H,), "kv", is_matmul=False),
+                        Weight("attention", "v_bias", (K * H,), "kv", is_matmul=False)]
+    if config.bias:
+        weights.append(Weight("attention", "out_bias", (D,), is_matmul=False))
+    if config.qk_norm:
+        weights.append(Weight("norms", "qk_norm", (2, H), is_matmul=False))
+    return weights
+
+
+def _ffn(config: ModelConfig, kind: str, d_ffn: int, experts: int = 1,
+         visits: int = 1) -> list[Weight]:
+    D = config.d_model
+    inner = ("gate", "up") if config.activation == "swiglu" else ("up",)
+    weights = [Weight(kind, name, (D, d_ffn), "column", experts, visits) for name in inner]
+    weights.append(Weight(kind, "down", (d_ffn, D), "row", experts, visits))
+    if config.bias:
+        weights += [Weight(kind, f"{name}_bias", (d_ffn,), "column", experts, visits, False)
+                    for name in inner]
+        weights.append(Weight(kind, "down_bias", (D,), "none", experts, visits, False))
+    return weights
+
+
+def _moe(config: ModelConfig) -> list[Weight]:
+    weights = [Weight("router", "router", (config.d_model, config.num_experts))]
+    weights += _ffn(config, "experts", config.d_expert, config.num_experts, config.top_k)
+    if config.num_shared_experts:
+        weights += _ffn(config, "shared experts", config.num_shared_experts * config.d_expert)
+    return weights
+
+
+def _norm(config: ModelConfig, name: str) -> list[Weight]:
+    vectors = 2 if config.norm == "layernorm" and config.bias else 1  # scale, and shift
+    return [Weight("norms", name, (vectors, config.d_model), is_matmul=False)]
+
+
+def _formulas(config: ModelConfig) -> dict[str, str]:
+    """In words, what each kind counts."""
+    matrices = 3 if config.activation == "swiglu" else 2
+    L = "L_dense" if config.num_moe_layers else "L"
+    return {
+        "embedding": "V D" + (" + S D" if config.positions == "learned" else ""),
+        "attention": "L (latent projections + D N Hv)" if config.is_mla
+                     else "L (2 D N H + 2 D K H" + (" + biases)" if config.qkv_bias else ")"),
+        "ffn": f"{L} ({matrices} D F" + (" + biases)" if config.bias else ")"),
+        "router": "L_moe D E",
+        "experts": f"L_moe E {matrices} D F_expert",
+        "shared experts": f"L_moe {matrices} D F_shared",
+        "norms": "(2 L + 1) D" + (" * 2, scale and shift" if config.norm == "layernorm"
+                                  and config.bias else "")
+                 + (" + norms inside attention" if config.is_mla or config.qk_norm else "")
+                 + (" + embedding norm" if config.embedding_norm else ""),
+        "head": "0 (tied to the embedding)" if config.tied_embedding else "V D",
+    }
