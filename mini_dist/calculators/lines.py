@@ -22,19 +22,19 @@ class Line:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Lines of one unit that add up to `total`; `b["name"]` is one line's value."""
+    """Lines that add up to `total` (where they have one unit); `b["name"]` is one line's value."""
 
     title: str
     lines: tuple[Line, ...]
 
     def __post_init__(self):
         object.__setattr__(self, "lines", tuple(self.lines))
-        units = {line.unit for line in self.lines}
-        if len(units) > 1:
-            raise ValueError(f"{self.title}: lines in {sorted(units)} do not add up; use one unit.")
 
     @property
     def total(self) -> float:
+        units = sorted({line.unit for line in self.lines})
+        if len(units) > 1:
+            raise ValueError(f"{self.title}: lines in {', '.join(units)} do not add up.")
         return sum(line.value for line in self.lines)
 
     @property
@@ -52,10 +52,11 @@ class Breakdown:
         return iter(self.lines)
 
     def table(self) -> str:
-        """The breakdown as text, widest value first column aligned, the total below."""
+        """The breakdown as text: name, value, formula, source, and the total below."""
         rows = [(line.name, readable(line.value, line.unit), line.formula, line.source)
                 for line in self.lines]
-        rows.append(("total", readable(self.total, self.unit), "", ""))
+        if len({line.unit for line in self.lines}) == 1:
+            rows.append(("total", readable(self.total, self.unit), "", ""))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = [self.title]
         for name, value, formula, source in rows:
