@@ -1,0 +1,137 @@
+"""show, predict and reveal: what a lesson's cells use on the page."""
+
+import functools
+
+import nbformat
+import pytest
+import torch
+from nbclient import NotebookClient
+
+import mini_dist.config
+from mini_dist import lesson
+from mini_dist.lesson import predict, reveal, show
+
+
+@pytest.fixture(autouse=True)
+def fresh_guesses(monkeypatch):
+    monkeypatch.setattr(lesson, "_guesses", {})
+
+
+def run_in_a_notebook(*cells):
+    """The outputs of the last cell, in a real kernel."""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
+    NotebookClient(notebook, timeout=60, store_widget_state=False).execute()
+    return notebook.cells[-1].outputs
+
+
+# ---- show ----------------------------------------------------------------------------------------
+
+
+def test_show_prints_the_whole_source_of_what_it_is_given(capsys):
+    show(reveal)
+    printed = capsys.readouterr().out
+    assert printed.startswith("# mini_dist/lesson.py\ndef reveal(name")
+    assert printed.rstrip().endswith("print(line)")
+
+
+def test_show_takes_classes_methods_modules_and_several_at_once(capsys):
+    show(mini_dist.config.ModelConfig, torch.nn.Linear.forward, mini_dist.config)
+    printed = capsys.readouterr().out
+    assert "class ModelConfig" in printed
+    assert "# torch/nn/modules/linear.py\ndef forward(self" in printed  # a method, dedented
+    assert printed.count("class ModelConfig") == 2  # once in its module
+
+
+def test_show_looks_under_decorators_partials_properties_and_instances(capsys):
+    @functools.wraps(predict)
+    def wrapper(*args):
+        return predict(*args)
+
+    class Named:
+        @property
+        def name(self):
+            return "the property's body"
+
+    for thing in (wrapper, functools.partial(predict, "n")):
+        show(thing)
+        assert "def predict(name" in capsys.readouterr().out
+    show(Named.name)
+    assert "the property's body" in capsys.readouterr().out
+    show(torch.nn.Linear(2, 2))
+    assert "class Linear(Module)" in capsys.readouterr().out
+
+
+def test_show_never_prints_a_path_of_this_machine(capsys):
+    show(reveal, torch.nn.Linear, functools.wraps, pytest.fixture)
+    for line in capsys.readouterr().out.splitlines():
+        if line.startswith("# ") and line.endswith(".py"):
+            assert not line.startswith("# /")
+
+
+def test_show_says_so_when_there_is_no_python_source():
+    with pytest.raises(TypeError, match=r"written in Python.*no source"):
+        show(len)
+
+
+def test_show_in_a_notebook_is_highlighted_and_knows_functions_and_classes_of_cells():
+    outputs = run_in_a_notebook(
+        "from mini_dist.lesson import show, predict",
+        "class Point:\n    x = 'old'",
+        "%matplotlib inline\nimport dataclasses\n@dataclasses.dataclass\nclass Point:\n    x: int",
+        "def mine(rank):\n    return '```'\nshow(predict, mine, Point)",
+    )
+    library, function, cls = (output.data["text/markdown"] for output in outputs)
+    assert library.startswith("`mini_dist/lesson.py`\n```python\ndef predict(")
+    assert function == "`this notebook`\n``````python\ndef mine(rank):\n    return '```'\n``````"
+    assert cls == "`this notebook`\n```python\n@dataclasses.dataclass\nclass Point:\n    x: int\n```"
+
+
+# ---- predict, reveal -----------------------------------------------------------------------------
+
+
+def test_without_a_guess_only_the_measurement_is_printed(capsys):
+    predict("bytes sent")
+    reveal("bytes sent", 1536, "bytes")
+    assert capsys.readouterr().out == "bytes sent: measured 1,536 bytes\n"
+
+
+@pytest.mark.parametrize(
+    "guess, measured, verdict",
+    [
+        (1536, 1536, "exactly right"),
+        (1540, 1536, "right within 1 %"),
+        (1200, 1600, "25 % too low"),
+        (2000, 1600, "25 % too high"),
+        (400, 1600, "4 times too low"),
+        (6400, 1600.0, "4 times too high"),
+        (3, 0, "off by 3"),
+        (0, 3, "off by -3"),
+        (-2, 2, "off by -4"),
+        ("a lot", 3, "expected a number, not 'a lot'"),
+        ("Yes ", "yes", "right"),
+        (True, False, "not this time"),
+        (True, True, "right"),
+        (0.5, torch.tensor(0.25), "2 times too high"),
+    ],
+)
+def test_a_guess_is_printed_beside_the_measurement_with_how_far_off(
+    guess, measured, verdict, capsys
+):
+    predict("it", guess)
+    reveal("it", measured)
+    assert capsys.readouterr().out.rstrip().endswith(f": {verdict}")
+
+
+def test_the_last_guess_counts(capsys):
+    predict("it", 1)
+    predict("it", 2)
+    reveal("it", 2)
+    assert "your guess 2: exactly right" in capsys.readouterr().out
+
+
+def test_reveal_names_the_nearest_prediction():
+    predict("bytes sent", 1)
+    with pytest.raises(ValueError, match="did you mean 'bytes sent'"):
+        reveal("byte sent", 1)
+    with pytest.raises(ValueError, match="run its predict"):
+        reveal("rounds", 1)
