@@ -326,7 +326,7 @@ def z_loss(routing: Routing) -> Tensor:
 
 class MoE(nn.Module):
     """Experts in the place of the MLP, all on one device: each token visits k of E, no token is
-    dropped, and every token visits the shared ones (DeepSeekMoE: Dai et al. 2024, section 3.2).
+    dropped, and every token visits the shared one (DeepSeekMoE: Dai et al. 2024, section 3.2).
     """
 
     def __init__(self, config: ModelConfig):
@@ -336,9 +336,9 @@ class MoE(nn.Module):
         self.experts = nn.ModuleList(
             MLP(config, config.d_expert) for _ in range(config.num_experts)
         )
-        self.shared = nn.ModuleList(
-            MLP(config, config.d_expert) for _ in range(config.num_shared_experts)
-        )
+        self.shared = None  # n experts that all tokens visit, added up, are one n times as wide
+        if config.num_shared_experts:
+            self.shared = MLP(config, config.num_shared_experts * config.d_expert)
 
     def forward(self, x: Tensor, routing: list[Routing] | None = None) -> Tensor:
         tokens = x.flatten(0, -2)  # [T, D]
@@ -351,8 +351,8 @@ class MoE(nn.Module):
             token, slot = torch.where(decision.experts == e)  # [visits], [visits]
             answer = expert(tokens[token]) * decision.weights[token, slot, None]  # [visits, D]
             out = out.index_add(0, token, answer.to(out.dtype))
-        for expert in self.shared:
-            out = out + expert(tokens)
+        if self.shared is not None:
+            out = out + self.shared(tokens)
         return out.view_as(x)
 
 
@@ -417,6 +417,8 @@ def generate(
     """
     if not tokens.shape[-1]:
         raise ValueError("tokens are empty: give at least one token to continue.")
+    if temperature < 0:
+        raise ValueError(f"temperature is {temperature}: give 0 for the likeliest token, or more.")
     was_training = model.training
     model.eval()
     generator = torch.Generator(tokens.device).manual_seed(seed)
