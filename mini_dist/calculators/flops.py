@@ -93,7 +93,8 @@ def training_time(model: ModelConfig | float, tokens: float, num_devices: int = 
     flops = 6 * parameters * tokens
     seconds = flops / (num_devices * peak * utilisation)
     lines = [
-        Line("parameters", parameters, "parameters", "those that a token meets", "parameter_counts"),
+        Line("parameters", parameters, "parameters", "those that a token meets",
+             "parameter_counts"),
         Line("work", flops, "FLOP", "6 P T", "Kaplan et al. 2020 section 2.1"),
         Line("peak", num_devices * peak, "FLOP/s", f"{num_devices} * {peak / 1e12:g} TFLOP/s",
              machine.device.source),

@@ -1,0 +1,363 @@
+"""What fills a device's memory while a model trains, byte by byte, as a waterfall.
+
+    peak = model states (parameters, gradients, optimizer)                 all the time
+         + saved activations of the micro-batches in flight                while a step runs
+         + the larger of: the loss and its logits | one layer's backward   at the worst moment
+         + buffers, and what lies outside the allocator                    the framework's
+
+`memory` does this for one rank, `peak_memory` for the fullest rank of the pipeline.  Bytes here are
+the allocator's (torch.cuda.max_memory_allocated); `outside` says what nvidia-smi sees on top.
+
+Sources: [ZeRO] Rajbhandari et al. 2020; [K22] Korthikanti et al. 2022, "Reducing activation
+recomputation"; [N21] Narayanan et al. 2021; [Flash] Dao et al. 2022; [code] the framework's source.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from ..config import Layout, ModelConfig
+from .lines import Breakdown, Line
+from .parameters import (
+    layer_weights,
+    parameters_of_rank,
+    split_layers,
+    stages_of_rank,
+)
+
+
+@dataclass(frozen=True)
+class Framework:
+    """What a training framework keeps that the mathematics does not ask for: the assumptions.
+
+    The bytes a parameter are in the order of ZeRO's 2 + 2 + K.  `loss_bytes` are those alive a
+    logit at the loss.  `outside` and `fragmentation` are what the device holds beyond the
+    allocator's own count: the CUDA context and NCCL's buffers, and blocks too small to reuse.
+    """
+
+    name: str
+    parameter_bytes: float = 2
+    gradient_bytes: float = 2
+    optimizer_bytes: float = 12  # K: fp32 copy and Adam's two moments
+    activation_bytes: float = 2
+    flash_attention: bool = True
+    fused_activation: bool = True  # gate, up and their product are kept, not silu(gate) as well
+    loss_bytes: float = 4
+    weight_gradients: str = "none"  # kept beside the gradients: "none", "largest", "one_layer"
+    backward: bool = True  # count one layer's backward at the peak
+    outside: float = 0.0  # bytes
+    fragmentation: float = 0.0  # share of the allocator's count
+    offload_optimizer: bool = False  # to the host
+    offload_activations: bool = False  # what full recompute keeps goes to the host
+    source: str = ""
+
+    def __post_init__(self):
+        for field in ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes",
+                      "loss_bytes", "outside", "fragmentation"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+                raise ValueError(f"{field}={value!r} of framework {self.name!r} is not a number of "
+                                 "bytes: give 0 or more.")
+        if self.weight_gradients not in ("none", "largest", "one_layer"):
+            raise ValueError(f"weight_gradients={self.weight_gradients!r} is not known: give "
+                             "'none', 'largest' or 'one_layer'.")
+
+    def replace(self, **changes) -> Framework:
+        return dataclasses.replace(self, **changes)
+
+
+# The CUDA context of a torch process with its kernels loaded (0.4-0.6 GiB on A100 and H100), and
+# NCCL's channel buffers of the few communicators a 3D layout has (about 1 GiB together).
+CUDA_OUTSIDE = 1.5 * 2**30
+
+FRAMEWORKS = {
+    # The papers' own bookkeeping and nothing else.
+    "formula": Framework("formula", flash_attention=False, backward=False, source="[ZeRO] [K22]"),
+    # Gradients summed in fp32; softmax and its fp32 logits kept by the vocab-parallel loss.
+    "megatron-2022": Framework(
+        "megatron-2022", gradient_bytes=4, flash_attention=False, loss_bytes=6,
+        weight_gradients="largest", outside=CUDA_OUTSIDE, fragmentation=0.05,
+        source="[K22], Megatron-LM 2022 [code]"),
+    # Transformer Engine adds weight gradients into the fp32 buffer inside the GEMM, and hands
+    # autograd a dummy for each distinct weight shape of a layer, which it keeps ([code]
+    # get_dummy_wgrad); the fused loss turns bf16 logits into their gradient in place.
+    "megatron-core": Framework(
+        "megatron-core", gradient_bytes=4, loss_bytes=2, weight_gradients="one_layer",
+        outside=CUDA_OUTSIDE, fragmentation=0.05, source="Megatron-Core with TE [code]"),
+    # DeepSpeed's BF16Optimizer keeps the bf16 gradients beside their fp32 sums ([code]).
+    "megatron-deepspeed": Framework(
+        "megatron-deepspeed", gradient_bytes=6, flash_attention=False, loss_bytes=6,
+        weight_gradients="largest", outside=CUDA_OUTSIDE, fragmentation=0.05,
+        source="BigScience's Megatron-DeepSpeed [code]"),
+    # fp32 sums of gradients; a loss written in eager torch: bf16 logits, their fp32 copy, the
+    # softmax and its gradient ([code] sharded_cross_entropy); silu(gate) kept.
+    "nanotron": Framework(
+        "nanotron", gradient_bytes=4, fused_activation=False, loss_bytes=14,
+        weight_gradients="largest", outside=CUDA_OUTSIDE, fragmentation=0.05,
+        source="nanotron [code]"),
+    # FSDP2 with a bf16 policy: fp32 parameters and gradients are what is sharded.
+    "fsdp": Framework(
+        "fsdp", parameter_bytes=4, gradient_bytes=4, optimizer_bytes=8, fused_activation=False,
+        loss_bytes=10, weight_gradients="largest", outside=CUDA_OUTSIDE, fragmentation=0.05,
+        source="torch.distributed.fsdp.fully_shard [code]"),
+    # This course's own runs: everything in fp32, eager attention.
+    "course": Framework(
+        "course", parameter_bytes=4, gradient_bytes=4, optimizer_bytes=8, activation_bytes=4,
+        flash_attention=False, fused_activation=False, loss_bytes=8, weight_gradients="largest",
+        source="mini_dist/model.py"),
+}
+
+
+def framework(name: str | Framework) -> Framework:
+    if isinstance(name, Framework):
+        return name
+    if name not in FRAMEWORKS:
+        raise ValueError(f"framework={name!r} is not known: give one of "
+                         f"{', '.join(FRAMEWORKS)}, or a Framework(...).")
+    return FRAMEWORKS[name]
+
+
+def model_states(parameters: float, shards: int = 1, zero: int = 0, parameter_bytes: float = 2,
+                 gradient_bytes: float = 2, optimizer_bytes: float = 12) -> Breakdown:
+    """2 Psi + 2 Psi + K Psi bytes, and what each ZeRO stage divides by the `shards` ranks of the
+    data-parallel group ([ZeRO] figure 1 and table 1)."""
+    if zero not in (0, 1, 2, 3):
+        raise ValueError(f"zero={zero!r} is not a stage: give 0, 1, 2 or 3.")
+    if not shards >= 1:
+        raise ValueError(f"shards={shards!r} is too small: give 1 or more.")
+    lines = []
+    for kind, each, stage in (("parameters", parameter_bytes, 3), ("gradients", gradient_bytes, 2),
+                              ("optimizer", optimizer_bytes, 1)):
+        cut = shards if zero >= stage else 1
+        lines.append(Line(kind, each * parameters / cut, "bytes",
+                          f"{each:g} P" + (f" / {shards}" if cut > 1 else ""),
+                          "[ZeRO] section 3.1, table 1"))
+    return Breakdown("model states", tuple(lines))
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One tensor that forward keeps for backward, in bytes a token of this rank."""
+
+    name: str
+    bytes_per_token: float
+    formula: str
+    is_scores: bool = False  # selective recompute does not keep it
+
+
+def layer_activations(config: ModelConfig, layout: Layout, how: str | Framework = "megatron-core",
+                      moe: bool = False, seq_len: int | None = None) -> list[Saved]:
+    """What one layer keeps without recompute ([K22] section 4, generalised).
+
+    For GPT (K = N, F = 4 D, gelu, dropout, eager attention) the sum is [K22]'s
+    s b h (34 + 5 a s / h), and with tp and sequence parallel its table 2.
+    """
+    how = framework(how)
+    e = how.activation_bytes
+    D, N, K, H, S = (config.d_model, config.num_heads, config.num_kv_heads, config.head_dim,
+                     seq_len or config.seq_len)
+    t = layout.tp
+    t_kv = min(t, K)
+    whole = t if layout.sequence_parallel else 1  # tp leaves these whole, unless the sequence is cut
+    cut = "/t" if whole > 1 else ""
+    mask = 1 if config.dropout else 0
+    saved = [Saved("norm inputs", 2 * e * D / whole, f"2 e D{cut}"),
+             Saved("attention input", e * D / whole, f"e D{cut}")]
+    if config.is_mla:
+        R, Hv, latent = config.rope_head_dim, config.v_head_dim, config.kv_lora_rank
+        saved += [
+            Saved("latents", e * (2 * config.q_lora_rank + 2 * latent + R) / whole,
+                  f"e (2 r_q + 2 r_kv + R){cut}, before and after their norms"),
+            Saved("queries, keys", 2 * e * N * (H + R) / t, "2 e N (H + R)/t"),
+            Saved("values", e * N * Hv / t, "e N Hv/t")]
+        out = N * Hv
+    else:
+        saved += [Saved("queries, keys", e * (N * H / t + K * H / t_kv), "e (N + K) H/t"),
+                  Saved("values", e * K * H / t_kv, "e K H/t")]
+        out = N * H
+    if how.flash_attention:
+        saved.append(Saved("softmax statistics", 4 * N / t, "4 N/t [Flash]", is_scores=True))
+    else:
+        each = e + (e + 1 if config.dropout else 0)
+        saved.append(Saved("attention scores", each * N * S / layout.cp / t * layout.cp,
+                           f"{each:g} N S/t", is_scores=True))
+    saved.append(Saved("attention output", e * out / t, "e N H/t"))
+
+    def ffn(name: str, d_ffn: float, visits: float = 1) -> list[Saved]:
+        inner = 1 if config.activation == "gelu" else 2 if how.fused_activation else 3
+        k = f"{visits:g} " if visits != 1 else ""
+        return [Saved(f"{name} hidden", visits * inner * e * d_ffn / t, f"{k}{inner} e F/t"),
+                Saved(f"{name} activated", visits * e * d_ffn / t, f"{k}e F/t")]
+
+    saved.append(Saved("ffn input", e * D / whole, f"e D{cut}"))
+    if moe:
+        k = config.top_k
+        # Balanced routing: a rank's experts see as many token copies as the rank sent out.
+        saved += [Saved("router", 3 * 4 * config.num_experts / whole, f"3 * 4 E{cut}, in fp32"),
+                  Saved("dispatched tokens", e * k * D / whole, f"e k D{cut}"),
+                  *ffn("experts", config.d_expert, k),
+                  Saved("expert outputs", e * k * D / whole, f"e k D{cut}")]
+        if config.num_shared_experts:
+            saved += ffn("shared experts", config.num_shared_experts * config.d_expert)
+    else:
+        saved += ffn("ffn", config.d_ffn)
+    if mask:
+        saved.append(Saved("dropout masks", 2 * D / whole, f"2 D{cut}"))
+    return saved
+
+
+def micro_batches_in_flight(layout: Layout, pp_rank: int) -> float:
+    """Micro-batches whose activations a pipeline rank holds at its fullest, in whole passes
+    through the rank (a chunk of an interleaved schedule counts 1 / num_chunks)."""
+    p, m, v = layout.pp, layout.num_micro_batches, layout.num_chunks
+    behind = p - pp_rank
+    if layout.schedule == "naive" or p == 1:
+        return 1
+    if layout.schedule == "gpipe":
+        return m
+    if layout.schedule == "interleaved":  # Megatron's warmup of chunks, and the one running
+        return min(m * v, 2 * (behind - 1) + (v - 1) * p + 1) / v
+    if layout.schedule == "zb_h2":
+        return min(m, 2 * behind - 1)
+    return min(m, behind)
+
+
+def memory(config: ModelConfig, layout: Layout, how: str | Framework = "megatron-core",
+           pp_rank: int = 0) -> Breakdown:
+    """The peak of one rank at position `pp_rank` of its pipeline, as a waterfall of lines.
+
+    Raises ValueError when the layout cannot cut the model.
+    """
+    layout.check(config)
+    if not 0 <= pp_rank < layout.pp:
+        raise ValueError(f"pp_rank={pp_rank} is not a stage of pp={layout.pp}: give 0 to "
+                         f"{layout.pp - 1}.")
+    how = framework(how)
+    lines = _states(config, layout, how, pp_rank)
+    tokens = layout.micro_batch_size * config.seq_len / layout.cp
+    e, D, V, t = how.activation_bytes, config.d_model, config.vocab_size, layout.tp
+    whole = t if layout.sequence_parallel else 1
+
+    counts = split_layers(config.num_layers, layout.num_stages)
+    stages = stages_of_rank(layout, pp_rank)
+    flight = micro_batches_in_flight(layout, pp_rank)
+    kept = {"none": lambda saved: sum(item.bytes_per_token for item in saved),
+            "selective": lambda saved: sum(item.bytes_per_token for item in saved
+                                           if not item.is_scores),
+            "full": lambda saved: e * D / whole}[layout.recompute]
+    if layout.recompute == "full" and how.offload_activations:
+        kept = lambda saved: 0.0  # noqa: E731
+    layers = 0.0
+    full_layer = largest = 0.0
+    for stage in stages:
+        start = sum(counts[:stage])
+        for layer in range(start, start + counts[stage]):
+            saved = layer_activations(config, layout, how, config.is_moe_layer(layer))
+            layers += kept(saved)
+            full_layer = max(full_layer, sum(item.bytes_per_token for item in saved))
+    num_layers = sum(counts[stage] for stage in stages)
+    lines.append(Line("activations", flight * tokens * layers, "bytes",
+                      f"{flight:g} in flight * {num_layers} layers * {tokens:g} tokens * "
+                      f"{layers / max(num_layers, 1):.0f}", "[K22] section 4, table 2"))
+    if config.dropout and stages[0] == 0:
+        lines.append(Line("embedding dropout", flight * tokens * D / whole, "bytes",
+                          "in flight * tokens * D", "[K22] section 4.3"))
+
+    # The worst moment of backward: the loss on the last stage, or one layer anywhere.
+    at_loss = at_layer = 0.0
+    is_last = stages[-1] == layout.num_stages - 1
+    if is_last:
+        at_loss = tokens * (2 * e * D / whole + how.loss_bytes * V / t)
+    if how.backward:
+        at_layer = tokens * _backward_of_layer(config, layout, how, full_layer)
+    gathered = 2 * e * D * tokens if t > 1 and layout.sequence_parallel and how.backward else 0.0
+    grads_layer, grads_head = _weight_gradients(config, layout, how, is_last)
+    if at_loss + grads_head > at_layer:
+        lines.append(Line("loss and logits", at_loss, "bytes",
+                          f"tokens (2 e D + {how.loss_bytes:g} V/t)", "[K22] section 4.3"))
+        largest = grads_head
+    elif at_layer:
+        lines.append(Line("one layer's backward", at_layer, "bytes",
+                          "gradients of the ffn's hidden" + (
+                              " + the layer's own activations" if layout.recompute != "none"
+                              else ""), "largest moment of backward [code]"))
+    if gathered:
+        lines.append(Line("gathered sequence", gathered, "bytes", "2 e D tokens",
+                          "[K22] section 4.2.2"))
+    if grads_layer + largest:
+        lines.append(Line("weight gradients in passing", grads_layer + largest, "bytes",
+                          {"largest": "largest matrix", "one_layer": "one layer's matrices"
+                           }[how.weight_gradients] + (" + the head's" if largest else ""),
+                          how.source))
+    return Breakdown(f"memory of pipeline rank {pp_rank}", tuple(lines))
+
+
+def peak_memory(config: ModelConfig, layout: Layout,
+                how: str | Framework = "megatron-core") -> Breakdown:
+    """The waterfall of the fullest pipeline rank (the first or the last, in practice)."""
+    return max((memory(config, layout, how, rank) for rank in range(layout.pp)),
+               key=lambda waterfall: waterfall.total)
+
+
+def device_memory(allocated: float, how: str | Framework = "megatron-core") -> float:
+    """What the device must have for an allocator's peak of `allocated` bytes."""
+    how = framework(how)
+    return allocated * (1 + how.fragmentation) + how.outside
+
+
+def _states(config, layout, how, pp_rank) -> list[Line]:
+    held = parameters_of_rank(config, layout, pp_rank)
+    ways = layout.dp * layout.cp
+    parts = [("", float(held.dense), ways)]
+    if held.experts:
+        parts.append((" of experts", float(held.experts), ways // layout.ep))
+    lines = []
+    for what, numel, shards in parts:
+        for line in model_states(numel, shards, layout.zero, how.parameter_bytes,
+                                 how.gradient_bytes, how.optimizer_bytes):
+            if line.name == "optimizer" and how.offload_optimizer:
+                continue
+            lines.append(dataclasses.replace(line, name=line.name + what))
+    if layout.zero == 3 and ways > 1:
+        # One layer whole while it computes, the next one on its way, in the compute precision.
+        lines.append(Line("unsharded parameters", 2 * 2 * float(held.largest_layer), "bytes",
+                          "2 layers * 2 bytes", "prefetch of one [code]"))
+    return lines
+
+
+def _backward_of_layer(config, layout, how, full_layer) -> float:
+    """Bytes a token while one layer runs backward, beyond what forward saved."""
+    e, t = how.activation_bytes, layout.tp
+    whole = t if layout.sequence_parallel else 1
+    inner = 2 if config.activation == "swiglu" else 1
+    hidden = config.d_ffn if config.num_moe_layers < config.num_layers else 0
+    if config.num_moe_layers:
+        hidden = max(hidden, config.top_k * config.d_expert)
+    extra = inner * e * hidden / t + 2 * e * config.d_model / whole
+    if not how.flash_attention:
+        extra = max(extra, 2 * e * config.num_heads * config.seq_len / t)
+    if layout.recompute == "full":
+        extra += full_layer
+    elif layout.recompute == "selective" and not how.flash_attention:
+        each = e + (e + 1 if config.dropout else 0)
+        extra += each * config.num_heads * config.seq_len / t
+    return extra
+
+
+def _weight_gradients(config, layout, how, is_last) -> tuple[float, float]:
+    """Bytes of weight gradients on their way: in a layer, and of the head at the loss."""
+    if how.weight_gradients == "none":
+        return 0.0, 0.0
+    sizes = {}
+    for moe in {False, config.num_moe_layers > 0} if config.num_moe_layers < config.num_layers \
+            else {True}:
+        for weight in layer_weights(config, moe):
+            if weight.is_matmul:  # experts of one shape share a buffer
+                numel = weight.numel_per_rank(layout, config.num_kv_heads) / weight.experts
+                sizes[weight.name, moe] = float(numel) * (layout.ep if weight.experts > 1 else 1)
+    head = config.vocab_size * config.d_model / layout.tp if is_last else 0.0
+    each = min(how.parameter_bytes, how.activation_bytes)
+    if how.weight_gradients == "largest":
+        return each * max(max(sizes.values()), head), 0.0
+    return each * sum(sizes.values()), each * head
