@@ -1,0 +1,90 @@
+"""Pipeline schedules as data (lessons 12 and 13). No torch in here.
+
+    schedule = one_f_one_b(num_ranks=4, num_micro_batches=8)
+    print(schedule)                          # the lists
+    timeline = simulate(schedule)            # who runs what when
+    print(timeline, timeline.bubble, timeline.peak_in_flight)
+
+Read in this order:
+    action.py         what an action is, what a schedule is, who waits for whom
+    orders.py         naive, GPipe, 1F1B, interleaved 1F1B
+    simulate.py       timeline, bubble, activations in flight
+    validate.py       refuse what cannot run
+    communication.py  add sends and receives; fuse them for NCCL
+    zero_bubble.py    ZB-H1, ZB-H2, ZB-V, DualPipeV
+    asynchronous.py   PipeDream, PipeDream-2BW: weight versions
+    files.py          CSV in and out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mini_dist.schedule.action import Action, Fused, Schedule, ScheduleError, timetable
+from mini_dist.schedule.asynchronous import (
+    gradient_delay,
+    pipedream,
+    pipedream_2bw,
+    versions_held,
+)
+from mini_dist.schedule.communication import add_communication, fuse_communication
+from mini_dist.schedule.files import from_csv, to_csv
+from mini_dist.schedule.orders import forward_only, gpipe, interleaved, naive, one_f_one_b
+from mini_dist.schedule.simulate import Span, Timeline, Times, in_flight, peak_in_flight, simulate
+from mini_dist.schedule.validate import validate
+from mini_dist.schedule.zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Fused",
+    "Schedule",
+    "ScheduleError",
+    "Span",
+    "Timeline",
+    "Times",
+    "add_communication",
+    "build",
+    "dualpipe_v",
+    "forward_only",
+    "from_csv",
+    "fuse_communication",
+    "gpipe",
+    "gradient_delay",
+    "in_flight",
+    "interleaved",
+    "naive",
+    "one_f_one_b",
+    "peak_in_flight",
+    "pipedream",
+    "pipedream_2bw",
+    "simulate",
+    "timetable",
+    "to_csv",
+    "validate",
+    "versions_held",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+]
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb_h1": zb_h1,
+    "zb_h2": zb_h2,
+    "zb_v": zb_v,
+    "dualpipe_v": dualpipe_v,
+    "pipedream": pipedream,
+    "pipedream_2bw": pipedream_2bw,
+    "forward_only": forward_only,
+}
+
+
+def build(name: str, num_ranks: int, num_micro_batches: int, **options: int) -> Schedule:
+    """The schedule of that name; options: `chunks` (interleaved), `micro_batches_a_step` (2BW)."""
+    if name not in SCHEDULES:
+        raise ScheduleError(f"unknown schedule {name!r}: there are {', '.join(SCHEDULES)}")
+    return SCHEDULES[name](num_ranks, num_micro_batches, **options)
