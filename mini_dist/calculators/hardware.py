@@ -40,7 +40,7 @@ class Device:
     name: str
     peak_flops: float  # dense bf16, FLOP/s: the datasheet
     gemm_flops: float | None  # the best GEMM measured, FLOP/s; None: nobody did
-    memory_bytes: float
+    memory_bytes: float  # what the driver reports, a little below the name
     memory_bandwidth: float  # bytes/s: the datasheet
     cores: int  # streaming multiprocessors, compute units: how many tiles run at once
     source: str = ""
@@ -140,9 +140,9 @@ def _is_number(value) -> bool:
 
 
 T, GB = 1e12, 1e9
-A100_40 = Device("A100 SXM 40GB", 312 * T, 271.2 * T, 40 * 2**30, 1.555 * T, 108, "[sheet] [mamf]")
-A100_80 = Device("A100 SXM 80GB", 312 * T, 271.2 * T, 80 * 2**30, 2.039 * T, 108, "[acc] [mamf]")
-H100 = Device("H100 SXM", 989 * T, 794.5 * T, 80 * 2**30, 3.35 * T, 132, "[acc] [mamf]", 1979 * T)
+A100_40 = Device("A100 SXM 40GB", 312 * T, 271.2 * T, 39.4 * 2**30, 1.555 * T, 108, "[sheet] [mamf]")
+A100_80 = Device("A100 SXM 80GB", 312 * T, 271.2 * T, 79.2 * 2**30, 2.039 * T, 108, "[acc] [mamf]")
+H100 = Device("H100 SXM", 989 * T, 794.5 * T, 79.6 * 2**30, 3.35 * T, 132, "[acc] [mamf]", 1979 * T)
 H200 = Device("H200 SXM", 989 * T, 794.5 * T, 141 * GB, 4.8 * T, 132, "[acc] [mamf]", 1979 * T)
 B200 = Device("B200 SXM", 2250 * T, 1745 * T, 180 * GB, 8.0 * T, 148, "[acc] [mamf]", 4500 * T)
 MI300X = Device("MI300X", 1300 * T, 668.4 * T, 192 * GB, 5.3 * T, 304, "[acc] [mamf]", 2610 * T)

@@ -43,6 +43,7 @@ class Framework:
     activation_bytes: float = 2
     flash_attention: bool = True
     fused_activation: bool = True  # gate, up and their product are kept, not silu(gate) as well
+    keeps_gathered: bool = False  # what sequence parallel gathered for a matrix stays until backward
     loss_bytes: float = 4
     weight_gradients: str = "none"  # kept beside the gradients: "none", "largest", "one_layer"
     backward: bool = True  # count one layer's backward at the peak
@@ -67,9 +68,11 @@ class Framework:
         return dataclasses.replace(self, **changes)
 
 
-# The CUDA context of a torch process with its kernels loaded (0.4-0.6 GiB on A100 and H100), and
-# NCCL's channel buffers of the few communicators a 3D layout has (about 1 GiB together).
+# Assumed, in round numbers: the CUDA context of a torch process with its kernels loaded (about
+# 0.5 GiB) and NCCL's channel buffers for the few communicators of a 3D layout (about 1 GiB); and
+# a tenth of the allocator's peak lost to blocks too small to reuse.
 CUDA_OUTSIDE = 1.5 * 2**30
+FRAGMENTATION = 0.10
 
 FRAMEWORKS = {
     # The papers' own bookkeeping and nothing else.
@@ -77,29 +80,29 @@ FRAMEWORKS = {
     # Gradients summed in fp32; softmax and its fp32 logits kept by the vocab-parallel loss.
     "megatron-2022": Framework(
         "megatron-2022", gradient_bytes=4, flash_attention=False, loss_bytes=6,
-        weight_gradients="largest", outside=CUDA_OUTSIDE, fragmentation=0.05,
+        weight_gradients="largest", outside=CUDA_OUTSIDE, fragmentation=FRAGMENTATION,
         source="[K22], Megatron-LM 2022 [code]"),
     # Transformer Engine adds weight gradients into the fp32 buffer inside the GEMM, and hands
     # autograd a dummy for each distinct weight shape of a layer, which it keeps ([code]
     # get_dummy_wgrad); the fused loss turns bf16 logits into their gradient in place.
     "megatron-core": Framework(
         "megatron-core", gradient_bytes=4, loss_bytes=2, weight_gradients="one_layer",
-        outside=CUDA_OUTSIDE, fragmentation=0.05, source="Megatron-Core with TE [code]"),
+        outside=CUDA_OUTSIDE, fragmentation=FRAGMENTATION, source="Megatron-Core with TE [code]"),
     # DeepSpeed's BF16Optimizer keeps the bf16 gradients beside their fp32 sums ([code]).
     "megatron-deepspeed": Framework(
         "megatron-deepspeed", gradient_bytes=6, flash_attention=False, loss_bytes=6,
-        weight_gradients="largest", outside=CUDA_OUTSIDE, fragmentation=0.05,
+        weight_gradients="largest", outside=CUDA_OUTSIDE, fragmentation=FRAGMENTATION,
         source="BigScience's Megatron-DeepSpeed [code]"),
-    # fp32 sums of gradients; a loss written in eager torch: bf16 logits, their fp32 copy, the
-    # softmax and its gradient ([code] sharded_cross_entropy); silu(gate) kept.
+    # bf16 gradients beside their fp32 sums (Ultra-Scale Playbook, "Memory for weights, gradients and
+    # optimizer states"); a loss in eager torch: bf16 logits, their fp32 copy, the softmax and its
+    # gradient, and silu(gate) kept; F.linear saves the gathered input ([code] functional.py).
     "nanotron": Framework(
-        "nanotron", gradient_bytes=4, fused_activation=False, loss_bytes=14,
-        weight_gradients="largest", outside=CUDA_OUTSIDE, fragmentation=0.05,
+        "nanotron", gradient_bytes=6, fused_activation=False, keeps_gathered=True, loss_bytes=14, outside=CUDA_OUTSIDE, fragmentation=FRAGMENTATION,
         source="nanotron [code]"),
     # FSDP2 with a bf16 policy: fp32 parameters and gradients are what is sharded.
     "fsdp": Framework(
         "fsdp", parameter_bytes=4, gradient_bytes=4, optimizer_bytes=8, fused_activation=False,
-        loss_bytes=10, weight_gradients="largest", outside=CUDA_OUTSIDE, fragmentation=0.05,
+        loss_bytes=10, weight_gradients="largest", outside=CUDA_OUTSIDE, fragmentation=FRAGMENTATION,
         source="torch.distributed.fsdp.fully_shard [code]"),
     # This course's own runs: everything in fp32, eager attention.
     "course": Framework(
@@ -162,8 +165,9 @@ def layer_activations(config: ModelConfig, layout: Layout, how: str | Framework 
     whole = t if layout.sequence_parallel else 1  # tp leaves these whole, unless the sequence is cut
     cut = "/t" if whole > 1 else ""
     mask = 1 if config.dropout else 0
+    inputs, cut_in = (1, "") if how.keeps_gathered else (whole, cut)
     saved = [Saved("norm inputs", 2 * e * D / whole, f"2 e D{cut}"),
-             Saved("attention input", e * D / whole, f"e D{cut}")]
+             Saved("attention input", e * D / inputs, f"e D{cut_in}")]
     if config.is_mla:
         R, Hv, latent = config.rope_head_dim, config.v_head_dim, config.kv_lora_rank
         saved += [
@@ -190,7 +194,7 @@ def layer_activations(config: ModelConfig, layout: Layout, how: str | Framework 
         return [Saved(f"{name} hidden", visits * inner * e * d_ffn / t, f"{k}{inner} e F/t"),
                 Saved(f"{name} activated", visits * e * d_ffn / t, f"{k}e F/t")]
 
-    saved.append(Saved("ffn input", e * D / whole, f"e D{cut}"))
+    saved.append(Saved("ffn input", e * D / inputs, f"e D{cut_in}"))
     if moe:
         k = config.top_k
         # Balanced routing: a rank's experts see as many token copies as the rank sent out.
