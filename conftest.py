@@ -69,12 +69,12 @@ def runtest(cell):
     if cell.options["check"] and cell.cell.execution_count is None:
         cell.raise_cell_error("This cell is tagged for comparison but was never executed")
 
-    limit = cell.config.option.nbval_cell_timeout
-    cell.config.option.nbval_cell_timeout = min(limit, max(left(notebook), 0))
+    limit, rest = cell.config.option.nbval_cell_timeout, left(notebook)
+    cell.config.option.nbval_cell_timeout = min(limit, max(rest, 0))
     try:
         nbval_runtest(cell)
     except NbCellError:
-        if left(notebook) > 0:
+        if not notebook.timed_out or rest >= limit:
             raise
     finally:
         cell.config.option.nbval_cell_timeout = limit
