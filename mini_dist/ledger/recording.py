@@ -1,0 +1,349 @@
+"""The rank's side of the ledger: a process group that writes down what passes through it.
+
+`RecordingGroup` is a thin adapter around gloo or NCCL, registered as a backend of
+torch.distributed. So everything that communicates goes through it: our own sends, raw `dist.*`
+calls, DDP's reducer, FSDP2, DTensor, torch's pipelining. Each call is noted twice: in the
+`Recorder`'s list (sent to the parent when the run ends) and in the flight recorder (readable by
+the parent while the run hangs).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+BACKEND = "mini_dist"  # the name under which torch.distributed knows RecordingGroup
+
+
+class Recorder:
+    """One rank's notebook: every communication, and the phase of training it fell into."""
+
+    def __init__(self, flight=None):
+        self.flight = flight
+        self.groups: dict[str, list[int]] = {}  # group name -> world ranks
+        self.axes: dict[str, str] = {}  # group name -> axis of a mesh
+        self.comms: list[list] = []  # rows of FIELDS
+        self.phases = Phases()
+        self.started = self.stopped = None
+        self._thread = threading.local()  # autograd's hooks may communicate from another thread
+
+    def start(self, memory: bool) -> None:
+        self.comms.clear()
+        self.phases.watch()
+        self.started = time.time()
+
+    def stop(self) -> None:
+        self.stopped = time.time()
+
+    def export(self) -> dict:
+        """Everything written down, as plain data."""
+        return {
+            "comms": self.comms,
+            "groups": self.groups,
+            "axes": self.axes,
+            "phases": self.phases.changes,
+            "started": self.started,
+            "stopped": self.stopped,
+        }
+
+    def begin(self, op: str, group: str, tensors, detail=None) -> list:
+        """Note a communication as it starts. `detail`: peer, root or splits, as `op` needs."""
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+        parent = getattr(self._thread, "parent", None)
+        row = [op, group, dtype, nbytes, detail, time.time(), None, self.phases.now, parent]
+        self.comms.append(row)
+        return row
+
+    @contextmanager
+    def collective(self, op: str, group: str, tensor):
+        """What is sent inside belongs to one collective of ours, called `op`."""
+        outer = getattr(self._thread, "parent", None)
+        row = self.begin(op, group, [tensor], "collective")
+        self._thread.parent = len(self.comms) - 1
+        try:
+            yield
+        finally:
+            self._thread.parent = outer
+            end(row)
+
+
+FIELDS = ("op", "group", "dtype", "nbytes", "detail", "start", "end", "phase", "parent")
+
+
+def end(row: list) -> None:
+    if row[6] is None:
+        row[6] = time.time()
+
+
+class Phases:
+    """Which phase of training a rank is in: setup, forward, backward or step.
+
+    Forward is inside any Module's forward; backward is inside autograd's engine; step is from the
+    end of backward, through the optimizer, to the next forward. `set` names a phase by hand.
+    """
+
+    def __init__(self):
+        self.changes: list[tuple[float, str]] = []
+        self._depth = 0
+        self.set("setup")
+
+    def set(self, phase: str) -> None:
+        self.current = phase
+        self.changes.append((time.time(), phase))
+
+    @property
+    def now(self) -> str:
+        in_engine = torch._C._current_graph_task_id() != -1
+        return "backward" if in_engine else self.current
+
+    def watch(self) -> None:
+        """Follow every Module and optimizer of this process."""
+        module = torch.nn.modules.module
+        module.register_module_forward_pre_hook(self._enter_module)
+        module.register_module_forward_hook(self._leave_module, always_call=True)
+        register_optimizer_step_pre_hook(lambda *_: self.set("step"))
+
+    def _enter_module(self, module, inputs) -> None:
+        self._depth += 1
+        if self._depth == 1 and self.now != "backward" and self.current != "forward":
+            self.set("forward")
+
+    def _leave_module(self, module, inputs, output) -> None:
+        self._depth -= 1
+        if self._depth == 0 and self.now != "backward":
+            for tensor in torch.utils._pytree.tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self._enter_backward)
+
+    def _enter_backward(self, grad) -> None:
+        if self.current == "forward":
+            self.set("backward")
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: self.set("step"))
+
+
+class RecordedWork(dist._Work):
+    """The handle of a send or receive, which has no future: it ends when it is waited for."""
+
+    def __init__(self, work, row: list, flight, number: int):
+        super().__init__()
+        self._work, self._row, self._flight, self._number = work, row, flight, number
+
+    def wait(self, timeout=timedelta(0)) -> bool:
+        if self._flight:
+            self._flight.wait(self._number)
+        done = self._work.wait(timeout) if timeout else self._work.wait()
+        end(self._row)
+        if self._flight:
+            self._flight.done()
+        return done
+
+    def is_completed(self) -> bool:
+        done = self._work.is_completed()
+        if done:
+            end(self._row)
+        return done
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def exception(self):
+        return self._work.exception()
+
+    def source_rank(self) -> int:
+        return self._work._source_rank()
+
+    _source_rank = source_rank
+
+
+class RecordingGroup(dist.ProcessGroup):
+    """gloo (and NCCL, where ranks have GPUs) with a recorder in front.
+
+    `ranks`: the world ranks of its members; `device`: where this rank's tensors belong.
+    """
+
+    def __init__(self, options, recorder: Recorder, device: torch.device):
+        rank, size = options.group_rank, options.group_size
+        super().__init__(rank, size)
+        # The real group is a member, not the base: pybind would hand super().allreduce back to us.
+        self.inner = dist.ProcessGroup(options.store, rank, size)
+        kinds = dist.ProcessGroup.BackendType
+        gloo = dist.ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
+        backends = [("cpu", kinds.GLOO, gloo)]
+        if device.type == "cuda":
+            store = dist.PrefixStore("cuda", options.store)
+            nccl = dist.ProcessGroupNCCL(store, rank, size, options.timeout)
+            backends.append(("cuda", kinds.NCCL, nccl))
+        for group in (self, self.inner):
+            for kind, backend_type, backend in backends:
+                group._register_backend(torch.device(kind), backend_type, backend)
+            group._set_default_backend(kinds.GLOO)
+            group._set_group_name(options.group_id)
+        self.ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+        self.device = device
+        self.recorder = recorder
+        recorder.groups[self.group_name] = self.ranks
+        if recorder.flight:
+            recorder.flight.add_group(self.group_name, self.ranks)
+
+    # -- point to point -----------------------------------------------------------------------
+
+    def send(self, tensors, dst, tag):
+        me = self.ranks[self.rank()]
+        return self._message("send", tensors, dst, tag, f"{me} {self.ranks[dst]} {tag}")
+
+    def recv(self, tensors, src, tag):
+        me = self.ranks[self.rank()]
+        return self._message("recv", tensors, src, tag, f"{self.ranks[src]} {me} {tag}")
+
+    def recv_anysource(self, tensors, tag):
+        me = self.ranks[self.rank()]
+        return self._message("recv_anysource", tensors, None, tag, f"any {me} {tag}")
+
+    def _message(self, op, tensors, peer, tag, route):
+        row = self.recorder.begin(op, self.group_name, tensors, peer)
+        flight, number = self.recorder.flight, -1
+        if flight:
+            shape = f"{row[2]}{list(tensors[0].shape)}"
+            where = {"send": f", to rank {peer}", "recv": f", from rank {peer}"}.get(op, "")
+            number = flight.begin(
+                f"message {self.group_name} {route}",
+                f"{row[2]} {tensors[0].numel()}",
+                f"{op}({shape}{where})",
+                waits=False,
+            )
+        call = getattr(self.inner, op)
+        work = call(tensors, tag) if peer is None else call(tensors, peer, tag)
+        return RecordedWork(work, row, flight, number)
+
+    # -- collectives --------------------------------------------------------------------------
+
+    def _collective(self, method: str, op: str, tensors, args, opts, detail=None):
+        """Note a native collective whose volume is that of `tensors`, then pass it on."""
+        row = self.recorder.begin(op, self.group_name, tensors, detail)
+        flight = self.recorder.flight
+        if flight:
+            shapes = ", ".join(f"{row[2]}{list(t.shape)}" for t in tensors[:3])
+            reduction = getattr(opts, "reduceOp", "")
+            # Splits may differ from rank to rank; everything else must agree.
+            numel = "" if op == "all_to_all" else sum(t.numel() for t in tensors)
+            rooted = "" if isinstance(detail, tuple) else detail
+            flight.begin(
+                f"collective {self.group_name}",
+                f"{op} {row[2]} {numel} {reduction} {rooted}",
+                f"{op}({shapes}{'' if detail is None or rooted == '' else f', root {detail}'})",
+                waits=not getattr(opts, "asyncOp", True),
+            )
+        work = getattr(self.inner, method)(*args, opts)
+        if work is not None:
+            work.get_future().add_done_callback(lambda _: end(row))
+        return work
+
+    def allreduce(self, tensors, opts=None):
+        opts = opts or dist.AllreduceOptions()
+        return self._collective("allreduce", "all_reduce", tensors, [tensors], opts)
+
+    def allreduce_coalesced(self, tensors, opts=None):
+        opts = opts or dist.AllreduceCoalescedOptions()
+        return self._collective("allreduce_coalesced", "all_reduce", tensors, [tensors], opts)
+
+    def broadcast(self, tensors, opts):
+        return self._collective("broadcast", "broadcast", tensors, [tensors], opts, opts.rootRank)
+
+    def reduce(self, tensors, opts):
+        return self._collective("reduce", "reduce", tensors, [tensors], opts, opts.rootRank)
+
+    def gather(self, outputs, inputs, opts):
+        args = [outputs, inputs]
+        return self._collective("gather", "gather", inputs, args, opts, opts.rootRank)
+
+    def scatter(self, outputs, inputs, opts):
+        args = [outputs, inputs]
+        return self._collective("scatter", "scatter", outputs, args, opts, opts.rootRank)
+
+    def allgather(self, outputs, inputs, opts=None):
+        opts = opts or dist.AllgatherOptions()
+        return self._collective("allgather", "all_gather", inputs, [outputs, inputs], opts)
+
+    def allgather_coalesced(self, outputs, inputs, opts=None):
+        opts = opts or dist.AllgatherOptions()
+        args = [outputs, inputs]
+        return self._collective("allgather_coalesced", "all_gather", inputs, args, opts)
+
+    def all_gather_single(self, output, input, opts=None):
+        opts = opts or dist.AllgatherOptions()
+        args = [output, input]
+        return self._collective("all_gather_single", "all_gather", [input], args, opts)
+
+    def all_gather_single_coalesced(self, outputs, inputs, opts=None):
+        opts = opts or dist.AllgatherOptions()
+        args = [outputs, inputs]
+        return self._collective("all_gather_single_coalesced", "all_gather", inputs, args, opts)
+
+    def reduce_scatter(self, outputs, inputs, opts=None):
+        opts = opts or dist.ReduceScatterOptions()
+        args = [outputs, inputs]
+        return self._collective("reduce_scatter", "reduce_scatter", inputs[0], args, opts)
+
+    def reduce_scatter_single(self, output, input, opts=None):
+        opts = opts or dist.ReduceScatterOptions()
+        args = [output, input]
+        return self._collective("reduce_scatter_single", "reduce_scatter", [input], args, opts)
+
+    def reduce_scatter_single_coalesced(self, outputs, inputs, opts=None):
+        opts = opts or dist.ReduceScatterOptions()
+        args = [outputs, inputs]
+        method = "reduce_scatter_single_coalesced"
+        return self._collective(method, "reduce_scatter", inputs, args, opts)
+
+    def all_to_all_single(self, output, input, output_splits, input_splits, opts=None):
+        opts = opts or dist.AllToAllOptions()
+        sent = splits_in_bytes(input, input_splits, self.size())
+        received = splits_in_bytes(output, output_splits, self.size())
+        args = [output, input, output_splits, input_splits]
+        detail = (sent, received)
+        return self._collective("all_to_all_single", "all_to_all", [input], args, opts, detail)
+
+    def alltoall(self, outputs, inputs, opts=None):
+        opts = opts or dist.AllToAllOptions()
+        detail = ([t.nbytes for t in inputs], [t.nbytes for t in outputs])
+        args = [outputs, inputs]
+        return self._collective("alltoall", "all_to_all", inputs, args, opts, detail)
+
+    def barrier(self, opts=None):
+        opts = opts or dist.BarrierOptions()
+        return self._collective("barrier", "barrier", [], [], opts)
+
+    # torch before 2.13 calls these by their older names
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    def getBackendName(self) -> str:  # noqa: N802 (torch's own name for it)
+        return BACKEND
+
+
+def splits_in_bytes(tensor, splits, size: int) -> list[int]:
+    if not splits:
+        return [tensor.nbytes // size] * size
+    row = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
+    return [row * split for split in splits]
+
+
+def register(recorder: Recorder, device: torch.device) -> None:
+    """Make RecordingGroup the backend `mini_dist` of this process's torch.distributed."""
+    dist.Backend.register_backend(
+        BACKEND,
+        lambda options, _: RecordingGroup(options, recorder, device),
+        extended_api=True,
+        devices=["cpu", "cuda"] if device.type == "cuda" else ["cpu"],
+    )

@@ -1,0 +1,178 @@
+"""The flight recorder: what each rank is doing, readable by the parent even when the rank is dead.
+
+gloo hangs when two ranks call different collectives, and aborts the process when their dtypes
+differ. A rank that hangs in C++ or has died can answer no question, so every rank writes its last
+operations into a small file that the parent maps too. From those files alone the parent tells
+which ranks disagree (`mismatch`) and which can never go on (`stuck`), within a tenth of a second.
+
+A **channel** is an ordered stream on which ranks must agree: all collectives of one group, or all
+messages from one rank to another with one tag. The k-th entries of a channel belong together.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+
+HEADER = struct.Struct("<qq")  # entries written so far, number of the entry waited for (or -1)
+ENTRY = struct.Struct("<qqd56s64s128s")  # number, k, time, channel, signature, text
+GROUPS_BYTES = 8192  # JSON: group name -> world ranks of its members
+ENTRIES = 256  # a ring: old entries are overwritten
+FIRST = HEADER.size + GROUPS_BYTES
+FILE_BYTES = FIRST + ENTRIES * ENTRY.size
+
+
+class FlightRecorder:
+    """One rank's writing end."""
+
+    def __init__(self, path: str):
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        os.ftruncate(fd, FILE_BYTES)
+        self._map = mmap.mmap(fd, FILE_BYTES)
+        os.close(fd)
+        self._written = 0
+        self._counts: dict[str, int] = {}
+        self._groups: dict[str, list[int]] = {}
+        HEADER.pack_into(self._map, 0, 0, -1)
+
+    def add_group(self, name: str, ranks: list[int]) -> None:
+        self._groups[name] = ranks
+        text = json.dumps(self._groups).encode()
+        if len(text) < GROUPS_BYTES:  # beyond that `stuck` stays silent and the deadline decides
+            self._map[HEADER.size : HEADER.size + len(text)] = text
+
+    def begin(self, channel: str, signature: str, text: str, waits: bool) -> int:
+        """Note an operation as it is issued; `waits`: the caller blocks until it is complete."""
+        number = self._written
+        k = self._counts[channel] = self._counts.get(channel, 0) + 1
+        ENTRY.pack_into(
+            self._map,
+            FIRST + number % ENTRIES * ENTRY.size,
+            *(number, k, time.time()),
+            *(channel.encode(), signature.encode(), text.encode()),
+        )
+        self._written += 1
+        HEADER.pack_into(self._map, 0, self._written, number if waits else -1)
+        return number
+
+    def wait(self, number: int) -> None:
+        HEADER.pack_into(self._map, 0, self._written, number)
+
+    def done(self) -> None:
+        HEADER.pack_into(self._map, 0, self._written, -1)
+
+
+@dataclass(frozen=True)
+class Entry:
+    number: int
+    k: int  # the k-th of its channel, from 1
+    time: float
+    channel: str  # "collective GROUP" or "message GROUP SRC DST TAG" (world ranks; SRC may be "any")
+    signature: str  # what ranks must agree on
+    text: str  # for people: all_reduce(float32[4, 2])
+
+    @property
+    def group(self) -> str:
+        return self.channel.split()[1]
+
+    @property
+    def is_collective(self) -> bool:
+        return self.channel.startswith("collective")
+
+
+@dataclass(frozen=True)
+class Flight:
+    """What the parent reads of one rank."""
+
+    entries: list[Entry]  # oldest first, the last ENTRIES of them
+    waiting: Entry | None
+    groups: dict[str, list[int]]
+
+    def count(self, channel: str) -> int | None:
+        """How many operations this rank issued on a channel; None if that has scrolled away."""
+        for entry in reversed(self.entries):
+            if entry.channel == channel:
+                return entry.k
+        return 0 if not self.entries or self.entries[0].number == 0 else None
+
+
+def read(path: str) -> Flight:
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+    except FileNotFoundError:
+        data = b""
+    if len(data) < FILE_BYTES:
+        return Flight([], None, {})
+    written, waited = HEADER.unpack_from(data, 0)
+    entries = []
+    for number in range(max(0, written - ENTRIES), written):
+        fields = ENTRY.unpack_from(data, FIRST + number % ENTRIES * ENTRY.size)
+        if fields[0] == number:  # else the rank overwrote it while we were reading
+            texts = (text.rstrip(b"\0").decode(errors="replace") for text in fields[3:])
+            entries.append(Entry(*fields[:3], *texts))
+    waiting = next((entry for entry in entries if entry.number == waited), None)
+    try:
+        groups = json.loads(data[HEADER.size : FIRST].rstrip(b"\0") or b"{}")
+    except ValueError:  # read while it was being written
+        groups = {}
+    return Flight(entries, waiting, groups)
+
+
+def mismatch(flights: list[Flight]) -> dict[int, Entry] | None:
+    """The first operation that ranks entered together but not alike: its entry, rank by rank."""
+    met: dict[tuple[str, int], dict[int, Entry]] = {}
+    for rank, flight in enumerate(flights):
+        for entry in flight.entries:
+            met.setdefault((entry.channel, entry.k), {})[rank] = entry
+    unlike = [
+        entries
+        for entries in met.values()
+        if len({entry.signature for entry in entries.values()}) > 1
+    ]
+    return min(unlike, key=lambda entries: min(e.time for e in entries.values()), default=None)
+
+
+def stuck(flights: list[Flight], finished: set[int]) -> set[int]:
+    """Ranks that wait for something that can no longer happen.
+
+    A rank is stuck if it waits for an operation that some other rank has not issued, and that
+    other rank is itself stuck or has finished. This is the largest set with that property; it
+    is empty unless somebody in it waits.
+    """
+    missing = {
+        rank: absent(flights, rank)
+        for rank, flight in enumerate(flights)
+        if rank not in finished and flight.waiting
+    }
+    candidates = set(missing)
+    while True:
+        still = {rank for rank in candidates if missing[rank] & (candidates | finished)}
+        if still == candidates:
+            return still
+        candidates = still
+
+
+def absent(flights: list[Flight], rank: int) -> set[int]:
+    """The ranks that have not issued their part of the operation that `rank` waits for."""
+    waiting = flights[rank].waiting
+    if waiting.is_collective:
+        partners = flights[rank].groups.get(waiting.group, [])
+    else:
+        source, target = waiting.channel.split()[2:4]
+        if "any" in (source, target):
+            return set()
+        partners = [int(source), int(target)]
+        receiver = flights[int(target)]
+        if any(e.channel.split()[2] == "any" for e in receiver.entries if not e.is_collective):
+            return set()  # it may have been received by a receive from any source
+    lacking = set()
+    for partner in partners:
+        count = flights[partner].count(waiting.channel)
+        if partner != rank and count is not None and count < waiting.k:
+            lacking.add(partner)
+    return lacking

@@ -1,0 +1,163 @@
+"""The life of one rank: join the world, wait for a job, run it, report, leave.
+
+A rank is used once. It joins while it is still on standby, so that a launch only has to send it
+a function. It reports to the parent over a socket; what it prints goes into a pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+
+from .flight import FlightRecorder
+from .transport import receive, send, to_bytes
+
+LONGER_THAN_ANY_RUN = timedelta(days=30)  # the parent's deadline has to be the one that strikes
+
+
+@dataclass
+class Job:
+    """What the parent sends to every rank."""
+
+    blob: bytes  # (fn, args, kwargs), pickled
+    seed: int
+    memory: bool
+    directory: str  # the parent's working directory, sys.path and environment
+    path: list[str]
+    environment: dict[str, str]
+
+
+@dataclass
+class Report:
+    """What a rank sends back."""
+
+    outcome: str  # returned or raised
+    result: bytes | None = None
+    error: Failure | None = None
+    ledger: dict | None = None
+
+
+@dataclass
+class Failure:
+    """An exception that has travelled: the parent, who has the cell's source, adds the lines."""
+
+    type: str
+    message: str
+    frames: list[tuple[str, int, str]]  # file name, line number, function; outermost first
+    because: Failure | None  # its __cause__ or __context__
+    is_connection: bool  # a consequence of another rank's end, not a cause
+
+
+def main(
+    rank: int, size: int, device: str, directory: str, control: int, output: int
+) -> None:
+    redirect_output(output)
+    # A rank that waits in C++ runs no Python; on this signal, and when native code aborts, its
+    # stack is written all the same.
+    stack = open(f"{directory}/stack-{rank}", "w")
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    faulthandler.enable(file=stack)
+    parent = socket.socket(fileno=control)
+    try:
+        group = join(rank, size, device, directory)
+        job = pickle.loads(receive(parent))
+        report = run(job, group)
+    except EOFError:  # the parent has no job for this rank, or is gone
+        os._exit(0)
+    except BaseException as error:
+        report = Report("raised", error=describe(error))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        send(parent, pickle.dumps(report))
+        parent.recv(1)  # stay until dismissed: leaving would break the others' connections
+    os._exit(0)  # the interpreter's own exit costs 50 ms and sometimes aborts after success
+
+
+def redirect_output(pipe: int) -> None:
+    """Let Python and native code write into the pipe, a line at a time."""
+    os.dup2(pipe, 1)
+    os.dup2(pipe, 2)
+    os.close(pipe)
+    sys.stdin = open(os.devnull)
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)
+
+
+def join(rank: int, size: int, device: str, directory: str):
+    """Initialise torch.distributed through a file, over loopback, with the ledger in front."""
+    import torch
+    import torch.distributed as dist
+
+    from ..ledger import recording
+
+    torch.set_num_threads(1)
+    recorder = recording.Recorder(FlightRecorder(f"{directory}/flight-{rank}"))
+    index = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    recording.register(recorder, index)
+    dist.init_process_group(
+        recording.BACKEND,
+        store=dist.FileStore(f"{directory}/store", size),
+        rank=rank,
+        world_size=size,
+        timeout=LONGER_THAN_ANY_RUN,
+    )
+    return dist.group.WORLD
+
+
+def run(job: Job, group) -> Report:
+    recorder = group.recorder
+    try:
+        os.environ.clear()
+        os.environ.update(job.environment, RANK=str(group.rank()), WORLD_SIZE=str(group.size()))
+        os.chdir(job.directory)
+        sys.path[:] = job.path
+        if group.device.type == "cuda":  # not on standby: it would hold memory of the GPU
+            import torch
+
+            torch.cuda.set_device(group.device)
+        seed_everything(job.seed + group.rank())
+        function, args, kwargs = pickle.loads(job.blob)
+        recorder.start(memory=job.memory)
+        result = function(*args, group, **kwargs)
+        recorder.stop()
+        blob = to_bytes(result, f"the result of rank {group.rank()}")
+        return Report("returned", result=blob, ledger=recorder.export())
+    except BaseException as error:
+        recorder.stop()
+        return Report("raised", error=describe(error), ledger=recorder.export())
+
+
+def seed_everything(seed: int) -> None:
+    """Forked ranks share one parent's generators: unseeded, they would draw the same numbers."""
+    import numpy
+    import torch
+
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def describe(error: BaseException) -> Failure:
+    frames = [
+        (frame.f_code.co_filename, line, frame.f_code.co_name)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    because = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    text = str(error)
+    return Failure(
+        type=type(error).__name__,
+        message=text,
+        frames=frames,
+        because=describe(because) if because else None,
+        is_connection=isinstance(error, (ConnectionError, RuntimeError)) and "gloo" in text,
+    )

@@ -1,0 +1,73 @@
+"""What a run looks like on the page."""
+
+from __future__ import annotations
+
+import html
+import reprlib
+from dataclasses import dataclass
+from typing import Any
+
+from ..ledger import Ledger
+
+
+@dataclass
+class Run:
+    """What came back from a launch, everything in rank order.
+
+    results: what each rank returned. outputs: what each rank printed. ledger: what was sent.
+    seconds: from the call to the last result. device: cpu or cuda.
+    """
+
+    results: list[Any]
+    outputs: list[str]
+    ledger: Ledger
+    seconds: float
+    device: str
+
+    @property
+    def world_size(self) -> int:
+        return len(self.results)
+
+    def __repr__(self) -> str:
+        lines = [self.title()]
+        lines += [f"  rank {rank}  {short(result)}" for rank, result in enumerate(self.results)]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr><td style='text-align:right'>{rank}</td>"
+            f"<td style='text-align:left'><code>{html.escape(short(result))}</code></td></tr>"
+            for rank, result in enumerate(self.results)
+        )
+        head = "<tr><th>rank</th><th style='text-align:left'>returned</th></tr>"
+        return f"<div>{html.escape(self.title())}<table>{head}{rows}</table></div>"
+
+    def title(self) -> str:
+        backend = "NCCL" if self.device == "cuda" else "gloo"
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        return f"{ranks} on {self.device}, {backend}"
+
+
+def short(result: Any) -> str:
+    """One line for any result; large tensors by shape."""
+    if hasattr(result, "shape") and hasattr(result, "dtype") and hasattr(result, "numel"):
+        if result.numel() > 8:
+            return f"{type(result).__name__} {list(result.shape)} {result.dtype}"
+    text = " ".join(ONE_LINE.repr(result).split())
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+ONE_LINE = reprlib.Repr()
+ONE_LINE.maxstring = ONE_LINE.maxother = 100
+
+
+
+def print_outputs(outputs: list[str]) -> None:
+    """The ranks' prints, rank after rank, each line marked with its rank."""
+    lines = [
+        f"[rank {rank}] {line}"
+        for rank, output in enumerate(outputs)
+        for line in output.splitlines()
+    ]
+    if lines:
+        print("\n".join(lines))
