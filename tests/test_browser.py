@@ -1,0 +1,151 @@
+"""A learner's first minutes, in a real browser: JupyterLab opens the first lesson and runs it."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+LESSON = "00_start_here.ipynb"
+
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(CHROMIUM is None, reason="no chromium here (Debian: apt install chromium)"),
+    pytest.mark.skipif(not (ROOT / "notebooks" / LESSON).exists(), reason=f"no {LESSON} yet"),
+]
+FLAGS = (
+    "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update "
+    "--disable-sync --no-first-run --disable-dev-shm-usage --disable-quic"
+).split()
+
+
+@pytest.fixture
+def lab(tmp_path):
+    """The address of a JupyterLab of its own, on a copy of the notebook, with no user settings."""
+    (tmp_path / "notebooks").mkdir()
+    shutil.copy(ROOT / "notebooks" / LESSON, tmp_path / "notebooks")
+    if (ROOT / "lessons/figures").exists():
+        shutil.copytree(ROOT / "lessons/figures", tmp_path / "lessons/figures")
+    settings = tmp_path / "config/lab/user-settings/@jupyterlab/apputils-extension"
+    settings.mkdir(parents=True)
+    (settings / "notification.jupyterlab-settings").write_text('{"fetchNews": "false"}')
+    env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+    for kind in ("config", "data", "runtime"):
+        env[f"JUPYTER_{kind.upper()}_DIR"] = str(tmp_path / kind)
+    with socket.socket() as free:  # JupyterLab looks for the next one if another takes it first
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--expose-app-in-browser"]
+    command += ["--allow-root", f"--port={port}", "--IdentityProvider.token=learner"]
+    command += [f"--ServerApp.root_dir={tmp_path}"]
+    with open(tmp_path / "lab.log", "w") as log:
+        server = subprocess.Popen(command, env=env, cwd=tmp_path, stdout=log, stderr=log)
+    try:
+        yield address_of(server, tmp_path)
+    finally:
+        server.terminate()  # ends its kernels too
+        try:
+            server.wait(20)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+def address_of(server, folder):
+    """Wait until the server answers; it writes where it listens."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and server.poll() is None:
+        for info in (folder / "runtime").glob("jpserver-*.json"):
+            try:
+                url = json.loads(info.read_text())["url"]
+                urllib.request.urlopen(f"{url}api?token=learner", timeout=5).close()
+                return url
+            except (OSError, ValueError):
+                pass
+        time.sleep(0.2)
+    raise AssertionError((folder / "lab.log").read_text())
+
+
+@pytest.fixture
+def page():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        # JupyterLab draws only cells in view: a page tall enough shows them all
+        page = browser.new_page(viewport={"width": 1300, "height": 12_000})
+        page.errors, page.outside = [], []
+        page.on("pageerror", lambda error: page.errors.append(str(error)))
+        page.on("request", lambda request: note_outside(page, request.url))
+        yield page
+        browser.close()
+
+
+def note_outside(page, url):
+    if not re.match(r"(http|ws)://(localhost|127\.0\.0\.1)[:/]|data:|blob:|about:", url):
+        page.outside.append(url)
+
+
+STATE = """() => {
+    const notebook = window.jupyterapp.shell.currentWidget;
+    const cells = notebook?.content?.model?.cells;
+    if (!cells) return null;
+    return Array.from({length: cells.length}, (_, i) => cells.get(i).toJSON())
+                .filter(cell => cell.cell_type === "code");
+}"""
+
+
+def test_the_first_lesson_opens_and_runs_in_jupyterlab(lab, page):
+    page.goto(f"{lab}lab/tree/notebooks/{LESSON}?token=learner&reset")
+    page.wait_for_selector(".jp-NotebookPanel .jp-Cell", timeout=60_000)
+    page.wait_for_function(
+        "() => window.jupyterapp.shell.currentWidget?.sessionContext?.session?.kernel?.status"
+        " === 'idle'",
+        timeout=60_000,
+    )
+    shipped = page.evaluate(STATE)
+    # every output goes first, so that what is there at the end was made here
+    page.evaluate("() => window.jupyterapp.commands.execute('notebook:clear-all-cell-outputs')")
+    assert not any(cell["outputs"] for cell in page.evaluate(STATE))
+
+    page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-all-cells') }")
+    written = [i for i, cell in enumerate(shipped) if "".join(cell["source"]).strip()]
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        ran = page.evaluate(STATE)
+        if all(ran[i]["execution_count"] for i in written):
+            break
+        page.wait_for_timeout(300)
+    page.wait_for_timeout(500)  # the last output is drawn a moment after its cell is done
+    ran = page.evaluate(STATE)
+    unfinished = [ran[i]["source"] for i in written if not ran[i]["execution_count"]]
+    assert unfinished == []
+
+    # the same cells fail on purpose, the same cells show something
+    for before, after in zip(shipped, ran, strict=True):
+        kinds = {output["output_type"] for output in after["outputs"]}
+        expected = {output["output_type"] for output in before["outputs"]}
+        assert ("error" in kinds) == ("error" in expected), after
+        assert bool(kinds) == bool(expected), after
+    assert page.locator(".jp-OutputArea-output").count() > 0
+    figures = page.locator(".jp-OutputArea-output img")
+    assert figures.count() > 0
+    widths = figures.evaluate_all("all => all.map(image => image.naturalWidth)")
+    assert all(width > 50 for width in widths)
+    # a picture of a lesson that does not load has no size
+    images = page.locator(".jp-MarkdownOutput img").evaluate_all(
+        "all => all.map(image => [image.getAttribute('src'), image.naturalWidth])"
+    )
+    assert all(width for _, width in images), images
+
+    assert page.errors == []
+    assert page.outside == []
