@@ -50,7 +50,7 @@ SYNCHRONOUS = [naive, gpipe, one_f_one_b, interleaved, zb_h1, zb_h2, zb_v, dualp
 
 def every_schedule(ranks=range(1, 6), micro_batches=range(1, 13)):
     """Each builder on each size that it accepts."""
-    builders = [*SYNCHRONOUS, pipedream, forward_only, lambda p, m: interleaved(p, m, chunks=3)]
+    builders = [*SYNCHRONOUS, pipedream, lambda p, m: interleaved(p, m, chunks=3)]
     builders.append(lambda p, m: pipedream_2bw(p, m, micro_batches_a_step=p))
     for build_one, p, m in itertools.product(builders, ranks, micro_batches):
         try:
@@ -123,6 +123,8 @@ def test_every_schedule_can_run_with_and_without_its_communication():
     for schedule in every_schedule():
         validate(schedule)
         validate(add_communication(schedule))
+        validate(add_communication(schedule, early=2))
+        validate(add_communication(forward_only(schedule)))
         seen += 1
     assert seen > 500
 
@@ -311,7 +313,7 @@ def test_adding_communication_changes_no_time():
     for schedule in every_schedule(ranks=range(1, 5), micro_batches=[4, 8]):
         plain = simulate(schedule, times)
         added = add_communication(schedule)
-        for passed in [added, fuse_communication(added)]:
+        for passed in [added, fuse_communication(added), add_communication(schedule, early=2)]:
             assert simulate(passed, times).spans == plain.spans
 
 
@@ -385,6 +387,12 @@ def test_messages_follow_their_producer_and_precede_their_consumer():
     assert [str(a) for a in add_communication(one_f_one_b(3, 2)).ranks[1]] == (
         "1RECV_F0 1F0 1SEND_F0 1RECV_F1 1F1 1SEND_F1 1RECV_B0 1B0 1SEND_B0 1RECV_B1 1B1 1SEND_B1"
     ).split()
+
+
+def test_early_receives_are_started_that_many_computations_before():
+    actions = list(map(str, add_communication(one_f_one_b(3, 4), early=1).ranks[1]))
+    assert actions[:6] == ["1RECV_F0", "1RECV_F1", "1F0", "1SEND_F0", "1RECV_B0", "1F1"]
+    assert add_communication(one_f_one_b(3, 4)) == add_communication(one_f_one_b(3, 4), early=0)
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [(4, 8, 1), (4, 8, 2), (4, 8, 3)])

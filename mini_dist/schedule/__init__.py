@@ -10,7 +10,7 @@ Read in this order:
     orders.py         naive, GPipe, 1F1B, interleaved 1F1B
     simulate.py       timeline, bubble, activations in flight
     validate.py       refuse what cannot run
-    communication.py  add sends and receives; fuse them for NCCL
+    communication.py  add sends and receives; fuse them for NCCL; forwards alone
     zero_bubble.py    ZB-H1, ZB-H2, ZB-V, DualPipeV
     asynchronous.py   PipeDream, PipeDream-2BW: weight versions
     files.py          CSV in and out
@@ -27,9 +27,9 @@ from mini_dist.schedule.asynchronous import (
     pipedream_2bw,
     versions_held,
 )
-from mini_dist.schedule.communication import add_communication, fuse_communication
+from mini_dist.schedule.communication import add_communication, forward_only, fuse_communication
 from mini_dist.schedule.files import from_csv, to_csv
-from mini_dist.schedule.orders import forward_only, gpipe, interleaved, naive, one_f_one_b
+from mini_dist.schedule.orders import gpipe, interleaved, naive, one_f_one_b
 from mini_dist.schedule.simulate import Span, Timeline, Times, in_flight, peak_in_flight, simulate
 from mini_dist.schedule.validate import validate
 from mini_dist.schedule.zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
@@ -79,7 +79,6 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "dualpipe_v": dualpipe_v,
     "pipedream": pipedream,
     "pipedream_2bw": pipedream_2bw,
-    "forward_only": forward_only,
 }
 
 

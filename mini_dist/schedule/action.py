@@ -174,35 +174,34 @@ class Schedule:
 
 
 def needs(schedule: Schedule, action: Action) -> list[Key]:
-    """What must be over before `action` can start; the one statement of who waits for whom."""
+    """What must be over before `action` can start; the one statement of who waits for whom.
+
+    A receive starts at once and is over when it is posted; who uses the message waits for both.
+    """
     stage, kind, micro = action.key
-    comm, last = schedule.has_communication, schedule.num_stages - 1
     if kind == "F":
-        keys = []
-        if stage > 0:
-            received = comm and schedule.crosses(stage - 1)
-            keys.append((stage, "RECV_F", micro) if received else (stage - 1, "F", micro))
+        keys = [] if stage == 0 else _message(schedule, stage - 1, stage, "F", micro)
         if action.version:  # version 0 is there from the start
             keys.append((stage, "S", action.version - 1))
         return keys
     if kind == "B":
-        keys = [(stage, "F", micro)]
-        if stage < last:
-            received = comm and schedule.crosses(stage)
-            keys.append((stage, "RECV_B", micro) if received else (stage + 1, "B", micro))
-        return keys
+        is_last = stage == schedule.num_stages - 1
+        keys = [] if is_last else _message(schedule, stage + 1, stage, "B", micro)
+        return [(stage, "F", micro), *keys]
     if kind == "W":
         return [(stage, "B", micro)]
     if kind == "S":
         return [(stage, "S", micro - 1)] if micro > 0 else []
-    return [
-        {
-            "SEND_F": (stage, "F", micro),
-            "SEND_B": (stage, "B", micro),
-            "RECV_F": (stage - 1, "SEND_F", micro),
-            "RECV_B": (stage + 1, "SEND_B", micro),
-        }[kind]
-    ]
+    if kind in ("SEND_F", "SEND_B"):
+        return [(stage, kind[-1], micro)]
+    return []
+
+
+def _message(schedule: Schedule, source: int, target: int, kind: str, micro: int) -> list[Key]:
+    """What `target` waits for to have what `source` computed."""
+    if schedule.has_communication and schedule.crosses(min(source, target)):
+        return [(source, f"SEND_{kind}", micro), (target, f"RECV_{kind}", micro)]
+    return [(source, kind, micro)]
 
 
 class Stuck(Exception):
@@ -216,10 +215,10 @@ class Stuck(Exception):
 def walk(schedule: Schedule, *, rendezvous: bool = False) -> Iterator[tuple[int, int, Action]]:
     """Yield (rank, place, action) in an order in which the ranks can run their lists.
 
-    Each rank goes down its own list and waits at an action whose inputs are not there yet. A
-    receive waits for its send. With `rendezvous`, a send also waits until the other side has come
-    to its receive: NCCL runs a rank's communications in order, each to its end (a fused one: all of
-    it together). Raises Stuck where no rank can go on.
+    Each rank goes down its own list and waits at an action whose inputs are not there yet. Sends
+    and receives are only started. With `rendezvous` each is brought to its end before the rank goes
+    on (a fused one: all of it together), so both sides have to come to it: NCCL runs a rank's
+    communications in order like that. Raises Stuck where no rank can go on.
     """
     lists = [[members(item) for item in items] for items in schedule.ranks]
     places = [0] * len(lists)
@@ -233,7 +232,11 @@ def walk(schedule: Schedule, *, rendezvous: bool = False) -> Iterator[tuple[int,
     def ready(action: Action) -> bool:
         if not all(key in done for key in needs(schedule, action)):
             return False
-        return not (rendezvous and action.kind.startswith("SEND")) or posted(receive_of(action).key)
+        if rendezvous and action.kind.startswith("SEND"):
+            return posted(receive_of(action).key)
+        if rendezvous and action.kind.startswith("RECV"):
+            return send_of(action).key in done
+        return True
 
     progress = True
     while progress:
@@ -252,6 +255,13 @@ def walk(schedule: Schedule, *, rendezvous: bool = False) -> Iterator[tuple[int,
                 progress = True
     if any(place < len(items) for place, items in zip(places, lists, strict=True)):
         raise Stuck(places)
+
+
+def send_of(receive: Action) -> Action:
+    """The send on the other side: `2RECV_F0` -> `1SEND_F0`, `1RECV_B0` -> `2SEND_B0`."""
+    if receive.kind == "RECV_F":
+        return Action(receive.stage - 1, "SEND_F", receive.micro)
+    return Action(receive.stage + 1, "SEND_B", receive.micro)
 
 
 def receive_of(send: Action) -> Action:

@@ -13,31 +13,36 @@ from mini_dist.schedule.action import (
     Schedule,
     ScheduleError,
     needs,
+    send_of,
 )
 from mini_dist.schedule.simulate import simulate
 
 
-def add_communication(schedule: Schedule) -> Schedule:
+def add_communication(schedule: Schedule, early: int = 0) -> Schedule:
     """A send right after each action that somebody on another rank waits for, a receive before.
 
-    A border between two stages on the same rank (the bottom of a V) needs none. The result runs
-    where a send does not wait for its receive; where it does, fuse it.
+    `early`: start each receive that many computations before the one that needs it, so that the
+    message travels meanwhile. A border between two stages on the same rank (the bottom of a V)
+    needs no message. The result runs where sends do not wait for their receives; where they do,
+    fuse it.
     """
     if schedule.has_communication:
         raise ScheduleError(f"{schedule.name} has its sends and receives already")
     ranks = []
     for rank in range(schedule.num_ranks):
-        out: list[Action] = []
-        for action in schedule.actions(rank):
+        computations = list(schedule.actions(rank))
+        before: list[list[Action]] = [[] for _ in computations]
+        after: list[list[Action]] = [[] for _ in computations]
+        for i, action in enumerate(computations):
             stage, kind, micro = action.key
             for source, source_kind, _ in needs(schedule, action):
                 if schedule.rank_of[source] != rank:
-                    out.append(Action(stage, f"RECV_{source_kind}", micro))
-            out.append(action)
+                    before[max(0, i - early)].append(Action(stage, f"RECV_{source_kind}", micro))
             target = {"F": stage + 1, "B": stage - 1}.get(kind)
             if target in schedule.rank_of and schedule.rank_of[target] != rank:
-                out.append(Action(stage, f"SEND_{kind}", micro))
-        ranks.append(out)
+                after[i].append(Action(stage, f"SEND_{kind}", micro))
+        parts = zip(before, [[action] for action in computations], after)
+        ranks.append([action for part in parts for actions in part for action in actions])
     return Schedule(schedule.name, ranks, schedule.mixed)
 
 
@@ -65,7 +70,7 @@ def fuse_communication(schedule: Schedule) -> Schedule:
                 slots[action] = len(computes)
             else:
                 computes.append(action)
-        in_order = sorted(slots, key=lambda a: (born[_send_of(a)], _send_of(a)))
+        in_order = sorted(slots, key=lambda a: (born[_message(a)], _message(a)))
         latest = len(computes)
         for action in reversed(in_order):
             latest = slots[action] = min(slots[action], latest)
@@ -80,10 +85,16 @@ def fuse_communication(schedule: Schedule) -> Schedule:
     return Schedule(schedule.name, ranks, schedule.mixed)
 
 
-def _send_of(action: Action) -> Key:
+def _message(action: Action) -> Key:
     """The message an action belongs to, named by its send."""
-    if action.kind == "RECV_F":
-        return (action.stage - 1, "SEND_F", action.micro)
-    if action.kind == "RECV_B":
-        return (action.stage + 1, "SEND_B", action.micro)
-    return action.key
+    return (action if action.kind.startswith("SEND") else send_of(action)).key
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """Its forwards alone, for evaluation: stages stay where they are, all on the newest weights."""
+    kinds = ("F", "SEND_F", "RECV_F")
+    ranks = [
+        [a._replace(version=None) for a in schedule.actions(rank) if a.kind in kinds]
+        for rank in range(schedule.num_ranks)
+    ]
+    return Schedule(f"{schedule.name}, forward only", ranks)

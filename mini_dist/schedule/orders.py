@@ -119,16 +119,6 @@ def round_size(num_ranks: int, num_micro_batches: int) -> int:
     return num_micro_batches // rounds
 
 
-def forward_only(num_ranks: int, num_micro_batches: int, chunks: int = 1) -> Schedule:
-    """Forwards alone, for evaluation."""
-    check_sizes(num_ranks, num_micro_batches, chunks)
-    size = round_size(num_ranks, num_micro_batches) if chunks > 1 else num_micro_batches
-    return Schedule(
-        "forward only",
-        [looped(r, num_ranks, num_micro_batches, chunks, size)[0] for r in range(num_ranks)],
-    )
-
-
 def check_sizes(num_ranks: int, num_micro_batches: int, chunks: int = 1) -> None:
     for name, value in [
         ("num_ranks", num_ranks),

@@ -132,6 +132,13 @@ class Timeline:
                 steps.append((span.start if after > before else span.end, after))
         return steps
 
+    @classmethod
+    def of_run(cls, schedule: Schedule, spans: Sequence[Sequence[Span]]) -> Timeline:
+        """The timeline that was measured: each rank's spans by one clock; the first start is 0."""
+        origin = min(span.start for rank in spans for span in rank)
+        shifted = [[Span(s.action, s.start - origin, s.end - origin) for s in r] for r in spans]
+        return cls(schedule, tuple(map(tuple, shifted)))
+
     def __str__(self) -> str:
         return text(self)
 

@@ -14,6 +14,7 @@ from mini_dist.schedule.action import (
     members,
     needs,
     receive_of,
+    send_of,
     timetable,
     walk,
 )
@@ -158,5 +159,6 @@ def _cause(schedule: Schedule, item: Action | Fused, done: set) -> str:
     for action in members(item):
         if action.key not in done:
             absent = [Action(*key) for key in needs(schedule, action) if key not in done]
-            causes += absent or [receive_of(action)]
+            other_end = receive_of if action.kind.startswith("SEND") else send_of
+            causes += absent or [other_end(action)]
     return ", ".join(map(str, dict.fromkeys(causes)))
