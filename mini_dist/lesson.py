@@ -1,8 +1,8 @@
-"""What a lesson's cells use on the page: show the library's source, keep a guess, reveal the answer.
+"""What a lesson's cells use on the page: show source, keep a guess, reveal the answer.
 
-    show(ring_all_reduce)                   its source, highlighted
-    predict("bytes sent", 3_000)            before the run
-    reveal("bytes sent", 3_072, "bytes")    after it: guess beside measurement
+show(ring_all_reduce)                   its source, highlighted
+predict("bytes sent", 3_000)            before the run
+reveal("bytes sent", 3_072, "bytes")    after it: guess beside measurement
 """
 
 import ast
@@ -83,7 +83,7 @@ def _class_in_a_cell(cls):
 
 
 def _where(obj):
-    """`mini_dist/zero.py`, `torch/optim/adam.py`, or `this notebook`: never a path of this machine."""
+    """`mini_dist/zero.py`, `torch/optim/adam.py` or `this notebook`; no path of this machine."""
     module = inspect.getmodule(obj)
     file = getattr(module, "__file__", None)
     if file is None or module.__name__ == "__main__":

@@ -1,11 +1,11 @@
 """The layers of mini_dist: arrows point down only, and two files speak to torch.distributed.
 
-    L5  check  widgets  draw          views
-    L4  parallelize  train  checkpoint
-    L3  the strategies                siblings: they never import each other
-    L2  ops  grad_norm  emulate       schedule  calculators
-    L1  mesh  collectives
-    L0  launch  ranks  ledger         config  model  data  lesson
+L5  check  widgets  draw          views
+L4  parallelize  train  checkpoint
+L3  the strategies                siblings: they never import each other
+L2  ops  grad_norm  emulate       schedule  calculators
+L1  mesh  collectives
+L0  launch  ranks  ledger         config  model  data  lesson
 """
 
 import ast
@@ -49,7 +49,11 @@ def module_of(path):
 
 
 def files():
-    return [path for path in sorted(PACKAGE.rglob("*.py")) if path.parent != PACKAGE or path.stem != "__init__"]
+    return [
+        path
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.parent != PACKAGE or path.stem != "__init__"
+    ]
 
 
 def imports(tree, path):
@@ -77,7 +81,9 @@ def collective_calls(tree):
             owner = ast.unparse(node.value)
             if owner == "dist" or owner.endswith(("torch.distributed", "distributed_c10d")):
                 yield node.lineno, node.attr
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed"):
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            "torch.distributed"
+        ):
             yield from ((node.lineno, n.name) for n in node.names if n.name in COLLECTIVES)
 
 
@@ -100,7 +106,10 @@ def check(path, source):
     if module in ("model", "data") and any(name.startswith("torch.distributed") for name in names):
         wrong.append(f"{module} imports torch.distributed: it knows nothing of ranks")
     if module not in MAY_CALL_COLLECTIVES:
-        wrong += [f"line {line}: dist.{name} outside collectives.py and ops.py" for line, name in collective_calls(tree)]
+        wrong += [
+            f"line {line}: dist.{name} outside collectives.py and ops.py"
+            for line, name in collective_calls(tree)
+        ]
     return wrong
 
 
@@ -118,7 +127,11 @@ def test_arrows_point_down(path):
         ("pipeline/stages.py", "from ..zero import x", "strategies meet in parallelize"),
         ("calculators/memory.py", "import torch.nn", "calculators work without it"),
         ("model.py", "import torch.distributed as dist", "knows nothing of ranks"),
-        ("zero.py", "import torch.distributed as dist\ndist.all_reduce(x)", "line 2: dist.all_reduce"),
+        (
+            "zero.py",
+            "import torch.distributed as dist\ndist.all_reduce(x)",
+            "line 2: dist.all_reduce",
+        ),
         ("zero.py", "import torch\ntorch.distributed.barrier()", "line 2: dist.barrier"),
         ("zero.py", "from torch.distributed import send as s", "line 1: dist.send"),
         ("novelty.py", "x = 1", "in no layer"),

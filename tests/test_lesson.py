@@ -83,7 +83,9 @@ def test_show_in_a_notebook_is_highlighted_and_knows_functions_and_classes_of_ce
     library, function, cls = (output.data["text/markdown"] for output in outputs)
     assert library.startswith("`mini_dist/lesson.py`\n```python\ndef predict(")
     assert function == "`this notebook`\n``````python\ndef mine(rank):\n    return '```'\n``````"
-    assert cls == "`this notebook`\n```python\n@dataclasses.dataclass\nclass Point:\n    x: int\n```"
+    assert (
+        cls == "`this notebook`\n```python\n@dataclasses.dataclass\nclass Point:\n    x: int\n```"
+    )
 
 
 # ---- predict, reveal -----------------------------------------------------------------------------

@@ -164,7 +164,9 @@ def test_a_notebook_is_the_lesson_with_outputs_tags_and_links_that_work_from_the
     assert compared.outputs[0].text == "sum 6\n"
     assert raising.outputs[0].ename == "JSONDecodeError"
     assert "[Second →](02_second.ipynb)" in first.cells[-1].source
-    assert "[← First](01_first.ipynb)" in read(course / "notebooks/02_second.ipynb").cells[-1].source
+    assert (
+        "[← First](01_first.ipynb)" in read(course / "notebooks/02_second.ipynb").cells[-1].source
+    )
     lab = read(course / "notebooks/labs/sweep.ipynb")
     assert lab.cells[1].metadata.tags == ["parameters"]
     assert "(../01_first.ipynb)" in lab.cells[-1].source
@@ -228,7 +230,9 @@ def test_a_lesson_that_fails_is_named_and_its_old_notebook_stays(course, capsys)
     (course / "lessons/03_third.md").write_text(
         '# Third\n\n```python tags=["raises-exception"]\nx = 1\n```\n'
     )
-    (course / "lessons/04_fourth.md").write_text("# Fourth\n\n```python\nimport os\nos.getpid()\n```")
+    (course / "lessons/04_fourth.md").write_text(
+        "# Fourth\n\n```python\nimport os\nos.getpid()\n```"
+    )
     assert tool.main(["--root", str(course), "02_second", "03_third", "04_fourth"]) == 1
     printed = capsys.readouterr().out
     assert "02_second.ipynb: NOT BUILT" in printed and "ZeroDivisionError" in printed

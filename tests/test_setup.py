@@ -1,4 +1,4 @@
-"""Set-up: one list of dependencies, told the same way everywhere, and clear words when it cannot work."""
+"""Set-up: one list of dependencies, the same everywhere, and clear words when it cannot work."""
 
 import re
 import subprocess
@@ -18,7 +18,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 LINES = (ROOT / "constraints.txt").read_text().splitlines()
-PINS = {pin.name.lower(): pin for line in LINES if not line.startswith("#") for pin in [Requirement(line)]}
+PINS = {
+    pin.name.lower(): pin
+    for line in LINES
+    if not line.startswith("#")
+    for pin in [Requirement(line)]
+}
 
 
 def named(requirements):
@@ -57,7 +62,9 @@ def test_make_test_asks_for_the_extras_that_conda_installs():
 
 def test_an_old_python_is_refused_in_one_sentence(tmp_path):
     old = tmp_path / "python3.8"
-    script = "import sys; sys.version_info = (3, 8, 18); sys.version = '3.8.18 (old)'; exec(sys.argv[2])"
+    script = (
+        "import sys; sys.version_info = (3, 8, 18); sys.version = '3.8.18 (old)'; exec(sys.argv[2])"
+    )
     old.write_text(f'#!/bin/sh\nexec {sys.executable} -c "{script}" "$@"\n')
     old.chmod(0o755)
     run = make("lab", f"PYTHON={old}", f"VENV={tmp_path / 'venv'}")

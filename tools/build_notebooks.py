@@ -229,7 +229,9 @@ def clean(notebook, root):
 
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 LOCAL = {
-    "a path of this machine": r"(?<![\w./])(?:~|/(?:tmp|var/tmp|dev/shm|home|root|work|Users|private|opt))/[\w.-]+",
+    "a path of this machine": (
+        r"(?<![\w./])(?:~|/(?:tmp|var/tmp|dev/shm|home|root|work|Users|private|opt))/[\w.-]+"
+    ),
     "a temporary file name": r"ipykernel_\d+|<ipython-input-",
     "a process id": r"\bpid\W{0,3}\d+",
     "an address in memory": r"\bat 0x[0-9a-fA-F]{6,}",

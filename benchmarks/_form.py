@@ -1,0 +1,136 @@
+"""The form of every benchmark: ours and theirs in turn, medians, a table, an exit status.
+
+    python benchmarks/NAME.py [--json FILE] [--long]
+
+A benchmark is a file with a function `cases(long)` that yields `Case`s, and as its last line
+
+    sys.exit(main(cases, __doc__))
+
+Runs alternate, and who goes first alternates too, so that a busy minute on the machine falls on
+both sides: trust the ratio, not the milliseconds.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from numbers import Real
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: `ours` beside `theirs`.
+
+    Each is a function without arguments. The form takes the wall time of a call, in milliseconds;
+    a function that returns a number has measured for itself (bytes, the time inside the ranks),
+    and `unit` says in what. `theirs` may be a plain number: a target that was stated beforehand. The row
+    holds when ours / theirs <= `bar`; without a bar it only informs. `warmup` calls of each come
+    first and are not counted (0 where the first call is the question).
+    """
+
+    name: str
+    ours: Callable
+    theirs: Callable | Real
+    bar: float | None = None
+    unit: str = "ms"
+    repeats: int = 7
+    warmup: int = 1
+
+
+def measure(case: Case) -> dict:
+    """Run a case; return its row, medians and all."""
+    sides = {"ours": case.ours, "theirs": case.theirs}
+    stated = {name: float(side) for name, side in sides.items() if isinstance(side, Real)}
+    running = [name for name in sides if name not in stated]
+    taken = {name: [] for name in running}
+    for turn in range(-case.warmup, case.repeats):
+        for name in running if turn % 2 == 0 else reversed(running):
+            value = _once(sides[name])
+            if turn >= 0:
+                taken[name].append(value)
+    median = {**stated, **{name: statistics.median(values) for name, values in taken.items()}}
+    ratio = median["ours"] / median["theirs"] if median["theirs"] else float("inf")
+    return {
+        "case": case.name,
+        "ours": median["ours"],
+        "theirs": median["theirs"],
+        "unit": case.unit,
+        "ratio": ratio,
+        "bar": case.bar,
+        "ok": case.bar is None or ratio <= case.bar,
+    }
+
+
+def _once(function):
+    start = time.perf_counter()
+    value = function()
+    elapsed_ms = (time.perf_counter() - start) * 1e3
+    return float(value) if isinstance(value, Real) else elapsed_ms
+
+
+def machine() -> dict:
+    """What the figures belong to: cores, memory, versions, and how busy it was."""
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "load_at_start": round(os.getloadavg()[0], 2),
+    }
+
+
+def _cpu():
+    info = Path("/proc/cpuinfo")
+    names = info.read_text().partition("model name")[2] if info.exists() else ""
+    return names.partition(":")[2].partition("\n")[0].strip() or platform.processor()
+
+
+def _version(package):
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def table(rows: list[dict]) -> str:
+    """Rows as text, one line a case; a row that misses its bar says so."""
+    lines = [("case", "ours", "theirs", "unit", "ratio", "bar", "")]
+    for row in rows:
+        bar = "" if row["bar"] is None else f"<= {row['bar']:g}"
+        verdict = "" if row["bar"] is None else "ok" if row["ok"] else "MISSED"
+        numbers = f"{row['ours']:,.4g}", f"{row['theirs']:,.4g}", row["unit"], f"{row['ratio']:.3g}"
+        lines.append((row["case"], *numbers, bar, verdict))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip()
+        for line in lines
+    )
+
+
+def main(cases: Callable[[bool], Iterable[Case]], description: str, argv=None) -> int:
+    """Measure `cases(long)`, print the table, write the JSON; 0 when every bar holds, else 1."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write machine and rows here")
+    parser.add_argument("--long", action="store_true", help="larger sizes, more repeats")
+    options = parser.parse_args(argv)
+
+    about, rows = machine(), []
+    for case in cases(options.long):
+        rows.append(measure(case))
+    print(", ".join(f"{key} {value}" for key, value in about.items()))
+    print(table(rows))
+    if options.json:
+        options.json.write_text(json.dumps({"machine": about, "rows": rows}, indent=1) + "\n")
+    return 0 if all(row["ok"] for row in rows) else 1
