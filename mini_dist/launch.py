@@ -72,7 +72,7 @@ def launch(
 def run_job(job, world_size, device, timeout, start, quiet) -> Run:
     began = time.perf_counter()
     zygote = get_zygote(start)
-    world = zygote.take(world_size, device)
+    world = zygote.take(world_size, device, patient=any(word in job.blob for word in HEAVY))
     error = None
     try:
         outcome = world.run(job, timeout)
@@ -95,6 +95,9 @@ def run_job(job, world_size, device, timeout, start, quiet) -> Run:
     return Run(results, outputs, ledger, seconds, device)
 
 
+# A first job that speaks of these is better off waiting a second for the zygote to load torch's
+# optimizers and wrappers than loading them in every rank.
+HEAVY = (b"optim", b"mini_dist", b"parallel", b"fsdp")
 LOCK = threading.Lock()  # one run at a time in a process: two would share its cores
 ZYGOTES: dict[str, Zygote] = {}  # one a start method, as long as this process lives
 

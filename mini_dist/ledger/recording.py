@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .wire import wire_bytes
+
 BACKEND = "mini_dist"  # the name under which torch.distributed knows RecordingGroup
 
 
@@ -30,16 +32,20 @@ class Recorder:
         self.axes: dict[str, str] = {}  # group name -> axis of a mesh
         self.comms: list[list] = []  # rows of FIELDS
         self.phases = Phases()
-        self.started = self.stopped = None
+        self.started = self.stopped = self._wire = None
         self._thread = threading.local()  # autograd's hooks may communicate from another thread
 
     def start(self, memory: bool) -> None:
+        """Begin with an empty page: what torch itself exchanged to set up is not the learner's."""
         self.comms.clear()
         self.phases.watch()
+        self._wire = wire_bytes()
         self.started = time.time()
 
     def stop(self) -> None:
         self.stopped = time.time()
+        now = wire_bytes()
+        self._wire = now and (now[0] - self._wire[0], now[1] - self._wire[1])
 
     def export(self) -> dict:
         """Everything written down, as plain data."""
@@ -50,6 +56,8 @@ class Recorder:
             "phases": self.phases.changes,
             "started": self.started,
             "stopped": self.stopped,
+            "wire_bytes": self._wire,
+            "memory": None,
         }
 
     def begin(self, op: str, group: str, tensors, detail=None) -> list:
@@ -130,7 +138,7 @@ class Phases:
 
 
 class RecordedWork(dist._Work):
-    """The handle of a send or receive, which has no future: it ends when it is waited for."""
+    """The handle of what has no future, as a send or receive: it ends when it is waited for."""
 
     def __init__(self, work, row: list, flight, number: int):
         super().__init__()
@@ -190,6 +198,8 @@ class RecordingGroup(dist.ProcessGroup):
         self.device = device
         self.recorder = recorder
         recorder.groups[self.group_name] = self.ranks
+        if len(recorder.groups) == 1:
+            recorder.axes[self.group_name] = "world"
         if recorder.flight:
             recorder.flight.add_group(self.group_name, self.ranks)
 
@@ -228,22 +238,26 @@ class RecordingGroup(dist.ProcessGroup):
     def _collective(self, method: str, op: str, tensors, args, opts, detail=None):
         """Note a native collective whose volume is that of `tensors`, then pass it on."""
         row = self.recorder.begin(op, self.group_name, tensors, detail)
-        flight = self.recorder.flight
+        flight, number = self.recorder.flight, -1
         if flight:
             shapes = ", ".join(f"{row[2]}{list(t.shape)}" for t in tensors[:3])
             reduction = getattr(opts, "reduceOp", "")
             # Splits may differ from rank to rank; everything else must agree.
             numel = "" if op == "all_to_all" else sum(t.numel() for t in tensors)
             rooted = "" if isinstance(detail, tuple) else detail
-            flight.begin(
+            number = flight.begin(
                 f"collective {self.group_name}",
                 f"{op} {row[2]} {numel} {reduction} {rooted}",
                 f"{op}({shapes}{'' if detail is None or rooted == '' else f', root {detail}'})",
                 waits=not getattr(opts, "asyncOp", True),
             )
         work = getattr(self.inner, method)(*args, opts)
-        if work is not None:
+        if work is None:
+            return None
+        try:
             work.get_future().add_done_callback(lambda _: end(row))
+        except RuntimeError:  # gloo's reduce_scatter has no future
+            return RecordedWork(work, row, flight, number)
         return work
 
     def allreduce(self, tensors, opts=None):

@@ -117,7 +117,8 @@ def join(rank: int, size: int, device: str, directory: str):
 def run(job: Job, group) -> Report:
     recorder = group.recorder
     try:
-        os.environ.clear()
+        for name in set(os.environ) - set(job.environment):
+            del os.environ[name]
         os.environ.update(job.environment, RANK=str(group.rank()), WORLD_SIZE=str(group.size()))
         os.chdir(job.directory)
         sys.path[:] = job.path
@@ -133,8 +134,7 @@ def run(job: Job, group) -> Report:
         blob = to_bytes(result, f"the result of rank {group.rank()}")
         return Report("returned", result=blob, ledger=recorder.export())
     except BaseException as error:
-        recorder.stop()
-        return Report("raised", error=describe(error), ledger=recorder.export())
+        return Report("raised", error=describe(error))
 
 
 def seed_everything(seed: int) -> None:
@@ -144,7 +144,9 @@ def seed_everything(seed: int) -> None:
 
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would look for other devices
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
 
 
 def describe(error: BaseException) -> Failure:

@@ -30,6 +30,11 @@ PACKAGE = Path(__file__).parent.parent
 GRACE = 0.4  # seconds after a first failure for the others to fail too: the first is not always the cause
 LOOK = 0.1  # seconds between two looks at the flight recorders
 KEEP_OUTPUT = 1 << 20  # bytes of a rank's prints
+ZYGOTE_ENVIRONMENT = {
+    "OPENBLAS_NUM_THREADS": "1",  # no helper threads: only a single-threaded process forks safely
+    "OMP_NUM_THREADS": "1",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # larger pages: a fork copies fewer entries
+}
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -104,7 +109,7 @@ class Zygote:
         self.process = subprocess.Popen(
             [sys.executable, zygote.__file__, mode, str(far.fileno()), self.directory, str(PACKAGE.parent)],
             pass_fds=[far.fileno(), self.lock],
-            env=rank_environment() | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+            env=rank_environment() | ZYGOTE_ENVIRONMENT,
             stdin=subprocess.DEVNULL,
             stdout=self.log,
             stderr=self.log,
@@ -160,24 +165,24 @@ class Zygote:
         self.log.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def take(self, size: int, device: str) -> World:
-        """The world on standby if it fits, else a new one."""
+    def take(self, size: int, device: str, patient: bool) -> World:
+        """The world on standby if it fits, else a new one; `patient`: with everything loaded."""
         world, self.standby = self.standby, None
         if world and (world.size, world.device) == (size, device):
             return world
         if world:
             world.end(wait=False)
-        return World(self, size, device, standby=False)
+        return World(self, size, device, patient)
 
     def prepare(self, size: int, device: str) -> None:
         """Put a world on standby for the next launch, which is likely to want the same."""
-        self.standby = World(self, size, device, standby=True)
+        self.standby = World(self, size, device, patient=True)
 
 
 class World:
     """n ranks that have joined each other, or are about to."""
 
-    def __init__(self, keeper: Zygote, size: int, device: str, standby: bool):
+    def __init__(self, keeper: Zygote, size: int, device: str, patient: bool):
         self.keeper, self.size, self.device = keeper, size, device
         self.number = keeper.started = keeper.started + 1
         keeper.worlds[self.number] = self
@@ -188,7 +193,7 @@ class World:
             keeper.request(
                 [rank.far_socket.fileno(), rank.far_output_fd],
                 **dict(start=rank.number, size=size, device=device),
-                **dict(world=self.number, directory=self.directory, standby=standby),
+                **dict(world=self.number, directory=self.directory, patient=patient),
             )
             rank.far_socket.close()
             os.close(rank.far_output_fd)

@@ -34,6 +34,7 @@ PRELOAD = (
     ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel")
     + ("torch.distributed.pipelining", "torch.distributed.checkpoint", "torch.testing"),
 )
+LIBC = ctypes.CDLL(None)
 PR_SET_PDEATHSIG = 1
 
 
@@ -42,7 +43,7 @@ class Zygote:
         self.control = control
         self.start = self.fork if mode == "fork" else self.spawn
         self.preload = list(PRELOAD) if mode == "fork" else []
-        self.backlog: list[tuple[dict, list[int]]] = []  # ranks for standby, once all is loaded
+        self.backlog: list[tuple[dict, list[int]]] = []  # ranks to start once all is loaded
         self.directory = directory
         self.ranks: dict[int, tuple[int, int]] = {}  # pid -> (world, rank)
         self.woken, wake = os.pipe()
@@ -75,16 +76,15 @@ class Zygote:
         gc.collect()
         gc.freeze()  # what is loaded stays shared with the ranks, untouched by their collectors
         if not self.preload:
-            for request, fds in self.backlog:
+            backlog, self.backlog = self.backlog, []
+            for request, fds in backlog:
                 self.handle(request, fds)
 
     def handle(self, request: dict, fds: list[int]) -> None:
         if "kill" in request:
-            for pid, (world, _) in self.ranks.items():
-                if world == request["kill"]:
-                    kill(pid)
+            self.kill_world(request["kill"])
             return
-        if request["standby"] and self.preload:
+        if request["patient"] and self.preload:
             self.backlog.append((request, fds))
             return
         world, rank = request["world"], request["start"]
@@ -93,6 +93,17 @@ class Zygote:
             os.close(fd)
         self.ranks[pid] = (world, rank)
         self.answer(started=pid, world=world, rank=rank)
+
+    def kill_world(self, doomed: int) -> None:
+        for pid, (world, _) in self.ranks.items():
+            if world == doomed:
+                kill(pid)
+        for request, fds in self.backlog:
+            if request["world"] == doomed:
+                for fd in fds:
+                    os.close(fd)
+                self.answer(ended=0, world=doomed, rank=request["start"], status=0)
+        self.backlog = [entry for entry in self.backlog if entry[0]["world"] != doomed]
 
     def fork(self, *arguments) -> int:
         pid = os.fork()
@@ -135,7 +146,7 @@ def become_rank(
     os.setpgid(0, 0)  # so that what a rank starts can be ended with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":  # should the zygote itself be killed
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     from mini_dist.ranks.rank import main
 
     main(rank, size, device, directory, control, output)
