@@ -6,7 +6,7 @@
 #   make check                  ruff: lint and format, on code and notebooks
 #
 #   make lab PYTHON=python3.12  another Python (3.10 or newer)
-#   make lab TORCH=cpu          torch without CUDA (a folder of download.pytorch.org/whl: cpu, cu130, ...)
+#   make lab TORCH=cpu          torch without CUDA (cpu, or a folder cu... of download.pytorch.org/whl)
 #   make lab LAB_ARGS="--no-browser --port 9000"
 
 PYTHON ?= python3

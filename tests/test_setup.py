@@ -103,6 +103,9 @@ def test_the_readme_lists_every_lesson_and_every_file_of_the_library():
         name = module.name if module.parent.name == "mini_dist" else f"{module.parent.name}/"
         if name != "__init__.py":
             assert re.search(rf"^ +{re.escape(name)} ", readme, flags=re.MULTILINE), name
+    tree = re.search(r"^mini_dist/ .*?^tests/", readme, flags=re.MULTILINE | re.DOTALL).group()
+    for name in re.findall(r"^    (\S+)", tree, flags=re.MULTILINE):
+        assert (ROOT / "mini_dist" / name).exists(), f"the tree shows {name}, which is not there"
     for link in re.findall(r"\]\(([^)#\s]+)", readme):
         assert re.match(r"https?:", link) or (ROOT / link).exists(), link
 
