@@ -140,18 +140,19 @@ def _is_number(value) -> bool:
 
 
 T, GB = 1e12, 1e9
-A100_40 = Device("A100 SXM 40GB", 312 * T, 271.2 * T, 39.4 * 2**30, 1.555 * T, 108, "[sheet] [mamf]")
-A100_80 = Device("A100 SXM 80GB", 312 * T, 271.2 * T, 79.2 * 2**30, 2.039 * T, 108, "[acc] [mamf]")
-H100 = Device("H100 SXM", 989 * T, 794.5 * T, 79.6 * 2**30, 3.35 * T, 132, "[acc] [mamf]", 1979 * T)
+GIB = 2**30
+A100_40 = Device("A100 SXM 40GB", 312 * T, 271.2 * T, 39.4 * GIB, 1.555 * T, 108, "[sheet] [mamf]")
+A100_80 = Device("A100 SXM 80GB", 312 * T, 271.2 * T, 79.2 * GIB, 2.039 * T, 108, "[acc] [mamf]")
+H100 = Device("H100 SXM", 989 * T, 794.5 * T, 79.6 * GIB, 3.35 * T, 132, "[acc] [mamf]", 1979 * T)
 H200 = Device("H200 SXM", 989 * T, 794.5 * T, 141 * GB, 4.8 * T, 132, "[acc] [mamf]", 1979 * T)
 B200 = Device("B200 SXM", 2250 * T, 1745 * T, 180 * GB, 8.0 * T, 148, "[acc] [mamf]", 4500 * T)
 MI300X = Device("MI300X", 1300 * T, 668.4 * T, 192 * GB, 5.3 * T, 304, "[acc] [mamf]", 2610 * T)
 L40S = Device("L40S", 362 * T, None, 48 * GB, 0.864 * T, 142, "[acc] [sheet]", 733 * T)
-TPU_V4 = Device("TPU v4", 275 * T, None, 32 * 2**30, 1.2 * T, 8, "[acc] [scaling-book]")
+TPU_V4 = Device("TPU v4", 275 * T, None, 32 * GIB, 1.2 * T, 8, "[acc] [scaling-book]")
 TPU_V5P = Device("TPU v5p", 459 * T, None, 95 * GB, 2.76 * T, 8, "[acc] [scaling-book]")
 TPU_V5E = Device("TPU v5e", 197 * T, None, 16 * GB, 0.82 * T, 4, "[acc] [scaling-book]")
 # Two cores of a shared machine, float32 (there is no bf16 unit): numpy's matmul of 2048 x 2048.
-LAPTOP = Device("2 CPU cores", 0.15 * T, 0.1 * T, 24 * 2**30, 20 * GB, 2, "[here], rough")
+LAPTOP = Device("2 CPU cores", 0.15 * T, 0.1 * T, 24 * GIB, 20 * GB, 2, "[here], rough")
 
 HARDWARE = {
     # 8 x 200 Gb/s InfiniBand a node (DGX A100; Selene, Narayanan et al. 2021 section 5).

@@ -43,7 +43,7 @@ class Framework:
     activation_bytes: float = 2
     flash_attention: bool = True
     fused_activation: bool = True  # gate, up and their product are kept, not silu(gate) as well
-    keeps_gathered: bool = False  # what sequence parallel gathered for a matrix stays until backward
+    keeps_gathered: bool = False  # what sequence parallel gathered for a matrix is kept
     loss_bytes: float = 4
     weight_gradients: str = "none"  # kept beside the gradients: "none", "largest", "one_layer"
     backward: bool = True  # count one layer's backward at the peak
@@ -93,17 +93,18 @@ FRAMEWORKS = {
         "megatron-deepspeed", gradient_bytes=6, flash_attention=False, loss_bytes=6,
         weight_gradients="largest", outside=CUDA_OUTSIDE, fragmentation=FRAGMENTATION,
         source="BigScience's Megatron-DeepSpeed [code]"),
-    # bf16 gradients beside their fp32 sums (Ultra-Scale Playbook, "Memory for weights, gradients and
-    # optimizer states"); a loss in eager torch: bf16 logits, their fp32 copy, the softmax and its
-    # gradient, and silu(gate) kept; F.linear saves the gathered input ([code] functional.py).
+    # bf16 gradients beside their fp32 sums (Ultra-Scale Playbook, "Memory for weights, gradients
+    # and optimizer states"); a loss in eager torch: bf16 logits, their fp32 copy, the softmax and
+    # its gradient, and silu(gate) kept; F.linear saves the gathered input ([code] functional.py).
     "nanotron": Framework(
-        "nanotron", gradient_bytes=6, fused_activation=False, keeps_gathered=True, loss_bytes=14, outside=CUDA_OUTSIDE, fragmentation=FRAGMENTATION,
+        "nanotron", gradient_bytes=6, fused_activation=False, keeps_gathered=True, loss_bytes=14,
+        outside=CUDA_OUTSIDE, fragmentation=FRAGMENTATION,
         source="nanotron [code]"),
     # FSDP2 with a bf16 policy: fp32 parameters and gradients are what is sharded.
     "fsdp": Framework(
         "fsdp", parameter_bytes=4, gradient_bytes=4, optimizer_bytes=8, fused_activation=False,
-        loss_bytes=10, weight_gradients="largest", outside=CUDA_OUTSIDE, fragmentation=FRAGMENTATION,
-        source="torch.distributed.fsdp.fully_shard [code]"),
+        loss_bytes=10, weight_gradients="largest", outside=CUDA_OUTSIDE,
+        fragmentation=FRAGMENTATION, source="torch.distributed.fsdp.fully_shard [code]"),
     # This course's own runs: everything in fp32, eager attention.
     "course": Framework(
         "course", parameter_bytes=4, gradient_bytes=4, optimizer_bytes=8, activation_bytes=4,
@@ -162,7 +163,7 @@ def layer_activations(config: ModelConfig, layout: Layout, how: str | Framework 
                      seq_len or config.seq_len)
     t = layout.tp
     t_kv = min(t, K)
-    whole = t if layout.sequence_parallel else 1  # tp leaves these whole, unless the sequence is cut
+    whole = t if layout.sequence_parallel else 1  # tp leaves these whole unless the sequence is cut
     cut = "/t" if whole > 1 else ""
     mask = 1 if config.dropout else 0
     inputs, cut_in = (1, "") if how.keeps_gathered else (whole, cut)
