@@ -9,6 +9,8 @@ the parent while the run hangs).
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
 import time
 from contextlib import contextmanager
@@ -70,10 +72,10 @@ class Recorder:
         return row
 
     @contextmanager
-    def collective(self, op: str, group: str, tensor):
+    def collective(self, op: str, group: str, tensors):
         """What is sent inside belongs to one collective of ours, called `op`."""
         outer = getattr(self._thread, "parent", None)
-        row = self.begin(op, group, [tensor], "collective")
+        row = self.begin(op, group, tensors, "collective")
         self._thread.parent = len(self.comms) - 1
         try:
             yield
@@ -88,6 +90,28 @@ FIELDS = ("op", "group", "dtype", "nbytes", "detail", "start", "end", "phase", "
 def end(row: list) -> None:
     if row[6] is None:
         row[6] = time.time()
+
+
+def recorded(function):
+    """Decorator: note `function(..., group, ...)` as one collective, the parent of its sends.
+
+    With a group that does not record, as torch's own, the function is called as it is.
+    """
+    names = list(inspect.signature(function).parameters)
+    place = names.index("group")
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        group = args[place] if place < len(args) else kwargs["group"]
+        recorder = getattr(group, "recorder", None)
+        if recorder is None:
+            return function(*args, **kwargs)
+        inputs = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+        with recorder.collective(function.__name__, group.group_name, tensors):
+            return function(*args, **kwargs)
+
+    return call
 
 
 class Phases:
