@@ -3,9 +3,13 @@
 Everything is data that one may edit: `hardware("h100").replace(devices_per_node=4)`.
 
 Sources.  [acc] stas00/ml-engineering, compute/accelerator (vendors' datasheets, collected);
-[mamf] the same, "maximum achievable matmul FLOPS": the best GEMM found by search; [scaling-book]
-jax-ml/scaling-book, TPUs; [sheet] the vendor's datasheet; [hf] Hugging Face's Ultra-Scale Playbook,
-measured with 256 MB messages; [here] measured on this machine.
+[mamf] the same, "maximum achievable matmul FLOPS": the best GEMM found by search; [simumax]
+MooreThreads/SimuMax, configs/system: single kernels and collectives timed on an A100-PCIe and a
+B200 node; [scaling-book] jax-ml/scaling-book, TPUs; [sheet] the vendor's datasheet; [hf] Hugging
+Face's Ultra-Scale Playbook, 256 MB messages; [here] measured on this machine.
+
+Every free constant of the time model stands in this file, and comes from timings of single
+kernels or single collectives.  None was fitted to a training run.
 """
 
 from __future__ import annotations
@@ -18,18 +22,31 @@ from dataclasses import dataclass
 from .links import Hierarchy, Link
 
 # Where nobody measured a GEMM ceiling: the median of [mamf]'s bf16 ratios, measured / datasheet
-# (17 accelerators: 0.51 ... 0.97).
+# (0.51 ... 0.97).
 ASSUMED_GEMM_FRACTION = 0.786
-# What ordinary streaming kernels get of the datasheet's memory bandwidth: BabelStream-like copies
-# reach 0.85-0.93 on A100 and H100; fused elementwise kernels with masks a little less.
-STREAM_FRACTION = 0.85
-# What NCCL's ring gets of a link's datasheet rate with large messages: nccl-tests on 8 x A100
-# with NVSwitch print 230-235 GB/s of 300 (0.78); 200 Gb/s InfiniBand 22-24 GB/s of 25 (0.92).
-NODE_LINK_FRACTION = 0.78
+# And where nobody timed the shapes of training: the A100's, H100's and B200's ratios of those to
+# the best shape are 0.95, 0.87 and 0.64 (the hotter the chip, the less it sustains).
+ASSUMED_SUSTAINED_FRACTION = 0.85
+# [simumax] large GEMMs lose K / (K + 180): filling and draining a tile (A100, K = 512 ... 8192).
+GEMM_FILL = 180
+# [simumax] causal attention kernels at head dim 128, over the sustained GEMM rate, counting the
+# half of the scores that is computed: A100 0.59 / 0.75, B200 0.47 / 0.49; backward 0.49 and 0.39.
+FLASH_FORWARD, FLASH_BACKWARD = 0.80, 0.68
+# [simumax] streaming kernels get 0.75 (A100) and 0.67 (B200) of the datasheet's bandwidth.
+STREAM_FRACTION = 0.72
+# A kernel's own start and end on the device.
+KERNEL_SECONDS = 5e-6
+# NCCL in a node, share of the datasheet's rate: nccl-tests on 8 x A100 print 230-235 of 300 GB/s
+# for all-reduce; [simumax] on B200 0.74 for all-reduce, 0.67 for all-gather and reduce-scatter,
+# 0.60 for all-to-all.
+NODE_FRACTIONS = {"all_reduce": 0.75, "all_gather": 0.67, "reduce_scatter": 0.67,
+                  "all_to_all": 0.60, "send": 0.80}
+# Between nodes: nccl-tests over 200 Gb/s InfiniBand reach 22-24 of 25 GB/s a port.
 NETWORK_FRACTION = 0.92
-# One step of a ring in NCCL: nccl-tests' small messages take 20-30 us for 14 steps in a node,
-# and 5-10 us more for each step over a network.
-NODE_LATENCY = 2e-6
+# [simumax] 22-25 us for a collective of almost nothing on 8 devices; a step of a ring over a
+# network takes 5-10 us (nccl-tests).
+COLLECTIVE_SECONDS = 10e-6
+NODE_LATENCY = 1e-6
 NETWORK_LATENCY = 8e-6
 
 
@@ -42,13 +59,14 @@ class Device:
     gemm_flops: float | None  # the best GEMM measured, FLOP/s; None: nobody did
     memory_bytes: float  # what the driver reports, a little below the name
     memory_bandwidth: float  # bytes/s: the datasheet
-    cores: int  # streaming multiprocessors, compute units: how many tiles run at once
-    source: str = ""
+    sustained_flops: float | None = None  # large GEMMs of training, FLOP/s; None: nobody timed them
+    cores: int | None = None  # multiprocessors, each with one 128 x 256 tile; None: no such grid
     peak_flops_fp8: float | None = None
+    source: str = ""
 
     def __post_init__(self):
         for field in ("peak_flops", "gemm_flops", "memory_bytes", "memory_bandwidth", "cores",
-                      "peak_flops_fp8"):
+                      "sustained_flops", "peak_flops_fp8"):
             value = getattr(self, field)
             if value is not None and not (_is_number(value) and value > 0):
                 raise ValueError(f"{field}={value!r} of device {self.name!r} is not above 0: give "
@@ -57,6 +75,11 @@ class Device:
     @property
     def gemm_ceiling(self) -> float:
         return self.gemm_flops or ASSUMED_GEMM_FRACTION * self.peak_flops
+
+    @property
+    def gemm_rate(self) -> float:
+        """FLOP/s of a large GEMM in the middle of a long run: the roof of the time model."""
+        return self.sustained_flops or ASSUMED_SUSTAINED_FRACTION * self.gemm_ceiling
 
     @property
     def stream_bandwidth(self) -> float:
@@ -94,13 +117,12 @@ class Hardware:
                 raise ValueError(f"{field}={value!r} of {self.name!r} is negative or no number: "
                                  "give 0 or more.")
 
-    @property
-    def node_link(self) -> Link:
-        """What a collective really gets inside a node."""
-        return Link(self.node_latency, NODE_LINK_FRACTION * self.node_bandwidth)
+    def node_link(self, op: str = "all_reduce") -> Link:
+        """What `op` really gets inside a node."""
+        return Link(self.node_latency, NODE_FRACTIONS[op] * self.node_bandwidth)
 
     def network_link(self, nodes: int = 2) -> Link:
-        """What a collective over that many nodes really gets per device."""
+        """What a device really gets in a collective over that many nodes."""
         return Link(self.network_latency,
                     NETWORK_FRACTION * self.network_bandwidth * self.network_fraction(nodes))
 
@@ -115,8 +137,9 @@ class Hardware:
                 return f0 * (f1 / f0) ** share
         return points[-1][1]
 
-    def links(self, nodes: int = 2) -> Hierarchy:
-        return Hierarchy(self.devices_per_node, self.node_link, self.network_link(nodes))
+    def links(self, nodes: int = 2, op: str = "all_reduce") -> Hierarchy:
+        """Both, as `calculators.links` takes them."""
+        return Hierarchy(self.devices_per_node, self.node_link(op), self.network_link(nodes))
 
     def replace(self, **changes) -> Hardware:
         """A copy with some fields changed; `device` may be given as a dict of its changes."""
@@ -141,18 +164,31 @@ def _is_number(value) -> bool:
 
 T, GB = 1e12, 1e9
 GIB = 2**30
-A100_40 = Device("A100 SXM 40GB", 312 * T, 271.2 * T, 39.4 * GIB, 1.555 * T, 108, "[sheet] [mamf]")
-A100_80 = Device("A100 SXM 80GB", 312 * T, 271.2 * T, 79.2 * GIB, 2.039 * T, 108, "[acc] [mamf]")
-H100 = Device("H100 SXM", 989 * T, 794.5 * T, 79.6 * GIB, 3.35 * T, 132, "[acc] [mamf]", 1979 * T)
-H200 = Device("H200 SXM", 989 * T, 794.5 * T, 141 * GB, 4.8 * T, 132, "[acc] [mamf]", 1979 * T)
-B200 = Device("B200 SXM", 2250 * T, 1745 * T, 180 * GB, 8.0 * T, 148, "[acc] [mamf]", 4500 * T)
-MI300X = Device("MI300X", 1300 * T, 668.4 * T, 192 * GB, 5.3 * T, 304, "[acc] [mamf]", 2610 * T)
-L40S = Device("L40S", 362 * T, None, 48 * GB, 0.864 * T, 142, "[acc] [sheet]", 733 * T)
-TPU_V4 = Device("TPU v4", 275 * T, None, 32 * GIB, 1.2 * T, 8, "[acc] [scaling-book]")
-TPU_V5P = Device("TPU v5p", 459 * T, None, 95 * GB, 2.76 * T, 8, "[acc] [scaling-book]")
-TPU_V5E = Device("TPU v5e", 197 * T, None, 16 * GB, 0.82 * T, 4, "[acc] [scaling-book]")
-# Two cores of a shared machine, float32 (there is no bf16 unit): numpy's matmul of 2048 x 2048.
-LAPTOP = Device("2 CPU cores", 0.15 * T, 0.1 * T, 24 * GIB, 20 * GB, 2, "[here], rough")
+# Name, datasheet, best GEMM, memory, bandwidth, GEMMs of training, multiprocessors.
+# A100 training GEMMs: 0.775 of the datasheet on a PCIe card whose best is 0.811 [simumax], that
+# share of the SXM's best; the profiled weight gradients of Qi et al. 2023 table 9 are 238-251.
+A100_40 = Device("A100 SXM 40GB", 312 * T, 271.2 * T, 39.4 * GIB, 1.555 * T, 259 * T, 108,
+                 source="[sheet] [mamf] [simumax]")
+A100_80 = Device("A100 SXM 80GB", 312 * T, 271.2 * T, 79.2 * GIB, 2.039 * T, 259 * T, 108,
+                 source="[acc] [mamf] [simumax]")
+# 0.70 of the datasheet, a population average rather than one machine's timing [simumax].
+H100 = Device("H100 SXM", 989 * T, 794.5 * T, 79.6 * GIB, 3.35 * T, 692 * T, 132, 1979 * T,
+              source="[acc] [mamf] [simumax]")
+H200 = Device("H200 SXM", 989 * T, 794.5 * T, 141 * GB, 4.8 * T, 692 * T, 132, 1979 * T,
+              source="[acc] [mamf] [simumax]")
+# 0.49-0.51 of the datasheet for 4096 x 8192 x 57344 and the like, timed on a node [simumax].
+B200 = Device("B200 SXM", 2250 * T, 1745 * T, 180 * GB, 8.0 * T, 1125 * T, 148, 4500 * T,
+              source="[acc] [mamf] [simumax]")
+MI300X = Device("MI300X", 1300 * T, 668.4 * T, 192 * GB, 5.3 * T, peak_flops_fp8=2610 * T,
+                source="[acc] [mamf]")
+L40S = Device("L40S", 362 * T, None, 48 * GB, 0.864 * T, peak_flops_fp8=733 * T,
+              source="[acc] [sheet]")
+TPU_V4 = Device("TPU v4", 275 * T, None, 32 * GIB, 1.2 * T, source="[acc] [scaling-book]")
+TPU_V5P = Device("TPU v5p", 459 * T, None, 95 * GB, 2.76 * T, source="[acc] [scaling-book]")
+TPU_V5E = Device("TPU v5e", 197 * T, None, 16 * GB, 0.82 * T, source="[acc] [scaling-book]")
+# Two cores of a shared machine, float32 (there is no bf16 unit).
+LAPTOP = Device("2 CPU cores", 0.15 * T, 0.1 * T, 24 * GIB, 20 * GB, 0.08 * T,
+                source="[here], rough")
 
 HARDWARE = {
     # 8 x 200 Gb/s InfiniBand a node (DGX A100; Selene, Narayanan et al. 2021 section 5).

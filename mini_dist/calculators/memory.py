@@ -51,6 +51,12 @@ class Framework:
     fragmentation: float = 0.0  # share of the allocator's count
     offload_optimizer: bool = False  # to the host
     offload_activations: bool = False  # what full recompute keeps goes to the host
+    # What the time depends on.
+    fused_weight_gradients: bool = True  # summed up inside the GEMM, not by a pass over them
+    loss_traffic: float = 24  # bytes moved a logit, forward and backward
+    reduce_bytes: float = 4  # a gradient on the wire
+    overlaps_gradients: bool = True  # data-parallel traffic runs behind backward
+    host_seconds: float = 1.5e-3  # Python and launches for one layer's forward; backward is twice
     source: str = ""
 
     def __post_init__(self):
@@ -81,7 +87,8 @@ FRAMEWORKS = {
     "megatron-2022": Framework(
         "megatron-2022", gradient_bytes=4, flash_attention=False, loss_bytes=6,
         weight_gradients="largest", outside=CUDA_OUTSIDE, fragmentation=FRAGMENTATION,
-        source="[K22], Megatron-LM 2022 [code]"),
+        fused_weight_gradients=False, reduce_bytes=2, overlaps_gradients=False,
+        host_seconds=0.9e-3, source="[K22], Megatron-LM 2022 [code]"),
     # Transformer Engine adds weight gradients into the fp32 buffer inside the GEMM, and hands
     # autograd a dummy for each distinct weight shape of a layer, which it keeps ([code]
     # get_dummy_wgrad); the fused loss turns bf16 logits into their gradient in place.

@@ -1,0 +1,478 @@
+"""How long a training step takes, and what it waits for.
+
+    one layer  = matrices (roofline on measured GEMM ceilings) + attention + elementwise passes
+                 + the collectives of tp, cp and ep that nothing hides, or the host if that is slower
+    pipeline   = m micro-batches on the slowest stage + the bubble of the schedule
+    step       = pipeline + gradients that backward does not hide + optimizer
+
+All constants stand in hardware.py and in memory.FRAMEWORKS, with their sources; none of them was
+fitted to a run whose time is predicted.  `step_time` says low ... high besides its best guess.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from ..config import Layout, ModelConfig
+from .flops import model_flops, score_flops, step_flops
+from .hardware import (
+    COLLECTIVE_SECONDS,
+    FLASH_BACKWARD,
+    FLASH_FORWARD,
+    GEMM_FILL,
+    KERNEL_SECONDS,
+    Device,
+    Hardware,
+    hardware,
+)
+from .lines import Breakdown, Line, readable
+from .memory import Framework, framework
+from .parameters import layer_weights, parameters_of_rank, split_layers, stages_of_rank
+
+# The interval: how far each part may be off.  A GEMM of an odd shape or a throttled chip; links
+# shared with others; a host that is busy; the slowest of many devices (high end only).
+UNCERTAIN = {"compute": (0.94, 1.08), "communication": (0.7, 1.5), "host": (0.8, 1.3),
+             "straggler": (1.0, 1.05)}
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step: the lines, the interval, and what follows from them."""
+
+    breakdown: Breakdown
+    low: float
+    high: float
+    tokens: int  # in a step, over all ranks
+    mfu: float  # model FLOPs / (time * datasheet peak), all scores counted (PaLM appendix B)
+    hfu: float  # hardware FLOPs: with what is recomputed
+
+    @property
+    def seconds(self) -> float:
+        return self.breakdown.total
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    def training(self, tokens: float, num_devices: int,
+                 dollars_per_hour: float | None = None) -> Breakdown:
+        """Days (and cost) of a run over `tokens` tokens at this pace, low to high."""
+        lines = []
+        for name, seconds in (("low", self.low), ("expected", self.seconds), ("high", self.high)):
+            days = tokens / self.tokens * seconds / 86400
+            lines.append(Line(f"days, {name}", days, "days", "tokens / tokens a step * step time"))
+            if dollars_per_hour is not None:
+                lines.append(Line(f"cost, {name}", days * 24 * num_devices * dollars_per_hour,
+                                  "dollars", "devices * hours * price"))
+        return Breakdown(f"training on {readable(tokens, 'tokens')}", tuple(lines))
+
+    def __str__(self):
+        return (f"{self.breakdown.table()}\n  between {readable(self.low, 's')} and "
+                f"{readable(self.high, 's')}; {self.tokens_per_second:,.0f} tokens/s, "
+                f"MFU {self.mfu:.1%}, HFU {self.hfu:.1%}")
+
+
+def gemm_seconds(device: Device, m: float, n: float, k: float) -> float:
+    """A bf16 GEMM [m, k] x [k, n]: the slower of arithmetic and memory.
+
+    The arithmetic is done in waves of one 128 x 256 tile a multiprocessor: the last wave is as
+    long as a full one.  Filling and draining costs GEMM_FILL of the inner dimension.
+    """
+    rate = device.gemm_rate * k / (k + GEMM_FILL)
+    if device.cores:
+        tiles = min(math.ceil(m / 128) * math.ceil(n / 256), math.ceil(m / 256) * math.ceil(n / 128))
+        waves = math.ceil(tiles / device.cores)
+        rate *= min(1.0, m * n / (waves * device.cores * 128 * 256))
+    moved = 2 * (m * k + k * n + m * n)
+    return max(2 * m * n * k / rate, moved / device.stream_bandwidth) + KERNEL_SECONDS
+
+
+def stream_seconds(device: Device, num_bytes: float) -> float:
+    """A kernel that reads and writes `num_bytes` and hardly computes."""
+    return num_bytes / device.stream_bandwidth + KERNEL_SECONDS
+
+
+def collective_seconds(machine: Hardware, op: str, num_bytes: float, size: int,
+                       stride: int = 1) -> float:
+    """A ring over `size` devices that stand `stride` apart in rank.
+
+    NCCL runs as many rings as there are ways out of a node: a group with k members in each node
+    gets k network ports, until the links inside the node are the narrower.
+    """
+    if size == 1 or not num_bytes:
+        return 0.0
+    inside = max(1, min(size, machine.devices_per_node // stride))
+    nodes = math.ceil(size / inside)
+    link = machine.node_link(op)
+    bandwidth, latency = link.bandwidth, (size - 1) * link.latency
+    if nodes > 1:
+        network = machine.network_link(nodes)
+        bandwidth = min(bandwidth, inside * network.bandwidth) if inside > 1 else network.bandwidth
+        latency += (nodes - 1) * network.latency
+    rounds = 2 if op == "all_reduce" else 1
+    return COLLECTIVE_SECONDS + rounds * (latency + (size - 1) / size * num_bytes / bandwidth)
+
+
+@dataclass
+class LayerTime:
+    """Seconds of one layer and one micro-batch, forward and backward apart."""
+
+    forward: dict[str, float] = field(default_factory=dict)
+    backward: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, forward: float, backward: float) -> None:
+        self.forward[name] = self.forward.get(name, 0.0) + forward
+        self.backward[name] = self.backward.get(name, 0.0) + backward
+
+
+COMMUNICATION = ("tp collectives", "cp exchange", "ep all-to-all", "zero-3 gathers")
+
+
+@lru_cache(maxsize=4096)
+def layer_time(config: ModelConfig, machine: Hardware, how: Framework, moe: bool, tp: int, cp: int,
+               ep: int, micro_batch_size: int, sequence_parallel: bool) -> LayerTime:
+    """One layer without recompute, on one rank."""
+    device, e = machine.device, how.activation_bytes
+    D, S, N, t = config.d_model, config.seq_len, config.num_heads, tp
+    tokens = micro_batch_size * S / cp
+    whole = tokens / (t if sequence_parallel else 1)  # rows of what tp does not cut
+    time = LayerTime()
+
+    # Matrices: backward multiplies twice, for the input's gradient and for the weights'.
+    for rows, k, n, copies in _matrices(config, moe, t, ep, tokens):
+        forward = copies * gemm_seconds(device, rows, n, k)
+        backward = copies * (gemm_seconds(device, rows, k, n) + gemm_seconds(device, k, n, rows))
+        if not how.fused_weight_gradients:  # read the new and the old sum, write the sum
+            backward += stream_seconds(device, 3 * how.reduce_bytes * k * n * copies)
+        time.add("matrices", forward, backward)
+
+    # Attention.  Flash computes the causal half, and everything once more in backward.
+    flops = micro_batch_size * score_flops(config, S) / cp / t
+    if how.flash_attention:
+        time.add("attention", flops / 2 / (FLASH_FORWARD * device.gemm_rate) + KERNEL_SECONDS,
+                 2.5 * flops / 2 / (FLASH_BACKWARD * device.gemm_rate) + KERNEL_SECONDS)
+    else:
+        scores = e * tokens * S * N / t  # bytes of one pass over all scores
+        drop = scores * (2 + 1 / e) / device.stream_bandwidth if config.dropout else 0.0
+        time.add("attention",
+                 max(flops / device.gemm_rate, 2 * scores / device.stream_bandwidth)
+                 + stream_seconds(device, 2 * scores) + drop + 2 * KERNEL_SECONDS,
+                 max(2 * flops / device.gemm_rate, 5 * scores / device.stream_bandwidth)
+                 + stream_seconds(device, 3 * scores) + drop + 4 * KERNEL_SECONDS)
+
+    # Elementwise: two norms, two residual additions (with bias and dropout), the activation,
+    # and positions; passes over [tokens, D] or over the ffn's hidden.
+    mask = 1 / e if config.dropout else 0
+    norm, residual = e * D * whole, (3 + mask) * e * D * whole
+    gated = config.activation == "swiglu"
+    hidden = e * tokens / t * (config.top_k * config.d_expert + config.num_shared_experts
+                               * config.d_expert if moe else config.d_ffn)
+    eager = 1.0 if how.fused_activation else 2.0  # silu and product apart, each its own pass
+    forward = [2 * norm] * 2 + [residual] * 2 + [eager * (3 if gated else 2) * hidden]
+    backward = [6 * norm] * 2 + [eager * (5 if gated else 3) * hidden]
+    if config.dropout:
+        backward += [(2 + mask) * norm] * 2
+    rows = e * tokens * N * (config.head_dim + config.rope_head_dim) / t
+    forward.append(2 * rows)  # heads back into one row
+    if config.positions == "rotary":
+        turned = eager * 2 * rows * (1 + config.num_kv_heads / N)
+        forward.append(turned)
+        backward.append(turned)
+    if moe:  # tokens sorted by expert and back, with their weights
+        copies = 4 * e * config.top_k * D * whole
+        forward += [copies] * 2
+        backward += [copies] * 2
+    time.add("elementwise", sum(stream_seconds(device, x) for x in forward),
+             sum(stream_seconds(device, x) for x in backward))
+
+    # What the axes exchange.
+    if t > 1:
+        ops = ("all_gather", "reduce_scatter") if sequence_parallel else ("all_reduce",)
+        each = sum(collective_seconds(machine, op, e * D * tokens, t) for op in ops)
+        time.add("tp collectives", 2 * each, 2 * each)  # one pair of operators an attention, a ffn
+    if cp > 1:  # keys and values go round; what the attention of a block does not hide is waited for
+        kv = 2 * e * config.num_kv_heads * config.head_dim / t * micro_batch_size * S / cp
+        ring = (cp - 1) * collective_seconds(machine, "send", 2 * kv, 2, t)
+        for direction, passes in ((time.forward, 1), (time.backward, 2)):
+            direction["cp exchange"] = max(0.0, passes * ring - direction["attention"])
+    if moe and ep > 1:
+        sent = e * config.top_k * D * whole
+        pair = 2 * collective_seconds(machine, "all_to_all", sent, ep, t)  # dispatch, combine
+        time.add("ep all-to-all", pair, pair)
+    return time
+
+
+def _matrices(config, moe, t, ep, tokens) -> list[tuple[float, float, float, float]]:
+    """(rows, inner, columns, copies) of each GEMM; q, k, v and gate, up are one each."""
+    shapes: dict[tuple, list] = {}
+    for weight in layer_weights(config, moe):
+        if not weight.is_matmul:
+            continue
+        k, n = weight.shape
+        k, n = (k / t, n) if weight.cut == "row" else (k, n)
+        if weight.cut == "column":
+            n /= t
+        elif weight.cut == "kv":
+            n /= min(t, config.num_kv_heads)
+        rows, copies = tokens, 1.0
+        if weight.experts > 1:  # balanced: the token copies spread evenly over the local experts
+            copies = weight.experts / ep
+            rows = tokens * weight.visits / copies
+        joined = {"k": "q", "v": "q", "up": "gate" if config.activation == "swiglu" else "up"}
+        key = (weight.kind, joined.get(weight.name, weight.name))
+        if key in shapes:
+            shapes[key][2] += n
+        else:
+            shapes[key] = [rows, k, n, copies]
+    return [tuple(shape) for shape in shapes.values()]
+
+
+def head_time(config: ModelConfig, machine: Hardware, how: Framework, layout: Layout) -> LayerTime:
+    """The head and the loss on one micro-batch."""
+    tokens = layout.micro_batch_size * config.seq_len / layout.cp
+    D, V = config.d_model, config.vocab_size / layout.tp
+    device, time = machine.device, LayerTime()
+    time.add("head and loss",
+             gemm_seconds(device, tokens, V, D)
+             + stream_seconds(device, how.loss_traffic / 2 * tokens * V),
+             gemm_seconds(device, tokens, D, V) + gemm_seconds(device, V, D, tokens)
+             + stream_seconds(device, how.loss_traffic / 2 * tokens * V))
+    return time
+
+
+def step_time(config: ModelConfig, layout: Layout, machine: Hardware | str = "h100",
+              how: str | Framework = "megatron-core", straggler: float = 1.0,
+              simulate: bool = False) -> StepTime:
+    """Seconds of one optimizer step on all ranks.
+
+    `straggler` is how much longer the slowest device computes (everyone waits for it);
+    `simulate=True` takes the pipeline's makespan from mini_dist.schedule instead of the closed
+    form.  Raises ValueError when the layout cannot cut the model.
+    """
+    machine = hardware(machine) if isinstance(machine, str) else machine
+    how = framework(how)
+    layout.check(config)
+    if not straggler >= 1:
+        raise ValueError(f"straggler={straggler!r} would make the slowest device faster than the "
+                         "others: give 1.0 or more.")
+    device, m = machine.device, layout.num_micro_batches
+    stages = _stages(config, layout, machine, how)
+
+    # The slowest stage computes all the time but for the bubble.
+    slowest = max(stages, key=lambda stage: stage.total)
+    lines = [Line(name, m * seconds, "s", f"{m} micro-batches * {readable(seconds, 's')}",
+                  _SOURCES.get(name, "")) for name, seconds in slowest.parts.items() if seconds]
+    compute = sum(line.value for line in lines if line.name not in COMMUNICATION)
+    if straggler > 1:
+        lines.append(Line("straggler", (straggler - 1) * compute, "s",
+                          f"{straggler - 1:.0%} of the computation", "assumed"))
+    hop = _hop_seconds(config, layout, machine, how)
+    if simulate and layout.pp > 1:
+        makespan, formula = _simulated(layout, stages, hop), "makespan - slowest stage's work"
+        lines.append(Line("pipeline bubble", max(0.0, makespan - m * slowest.total), "s", formula,
+                          "mini_dist.schedule.simulate"))
+    elif layout.pp > 1:
+        bubble, formula = bubble_seconds(layout, [s.forward for s in stages],
+                                         [s.backward for s in stages], [s.weight for s in stages])
+        hops = 2 * (m * layout.num_chunks + layout.pp - 1)
+        lines += [Line("pipeline bubble", bubble, "s", formula, _SOURCES["pipeline bubble"]),
+                  Line("pipeline messages", hops * hop, "s",
+                       f"{hops} messages * {readable(hop, 's')}", "Narayanan et al. 2021 s2.2")]
+    gradients, formula = _gradient_seconds(config, layout, machine, how, slowest)
+    if gradients:
+        lines.append(Line("gradients over dp", gradients, "s", formula, "ZeRO section 7"))
+    numel = float(parameters_of_rank(config, layout, 0).total)
+    shards = layout.dp * layout.cp if layout.zero else 1
+    traffic = how.gradient_bytes + 2 * how.optimizer_bytes + how.parameter_bytes
+    lines.append(Line("optimizer", stream_seconds(device, traffic * numel / shards), "s",
+                      f"{traffic:g} bytes * {numel / shards:.3g} parameters / bandwidth", ""))
+
+    breakdown = Breakdown("step time", tuple(lines))
+    low, high = _interval(breakdown)
+    sequences, devices = layout.global_batch_size, layout.world_size
+    peak = breakdown.total * devices * device.peak_flops
+    return StepTime(breakdown, low, high, sequences * config.seq_len,
+                    model_flops(config, sequences) / peak,
+                    step_flops(config, sequences, layout.recompute).total / peak)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One rank's work on one micro-batch."""
+
+    parts: dict[str, float]
+    forward: float
+    backward: float  # with what it recomputes and the weights' gradients
+    weight: float  # the part of backward that may wait (zero-bubble)
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+def _stages(config, layout, machine, how) -> list[Stage]:
+    counts = split_layers(config.num_layers, layout.num_stages)
+    kinds = {moe: _layer_parts(config, layout, machine, how, moe)
+             for moe in {config.is_moe_layer(0), config.is_moe_layer(config.num_layers - 1)}}
+    stages: list[Stage] = []
+    seen: dict[tuple, Stage] = {}
+    for rank in range(layout.pp):
+        held = stages_of_rank(layout, rank)
+        moe = sum(config.is_moe_layer(layer) for stage in held
+                  for layer in range(sum(counts[:stage]), sum(counts[:stage + 1]))
+                  ) if len(kinds) > 1 else 0
+        dense = sum(counts[stage] for stage in held) - moe
+        amounts = {False: dense, True: moe} if len(kinds) > 1 else {next(iter(kinds)): dense}
+        is_last = held[-1] == layout.num_stages - 1 or layout.num_stages - 1 in held
+        key = (tuple(amounts.items()), is_last)
+        if key not in seen:
+            parts: dict[str, float] = {}
+            forward = backward = weight = 0.0
+            for is_moe, layers in amounts.items():
+                if not layers:
+                    continue
+                each = kinds[is_moe]
+                for name, seconds in each.parts.items():
+                    parts[name] = parts.get(name, 0.0) + layers * seconds
+                forward += layers * each.forward
+                backward += layers * each.backward
+                weight += layers * each.weight
+            if is_last:
+                head = head_time(config, machine, how, layout)
+                f, b = head.forward["head and loss"], head.backward["head and loss"]
+                parts["head and loss"] = f + b
+                forward, backward = forward + f, backward + b
+            seen[key] = Stage(parts, forward, backward, weight)
+        stages.append(seen[key])
+    return stages
+
+
+def _layer_parts(config, layout, machine, how, moe) -> Stage:
+    """One layer with its recompute, and the host where the device waits for it."""
+    time = layer_time(config, machine, how, moe, layout.tp, layout.cp, layout.ep,
+                      layout.micro_batch_size, layout.sequence_parallel)
+    forward, backward = sum(time.forward.values()), sum(time.backward.values())
+    again = {"none": 0.0, "full": forward,
+             "selective": 0.0 if how.flash_attention else time.forward["attention"]
+             }[layout.recompute]
+    parts = {name: time.forward[name] + time.backward[name] for name in time.forward}
+    if layout.recompute != "none" and again:
+        parts["recomputed"] = again
+    if layout.zero == 3 and layout.dp * layout.cp > 1:
+        hidden = _zero3_seconds(config, layout, machine, how, moe)
+        wait_f = max(0.0, hidden - forward)
+        wait_b = max(0.0, 2 * hidden - backward - again)
+        parts["zero-3 gathers"] = wait_f + wait_b
+        forward, backward = forward + wait_f, backward + wait_b
+    # Kernels are launched ahead; near the host's own pace neither hides the other altogether.
+    passes = 1 if layout.recompute == "full" else 0
+    host_f, host_b = how.host_seconds, (2 + passes) * how.host_seconds
+    waits_f = _soft_max(forward, host_f) - forward
+    waits_b = _soft_max(backward + again, host_b) - backward - again
+    parts["waiting for the host"] = waits_f + waits_b
+    weight = time.backward["matrices"] / 2
+    return Stage(parts, forward + waits_f, backward + again + waits_b, weight)
+
+
+def _soft_max(device: float, host: float) -> float:
+    return (device**4 + host**4) ** 0.25
+
+
+def _zero3_seconds(config, layout, machine, how, moe) -> float:
+    """All-gather of one layer's parameters, in the compute precision, over dp * cp."""
+    numel = sum(float(w.numel_per_rank(layout, config.num_kv_heads))
+                for w in layer_weights(config, moe))
+    return collective_seconds(machine, "all_gather", how.activation_bytes * numel,
+                              layout.dp * layout.cp, layout.tp)
+
+
+def _hop_seconds(config, layout, machine, how) -> float:
+    """One activation from a stage to the next."""
+    if layout.pp == 1:
+        return 0.0
+    message = how.activation_bytes * layout.micro_batch_size * config.seq_len / layout.cp \
+        * config.d_model
+    stride = layout.dp * layout.cp * layout.tp
+    if layout.sequence_parallel or layout.tp == 1:
+        return collective_seconds(machine, "send", 2 * message / layout.tp, 2, stride)
+    # Scatter/gather (Narayanan et al. 2021 section 4.1): each tp rank sends a part of it.
+    return collective_seconds(machine, "send", 2 * message / layout.tp, 2, stride) \
+        + collective_seconds(machine, "all_gather", message, layout.tp)
+
+
+def bubble_seconds(layout: Layout, forward: list[float], backward: list[float],
+                   weight: list[float]) -> tuple[float, str]:
+    """Idle seconds of the slowest stage in a step, and the formula.
+
+    `forward`, `backward` (whole) and `weight` (the part of backward that a zero-bubble schedule
+    puts off) are each rank's seconds a micro-batch.
+    """
+    work = [f + b for f, b in zip(forward, backward)]
+    others = sum(work) - max(work)  # what must run before and after the slowest stage
+    if layout.schedule == "naive":
+        return layout.num_micro_batches * others, "m * the other stages' work"
+    if layout.schedule == "interleaved":
+        return others / layout.num_chunks, "(other stages' F + B) / chunks"
+    if layout.schedule in ("zb_h1", "zb_h2", "zb_v", "dualpipe_v"):
+        share = {"zb_h1": 2, "zb_h2": 3, "zb_v": 3, "dualpipe_v": 3}[layout.schedule]
+        put_off = share * (sum(weight) - weight[work.index(max(work))])
+        return max(0.0, others - put_off), f"other stages' F + B - {share} W"
+    return others, "other stages' F + B"
+
+
+def _simulated(layout, stages, hop) -> float:
+    from ..schedule import SCHEDULES, Times, simulate  # the only user of the simulator in here
+
+    p, m, v = layout.pp, layout.num_micro_batches, layout.num_chunks
+    extra = (v,) if layout.schedule == "interleaved" else ()
+    schedule = SCHEDULES[layout.schedule](p, m, *extra)
+    by_stage = [stages[schedule.rank_of[stage]] for stage in range(schedule.num_stages)]
+    share = schedule.num_stages / p
+    return simulate(schedule, Times(
+        forward=[stage.forward / share for stage in by_stage],
+        backward=[(stage.backward - stage.weight) / share for stage in by_stage],
+        weight=[stage.weight / share for stage in by_stage], comm=hop)).makespan
+
+
+def _gradient_seconds(config, layout, machine, how, slowest) -> tuple[float, str]:
+    """Data-parallel traffic at the end of a step that nothing hides."""
+    size = layout.dp * layout.cp
+    if size == 1:
+        return 0.0, ""
+    numel = float(parameters_of_rank(config, layout, 0).total)
+    each = how.reduce_bytes
+    if layout.zero == 0:
+        seconds = collective_seconds(machine, "all_reduce", each * numel, size, layout.tp)
+        formula = f"all-reduce of {each:g} P"
+    else:  # ZeRO-3 gathers parameters in the layers, not here
+        seconds = collective_seconds(machine, "reduce_scatter", each * numel, size, layout.tp)
+        formula = f"reduce-scatter of {each:g} P"
+        if layout.zero < 3:
+            seconds += collective_seconds(machine, "all_gather", 2 * numel, size, layout.tp)
+            formula += " + all-gather of 2 P"
+    if how.overlaps_gradients:  # behind the last micro-batch's backward
+        seconds, formula = max(0.0, seconds - slowest.backward), formula + " - last backward"
+    return seconds, formula
+
+
+def _interval(breakdown: Breakdown) -> tuple[float, float]:
+    low = high = 0.0
+    for line in breakdown:
+        kind = "communication" if line.name in (*COMMUNICATION, "pipeline messages",
+                                                "gradients over dp") \
+            else "host" if line.name == "waiting for the host" else "compute"
+        low += line.value * UNCERTAIN[kind][0]
+        high += line.value * UNCERTAIN[kind][1] * UNCERTAIN["straggler"][1]
+    return low, high
+
+
+_SOURCES = {
+    "matrices": "roofline, gemm_seconds", "attention": "Dao et al. 2022, or passes over scores",
+    "elementwise": "passes over memory", "recomputed": "Korthikanti et al. 2022 section 5",
+    "tp collectives": "Shoeybi et al. 2019 section 3", "cp exchange": "Liu et al. 2023",
+    "ep all-to-all": "Lepikhin et al. 2020", "zero-3 gathers": "ZeRO section 7.2.2",
+    "waiting for the host": "host_seconds of the framework", "head and loss": "roofline",
+    "pipeline bubble": "Narayanan et al. 2021 s2.2; Qi et al. 2023",
+}
