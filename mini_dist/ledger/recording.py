@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from .memory import MemoryRecorder
 from .wire import wire_bytes
 
 BACKEND = "mini_dist"  # the name under which torch.distributed knows RecordingGroup
@@ -34,13 +35,17 @@ class Recorder:
         self.axes: dict[str, str] = {}  # group name -> axis of a mesh
         self.comms: list[list] = []  # rows of FIELDS
         self.phases = Phases()
-        self.started = self.stopped = self._wire = None
+        self.started = self.stopped = self._wire = self.memory = None
         self._thread = threading.local()  # autograd's hooks may communicate from another thread
 
     def start(self, memory: bool) -> None:
         """Begin with an empty page: what torch itself exchanged to set up is not the learner's."""
         self.comms.clear()
         self.phases.watch()
+        if memory:
+            self.memory = MemoryRecorder(self.phases)
+            self._recording = self.memory.recording()
+            self._recording.__enter__()
         self._wire = wire_bytes()
         self.started = time.time()
 
@@ -48,6 +53,8 @@ class Recorder:
         self.stopped = time.time()
         now = wire_bytes()
         self._wire = now and (now[0] - self._wire[0], now[1] - self._wire[1])
+        if self.memory:
+            self._recording.__exit__(None, None, None)
 
     def export(self) -> dict:
         """Everything written down, as plain data."""
@@ -59,7 +66,7 @@ class Recorder:
             "started": self.started,
             "stopped": self.stopped,
             "wire_bytes": self._wire,
-            "memory": None,
+            "memory": self.memory and self.memory.export(),
         }
 
     def begin(self, op: str, group: str, tensors, detail=None) -> list:
@@ -154,6 +161,7 @@ class Phases:
                 if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                     tensor.register_hook(self._enter_backward)
 
+    @torch.utils.hooks.unserializable_hook  # a rank may return an output; the hook stays behind
     def _enter_backward(self, grad) -> None:
         if self.current == "forward":
             self.set("backward")
@@ -169,13 +177,14 @@ class RecordedWork(dist._Work):
         self._work, self._row, self._flight, self._number = work, row, flight, number
 
     def wait(self, timeout=timedelta(0)) -> bool:
-        if self._flight:
+        if self._flight and not timeout:  # with one, this rank will go on in any case
             self._flight.wait(self._number)
-        done = self._work.wait(timeout) if timeout else self._work.wait()
-        end(self._row)
-        if self._flight:
-            self._flight.done()
-        return done
+        try:
+            return self._work.wait(timeout) if timeout else self._work.wait()
+        finally:
+            end(self._row)
+            if self._flight:
+                self._flight.done(self._number)
 
     def is_completed(self) -> bool:
         done = self._work.is_completed()
@@ -265,21 +274,30 @@ class RecordingGroup(dist.ProcessGroup):
         flight, number = self.recorder.flight, -1
         if flight:
             shapes = ", ".join(f"{row[2]}{list(t.shape)}" for t in tensors[:3])
-            reduction = getattr(opts, "reduceOp", "")
+            # (The str of a ReduceOp is its address; its state is what it is.)
+            reduction = opts.reduceOp.__getstate__()[0].name if hasattr(opts, "reduceOp") else ""
             # Splits may differ from rank to rank; everything else must agree.
             numel = "" if op == "all_to_all" else sum(t.numel() for t in tensors)
             rooted = "" if isinstance(detail, tuple) else detail
             number = flight.begin(
                 f"collective {self.group_name}",
                 f"{op} {row[2]} {numel} {reduction} {rooted}",
-                f"{op}({shapes}{'' if detail is None or rooted == '' else f', root {detail}'})",
+                f"{op}({shapes}{'' if reduction in ('', 'SUM') else f', {reduction}'}"
+                f"{'' if detail is None or rooted == '' else f', root {detail}'})",
                 waits=not getattr(opts, "asyncOp", True),
             )
         work = getattr(self.inner, method)(*args, opts)
         if work is None:
             return None
+
+
+        def ended(_):
+            end(row)
+            if flight:
+                flight.done(number)
+
         try:
-            work.get_future().add_done_callback(lambda _: end(row))
+            work.get_future().add_done_callback(ended)
         except RuntimeError:  # gloo's reduce_scatter has no future
             return RecordedWork(work, row, flight, number)
         return work

@@ -67,7 +67,7 @@ def explain(outcome: str, world: World, timeout: float) -> RankError:
             lines.append(f"{ranks_text(set(alike) - {culprit})} raised the same.")
         lines += scene.tell(scene.waiting)
     elif outcome == "stuck":
-        lines = [f"deadlock: {ranks_text(stuck)} wait for what can no longer happen."]
+        lines = [f"deadlock: {waits(stuck)} for what can no longer happen."]
         lines += scene.tell(range(world.size))
     elif outcome == "interrupt":
         kind, lines = RankInterrupt, ["interrupted.", *scene.tell(range(world.size))]
@@ -115,6 +115,7 @@ class Scene:
 
     def compare(self, unlike: dict[int, flight.Entry]) -> list[str]:
         signatures = [entry.signature for entry in unlike.values()]
+        alone = [s for s in signatures if signatures.count(s) == 1]
         lines = []
         for rank, entry in sorted(unlike.items()):
             which = (
@@ -122,11 +123,12 @@ class Scene:
                 if entry.is_collective
                 else f"message number {entry.k} on this route"
             )
-            odd = len(unlike) > 2 and signatures.count(entry.signature) == 1
+            odd = len(unlike) > 2 and alone == [entry.signature]
+            there = not entry.done and not self.world.ranks[rank].report
             lines.append(
                 f"  rank {rank} calls {entry.text} as its {which}"
                 + ("   <- the odd one out" if odd else "")
-                + (self.place(rank) if entry is self.flights[rank].entries[-1] else "")
+                + (self.place(rank) if there and entry is self.flights[rank].entries[-1] else "")
             )
         return lines
 
@@ -217,3 +219,7 @@ def ranks_text(ranks) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def waits(ranks) -> str:
+    return f"{ranks_text(ranks)} {'waits' if len(ranks) == 1 else 'wait'}"

@@ -15,13 +15,16 @@ import json
 import mmap
 import os
 import struct
+import threading
 import time
 from dataclasses import dataclass
 
 HEADER = struct.Struct("<qq")  # entries written so far, number of the entry waited for (or -1)
-ENTRY = struct.Struct("<qqd56s64s128s")  # number, k, time, channel, signature, text
+ENTRY = struct.Struct("<qqqd96s64s128s")  # number, k, 1 if done, time, channel, signature, text
+DONE_AT = struct.calcsize("<qq")  # where in an entry that 1 is
 GROUPS_BYTES = 8192  # JSON: group name -> world ranks of its members
 ENTRIES = 256  # a ring: old entries are overwritten
+UNKNOWN = 0  # for the k of an operation
 FIRST = HEADER.size + GROUPS_BYTES
 FILE_BYTES = FIRST + ENTRIES * ENTRY.size
 
@@ -36,6 +39,7 @@ class FlightRecorder:
         os.close(fd)
         self._written = 0
         self._counts: dict[str, int] = {}
+        self._uncounted: set[str] = set()  # groups in which this rank received from any source
         self._groups: dict[str, list[int]] = {}
         HEADER.pack_into(self._map, 0, 0, -1)
 
@@ -48,28 +52,42 @@ class FlightRecorder:
     def begin(self, channel: str, signature: str, text: str, waits: bool) -> int:
         """Note an operation as it is issued; `waits`: the caller blocks until it is complete."""
         number = self._written
-        k = self._counts[channel] = self._counts.get(channel, 0) + 1
+        kind, group, *route = channel.split()
+        if "any" in route:
+            self._uncounted.add(group)
+        if kind == "message" and group in self._uncounted:
+            k = UNKNOWN  # which of a sender's messages this is depends on what "any" took
+        else:
+            k = self._counts[channel] = self._counts.get(channel, 0) + 1
         ENTRY.pack_into(
             self._map,
             FIRST + number % ENTRIES * ENTRY.size,
-            *(number, k, time.time()),
+            *(number, k, 0, time.time()),
             *(channel.encode(), signature.encode(), text.encode()),
         )
         self._written += 1
-        HEADER.pack_into(self._map, 0, self._written, number if waits else -1)
+        self.wait(number if waits else -1)
         return number
 
     def wait(self, number: int) -> None:
-        HEADER.pack_into(self._map, 0, self._written, number)
+        """The caller blocks until that operation is complete, and the rank with it.
 
-    def done(self) -> None:
-        HEADER.pack_into(self._map, 0, self._written, -1)
+        Not so if other threads could still do what somebody waits for: then nothing is said.
+        """
+        blocked = threading.active_count() == 1
+        HEADER.pack_into(self._map, 0, self._written, number if blocked else -1)
+
+    def done(self, number: int) -> None:
+        if self._written - number < ENTRIES:  # else it is overwritten
+            at = FIRST + number % ENTRIES * ENTRY.size + DONE_AT
+            self._map[at : at + 8] = (1).to_bytes(8, "little")
 
 
 @dataclass(frozen=True)
 class Entry:
     number: int
-    k: int  # the k-th of its channel, from 1
+    k: int  # the k-th of its channel, from 1, or UNKNOWN
+    done: int
     time: float
     channel: str  # "collective GROUP" or "message GROUP SRC DST TAG" (world ranks; SRC may be "any")
     signature: str  # what ranks must agree on
@@ -93,10 +111,10 @@ class Flight:
     groups: dict[str, list[int]]
 
     def count(self, channel: str) -> int | None:
-        """How many operations this rank issued on a channel; None if that has scrolled away."""
+        """How many operations this rank issued on a channel; None if that cannot be told."""
         for entry in reversed(self.entries):
             if entry.channel == channel:
-                return entry.k
+                return entry.k if entry.k != UNKNOWN else None
         return 0 if not self.entries or self.entries[0].number == 0 else None
 
 
@@ -104,18 +122,20 @@ def read(path: str) -> Flight:
     try:
         with open(path, "rb") as file:
             data = file.read()
+            file.seek(0)
+            written_since = HEADER.unpack(file.read(HEADER.size))[0]
     except FileNotFoundError:
         data = b""
     if len(data) < FILE_BYTES:
         return Flight([], None, {})
     written, waited = HEADER.unpack_from(data, 0)
     entries = []
-    for number in range(max(0, written - ENTRIES), written):
+    # What the rank overwrote while we were reading, or is overwriting now, may be torn.
+    for number in range(max(0, written_since - ENTRIES + 1), written):
         fields = ENTRY.unpack_from(data, FIRST + number % ENTRIES * ENTRY.size)
-        if fields[0] == number:  # else the rank overwrote it while we were reading
-            texts = (text.rstrip(b"\0").decode(errors="replace") for text in fields[3:])
-            entries.append(Entry(*fields[:3], *texts))
-    waiting = next((entry for entry in entries if entry.number == waited), None)
+        texts = (text.rstrip(b"\0").decode(errors="replace") for text in fields[4:])
+        entries.append(Entry(*fields[:4], *texts))
+    waiting = next((e for e in entries if e.number == waited and not e.done), None)
     try:
         groups = json.loads(data[HEADER.size : FIRST].rstrip(b"\0") or b"{}")
     except ValueError:  # read while it was being written
@@ -128,6 +148,8 @@ def mismatch(flights: list[Flight]) -> dict[int, Entry] | None:
     met: dict[tuple[str, int], dict[int, Entry]] = {}
     for rank, flight in enumerate(flights):
         for entry in flight.entries:
+            if entry.k == UNKNOWN:
+                continue
             met.setdefault((entry.channel, entry.k), {})[rank] = entry
     unlike = [
         entries
