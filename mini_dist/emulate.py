@@ -1,0 +1,131 @@
+"""Devices and links that take a stated time, so that four ranks on two cores are four devices.
+
+Real arithmetic on a shared laptop says little about schedules: the ranks fight for the cores.
+Here a rank that computes for 10 ms sleeps for 10 ms. What makes it exact is virtual time: every
+result carries the moment at which it was ready, an operation starts at max(device free, inputs
+ready), and the rank sleeps until its end. A rank that wakes up late has not delayed the others:
+its next operation still starts when it should have, and the lateness does not add up. The wall
+clock then shows what these devices would need, and it shows a wrong order or a wait as it is.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import torch
+
+from mini_dist.schedule import Schedule, Span, Times
+
+
+class Interval(NamedTuple):
+    """Something a device did: virtual start and end, and the wall clock's end, in seconds."""
+
+    name: object
+    start: float
+    end: float
+    woke: float
+
+
+class Clock:
+    """Seconds since a moment that all ranks of a machine agree on."""
+
+    def __init__(self, origin: float) -> None:
+        self.origin = origin
+
+    @classmethod
+    def shared(cls, group, in_seconds: float = 0.02) -> Clock:
+        """The same clock on every rank of the group; it shows 0 shortly after this call.
+
+        Needs a monotonic clock common to all processes of the machine, as Linux and macOS have it.
+        """
+        origin = torch.tensor([time.monotonic() + in_seconds], dtype=torch.float64)
+        if group.rank() == 0:
+            sends = [group.send([origin], peer, 0) for peer in range(1, group.size())]
+            for send in sends:
+                send.wait()
+        else:
+            group.recv([origin], 0, 0).wait()
+        return cls(origin.item())
+
+    def now(self) -> float:
+        return time.monotonic() - self.origin
+
+    def sleep_until(self, moment: float) -> float:
+        """Return at `moment`, or at once if it is over; gives the time of waking up."""
+        while (left := moment - self.now()) > 0:
+            time.sleep(left)
+        return self.now()
+
+
+class Device:
+    """Does one thing at a time; `run` sleeps for as long as a thing takes."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.free = 0.0  # virtual time from which it can start something new
+        self.done: list[Interval] = []
+
+    def run(self, seconds: float, ready: float = 0.0, name: object = "") -> float:
+        """Work for that long, from when the device is free and the inputs `ready`; returns the end."""
+        start = max(self.free, ready)
+        self.free = start + seconds
+        self.done.append(Interval(name, start, self.free, self.clock.sleep_until(self.free)))
+        return self.free
+
+
+class Link:
+    """Carries messages one after another while the devices go on: latency + bytes / bandwidth."""
+
+    def __init__(self, latency: float = 0.0, bytes_per_second: float = float("inf")) -> None:
+        self.latency, self.bytes_per_second = latency, bytes_per_second
+        self.free = 0.0
+
+    def send(self, nbytes: float, ready: float) -> float:
+        """When a message that is ready to leave at `ready` has arrived; nobody sleeps for it.
+
+        The link is taken for bytes / bandwidth; latency delays the message but not the next one.
+        """
+        self.free = max(self.free, ready) + nbytes / self.bytes_per_second
+        return self.free + self.latency
+
+
+class EmulatedStage:
+    """Stands in for a stage of a pipeline: computes nothing, takes the time that `times` says.
+
+    What it sends to its neighbours is the moment at which its message has arrived there.
+    """
+
+    def __init__(self, stage: int, schedule: Schedule, times: Times, device: Device) -> None:
+        self.stage, self.schedule, self.device = stage, schedule, device
+        self.durations = times.durations(schedule)
+        self.actions = {action.key: action for action in schedule.all_actions}
+        comm = times.per_stage("comm", schedule.num_stages)[stage]
+        self.forward_link = Link(comm if schedule.crosses(stage) else 0.0)
+        self.backward_link = Link(comm if schedule.crosses(stage - 1) else 0.0)
+        self.steps = 0
+
+    def _run(self, kind: str, micro: int, ready: float = 0.0) -> float:
+        key = (self.stage, kind, micro)
+        return self.device.run(self.durations[key], ready, self.actions[key])
+
+    def forward(self, micro, inputs, *, split, version) -> torch.Tensor:
+        end = self._run("F", micro, inputs[0].item() if self.stage > 0 else 0.0)
+        return torch.tensor([self.forward_link.send(0, end)], dtype=torch.float64)
+
+    def backward(self, micro, gradient) -> torch.Tensor:
+        is_last = self.stage == self.schedule.num_stages - 1
+        end = self._run("B", micro, 0.0 if is_last else gradient.item())
+        return torch.tensor([self.backward_link.send(0, end)], dtype=torch.float64)
+
+    def weight(self, micro) -> None:
+        self._run("W", micro)
+
+    def step(self, keep) -> None:
+        self._run("S", self.steps)
+        self.steps += 1
+
+
+def wall_spans(device: Device) -> list[Span]:
+    """What a device did, each thing with its stated length and the end that the wall clock saw."""
+    return [Span(d.name, d.woke - (d.end - d.start), d.woke) for d in device.done]

@@ -1,0 +1,329 @@
+"""Run any schedule: go down this rank's list and do what it says.
+
+All that is decided is decided in the list. The executor knows where a stage's input comes from
+(the data, a message, or a stage on the same rank) and where its output goes, and nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mini_dist.pipeline.stage import Stage
+from mini_dist.schedule import (
+    Action,
+    Fused,
+    Schedule,
+    ScheduleError,
+    Span,
+    add_communication,
+    forward_only,
+    validate,
+)
+from mini_dist.schedule.action import COMMUNICATION, members, receive_of, send_of
+
+
+class Pipeline:
+    """A model cut into stages, run by a schedule on the ranks of `group`.
+
+    stages: this rank's chunks, {stage number: callable}; for one chunk the callable alone.
+    loss_fn: (output of the last stage, target) -> scalar; without it the last stage returns the
+        scalar itself.
+    activation: shape and dtype of what one micro-batch sends from stage to stage, as an empty
+        tensor (device="meta" is enough).
+    recompute: keep only each stage's input, and run its forward again before its backward.
+    optimizer: of this rank's parameters, for schedules with optimizer steps (S) in them.
+    shared: this rank's copy of a parameter that the first and the last stage both hold (a tied
+        embedding); None elsewhere. Its gradients are added up at the end of a step.
+
+    Raises ScheduleError where schedule, stages, group and batch do not fit together.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        stages: Mapping[int, Any] | Callable,
+        group,
+        *,
+        loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
+        activation: Tensor | None = None,
+        recompute: bool = False,
+        optimizer: torch.optim.Optimizer | None = None,
+        shared: Tensor | None = None,
+    ) -> None:
+        rank, size = group.rank(), group.size()
+        if schedule.num_ranks != size:
+            raise ScheduleError(
+                f"{schedule.name} is for {schedule.num_ranks} ranks, the group has {size}"
+            )
+        mine = schedule.stages_of[rank]
+        if not isinstance(stages, Mapping):
+            stages = {mine[0]: stages}
+        if sorted(stages) != list(mine):
+            raise ScheduleError(
+                f"{schedule.name} puts stages {list(mine)} on rank {rank}, not {sorted(stages)}"
+            )
+        if size > 1 and activation is None:
+            raise ScheduleError("activation: say shape and dtype of what goes between the stages")
+        if schedule.asynchronous and optimizer is None:
+            raise ScheduleError(f"{schedule.name} has optimizer steps: give the optimizer")
+        if not schedule.has_communication:
+            schedule = add_communication(schedule, early=1)
+        validate(schedule)
+        self.schedule, self.group, self.rank = schedule, group, rank
+        self.last = schedule.num_stages - 1
+        self.activation, self.shared = activation, shared
+        if self.last in stages and loss_fn is not None:
+            stages = {**stages, self.last: _WithLoss(stages[self.last], loss_fn)}
+        self.has_targets = loss_fn is not None
+        self.stages = {
+            stage: function
+            if hasattr(function, "backward")
+            else Stage(function, recompute=recompute, optimizer=optimizer)
+            for stage, function in stages.items()
+        }
+        self.spans: list[Span] = []  # of the last run, by this machine's monotonic clock
+
+    # -- what a caller does -----------------------------------------------------------------------
+
+    def step(
+        self, inputs: Tensor | Sequence[Tensor], targets: Tensor | Sequence[Tensor] | None = None
+    ) -> Tensor:
+        """Forwards and backwards of one batch; returns the mean loss of its micro-batches.
+
+        inputs, targets: [B, ...], split evenly, or a list of m micro-batches. Only the first
+        stage's rank reads inputs, only the last one's targets; the loss is known to all.
+        Gradients are added to the parameters' .grad, as those of the mean loss.
+        """
+        with torch.enable_grad():
+            losses = self._run(self.schedule, inputs, targets)
+        if self.shared is not None and not self.schedule.asynchronous:
+            self._add_up_shared_gradient()
+        return self._tell_all(losses).mean()
+
+    def evaluate(self, inputs, targets=None) -> Tensor:
+        """The mean loss of a batch, known to all; forwards only, nothing is kept."""
+        with torch.no_grad():
+            return self._tell_all(self._run(forward_only(self.schedule), inputs, targets)).mean()
+
+    # -- down the list ----------------------------------------------------------------------------
+
+    def _run(self, schedule: Schedule, inputs, targets) -> list[Tensor]:
+        m = schedule.num_micro_batches
+        self.inputs = _micro_batches(inputs, m, "inputs") if 0 in self.stages else None
+        self.targets = None
+        if self.last in self.stages and self.has_targets:
+            self.targets = _micro_batches(targets, m, "targets")
+        self.split, self.shares = schedule.split, _shares(schedule)
+        self.values: dict[tuple, Tensor] = {}  # by who computed them: (stage, "F" or "B", micro)
+        self.receiving: dict[tuple, tuple] = {}
+        self.messages = _Messages(schedule, self.group)
+        self.losses: list[Tensor] = []
+        self.spans = []
+        keep = _versions_named_later(schedule, self.rank)
+        for item in schedule.ranks[self.rank]:
+            if isinstance(item, Fused):  # receives first: then no two ranks wait in their sends
+                item = sorted(item, key=lambda action: action.kind.startswith("SEND"))
+            for action in members(item) if isinstance(item, Action) else item:
+                if action.kind in COMMUNICATION:
+                    self._communicate(action)
+                else:
+                    start = time.monotonic()
+                    self._compute(action, keep)
+                    self.spans.append(Span(action, start, time.monotonic()))
+        self.messages.wait()
+        return self.losses
+
+    def _compute(self, action: Action, keep: dict[Action, set[int]]) -> None:
+        number, kind, micro = action.key
+        stage = self.stages[number]
+        if kind == "F":
+            inputs = [self.inputs[micro] if number == 0 else self._take(number - 1, "F", micro)]
+            if number == self.last and self.targets is not None:
+                inputs.append(self.targets[micro])
+            split = (number, micro) in self.split
+            output = stage.forward(micro, inputs, split=split, version=action.version)
+            if number == self.last:
+                self.losses.append(output)
+            else:
+                self.values[action.key] = output
+        elif kind == "B":
+            if number == self.last:
+                gradient = torch.full_like(self.losses[micro], self.shares[micro])
+            else:
+                gradient = self._take(number + 1, "B", micro)
+            gradient = stage.backward(micro, gradient)
+            if number > 0:
+                self.values[action.key] = gradient
+        elif kind == "W":
+            stage.weight(micro)
+        elif kind == "S":
+            stage.step(keep[action])
+
+    def _communicate(self, action: Action) -> None:
+        number, kind, micro = action.key
+        if kind.startswith("SEND"):
+            value = self.values.pop((number, kind[-1], micro))
+            self._check(value, action)
+            self.messages.send(action, value)
+        else:
+            self.messages.receive(action, torch.empty_like(self.activation, device=self._device))
+
+    def _take(self, source: int, kind: str, micro: int) -> Tensor:
+        """What stage `source` computed: it lies here already, or arrives in a message."""
+        if source in self.stages:
+            return self.values.pop((source, kind, micro))
+        return self.messages.take(Action(source, f"SEND_{kind}", micro))
+
+    def _check(self, value: Tensor, action: Action) -> None:
+        """gloo hangs or dies on a message of the wrong size, so it has to be right before."""
+        wanted = self.activation
+        if value.shape != wanted.shape or value.dtype != wanted.dtype:
+            raise ScheduleError(
+                f"{action}: stage {action.stage} made {list(value.shape)} {value.dtype}, but "
+                f"activation says {list(wanted.shape)} {wanted.dtype}"
+            )
+
+    @property
+    def _device(self) -> torch.device:
+        return getattr(self.group, "device", torch.device("cpu"))
+
+    # -- after the list ---------------------------------------------------------------------------
+
+    def _tell_all(self, losses: list[Tensor]) -> Tensor:
+        """The losses of all micro-batches on every rank, from the one that computed them. [m]"""
+        source = self.schedule.rank_of[self.last]
+        m = self.schedule.num_micro_batches
+        if self.rank == source:
+            told = torch.stack([loss.detach().reshape(()) for loss in losses]).float()  # [m]
+            peers = [peer for peer in range(self.group.size()) if peer != source]
+            for send in [self.group.send([told], peer, self._tag(0)) for peer in peers]:
+                send.wait()
+        else:
+            told = torch.empty(m, device=self._device)
+            self.group.recv([told], source, self._tag(0)).wait()
+        return told
+
+    def _add_up_shared_gradient(self) -> None:
+        """first + last, in this order on both sides, so that both copies stay equal in bits."""
+        first, last = self.schedule.rank_of[0], self.schedule.rank_of[self.last]
+        if first == last:  # one parameter, autograd has added up already
+            return
+        mine, peer = self.shared.grad, last if self.rank == first else first
+        theirs = torch.empty_like(mine)
+        receive = self.group.recv([theirs], peer, self._tag(1))
+        self.group.send([mine.contiguous()], peer, self._tag(1)).wait()
+        receive.wait()
+        self.shared.grad = mine + theirs if self.rank == first else theirs + mine
+
+    def _tag(self, number: int) -> int:
+        """Tags above those of the messages between stages."""
+        return 2 * self.schedule.num_stages * self.schedule.num_micro_batches + number
+
+
+class _WithLoss(torch.nn.Module):
+    """The last stage and the loss as one function of (x, target); parameter names as before."""
+
+    def __init__(self, function: Callable, loss_fn: Callable) -> None:
+        super().__init__()
+        self.function, self.loss_fn = function, loss_fn
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return self.loss_fn(self.function(x), target)
+
+
+class _Messages:
+    """Sends and receives under way, each with its tensor.
+
+    gloo loses a send whose handle is dropped before it was waited for, and waiting at once would
+    stop the rank. But the lists say when a message must have arrived: if something comes from the
+    peer that its list has after the use of our message, then our message was used, and the wait is
+    over at once. So tensors are kept as long as needed and no rank waits in a send.
+    """
+
+    def __init__(self, schedule: Schedule, group) -> None:
+        self.schedule, self.group = schedule, group
+        self.place = {
+            action.key: place
+            for rank in range(schedule.num_ranks)
+            for place, action in enumerate(schedule.actions(rank))
+        }
+        self.sent: dict[int, list[tuple[int, Any, Tensor]]] = {}
+        self.coming: dict[tuple, tuple[Any, Tensor]] = {}
+
+    def _tag(self, send: Action) -> int:
+        number = send.micro * self.schedule.num_stages + send.stage
+        return 2 * number + (send.kind == "SEND_B")
+
+    def send(self, action: Action, value: Tensor) -> None:
+        receive = receive_of(action)
+        peer = self.schedule.rank_of[receive.stage]
+        work = self.group.send([value.contiguous()], peer, self._tag(action))
+        used = self.place[receive.stage, action.kind[-1], action.micro]
+        self.sent.setdefault(peer, []).append((used, work, value))
+
+    def receive(self, action: Action, buffer: Tensor) -> None:
+        send = send_of(action)
+        peer = self.schedule.rank_of[send.stage]
+        self.coming[send.key] = (self.group.recv([buffer], peer, self._tag(send)), buffer)
+
+    def take(self, send: Action) -> Tensor:
+        work, buffer = self.coming.pop(send.key)
+        work.wait()
+        peer, now = self.schedule.rank_of[send.stage], self.place[send.key]
+        self._finish(peer, [entry for entry in self.sent.get(peer, []) if entry[0] < now])
+        return buffer
+
+    def wait(self) -> None:
+        for peer, entries in self.sent.items():
+            self._finish(peer, list(entries))
+
+    def _finish(self, peer: int, entries: list) -> None:
+        for entry in entries:
+            entry[1].wait()
+            self.sent[peer].remove(entry)
+
+
+def _micro_batches(batch, m: int, name: str) -> list[Tensor]:
+    if batch is None:
+        raise ScheduleError(f"{name} are needed on this rank")
+    if isinstance(batch, Tensor):
+        if len(batch) % m:
+            works = [n for n in range(1, len(batch) + 1) if len(batch) % n == 0]
+            raise ScheduleError(
+                f"{name} of {len(batch)} rows do not split into {m} equal micro-batches; "
+                f"{', '.join(map(str, works))} would work"
+            )
+        return list(batch.chunk(m))
+    if len(batch) != m:
+        raise ScheduleError(f"the schedule has {m} micro-batches, {name} {len(batch)}")
+    return list(batch)
+
+
+def _shares(schedule: Schedule) -> dict[int, float]:
+    """How much each micro-batch's loss counts in the step it belongs to: one over their number."""
+    last = schedule.num_stages - 1
+    shares, batch = {}, []
+    for stage, kind, micro, _ in schedule.actions(schedule.rank_of[last]):
+        if stage == last and kind == "B":
+            batch.append(micro)
+        if stage == last and kind == "S":
+            shares |= dict.fromkeys(batch, 1 / len(batch))
+            batch = []
+    return shares | dict.fromkeys(batch, 1 / max(1, len(batch)))
+
+
+def _versions_named_later(schedule: Schedule, rank: int) -> dict[Action, set[int]]:
+    """For each optimizer step, the weight versions that the list still asks for after it."""
+    named: dict[int, set[int]] = {}
+    later = {}
+    for action in reversed(list(schedule.actions(rank))):
+        if action.kind == "S":
+            later[action] = set(named.get(action.stage, ()))
+        elif action.version is not None:
+            named.setdefault(action.stage, set()).add(action.version)
+    return later
