@@ -11,8 +11,10 @@ sum leaves only, so nothing is counted twice. One instrument reads our strategie
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from .flow import flow
@@ -131,6 +133,25 @@ class Ledger:
         lines.append(("total", "", "", sum(line[3] for line in lines), *totals))
         head = ["op", "axis", "phase", "calls", *(f"rank {r}" for r in range(size)), "all ranks"]
         return Table(head, lines, "bytes sent")
+
+    def to_chrome_trace(self, path) -> None:
+        """Write the run for chrome://tracing or https://ui.perfetto.dev: a process a rank."""
+        began = min(start for start, _ in self.span)
+        events = []
+
+        def span(rank, lane, name, start, end, **args):
+            place = dict(ph="X", pid=f"rank {rank}", tid=lane, name=name, args=args)
+            events.append(place | dict(ts=1e6 * (start - began), dur=1e6 * (end - start)))
+
+        for rank, changes in enumerate(self.phases):
+            ends = [time for time, _ in changes[1:]] + [self.span[rank][1]]
+            for (start, phase), end in zip(changes, ends):
+                span(rank, "phase", phase, max(start, began), max(end, began))
+        for comm in self.comms:
+            sizes = dict(axis=comm.axis, dtype=comm.dtype, sent=comm.sent, received=comm.received)
+            depth = sum(1 for _ in comm.within())
+            span(comm.rank, f"communication {depth}", comm.op, comm.start, comm.end, **sizes)
+        Path(path).write_text(json.dumps({"traceEvents": events}))
 
     @classmethod
     def from_ranks(cls, exports: Iterable[dict]) -> Ledger:

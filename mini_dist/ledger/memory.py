@@ -1,0 +1,176 @@
+"""What a rank holds: bytes by kind and phase, from every birth and death of a tensor's storage.
+
+On a CPU nobody counts allocations, and the resident size of a process says little. So a dispatch
+mode looks at every operation, notes each storage the first time it is seen, and a weak reference
+tells when it is gone. Views share a storage and are counted once. What kind a storage is may
+only be known later (a buffer of backward becomes a gradient), so kinds are settled at the end.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+KINDS = ("parameters", "gradients", "optimizer state", "activations", "buffers", "other")
+
+
+class MemoryRecorder(TorchDispatchMode):
+    """Log of births, deaths and changes of size; `kinds` is filled in as it becomes known.
+
+    Born in forward: an activation. A Module's parameter, its gradient, an optimizer's state: that,
+    whatever it was born as. All else is "other": inputs, temporaries of backward, flat buffers.
+    """
+
+    def __init__(self, phases):
+        super().__init__()
+        self.events: list[tuple[float, str, int, int]] = []  # time, phase, serial, change in bytes
+        self.kinds: dict[int, str] = {}
+        self._phases = phases
+        self._serials: dict[int, tuple[int, weakref.ref]] = {}  # id of a live storage -> serial
+        self._sizes: list[int] = []  # by serial
+        self._watched = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for value in tree_leaves((args, kwargs, result)):
+            if isinstance(value, torch.Tensor):
+                self.see(value)
+        return result
+
+    def see(self, tensor: torch.Tensor, kind: str | None = None) -> None:
+        """Note this tensor's storage if it is new or has changed size, and its kind if known."""
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+            tensor = getattr(tensor, "_local_tensor", None)  # a DTensor's share of this rank
+            if tensor is None:
+                return
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            return
+        storage = tensor.untyped_storage()
+        known = self._serials.get(id(storage))
+        if known is None or known[1]() is not storage:
+            serial = len(self._sizes)
+            key = id(storage)
+            reference = weakref.ref(storage, lambda _: self._gone(key, serial))
+            self._serials[key] = (serial, reference)
+            self._sizes.append(0)
+            if self._phases.now == "forward":
+                self.kinds[serial] = "activations"
+        else:
+            serial = known[0]
+        self._resize(serial, storage.nbytes())
+        if kind:
+            self.kinds[serial] = kind
+
+    def _resize(self, serial: int, nbytes: int) -> None:
+        change = nbytes - self._sizes[serial]
+        if change:
+            self._sizes[serial] = nbytes
+            self.events.append((time.time(), self._phases.now, serial, change))
+
+    def _gone(self, key: int, serial: int) -> None:
+        self._resize(serial, 0)
+        if self._serials.get(key, (None,))[0] == serial:
+            del self._serials[key]
+
+    # -- what is what -------------------------------------------------------------------------
+
+    def _see_module(self, module, inputs) -> None:
+        for parameter in module.parameters(recurse=False):
+            self.see(parameter, "parameters")
+            if parameter.requires_grad and parameter.is_leaf and parameter not in self._watched:
+                self._watched[parameter] = True
+                parameter.register_post_accumulate_grad_hook(self._see_gradient)
+        for buffer in module.buffers(recurse=False):
+            self.see(buffer, "buffers")
+
+    def _see_gradient(self, parameter) -> None:
+        if parameter.grad is not None:
+            self.see(parameter.grad, "gradients")
+
+    def _see_optimizer(self, optimizer, args, kwargs) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self.see(parameter, "parameters")
+                self._see_gradient(parameter)
+        for value in tree_leaves(list(optimizer.state.values())):
+            if isinstance(value, torch.Tensor):
+                self.see(value, "optimizer state")
+
+    @contextmanager
+    def recording(self):
+        forward_hook = torch.nn.modules.module.register_module_forward_pre_hook(self._see_module)
+        step_hook = register_optimizer_step_post_hook(self._see_optimizer)
+        resize = torch.UntypedStorage.resize_
+
+        def resize_(storage, nbytes):  # how FSDP frees and refills a buffer: no operation to see
+            resize(storage, nbytes)
+            known = self._serials.get(id(storage))
+            if known and known[1]() is storage:
+                self._resize(known[0], nbytes)
+            return storage
+
+        torch.UntypedStorage.resize_ = resize_
+        try:
+            with self:
+                yield
+        finally:
+            torch.UntypedStorage.resize_ = resize
+            forward_hook.remove()
+            step_hook.remove()
+
+    def export(self) -> Memory:
+        return Memory(
+            [(t, phase, self.kinds.get(s, "other"), change) for t, phase, s, change in self.events]
+        )
+
+
+@dataclass
+class Memory:
+    """Bytes that one rank held, over time. `events`: (time, phase, kind, change in bytes)."""
+
+    events: list[tuple[float, str, str, int]]
+
+    def live(self) -> dict[str, int]:
+        """Bytes by kind after the last event. (When the function has returned, little is left:
+        see `held` for the same question asked inside it.)"""
+        held = dict.fromkeys(KINDS, 0)
+        for _, _, kind, change in self.events:
+            held[kind] += change
+        return held
+
+    def peak(self, phase: str | None = None) -> dict[str, int]:
+        """Bytes by kind at the moment of the run (or of a phase) when most was held in all."""
+        held, most = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
+        for _, now, kind, change in self.events:
+            held[kind] += change
+            if phase in (None, now) and sum(held.values()) > sum(most.values()):
+                most = dict(held)
+        return most
+
+    def peak_bytes(self, phase: str | None = None, kind: str | None = None) -> int:
+        """Most bytes held at once in all, or of one kind (which may peak at another moment)."""
+        held = most = 0
+        for _, now, of_kind, change in self.events:
+            if kind in (None, of_kind):
+                held += change
+            if phase in (None, now):
+                most = max(most, held)
+        return most
+
+
+def held(group) -> dict[str, int]:
+    """Bytes by kind that this rank holds just now, to be called inside a run on ranks.
+
+    Raises ValueError if the run was launched without memory=True.
+    """
+    if group.recorder.memory is None:
+        raise ValueError("this run does not record memory: launch(..., memory=True)")
+    return group.recorder.memory.export().live()
