@@ -95,7 +95,7 @@ class GPT(nn.Module):
         return self.head(x)
 
     def num_parameters(self) -> int:
-        """How many numbers are trained; a tied embedding counts once."""
+        """How many numbers the model has; a tied embedding counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     @torch.no_grad()
@@ -320,7 +320,7 @@ def load_balance_loss(routing: Routing) -> Tensor:
 
 def z_loss(routing: Routing) -> Tensor:
     """Mean over tokens of logsumexp(logits)²: keeps router logits small (ST-MoE: Zoph et al.
-    2022, eq. 5)."""
+    2022, "router z-loss")."""
     return routing.logits.logsumexp(-1).square().mean()
 
 

@@ -103,6 +103,17 @@ def test_explicit_attention_is_a_weighted_mean_of_the_values_seen_so_far():
             torch.testing.assert_close(out[b, 0, s], mean)
 
 
+@pytest.mark.parametrize("attend", [explicit_attention, sdpa_attention])
+def test_attention_dropout_drops_weights_and_keeps_their_expected_sum(attend):
+    q, k, _ = random_qkv()
+    ones = torch.ones_like(k)  # the output is then the sum of the weights
+    sums = torch.stack([attend(q, k, ones, dropout=0.5) for _ in range(400)])
+    assert (sums[:, :, :, 0] == 0).double().mean() == pytest.approx(0.5, abs=0.05)
+    assert (sums[:, :, :, 0] == 2).double().mean() == pytest.approx(0.5, abs=0.05)
+    assert sums.mean() == pytest.approx(1, abs=0.05)
+    assert torch.allclose(attend(q, k, ones), ones)
+
+
 def test_may_see_looks_back_in_positions_not_in_places():
     q = torch.zeros(2, 1, 3, 4)
     assert may_see(q, None)[0, 0].tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
@@ -402,6 +413,19 @@ def test_a_meta_model_has_shapes_only_until_it_is_initialised(config):
     assert weights.keys() == wanted.keys()
     assert all(torch.equal(weights[name], wanted[name]) for name in wanted)
     assert model.num_parameters() == ready.num_parameters()  # still tied
+
+
+@pytest.mark.parametrize("name", [name for name in VARIANTS if not VARIANTS[name].num_experts])
+@pytest.mark.parametrize("attention", ["explicit", "sdpa"])
+def test_everything_is_computed_on_the_models_device(name, attention):
+    # meta stands for a GPU: mixing it with something made on the CPU is an error
+    # (experts are left out: who visits whom needs numbers)
+    config = VARIANTS[name]
+    model = GPT(config, attention=attention, device="meta")
+    tokens = some_tokens(config).to("meta")
+    for positions in (None, torch.arange(config.seq_len, device="meta")):
+        logits = model(tokens, positions)
+        assert logits.is_meta and logits.shape == (3, config.seq_len, config.vocab_size)
 
 
 # --- training ----------------------------------------------------------------------------------
