@@ -16,7 +16,8 @@ NORMS = ("layernorm", "rmsnorm")
 POSITIONS = ("rotary", "learned", "alibi")
 ROUTERS = ("softmax", "sigmoid")
 RECOMPUTE = ("none", "selective", "full")
-SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2")
+SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "dualpipe_v")
+TWO_CHUNK_SCHEDULES = ("zb_v", "dualpipe_v")  # rank r holds the stages r and 2 p - 1 - r
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ class Layout:
     num_micro_batches: int = 1  # forward passes of one replica in a step
     recompute: str = "none"  # "selective": attention scores only; "full": all but layer inputs
     schedule: str = "1f1b"
-    num_chunks: int = 1  # stages a rank holds (more than one with "interleaved")
+    num_chunks: int = 1  # stages a rank holds: any number with "interleaved", 2 with the V's
 
     def __post_init__(self):
         for field in ("pp", "dp", "cp", "tp", "ep", "micro_batch_size", "num_micro_batches",
@@ -188,7 +189,10 @@ class Layout:
         if self.dp * self.cp % self.ep:
             raise ValueError(f"ep={self.ep} does not divide dp*cp={self.dp * self.cp}: "
                              f"{_nearest_divisor(self.dp * self.cp, self.ep)} would.")
-        if self.num_chunks > 1 and self.schedule != "interleaved":
+        if self.schedule in TWO_CHUNK_SCHEDULES and self.num_chunks != 2:
+            raise ValueError(f"num_chunks={self.num_chunks} does not fit schedule="
+                             f"{self.schedule!r}, a V of two stages a rank: give 2.")
+        if self.num_chunks > 1 and self.schedule not in ("interleaved", *TWO_CHUNK_SCHEDULES):
             raise ValueError(f"num_chunks={self.num_chunks} needs schedule='interleaved', "
                              f"not {self.schedule!r}.")
         if self.num_chunks > 1 and self.pp == 1:

@@ -16,20 +16,21 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..config import Layout, ModelConfig
 from .lines import Breakdown, Line
 from .parameters import (
     layer_weights,
+    layers_of_stage,
     parameters_of_rank,
-    split_layers,
     stages_of_rank,
 )
 
 
 @dataclass(frozen=True)
 class Framework:
-    """What a training framework keeps that the mathematics does not ask for: the assumptions.
+    """What a training framework does that the mathematics does not ask for: the assumptions.
 
     The bytes a parameter are in the order of ZeRO's 2 + 2 + K.  `loss_bytes` are those alive a
     logit at the loss.  `outside` and `fragmentation` are what the device holds beyond the
@@ -53,19 +54,24 @@ class Framework:
     offload_activations: bool = False  # what full recompute keeps goes to the host
     # What the time depends on.
     fused_weight_gradients: bool = True  # summed up inside the GEMM, not by a pass over them
+    flash_speed: float = 1.0  # 0.5 for the first FlashAttention (Dao 2023: the second is twice)
     loss_traffic: float = 24  # bytes moved a logit, forward and backward
     reduce_bytes: float = 4  # a gradient on the wire
     overlaps_gradients: bool = True  # data-parallel traffic runs behind backward
-    host_seconds: float = 1.5e-3  # Python and launches for one layer's forward; backward is twice
+    # Python and launches for one layer's forward; backward is twice.  Read off where sweeps stop
+    # getting faster as the work shrinks: 4.4-4.6 ms a layer (nanotron on H100 hosts, no recompute),
+    # 3.5 ms (Megatron-DeepSpeed on A100 hosts with fused kernels, recompute: four such parts).
+    host_seconds: float = 1.5e-3
     source: str = ""
 
     def __post_init__(self):
         for field in ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes",
-                      "loss_bytes", "outside", "fragmentation"):
+                      "loss_bytes", "outside", "fragmentation", "flash_speed", "loss_traffic",
+                      "reduce_bytes", "host_seconds"):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-                raise ValueError(f"{field}={value!r} of framework {self.name!r} is not a number of "
-                                 "bytes: give 0 or more.")
+                raise ValueError(f"{field}={value!r} of framework {self.name!r} is negative or no "
+                                 "number: give 0 or more.")
         if self.weight_gradients not in ("none", "largest", "one_layer"):
             raise ValueError(f"weight_gradients={self.weight_gradients!r} is not known: give "
                              "'none', 'largest' or 'one_layer'.")
@@ -158,19 +164,22 @@ class Saved:
 
 
 def layer_activations(config: ModelConfig, layout: Layout, how: str | Framework = "megatron-core",
-                      moe: bool = False, seq_len: int | None = None) -> list[Saved]:
+                      moe: bool = False) -> tuple[Saved, ...]:
     """What one layer keeps without recompute ([K22] section 4, generalised).
 
     For GPT (K = N, F = 4 D, gelu, dropout, eager attention) the sum is [K22]'s
     s b h (34 + 5 a s / h), and with tp and sequence parallel its table 2.
     """
-    how = framework(how)
-    e = how.activation_bytes
+    return _layer_activations(config, layout.tp, layout.sequence_parallel, framework(how), moe)
+
+
+@lru_cache(maxsize=4096)
+def _layer_activations(config, tp, sequence_parallel, how, moe) -> tuple[Saved, ...]:
+    e, t = how.activation_bytes, tp
     D, N, K, H, S = (config.d_model, config.num_heads, config.num_kv_heads, config.head_dim,
-                     seq_len or config.seq_len)
-    t = layout.tp
+                     config.seq_len)
     t_kv = min(t, K)
-    whole = t if layout.sequence_parallel else 1  # tp leaves these whole unless the sequence is cut
+    whole = t if sequence_parallel else 1  # tp leaves these whole unless the sequence is cut
     cut = "/t" if whole > 1 else ""
     mask = 1 if config.dropout else 0
     inputs, cut_in = (1, "") if how.keeps_gathered else (whole, cut)
@@ -192,8 +201,8 @@ def layer_activations(config: ModelConfig, layout: Layout, how: str | Framework 
         saved.append(Saved("softmax statistics", 4 * N / t, "4 N/t [Flash]", is_scores=True))
     else:
         each = e + (e + 1 if config.dropout else 0)
-        saved.append(Saved("attention scores", each * N * S / layout.cp / t * layout.cp,
-                           f"{each:g} N S/t", is_scores=True))
+        saved.append(Saved("attention scores", each * N * S / t, f"{each:g} N S/t",
+                           is_scores=True))
     saved.append(Saved("attention output", e * out / t, "e N H/t"))
 
     def ffn(name: str, d_ffn: float, visits: float = 1) -> list[Saved]:
@@ -216,7 +225,7 @@ def layer_activations(config: ModelConfig, layout: Layout, how: str | Framework 
         saved += ffn("ffn", config.d_ffn)
     if mask:
         saved.append(Saved("dropout masks", 2 * D / whole, f"2 D{cut}"))
-    return saved
+    return tuple(saved)
 
 
 def micro_batches_in_flight(layout: Layout, pp_rank: int) -> float:
@@ -228,11 +237,17 @@ def micro_batches_in_flight(layout: Layout, pp_rank: int) -> float:
         return 1
     if layout.schedule == "gpipe":
         return m
-    if layout.schedule == "interleaved":  # Megatron's warmup of chunks, and the one running
-        return min(m * v, 2 * (behind - 1) + (v - 1) * p + 1) / v
-    if layout.schedule == "zb_h2":
-        return min(m, 2 * behind - 1)
+    if layout.schedule == "interleaved":  # warmup: whole rounds of chunks, and the way there
+        together = m // max(1, m // p)
+        return min(m * v, 2 * (behind - 1) + (v - 1) * together + 1) / v
+    if layout.schedule in AT_MOST_IN_FLIGHT:  # weight gradients put off keep activations alive
+        return min(m, AT_MOST_IN_FLIGHT[layout.schedule](p))
     return min(m, behind)
+
+
+# Zero-bubble schedules hold as much on every rank (Qi et al. 2023 table 1; DualPipe's README).
+AT_MOST_IN_FLIGHT = {"zb_h1": lambda p: p, "zb_h2": lambda p: 2 * p - 1, "zb_v": lambda p: p,
+                     "dualpipe_v": lambda p: p + 0.5}
 
 
 def memory(config: ModelConfig, layout: Layout, how: str | Framework = "megatron-core",
@@ -251,24 +266,16 @@ def memory(config: ModelConfig, layout: Layout, how: str | Framework = "megatron
     e, D, V, t = how.activation_bytes, config.d_model, config.vocab_size, layout.tp
     whole = t if layout.sequence_parallel else 1
 
-    counts = split_layers(config.num_layers, layout.num_stages)
     stages = stages_of_rank(layout, pp_rank)
     flight = micro_batches_in_flight(layout, pp_rank)
-    kept = {"none": lambda saved: sum(item.bytes_per_token for item in saved),
-            "selective": lambda saved: sum(item.bytes_per_token for item in saved
-                                           if not item.is_scores),
-            "full": lambda saved: e * D / whole}[layout.recompute]
-    if layout.recompute == "full" and how.offload_activations:
-        kept = lambda saved: 0.0  # noqa: E731
-    layers = 0.0
-    full_layer = largest = 0.0
-    for stage in stages:
-        start = sum(counts[:stage])
-        for layer in range(start, start + counts[stage]):
-            saved = layer_activations(config, layout, how, config.is_moe_layer(layer))
-            layers += kept(saved)
-            full_layer = max(full_layer, sum(item.bytes_per_token for item in saved))
-    num_layers = sum(counts[stage] for stage in stages)
+    layers = full_layer = 0.0
+    num_layers = 0
+    for moe, count in (pair for stage in stages for pair in layers_of_stage(config, layout, stage)):
+        whole_layer = sum(item.bytes_per_token
+                          for item in layer_activations(config, layout, how, moe))
+        layers += count * _kept(config, layout, how, moe)
+        num_layers += count
+        full_layer = max(full_layer, whole_layer)
     lines.append(Line("activations", flight * tokens * layers, "bytes",
                       f"{flight:g} in flight * {num_layers} layers * {tokens:g} tokens * "
                       f"{layers / max(num_layers, 1):.0f}", "[K22] section 4, table 2"))
@@ -277,8 +284,8 @@ def memory(config: ModelConfig, layout: Layout, how: str | Framework = "megatron
                           "in flight * tokens * D", "[K22] section 4.3"))
 
     # The worst moment of backward: the loss on the last stage, or one layer anywhere.
-    at_loss = at_layer = 0.0
-    is_last = stages[-1] == layout.num_stages - 1
+    at_loss = at_layer = largest = 0.0
+    is_last = layout.num_stages - 1 in stages
     if is_last:
         at_loss = tokens * (2 * e * D / whole + how.loss_bytes * V / t)
     if how.backward:
@@ -307,8 +314,13 @@ def memory(config: ModelConfig, layout: Layout, how: str | Framework = "megatron
 
 def peak_memory(config: ModelConfig, layout: Layout,
                 how: str | Framework = "megatron-core") -> Breakdown:
-    """The waterfall of the fullest pipeline rank (the first or the last, in practice)."""
-    return max((memory(config, layout, how, rank) for rank in range(layout.pp)),
+    """The waterfall of the fullest pipeline rank.
+
+    Only the first, the second and the last can be it: towards the end ranks hold fewer
+    micro-batches, and no rank holds more layers than the second.
+    """
+    ranks = {0, min(1, layout.pp - 1), layout.pp - 1}
+    return max((memory(config, layout, how, rank) for rank in ranks),
                key=lambda waterfall: waterfall.total)
 
 
@@ -316,6 +328,15 @@ def device_memory(allocated: float, how: str | Framework = "megatron-core") -> f
     """What the device must have for an allocator's peak of `allocated` bytes."""
     how = framework(how)
     return allocated * (1 + how.fragmentation) + how.outside
+
+
+def _kept(config, layout, how, moe) -> float:
+    """Bytes a token that one layer keeps under the layout's recompute."""
+    if layout.recompute == "full":  # its input; tp may cut it along the sequence
+        whole = layout.tp if layout.sequence_parallel else 1
+        return 0.0 if how.offload_activations else how.activation_bytes * config.d_model / whole
+    return sum(item.bytes_per_token for item in layer_activations(config, layout, how, moe)
+               if layout.recompute == "none" or not item.is_scores)
 
 
 def _states(config, layout, how, pp_rank) -> list[Line]:
@@ -361,15 +382,18 @@ def _weight_gradients(config, layout, how, is_last) -> tuple[float, float]:
     """Bytes of weight gradients on their way: in a layer, and of the head at the loss."""
     if how.weight_gradients == "none":
         return 0.0, 0.0
-    sizes = {}
-    for moe in {False, config.num_moe_layers > 0} if config.num_moe_layers < config.num_layers \
-            else {True}:
-        for weight in layer_weights(config, moe):
-            if weight.is_matmul:  # experts of one shape share a buffer
-                numel = weight.numel_per_rank(layout, config.num_kv_heads) / weight.experts
-                sizes[weight.name, moe] = float(numel) * (layout.ep if weight.experts > 1 else 1)
-    head = config.vocab_size * config.d_model / layout.tp if is_last else 0.0
     each = min(how.parameter_bytes, how.activation_bytes)
+    kinds = {config.is_moe_layer(0), config.is_moe_layer(config.num_layers - 1)}
+    sizes = [_gradients_of_layer(config, layout.tp, layout.ep, moe) for moe in kinds]
+    head = config.vocab_size * config.d_model / layout.tp if is_last else 0.0
     if how.weight_gradients == "largest":
-        return each * max(max(sizes.values()), head), 0.0
-    return each * sum(sizes.values()), each * head
+        return each * max(head, *(largest for largest, _ in sizes)), 0.0
+    return each * sum(together for _, together in sizes), each * head
+
+
+@lru_cache(maxsize=4096)
+def _gradients_of_layer(config, tp, ep, moe) -> tuple[float, float]:
+    """Numbers of the largest matrix of a layer, and of one of each (experts share theirs)."""
+    sizes = [float(weight.numel_per_rank(tp, 1, config.num_kv_heads)) / weight.experts
+             for weight in layer_weights(config, moe) if weight.is_matmul]
+    return max(sizes), sum(sizes)

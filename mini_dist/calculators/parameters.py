@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
-from ..config import Layout, ModelConfig
+from ..config import TWO_CHUNK_SCHEDULES, Layout, ModelConfig
 from .lines import Breakdown, Line
 
 
@@ -36,16 +37,10 @@ class Weight:
         """Numbers that one token meets."""
         return self.numel // self.experts * self.visits
 
-    def numel_per_rank(self, layout: Layout, num_kv_heads: int = 0) -> Fraction:
+    def numel_per_rank(self, tp: int, ep: int, num_kv_heads: int) -> Fraction:
         """Numbers on one rank: cut by tp, spread by ep; whole kv heads where tp > K copies them."""
-        ways = 1
-        if self.cut == "kv":
-            ways = min(layout.tp, num_kv_heads)
-        elif self.cut != "none":
-            ways = layout.tp
-        if self.experts > 1:
-            ways *= layout.ep
-        return Fraction(self.numel, ways)
+        ways = {"none": 1, "kv": min(tp, num_kv_heads)}.get(self.cut, tp)
+        return Fraction(self.numel, ways * (ep if self.experts > 1 else 1))
 
 
 def layer_weights(config: ModelConfig, moe: bool = False) -> list[Weight]:
@@ -115,7 +110,10 @@ def split_layers(num_layers: int, num_stages: int, outer_counts: bool = True) ->
 
 
 def stages_of_rank(layout: Layout, pp_rank: int) -> list[int]:
-    """The stages that a pipeline rank holds: interleaved deals them out like cards."""
+    """The stages that a pipeline rank holds: a V goes down and up the ranks, interleaved deals
+    the stages out like cards."""
+    if layout.schedule in TWO_CHUNK_SCHEDULES:
+        return [pp_rank, 2 * layout.pp - 1 - pp_rank]
     return [chunk * layout.pp + pp_rank for chunk in range(layout.num_chunks)]
 
 
@@ -123,39 +121,57 @@ def stages_of_rank(layout: Layout, pp_rank: int) -> list[int]:
 class Held:
     """Numbers one rank holds: apart, because ZeRO shards them over different groups."""
 
-    dense: Fraction  # sharded by ZeRO over dp * cp
-    experts: Fraction  # sharded by ZeRO over dp * cp / ep
-    largest_layer: Fraction  # what ZeRO-3 gathers at once
+    dense: Fraction = Fraction(0)  # sharded by ZeRO over dp * cp
+    experts: Fraction = Fraction(0)  # sharded by ZeRO over dp * cp / ep
+    largest_layer: Fraction = Fraction(0)  # what ZeRO-3 gathers at once
 
     @property
     def total(self) -> Fraction:
         return self.dense + self.experts
 
+    def __add__(self, other: Held) -> Held:
+        return Held(self.dense + other.dense, self.experts + other.experts,
+                    max(self.largest_layer, other.largest_layer))
+
 
 def parameters_of_rank(config: ModelConfig, layout: Layout, pp_rank: int = 0) -> Held:
     """The parameters that one rank of pipeline position `pp_rank` computes with, before ZeRO."""
-    counts = split_layers(config.num_layers, layout.num_stages)
-    dense = experts = largest = Fraction(0)
-
-    def add(weights: list[Weight]) -> None:
-        nonlocal dense, experts, largest
-        here = sum((w.numel_per_rank(layout, config.num_kv_heads) for w in weights), Fraction(0))
-        routed = sum((w.numel_per_rank(layout, config.num_kv_heads) for w in weights
-                      if w.experts > 1), Fraction(0))
-        dense, experts, largest = dense + here - routed, experts + routed, max(largest, here)
-
+    held = Held()
     for stage in stages_of_rank(layout, pp_rank):
-        first_layer = sum(counts[:stage])
-        for layer in range(first_layer, first_layer + counts[stage]):
-            add(layer_weights(config, config.is_moe_layer(layer)))
+        for moe, count in layers_of_stage(config, layout, stage):
+            layer = _held(config, "moe" if moe else "dense", layout.tp, layout.ep)
+            held += Held(count * layer.dense, count * layer.experts, layer.largest_layer)
         if stage == 0:
-            add(outer_weights(config, "first"))
+            held += _held(config, "first", layout.tp, layout.ep)
         if stage == layout.num_stages - 1:
-            last = outer_weights(config, "last")
-            if layout.num_stages == 1:  # tied: the embedding is here already
-                last = [weight for weight in last if weight.name != "tied head"]
-            add(last)
-    return Held(dense, experts, largest)
+            # A tied head on the embedding's own rank is there already; elsewhere it is a copy.
+            shared = config.tied_embedding and 0 in stages_of_rank(layout, pp_rank)
+            held += _held(config, "last, head elsewhere" if shared else "last", layout.tp,
+                          layout.ep)
+    return held
+
+
+def layers_of_stage(config: ModelConfig, layout: Layout, stage: int) -> list[tuple[bool, int]]:
+    """(with experts?, how many) of the layers of one stage; kinds it has none of are left out."""
+    counts = split_layers(config.num_layers, layout.num_stages)
+    start = sum(counts[:stage])
+    dense = max(0, min(start + counts[stage], config.num_layers - config.num_moe_layers) - start)
+    return [(moe, count) for moe, count in ((False, dense), (True, counts[stage] - dense)) if count]
+
+
+@lru_cache(maxsize=4096)
+def _held(config: ModelConfig, part: str, tp: int, ep: int) -> Held:
+    if part in ("dense", "moe"):
+        weights = layer_weights(config, moe=part == "moe")
+    else:
+        weights = outer_weights(config, part.split(",")[0])
+        if part == "last, head elsewhere":
+            weights = [weight for weight in weights if weight.kind != "head"]
+    numels = [(weight.experts > 1, weight.numel_per_rank(tp, ep, config.num_kv_heads))
+              for weight in weights]
+    experts = sum((numel for routed, numel in numels if routed), Fraction(0))
+    total = sum((numel for _, numel in numels), Fraction(0))
+    return Held(total - experts, experts, total)
 
 
 def _attention(config: ModelConfig) -> list[Weight]:

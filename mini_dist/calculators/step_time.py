@@ -1,12 +1,13 @@
 """How long a training step takes, and what it waits for.
 
     one layer  = matrices (roofline on measured GEMM ceilings) + attention + elementwise passes
-                 + the collectives of tp, cp and ep that nothing hides, or the host if that is slower
+                 + the collectives of tp, cp, ep that nothing hides, or the host if it is slower
     pipeline   = m micro-batches on the slowest stage + the bubble of the schedule
     step       = pipeline + gradients that backward does not hide + optimizer
 
-All constants stand in hardware.py and in memory.FRAMEWORKS, with their sources; none of them was
-fitted to a run whose time is predicted.  `step_time` says low ... high besides its best guess.
+All constants stand in hardware.py and in memory.FRAMEWORKS, with their sources.  Those of kernels
+and links come from timings of single kernels and collectives; only the host's pace was read off
+whole runs.  `step_time` says low ... high besides its best guess.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .hardware import (
 )
 from .lines import Breakdown, Line, readable
 from .memory import Framework, framework
-from .parameters import layer_weights, parameters_of_rank, split_layers, stages_of_rank
+from .parameters import layer_weights, layers_of_stage, parameters_of_rank, stages_of_rank
 
 # The interval: how far each part may be off.  A GEMM of an odd shape or a throttled chip; links
 # shared with others; a host that is busy; the slowest of many devices (high end only).
@@ -82,7 +83,8 @@ def gemm_seconds(device: Device, m: float, n: float, k: float) -> float:
     """
     rate = device.gemm_rate * k / (k + GEMM_FILL)
     if device.cores:
-        tiles = min(math.ceil(m / 128) * math.ceil(n / 256), math.ceil(m / 256) * math.ceil(n / 128))
+        tiles = min(math.ceil(rows / 128) * math.ceil(columns / 256)
+                    for rows, columns in ((m, n), (n, m)))
         waves = math.ceil(tiles / device.cores)
         rate *= min(1.0, m * n / (waves * device.cores * 128 * 256))
     moved = 2 * (m * k + k * n + m * n)
@@ -151,8 +153,9 @@ def layer_time(config: ModelConfig, machine: Hardware, how: Framework, moe: bool
     # Attention.  Flash computes the causal half, and everything once more in backward.
     flops = micro_batch_size * score_flops(config, S) / cp / t
     if how.flash_attention:
-        time.add("attention", flops / 2 / (FLASH_FORWARD * device.gemm_rate) + KERNEL_SECONDS,
-                 2.5 * flops / 2 / (FLASH_BACKWARD * device.gemm_rate) + KERNEL_SECONDS)
+        rate = how.flash_speed * device.gemm_rate
+        time.add("attention", flops / 2 / (FLASH_FORWARD * rate) + KERNEL_SECONDS,
+                 2.5 * flops / 2 / (FLASH_BACKWARD * rate) + KERNEL_SECONDS)
     else:
         scores = e * tokens * S * N / t  # bytes of one pass over all scores
         drop = scores * (2 + 1 / e) / device.stream_bandwidth if config.dropout else 0.0
@@ -191,8 +194,8 @@ def layer_time(config: ModelConfig, machine: Hardware, how: Framework, moe: bool
     if t > 1:
         ops = ("all_gather", "reduce_scatter") if sequence_parallel else ("all_reduce",)
         each = sum(collective_seconds(machine, op, e * D * tokens, t) for op in ops)
-        time.add("tp collectives", 2 * each, 2 * each)  # one pair of operators an attention, a ffn
-    if cp > 1:  # keys and values go round; what the attention of a block does not hide is waited for
+        time.add("tp collectives", 2 * each, 2 * each)  # once for the attention, once for the ffn
+    if cp > 1:  # keys and values go round behind the attention of the block that is here
         kv = 2 * e * config.num_kv_heads * config.head_dim / t * micro_batch_size * S / cp
         ring = (cp - 1) * collective_seconds(machine, "send", 2 * kv, 2, t)
         for direction, passes in ((time.forward, 1), (time.backward, 2)):
@@ -313,27 +316,21 @@ class Stage:
 
 
 def _stages(config, layout, machine, how) -> list[Stage]:
-    counts = split_layers(config.num_layers, layout.num_stages)
-    kinds = {moe: _layer_parts(config, layout, machine, how, moe)
-             for moe in {config.is_moe_layer(0), config.is_moe_layer(config.num_layers - 1)}}
+    """Each pipeline rank's work; equal ranks share one Stage."""
+    kinds: dict[bool, Stage] = {}
     stages: list[Stage] = []
     seen: dict[tuple, Stage] = {}
     for rank in range(layout.pp):
         held = stages_of_rank(layout, rank)
-        moe = sum(config.is_moe_layer(layer) for stage in held
-                  for layer in range(sum(counts[:stage]), sum(counts[:stage + 1]))
-                  ) if len(kinds) > 1 else 0
-        dense = sum(counts[stage] for stage in held) - moe
-        amounts = {False: dense, True: moe} if len(kinds) > 1 else {next(iter(kinds)): dense}
-        is_last = held[-1] == layout.num_stages - 1 or layout.num_stages - 1 in held
-        key = (tuple(amounts.items()), is_last)
-        if key not in seen:
+        amounts = tuple(pair for stage in held for pair in layers_of_stage(config, layout, stage))
+        is_last = layout.num_stages - 1 in held
+        if (amounts, is_last) not in seen:
             parts: dict[str, float] = {}
             forward = backward = weight = 0.0
-            for is_moe, layers in amounts.items():
-                if not layers:
-                    continue
-                each = kinds[is_moe]
+            for moe, layers in amounts:
+                if moe not in kinds:
+                    kinds[moe] = _layer_parts(config, layout, machine, how, moe)
+                each = kinds[moe]
                 for name, seconds in each.parts.items():
                     parts[name] = parts.get(name, 0.0) + layers * seconds
                 forward += layers * each.forward
@@ -344,8 +341,8 @@ def _stages(config, layout, machine, how) -> list[Stage]:
                 f, b = head.forward["head and loss"], head.backward["head and loss"]
                 parts["head and loss"] = f + b
                 forward, backward = forward + f, backward + b
-            seen[key] = Stage(parts, forward, backward, weight)
-        stages.append(seen[key])
+            seen[amounts, is_last] = Stage(parts, forward, backward, weight)
+        stages.append(seen[amounts, is_last])
     return stages
 
 
@@ -382,7 +379,7 @@ def _soft_max(device: float, host: float) -> float:
 
 def _zero3_seconds(config, layout, machine, how, moe) -> float:
     """All-gather of one layer's parameters, in the compute precision, over dp * cp."""
-    numel = sum(float(w.numel_per_rank(layout, config.num_kv_heads))
+    numel = sum(float(w.numel_per_rank(layout.tp, layout.ep, config.num_kv_heads))
                 for w in layer_weights(config, moe))
     return collective_seconds(machine, "all_gather", how.activation_bytes * numel,
                               layout.dp * layout.cp, layout.tp)
@@ -423,17 +420,21 @@ def bubble_seconds(layout: Layout, forward: list[float], backward: list[float],
 
 
 def _simulated(layout, stages, hop) -> float:
-    from ..schedule import SCHEDULES, Times, simulate  # the only user of the simulator in here
+    """The makespan of the schedule's own lists.  After the first 2 p micro-batches each further
+    one adds the slowest stage's work, so long steps are cut there and extended."""
+    from ..schedule import SCHEDULES, Times, simulate  # only here: the simulator is not always asked
 
-    p, m, v = layout.pp, layout.num_micro_batches, layout.num_chunks
+    p, v = layout.pp, layout.num_chunks
+    m = min(layout.num_micro_batches, 2 * p + layout.num_micro_batches % p)
     extra = (v,) if layout.schedule == "interleaved" else ()
     schedule = SCHEDULES[layout.schedule](p, m, *extra)
     by_stage = [stages[schedule.rank_of[stage]] for stage in range(schedule.num_stages)]
-    share = schedule.num_stages / p
-    return simulate(schedule, Times(
-        forward=[stage.forward / share for stage in by_stage],
-        backward=[(stage.backward - stage.weight) / share for stage in by_stage],
-        weight=[stage.weight / share for stage in by_stage], comm=hop)).makespan
+    timeline = simulate(schedule, Times(
+        forward=[stage.forward / v for stage in by_stage],
+        backward=[(stage.backward - stage.weight) / v for stage in by_stage],
+        weight=[stage.weight / v for stage in by_stage], comm=hop))
+    return timeline.makespan \
+        + (layout.num_micro_batches - m) * max(stage.total for stage in stages)
 
 
 def _gradient_seconds(config, layout, machine, how, slowest) -> tuple[float, str]:
