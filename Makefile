@@ -18,8 +18,10 @@ INSTALLED := $(VENV)/.installed
 
 .PHONY: lab test notebooks check
 
+# As the default address, not as an argument: then the one printed leads there too, which is what
+# WSL2 and remote machines have.
 lab: $(INSTALLED)
-	$(BIN)/jupyter lab $(LAB_ARGS) notebooks/00_start_here.ipynb
+	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(LAB_ARGS)
 
 # Three parts, all run, one status. Parts one and three use two workers; between them the tests
 # that need the machine to themselves.
