@@ -31,6 +31,14 @@ def test_an_epoch_has_every_byte_as_an_input_once():
     assert seen.sort().values.tolist() == list(range(250))
 
 
+@pytest.mark.parametrize("num_bytes, num_samples", [(249, 24), (250, 24), (251, 25), (252, 25)])
+def test_the_last_sample_needs_a_last_target(num_bytes, num_samples):
+    batches = Batches(COUNTING[:num_bytes], batch_size=1, seq_len=10)
+    assert batches.num_samples == batches.steps_per_epoch == num_samples
+    last = max(int(batches.batch(step)[1].max()) for step in range(num_samples))
+    assert last == 10 * num_samples
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 12])
 @pytest.mark.parametrize("tail", ["drop", "pad"])
 @pytest.mark.parametrize("epoch", [0, 3])
