@@ -254,6 +254,18 @@ def test_rotary_logits_do_not_change_when_all_positions_shift_learned_ones_do():
         assert torch.allclose(shifted, model(tokens)) == same
 
 
+def test_order_is_known_from_one_kind_of_positions_only():
+    # blank out the learned positions: the last token then sees a bag of tokens, unless it rotates
+    for positions, knows_order in (("rotary", True), ("learned", False)):
+        model = lively(SMALL.replace(positions=positions, num_layers=1))
+        if model.embed.position is not None:
+            torch.nn.init.zeros_(model.embed.position.weight)
+        tokens = torch.tensor([[1, 2, 3, 4, 5]])
+        swapped = torch.tensor([[2, 1, 3, 4, 5]])
+        same = torch.allclose(model(tokens)[:, -1], model(swapped)[:, -1])
+        assert same != knows_order
+
+
 def test_tokens_longer_than_the_model_are_refused():
     with pytest.raises(ValueError, match="tokens are 13 long.*seq_len=12"):
         GPT(SMALL)(some_tokens(SMALL, length=13))
