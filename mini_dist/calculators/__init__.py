@@ -1,0 +1,88 @@
+"""Will it fit, how fast, in which layout: pure functions of a model and a layout, no torch.
+
+    print(peak_memory(model("llama3-8b"), Layout(dp=8, zero=1)))
+    print(step_time(model("llama3-8b"), Layout(dp=8, zero=1), "h100"))
+    print(plan("llama3-70b", "h100", 1024, global_batch_tokens=4 * 2**20))
+
+Read in this order:
+    lines.py       an itemised answer: name, value, unit, formula, source
+    parameters.py  every weight of a model, once
+    models.py      GPT-2 to DeepSeek-V3 by name, and Hugging Face's config.json
+    flops.py       the work, and how long 6 P T takes
+    hardware.py    datasheets beside measurements
+    links.py       rounds, bytes and seconds of each collective algorithm
+    memory.py      what fills a device
+    step_time.py   what a step waits for
+    plan.py        every layout, those that fit, the fastest
+    export.py      a layout in the words of Megatron-LM, DeepSpeed, torchtitan, torchrun
+"""
+
+from ..config import Layout, ModelConfig
+from .export import deepspeed_json, layout_source, megatron_arguments, torchrun_line, torchtitan_toml
+from .flops import forward_flops, model_flops, step_flops, training_time
+from .hardware import HARDWARE, Device, Hardware, hardware
+from .lines import Breakdown, Line, readable
+from .memory import (
+    FRAMEWORKS,
+    Framework,
+    device_memory,
+    framework,
+    layer_activations,
+    memory,
+    micro_batches_in_flight,
+    model_states,
+    peak_memory,
+)
+from .models import MODELS, from_hugging_face, model
+from .parameters import (
+    num_active_parameters,
+    num_parameters,
+    parameter_counts,
+    parameters_of_rank,
+    split_layers,
+)
+from .plan import Candidate, Plan, plan
+from .step_time import StepTime, step_time
+
+__all__ = [
+    "FRAMEWORKS",
+    "HARDWARE",
+    "MODELS",
+    "Breakdown",
+    "Candidate",
+    "Device",
+    "Framework",
+    "Hardware",
+    "Layout",
+    "Line",
+    "ModelConfig",
+    "Plan",
+    "StepTime",
+    "deepspeed_json",
+    "device_memory",
+    "forward_flops",
+    "framework",
+    "from_hugging_face",
+    "hardware",
+    "layer_activations",
+    "layout_source",
+    "megatron_arguments",
+    "memory",
+    "micro_batches_in_flight",
+    "model",
+    "model_flops",
+    "model_states",
+    "num_active_parameters",
+    "num_parameters",
+    "parameter_counts",
+    "parameters_of_rank",
+    "peak_memory",
+    "plan",
+    "readable",
+    "split_layers",
+    "step_flops",
+    "step_time",
+    "torchrun_line",
+    "torchtitan_toml",
+    "training_time",
+]

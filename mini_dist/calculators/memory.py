@@ -117,7 +117,7 @@ FRAMEWORKS = {
     "fsdp": Framework(
         "fsdp", parameter_bytes=4, gradient_bytes=4, optimizer_bytes=8, fused_activation=False,
         loss_bytes=10, weight_gradients="largest", outside=CUDA_OUTSIDE,
-        fragmentation=FRAGMENTATION, source="torch.distributed.fsdp.fully_shard [code]"),
+        fragmentation=FRAGMENTATION, reduce_bytes=2, source="torch.distributed.fsdp.fully_shard [code]"),
     # This course's own runs: everything in fp32, eager attention.
     "course": Framework(
         "course", parameter_bytes=4, gradient_bytes=4, optimizer_bytes=8, activation_bytes=4,

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from ..config import Layout, ModelConfig
+from ..schedule import SCHEDULES, Times
+from ..schedule import simulate as run_schedule
 from .flops import model_flops, score_flops, step_flops
 from .hardware import (
     COLLECTIVE_SECONDS,
@@ -129,7 +131,7 @@ class LayerTime:
         self.backward[name] = self.backward.get(name, 0.0) + backward
 
 
-COMMUNICATION = ("tp collectives", "cp exchange", "ep all-to-all", "zero-3 gathers")
+COMMUNICATION = ("tp collectives", "cp exchange", "ep all-to-all", "zero traffic")
 
 
 @lru_cache(maxsize=4096)
@@ -357,11 +359,11 @@ def _layer_parts(config, layout, machine, how, moe) -> Stage:
     parts = {name: time.forward[name] + time.backward[name] for name in time.forward}
     if layout.recompute != "none" and again:
         parts["recomputed"] = again
-    if layout.zero == 3 and layout.dp * layout.cp > 1:
-        hidden = _zero3_seconds(config, layout, machine, how, moe)
-        wait_f = max(0.0, hidden - forward)
-        wait_b = max(0.0, 2 * hidden - backward - again)
-        parts["zero-3 gathers"] = wait_f + wait_b
+    gather, reduce = _sharded_seconds(config, layout, machine, how, moe)
+    if reduce:  # ZeRO-2 and 3 do this in every micro-batch, behind the layer's own work
+        wait_f = max(0.0, gather - forward)
+        wait_b = max(0.0, gather + reduce - backward - again)
+        parts["zero traffic"] = wait_f + wait_b
         forward, backward = forward + wait_f, backward + wait_b
     # Kernels are launched ahead; near the host's own pace neither hides the other altogether.
     passes = 1 if layout.recompute == "full" else 0
@@ -377,12 +379,17 @@ def _soft_max(device: float, host: float) -> float:
     return (device**4 + host**4) ** 0.25
 
 
-def _zero3_seconds(config, layout, machine, how, moe) -> float:
-    """All-gather of one layer's parameters, in the compute precision, over dp * cp."""
+def _sharded_seconds(config, layout, machine, how, moe) -> tuple[float, float]:
+    """One layer's all-gather of parameters (ZeRO-3) and reduce-scatter of gradients (ZeRO-2, 3)."""
+    size = layout.dp * layout.cp
+    if layout.zero < 2 or size == 1:
+        return 0.0, 0.0
     numel = sum(float(w.numel_per_rank(layout.tp, layout.ep, config.num_kv_heads))
                 for w in layer_weights(config, moe))
-    return collective_seconds(machine, "all_gather", how.activation_bytes * numel,
-                              layout.dp * layout.cp, layout.tp)
+    gather = collective_seconds(machine, "all_gather", how.activation_bytes * numel, size,
+                                layout.tp) if layout.zero == 3 else 0.0
+    return gather, collective_seconds(machine, "reduce_scatter", how.reduce_bytes * numel, size,
+                                      layout.tp)
 
 
 def _hop_seconds(config, layout, machine, how) -> float:
@@ -422,14 +429,12 @@ def bubble_seconds(layout: Layout, forward: list[float], backward: list[float],
 def _simulated(layout, stages, hop) -> float:
     """The makespan of the schedule's own lists.  After the first 2 p micro-batches each further
     one adds the slowest stage's work, so long steps are cut there and extended."""
-    from ..schedule import SCHEDULES, Times, simulate  # only here: the simulator is not always asked
-
     p, v = layout.pp, layout.num_chunks
     m = min(layout.num_micro_batches, 2 * p + layout.num_micro_batches % p)
     extra = (v,) if layout.schedule == "interleaved" else ()
     schedule = SCHEDULES[layout.schedule](p, m, *extra)
     by_stage = [stages[schedule.rank_of[stage]] for stage in range(schedule.num_stages)]
-    timeline = simulate(schedule, Times(
+    timeline = run_schedule(schedule, Times(
         forward=[stage.forward / v for stage in by_stage],
         backward=[(stage.backward - stage.weight) / v for stage in by_stage],
         weight=[stage.weight / v for stage in by_stage], comm=hop))
@@ -440,19 +445,20 @@ def _simulated(layout, stages, hop) -> float:
 def _gradient_seconds(config, layout, machine, how, slowest) -> tuple[float, str]:
     """Data-parallel traffic at the end of a step that nothing hides."""
     size = layout.dp * layout.cp
-    if size == 1:
+    if size == 1 or layout.zero == 3:  # ZeRO-3 has no traffic outside the layers
         return 0.0, ""
     numel = float(parameters_of_rank(config, layout, 0).total)
     each = how.reduce_bytes
     if layout.zero == 0:
         seconds = collective_seconds(machine, "all_reduce", each * numel, size, layout.tp)
         formula = f"all-reduce of {each:g} P"
-    else:  # ZeRO-3 gathers parameters in the layers, not here
-        seconds = collective_seconds(machine, "reduce_scatter", each * numel, size, layout.tp)
-        formula = f"reduce-scatter of {each:g} P"
-        if layout.zero < 3:
-            seconds += collective_seconds(machine, "all_gather", 2 * numel, size, layout.tp)
-            formula += " + all-gather of 2 P"
+    else:
+        seconds = collective_seconds(machine, "all_gather", how.activation_bytes * numel, size,
+                                     layout.tp)
+        formula = f"all-gather of {how.activation_bytes:g} P"
+        if layout.zero == 1:
+            seconds += collective_seconds(machine, "reduce_scatter", each * numel, size, layout.tp)
+            formula = f"reduce-scatter of {each:g} P + " + formula
     if how.overlaps_gradients:  # behind the last micro-batch's backward
         seconds, formula = max(0.0, seconds - slowest.backward), formula + " - last backward"
     return seconds, formula
@@ -473,7 +479,7 @@ _SOURCES = {
     "matrices": "roofline, gemm_seconds", "attention": "Dao et al. 2022, or passes over scores",
     "elementwise": "passes over memory", "recomputed": "Korthikanti et al. 2022 section 5",
     "tp collectives": "Shoeybi et al. 2019 section 3", "cp exchange": "Liu et al. 2023",
-    "ep all-to-all": "Lepikhin et al. 2020", "zero-3 gathers": "ZeRO section 7.2.2",
+    "ep all-to-all": "Lepikhin et al. 2020", "zero traffic": "ZeRO section 7.2",
     "waiting for the host": "host_seconds of the framework", "head and loss": "roofline",
     "pipeline bubble": "Narayanan et al. 2021 s2.2; Qi et al. 2023",
 }
