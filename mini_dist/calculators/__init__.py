@@ -9,29 +9,35 @@ Read in this order:
     parameters.py  every weight of a model, once
     models.py      GPT-2 to DeepSeek-V3 by name, and Hugging Face's config.json
     flops.py       the work, and how long 6 P T takes
-    hardware.py    datasheets beside measurements
+    machines.py    datasheets beside measurements
     links.py       rounds, bytes and seconds of each collective algorithm
     memory.py      what fills a device
     step_time.py   what a step waits for
-    plan.py        every layout, those that fit, the fastest
+    planner.py     every layout, those that fit, the fastest
     export.py      a layout in the words of Megatron-LM, DeepSpeed, torchtitan, torchrun
 """
 
 from ..config import Layout, ModelConfig
-from .export import deepspeed_json, layout_source, megatron_arguments, torchrun_line, torchtitan_toml
+from .export import (
+    deepspeed_json,
+    layout_source,
+    megatron_arguments,
+    torchrun_line,
+    torchtitan_toml,
+)
 from .flops import forward_flops, model_flops, step_flops, training_time
-from .hardware import HARDWARE, Device, Hardware, hardware
 from .lines import Breakdown, Line, readable
+from .machines import HARDWARE, Device, Hardware, hardware
 from .memory import (
     FRAMEWORKS,
     Framework,
     device_memory,
     framework,
     layer_activations,
-    memory,
     micro_batches_in_flight,
     model_states,
     peak_memory,
+    rank_memory,
 )
 from .models import MODELS, from_hugging_face, model
 from .parameters import (
@@ -41,7 +47,7 @@ from .parameters import (
     parameters_of_rank,
     split_layers,
 )
-from .plan import Candidate, Plan, plan
+from .planner import Candidate, Plan, plan
 from .step_time import StepTime, step_time
 
 __all__ = [
@@ -67,7 +73,6 @@ __all__ = [
     "layer_activations",
     "layout_source",
     "megatron_arguments",
-    "memory",
     "micro_batches_in_flight",
     "model",
     "model_flops",
@@ -78,6 +83,7 @@ __all__ = [
     "parameters_of_rank",
     "peak_memory",
     "plan",
+    "rank_memory",
     "readable",
     "split_layers",
     "step_flops",

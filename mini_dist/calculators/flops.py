@@ -14,8 +14,8 @@ Conventions, because published utilisations differ by them:
 from __future__ import annotations
 
 from ..config import RECOMPUTE, ModelConfig
-from .hardware import Hardware, hardware
 from .lines import Breakdown, Line
+from .machines import Hardware, hardware
 from .parameters import layer_weights, num_active_parameters, outer_weights
 
 YEAR = 365.25 * 86400

@@ -5,7 +5,7 @@
          + the larger of: the loss and its logits | one layer's backward   at the worst moment
          + buffers, and what lies outside the allocator                    the framework's
 
-`memory` does this for one rank, `peak_memory` for the fullest rank of the pipeline.  Bytes here are
+`rank_memory` does this for one rank, `peak_memory` for the fullest rank of the pipeline.  Bytes here are
 the allocator's (torch.cuda.max_memory_allocated); `outside` says what nvidia-smi sees on top.
 
 Sources: [ZeRO] Rajbhandari et al. 2020; [K22] Korthikanti et al. 2022, "Reducing activation
@@ -117,7 +117,8 @@ FRAMEWORKS = {
     "fsdp": Framework(
         "fsdp", parameter_bytes=4, gradient_bytes=4, optimizer_bytes=8, fused_activation=False,
         loss_bytes=10, weight_gradients="largest", outside=CUDA_OUTSIDE,
-        fragmentation=FRAGMENTATION, reduce_bytes=2, source="torch.distributed.fsdp.fully_shard [code]"),
+        fragmentation=FRAGMENTATION, reduce_bytes=2,
+        source="torch.distributed.fsdp.fully_shard [code]"),
     # This course's own runs: everything in fp32, eager attention.
     "course": Framework(
         "course", parameter_bytes=4, gradient_bytes=4, optimizer_bytes=8, activation_bytes=4,
@@ -250,7 +251,7 @@ AT_MOST_IN_FLIGHT = {"zb_h1": lambda p: p, "zb_h2": lambda p: 2 * p - 1, "zb_v":
                      "dualpipe_v": lambda p: p + 0.5}
 
 
-def memory(config: ModelConfig, layout: Layout, how: str | Framework = "megatron-core",
+def rank_memory(config: ModelConfig, layout: Layout, how: str | Framework = "megatron-core",
            pp_rank: int = 0) -> Breakdown:
     """The peak of one rank at position `pp_rank` of its pipeline, as a waterfall of lines.
 
@@ -320,7 +321,7 @@ def peak_memory(config: ModelConfig, layout: Layout,
     micro-batches, and no rank holds more layers than the second.
     """
     ranks = {0, min(1, layout.pp - 1), layout.pp - 1}
-    return max((memory(config, layout, how, rank) for rank in ranks),
+    return max((rank_memory(config, layout, how, rank) for rank in ranks),
                key=lambda waterfall: waterfall.total)
 
 

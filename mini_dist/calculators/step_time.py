@@ -5,7 +5,7 @@
     pipeline   = m micro-batches on the slowest stage + the bubble of the schedule
     step       = pipeline + gradients that backward does not hide + optimizer
 
-All constants stand in hardware.py and in memory.FRAMEWORKS, with their sources.  Those of kernels
+All constants stand in machines.py and in memory.FRAMEWORKS, with their sources.  Those of kernels
 and links come from timings of single kernels and collectives; only the host's pace was read off
 whole runs.  `step_time` says low ... high besides its best guess.
 """
@@ -20,7 +20,9 @@ from ..config import Layout, ModelConfig
 from ..schedule import SCHEDULES, Times
 from ..schedule import simulate as run_schedule
 from .flops import model_flops, score_flops, step_flops
-from .hardware import (
+from .lines import Breakdown, Line, readable
+from .links import Link
+from .machines import (
     COLLECTIVE_SECONDS,
     FLASH_BACKWARD,
     FLASH_FORWARD,
@@ -30,7 +32,6 @@ from .hardware import (
     Hardware,
     hardware,
 )
-from .lines import Breakdown, Line, readable
 from .memory import Framework, framework
 from .parameters import layer_weights, layers_of_stage, parameters_of_rank, stages_of_rank
 
@@ -110,13 +111,13 @@ def collective_seconds(machine: Hardware, op: str, num_bytes: float, size: int,
     inside = max(1, min(size, machine.devices_per_node // stride))
     nodes = math.ceil(size / inside)
     link = machine.node_link(op)
-    bandwidth, latency = link.bandwidth, (size - 1) * link.latency
+    bandwidth, latency = link.bandwidth, link.latency
     if nodes > 1:
         network = machine.network_link(nodes)
         bandwidth = min(bandwidth, inside * network.bandwidth) if inside > 1 else network.bandwidth
-        latency += (nodes - 1) * network.latency
-    rounds = 2 if op == "all_reduce" else 1
-    return COLLECTIVE_SECONDS + rounds * (latency + (size - 1) / size * num_bytes / bandwidth)
+        latency += (nodes - 1) / (size - 1) * network.latency  # of the mean step round the ring
+    steps = (size - 1) * (2 if op == "all_reduce" else 1)
+    return COLLECTIVE_SECONDS + Link(latency, bandwidth).seconds(num_bytes / size, rounds=steps)
 
 
 @dataclass

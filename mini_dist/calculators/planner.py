@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..config import Layout, ModelConfig
-from .hardware import Hardware, hardware
 from .lines import Breakdown, readable
+from .machines import Hardware, hardware
 from .memory import Framework, device_memory, framework, peak_memory
 from .models import model as model_preset
 from .step_time import StepTime, step_time
