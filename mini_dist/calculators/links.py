@@ -48,18 +48,18 @@ class Link:
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """Nodes of `node_size` ranks: messages inside a node on one link, between nodes on another.
+    """Nodes of `ranks_per_node` ranks: messages inside a node on one link, between nodes on another.
 
     `outer.bandwidth` is what one rank gets while all ranks of its node send at once.
     """
 
-    node_size: int
+    ranks_per_node: int
     inner: Link
     outer: Link
 
     def __post_init__(self):
-        if not isinstance(self.node_size, int) or self.node_size < 1:
-            raise ValueError(f"node_size={self.node_size!r} is not a number of ranks: give 1 or "
+        if not isinstance(self.ranks_per_node, int) or self.ranks_per_node < 1:
+            raise ValueError(f"ranks_per_node={self.ranks_per_node!r} is not a number of ranks: give 1 or "
                              "more.")
 
     def slowest(self, distance: int, size: int, paired: bool = False) -> Link:
@@ -68,7 +68,7 @@ class Hierarchy:
         When every rank sends `distance` further, some pair of neighbours sits on two nodes; when
         ranks exchange in pairs inside blocks of 2 * distance, a block may fit in a node.
         """
-        inside = size <= self.node_size or (paired and self.node_size % (2 * distance) == 0)
+        inside = size <= self.ranks_per_node or (paired and self.ranks_per_node % (2 * distance) == 0)
         return self.inner if inside else self.outer
 
 
@@ -181,9 +181,9 @@ def reduce_scatter(num_bytes: int, size: int, algorithm: str = "ring",
 
 def all_reduce(num_bytes: int, size: int, algorithm: str = "ring",
                link: Link | Hierarchy | None = None, itemsize: int = 1,
-               node_size: int | None = None) -> Cost:
+               ranks_per_node: int | None = None) -> Cost:
     """Star and tree: reduce + broadcast.  Ring: reduce-scatter + all-gather.  Halving-doubling:
-    the same by recursion.  Hierarchical: reduce-scatter in the node (of `node_size` ranks), ring
+    the same by recursion.  Hierarchical: reduce-scatter in the node (of `ranks_per_node` ranks), ring
     all-reduce of each shard between nodes, all-gather in the node."""
     link = _checked("all_reduce", algorithm, num_bytes, size, link)
     if algorithm in ("star", "tree"):
@@ -204,7 +204,7 @@ def all_reduce(num_bytes: int, size: int, algorithm: str = "ring",
                         parts[0].seconds + parts[1].seconds
                         + _fold_seconds([num_bytes, num_bytes], m, size, link))
     else:
-        parts = _hierarchical(num_bytes, size, node_size, link, itemsize)
+        parts = _hierarchical(num_bytes, size, ranks_per_node, link, itemsize)
     return Cost("all_reduce", algorithm, sum(part.rounds for part in parts),
                 tuple(sum(sent) for sent in zip(*(part.sent for part in parts))),
                 sum(part.seconds for part in parts))
@@ -240,23 +240,23 @@ COLLECTIVES = {
 }
 
 
-def _hierarchical(num_bytes: int, size: int, node_size: int | None, link: Link | Hierarchy,
+def _hierarchical(num_bytes: int, size: int, ranks_per_node: int | None, link: Link | Hierarchy,
                   itemsize: int) -> list[Cost]:
-    if node_size is None:
-        node_size = getattr(link, "node_size", None)
-    if not isinstance(node_size, int) or node_size < 1 or size % node_size:
-        raise ValueError(f"node_size={node_size!r} does not divide size={size}: give the number of "
+    if ranks_per_node is None:
+        ranks_per_node = getattr(link, "ranks_per_node", None)
+    if not isinstance(ranks_per_node, int) or ranks_per_node < 1 or size % ranks_per_node:
+        raise ValueError(f"ranks_per_node={ranks_per_node!r} does not divide size={size}: give the number of "
                          "ranks in a node, or a Hierarchy as the link.")
-    nodes = size // node_size
-    inner = link.slowest(1, node_size)
-    outer = link.slowest(node_size, size)
-    local = [reduce_scatter(num_bytes, node_size, "ring", inner, itemsize),
-             all_gather(num_bytes, node_size, "ring", inner, itemsize)]
+    nodes = size // ranks_per_node
+    inner = link.slowest(1, ranks_per_node)
+    outer = link.slowest(ranks_per_node, size)
+    local = [reduce_scatter(num_bytes, ranks_per_node, "ring", inner, itemsize),
+             all_gather(num_bytes, ranks_per_node, "ring", inner, itemsize)]
     # Each local rank owns one shard and reduces it with its peers on the other nodes.
     across = [all_reduce(shard, nodes, "ring", outer, itemsize)
-              for shard in split(num_bytes, node_size, itemsize)]
+              for shard in split(num_bytes, ranks_per_node, itemsize)]
     middle = Cost("all_reduce", "ring", across[0].rounds,
-                  tuple(across[rank % node_size].sent[rank // node_size] for rank in range(size)),
+                  tuple(across[rank % ranks_per_node].sent[rank // ranks_per_node] for rank in range(size)),
                   max(cost.seconds for cost in across))
     whole = [Cost(cost.op, cost.algorithm, cost.rounds, cost.sent * nodes, cost.seconds)
              for cost in local]
@@ -303,7 +303,7 @@ def _tree_seconds(num_bytes: int, size: int, link: Link | Hierarchy) -> float:
 
 def _star_seconds(messages: list[int], size: int, link: Link | Hierarchy) -> float:
     """All messages pass the root's one link, one after the other."""
-    near = (link.node_size if isinstance(link, Hierarchy) else size) - 1
+    near = (link.ranks_per_node if isinstance(link, Hierarchy) else size) - 1
     return sum(link.slowest(1, 1 if i < near else size).seconds(message)
                for i, message in enumerate(messages))
 

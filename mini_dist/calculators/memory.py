@@ -5,8 +5,9 @@
          + the larger of: the loss and its logits | one layer's backward   at the worst moment
          + buffers, and what lies outside the allocator                    the framework's
 
-`rank_memory` does this for one rank, `peak_memory` for the fullest rank of the pipeline.  Bytes here are
-the allocator's (torch.cuda.max_memory_allocated); `outside` says what nvidia-smi sees on top.
+`rank_memory` does this for one rank, `peak_memory` for the fullest rank of the pipeline.  Bytes
+here are the allocator's (torch.cuda.max_memory_allocated); `device_memory` adds what nvidia-smi
+sees on top.
 
 Sources: [ZeRO] Rajbhandari et al. 2020; [K22] Korthikanti et al. 2022, "Reducing activation
 recomputation"; [N21] Narayanan et al. 2021; [Flash] Dao et al. 2022; [code] the framework's source.

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..config import Layout, ModelConfig
+from . import published
 from .lines import Breakdown, readable
 from .machines import Hardware, hardware
 from .memory import Framework, device_memory, framework, peak_memory
@@ -123,7 +124,9 @@ class Plan:
         return "\n".join(lines)
 
     def __str__(self):
-        return f"{self.funnel()}\n\n{self.table()}\n\n{self.explain()}"
+        run = published.nearest(self.model, self.machine, self.num_devices)
+        return (f"{self.funnel()}\n\n{self.table()}\n\n{self.explain()}\n\n"
+                f"Nearest published run: {run}")
 
 
 def plan(model: ModelConfig | str, machine: Hardware | str, num_devices: int,

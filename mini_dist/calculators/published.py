@@ -1,0 +1,161 @@
+"""Published runs to hold a prediction against, and the papers' small tables of formulas.
+
+What is measured and what is a formula is said at each table; only these two kinds of numbers stand
+here, and nothing in the calculators reads them to compute anything.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..config import Layout, ModelConfig
+from .flops import step_flops
+from .machines import Hardware, hardware
+from .parameters import num_parameters
+from .step_time import step_time
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run that somebody measured."""
+
+    name: str
+    config: ModelConfig
+    layout: Layout
+    machine: str
+    how: str
+    seconds: float  # an optimizer step
+    source: str
+
+    def predicted(self):
+        """The StepTime that we say it takes."""
+        return step_time(self.config, self.layout, self.machine, self.how)
+
+    def __str__(self):
+        ours = self.predicted()
+        return (f"{self.name} on {self.layout.world_size} {self.machine}: measured "
+                f"{self.seconds:.4g} s a step, we say {ours.seconds:.4g} s "
+                f"({ours.seconds / self.seconds - 1:+.1%}; {self.source})")
+
+
+def gpt(heads: int, hidden: int, layers: int, seq_len: int = 2048) -> ModelConfig:
+    """The GPTs of the Megatron papers: vocabulary 51200, dropout, learned positions."""
+    return ModelConfig(vocab_size=51200, seq_len=seq_len, d_model=hidden, num_layers=layers,
+                       num_heads=heads, positions="learned", tied_embedding=True, dropout=0.1)
+
+
+def _pipeline(chunks: int) -> dict:
+    return {"schedule": "interleaved", "num_chunks": chunks} if chunks > 1 else {}
+
+
+def megatron_2021() -> list[Run]:
+    """Narayanan et al. 2021, table 1, measured: weak scaling on Selene, full recompute.
+
+    The paper prints TFLOP/s; the time follows by its equation 3.  Micro-batches and chunks are
+    those of Megatron-LM's examples/academic_paper_scripts/sc21/run_table_1.sh.
+    """
+    rows = [  # name, heads, hidden, layers, tp, pp, dp, global batch, micro-batch, chunks, TFLOP/s
+        ("1.7B", 24, 2304, 24, 1, 1, 32, 512, 16, 1, 137),
+        ("3.6B", 32, 3072, 30, 2, 1, 32, 512, 16, 1, 138),
+        ("7.5B", 32, 4096, 36, 4, 1, 32, 512, 16, 1, 142),
+        ("18B", 48, 6144, 40, 8, 1, 32, 1024, 8, 1, 135),
+        ("39B", 64, 8192, 48, 8, 2, 32, 1536, 4, 1, 138),
+        ("76B", 80, 10240, 60, 8, 4, 32, 1792, 2, 3, 140),
+        ("145B", 96, 12288, 80, 8, 8, 24, 2304, 2, 2, 148),
+        ("310B", 128, 16384, 96, 8, 16, 15, 2160, 1, 2, 155),
+        ("530B", 128, 20480, 105, 8, 35, 9, 2520, 1, 3, 163),
+        ("1T", 160, 25600, 128, 8, 64, 6, 3072, 1, 1, 163),
+    ]
+    runs = []
+    for name, heads, hidden, layers, tp, pp, dp, batch, micro, chunks, tflops in rows:
+        config = gpt(heads, hidden, layers)
+        layout = Layout(pp=pp, dp=dp, tp=tp, micro_batch_size=micro, recompute="full",
+                        num_micro_batches=batch // dp // micro, **_pipeline(chunks))
+        seconds = step_flops(config, batch, "full").total / (layout.world_size * tflops * 1e12)
+        runs.append(Run(f"Megatron {name}", config, layout, "a100-80", "megatron-2022", seconds,
+                        "Narayanan et al. 2021, table 1"))
+    return runs
+
+
+def korthikanti_2022() -> list[Run]:
+    """Korthikanti et al. 2022, table 5, measured: full against selective recompute."""
+    rows = [  # name, heads, hidden, layers, tp, pp, chunks, batch, micro-batch, s full, s selective
+        ("22B", 64, 6144, 48, 8, 1, 1, 4, 4, 1.42, 1.1),
+        ("175B", 96, 12288, 96, 8, 8, 3, 64, 1, 18.13, 13.75),
+        ("530B", 128, 20480, 105, 8, 35, 3, 280, 1, 49.05, 37.83),
+        ("1T", 160, 25600, 128, 8, 64, 1, 512, 1, 94.42, 71.49),
+    ]
+    runs = []
+    for name, heads, hidden, layers, tp, pp, chunks, batch, micro, full, selective in rows:
+        for recompute, seconds in (("full", full), ("selective", selective)):
+            layout = Layout(pp=pp, tp=tp, sequence_parallel=recompute == "selective",
+                            micro_batch_size=micro, num_micro_batches=batch // micro,
+                            recompute=recompute, **_pipeline(chunks))
+            runs.append(Run(f"{name}, {recompute} recompute", gpt(heads, hidden, layers), layout,
+                            "a100-80", "megatron-2022", seconds,
+                            "Korthikanti et al. 2022, table 5"))
+    return runs
+
+
+def nearest(config: ModelConfig, machine: Hardware, num_devices: int) -> Run:
+    """The published run most like this one: in size, in number of devices, on the same device."""
+    size = math.log(num_parameters(config))
+
+    def distance(run: Run) -> float:
+        return abs(math.log(num_parameters(run.config)) - size) \
+            + abs(math.log(run.layout.world_size / num_devices)) / 2 \
+            + (hardware(run.machine).device.name != machine.device.name)
+    return min(megatron_2021() + korthikanti_2022(), key=distance)
+
+
+# ZeRO (Rajbhandari et al. 2020) table 1, a formula: GB a device at K = 12 for optimizer, + gradient,
+# + parameter sharding.  Cells as printed: some rounded, some cut off.
+ZERO_TABLE_1 = [  # billion parameters, dp, P_os, P_os+g, P_os+g+p
+    (7.5, 1, "120", "120", "120"),
+    (7.5, 4, "52.5", "41.3", "30"),
+    (7.5, 16, "35.6", "21.6", "7.5"),
+    (7.5, 64, "31.4", "16.6", "1.88"),
+    (7.5, 256, "30.4", "15.4", "0.47"),
+    (7.5, 1024, "30.1", "15.1", "0.12"),
+    (128, 1, "2048", "2048", "2048"),
+    (128, 4, "896", "704", "512"),
+    (128, 16, "608", "368", "128"),
+    (128, 64, "536", "284", "32"),
+    (128, 256, "518", "263", "8"),
+    (128, 1024, "513", "257", "2"),
+    (1000, 1, "16000", "16000", "16000"),
+    (1000, 4, "7000", "5500", "4000"),
+    (1000, 16, "4750", "2875", "1000"),
+    (1000, 64, "4187", "2218", "250"),
+    (1000, 256, "4046", "2054", "62.5"),
+    (1000, 1024, "4011", "2013", "15.6"),
+]
+
+# Korthikanti et al. 2022 figure 1, formulas: GiB a device on the first stage, parameters and
+# optimizer (18 bytes for each of 12 L h^2), activations with tp only, with selective recompute and
+# sequence parallel; and figure 7: activations in % of tp only.
+KORTHIKANTI_FIGURE_1 = {
+    "22B": (45.5625, 59.25, 9.5625), "175B": (45.5625, 66.84375, 12.3515625),
+    "530B": (31.640625, 114.0234375, 23.076171875), "1T": (32.958984375, 131.25, 26.5625),
+}
+KORTHIKANTI_FIGURE_7 = {  # sequence parallel, selective, both, full
+    "22B": (66.84, 49.42, 16.18, 7.64), "175B": (62.04, 56.53, 18.49, 8.71),
+    "530B": (58.31, 62.04, 20.27, 9.42), "1T": (58.31, 62.04, 20.27, 9.42),
+}
+
+# Qi et al. 2023 tables 5 and 9: bubble rates computed from profiled milliseconds.
+ZERO_BUBBLE_RATES = [  # name, p, m, 1F1B, interleaved, ZB-H1, ZB-H2, T_F, T_B, T_W, T_comm
+    ("1.5B", 8, 24, 0.2431, 0.1055, 0.1585, 0.1083, 18.522, 18.086, 9.337, 0.601),
+    ("1.5B", 8, 32, 0.1985, 0.0818, 0.1242, 0.0837, 18.513, 18.086, 9.331, 0.626),
+    ("1.5B", 8, 64, 0.124, 0.0443, 0.0674, 0.0444, 18.546, 18.097, 9.321, 0.762),
+    ("6.2B", 8, 24, 0.2347, 0.0808, 0.1323, 0.0698, 29.718, 29.444, 19.927, 0.527),
+    ("6.2B", 8, 32, 0.1898, 0.0628, 0.1045, 0.0559, 29.802, 29.428, 19.53, 0.577),
+    ("6.2B", 8, 64, 0.1091, 0.032, 0.0554, 0.0294, 29.935, 29.621, 19.388, 0.535),
+    ("14.6B", 16, 48, 0.2552, 0.1104, 0.1397, 0.0672, 11.347, 11.248, 8.132, 0.377),
+    ("14.6B", 16, 64, 0.2082, 0.0852, 0.1088, 0.0516, 11.307, 11.254, 8.101, 0.379),
+    ("14.6B", 16, 128, 0.1251, 0.0445, 0.0576, 0.0266, 11.325, 11.308, 8.109, 0.378),
+    ("28.3B", 32, 96, 0.2646, 0.1493, 0.1421, 0.0641, 10.419, 10.207, 7.715, 0.408),
+    ("28.3B", 32, 128, 0.2168, 0.1164, 0.1106, 0.049, 10.408, 10.204, 7.703, 0.408),
+    ("28.3B", 32, 256, 0.1352, 0.0624, 0.0594, 0.0257, 10.402, 10.248, 7.698, 0.46),
+]
