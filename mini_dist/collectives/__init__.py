@@ -1,0 +1,79 @@
+"""Collectives from nothing but messages between two ranks.
+
+    messages.py          send, recv, exchange: all that torch.distributed is asked for
+    ring.py              reduce-scatter, all-gather, and both together: the all-reduce
+    star_tree.py         broadcast, reduce, gather, scatter; the all-reduce through rank 0
+    halving_doubling.py  fewer rounds than the ring: partners at powers of two
+    pipelined_ring.py    the ring made fast
+    hierarchical.py      nodes x ranks in a node
+    pairwise.py          everyone with everyone; the barrier
+    choose.py            all_reduce(x, group, op=..., algorithm="auto") and its like
+
+What holds for all of them:
+* All ranks of the group call it, with tensors of the same dtype and, where not said otherwise,
+  the same shape. They return new tensors and change no argument. Peers, roots and results are in
+  ranks of the group.
+* A tensor is cut along dim 0 (an all-reduce: flattened) into parts that differ by at most one row,
+  the longer ones first, as torch.tensor_split does. Parts may be empty, and so may x.
+* Sums are taken in the dtype of the tensor and rounded after each addition: float16 and bfloat16
+  lose digits with every rank, as in NCCL's ring. Pass x.float() where that matters.
+* In which order an element is summed depends on its place, the number of ranks and the algorithm,
+  never on timing, and one rank's sum goes to all: a result is bit-identical on all ranks and runs.
+  Different algorithms round differently.
+"""
+
+from .pairwise import barrier, pairwise_all_to_all
+from .choose import all_gather, all_reduce, all_to_all, broadcast, reduce, reduce_scatter
+from .halving_doubling import (
+    halving_doubling_all_reduce,
+    recursive_doubling_all_gather,
+    recursive_halving_reduce_scatter,
+)
+from .hierarchical import hierarchical_all_reduce
+from .messages import collective, exchange, recv, send, split_sizes, start, wait
+from .pipelined_ring import pipelined_ring_all_reduce
+from .ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from .star_tree import (
+    gather,
+    scatter,
+    star_all_reduce,
+    star_broadcast,
+    star_reduce,
+    tree_all_reduce,
+    tree_broadcast,
+    tree_reduce,
+)
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "collective",
+    "exchange",
+    "gather",
+    "halving_doubling_all_reduce",
+    "hierarchical_all_reduce",
+    "pairwise_all_to_all",
+    "pipelined_ring_all_reduce",
+    "recursive_doubling_all_gather",
+    "recursive_halving_reduce_scatter",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "ring_all_gather",
+    "ring_all_reduce",
+    "ring_reduce_scatter",
+    "scatter",
+    "send",
+    "split_sizes",
+    "star_all_reduce",
+    "star_broadcast",
+    "star_reduce",
+    "start",
+    "tree_all_reduce",
+    "tree_broadcast",
+    "tree_reduce",
+    "wait",
+]

@@ -1,0 +1,171 @@
+"""The front door: one name an operation; which algorithm is chosen by size and number of ranks.
+
+    all_reduce(x, group)                                # the fastest here for this size
+    all_reduce(x, group, op="mean", algorithm="ring")   # or the one you name
+
+All ranks must arrive at the same choice, so it depends only on what they share: the number of
+ranks and the bytes of the whole. The limits were measured with gloo on one machine
+(benchmarks/collectives.py); lesson 04 finds yours.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .pairwise import pairwise_all_to_all
+from .halving_doubling import (
+    halving_doubling_all_reduce,
+    power_of_two,
+    recursive_doubling_all_gather,
+    recursive_halving_reduce_scatter,
+)
+from .hierarchical import hierarchical_all_reduce
+from .messages import collective
+from .pipelined_ring import pipelined_ring_all_reduce
+from .ring import check_sizes, ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from .star_tree import (
+    star_all_reduce,
+    star_broadcast,
+    star_reduce,
+    tree_all_reduce,
+    tree_broadcast,
+    tree_reduce,
+)
+
+# Up to these bytes of the whole tensor, latency decides, and the fewest messages win.
+STAR_BYTES = 32 << 10
+# Up to these, the fewest rounds win; beyond, the fewest bytes and a steady flow.
+ROUNDS_BYTES = 4 << 20
+
+BROADCAST = {"star": star_broadcast, "tree": tree_broadcast}
+REDUCE = {"star": star_reduce, "tree": tree_reduce}
+ALL_GATHER = {"ring": ring_all_gather, "doubling": recursive_doubling_all_gather}
+REDUCE_SCATTER = {"ring": ring_reduce_scatter, "halving": recursive_halving_reduce_scatter}
+ALL_REDUCE = {
+    "star": star_all_reduce,
+    "tree": tree_all_reduce,
+    "ring": ring_all_reduce,
+    "pipelined_ring": pipelined_ring_all_reduce,
+    "halving_doubling": halving_doubling_all_reduce,
+}
+
+
+@collective
+def broadcast(x: torch.Tensor, root: int, group, algorithm: str = "auto") -> torch.Tensor:
+    """Every rank returns the root's x. x: the same shape and dtype on all ranks.
+
+    algorithm: "star", "tree", or "auto".
+    """
+    auto = "star" if group.size() <= 3 else "tree"
+    return pick(BROADCAST, algorithm, auto)(x, root, group)
+
+
+@collective
+def reduce(
+    x: torch.Tensor, root: int, group, op: str = "sum", algorithm: str = "auto"
+) -> torch.Tensor | None:
+    """The root returns x reduced over all ranks, the others None.
+
+    op: "sum", "mean", "max" or "min". algorithm: "star", "tree", or "auto".
+    """
+    auto = "star" if x.nbytes <= STAR_BYTES else "tree"
+    function = pick(REDUCE, algorithm, auto)
+    return finish(function(x, root, group, begin(op, x)), op, group)
+
+
+@collective
+def all_gather(
+    x: torch.Tensor, group, sizes: list[int] | None = None, dim: int = 0, algorithm: str = "auto"
+) -> torch.Tensor:
+    """Every rank returns all ranks' x, concatenated along `dim` in rank order.
+
+    sizes: every rank's x.shape[dim], where they differ. algorithm: "ring", "doubling", or "auto".
+    """
+    x = x.movedim(dim, 0)
+    sizes = check_sizes(x, sizes, group)
+    nbytes = sum(sizes) * (x.nbytes // max(len(x), 1))
+    function = pick(ALL_GATHER, algorithm, by_rounds(nbytes, group, "doubling", "ring"))
+    return function(x, group, sizes).movedim(0, dim)
+
+
+@collective
+def reduce_scatter(
+    x: torch.Tensor, group, op: str = "sum", dim: int = 0, algorithm: str = "auto"
+) -> torch.Tensor:
+    """Cut x along `dim` into n chunks; rank r returns chunk r, reduced over all ranks.
+
+    If n does not divide x.shape[dim], the first chunks are one longer (as torch.tensor_split).
+    op: "sum", "mean", "max" or "min". algorithm: "ring", "halving", or "auto".
+    """
+    function = pick(REDUCE_SCATTER, algorithm, by_rounds(x.nbytes, group, "halving", "ring"))
+    chunk = function(x.movedim(dim, 0), group, begin(op, x)).movedim(0, dim)
+    return finish(chunk, op, group)
+
+
+@collective
+def all_reduce(
+    x: torch.Tensor,
+    group,
+    op: str = "sum",
+    algorithm: str = "auto",
+    ranks_per_node: int | None = None,
+) -> torch.Tensor:
+    """Every rank returns x reduced over all ranks, the same to the last bit.
+
+    op: "sum", "mean" (the sum, divided at the end), "max" or "min". algorithm: "star", "tree",
+    "ring", "pipelined_ring", "halving_doubling", "hierarchical" (with `ranks_per_node`) or "auto".
+    """
+    ways = dict(ALL_REDUCE)
+    ways["hierarchical"] = lambda *args: hierarchical_all_reduce(*args[:2], ranks_per_node, args[2])
+    auto = by_rounds(x.nbytes, group, "halving_doubling", "pipelined_ring")
+    auto = "star" if x.nbytes <= STAR_BYTES else auto
+    return finish(pick(ways, algorithm, auto)(x, group, begin(op, x)), op, group)
+
+
+@collective
+def all_to_all(
+    x: torch.Tensor,
+    group,
+    input_splits: list[int] | None = None,
+    output_splits: list[int] | None = None,
+    algorithm: str = "auto",
+) -> torch.Tensor:
+    """Rank r sends the d-th part of its x (along dim 0) to rank d; returns what it got, in order.
+
+    input_splits, output_splits: rows to and from each rank, where they are not even.
+    algorithm: "pairwise" or "auto".
+    """
+    function = pick({"pairwise": pairwise_all_to_all}, algorithm, "pairwise")
+    return function(x, group, input_splits, output_splits)
+
+
+def by_rounds(nbytes: int, group, few_rounds: str, few_bytes: str) -> str:
+    """Folding to a power of two costs bytes, so elsewhere the ring wins sooner."""
+    folded = power_of_two(group.size()) < group.size()
+    limit = ROUNDS_BYTES // 8 if folded else ROUNDS_BYTES
+    return few_rounds if nbytes <= limit else few_bytes
+
+
+def pick(ways: dict, algorithm: str, auto: str):
+    if algorithm == "auto":
+        algorithm = auto
+    if algorithm not in ways:
+        known = ", ".join(f'"{name}"' for name in ways)
+        raise ValueError(f'algorithm={algorithm!r} is none of {known}, "auto"')
+    return ways[algorithm]
+
+
+def begin(op: str, x: torch.Tensor) -> str:
+    """What travels for `op`: a mean is a sum until the end."""
+    if op != "mean":
+        return op
+    if not (x.is_floating_point() or x.is_complex()):
+        raise ValueError(
+            f'op="mean" of {x.dtype} would have to round: take op="sum" and divide as you need, '
+            f"or pass x.float()"
+        )
+    return "sum"
+
+
+def finish(total: torch.Tensor | None, op: str, group) -> torch.Tensor | None:
+    return total / group.size() if op == "mean" and total is not None else total

@@ -1,0 +1,131 @@
+"""Recursive halving and doubling: partners at distances of powers of two, log2 n rounds.
+
+Ranks talk in pairs, rank ^ distance. Halving: each pair splits what it has in two, and each keeps
+the sum of one half. Doubling: each pair puts together what its two have. Thakur, Rabenseifner and
+Gropp 2005, section 4. Legend: n ranks, N bytes, m the largest power of two <= n.
+
+Folding: if n is no power of two, each of the n-m extra ranks (m, m+1, ...) gives what it has to a
+partner (rank - m) beforehand and is handed its result at the end. It costs two rounds more, and
+an all-reduce moves 2 (n-m) N bytes more than on m ranks; for these n the ring moves fewer.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .messages import collective, exchange, recv, reduction, send, split_sizes
+from .ring import check_sizes
+
+
+@collective
+def recursive_halving_reduce_scatter(x: torch.Tensor, group, op: str = "sum") -> torch.Tensor:
+    """Cut x along dim 0 into n chunks; rank r returns chunk r, reduced over all ranks.
+
+    x: [L, ...] on every rank -> [L/n, ...]; the first L % n chunks have one row more.
+    Cost: log2 n rounds and (n-1)/n N bytes a rank if n is a power of two.
+    """
+    rank, size, add = group.rank(), group.size(), reduction(op, x)
+    m, rows = power_of_two(size), split_sizes(len(x), size)
+    if rank >= m:
+        return exchange(x, rank - m, rank - m, group, like=x[: rows[rank]])
+    if rank + m < size:
+        x = add(x, recv(x, rank + m, group))
+    if m < size:  # bring together the chunks of a rank and of the extra one it stands for
+        chunks = x.tensor_split(size)
+        x = torch.cat([chunk for place in range(m) for chunk in chunks[place::m]])
+    x = halve(x, [sum(rows[place::m]) for place in range(m)], group, add)
+    if rank + m < size:
+        x, theirs = x.split([rows[rank], rows[rank + m]])
+        send(theirs, rank + m, group)
+    return x.clone()
+
+
+@collective
+def recursive_doubling_all_gather(
+    x: torch.Tensor, group, sizes: list[int] | None = None
+) -> torch.Tensor:
+    """Every rank returns all ranks' x, concatenated along dim 0 in rank order.
+
+    x: [L, ...] -> [n L, ...]; if L differs from rank to rank, all pass the same `sizes`, a list of
+    every rank's L. Cost: log2 n rounds and (n-1) L rows a rank if n is a power of two.
+    """
+    rank, size = group.rank(), group.size()
+    sizes = check_sizes(x, sizes, group)
+    m = power_of_two(size)
+    if rank >= m:
+        whole = x.new_empty(sum(sizes), *x.shape[1:])
+        return exchange(x, rank - m, rank - m, group, out=whole)
+    if rank + m < size:
+        theirs = x.new_empty(sizes[rank + m], *x.shape[1:])
+        x = torch.cat([x, recv(theirs, rank + m, group)])
+    x = double(x, [sum(sizes[place::m]) for place in range(m)], group)
+    if m < size:  # back into rank order
+        order = [chunk for place in range(m) for chunk in range(place, size, m)]
+        parts = dict(zip(order, x.split([sizes[chunk] for chunk in order])))
+        x = torch.cat([parts[chunk] for chunk in range(size)])
+    if rank + m < size:
+        send(x, rank + m, group)
+    return x
+
+
+@collective
+def halving_doubling_all_reduce(x: torch.Tensor, group, op: str = "sum") -> torch.Tensor:
+    """Reduce x over the group: halve among m ranks, then double; bit-identical on all ranks.
+
+    x: any shape -> the same. As few bytes as the ring, in 2 log2 n rounds instead of 2(n-1), if n
+    is a power of two; else see folding above.
+    """
+    rank, size, add = group.rank(), group.size(), reduction(op, x)
+    m, flat = power_of_two(size), x.flatten()
+    if rank >= m:
+        return exchange(flat, rank - m, rank - m, group).view(x.shape)
+    if rank + m < size:
+        flat = add(flat, recv(flat, rank + m, group))
+    rows = split_sizes(len(flat), m)
+    flat = double(halve(flat, rows, group, add), rows, group)
+    if rank + m < size:
+        send(flat, rank + m, group)
+    return flat.view(x.shape)
+
+
+def halve(x: torch.Tensor, rows: list[int], group, add) -> torch.Tensor:
+    """Ranks 0 ... m-1 hold an x of m blocks with these rows; each returns its block's sum."""
+    rank = group.rank()
+    while len(rows) > 1:
+        half = len(rows) // 2
+        lower, upper = x.split([sum(rows[:half]), sum(rows[half:])])
+        if rank & half:  # it is among the upper half of those who still talk to each other
+            keep, give, rows = upper, lower, rows[half:]
+        else:
+            keep, give, rows = lower, upper, rows[:half]
+        x = add(keep, exchange(give, rank ^ half, rank ^ half, group, like=keep))
+    return x
+
+
+def double(block: torch.Tensor, rows: list[int], group) -> torch.Tensor:
+    """Halving backwards: each of m ranks holds a block with these rows; all return all blocks."""
+    rank = group.rank()
+    whole = block.new_empty(sum(rows), *block.shape[1:])
+    blocks = whole.split(rows)
+    blocks[rank].copy_(block)
+    distance = 1
+    while distance < len(rows):
+        first = rank & -distance  # of the `distance` blocks that this rank has by now
+        theirs = first ^ distance
+        exchange(
+            span(whole, rows, first, distance),
+            *(rank ^ distance, rank ^ distance, group),
+            out=span(whole, rows, theirs, distance),
+        )
+        distance *= 2
+    return whole
+
+
+def span(whole: torch.Tensor, rows: list[int], first: int, count: int) -> torch.Tensor:
+    """`count` neighbouring blocks of `whole`, from block `first` on."""
+    return whole.narrow(0, sum(rows[:first]), sum(rows[first : first + count]))
+
+
+def power_of_two(size: int) -> int:
+    """The largest power of two that is not above `size`."""
+    return 1 << (size.bit_length() - 1)

@@ -1,0 +1,117 @@
+"""Messages between two ranks: the only place where collectives touch torch.distributed.
+
+Peers are ranks of the group. A message has no envelope: the receiver must know shape and dtype.
+Messages from one rank to another arrive in the order in which they were sent.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..ledger.recording import recorded
+
+
+def send(x: torch.Tensor, to: int, group) -> None:
+    """Send x and return when it may be changed again. The receiver has then begun to receive it."""
+    wait(start(group, sends=[(x.contiguous(), to)]))
+
+
+def recv(like: torch.Tensor, source: int, group) -> torch.Tensor:
+    """Receive a new tensor with the shape and dtype of `like`, whose values are not read."""
+    incoming = empty(like)
+    wait(start(group, receives=[(incoming, source)]))
+    return incoming
+
+
+def exchange(x, to: int, source: int, group, *, like=None, out=None) -> torch.Tensor:
+    """Send x while receiving something else: `like` x unless told, into `out` if given.
+
+    If everyone sent first, everyone would wait for ever for a receiver: a message needs both.
+    """
+    incoming = empty(x if like is None else like) if out is None else out
+    wait(start(group, receives=[(incoming, source)], sends=[(x.contiguous(), to)]))
+    return incoming
+
+
+def start(group, receives=(), sends=()) -> list:
+    """Begin messages, given as (tensor, peer), and return their handles: receives, then sends.
+
+    Keep the handles until they are waited for: a message whose handle is dropped may be lost.
+    Receives come first, since the data of a message starts to flow when its receive is posted.
+    """
+    on_gpu = any(tensor.is_cuda for tensor, _ in (*receives, *sends))
+    if not on_gpu:
+        works = [group.recv([tensor], source, 0) for tensor, source in receives]
+        return works + [group.send([tensor], to, 0) for tensor, to in sends]
+    # NCCL runs its calls one after the other, so that a receive would block the send after it;
+    # between start and end of coalescing they are one call.
+    device = (*receives, *sends)[0][0].device
+    group._start_coalescing(device)
+    for tensor, source in receives:
+        group.recv([tensor], source, 0)
+    for tensor, to in sends:
+        group.send([tensor], to, 0)
+    return [group._end_coalescing(device)]
+
+
+def wait(handles: list) -> None:
+    for handle in handles:
+        handle.wait()
+
+
+def empty(like: torch.Tensor) -> torch.Tensor:
+    """A contiguous new tensor: what messages are made of."""
+    return torch.empty_like(like, memory_format=torch.contiguous_format, requires_grad=False)
+
+
+def collective(function):
+    """Decorator of every collective: one entry in the ledger, the parent of its messages.
+
+    Autograd does not look inside: a collective is no differentiable function (ops.py has those).
+    """
+    return recorded(torch.no_grad()(function))
+
+
+def split_sizes(length: int, parts: int) -> list[int]:
+    """Lengths that differ by at most one, the longer ones first, as torch.tensor_split cuts."""
+    return [length // parts + (part < length % parts) for part in range(parts)]
+
+
+class Members:
+    """Some ranks of a group, in the given order, as a group of their own: no set-up, no cost."""
+
+    def __init__(self, group, ranks):
+        self.whole, self.ranks = group, list(ranks)
+        self.recorder, self.group_name = getattr(group, "recorder", None), group.group_name
+
+    def rank(self) -> int:
+        return self.ranks.index(self.whole.rank())
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def send(self, tensors, to, tag):
+        return self.whole.send(tensors, self.ranks[to], tag)
+
+    def recv(self, tensors, source, tag):
+        return self.whole.recv(tensors, self.ranks[source], tag)
+
+    def _start_coalescing(self, device):
+        self.whole._start_coalescing(device)
+
+    def _end_coalescing(self, device):
+        return self.whole._end_coalescing(device)
+
+
+REDUCTIONS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+def reduction(op: str, x: torch.Tensor):
+    """The function of two tensors that `op` names; each call rounds once, to the tensors' dtype."""
+    if op not in REDUCTIONS:
+        known = ", ".join(f'"{name}"' for name in REDUCTIONS)
+        also = ' ("mean" is known to reduce, reduce_scatter and all_reduce)' * (op == "mean")
+        raise ValueError(f"op={op!r} is none of {known}{also}")
+    if op == "sum" and x.dtype == torch.bool:
+        raise ValueError('op="sum" of torch.bool: count with x.int(), or use op="max" for "any"')
+    return REDUCTIONS[op]

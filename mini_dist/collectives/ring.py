@@ -1,0 +1,78 @@
+"""The ring: everyone sends to the next rank, everyone receives from the one before.
+
+    rank 0 -> rank 1 -> rank 2 -> ... -> rank n-1 -> rank 0
+
+No rank is a centre, every link carries the same, and no algorithm can move fewer bytes
+(Patarasuk and Yuan 2009). Legend: n ranks, N bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .messages import collective, exchange, reduction, split_sizes
+
+
+@collective
+def ring_reduce_scatter(x: torch.Tensor, group, op: str = "sum") -> torch.Tensor:
+    """Cut x along dim 0 into n chunks; rank r returns chunk r, reduced over all ranks.
+
+    x: [L, ...] on every rank -> [L/n, ...]; the first L % n chunks have one row more.
+    Cost: n-1 rounds; a rank sends every chunk but its own, (n-1)/n N bytes.
+    """
+    rank, size, add = group.rank(), group.size(), reduction(op, x)
+    after, before = (rank + 1) % size, (rank - 1) % size
+    chunks = x.tensor_split(size)
+    # Chunk c starts at rank c+1 and collects one term a rank on its way home to rank c.
+    # (Indices run below 0 and wrap, as the ring does.)
+    partial = chunks[rank - 1].clone()
+    for step in range(2, size + 1):
+        mine = chunks[rank - step]
+        partial = add(exchange(partial, after, before, group, like=mine), mine)
+    return partial
+
+
+@collective
+def ring_all_gather(x: torch.Tensor, group, sizes: list[int] | None = None) -> torch.Tensor:
+    """Every rank returns all ranks' x, concatenated along dim 0 in rank order.
+
+    x: [L, ...] -> [n L, ...]; if L differs from rank to rank, all pass the same `sizes`, a list of
+    every rank's L. Cost: n-1 rounds; a rank sends every part but its successor's.
+    """
+    rank, size = group.rank(), group.size()
+    after, before = (rank + 1) % size, (rank - 1) % size
+    sizes = check_sizes(x, sizes, group)
+    whole = x.new_empty(sum(sizes), *x.shape[1:])
+    parts = whole.split(sizes)
+    parts[rank].copy_(x)
+    for step in range(1, size):  # pass on what came last, receive the one before it
+        exchange(parts[rank - step + 1], after, before, group, out=parts[rank - step])
+    return whole
+
+
+@collective
+def ring_all_reduce(x: torch.Tensor, group, op: str = "sum") -> torch.Tensor:
+    """Reduce x over the group in 2(n-1) rounds: first scatter the sums, then gather them.
+
+    x: any shape, any length -> the same shape, bit-identical on all ranks. A rank sends
+    2(n-1)/n N bytes, the least that any algorithm can.
+    """
+    flat = x.flatten()
+    chunk = ring_reduce_scatter(flat, group, op)
+    sizes = split_sizes(len(flat), group.size())
+    return ring_all_gather(chunk, group, sizes).view(x.shape)
+
+
+def check_sizes(x: torch.Tensor, sizes: list[int] | None, group) -> list[int]:
+    """Rows of every rank's part; raises where they cannot be."""
+    rank, size = group.rank(), group.size()
+    if x.dim() == 0:
+        raise ValueError("a tensor of no dimension has no rows to concatenate: pass x.reshape(1)")
+    if sizes is None:
+        return [len(x)] * size
+    if len(sizes) != size or sizes[rank] != len(x):
+        raise ValueError(
+            f"sizes={sizes} does not fit {size} ranks of which rank {rank} has {len(x)} rows: "
+            f"give the number of rows of each rank"
+        )
+    return sizes

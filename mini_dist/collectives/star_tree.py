@@ -1,0 +1,149 @@
+"""One root and everyone else: broadcast, reduce, gather, scatter, as a star or as a binomial tree.
+
+In a star the root deals with each rank itself: n-1 messages through its one link. In a tree
+whoever has the data passes it on, so log2 n rounds do. Legend: n ranks, N bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from .messages import collective, empty, exchange, recv, reduction, send, start, wait
+from .ring import check_sizes
+
+
+@collective
+def star_broadcast(x: torch.Tensor, root: int, group) -> torch.Tensor:
+    """Every rank returns the root's x: [...], the same shape and dtype on all ranks.
+
+    Elsewhere than on the root the values of x are not read. The root sends (n-1) N bytes.
+    """
+    check_root(root, group)
+    if group.rank() != root:
+        return recv(x, root, group)
+    x = x.contiguous()
+    wait(start(group, sends=[(x, peer) for peer in range(group.size()) if peer != root]))
+    return x.clone()
+
+
+@collective
+def tree_broadcast(x: torch.Tensor, root: int, group) -> torch.Tensor:
+    """Every rank returns the root's x, in ceil(log2 n) rounds: in each, twice as many have it.
+
+    Nobody sends more than ceil(log2 n) N bytes; in all it is (n-1) N, as for the star.
+    """
+    check_root(root, group)
+    size = group.size()
+    place = (group.rank() - root) % size  # the root is at place 0
+    x, have = x.clone(), 1  # places 0 ... have-1 have the data
+    while have < size:
+        if place < have and place + have < size:
+            send(x, (root + place + have) % size, group)
+        elif have <= place < 2 * have:
+            x = recv(x, (root + place - have) % size, group)
+        have *= 2
+    return x
+
+
+@collective
+def star_reduce(x: torch.Tensor, root: int, group, op: str = "sum") -> torch.Tensor | None:
+    """The root returns x reduced over all ranks, taken in rank order; the others None.
+
+    Every other rank sends N bytes, and the root receives (n-1) N.
+    """
+    check_root(root, group)
+    add = reduction(op, x)
+    if group.rank() != root:
+        return send(x, root, group)
+    terms = [x if rank == root else empty(x) for rank in range(group.size())]
+    receive_all(terms, root, group)
+    return functools.reduce(add, terms[1:], terms[0].clone())
+
+
+@collective
+def tree_reduce(x: torch.Tensor, root: int, group, op: str = "sum") -> torch.Tensor | None:
+    """The root returns x reduced over all ranks, in ceil(log2 n) rounds; the others None.
+
+    The broadcast run backwards: in each round half of those who still hold a term hand it over.
+    """
+    check_root(root, group)
+    size, add = group.size(), reduction(op, x)
+    place = (group.rank() - root) % size
+    x = x.clone()
+    half = 1 << max(size - 1, 0).bit_length()  # a power of two, not below n
+    while half > 1:
+        half //= 2
+        if half <= place < 2 * half:
+            return send(x, (root + place - half) % size, group)
+        if place + half < size:
+            x = add(x, recv(x, (root + place + half) % size, group))
+    return x
+
+
+@collective
+def gather(x: torch.Tensor, root: int, group, sizes: list[int] | None = None):
+    """The root returns all ranks' x, concatenated along dim 0 in rank order; the others None.
+
+    x: [L, ...] -> [n L, ...] on the root. If L differs from rank to rank, pass `sizes`, a list of
+    every rank's L. Every other rank sends its part once.
+    """
+    check_root(root, group)
+    sizes = check_sizes(x, sizes, group)
+    if group.rank() != root:
+        return send(x, root, group)
+    parts = [x.new_empty(rows, *x.shape[1:]) for rows in sizes]
+    parts[root] = x
+    receive_all(parts, root, group)
+    return torch.cat(parts)
+
+
+@collective
+def scatter(x: torch.Tensor, root: int, group) -> torch.Tensor:
+    """Cut the root's x along dim 0 into n chunks; rank r returns chunk r.
+
+    x: [L, ...], of the same shape and dtype on all ranks -> [L/n, ...]; the first L % n chunks have
+    one row more. Elsewhere than on the root its values are not read.
+    """
+    check_root(root, group)
+    rank, chunks = group.rank(), x.tensor_split(group.size())
+    if rank != root:
+        return recv(chunks[rank], root, group)
+    parcels = [(chunk.contiguous(), peer) for peer, chunk in enumerate(chunks) if peer != root]
+    wait(start(group, sends=parcels))
+    return chunks[root].clone()
+
+
+@collective
+def star_all_reduce(x: torch.Tensor, group, op: str = "sum") -> torch.Tensor:
+    """Gather on rank 0, add up in rank order, broadcast: few messages, and all through one rank.
+
+    Best for small tensors; rank 0 sends and receives (n-1) N bytes, every other rank N.
+    """
+    add = reduction(op, x)
+    if group.rank() != 0:  # waiting for the result already while sending saves a round
+        return exchange(x, 0, 0, group)
+    terms = [x.contiguous().clone(), *(empty(x) for _ in range(1, group.size()))]
+    receive_all(terms, 0, group)
+    total = functools.reduce(add, terms)
+    wait(start(group, sends=[(total, peer) for peer in range(1, group.size())]))
+    return total
+
+
+@collective
+def tree_all_reduce(x: torch.Tensor, group, op: str = "sum") -> torch.Tensor:
+    """Reduce up a binomial tree and broadcast down it: 2 ceil(log2 n) rounds of N bytes."""
+    total = tree_reduce(x, 0, group, op)
+    return tree_broadcast(x if total is None else total, 0, group)
+
+
+def receive_all(parts: list[torch.Tensor], root: int, group) -> None:
+    """Fill everyone's part but the root's own: all receives posted at once, nobody has to queue."""
+    others = [(part, peer) for peer, part in enumerate(parts) if peer != root]
+    wait(start(group, receives=others))
+
+
+def check_root(root: int, group) -> None:
+    if not 0 <= root < group.size():
+        raise ValueError(f"root={root} is no rank of this group: give 0 to {group.size() - 1}")
