@@ -115,3 +115,14 @@ def traffic(ledger: Ledger, title: str = "") -> Picture:
 
 
 UNITS = [(1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")]
+
+
+def curve(lines: dict[str, list[float]], x: str, y: str) -> Picture:
+    """One line per entry over its index, as a loss over steps."""
+    figure, axes = canvas(6, 3)
+    for label, values in lines.items():
+        axes.plot(values, label=label, linewidth=1.6)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.legend(frameon=False, fontsize=8)
+    return Picture(figure, f"{y} over {x}: " + "; ".join(lines))

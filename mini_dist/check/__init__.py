@@ -1,0 +1,35 @@
+"""Exercises that judge structure: `check.NAME(your_function)`.
+
+    check.ring_all_reduce(my_all_reduce)      # values, bytes, rounds, route; and a hint if wrong
+    check.ring_all_reduce.hint(1)             # then hint(2), skeleton(), solution()
+
+MINI_DIST_STRICT=1 in the environment, for graders, makes anything but a right answer by the
+learner's own code an error.
+"""
+
+import importlib
+
+from .exercise import CheckFailed, Exercise, Verdict
+
+_FILES = ("collectives", "data_parallel")  # one a lesson or two
+
+__all__ = ["CheckFailed", "Exercise", "Verdict"]
+
+
+def exercises() -> dict[str, Exercise]:
+    """All exercises of the course, by name."""
+    modules = [importlib.import_module(f".{name}", __name__) for name in _FILES]
+    return {exercise.name: exercise for module in modules for exercise in module.EXERCISES}
+
+
+def __getattr__(name: str) -> Exercise:
+    if not name.startswith("_"):
+        found = exercises()
+        if name in found:
+            return found[name]
+        raise AttributeError(f"no exercise is called {name!r}; there are {', '.join(found)}")
+    raise AttributeError(name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *exercises()])

@@ -1,0 +1,427 @@
+"""Exercises of lesson 03: the ring's two halves, all-reduce, all-to-all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ..collectives import pairwise_all_to_all, ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from .exercise import Exercise, Line, Trial
+
+
+@dataclass(frozen=True)
+class Case:
+    """What each rank puts in: whole numbers, so that sums are exact in any order."""
+
+    length: int
+    dtype: torch.dtype = torch.float64
+
+    def input(self, rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 + rank)
+        return torch.randint(-50, 50, (self.length,), generator=generator).to(self.dtype)
+
+    def inputs(self, size: int) -> list[torch.Tensor]:
+        return [self.input(rank) for rank in range(size)]
+
+
+# The first is the one whose numbers are shown. One rank is a group, too; 7 numbers are no multiple
+# of 3, which reduce-scatter has to bear.
+CASES = [(4, Case(1000)), (3, Case(7, torch.int64)), (2, Case(10)), (1, Case(5))]
+EQUAL = [(4, Case(1000)), (3, Case(6, torch.int64)), (2, Case(10)), (1, Case(5))]
+
+
+def trial(fn: Callable, case: Case, group):
+    x = case.input(group.rank())
+    result = fn(x, group)
+    return result, torch.equal(x, case.input(group.rank()))
+
+
+@dataclass
+class Target:
+    """What a right answer gives for the inputs of all ranks, and what its run may cost.
+
+    values: inputs -> results, rank by rank. chunks: how many n-ths of its input a rank sends.
+    """
+
+    values: Callable[[list[torch.Tensor]], list[torch.Tensor]]
+    nbytes: Callable[[int, int], float]  # (bytes of one rank's input, ranks) -> sent by a rank
+    rounds: Callable[[int], int]
+    mistakes: Callable[[Measured], str]
+    ring: bool = True
+
+
+class Measured:
+    """The numbers of one trial, by the names that hints speak of."""
+
+    def __init__(self, trial: Trial, target: Target):
+        run, self.size = trial.run, trial.run.world_size
+        self.inputs = trial.case.inputs(self.size)
+        self.input_bytes = self.inputs[0].nbytes
+        self.results = [result for result, _ in run.results]
+        self.unchanged = all(unchanged for _, unchanged in run.results)
+        self.expected = target.values(self.inputs)
+        leaves = list(run.ledger.leaves())
+        self.native = sorted({c.op for c in leaves if c.op not in ("send", "recv")})
+        self.sent = [run.ledger.total_bytes(rank=rank) for rank in range(self.size)]
+        self.rounds = [
+            sum(1 for c in leaves if c.rank == rank and c.op == "send") for rank in range(self.size)
+        ]
+        self.traffic = run.ledger.traffic()
+        self.right = [equal(a, b) for a, b in zip(self.results, self.expected)]
+
+    @property
+    def is_ring(self) -> bool:
+        """Everyone sends to one neighbour, all in the same direction."""
+        steps = {
+            (to - rank) % self.size
+            for rank, row in enumerate(self.traffic)
+            for to, nbytes in enumerate(row)
+            if nbytes
+        }
+        return steps <= {1} or steps <= {self.size - 1}
+
+    @property
+    def hub(self) -> int | None:
+        """The rank that every message comes from or goes to, if there is one."""
+        for hub in range(self.size):
+            others = [r for r in range(self.size) if r != hub]
+            if self.size > 2 and all(self.traffic[a][b] == 0 for a in others for b in others):
+                return hub
+        return None
+
+    def results_are(self, values: list[torch.Tensor]) -> bool:
+        return all(close(a, b) for a, b in zip(self.results, values))
+
+
+def equal(result, expected: torch.Tensor) -> bool:
+    return (
+        isinstance(result, torch.Tensor)
+        and result.dtype == expected.dtype
+        and torch.equal(result, expected)
+    )
+
+
+def close(result, expected: torch.Tensor) -> bool:
+    return (
+        isinstance(result, torch.Tensor)
+        and result.shape == expected.shape
+        and torch.allclose(result.double(), expected.double())
+    )
+
+
+def judge(target: Target):
+    """Lines for the first case and whatever fails in the others; the first hint that fits."""
+
+    def judge_trials(trials: list[Trial]) -> tuple[list[Line], str]:
+        lines, hint = [], ""
+        for number, one in enumerate(trials):
+            measured = Measured(one, target)
+            found = describe(measured, target)
+            where = f" ({measured.size} ranks, {one.case.length} numbers)" * (number > 0)
+            for line in found:
+                if number == 0 or not line.ok:
+                    line.what += where
+                    lines.append(line)
+            if not hint and not all(line.ok for line in found):
+                hint = general_mistake(measured) or target.mistakes(measured)
+        return lines, hint
+
+    return judge_trials
+
+
+def describe(measured: Measured, target: Target) -> list[Line]:
+    size = measured.size
+    bytes_wanted = target.nbytes(measured.input_bytes, size)
+    exact = measured.input_bytes % size == 0
+    lines = [
+        Line("right values on", f"{sum(measured.right)} of {size} ranks", f"{size} of {size} ranks",
+             all(measured.right)),
+        Line("the input is unchanged", measured.unchanged, True, measured.unchanged),
+        Line("calls of the backend's collectives", ", ".join(measured.native) or "none", "none",
+             not measured.native),
+    ]
+    if exact:
+        lines.append(
+            Line("bytes sent by a rank, at most", max(measured.sent), round(bytes_wanted),
+                 max(measured.sent) <= bytes_wanted)
+        )
+    lines.append(
+        Line("messages sent by a rank, at most", max(measured.rounds), target.rounds(size),
+             max(measured.rounds) <= target.rounds(size))
+    )
+    if target.ring:
+        route = "its neighbour" if measured.is_ring else "several ranks"
+        lines.append(Line("a rank sends to", route, "its neighbour", measured.is_ring))
+    return lines
+
+
+def general_mistake(measured: Measured) -> str:
+    if any(result is None for result in measured.results):
+        return "A rank returned None: every rank has to return its result."
+    if measured.native:
+        return (
+            f"The work is done by the backend's own {' and '.join(measured.native)}. "
+            "Write it from messages: send, recv, exchange."
+        )
+    if not measured.unchanged:
+        return "Your function changes its input. Work on new tensors: the caller still needs x."
+    return ""
+
+
+def whole_tensors(m: Measured) -> bool:
+    return m.size > 2 and max(m.sent) >= (m.size - 1) * m.input_bytes
+
+
+def through_one_rank(m: Measured) -> str:
+    if m.hub is None:
+        return ""
+    return (
+        f"Every message goes to or from rank {m.hub}. Its link carries {max(m.sent):,} bytes and the "
+        "others wait for it. In a ring every rank only talks to its neighbours."
+    )
+
+
+# -- reduce-scatter ---------------------------------------------------------------------------
+
+
+def sums(inputs: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(inputs).sum(0)
+
+
+def summed_chunks(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    return list(sums(inputs).tensor_split(len(inputs)))
+
+
+def reduce_scatter_mistakes(m: Measured) -> str:
+    if hub := through_one_rank(m):
+        return hub
+    if whole_tensors(m):
+        return (
+            "You send whole tensors round. Cut x into as many chunks as there are ranks and send one "
+            "chunk per round."
+        )
+    if m.results_are([chunk / m.size for chunk in m.expected]):
+        return "These are means. The sum is asked for; who wants the mean can divide."
+    if m.results_are([sums(m.inputs)] * m.size):
+        return "Every rank returns the whole sum. Rank r is only asked for chunk r of it."
+    for shift in range(1, m.size):
+        if m.results_are(m.expected[shift:] + m.expected[:shift]):
+            return (
+                f"Rank r returns chunk r+{shift} (mod {m.size}) instead of chunk r. A chunk ends one "
+                "rank before the one that sent it first: so what should rank r send first?"
+            )
+    if m.results_are([x.tensor_split(m.size)[rank] for rank, x in enumerate(m.inputs)]):
+        return "Rank r returns its own chunk r: nothing was added to it."
+    if min(m.rounds) < m.size - 1:
+        return f"{m.size} ranks need {m.size - 1} rounds; rank sends counted: {m.rounds}."
+    return (
+        "The chunks lack some ranks' terms, or hold some twice. What arrives must be added to *the "
+        "same* chunk of yours before it is sent on. Print the chunk's number in each round."
+    )
+
+
+reduce_scatter = Target(
+    summed_chunks, lambda n_bytes, n: (n - 1) / n * n_bytes, lambda n: n - 1, reduce_scatter_mistakes
+)
+
+
+# -- all-gather -------------------------------------------------------------------------------
+
+
+def gathered(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.cat(inputs)] * len(inputs)
+
+
+def all_gather_mistakes(m: Measured) -> str:
+    if hub := through_one_rank(m):
+        return hub
+    rotations = [m.inputs[-k:] + m.inputs[:-k] for k in range(m.size)]
+    arrival = [[m.inputs[(r - k) % m.size] for k in range(m.size)] for r in range(m.size)]
+    after_me = [[m.inputs[(r + k) % m.size] for k in range(m.size)] for r in range(m.size)]
+    if not all(m.right) and any(
+        m.results_are([torch.cat(parts) for parts in orders])
+        for orders in (arrival, after_me, [rotations[1]] * m.size)
+    ):
+        return "The parts are all there, in the order in which they came. Put them in rank order."
+    if max(m.sent) > (m.size - 1) * m.input_bytes:
+        return (
+            "You pass on everything that you have so far. Pass on only what came in the round before: "
+            "the rest, your neighbour already has."
+        )
+    if m.is_ring is False:
+        return (
+            "Each rank sends its part to every other rank. The bytes are right, but every link is "
+            "used, also the slow ones. In a ring a part is passed on from neighbour to neighbour."
+        )
+    if all(r is not None and len(r) < m.size * len(m.inputs[0]) for r in m.results):
+        return f"Some parts are missing: {m.size} ranks need {m.size - 1} rounds."
+    return "Some parts are there twice, others not at all. Send on what you *received*, not your own."
+
+
+all_gather = Target(gathered, lambda n_bytes, n: (n - 1) * n_bytes, lambda n: n - 1,
+                    all_gather_mistakes)
+
+
+# -- all-reduce -------------------------------------------------------------------------------
+
+
+def summed(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [sums(inputs)] * len(inputs)
+
+
+def all_reduce_mistakes(m: Measured) -> str:
+    if hub := through_one_rank(m):
+        return hub
+    if whole_tensors(m):
+        return (
+            f"You send whole tensors round: {max(m.sent):,} bytes a rank. In a ring of chunks it is "
+            f"2 (n-1)/n of one tensor, {round(2 * (m.size - 1) / m.size * m.input_bytes):,} bytes."
+        )
+    if m.results_are([total / m.size for total in m.expected]):
+        return "These are means. The sum is asked for; who wants the mean can divide."
+    if m.results_are(summed_chunks(m.inputs)):
+        return "You stopped half-way: rank r has the sum of chunk r. Now gather the chunks."
+    if not m.is_ring:
+        return "The values travel to several ranks. In a ring you only send to your neighbour."
+    if not all(m.right) and any(
+        m.results_are([torch.cat(chunks[k:] + chunks[:k])] * m.size)
+        for chunks in [summed_chunks(m.inputs)]
+        for k in range(1, m.size)
+    ):
+        return "All the sums are there, but the chunks are in another order than in x."
+    if sum(m.right) == 1:
+        return f"Only rank {m.right.index(True)} has the sum: everyone needs it."
+    return "Scatter the sums first (exercise 1), then gather them (exercise 2)."
+
+
+all_reduce = Target(summed, lambda n_bytes, n: 2 * (n - 1) / n * n_bytes, lambda n: 2 * (n - 1),
+                    all_reduce_mistakes)
+
+
+# -- all-to-all -------------------------------------------------------------------------------
+
+
+def transposed(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    size = len(inputs)
+    return [torch.cat([x.tensor_split(size)[rank] for x in inputs]) for rank in range(size)]
+
+
+def all_to_all_mistakes(m: Measured) -> str:
+    if hub := through_one_rank(m):
+        return hub
+    if whole_tensors(m):
+        return (
+            "You send everything to everyone and throw most of it away. Rank d only needs part d of "
+            "your x."
+        )
+    if m.results_are(m.inputs):
+        return "Every rank returns its own x: nothing was exchanged."
+    sent_own = [x.tensor_split(m.size)[rank] for rank, x in enumerate(m.inputs)]
+    if m.results_are([torch.cat(sent_own)] * m.size):
+        return "You send the part with *your* number to everyone. Rank d is to get part d."
+    orders = [
+        torch.cat([m.inputs[(rank - k) % m.size].tensor_split(m.size)[rank] for k in range(m.size)])
+        for rank in range(m.size)
+    ]
+    if m.results_are(orders):
+        return "The parts are all there, in the order in which they came. Put them in rank order."
+    if min(m.rounds) < m.size - 1:
+        return f"Each rank has something for {m.size - 1} others; it sent {min(m.rounds)} messages."
+    return "Part d of rank s belongs at place s of rank d's result. What is at place s of yours?"
+
+
+all_to_all = Target(transposed, lambda n_bytes, n: (n - 1) / n * n_bytes, lambda n: n - 1,
+                    all_to_all_mistakes, ring=False)
+
+
+# -- the exercises ----------------------------------------------------------------------------
+
+EXERCISES = [
+    Exercise(
+        "ring_reduce_scatter",
+        ring_reduce_scatter,
+        trial,
+        CASES,
+        judge(reduce_scatter),
+        hints=[
+            "Cut x with x.tensor_split(size). In each of the n-1 rounds send one chunk to the next "
+            "rank, receive one from the rank before, and add your own chunk of the same number.",
+            "Chunk r has to end on rank r, so it has to start on rank r+1: rank r begins by sending "
+            "chunk r-1. What it receives in round 1 is chunk r-2, and so on.",
+        ],
+        skeleton="""\
+def my_reduce_scatter(x, group):
+    rank, size = group.rank(), group.size()
+    chunks = x.tensor_split(size)
+    partial = chunks[...].clone()
+    for step in range(...):
+        mine = chunks[...]                    # my chunk of the number that arrives now
+        arrived = exchange(partial, ..., ..., group, like=mine)
+        partial = ...
+    return partial""",
+    ),
+    Exercise(
+        "ring_all_gather",
+        ring_all_gather,
+        trial,
+        EQUAL,
+        judge(all_gather),
+        hints=[
+            "In round 1 send your own part to the next rank. In every later round send on what you "
+            "received in the round before. After n-1 rounds you have seen all parts.",
+            "What arrives in round k (1, 2, ...) started k ranks before you: it is the part of rank "
+            "(r-k) % n. Keep a list by rank number and put it together at the end.",
+        ],
+        skeleton="""\
+def my_all_gather(x, group):
+    rank, size = group.rank(), group.size()
+    parts = [None] * size
+    parts[rank] = x
+    passing = x
+    for step in range(...):
+        passing = exchange(passing, ..., ..., group)
+        parts[...] = passing
+    return torch.cat(parts)""",
+    ),
+    Exercise(
+        "ring_all_reduce",
+        ring_all_reduce,
+        trial,
+        EQUAL,
+        judge(all_reduce),
+        hints=[
+            "After a reduce-scatter, rank r has chunk r of the sum. Which collective gives everyone "
+            "everyone's chunk?",
+            "Two lines: my_all_gather(my_reduce_scatter(x, group), group).",
+        ],
+        skeleton="""\
+def my_all_reduce(x, group):
+    chunk = ...(x, group)
+    return ...(chunk, group)""",
+        parts=frozenset({"ring_reduce_scatter", "ring_all_gather"}),
+    ),
+    Exercise(
+        "all_to_all",
+        pairwise_all_to_all,
+        trial,
+        EQUAL,
+        judge(all_to_all),
+        hints=[
+            "Cut x into n parts: part d is for rank d, and your own part stays with you. In round k "
+            "exchange with two ranks: send to the one k further, receive from the one k before.",
+            "Put what comes from rank s at place s of a list; torch.cat(list) is the result.",
+        ],
+        skeleton="""\
+def my_all_to_all(x, group):
+    rank, size = group.rank(), group.size()
+    parts = x.tensor_split(size)
+    received = [None] * size
+    received[rank] = ...
+    for k in range(1, size):
+        to, source = ..., ...
+        received[source] = exchange(parts[to], to, source, group)
+    return torch.cat(received)""",
+    ),
+]

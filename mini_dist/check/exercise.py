@@ -1,0 +1,144 @@
+"""How an exercise is judged: run it on ranks, measure, and say the one thing that helps most.
+
+An exercise is a function of the learner's. Right values are not enough: a ring that passes whole
+tensors round gives the right sum, too. So the ledger of the run is judged with the values: bytes,
+rounds, who sent to whom, and whether the learner's own code did the work.
+"""
+
+from __future__ import annotations
+
+import html
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from ..launch import RankError, Run, launch
+from ..ledger.table import Table
+from ..lesson import show
+
+RIGHT, WRONG, LIBRARY = "right", "wrong", "still the library's"
+
+
+class CheckFailed(AssertionError):
+    """With MINI_DIST_STRICT=1: this exercise is not solved by the learner's own code."""
+
+
+@dataclass
+class Line:
+    """One thing that was measured, beside what was expected."""
+
+    what: str
+    measured: object
+    expected: object
+    ok: bool
+
+
+@dataclass
+class Verdict:
+    """What `check` shows: the state, the measurements, and for a wrong answer one hint."""
+
+    name: str
+    state: str
+    lines: list[Line] = field(default_factory=list)
+    hint: str = ""
+
+    @property
+    def title(self) -> str:
+        mark = {RIGHT: "✓", WRONG: "✗", LIBRARY: "·"}[self.state]
+        return f"{mark} {self.name}: {self.state}"
+
+    def table(self) -> Table:
+        rows = [
+            (line.what, str(line.measured), str(line.expected), "✓" if line.ok else "✗")
+            for line in self.lines
+        ]
+        return Table(["", "measured", "expected", ""], rows)
+
+    def __repr__(self) -> str:
+        parts = [self.title, str(self.table())] if self.lines else [self.title]
+        return "\n".join([*parts, *([self.hint] if self.hint else [])])
+
+    def _repr_html_(self) -> str:
+        color = {RIGHT: "#2e7d32", WRONG: "#c62828", LIBRARY: "#666666"}[self.state]
+        table = self.table()._repr_html_() if self.lines else ""
+        hint = f"<p>{html.escape(self.hint)}</p>" if self.hint else ""
+        title = html.escape(self.title)
+        return f"<p style='color:{color};font-weight:bold'>{title}</p>{table}{hint}"
+
+
+@dataclass
+class Trial:
+    """One run of the learner's function: a case of the exercise, and what came of it."""
+
+    case: object
+    run: Run | None
+    error: RankError | None = None
+
+
+class Exercise:
+    """`check.NAME`: call it with the learner's function; ask it for a hint, a skeleton, a solution.
+
+    name: as in the library, whose function `solution` is. trial: what each rank runs, (fn, case,
+    group) -> result. cases: pairs (world_size, case). judge: from all trials to lines and, for the
+    first thing that is wrong, a hint. Both see only finished runs; a run that fails is told here.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        solution: Callable,
+        trial: Callable,
+        cases: Iterable[tuple[int, object]],
+        judge: Callable[[list[Trial]], tuple[list[Line], str]],
+        hints: list[str],
+        skeleton: str,
+        parts: frozenset[str] = frozenset(),
+    ):
+        self.name, self._solution, self._trial = name, solution, trial
+        self._cases, self._judge = list(cases), judge
+        self._hints, self._skeleton = hints, skeleton
+        self._parts = parts  # functions of the library that a solution may use
+
+    def __call__(self, fn: Callable) -> Verdict:
+        """Judge `fn`; with MINI_DIST_STRICT=1 raise CheckFailed unless it is right."""
+        verdict = self.judge(fn)
+        if os.environ.get("MINI_DIST_STRICT") == "1" and verdict.state != RIGHT:
+            raise CheckFailed(str(verdict))
+        return verdict
+
+    def judge(self, fn: Callable) -> Verdict:
+        trials = []
+        for world_size, case in self._cases:
+            try:
+                run = launch(self._trial, world_size, (fn, case), timeout=10, quiet=True)
+            except RankError as error:
+                return Verdict(self.name, WRONG, hint=f"With {world_size} ranks: {error}")
+            trials.append(Trial(case, run))
+        lines, hint = self._judge(trials)
+        used = {comm.op for trial in trials for comm in trial.run.ledger.comms if not comm.is_leaf}
+        if self._solution.__name__ in used:
+            note = f"These are the library's numbers. Replace its call in {fn.__name__} by your own."
+            return Verdict(self.name, LIBRARY, lines, note)
+        if borrowed := sorted(used - self._parts):
+            return Verdict(
+                self.name,
+                WRONG,
+                lines,
+                f"The work is done by the library's {', '.join(borrowed)}: write that part, too.",
+            )
+        right = all(line.ok for line in lines)
+        return Verdict(self.name, RIGHT if right else WRONG, lines, "" if right else hint)
+
+    def hint(self, level: int = 1) -> None:
+        """Print the first hint, or a later one that says more."""
+        if not 1 <= level <= len(self._hints):
+            raise ValueError(f"{self.name} has hints 1 to {len(self._hints)}, not {level}")
+        print(self._hints[level - 1])
+
+    def skeleton(self) -> None:
+        """Print the frame of a solution, with gaps."""
+        print(self._skeleton)
+
+    def solution(self) -> None:
+        """Show the library's own source."""
+        show(self._solution)
