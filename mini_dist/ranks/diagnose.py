@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import linecache
 import os
 import re
@@ -134,14 +135,18 @@ class Scene:
 
 
 def describe_exception(rank: int, size: int, failure: Failure) -> list[str]:
-    lines = [f"rank {rank} of {size} raised {failure.type}: {failure.message}"]
+    lines = [f"rank {rank} of {size} raised {described(failure)}"]
     lines += traceback_lines(failure.frames)
     because = failure.because
     while because:
-        lines += [f"while handling {because.type}: {because.message}"]
+        lines += [f"while handling {described(because)}"]
         lines += traceback_lines(because.frames)
         because = because.because
     return lines
+
+
+def described(failure: Failure) -> str:
+    return f"{failure.type}: {failure.message}" if failure.message else failure.type
 
 
 def traceback_lines(frames) -> list[str]:
@@ -149,11 +154,14 @@ def traceback_lines(frames) -> list[str]:
     frames = [frame for frame in frames if not in_launcher(frame[0])]
     own = [frame for frame in frames if not in_library(frame[0])] or frames[-1:]
     lines = []
-    for filename, line, name in own:
+    for (filename, line, name), alike in itertools.groupby(own):
+        times = len(list(alike))
         lines.append(f"  {place(filename)}, line {line}, in {name}")
         source = linecache.getline(filename, line).strip()
         if source:
             lines.append(f"    {source}")
+        if times > 1:
+            lines.append(f"    [{times} times in a row]")
     return lines
 
 

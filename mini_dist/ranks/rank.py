@@ -60,6 +60,7 @@ class Failure:
 def main(
     rank: int, size: int, device: str, directory: str, control: int, output: int
 ) -> None:
+    pid = os.getpid()
     redirect_output(output)
     # A rank that waits in C++ runs no Python; on this signal, and when native code aborts, its
     # stack is written all the same.
@@ -75,8 +76,11 @@ def main(
         os._exit(0)
     except BaseException as error:
         report = Report("raised", error=describe(error))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    if os.getpid() != pid:  # a fork that the job made and that came back from it
+        os._exit(0)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # the job may have closed it
+            stream.flush()
     with contextlib.suppress(OSError):
         send(parent, pickle.dumps(report))
         parent.recv(1)  # stay until dismissed: leaving would break the others' connections
@@ -149,17 +153,22 @@ def seed_everything(seed: int) -> None:
         torch.cuda.manual_seed(seed)
 
 
-def describe(error: BaseException) -> Failure:
+def describe(error: BaseException, seen: tuple = ()) -> Failure:
     frames = [
         (frame.f_code.co_filename, line, frame.f_code.co_name)
         for frame, line in traceback.walk_tb(error.__traceback__)
     ]
     because = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    text = str(error)
+    if because in seen:  # a circle
+        because = None
+    try:
+        text = str(error)
+    except Exception as another:
+        text = f"(its __str__ raised {type(another).__name__})"
     return Failure(
         type=type(error).__name__,
         message=text,
         frames=frames,
-        because=describe(because) if because else None,
+        because=describe(because, (*seen, error)) if because is not None else None,
         is_connection=isinstance(error, (ConnectionError, RuntimeError)) and "gloo" in text,
     )

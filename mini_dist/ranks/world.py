@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import pickle
+import select
 import selectors
 import shutil
 import signal
@@ -85,6 +86,10 @@ class Rank:
             if not data:
                 return False
 
+    def close(self) -> None:
+        self.socket.close()
+        os.close(self.output_fd)
+
     def text(self) -> str:
         text = self.output.decode(errors="replace")
         return text + f"\n[... {self.dropped} more bytes]" if self.dropped else text
@@ -123,7 +128,7 @@ class Zygote:
         self.edits = last_edits()
 
     def alive(self) -> bool:
-        return self.owner == os.getpid() and self.process.poll() is None
+        return self.control.fileno() != -1 and self.process.poll() is None
 
     def current(self) -> bool:
         """Whether the code that the zygote has loaded is still what is on disk."""
@@ -160,15 +165,25 @@ class Zygote:
         )
 
     def close(self) -> None:
+        """End the zygote, if it is not dead yet, and its ranks: it takes its leave at EOF."""
+        if self.control.fileno() == -1:
+            return
         self.control.close()
         os.close(self.lock)
         self.log.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
+        for world in self.worlds.values():
+            for rank in world.ranks:
+                rank.close()
+        if self.owner == os.getpid():
+            shutil.rmtree(self.directory, ignore_errors=True)
 
     def take(self, size: int, device: str, patient: bool) -> World:
         """The world on standby if it fits, else a new one; `patient`: with everything loaded."""
+        while select.select([self.control], [], [], 0)[0]:
+            self.read_answers()
         world, self.standby = self.standby, None
-        if world and (world.size, world.device) == (size, device):
+        whole = world and all(rank.status is None for rank in world.ranks)
+        if whole and (world.size, world.device) == (size, device):
             return world
         if world:
             world.end(wait=False)
@@ -209,6 +224,7 @@ class World:
         """Run the job on all ranks; say how it ended: done, failed, mismatch, stuck, timeout."""
         blob = pickle.dumps(job)
         for rank in self.ranks:
+            rank.socket.settimeout(min(timeout, 3600))  # (it refuses infinity)
             with contextlib.suppress(OSError):  # it died on standby: the loop will see its end
                 send(rank.socket, blob)
             rank.socket.setblocking(False)
@@ -271,8 +287,7 @@ class World:
             self.keeper.read_answers()
         for rank in self.ranks:
             rank.read_output()
-            rank.socket.close()
-            os.close(rank.output_fd)
+            rank.close()
         shutil.rmtree(self.directory, ignore_errors=True)
         del self.keeper.worlds[self.number]
 

@@ -13,6 +13,7 @@ A request is one JSON object padded to REQUEST_BYTES: {"start": rank, "size": n,
 pid, "world": w, "rank": r, "status": s}; s is an exit code, or minus the signal that killed it.
 """
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -46,6 +47,7 @@ class Zygote:
         self.backlog: list[tuple[dict, list[int]]] = []  # ranks to start once all is loaded
         self.directory = directory
         self.ranks: dict[int, tuple[int, int]] = {}  # pid -> (world, rank)
+        self.spawned: dict[int, subprocess.Popen] = {}  # held, or subprocess would reap them itself
         self.woken, wake = os.pipe()
         os.set_blocking(wake, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
@@ -120,7 +122,9 @@ class Zygote:
 
     def spawn(self, *arguments) -> int:
         command = [sys.executable, __file__, "rank", *map(str, arguments), *sys.path[:1]]
-        return subprocess.Popen(command, pass_fds=arguments[-2:]).pid
+        process = subprocess.Popen(command, pass_fds=arguments[-2:])
+        self.spawned[process.pid] = process
+        return process.pid
 
     def reap(self) -> None:
         while self.ranks:
@@ -128,6 +132,9 @@ class Zygote:
             if pid == 0:
                 return
             world, rank = self.ranks.pop(pid)
+            self.spawned.pop(pid, None)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)  # what it started, should that outlive it
             status = os.waitstatus_to_exitcode(status)
             self.answer(ended=pid, world=world, rank=rank, status=status)
 
