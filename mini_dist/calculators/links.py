@@ -48,7 +48,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """Nodes of `ranks_per_node` ranks: messages inside a node on one link, between nodes on another.
+    """Nodes of `ranks_per_node` ranks: one link for messages inside a node, one between nodes.
 
     `outer.bandwidth` is what one rank gets while all ranks of its node send at once.
     """
@@ -59,8 +59,8 @@ class Hierarchy:
 
     def __post_init__(self):
         if not isinstance(self.ranks_per_node, int) or self.ranks_per_node < 1:
-            raise ValueError(f"ranks_per_node={self.ranks_per_node!r} is not a number of ranks: give 1 or "
-                             "more.")
+            raise ValueError(f"ranks_per_node={self.ranks_per_node!r} is not a number of ranks: "
+                             "give 1 or more.")
 
     def slowest(self, distance: int, size: int, paired: bool = False) -> Link:
         """The link that a round waits for, in a group of `size` neighbouring ranks.
@@ -68,8 +68,9 @@ class Hierarchy:
         When every rank sends `distance` further, some pair of neighbours sits on two nodes; when
         ranks exchange in pairs inside blocks of 2 * distance, a block may fit in a node.
         """
-        inside = size <= self.ranks_per_node or (paired and self.ranks_per_node % (2 * distance) == 0)
-        return self.inner if inside else self.outer
+        fits = size <= self.ranks_per_node
+        fits |= paired and self.ranks_per_node % (2 * distance) == 0
+        return self.inner if fits else self.outer
 
 
 @dataclass(frozen=True)
@@ -183,8 +184,8 @@ def all_reduce(num_bytes: int, size: int, algorithm: str = "ring",
                link: Link | Hierarchy | None = None, itemsize: int = 1,
                ranks_per_node: int | None = None) -> Cost:
     """Star and tree: reduce + broadcast.  Ring: reduce-scatter + all-gather.  Halving-doubling:
-    the same by recursion.  Hierarchical: reduce-scatter in the node (of `ranks_per_node` ranks), ring
-    all-reduce of each shard between nodes, all-gather in the node."""
+    the same by recursion.  Hierarchical: reduce-scatter in each node of `ranks_per_node` ranks,
+    ring all-reduce of each shard between nodes, all-gather in the node."""
     link = _checked("all_reduce", algorithm, num_bytes, size, link)
     if algorithm in ("star", "tree"):
         parts = [reduce(num_bytes, size, algorithm, link),
@@ -245,8 +246,8 @@ def _hierarchical(num_bytes: int, size: int, ranks_per_node: int | None, link: L
     if ranks_per_node is None:
         ranks_per_node = getattr(link, "ranks_per_node", None)
     if not isinstance(ranks_per_node, int) or ranks_per_node < 1 or size % ranks_per_node:
-        raise ValueError(f"ranks_per_node={ranks_per_node!r} does not divide size={size}: give the number of "
-                         "ranks in a node, or a Hierarchy as the link.")
+        raise ValueError(f"ranks_per_node={ranks_per_node!r} does not divide size={size}: give the "
+                         "number of ranks in a node, or a Hierarchy as the link.")
     nodes = size // ranks_per_node
     inner = link.slowest(1, ranks_per_node)
     outer = link.slowest(ranks_per_node, size)
@@ -255,8 +256,9 @@ def _hierarchical(num_bytes: int, size: int, ranks_per_node: int | None, link: L
     # Each local rank owns one shard and reduces it with its peers on the other nodes.
     across = [all_reduce(shard, nodes, "ring", outer, itemsize)
               for shard in split(num_bytes, ranks_per_node, itemsize)]
+    places = (divmod(rank, ranks_per_node) for rank in range(size))
     middle = Cost("all_reduce", "ring", across[0].rounds,
-                  tuple(across[rank % ranks_per_node].sent[rank // ranks_per_node] for rank in range(size)),
+                  tuple(across[local].sent[node] for node, local in places),
                   max(cost.seconds for cost in across))
     whole = [Cost(cost.op, cost.algorithm, cost.rounds, cost.sent * nodes, cost.seconds)
              for cost in local]

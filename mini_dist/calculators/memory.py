@@ -90,12 +90,18 @@ FRAGMENTATION = 0.10
 FRAMEWORKS = {
     # The papers' own bookkeeping and nothing else.
     "formula": Framework("formula", flash_attention=False, backward=False, source="[ZeRO] [K22]"),
-    # Gradients summed in fp32; softmax and its fp32 logits kept by the vocab-parallel loss.
+    # fp16 gradients, added up by a pass over them, all-reduced after the last backward; softmax and
+    # its fp32 logits kept by the vocab-parallel loss.
+    "megatron-2021": Framework(
+        "megatron-2021", flash_attention=False, loss_bytes=6, weight_gradients="largest",
+        outside=CUDA_OUTSIDE, fragmentation=FRAGMENTATION, fused_weight_gradients=False,
+        reduce_bytes=2, overlaps_gradients=False, host_seconds=0.9e-3,
+        source="[N21], Megatron-LM 2021 [code]"),
+    # The same with the sum inside the weight gradient's GEMM, in fp32.
     "megatron-2022": Framework(
         "megatron-2022", gradient_bytes=4, flash_attention=False, loss_bytes=6,
         weight_gradients="largest", outside=CUDA_OUTSIDE, fragmentation=FRAGMENTATION,
-        fused_weight_gradients=False, reduce_bytes=2, overlaps_gradients=False,
-        host_seconds=0.9e-3, source="[K22], Megatron-LM 2022 [code]"),
+        overlaps_gradients=False, host_seconds=0.9e-3, source="[K22], Megatron-LM 2022 [code]"),
     # Transformer Engine adds weight gradients into the fp32 buffer inside the GEMM, and hands
     # autograd a dummy for each distinct weight shape of a layer, which it keeps ([code]
     # get_dummy_wgrad); the fused loss turns bf16 logits into their gradient in place.
@@ -106,6 +112,7 @@ FRAMEWORKS = {
     "megatron-deepspeed": Framework(
         "megatron-deepspeed", gradient_bytes=6, flash_attention=False, loss_bytes=6,
         weight_gradients="largest", outside=CUDA_OUTSIDE, fragmentation=FRAGMENTATION,
+        fused_weight_gradients=False, overlaps_gradients=False, host_seconds=0.9e-3,
         source="BigScience's Megatron-DeepSpeed [code]"),
     # bf16 gradients beside their fp32 sums (Ultra-Scale Playbook, "Memory for weights, gradients
     # and optimizer states"); a loss in eager torch: bf16 logits, their fp32 copy, the softmax and

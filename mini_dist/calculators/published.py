@@ -73,7 +73,7 @@ def megatron_2021() -> list[Run]:
         layout = Layout(pp=pp, dp=dp, tp=tp, micro_batch_size=micro, recompute="full",
                         num_micro_batches=batch // dp // micro, **_pipeline(chunks))
         seconds = step_flops(config, batch, "full").total / (layout.world_size * tflops * 1e12)
-        runs.append(Run(f"Megatron {name}", config, layout, "a100-80", "megatron-2022", seconds,
+        runs.append(Run(f"Megatron {name}", config, layout, "a100-80", "megatron-2021", seconds,
                         "Narayanan et al. 2021, table 1"))
     return runs
 
@@ -109,8 +109,8 @@ def nearest(config: ModelConfig, machine: Hardware, num_devices: int) -> Run:
     return min(megatron_2021() + korthikanti_2022(), key=distance)
 
 
-# ZeRO (Rajbhandari et al. 2020) table 1, a formula: GB a device at K = 12 for optimizer, + gradient,
-# + parameter sharding.  Cells as printed: some rounded, some cut off.
+# ZeRO (Rajbhandari et al. 2020) table 1, a formula: GB a device at K = 12 when the optimizer, the
+# gradients too, the parameters too are sharded.  Cells as printed: some rounded, some cut off.
 ZERO_TABLE_1 = [  # billion parameters, dp, P_os, P_os+g, P_os+g+p
     (7.5, 1, "120", "120", "120"),
     (7.5, 4, "52.5", "41.3", "30"),
