@@ -28,25 +28,31 @@ class Interval(NamedTuple):
 
 
 class Clock:
-    """Seconds since a moment that all ranks of a machine agree on."""
+    """Seconds since a moment that all ranks of a machine agree on: the last `start`."""
 
-    def __init__(self, origin: float) -> None:
-        self.origin = origin
+    def __init__(self) -> None:
+        self.origin = time.monotonic()
 
-    @classmethod
-    def shared(cls, group, in_seconds: float = 0.02) -> Clock:
-        """The same clock on every rank of the group; it shows 0 shortly after this call.
+    def start(self, group, in_seconds: float = 0.02) -> None:
+        """Show 0 on every rank of the group at once, shortly after this call.
 
-        Needs a monotonic clock common to all processes of the machine, as Linux and macOS have it.
+        Call it when everything is set up: what a rank does late, it does not catch up with at the
+        start. Needs a monotonic clock common to all processes, as Linux and macOS have it.
         """
-        origin = torch.tensor([time.monotonic() + in_seconds], dtype=torch.float64)
+        size = group.size()
+        ready = torch.zeros(1)
         if group.rank() == 0:
-            sends = [group.send([origin], peer, 0) for peer in range(1, group.size())]
-            for send in sends:
+            for peer in range(1, size):
+                group.recv([ready], peer, 0).wait()
+            origin = torch.tensor([time.monotonic() + in_seconds], dtype=torch.float64)
+            for send in [group.send([origin], peer, 1) for peer in range(1, size)]:
                 send.wait()
         else:
-            group.recv([origin], 0, 0).wait()
-        return cls(origin.item())
+            origin = torch.empty(1, dtype=torch.float64)
+            receive = group.recv([origin], 0, 1)
+            group.send([ready], 0, 0).wait()
+            receive.wait()
+        self.origin = origin.item()
 
     def now(self) -> float:
         return time.monotonic() - self.origin
@@ -67,7 +73,7 @@ class Device:
         self.done: list[Interval] = []
 
     def run(self, seconds: float, ready: float = 0.0, name: object = "") -> float:
-        """Work for that long, from when the device is free and the inputs `ready`; returns the end."""
+        """Work for that long, from when it is free and the inputs are `ready`; returns the end."""
         start = max(self.free, ready)
         self.free = start + seconds
         self.done.append(Interval(name, start, self.free, self.clock.sleep_until(self.free)))

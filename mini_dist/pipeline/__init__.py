@@ -10,6 +10,7 @@ Read in this order:
     execute.py  down the list: who gets what from whom
     stage.py    forward now, backward later; the backward in two halves; weight versions
     cut.py      which layers go where
+    emulated.py the same executor, on devices that take a stated time
 """
 
 from mini_dist.pipeline.cut import (
@@ -20,6 +21,7 @@ from mini_dist.pipeline.cut import (
     layer_ranges,
     shared_parameter,
 )
+from mini_dist.pipeline.emulated import run_emulated
 from mini_dist.pipeline.execute import Pipeline
 from mini_dist.pipeline.stage import Stage
 
@@ -31,5 +33,6 @@ __all__ = [
     "cut_gpt",
     "layer_costs",
     "layer_ranges",
+    "run_emulated",
     "shared_parameter",
 ]

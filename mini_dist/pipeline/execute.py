@@ -7,7 +7,9 @@ All that is decided is decided in the list. The executor knows where a stage's i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,15 +18,15 @@ from torch import Tensor
 from mini_dist.pipeline.stage import Stage
 from mini_dist.schedule import (
     Action,
-    Fused,
     Schedule,
     ScheduleError,
     Span,
     add_communication,
     forward_only,
+    fuse_communication,
     validate,
 )
-from mini_dist.schedule.action import COMMUNICATION, members, receive_of, send_of
+from mini_dist.schedule.action import COMMUNICATION, Key, members, receive_of, send_of
 
 
 class Pipeline:
@@ -69,12 +71,19 @@ class Pipeline:
             )
         if size > 1 and activation is None:
             raise ScheduleError("activation: say shape and dtype of what goes between the stages")
-        if schedule.asynchronous and optimizer is None:
+        autograd = any(not hasattr(function, "backward") for function in stages.values())
+        if schedule.asynchronous and optimizer is None and autograd:
             raise ScheduleError(f"{schedule.name} has optimizer steps: give the optimizer")
-        if not schedule.has_communication:
-            schedule = add_communication(schedule, early=1)
-        validate(schedule)
+        if schedule.asynchronous and shared is not None:
+            raise ScheduleError(
+                f"{schedule.name} steps the first and the last stage at different moments: untie "
+                "the embedding (tied_embedding=False)"
+            )
         self.schedule, self.group, self.rank = schedule, group, rank
+        self.device = getattr(group, "device", torch.device("cpu"))
+        on_nccl = self.device.type == "cuda"
+        self.training = _Plan(schedule, rank, on_nccl)
+        self.evaluation = _Plan(forward_only(schedule), rank, on_nccl)
         self.last = schedule.num_stages - 1
         self.activation, self.shared = activation, shared
         if self.last in stages and loss_fn is not None:
@@ -100,52 +109,48 @@ class Pipeline:
         Gradients are added to the parameters' .grad, as those of the mean loss.
         """
         with torch.enable_grad():
-            losses = self._run(self.schedule, inputs, targets)
-        if self.shared is not None and not self.schedule.asynchronous:
+            losses = self._run(self.training, inputs, targets)
+        if self.shared is not None:
             self._add_up_shared_gradient()
         return self._tell_all(losses).mean()
 
     def evaluate(self, inputs, targets=None) -> Tensor:
         """The mean loss of a batch, known to all; forwards only, nothing is kept."""
         with torch.no_grad():
-            return self._tell_all(self._run(forward_only(self.schedule), inputs, targets)).mean()
+            return self._tell_all(self._run(self.evaluation, inputs, targets)).mean()
 
     # -- down the list ----------------------------------------------------------------------------
 
-    def _run(self, schedule: Schedule, inputs, targets) -> list[Tensor]:
-        m = schedule.num_micro_batches
+    def _run(self, plan: _Plan, inputs, targets) -> list[Tensor]:
+        m = self.schedule.num_micro_batches
         self.inputs = _micro_batches(inputs, m, "inputs") if 0 in self.stages else None
         self.targets = None
         if self.last in self.stages and self.has_targets:
             self.targets = _micro_batches(targets, m, "targets")
-        self.split, self.shares = schedule.split, _shares(schedule)
-        self.values: dict[tuple, Tensor] = {}  # by who computed them: (stage, "F" or "B", micro)
-        self.receiving: dict[tuple, tuple] = {}
-        self.messages = _Messages(schedule, self.group)
+        self.values: dict[Key, Tensor] = {}  # by who computed them: (stage, "F" or "B", micro)
+        self.messages = _Messages(plan, self.group)
         self.losses: list[Tensor] = []
         self.spans = []
-        keep = _versions_named_later(schedule, self.rank)
-        for item in schedule.ranks[self.rank]:
-            if isinstance(item, Fused):  # receives first: then no two ranks wait in their sends
-                item = sorted(item, key=lambda action: action.kind.startswith("SEND"))
-            for action in members(item) if isinstance(item, Action) else item:
-                if action.kind in COMMUNICATION:
-                    self._communicate(action)
-                else:
-                    start = time.monotonic()
-                    self._compute(action, keep)
-                    self.spans.append(Span(action, start, time.monotonic()))
+        for item in plan.items:
+            if item[0].kind in COMMUNICATION:
+                with self.messages.together():
+                    for action in item:
+                        self._communicate(action)
+            else:
+                start = time.monotonic()
+                self._compute(item[0], plan)
+                self.spans.append(Span(item[0], start, time.monotonic()))
         self.messages.wait()
         return self.losses
 
-    def _compute(self, action: Action, keep: dict[Action, set[int]]) -> None:
+    def _compute(self, action: Action, plan: _Plan) -> None:
         number, kind, micro = action.key
         stage = self.stages[number]
         if kind == "F":
             inputs = [self.inputs[micro] if number == 0 else self._take(number - 1, "F", micro)]
             if number == self.last and self.targets is not None:
                 inputs.append(self.targets[micro])
-            split = (number, micro) in self.split
+            split = (number, micro) in plan.schedule.split
             output = stage.forward(micro, inputs, split=split, version=action.version)
             if number == self.last:
                 self.losses.append(output)
@@ -153,7 +158,7 @@ class Pipeline:
                 self.values[action.key] = output
         elif kind == "B":
             if number == self.last:
-                gradient = torch.full_like(self.losses[micro], self.shares[micro])
+                gradient = torch.full_like(self.losses[micro], plan.shares[micro])
             else:
                 gradient = self._take(number + 1, "B", micro)
             gradient = stage.backward(micro, gradient)
@@ -162,7 +167,7 @@ class Pipeline:
         elif kind == "W":
             stage.weight(micro)
         elif kind == "S":
-            stage.step(keep[action])
+            stage.step(plan.keep[action])
 
     def _communicate(self, action: Action) -> None:
         number, kind, micro = action.key
@@ -171,7 +176,7 @@ class Pipeline:
             self._check(value, action)
             self.messages.send(action, value)
         else:
-            self.messages.receive(action, torch.empty_like(self.activation, device=self._device))
+            self.messages.receive(action, torch.empty_like(self.activation, device=self.device))
 
     def _take(self, source: int, kind: str, micro: int) -> Tensor:
         """What stage `source` computed: it lies here already, or arrives in a message."""
@@ -188,10 +193,6 @@ class Pipeline:
                 f"activation says {list(wanted.shape)} {wanted.dtype}"
             )
 
-    @property
-    def _device(self) -> torch.device:
-        return getattr(self.group, "device", torch.device("cpu"))
-
     # -- after the list ---------------------------------------------------------------------------
 
     def _tell_all(self, losses: list[Tensor]) -> Tensor:
@@ -204,7 +205,7 @@ class Pipeline:
             for send in [self.group.send([told], peer, self._tag(0)) for peer in peers]:
                 send.wait()
         else:
-            told = torch.empty(m, device=self._device)
+            told = torch.empty(m, device=self.device)
             self.group.recv([told], source, self._tag(0)).wait()
         return told
 
@@ -223,6 +224,26 @@ class Pipeline:
     def _tag(self, number: int) -> int:
         """Tags above those of the messages between stages."""
         return 2 * self.schedule.num_stages * self.schedule.num_micro_batches + number
+
+
+class _Plan:
+    """What the executor looks up while it goes down a list, worked out once."""
+
+    def __init__(self, schedule: Schedule, rank: int, on_nccl: bool) -> None:
+        if not schedule.has_communication:
+            schedule = add_communication(schedule, early=1)
+        if on_nccl:  # it runs messages in list order, each to its end
+            schedule = fuse_communication(schedule)
+        validate(schedule, rendezvous=on_nccl)
+        self.schedule = schedule
+        self.items = [members(item) for item in schedule.ranks[rank]]
+        self.place = {
+            action.key: place
+            for peer in range(schedule.num_ranks)
+            for place, action in enumerate(schedule.actions(peer))
+        }
+        self.shares = _shares(schedule)
+        self.keep = _versions_named_later(schedule, rank)
 
 
 class _WithLoss(torch.nn.Module):
@@ -245,47 +266,68 @@ class _Messages:
     over at once. So tensors are kept as long as needed and no rank waits in a send.
     """
 
-    def __init__(self, schedule: Schedule, group) -> None:
-        self.schedule, self.group = schedule, group
-        self.place = {
-            action.key: place
-            for rank in range(schedule.num_ranks)
-            for place, action in enumerate(schedule.actions(rank))
-        }
-        self.sent: dict[int, list[tuple[int, Any, Tensor]]] = {}
-        self.coming: dict[tuple, tuple[Any, Tensor]] = {}
+    def __init__(self, plan: _Plan, group) -> None:
+        self.schedule, self.place, self.group = plan.schedule, plan.place, group
+        self.sent: dict[int, list[_Message]] = {}  # to a peer
+        self.coming: dict[Key, _Message] = {}
+        self.started: list[_Message] = []
 
     def _tag(self, send: Action) -> int:
         number = send.micro * self.schedule.num_stages + send.stage
         return 2 * number + (send.kind == "SEND_B")
 
     def send(self, action: Action, value: Tensor) -> None:
-        receive = receive_of(action)
+        receive, value = receive_of(action), value.contiguous()
         peer = self.schedule.rank_of[receive.stage]
-        work = self.group.send([value.contiguous()], peer, self._tag(action))
+        work = self.group.send([value], peer, self._tag(action))
         used = self.place[receive.stage, action.kind[-1], action.micro]
-        self.sent.setdefault(peer, []).append((used, work, value))
+        message = _Message(work, value, used)
+        self.sent.setdefault(peer, []).append(message)
+        self.started.append(message)
 
     def receive(self, action: Action, buffer: Tensor) -> None:
         send = send_of(action)
         peer = self.schedule.rank_of[send.stage]
-        self.coming[send.key] = (self.group.recv([buffer], peer, self._tag(send)), buffer)
+        message = _Message(self.group.recv([buffer], peer, self._tag(send)), buffer)
+        self.coming[send.key] = message
+        self.started.append(message)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is started within becomes one operation on NCCL; gloo starts each by itself."""
+        self.started.clear()
+        if self.group.device.type != "cuda":
+            yield
+            return
+        self.group._start_coalescing(self.group.device)
+        yield
+        work = self.group._end_coalescing(self.group.device)
+        for message in self.started:
+            message.work = work
 
     def take(self, send: Action) -> Tensor:
-        work, buffer = self.coming.pop(send.key)
-        work.wait()
+        message = self.coming.pop(send.key)
+        message.work.wait()
         peer, now = self.schedule.rank_of[send.stage], self.place[send.key]
-        self._finish(peer, [entry for entry in self.sent.get(peer, []) if entry[0] < now])
-        return buffer
+        self._wait(peer, lambda sent: sent.used < now)
+        return message.tensor
 
     def wait(self) -> None:
-        for peer, entries in self.sent.items():
-            self._finish(peer, list(entries))
+        for peer in self.sent:
+            self._wait(peer, lambda sent: True)
 
-    def _finish(self, peer: int, entries: list) -> None:
-        for entry in entries:
-            entry[1].wait()
-            self.sent[peer].remove(entry)
+    def _wait(self, peer: int, over: Callable[[_Message], bool]) -> None:
+        sent = self.sent.get(peer, [])
+        for message in filter(over, sent):
+            message.work.wait()
+        self.sent[peer] = [message for message in sent if not over(message)]
+
+
+@dataclass
+class _Message:
+    work: Any
+    tensor: Tensor
+    used: int = 0  # of a send: the place in the peer's list where it is needed
 
 
 def _micro_batches(batch, m: int, name: str) -> list[Tensor]:

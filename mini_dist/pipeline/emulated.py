@@ -1,0 +1,30 @@
+"""The executor on emulated devices: a schedule's timeline, measured by the wall clock."""
+
+from __future__ import annotations
+
+import torch
+
+from mini_dist.emulate import Clock, Device, EmulatedStage, wall_spans
+from mini_dist.pipeline.execute import Pipeline
+from mini_dist.schedule import Schedule, Span, Times
+
+
+def run_emulated(schedule: Schedule, times: Times, group) -> list[Span]:
+    """Run a schedule whose parts last `times` (in seconds); returns what this rank did when.
+
+        run = launch(run_emulated, schedule.num_ranks, args=(schedule, times))
+        timeline = Timeline.of_run(schedule, run.results)
+
+    Lengths of a few milliseconds and more are kept well, whatever else the machine does.
+    """
+    clock = Clock()
+    device = Device(clock)
+    stages = {
+        stage: EmulatedStage(stage, schedule, times, device)
+        for stage in schedule.stages_of[group.rank()]
+    }
+    moment = torch.empty(1, dtype=torch.float64, device="meta")
+    pipeline = Pipeline(schedule, stages, group, activation=moment)
+    clock.start(group)
+    pipeline.step([torch.zeros(1)] * schedule.num_micro_batches)
+    return wall_spans(device)
