@@ -1,0 +1,249 @@
+"""A lab's parameters, checked before anything runs, and its result, kept as JSON.
+
+    lab = Lab(                                     # in the cell below the `parameters` cell
+        "collectives_cost",
+        algorithm=choice("ring", "star", "tree"),
+        world_size=whole(1, 16),
+        overlap=flag(),
+    )
+    p = lab.parameters()                           # p.world_size, or ParameterError in one sentence
+    lab.save({"seconds": 0.12}, curve=picture)     # result.json, and curve.png beside it
+
+papermill checks nothing: an unknown name is only warned about, `-p overlap true` gives the string
+'true', and a string that is not empty counts as true. So the notebook checks for itself, and it is
+the same notebook whether a person, papermill or `python -m mini_dist.sweep` gives the values.
+
+`choice`, `whole`, `real`, `flag` and `text` also describe the controls of mini_dist.widgets.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+INJECTED = "# Parameters"  # how papermill's cell begins
+FOLDER = "folder"  # a parameter of every lab: where its result goes
+
+
+class ParameterError(ValueError):
+    """A parameter that cannot be: its name, its value, and what would be right."""
+
+
+# ---- what a value may be -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of a few values."""
+
+    values: tuple
+
+    def check(self, name: str, value: Any) -> Any:
+        # 1 == True == 1.0 in Python, and they are not the same answer
+        if not any(type(value) is type(known) and value == known for known in self.values):
+            raise ParameterError(
+                f"{name}={value!r} is not known: give {_one_of(self.values)}"
+                f"{_nearest(value, self.values)}."
+            )
+        return value
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number from `least` to `most`; whole, or any real one. `log`: its scale on a slider."""
+
+    least: float
+    most: float
+    is_whole: bool
+    unit: str = ""
+    log: bool = False
+
+    def check(self, name: str, value: Any) -> float:
+        kinds, kind = ((int,), "whole number") if self.is_whole else ((int, float), "number")
+        between = f"from {self.least:,} to {self.most:,}{f' {self.unit}' if self.unit else ''}"
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise ParameterError(f"{name}={value!r} is {_kind(value)}: give a {kind} {between}.")
+        if not self.least <= value <= self.most:  # not a number compares false too
+            raise ParameterError(f"{name}={value!r} is out of range: give a {kind} {between}.")
+        return value
+
+
+@dataclass(frozen=True)
+class Flag:
+    """True or False, and nothing that merely counts as one."""
+
+    def check(self, name: str, value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise ParameterError(f"{name}={value!r} is {_kind(value)}: give True or False.")
+        return value
+
+
+@dataclass(frozen=True)
+class Text:
+    """A string that is not empty."""
+
+    def check(self, name: str, value: Any) -> str:
+        if not isinstance(value, str) or not value:
+            raise ParameterError(f"{name}={value!r} is {_kind(value)}: give some text.")
+        return value
+
+
+Parameter = Choice | Number | Flag | Text
+
+
+def choice(*values) -> Choice:
+    return Choice(values)
+
+
+def whole(least: int, most: int, unit: str = "", log: bool = False) -> Number:
+    return Number(least, most, True, unit, log)
+
+
+def real(least: float, most: float, unit: str = "", log: bool = False) -> Number:
+    return Number(least, most, False, unit, log)
+
+
+def flag() -> Flag:
+    return Flag()
+
+
+def text() -> Text:
+    return Text()
+
+
+def check(declared: Mapping[str, Parameter], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The given values, each checked against its declaration and none left over or missing."""
+    for name in given:
+        if name not in declared:
+            raise ParameterError(
+                f"{name}={given[name]!r} is not a parameter: there are "
+                f"{', '.join(declared)}{_nearest(name, declared)}."
+            )
+    for name in declared:
+        if name not in given:
+            raise ParameterError(f"{name} is missing: give it a value in the parameters cell.")
+    return {name: parameter.check(name, given[name]) for name, parameter in declared.items()}
+
+
+def _one_of(values) -> str:
+    return " or ".join(filter(None, (", ".join(map(repr, values[:-1])), repr(values[-1]))))
+
+
+def _nearest(value, known) -> str:
+    near = difflib.get_close_matches(str(value), [str(k) for k in known], n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _kind(value) -> str:
+    if isinstance(value, str):
+        return "a string" if value else "an empty string"
+    return {bool: "a bool", float: "a float", int: "an int", type(None): "no value"}.get(
+        type(value), f"a {type(value).__name__}"
+    )
+
+
+# ---- a lab ---------------------------------------------------------------------------------------
+
+
+class Lab:
+    """A notebook with declared parameters. `folder` is one of every lab: its result goes there."""
+
+    def __init__(self, name: str, **declared: Parameter):
+        for parameter, kind in declared.items():
+            if not isinstance(kind, Parameter):
+                raise TypeError(
+                    f"{parameter}={kind!r} says nothing about what is allowed: give "
+                    "choice(...), whole(...), real(...), flag() or text()."
+                )
+        self.name = name
+        self.declared = {**declared, FOLDER: text()}
+        self._values: dict[str, Any] | None = None
+
+    def parameters(self, given: Mapping[str, Any] | None = None) -> SimpleNamespace:
+        """The values of the parameters cell (or those `given`), checked.
+
+        Raises ParameterError, a ValueError, for a value that is not allowed, a missing name and a
+        name that nobody declared.
+        """
+        given = _values_in_notebook(self.declared) if given is None else given
+        self._values = check(self.declared, given)
+        return SimpleNamespace(**self._values)
+
+    def save(self, result: Mapping[str, Any], **figures) -> Path:
+        """Write result.json, and NAME.png for each figure (a Picture), into the lab's folder.
+
+        The JSON holds the lab's name, its parameters, the result and the names of the figures.
+        Raises ValueError for a result that JSON cannot hold.
+        """
+        if self._values is None:
+            raise ValueError("no parameters were checked yet: call parameters() first.")
+        shown = {name: value for name, value in self._values.items() if name != FOLDER}
+        record = {
+            "lab": self.name,
+            "parameters": shown,
+            "result": dict(result),
+            "figures": [f"{name}.png" for name in figures],
+        }
+        try:
+            content = json.dumps(record, indent=1, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"the result of lab {self.name!r} does not fit in JSON ({error}): "
+                "give plain finite numbers, strings, lists and dicts."
+            ) from None
+        folder = Path(self._values[FOLDER])
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, picture in figures.items():
+            picture.save(folder / f"{name}.png")
+        # The JSON comes last and at once: who finds it finds all of it.
+        partial = folder / f"result.{os.getpid()}.partial"
+        partial.write_text(content + "\n", encoding="utf-8")
+        return partial.replace(folder / "result.json")
+
+
+def _values_in_notebook(declared) -> dict[str, Any]:
+    """The declared names among the notebook's variables, and whatever was assigned beside them.
+
+    An unknown name is a variable like any other; only the company it keeps, in the parameters cell
+    or in the one that papermill puts below it, gives it away.
+    """
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    if shell is None:
+        raise ValueError("not in a notebook: call parameters({'name': value, ...}).")
+    by_hand, injected = [], []
+    for cell in shell.user_ns["In"]:
+        names = _names_set(cell)
+        if cell.startswith(INJECTED):
+            injected = names
+        elif set(names) & set(declared):
+            by_hand = names  # a cell that was mended and run again counts as it is now
+    names = dict.fromkeys([*declared, *by_hand, *injected])
+    return {name: shell.user_ns[name] for name in names if name in shell.user_ns}
+
+
+def _names_set(source: str) -> list[str]:
+    """What a cell assigns, if it does nothing but give names plain values."""
+    try:
+        body = ast.parse(source).body
+    except SyntaxError:  # a magic, or a slip: no parameters cell
+        return []
+    names = []
+    for node in body:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue  # a note in quotes
+        targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+        if not all(isinstance(target, ast.Name) for target in targets):
+            return []
+        if any(isinstance(part, ast.Name) for part in ast.walk(node.value)):
+            return []  # derived from something
+        names += [target.id for target in targets]
+    return names
