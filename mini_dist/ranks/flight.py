@@ -123,11 +123,12 @@ def read(path: str) -> Flight:
         with open(path, "rb") as file:
             data = file.read()
             file.seek(0)
-            written_since = HEADER.unpack(file.read(HEADER.size))[0]
+            header = file.read(HEADER.size)
     except FileNotFoundError:
         data = b""
-    if len(data) < FILE_BYTES:
+    if len(data) < FILE_BYTES:  # the rank has not joined yet
         return Flight([], None, {})
+    written_since, _ = HEADER.unpack(header)
     written, waited = HEADER.unpack_from(data, 0)
     entries = []
     # What the rank overwrote while we were reading, or is overwriting now, may be torn.
