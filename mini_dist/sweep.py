@@ -83,9 +83,13 @@ def execute(notebook: Path, output: Path, parameters: dict, timeout: float) -> s
     import papermill
     from jupyter_client.manager import AsyncKernelManager
     from nbclient.exceptions import CellTimeoutError, DeadKernelError
+    from nbclient.util import run_sync
 
-    try:
-        with tempfile.TemporaryDirectory() as private:
+    with tempfile.TemporaryDirectory() as private:
+        kernel = AsyncKernelManager(  # without a port that others could talk to
+            transport="ipc", connection_file=f"{private}/kernel.json"
+        )
+        try:
             papermill.execute_notebook(
                 notebook.resolve(),
                 output.resolve(),
@@ -93,16 +97,17 @@ def execute(notebook: Path, output: Path, parameters: dict, timeout: float) -> s
                 cwd=notebook.resolve().parent,  # as in JupyterLab
                 progress_bar=False,
                 execution_timeout=timeout,
-                km=AsyncKernelManager(  # without a port that others could talk to
-                    transport="ipc", connection_file=f"{private}/kernel.json"
-                ),
+                km=kernel,
             )
-    except papermill.PapermillExecutionError as error:
-        return f"{error.ename}: {error.evalue}".split("\n")[0]
-    except DeadKernelError:
-        return "the kernel died"
-    except CellTimeoutError:
-        return f"a cell took longer than {timeout:g} s"
+        except papermill.PapermillExecutionError as error:
+            return f"{error.ename}: {error.evalue}".split("\n")[0]
+        except DeadKernelError:
+            return "the kernel died"
+        except CellTimeoutError:
+            return f"a cell took longer than {timeout:g} s"
+        finally:
+            if kernel.has_kernel:
+                run_sync(kernel.shutdown_kernel)(now=True)
     return ""
 
 
