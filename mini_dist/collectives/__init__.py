@@ -22,7 +22,6 @@ What holds for all of them:
   Different algorithms round differently.
 """
 
-from .pairwise import barrier, pairwise_all_to_all
 from .choose import all_gather, all_reduce, all_to_all, broadcast, reduce, reduce_scatter
 from .halving_doubling import (
     halving_doubling_all_reduce,
@@ -31,6 +30,7 @@ from .halving_doubling import (
 )
 from .hierarchical import hierarchical_all_reduce
 from .messages import collective, exchange, recv, send, split_sizes, start, wait
+from .pairwise import barrier, pairwise_all_to_all
 from .pipelined_ring import pipelined_ring_all_reduce
 from .ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from .star_tree import (

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import torch
 
-from .pairwise import pairwise_all_to_all
 from .halving_doubling import (
     halving_doubling_all_reduce,
     power_of_two,
@@ -21,6 +20,7 @@ from .halving_doubling import (
 )
 from .hierarchical import hierarchical_all_reduce
 from .messages import collective
+from .pairwise import pairwise_all_to_all
 from .pipelined_ring import pipelined_ring_all_reduce
 from .ring import check_sizes, ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from .star_tree import (

@@ -7,6 +7,7 @@ a function. It reports to the parent over a socket; what it prints goes into a p
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import os
 import pickle
@@ -67,6 +68,7 @@ def main(
     stack = open(f"{directory}/stack-{rank}", "w")
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     faulthandler.enable(file=stack)
+    keep_freed_memory()
     parent = socket.socket(fileno=control)
     try:
         group = join(rank, size, device, directory)
@@ -85,6 +87,20 @@ def main(
         send(parent, pickle.dumps(report))
         parent.recv(1)  # stay until dismissed: leaving would break the others' connections
     os._exit(0)  # the interpreter's own exit costs 50 ms and sometimes aborts after success
+
+
+M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1  # of glibc's malloc.h
+
+
+def keep_freed_memory() -> None:
+    """Let malloc reuse the memory of large tensors, as torch's own allocator does on a GPU.
+
+    Else it goes back to the kernel, and to get it again costs 5 to 10 times a copy of its bytes.
+    """
+    mallopt = sys.platform == "linux" and getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt:  # (musl has none)
+        mallopt(M_MMAP_MAX, 0)
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def redirect_output(pipe: int) -> None:
