@@ -120,7 +120,7 @@ class Flight:
 
 def read(path: str) -> Flight:
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", buffering=0) as file:
             data = file.read()
             file.seek(0)
             header = file.read(HEADER.size)
