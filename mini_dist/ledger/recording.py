@@ -40,7 +40,7 @@ class Recorder:
 
     def start(self, memory: bool) -> None:
         """Begin with an empty page: what torch itself exchanged to set up is not the learner's."""
-        self.comms.clear()
+        self.comms, self.phases, self.memory = [], Phases(), None
         self.phases.watch()
         if memory:
             self.memory = MemoryRecorder(self.phases)
@@ -53,6 +53,7 @@ class Recorder:
         self.stopped = time.time()
         now = wire_bytes()
         self._wire = now and (now[0] - self._wire[0], now[1] - self._wire[1])
+        self.phases.unwatch()
         if self.memory:
             self._recording.__exit__(None, None, None)
 
@@ -131,6 +132,7 @@ class Phases:
     def __init__(self):
         self.changes: list[tuple[float, str]] = []
         self._depth = 0
+        self._hooks = []
         self.set("setup")
 
     def set(self, phase: str) -> None:
@@ -143,11 +145,17 @@ class Phases:
         return "backward" if in_engine else self.current
 
     def watch(self) -> None:
-        """Follow every Module and optimizer of this process."""
+        """Follow every Module and optimizer of this process, until `unwatch`."""
         module = torch.nn.modules.module
-        module.register_module_forward_pre_hook(self._enter_module)
-        module.register_module_forward_hook(self._leave_module, always_call=True)
-        register_optimizer_step_pre_hook(lambda *_: self.set("step"))
+        self._hooks = [
+            module.register_module_forward_pre_hook(self._enter_module),
+            module.register_module_forward_hook(self._leave_module, always_call=True),
+            register_optimizer_step_pre_hook(lambda *_: self.set("step")),
+        ]
+
+    def unwatch(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
     def _enter_module(self, module, inputs) -> None:
         self._depth += 1

@@ -1,0 +1,81 @@
+"""What the ledger costs: a step of the course's GPT with and without it.
+
+    python benchmarks/ledger.py [--json FILE] [--long]
+
+Two ranks, one a core. Both kinds of step alternate inside one run: recorded (the group of every
+launch, and the hooks that follow the phases) and plain (torch's own gloo group, no hooks). Once
+with one message a step, once with one a parameter, which is the worst case for a recorder.
+"""
+
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from _form import Case, main
+
+from mini_dist import GPT, ModelConfig, launch
+from mini_dist.data import Batches, load_text
+from mini_dist.model import token_loss
+
+CONFIG = ModelConfig(d_model=128, num_layers=4, num_heads=4, seq_len=64)
+
+
+def step_times(text, repeats, one_message, group):
+    """Seconds of each step, as pairs (recorded, plain)."""
+    plain = dist.new_group(backend="gloo")
+    model = GPT(CONFIG, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batches = Batches(text, 8, CONFIG.seq_len, rank=group.rank(), size=group.size())
+
+    def step(number, group):
+        inputs, targets = batches.batch(number)
+        loss = token_loss(model(inputs), targets).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        grads = [parameter.grad for parameter in model.parameters()]
+        if one_message:
+            grads = [torch.cat([grad.flatten() for grad in grads])]
+        for grad in grads:
+            dist.all_reduce(grad, group=group)
+        optimizer.step()
+
+    def timed(number, recorded):
+        phases = group.recorder.phases
+        phases.watch() if recorded else phases.unwatch()
+        dist.barrier(plain)
+        start = time.perf_counter()
+        step(number, group if recorded else plain)
+        dist.barrier(plain)
+        return time.perf_counter() - start
+
+    group.recorder.phases.unwatch()
+    for recorded in (True, False):
+        timed(0, recorded)
+    pairs = []
+    for number in range(repeats):
+        order = (True, False) if number % 2 else (False, True)
+        taken = {recorded: timed(number, recorded) for recorded in order}
+        pairs.append((taken[True], taken[False]))
+    group.recorder.phases.watch()
+    return pairs
+
+
+def cases(long):
+    text = load_text()
+    repeats = 200 if long else 60
+    for name, one_message in (("one message a step", True), ("one message a parameter", False)):
+        run = launch(step_times, 2, (text, repeats, one_message), timeout=300)
+        recorded, plain = (iter([1e3 * t for t in times]) for times in zip(*run.results[0]))
+        yield Case(
+            f"GPT step, {name}",
+            lambda times=recorded: next(times),
+            lambda times=plain: next(times),
+            bar=1.05,
+            repeats=repeats,
+            warmup=0,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main(cases, __doc__))
