@@ -85,11 +85,12 @@ def gemm_seconds(device: Device, m: float, n: float, k: float) -> float:
     long as a full one.  Filling and draining costs GEMM_FILL of the inner dimension.
     """
     rate = device.gemm_rate * k / (k + GEMM_FILL)
-    if device.cores:
+    if device.cores:  # lying or standing tiles, whichever are fewer; thin matrices have thin tiles
         tiles = min(math.ceil(rows / 128) * math.ceil(columns / 256)
                     for rows, columns in ((m, n), (n, m)))
         waves = math.ceil(tiles / device.cores)
-        rate *= min(1.0, m * n / (waves * device.cores * 128 * 256))
+        padded = waves * device.cores * min(m, 128) * min(n, 256)
+        rate *= min(1.0, m * n / padded)
     moved = 2 * (m * k + k * n + m * n)
     return max(2 * m * n * k / rate, moved / device.stream_bandwidth) + KERNEL_SECONDS
 

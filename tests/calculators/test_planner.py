@@ -1,0 +1,184 @@
+"""plan(): every layout accounted for, the best first, the reasons said; and its exports."""
+
+import json
+import re
+
+import pytest
+
+from mini_dist.calculators import (
+    deepspeed_json,
+    device_memory,
+    hardware,
+    layout_source,
+    megatron_arguments,
+    model,
+    peak_memory,
+    plan,
+    torchrun_line,
+    torchtitan_toml,
+)
+from mini_dist.calculators.planner import layouts, short
+from mini_dist.config import Layout, ModelConfig
+
+
+@pytest.fixture(scope="module")
+def big():
+    return plan("llama3-70b", "h100", 1024, global_batch_tokens=4 * 2**20)
+
+
+def test_every_candidate_fits_and_the_dropped_do_not(big):
+    limit = hardware("h100").device.memory_bytes
+    assert all(candidate.device_bytes <= limit for candidate in big.candidates)
+    for drop in big.dropped[::20]:
+        assert drop.reason == "memory"
+        assert device_memory(peak_memory(big.model, drop.layout, big.how).total, big.how) > limit
+        assert re.match(r"[\d.]+ [GT]iB of 79.60 GiB, most of it \w+", drop.detail)
+
+
+def test_candidates_are_ranked_and_use_the_whole_machine_and_batch(big):
+    seconds = [candidate.time.seconds for candidate in big.candidates[:big.num_simulated]]
+    assert seconds == sorted(seconds) and big.num_simulated == 50
+    for candidate in big.candidates:
+        assert candidate.layout.world_size == 1024
+        assert candidate.layout.global_batch_size * 8192 == 4 * 2**20
+    assert len({candidate.layout for candidate in big.candidates}) == len(big.candidates)
+
+
+def test_the_funnel_accounts_for_every_layout(big):
+    text = big.funnel()
+    total, dropped, fit = (int(re.search(pattern, text)[1]) for pattern in (
+        r"^(\d+) layouts", r"- (\d+) dropped: memory", r"= (\d+) fit"))
+    assert total == dropped + fit == len(big.candidates) + len(big.dropped)
+
+
+def test_the_explanation_names_both_what_is_saved_and_what_is_paid(big):
+    words = big.explain()
+    assert short(big.best.layout) in words and short(big.runner_up.layout) in words
+    assert "faster than" in words and "it saves" in words and "memory" in words
+    assert big.runner_up.layout.axes != big.best.layout.axes
+    assert "Nearest published run" in str(big)
+
+
+def test_enumeration_finds_every_cut_of_a_small_machine():
+    config = ModelConfig(num_layers=4)
+    found = {(l.pp, l.dp, l.tp) for l in layouts(config, 8, 8, (1,), ("none",), 8, 4, 1)}
+    assert found == {(pp, 8 // pp // tp, tp) for pp in (1, 2, 4) for tp in (1, 2, 4, 8)
+                     if 8 % (pp * tp) == 0}
+    zeros = {(l.pp > 1, l.zero) for l in layouts(config, 8, 8, (1,), ("none",), 8, 4, 1)
+             if l.dp > 1}
+    assert zeros == {(False, 1), (False, 2), (False, 3), (True, 1)}
+
+
+def test_what_cannot_be_cut_is_dropped_with_its_reason():
+    config = model("llama3-8b").replace(num_heads=12, num_kv_heads=12, head_dim=128, d_ffn=1536)
+    answer = plan(config, "h100", 8, 64 * 8192)
+    assert any(drop.reason == "the model cannot be cut so" and "tp=8 does not divide num_heads=12"
+               in drop.detail for drop in answer.dropped)
+
+
+def test_long_sequences_are_cut_by_cp_and_experts_by_ep():
+    long = plan(model("llama3-8b").replace(seq_len=131072), "h100", 64, 64 * 131072)
+    assert long.best.layout.cp > 1
+    moe = plan("mixtral-8x7b", "a100-80", 64, 2**21)
+    assert moe.best.layout.ep > 1
+
+
+def test_a_small_model_on_one_device_needs_no_axes():
+    alone = plan("gpt2", "a100-80", 1, 64 * 1024)
+    assert alone.best.layout.world_size == 1 and alone.runner_up is None
+    assert "only way" in alone.explain()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"num_devices": 0}, "num_devices=0 is not a number of devices"),
+        ({"num_devices": 2.5}, "num_devices=2.5 is not"),
+        ({"global_batch_tokens": 100}, "global_batch_tokens=100 is not a whole number"),
+        ({"global_batch_tokens": 3 * 8192 + 1}, ": 24576 would be"),
+        ({"model": "llama9"}, "model='llama9' is not known"),
+        ({"machine": "abacus"}, "hardware='abacus' is not known"),
+        ({"model": "llama3-405b"}, "num_devices=8 of h100 is too few: the nearest layout"),
+    ],
+)
+def test_impossible_plans_are_refused(arguments, says):
+    with pytest.raises(ValueError) as error:
+        plan(**{"model": "llama3-8b", "machine": "h100", "num_devices": 8,
+                "global_batch_tokens": 2**20, **arguments})
+    assert says in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+LAYOUT = Layout(pp=4, dp=8, tp=8, sequence_parallel=True, zero=1, micro_batch_size=2,
+                num_micro_batches=16, schedule="interleaved", num_chunks=5, recompute="full")
+
+
+def test_megatron_arguments_say_the_layout_and_the_model():
+    words = megatron_arguments(model("llama3-70b"), LAYOUT)
+    said = dict(zip(words, words[1:]))
+    assert said["--tensor-model-parallel-size"] == "8"
+    assert said["--pipeline-model-parallel-size"] == "4"
+    assert said["--num-layers-per-virtual-pipeline-stage"] == "4"  # 80 layers, 20 stages
+    assert said["--global-batch-size"] == str(8 * 16 * 2) and said["--micro-batch-size"] == "2"
+    assert said["--num-query-groups"] == "8" and said["--recompute-granularity"] == "full"
+    for flag in ("sequence-parallel", "use-distributed-optimizer", "swiglu", "bf16",
+                 "untie-embeddings-and-output-weights", "disable-bias-linear"):
+        assert f"--{flag}" in words
+    assert not {"True", "False"} & set(words)
+    moe = megatron_arguments(model("mixtral-8x7b"), Layout(dp=8, ep=8, zero=1))
+    assert dict(zip(moe, moe[1:]))["--expert-model-parallel-size"] == "8"
+
+
+def test_deepspeed_and_torchtitan_configs_parse_and_multiply_up():
+    config = json.loads(deepspeed_json(LAYOUT))
+    assert config["train_batch_size"] == config["train_micro_batch_size_per_gpu"] \
+        * config["gradient_accumulation_steps"] * LAYOUT.dp
+    assert config["zero_optimization"]["stage"] == 1
+    tomllib = pytest.importorskip("tomllib")
+    titan = tomllib.loads(torchtitan_toml(model("llama3-70b"), LAYOUT))
+    parallelism = titan["parallelism"]
+    assert parallelism["tensor_parallel_degree"] == 8
+    assert parallelism["pipeline_parallel_schedule"] == "Interleaved1F1B"
+    assert titan["training"]["local_batch_size"] == 32  # the pipeline cuts it into 16 x 2
+    assert titan["activation_checkpoint"]["mode"] == "full"
+    degrees = [parallelism[f"{name}_degree"] for name in (
+        "data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "context_parallel",
+        "pipeline_parallel")]
+    product = 1
+    for degree in degrees:
+        product *= degree
+    assert product == LAYOUT.world_size
+
+
+def test_the_schedule_names_are_those_of_torch():
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    from mini_dist.calculators.export import _SCHEDULES
+    for name in filter(None, _SCHEDULES.values()):
+        schedules.get_schedule_class(name)
+
+
+def test_torchrun_starts_every_rank_once():
+    assert torchrun_line(Layout(dp=4), 8) == "torchrun --standalone --nproc-per-node=4 train.py"
+    line = torchrun_line(LAYOUT, 8, "run.py")
+    assert "--nnodes=32 --nproc-per-node=8" in line and line.endswith("run.py")
+
+
+def test_a_layout_s_source_evaluates_to_it():
+    assert eval(layout_source(LAYOUT)) == LAYOUT
+    assert layout_source(Layout()) == "Layout()"
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda c: megatron_arguments(c, Layout(dp=2, zero=3)), "zero=3 is not what Megatron"),
+        (lambda c: megatron_arguments(c, Layout(pp=2, schedule="gpipe")), "schedule='gpipe'"),
+        (lambda c: megatron_arguments(c, Layout(pp=3)), "pp*num_chunks=3 does not divide"),
+        (lambda c: torchtitan_toml(c, Layout(pp=2, schedule="zb_h1")), "schedule='zb_h1'"),
+        (lambda c: torchrun_line(Layout(dp=12), 8), "devices_per_node=8 does not divide"),
+    ],
+)
+def test_what_a_framework_cannot_say_is_refused(call, says):
+    with pytest.raises(ValueError) as error:
+        call(model("llama3-8b"))
+    assert says in str(error.value)

@@ -1,0 +1,187 @@
+"""Step times: the parts behave as the machine would, and published runs come out near."""
+
+import math
+
+import pytest
+
+from mini_dist.calculators import hardware, model, step_time
+from mini_dist.calculators.memory import FRAMEWORKS
+from mini_dist.calculators.published import (
+    ZERO_BUBBLE_RATES,
+    korthikanti_2022,
+    megatron_2021,
+    nearest,
+)
+from mini_dist.calculators.step_time import (
+    bubble_seconds,
+    collective_seconds,
+    gemm_seconds,
+    stream_seconds,
+)
+from mini_dist.config import Layout
+from mini_dist.schedule import SCHEDULES, Times, simulate
+
+A100, H100 = hardware("a100-80"), hardware("h100")
+
+
+def test_a_gemm_pays_for_a_wave_that_is_not_full():
+    """108 tiles of 128 x 256 are one wave on an A100; one more costs as much again."""
+    full, one_more = (gemm_seconds(A100.device, 108 * 128, n, 8192) for n in (256, 257))
+    assert one_more == pytest.approx(2 * full, rel=0.02)
+    useful = 2 * 108 * 128 * 256 * 8192 / full
+    assert 0.95 * A100.device.gemm_rate < useful < A100.device.gemm_rate
+
+
+def test_a_thin_gemm_waits_for_memory():
+    one_row = gemm_seconds(A100.device, 1, 8192, 8192)
+    assert one_row == pytest.approx(stream_seconds(A100.device, 2 * 8192 * 8192), rel=0.01)
+
+
+def test_a_group_inside_a_node_uses_the_node_s_links_and_one_across_uses_the_ports():
+    size = 1e9
+    inside = collective_seconds(H100, "all_reduce", size, 8)
+    assert inside == pytest.approx(2 * 7 / 8 * size / (0.75 * 450e9), rel=0.05)
+    alone = collective_seconds(H100, "all_reduce", size, 16, stride=8)  # one member a node
+    assert alone == pytest.approx(2 * 15 / 16 * size / (0.92 * 50e9), rel=0.05)
+    together = collective_seconds(H100, "all_reduce", size, 16, stride=1)  # eight ports at once
+    assert inside < together < alone / 4
+    assert collective_seconds(H100, "all_reduce", size, 1) == 0
+
+
+@pytest.mark.parametrize("run", megatron_2021() + korthikanti_2022(), ids=lambda run: run.name)
+def test_published_runs_come_out_near_and_inside_the_interval(run):
+    """Zero-shot: no constant was fitted to these tables."""
+    ours = run.predicted()
+    assert ours.seconds == pytest.approx(run.seconds, rel=0.12)
+    assert ours.low < run.seconds < ours.high
+
+
+def test_mean_errors_on_the_published_tables_meet_their_bars():
+    for runs, bar in ((megatron_2021(), 0.06), (korthikanti_2022(), 0.04)):
+        errors = [abs(run.predicted().seconds / run.seconds - 1) for run in runs]
+        assert sum(errors) / len(errors) < bar
+
+
+def test_the_lines_add_up_and_utilisations_follow():
+    run = megatron_2021()[6]
+    ours = run.predicted()
+    assert ours.seconds == sum(line.value for line in ours.breakdown)
+    assert ours.mfu < ours.hfu < ours.mfu * 4 / 3 + 1e-9  # full recompute: a forward more
+    assert ours.tokens == run.layout.global_batch_size * 2048
+    assert ours.low < ours.seconds < ours.high
+    days = ours.training(1e12, run.layout.world_size, dollars_per_hour=2.0)
+    assert days["days, expected"] == pytest.approx(1e12 / ours.tokens_per_second / 86400)
+    assert days["cost, low"] == pytest.approx(
+        days["days, low"] * 24 * run.layout.world_size * 2.0)
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2),
+                                              ("naive", 1)])
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 16)])
+def test_the_closed_form_of_the_bubble_is_the_simulator_s(name, chunks, p, m):
+    """Equal stages, no communication: exact."""
+    layout = Layout(pp=p, num_micro_batches=m, schedule=name, num_chunks=chunks)
+    f, b, w = 1.0, 1.3, 0.8
+    bubble, _ = bubble_seconds(layout, [f] * p, [b + w] * p, [w] * p)
+    lists = SCHEDULES[name](p, m, *((chunks,) if chunks > 1 else ()))
+    makespan = simulate(lists, Times(f / chunks, b / chunks, w / chunks)).makespan
+    assert bubble == pytest.approx(makespan - m * (f + b + w), rel=1e-9, abs=1e-9)
+
+
+def test_zero_bubble_schedules_wait_less():
+    def bubble(name, chunks=1):
+        layout = Layout(pp=4, num_micro_batches=12, schedule=name, num_chunks=chunks)
+        return bubble_seconds(layout, [1.0] * 4, [2.0] * 4, [1.0] * 4)[0]
+    assert bubble("1f1b") == 9 and bubble("zb_h1") == 3 and bubble("zb_h2") == 0
+    assert bubble("zb_v", 2) == 0
+
+
+@pytest.mark.parametrize("rates", ZERO_BUBBLE_RATES, ids=lambda r: f"{r[0]}-m{r[2]}")
+def test_published_bubble_rates_come_from_the_simulator(rates):
+    """Qi et al. 2023 table 5 from the times of table 9: 1F1B and ZB-H1 to four decimals."""
+    _, p, m, one_f_one_b, _, zb_h1, zb_h2, *times = rates
+    for name, published, within in (("1f1b", one_f_one_b, 5.1e-5), ("zb_h1", zb_h1, 5.1e-5),
+                                    ("zb_h2", zb_h2, 5e-3)):
+        rate = simulate(SCHEDULES[name](p, m), Times(*times)).bubble_over_longest_span
+        assert rate == pytest.approx(published, abs=within)
+
+
+def test_simulated_and_closed_form_steps_agree_where_the_closed_form_holds():
+    config = model("llama3-70b")
+    for layout in (Layout(pp=4, dp=2, tp=8, zero=1, sequence_parallel=True, num_micro_batches=32),
+                   Layout(pp=4, dp=2, tp=8, zero=1, sequence_parallel=True, num_micro_batches=32,
+                          schedule="interleaved", num_chunks=4)):
+        closed = step_time(config, layout, "h100").seconds
+        assert step_time(config, layout, "h100", simulate=True).seconds \
+            == pytest.approx(closed, rel=0.05)
+
+
+def test_a_long_step_is_simulated_in_part_and_means_the_same():
+    """Beyond the first 2 p micro-batches each adds the slowest stage's work."""
+    times = Times([1.0, 1.1, 1.0, 1.4], [1.0, 1.1, 1.0, 1.4], [0.9, 1.0, 0.9, 1.3], comm=0.05)
+    long, short = (simulate(SCHEDULES["1f1b"](4, m), times).makespan for m in (40, 8))
+    assert long - short == pytest.approx(32 * (1.4 + 1.4 + 1.3), rel=0.02)
+
+
+def test_more_of_anything_takes_longer():
+    config, layout = model("llama3-8b"), Layout(dp=8, zero=1, num_micro_batches=4)
+
+    def seconds(layout=layout, **more):
+        return step_time(config, layout, **{"machine": "h100", **more}).seconds
+    base = seconds()
+    assert seconds(straggler=1.1) == pytest.approx(base * 1.1, rel=0.02)
+    assert seconds(layout.replace(recompute="full")) > 1.2 * base
+    assert seconds(machine="a100-80") > 2 * base
+    assert seconds(layout.replace(num_micro_batches=8)) > 1.8 * base
+    slow = H100.replace(node_bandwidth=1e9)
+    assert seconds(layout.replace(zero=3), machine=slow) > seconds(layout, machine=slow)
+
+
+def test_small_layers_wait_for_the_host():
+    """A GPT-2 cut 4 ways with short sequences: the device is done before the next launch."""
+    waits = step_time(model("gpt2").replace(seq_len=128), Layout(tp=4), "h100").breakdown
+    assert waits["waiting for the host"] > 0.5 * waits.total
+    large = step_time(model("llama3-70b"), Layout(tp=4, sequence_parallel=True), "h100").breakdown
+    assert large["waiting for the host"] < 0.02 * large.total
+
+
+def test_moe_layers_cost_their_visits_and_their_exchange():
+    config, layout = model("mixtral-8x7b"), Layout(dp=8, ep=8, zero=1)
+    spread = step_time(config, layout, "h100").breakdown
+    alone = step_time(config, layout.replace(ep=1), "h100").breakdown
+    assert spread["ep all-to-all"] > 0
+    with pytest.raises(KeyError):
+        alone["ep all-to-all"]
+    assert step_time(config.replace(top_k=4), layout, "h100").breakdown["matrices"] \
+        > 1.5 * spread["matrices"]
+
+
+def test_mla_and_long_context_have_times_too():
+    deepseek = step_time(model("deepseek-v3"), Layout(pp=16, dp=64, ep=64, zero=1,
+                                                      num_micro_batches=32), "h100")
+    assert 0.1 < deepseek.mfu < 0.7
+    config = model("llama3-8b").replace(seq_len=131072)
+    ring = step_time(config, Layout(cp=8, zero=1), "h100")
+    assert math.isfinite(ring.seconds) and ring.mfu > 0.2
+
+
+def test_a_plan_is_compared_with_a_run_of_its_kind():
+    assert "145B" in nearest(model("gpt3-175b"), A100, 1536).name
+    assert "1.7B" in nearest(model("gpt2-xl"), A100, 32).name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [({"straggler": 0.9}, "straggler=0.9 would make"), ({"machine": "h900"}, "hardware='h900'"),
+     ({"how": "jax"}, "framework='jax' is not known"),
+     ({"layout": Layout(tp=5)}, "tp=5 does not divide num_heads=32")],
+)
+def test_impossible_steps_are_refused(arguments, says):
+    with pytest.raises(ValueError) as error:
+        step_time(**{"config": model("llama3-8b"), "layout": Layout(), **arguments})
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize("name", FRAMEWORKS)
+def test_every_framework_has_a_time(name):
+    assert 0 < step_time(model("gpt2"), Layout(dp=2), "a100-80", name).seconds < 10
