@@ -1,0 +1,396 @@
+"""The calculators against what others published: formulas exactly, measurements as error tables.
+
+    python benchmarks/planner.py [--json FILE] [--long]
+
+Before the rows come the error tables: mean, median, largest and signed error, and the rank
+correlation of utilisation (whether the faster configuration is also predicted as the faster).
+"zero-shot" uses no measurement of the table; "calibrated" scales all rows by the ratio that one row
+shows, and is the mean over every choice of that row; "constant" is the baseline: one utilisation
+fitted to all rows of the same table.  Rows whose `theirs` is a stated bar hold when ours is below
+it; published tools' errors stand beside for comparison.
+
+The bulk sets are read from ../shared/reference, if it is there.  --long adds the 720 small runs.
+"""
+
+import csv
+import re
+import statistics
+import sys
+import time
+from pathlib import Path
+
+from _form import Case, main
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from mini_dist.calculators import (
+    device_memory,
+    framework,
+    hardware,
+    model,
+    model_flops,
+    model_states,
+    num_parameters,
+    peak_memory,
+    plan,
+    rank_memory,
+    step_flops,
+)
+from mini_dist.calculators.published import (
+    KORTHIKANTI_FIGURE_1,
+    ZERO_BUBBLE_RATES,
+    ZERO_TABLE_1,
+    Run,
+    gpt,
+    korthikanti_2022,
+    megatron_2021,
+)
+from mini_dist.calculators.step_time import step_time
+from mini_dist.config import Layout, ModelConfig
+from mini_dist.schedule import SCHEDULES, Times, simulate
+
+REFERENCE = Path(__file__).resolve().parents[2] / "shared" / "reference"
+GIB = 2**30
+
+
+def cases(long):
+    yield from exact_cases()
+    yield from memory_cases()
+    yield from out_of_memory_cases()
+    yield from time_cases(long)
+    yield Case("plan(): Llama-3 70B on 1024 H100", lambda: seconds_of(
+        lambda: plan("llama3-70b", "h100", 1024, 4 * 2**20)), 2.0, 1.0, "s", repeats=5)
+
+
+# --- formulas: every cell ----------------------------------------------------------------------
+
+
+def exact_cases():
+    """Rows count the cells that differ: the bar is none."""
+    def wrong(name, count, cells):
+        return Case(f"{name}: cells that differ, of {cells}", count, 1, 0.0, "cells",
+                    repeats=1, warmup=0)
+    yield wrong("ZeRO table 1", zero_table_1, 54)
+    yield wrong("Korthikanti 2022 figure 1", korthikanti_figure_1, 12)
+    yield wrong("FLOPs, Narayanan 2021 eq. 3 and model FLOPs", flops_formulas, 20)
+    yield wrong("parameters of released models", parameter_counts, 12)
+    yield wrong("bubble rates, Qi 2023 table 5, 1F1B and ZB-H1", bubble_rates, 24)
+
+
+def zero_table_1():
+    wrong = 0
+    for billions, dp, *printed in ZERO_TABLE_1:
+        for zero, cell in enumerate(printed, start=1):
+            unit = 10 ** -len(cell.partition(".")[2])  # some cells are rounded, some cut off
+            ours = model_states(billions * 1e9, dp, zero).total / 1e9
+            wrong += not abs(ours - float(cell)) < unit * (1 - 1e-9)
+    return wrong
+
+
+def korthikanti_figure_1():
+    wrong = 0
+    for run in korthikanti_2022():
+        states, tensor, selective = KORTHIKANTI_FIGURE_1[run.name.split(",")[0]]
+        config, layout = run.config, run.layout
+        if layout.sequence_parallel:
+            kept = rank_memory(config, layout, "formula")["activations"]
+            wrong += abs(kept / GIB - selective) > 1e-6
+        else:
+            kept = rank_memory(config, layout.replace(recompute="none"), "formula")["activations"]
+            matrices = 12 * config.num_layers * config.d_model**2 / layout.tp / layout.pp
+            wrong += abs(kept / GIB - tensor) > 1e-6
+            wrong += model_states(matrices, 1, 0, 2, 4, 12).total / GIB != states
+    return wrong
+
+
+def flops_formulas():
+    wrong = 0
+    for run in megatron_2021():
+        B, s, V = run.layout.global_batch_size, 2048, 51200
+        h, layers = run.config.d_model, run.config.num_layers
+        eq_3 = 96 * B * s * layers * h**2 * (1 + s / (6 * h) + V / (16 * layers * h))
+        ours = step_flops(run.config, B, "full").total, model_flops(run.config, B)
+        eq_7 = 72 * B * s * layers * h**2 * (1 + s / (6 * h) + V / (12 * layers * h))
+        wrong += sum(abs(a / b - 1) > 1e-12 for a, b in zip(ours, (eq_3, eq_7)))
+    return wrong
+
+
+def parameter_counts():
+    released = {
+        "gpt2": 124439808, "gpt2-medium": 354823168, "gpt2-large": 774030080,
+        "gpt2-xl": 1557611200, "llama2-7b": 6738415616, "llama2-13b": 13015864320,
+        "llama2-70b": 68976648192, "llama3-8b": 8030261248, "llama3-70b": 70553706496,
+        "llama3-405b": 405853388800, "mixtral-8x7b": 46702792704, "bloom-176b": 176247271424}
+    return sum(num_parameters(model(name)) != count for name, count in released.items())
+
+
+def bubble_rates():
+    wrong = 0
+    for _, p, m, one_f_one_b, _, zb_h1, _, *times in ZERO_BUBBLE_RATES:
+        for name, published in (("1f1b", one_f_one_b), ("zb_h1", zb_h1)):
+            rate = simulate(SCHEDULES[name](p, m), Times(*times)).bubble_over_longest_span
+            wrong += abs(rate - published) > 5.1e-5
+    return wrong
+
+
+# --- memory ------------------------------------------------------------------------------------
+
+
+def memory_cases():
+    bloom = Layout(tp=4, pp=12, dp=8, zero=1, micro_batch_size=2, num_micro_batches=128,
+                   recompute="full")
+    how = "megatron-deepspeed"
+    needed = device_memory(peak_memory(model("bloom-176b"), bloom, how).total, how) / 1e9
+    print(f"BLOOM-176B, tp 4 pp 12 dp 8: {needed:.1f} GB of a device, measured 59 "
+          "(a public script: 813)")
+    yield stated("BLOOM-176B against its measured 59 GB", 100 * abs(needed / 59 - 1), 10, "%")
+
+    pairs = [(peak_memory(run.config, run.layout, run.how).total / GIB, gib)
+             for run, gib, _ in simumax()]
+    if pairs:
+        errors = report("memory: Megatron-Core on B200, allocator's peak", pairs)
+        yield stated("memory: Megatron-Core on B200, mean error", errors["mean"], 5, "%")
+        yield stated("  the best public tool there (SimuMax)", errors["mean"], 0.46, "%", None)
+    pairs = [(peak_memory(run.config, run.layout, run.how).total / 1e9, gigabytes)
+             for run, gigabytes in zero_bubble()]
+    if pairs:
+        report("memory: Megatron 2023, Qi et al. table 4 (GB; allocator or device not said)", pairs)
+    sweep = nanotron()
+    if sweep:
+        kept, lean = ([peak_memory(run.config, run.layout, mode).total / GIB for run, *_ in sweep]
+                      for mode in NANOTRON_MODES)
+        fit = [(a, b, gib) for (_, ok, gib), a, b in zip(sweep, kept, lean) if ok]
+        report("memory: nanotron on H100, gathered inputs kept", [(a, g) for a, _, g in fit])
+        nearer = [(min(a, b, key=lambda x: abs(x - g)), g) for a, b, g in fit]
+        report("memory: the same, in whichever of its two modes a run was (a hidden variable)",
+               nearer)
+
+
+NANOTRON_MODES = (framework("nanotron"), framework("nanotron").replace(keeps_gathered=False))
+
+
+def out_of_memory_cases():
+    """Which of the sweep's runs do not fit an H100.
+
+    Measured memory falls on one of two lines (gathered inputs kept, or gathered again in backward);
+    the runs that were too large for the first were made in the second, so that decides.
+    """
+    sweep = nanotron()
+    if not sweep:
+        return
+    how, limit = NANOTRON_MODES[1], hardware("h100").device.memory_bytes
+    calls = [(device_memory(peak_memory(run.config, run.layout, how).total, how) > limit, ok)
+             for run, ok, _ in sweep]
+    crashed = [call for call, ok in calls if not ok]
+    fine = [call for call, ok in calls if ok]
+    caught, false = 100 * sum(crashed) / len(crashed), 100 * sum(fine) / len(fine)
+    print(f"out of memory: {caught:.1f} % of {len(crashed)} crashes caught, {false:.1f} % of "
+          f"{len(fine)} good runs called too large (a crash need not be one of memory)")
+    yield stated("out of memory on the H100 sweep: missed", 100 - caught, 15, "%")
+    yield stated("out of memory on the H100 sweep: false alarms", false, 3, "%")
+
+
+# --- time --------------------------------------------------------------------------------------
+
+
+def time_cases(long):
+    tables = {
+        "Megatron 2021 table 1": (megatron_2021(), {"zero-shot": 12, "calibrated": 6},
+                                  {"Calculon, zero-shot": 10.3, "Calculon, one scalar": 3.4}),
+        "Korthikanti 2022 table 5": (korthikanti_2022(), {},
+                                     {"Calculon, zero-shot (its own set)": 3.65}),
+        "Qi 2023 table 4, 1F1B and ZB": ([run for run, _ in zero_bubble()], {}, {}),
+        "vTrain, 512 A100 and fewer": (vtrain("vtrain_multi_dev.csv"), {},
+                                       {"Calculon, one scalar": 19.3,
+                                        "vTrain (its own set)": 14.73}),
+        "MosaicML MPT, FSDP on A100": (mpt(), {}, {}),
+        "Megatron-Core on 8 B200": ([run for run, *_ in simumax()], {},
+                                    {"SimuMax (its own set)": 5.62}),
+    }
+    if long:
+        tables["vTrain, 2 to 8 A100"] = (vtrain("vtrain_single_dev.csv"), {},
+                                         {"vTrain (its own set)": 8.37})
+        tables["nanotron, pp = 1 (hidden variables)"] = (
+            [run for run, ok, _ in nanotron() if ok], {}, {})
+    for name, (runs, bars, tools) in tables.items():
+        if not runs:
+            continue
+        times = [step_time(run.config, run.layout, run.machine, run.how) for run in runs]
+        pairs = [(ours.seconds, run.seconds) for ours, run in zip(times, runs)]
+        work = [step_flops(run.config, run.layout.global_batch_size, run.layout.recompute).total
+                / run.layout.world_size for run in runs]
+        errors = report(f"time: {name}, zero-shot", pairs, work)
+        inside = sum(t.low <= run.seconds <= t.high for t, run in zip(times, runs)) / len(runs)
+        calibrated, constant = calibrate(pairs), constant_utilisation(pairs, work)
+        print(f"    calibrated with one row {calibrated:.1f} %; constant utilisation, fitted "
+              f"{constant:.1f} %; inside our interval {inside:.0%}"
+              + "".join(f"; {tool} {error} %" for tool, error in tools.items()))
+        if bars:
+            yield stated(f"time: {name}, zero-shot", errors["mean"], bars["zero-shot"], "%")
+            yield stated(f"time: {name}, calibrated", calibrated, bars["calibrated"], "%")
+        yield stated(f"time: {name}, calibrated / constant utilisation", calibrated, constant, "%",
+                     None)
+        for tool, error in tools.items():
+            ours = calibrated if "scalar" in tool else errors["mean"]
+            yield stated(f"time: {name} / {tool}", ours, error, "%", None)
+
+
+def report(name, pairs, work=None):
+    """Print one line of the error table; (ours, measured) pairs."""
+    errors = [100 * (ours / real - 1) for ours, real in pairs]
+    sizes = [abs(error) for error in errors]
+    line = (f"{name}: n {len(pairs)}, mean {statistics.mean(sizes):.2f} %, median "
+            f"{statistics.median(sizes):.2f} %, largest {max(sizes):.1f} %, signed "
+            f"{statistics.mean(errors):+.2f} %")
+    order = ([w / a for w, (a, _) in zip(work, pairs)], [w / b for w, (_, b) in zip(work, pairs)]) \
+        if work else tuple(zip(*pairs))
+    print(f"{line}, rank correlation {rank_correlation(*order):.2f}")
+    return {"mean": statistics.mean(sizes)}
+
+
+def calibrate(pairs):
+    """Mean error of the other rows after scaling by one row's ratio, over every choice of row."""
+    errors = [abs(ours * real_i / ours_i / real - 1)
+              for i, (ours_i, real_i) in enumerate(pairs)
+              for j, (ours, real) in enumerate(pairs) if i != j]
+    return 100 * statistics.mean(errors)
+
+
+def constant_utilisation(pairs, work):
+    """The baseline: time = work / constant, with the constant that suits the rows best."""
+    rates = [w / real for w, (_, real) in zip(work, pairs)]
+    return min(100 * statistics.mean(abs(w / rate / real - 1) for w, (_, real) in zip(work, pairs))
+               for rate in rates)
+
+
+def rank_correlation(a, b):
+    def ranks(values):
+        order = sorted(range(len(values)), key=values.__getitem__)
+        placed = [0.0] * len(values)
+        for place, index in enumerate(order):
+            placed[index] = place
+        return placed
+    return statistics.correlation(ranks(a), ranks(b))
+
+
+def stated(name, ours, bar, unit, ratio=1.0):
+    return Case(name, lambda: ours, bar, ratio, unit, repeats=1, warmup=0)
+
+
+def seconds_of(function):
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+# --- the bulk sets as runs ---------------------------------------------------------------------
+
+
+def rows(name):
+    path = REFERENCE / name
+    if not path.exists():
+        print(f"skipped {name}: {REFERENCE} is not there")
+        return []
+    with path.open() as lines:
+        return list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
+def simumax():
+    """(run, allocated GiB, SimuMax's GiB): Megatron-Core 8 x B200, sequences of 4096."""
+    runs = []
+    for row in rows("simumax_b200_dense.csv"):
+        size = re.search(r"llama3_(\d+b)", row["case"])[1]
+        number = {key: int(re.search(rf"_{key}(\d+)", row["case"])[1])
+                  for key in ("l", "tp", "pp", "dp", "mbc")}
+        config = model(f"llama3-{size}").replace(num_layers=number["l"], seq_len=4096,
+                                                 num_kv_heads=16 if size == "405b" else 8)
+        layout = Layout(tp=number["tp"], pp=number["pp"], dp=number["dp"], zero=1,
+                        num_micro_batches=number["mbc"], sequence_parallel=number["tp"] > 1)
+        run = Run(row["case"], config, layout, "b200", "megatron-core",
+                  float(row["real_ms"]) / 1e3, "SimuMax v1.2, B200")
+        runs.append((run, float(row["real_alloc_gib"]), float(row["pred_alloc_gib"])))
+    return runs
+
+
+def zero_bubble():
+    """(run, GB): Megatron on A100, the schedules that we have."""
+    names = {"1F1B": "1f1b", "ZB-1p": "zb_h1", "ZB-2p": "zb_h2"}
+    runs = []
+    for row in rows("zerobubble_table4_measured.csv"):
+        if row["schedule"] not in names:
+            continue
+        number = {key: int(row[key]) for key in ("layers", "heads", "hidden", "pp", "gpus", "mbs",
+                                                 "microbatches")}
+        config = gpt(number["heads"], number["hidden"], number["layers"], seq_len=1024)
+        layout = Layout(pp=number["pp"], micro_batch_size=number["mbs"],
+                        num_micro_batches=number["microbatches"], schedule=names[row["schedule"]])
+        samples = number["mbs"] * number["microbatches"] / number["gpus"]
+        run = Run(f"{row['model']} {row['schedule']}", config, layout, "a100-80", "megatron-2022",
+                  samples / float(row["samples_per_gpu_s"]), "Qi et al. 2023, table 4")
+        runs.append((run, float(row["memory_gb"])))
+    return runs
+
+
+def vtrain(name):
+    """Megatron-DeepSpeed on A100, full recompute, 1F1B; 800 Gb/s a node of 8."""
+    machine = hardware("a100-80").replace(network_bandwidth=12.5e9)
+    runs = []
+    for row in rows(name):
+        number = {key: int(value) for key, value in row.items()
+                  if key not in ("parameters_billion", "iteration_time_ms")}
+        m, rest = divmod(number["global_batch"],
+                         number["data_parallelism"] * number["micro_batch"])
+        if rest or not m:
+            continue
+        config = gpt(number["attention_heads"], number["hidden_size"], number["layers"],
+                     number["sequence_length"])
+        layout = Layout(tp=number["tensor_parallelism"], pp=number["pipeline_parallelism"],
+                        dp=number["data_parallelism"], micro_batch_size=number["micro_batch"],
+                        num_micro_batches=m, recompute="full")
+        runs.append(Run("vTrain", config, layout, machine, "megatron-2021",
+                        float(row["iteration_time_ms"]) / 1e3, "vTrain, MICRO 2024"))
+    return runs
+
+
+def mpt():
+    """MosaicML's FSDP runs on A100-80; their Triton attention was of the first kind."""
+    how = framework("fsdp").replace(flash_speed=0.5)
+    runs = []
+    for row in rows("mpt_a100.csv"):
+        if "80GB" not in row["table"] or row["act_cpu_offload"] == "True":
+            continue
+        config = ModelConfig(vocab_size=int(row["vocab"]), seq_len=int(row["seq_len"]),
+                             d_model=int(row["d_model"]), num_layers=int(row["n_layers"]),
+                             num_heads=int(row["n_heads"]), positions="learned", bias=False,
+                             tied_embedding=True)
+        layout = Layout(dp=int(row["gpus"]), zero=3, micro_batch_size=int(row["micro_batch"]),
+                        num_micro_batches=int(row["grad_accum"]),
+                        recompute="full" if row["act_ckpt"] == "True" else "none")
+        runs.append(Run(row["model"], config, layout, "a100-80", how,
+                        int(row["global_batch_tokens"]) / float(row["tokens_per_s"]),
+                        "llm-foundry benchmarking"))
+    return runs
+
+
+def nanotron():
+    """(run, did it run?, GiB): the Ultra-Scale Playbook's sweep without a pipeline."""
+    runs = []
+    for row in rows("nanotron_h100_pp1.csv"):
+        config = ModelConfig(vocab_size=int(row["vocab"]), seq_len=int(row["seq_len"]),
+                             d_model=int(row["hidden"]), num_layers=int(row["n_layers"]),
+                             num_heads=int(row["heads"]), num_kv_heads=int(row["kv_heads"]),
+                             d_ffn=int(row["ffn"]), activation="swiglu", norm="rmsnorm",
+                             bias=False, tied_embedding=row["model"] in ("1B", "3B"))
+        layout = Layout(dp=int(row["dp"]), tp=int(row["tp"]), zero=int(row["zero_stage"]),
+                        sequence_parallel=int(row["tp"]) > 1, micro_batch_size=int(row["mbs"]),
+                        num_micro_batches=int(row["grad_accum"]))
+        ok = row["status"] == "ok"
+        tokens = layout.global_batch_size * config.seq_len
+        run = Run(row["model"], config, layout, "h100-hf", "nanotron",
+                  tokens / float(row["tokens_per_s"]) if ok else 0.0, "Ultra-Scale Playbook")
+        runs.append((run, ok, float(row["gpu_mem_gb"]) if ok else 0.0))
+    return runs
+
+
+if __name__ == "__main__":
+    sys.exit(main(cases, __doc__))
