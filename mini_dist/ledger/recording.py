@@ -236,36 +236,35 @@ class RecordingGroup(dist.ProcessGroup):
             group._set_default_backend(kinds.GLOO)
             group._set_group_name(options.group_id)
         self.ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
+        self.me = self.ranks[rank]
+        self.name = self.group_name  # read for every message, and slow to ask torch for
         self.device = device
         self.recorder = recorder
-        recorder.groups[self.group_name] = self.ranks
+        recorder.groups[self.name] = self.ranks
         if len(recorder.groups) == 1:
-            recorder.axes[self.group_name] = "world"
+            recorder.axes[self.name] = "world"
         if recorder.flight:
-            recorder.flight.add_group(self.group_name, self.ranks)
+            recorder.flight.add_group(self.name, self.ranks)
 
     # -- point to point -----------------------------------------------------------------------
 
     def send(self, tensors, dst, tag):
-        me = self.ranks[self.rank()]
-        return self._message("send", tensors, dst, tag, f"{me} {self.ranks[dst]} {tag}")
+        return self._message("send", tensors, dst, tag, f"{self.me} {self.ranks[dst]} {tag}")
 
     def recv(self, tensors, src, tag):
-        me = self.ranks[self.rank()]
-        return self._message("recv", tensors, src, tag, f"{self.ranks[src]} {me} {tag}")
+        return self._message("recv", tensors, src, tag, f"{self.ranks[src]} {self.me} {tag}")
 
     def recv_anysource(self, tensors, tag):
-        me = self.ranks[self.rank()]
-        return self._message("recv_anysource", tensors, None, tag, f"any {me} {tag}")
+        return self._message("recv_anysource", tensors, None, tag, f"any {self.me} {tag}")
 
     def _message(self, op, tensors, peer, tag, route):
-        row = self.recorder.begin(op, self.group_name, tensors, peer)
+        row = self.recorder.begin(op, self.name, tensors, peer)
         flight, number = self.recorder.flight, -1
         if flight:
             shape = f"{row[2]}{list(tensors[0].shape)}"
             where = {"send": f", to rank {peer}", "recv": f", from rank {peer}"}.get(op, "")
             number = flight.begin(
-                f"message {self.group_name} {route}",
+                f"message {self.name} {route}",
                 f"{row[2]} {tensors[0].numel()}",
                 f"{op}({shape}{where})",
                 waits=False,
@@ -278,7 +277,7 @@ class RecordingGroup(dist.ProcessGroup):
 
     def _collective(self, method: str, op: str, tensors, args, opts, detail=None):
         """Note a native collective whose volume is that of `tensors`, then pass it on."""
-        row = self.recorder.begin(op, self.group_name, tensors, detail)
+        row = self.recorder.begin(op, self.name, tensors, detail)
         flight, number = self.recorder.flight, -1
         if flight:
             shapes = ", ".join(f"{row[2]}{list(t.shape)}" for t in tensors[:3])
@@ -288,7 +287,7 @@ class RecordingGroup(dist.ProcessGroup):
             numel = "" if op == "all_to_all" else sum(t.numel() for t in tensors)
             rooted = "" if isinstance(detail, tuple) else detail
             number = flight.begin(
-                f"collective {self.group_name}",
+                f"collective {self.name}",
                 f"{op} {row[2]} {numel} {reduction} {rooted}",
                 f"{op}({shapes}{'' if reduction in ('', 'SUM') else f', {reduction}'}"
                 f"{'' if detail is None or rooted == '' else f', root {detail}'})",
