@@ -1,11 +1,11 @@
 """The layers of mini_dist: arrows point down only, and two files speak to torch.distributed.
 
-L5  check  widgets  draw          views
+L5  check  widgets  draw  sweep   views
 L4  parallelize  train  checkpoint
 L3  the strategies                siblings: they never import each other
-L2  ops  grad_norm  emulate       schedule  calculators
+L2  ops  grad_norm  emulate watch schedule  calculators
 L1  mesh  collectives
-L0  launch  ranks  ledger         config  model  data  lesson
+L0  launch  ranks  ledger         config  model  data  lesson  lab
 """
 
 import ast
@@ -20,12 +20,12 @@ STRATEGIES = {
     *("expert_parallel", "precision", "recompute"),
 }
 LAYERS = [
-    {"launch", "ranks", "ledger", "config", "model", "data", "lesson"},
+    {"launch", "ranks", "ledger", "config", "model", "data", "lesson", "lab"},
     {"mesh", "collectives"},
-    {"ops", "grad_norm", "emulate", "schedule", "calculators"},
+    {"ops", "grad_norm", "emulate", "watch", "schedule", "calculators"},
     STRATEGIES,
     {"parallelize", "train", "checkpoint"},
-    {"check", "widgets", "draw"},
+    {"check", "widgets", "draw", "sweep"},
 ]
 LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
 WITHOUT_TORCH = {"config", "calculators", "schedule"}
