@@ -1,16 +1,39 @@
 """Data parallelism: the same model everywhere, a part of the batch each, gradients averaged.
 
-Lesson 02 begins with the most direct way, through one rank. Its cost is why the rest exists.
+Four ways to average, each the answer to what the one before could not do:
+
+    average_through_rank_0   gather, average, broadcast: right, and rank 0 drowns
+    Naive                    an all-reduce a parameter: no centre, but many small messages
+    Bucketed                 flat buckets: few large messages, but all of them after backward
+    Overlapped               a bucket leaves as soon as its last gradient is there
+
+The three classes have one interface. Wrapping broadcasts rank 0's parameters and buffers, so that
+the ranks start equal. `finish()`, after the last backward of a step, leaves in `.grad` the mean
+gradient over the ranks:
+
+    model = Overlapped(GPT(config), group)
+    with model.no_sync():                    # micro-batches but the last: add up, send nothing
+        loss(model(first)).backward()
+    loss(model(last)).backward()
+    model.finish()
+    optimizer.step()
+
+Legend: n ranks, N bytes of gradients. Each of the three sends 2(n-1)/n N bytes a rank a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from .collectives import gather, star_broadcast
+from .collectives import all_reduce, broadcast, gather, star_broadcast
 from .ledger.recording import recorded
+
+BUCKET_BYTES = 25 << 20  # the default of torch's DistributedDataParallel (Li et al. 2020, 3.2.3)
 
 
 @recorded
@@ -27,3 +50,136 @@ def average_through_rank_0(parameters: Iterable[Tensor], group) -> None:
         everyones = gather(parameter.grad.unsqueeze(0), 0, group)  # [n, ...] on rank 0
         mean = parameter.grad if everyones is None else everyones.mean(0)
         parameter.grad = star_broadcast(mean, 0, group)  # elsewhere the values are not read
+
+
+class Naive(nn.Module):
+    """One all-reduce a parameter, after backward.
+
+    reduce: (tensor, group) -> its mean over the group, a new tensor.
+    """
+
+    def __init__(self, module: nn.Module, group, reduce: Callable | None = None):
+        super().__init__()
+        self.module, self.group, self.reduce = module, group, reduce or mean
+        self.parameters_to_average = [p for p in module.parameters() if p.requires_grad]
+        if not self.parameters_to_average:
+            raise ValueError("the model has no parameter that requires a gradient: nothing to train")
+        self.synchronizes = True
+        broadcast_state(module, group)
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self):
+        """Inside, backward only adds up gradients: for all micro-batches of a step but the last."""
+        self.synchronizes = False
+        try:
+            yield
+        finally:
+            self.synchronizes = True
+
+    def finish(self) -> None:
+        for parameter in self.parameters_to_average:
+            parameter.grad = self.reduce(gradient(parameter), self.group)
+
+
+class Bucketed(Naive):
+    """Gradients travel in flat buckets of about `bucket_bytes`, after backward.
+
+    A message has a fixed cost, so many small ones are slow; see lesson 04.
+    """
+
+    def __init__(self, module, group, reduce=None, bucket_bytes: int = BUCKET_BYTES):
+        super().__init__(module, group, reduce)
+        self.buckets = make_buckets(self.parameters_to_average, bucket_bytes)
+
+    def finish(self) -> None:
+        for bucket in self.buckets:
+            unflatten(self.reduce(flatten(bucket), self.group), bucket)
+
+
+class Overlapped(Bucketed):
+    """A bucket leaves as soon as backward has finished its last gradient.
+
+    The sending is done by one background thread, in the order of the buckets: all ranks must
+    enter their all-reduces in the same order, whatever order their gradients get ready in.
+    """
+
+    def __init__(self, module, group, reduce=None, bucket_bytes: int = BUCKET_BYTES):
+        super().__init__(module, group, reduce, bucket_bytes)
+        self.sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sender")
+        self.bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket}
+        self.start_over()
+        for parameter in self.parameters_to_average:
+            # Its gradient is complete when it has been added to .grad. A hook on the parameter
+            # itself (register_hook) would run before that, and once a use if it is tied.
+            parameter.register_post_accumulate_grad_hook(self.gradient_is_ready)
+
+    def start_over(self) -> None:
+        self.missing = [len(bucket) for bucket in self.buckets]
+        self.leaving: list[Future] = []
+
+    def gradient_is_ready(self, parameter: Tensor) -> None:
+        if self.synchronizes:
+            self.missing[self.bucket_of[parameter]] -= 1
+            while len(self.leaving) < len(self.buckets) and self.missing[len(self.leaving)] == 0:
+                self.leave()
+
+    def leave(self) -> None:
+        """Send the next bucket off."""
+        bucket = self.buckets[len(self.leaving)]
+        self.leaving.append(self.sender.submit(self.reduce, flatten(bucket), self.group))
+
+    def finish(self) -> None:
+        while len(self.leaving) < len(self.buckets):  # parameters that this rank did not use
+            self.leave()
+        for bucket, future in zip(self.buckets, self.leaving):
+            unflatten(future.result(), bucket)
+        self.start_over()
+
+
+def mean(x: Tensor, group) -> Tensor:
+    return all_reduce(x, group, op="mean")
+
+
+def broadcast_state(module: nn.Module, group) -> None:
+    """Give every rank rank 0's parameters and buffers."""
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.copy_(broadcast(tensor, 0, group))
+
+
+def gradient(parameter: Tensor) -> Tensor:
+    """Its gradient, zeros if this rank did not use it: other ranks may have."""
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def make_buckets(parameters: list[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
+    """Group parameters of one dtype, last one first, into buckets of at most `bucket_bytes`.
+
+    Backward makes the gradients of the last layers first. A parameter that is larger than a bucket
+    has one to itself. Raises ValueError if bucket_bytes is below 1.
+    """
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes={bucket_bytes} holds nothing: give 1 or more bytes")
+    buckets: list[list[Tensor]] = []
+    for parameter in reversed(parameters):
+        last = buckets[-1] if buckets else []
+        fits = sum(p.nbytes for p in last) + parameter.nbytes <= bucket_bytes
+        if last and fits and last[0].dtype == parameter.dtype:
+            last.append(parameter)
+        else:
+            buckets.append([parameter])
+    return buckets
+
+
+def flatten(bucket: list[Tensor]) -> Tensor:
+    return torch.cat([gradient(parameter).flatten() for parameter in bucket])
+
+
+def unflatten(flat: Tensor, bucket: list[Tensor]) -> None:
+    """Make each gradient a view of its part of `flat`."""
+    parts = flat.split([parameter.numel() for parameter in bucket])
+    for parameter, part in zip(bucket, parts):
+        parameter.grad = part.view_as(parameter)

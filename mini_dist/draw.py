@@ -9,9 +9,11 @@ import io
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from matplotlib.patches import Patch, Rectangle
 
 from .ledger import Ledger
+from .ledger.steps import steps
+from .watch import Watched, read
 
 PHASE_COLORS = {
     "setup": "#e6e6e6",
@@ -126,3 +128,110 @@ def curve(lines: dict[str, list[float]], x: str, y: str) -> Picture:
     axes.set_ylabel(y)
     axes.legend(frameon=False, fontsize=8)
     return Picture(figure, f"{y} over {x}: " + "; ".join(lines))
+
+
+def bars(groups: dict[str, dict], unit: str, title: str = "") -> Picture:
+    """Bars side by side: groups[label][x] is the height of the bar called `label` at x."""
+    places = list(dict.fromkeys(x for values in groups.values() for x in values))
+    figure, axes = canvas(6, 3)
+    width = 0.8 / len(groups)
+    for number, (label, values) in enumerate(groups.items()):
+        left = [places.index(x) + (number - (len(groups) - 1) / 2) * width for x in values]
+        axes.bar(left, list(values.values()), 0.92 * width, label=label, color=BAR_COLORS[number])
+    axes.set_xticks(range(len(places)), [str(x) for x in places])
+    axes.set_ylabel(unit)
+    axes.set_title(title, fontsize=10)
+    axes.legend(frameon=False, fontsize=8)
+    return Picture(figure, f"{title or unit}: " + "; ".join(groups))
+
+
+BAR_COLORS = ["#d95f02", "#7570b3", "#1b9e77", "#999999"]
+
+
+# -- a collective, message by message -----------------------------------------------------------
+
+CHUNK_COLORS = ["#9ecae1", "#fdae6b", "#a1d99b", "#dadaeb"]
+BOX = 0.84  # width of a number; 1 is the height of a line
+
+
+def collective(seen: Watched, title: str = "") -> Picture:
+    """Every message of a watched collective, step by step, and what each rank has in the end.
+
+    A box is a number: letter and colour say which chunk it is, the small digits whose terms are in
+    it. A strong edge marks a sum that is complete.
+    """
+    size, found = seen.size, steps(seen.run.ledger)
+    columns: list[list[list[list[int]]]] = [[[numbers] for numbers in seen.inputs]]
+    arrows: list[tuple[int, int, int, int]] = []  # column, source, target, line within the row
+    carried = contents(seen)
+    for step in found:
+        column: list[list[list[int]]] = [[] for _ in range(size)]
+        for message in step:
+            row = column[message.target]
+            arrows.append((len(columns), message.source, message.target, len(row)))
+            row.append(carried[id(message.send)])
+        columns.append(column)
+    columns.append([[result] if result is not None else [] for result in seen.results])
+
+    lines = [max(len(column[rank]) for column in columns) for rank in range(size)]
+    tops = [sum(lines[:rank]) * 1.0 + 0.9 * rank for rank in range(size)]
+    widths = [max((len(m) for row in column for m in row), default=1) * BOX for column in columns]
+    gap = 1.35
+    lefts = [sum(widths[:i]) + gap * i for i in range(len(columns))]
+    height = tops[-1] + lines[-1]
+    figure, axes = canvas(0.75 + 0.5 * (lefts[-1] + widths[-1]), 0.7 + 0.3 * height)
+
+    def middle(rank: int) -> float:
+        return -(tops[rank] + lines[rank] / 2)
+
+    def place(rank: int, number: int, count: int) -> float:  # of line `number` among `count`
+        return middle(rank) + (count - 1) / 2 - number
+
+    for left, column in zip(lefts, columns):
+        for rank, row in enumerate(column):
+            for number, message in enumerate(row):
+                y = place(rank, number, len(row))
+                for index, value in enumerate(message):
+                    box(axes, left + index * BOX, y, value, size)
+    for column, source, target, number in arrows:
+        y = place(target, number, len(columns[column][target]))
+        before = lefts[column] - gap + 0.1
+        style = dict(arrowstyle="-|>", color="#888888", lw=0.9, shrinkA=0, shrinkB=1)
+        axes.annotate("", (lefts[column], y), (before, middle(source)), arrowprops=style)
+    names = ["input", *(f"step {i + 1}" for i in range(len(found))), "result"]
+    for left, width, name in zip(lefts, widths, names):
+        axes.text(left + width / 2, 0.35, name, ha="center", fontsize=9, color=INK)
+    for rank in range(size):
+        axes.text(-0.35, middle(rank), f"rank {rank}", ha="right", va="center", fontsize=9)
+    axes.set_xlim(-1.7, lefts[-1] + widths[-1] + 0.1)
+    axes.set_ylim(-height - 0.15, 1.0)
+    axes.axis("off")
+    if title:
+        axes.set_title(title, fontsize=10)
+    return Picture(figure, f"{title or 'messages'}: {len(arrows)} in {len(found)} steps")
+
+
+def contents(seen: Watched) -> dict[int, list[int]]:
+    """What each send of the ledger carried."""
+    sends: list[list] = [[] for _ in range(seen.size)]
+    for comm in seen.run.ledger.leaves():
+        if comm.op == "send":
+            sends[comm.rank].append(comm)
+    return {
+        id(comm): numbers
+        for own, carried in zip(sends, seen.carried)
+        for comm, numbers in zip(own, carried)
+    }
+
+
+def box(axes, left: float, y: float, value: int, size: int) -> None:
+    found = read(value, size)
+    chunk, ranks = next(iter(found.items())) if len(found) == 1 else (None, [])
+    complete = len(set(ranks)) == size and size > 1
+    face = "#ffffff" if chunk is None else CHUNK_COLORS[chunk]
+    edge, width = (INK, 1.6) if complete else ("#888888", 0.6)
+    axes.add_patch(
+        Rectangle((left, y - 0.4), BOX - 0.06, 0.8, facecolor=face, edgecolor=edge, linewidth=width)
+    )
+    text = "?" if chunk is None else f"${'abcd'[chunk]}_{{{''.join(map(str, ranks))}}}$"
+    axes.text(left + (BOX - 0.06) / 2, y, text, ha="center", va="center", fontsize=9)

@@ -3,6 +3,7 @@
 import time
 
 import pytest
+
 from mini_dist import launch
 from mini_dist.emulate import Clock, Device, Link
 from mini_dist.pipeline import run_emulated

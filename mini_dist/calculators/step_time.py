@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from ..config import Layout, ModelConfig
-from ..schedule import SCHEDULES, Times
+from ..schedule import SCHEDULES, Schedule, Times
 from ..schedule import simulate as run_schedule
 from .flops import model_flops, score_flops, step_flops
 from .lines import Breakdown, Line, readable
@@ -433,8 +433,7 @@ def _simulated(layout, stages, hop) -> float:
     one adds the slowest stage's work, so long steps are cut there and extended."""
     p, v = layout.pp, layout.num_chunks
     m = min(layout.num_micro_batches, 2 * p + layout.num_micro_batches % p)
-    extra = (v,) if layout.schedule == "interleaved" else ()
-    schedule = SCHEDULES[layout.schedule](p, m, *extra)
+    schedule = _lists(layout.schedule, p, m, v)
     by_stage = [stages[schedule.rank_of[stage]] for stage in range(schedule.num_stages)]
     timeline = run_schedule(schedule, Times(
         forward=[stage.forward / v for stage in by_stage],
@@ -442,6 +441,11 @@ def _simulated(layout, stages, hop) -> float:
         weight=[stage.weight / v for stage in by_stage], comm=hop))
     return timeline.makespan \
         + (layout.num_micro_batches - m) * max(stage.total for stage in stages)
+
+
+@lru_cache(maxsize=256)
+def _lists(name: str, p: int, m: int, v: int) -> Schedule:
+    return SCHEDULES[name](p, m, *((v,) if name == "interleaved" else ()))
 
 
 def _gradient_seconds(config, layout, machine, how, slowest) -> tuple[float, str]:

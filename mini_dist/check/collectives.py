@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..collectives import pairwise_all_to_all, ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from ..ledger.steps import count_rounds
 from .exercise import Exercise, Line, Trial
 
 
@@ -18,6 +19,9 @@ class Case:
     length: int
     dtype: torch.dtype = torch.float64
 
+    def __str__(self) -> str:
+        return f"{self.length} numbers of {str(self.dtype).removeprefix('torch.')}"
+
     def input(self, rank: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 + rank)
         return torch.randint(-50, 50, (self.length,), generator=generator).to(self.dtype)
@@ -26,16 +30,21 @@ class Case:
         return [self.input(rank) for rank in range(size)]
 
 
-# The first is the one whose numbers are shown. One rank is a group, too; 7 numbers are no multiple
-# of 3, which reduce-scatter has to bear.
-CASES = [(4, Case(1000)), (3, Case(7, torch.int64)), (2, Case(10)), (1, Case(5))]
-EQUAL = [(4, Case(1000)), (3, Case(6, torch.int64)), (2, Case(10)), (1, Case(5))]
+# The first is the one whose numbers are shown. Then one thing changes at a time: the number of
+# ranks, the dtype. 7 numbers are no multiple of 3, which reduce-scatter has to bear; one rank is a
+# group, too.
+EQUAL = [(4, Case(1000)), (3, Case(6)), (2, Case(10, torch.int64)), (1, Case(5))]
+CASES = [EQUAL[0], (3, Case(7)), *EQUAL[2:]]
 
 
 def trial(fn: Callable, case: Case, group):
     x = case.input(group.rank())
     result = fn(x, group)
-    return result, torch.equal(x, case.input(group.rank()))
+    returned = result
+    if isinstance(result, torch.Tensor):
+        returned = result.clone()
+        result.add_(1)  # whoever gets a result may change it, and x shall not change with it
+    return returned, torch.equal(x, case.input(group.rank()))
 
 
 @dataclass
@@ -65,9 +74,10 @@ class Measured:
         leaves = list(run.ledger.leaves())
         self.native = sorted({c.op for c in leaves if c.op not in ("send", "recv")})
         self.sent = [run.ledger.total_bytes(rank=rank) for rank in range(self.size)]
-        self.rounds = [
+        self.messages = [
             sum(1 for c in leaves if c.rank == rank and c.op == "send") for rank in range(self.size)
         ]
+        self.rounds, self.rounds_wanted = count_rounds(run.ledger), target.rounds(self.size)
         self.traffic = run.ledger.traffic()
         self.right = [equal(a, b) for a, b in zip(self.results, self.expected)]
 
@@ -126,9 +136,24 @@ def judge(target: Target):
                     lines.append(line)
             if not hint and not all(line.ok for line in found):
                 hint = general_mistake(measured) or target.mistakes(measured)
+                hint = only_here(trials[:number], one) + hint
         return lines, hint
 
     return judge_trials
+
+
+def only_here(passed: list[Trial], failed: Trial) -> str:
+    """Says what is special about a case that fails where all before it passed."""
+    if not passed:
+        return ""
+    sizes = [trial.run.world_size for trial in passed]
+    ranks = f"{' and '.join(map(str, sizes))} ranks"
+    if failed.case.dtype not in [trial.case.dtype for trial in passed]:
+        return f"Right with {passed[0].case.dtype}, not with {failed.case.dtype}. "
+    return (
+        f"Right with {ranks}, not with {failed.run.world_size} ranks and {failed.case.length} "
+        "numbers. "
+    )
 
 
 def describe(measured: Measured, target: Target) -> list[Line]:
@@ -138,7 +163,7 @@ def describe(measured: Measured, target: Target) -> list[Line]:
     lines = [
         Line("right values on", f"{sum(measured.right)} of {size} ranks", f"{size} of {size} ranks",
              all(measured.right)),
-        Line("the input is unchanged", measured.unchanged, True, measured.unchanged),
+        Line("x is left alone", measured.unchanged, True, measured.unchanged),
         Line("calls of the backend's collectives", ", ".join(measured.native) or "none", "none",
              not measured.native),
     ]
@@ -148,8 +173,8 @@ def describe(measured: Measured, target: Target) -> list[Line]:
                  max(measured.sent) <= bytes_wanted)
         )
     lines.append(
-        Line("messages sent by a rank, at most", max(measured.rounds), target.rounds(size),
-             max(measured.rounds) <= target.rounds(size))
+        Line("rounds, one after the other", measured.rounds, measured.rounds_wanted,
+             measured.rounds <= measured.rounds_wanted)
     )
     if target.ring:
         route = "its neighbour" if measured.is_ring else "several ranks"
@@ -157,21 +182,54 @@ def describe(measured: Measured, target: Target) -> list[Line]:
     return lines
 
 
-def general_mistake(measured: Measured) -> str:
-    if any(result is None for result in measured.results):
-        return "A rank returned None: every rank has to return its result."
-    if measured.native:
+def general_mistake(m: Measured) -> str:
+    if m.native:
         return (
-            f"The work is done by the backend's own {' and '.join(measured.native)}. "
+            f"The work is done by the backend's own {' and '.join(m.native)}. "
             "Write it from messages: send, recv, exchange."
         )
-    if not measured.unchanged:
-        return "Your function changes its input. Work on new tensors: the caller still needs x."
+    if any(result is None for result in m.results):
+        return "A rank returned None: every rank has to return its result."
+    for result, expected in zip(m.results, m.expected):
+        if not isinstance(result, torch.Tensor):
+            return f"A rank returned a {type(result).__name__}: one tensor is asked for."
+        if result.dtype != expected.dtype:
+            return (
+                f"x is {expected.dtype}, your result {result.dtype}. New tensors take their dtype "
+                "from x: torch.empty_like(x), x.new_zeros(...), x.clone()."
+            )
+    if not m.unchanged:
+        return (
+            "Your function changes its input, or returns a piece of it. Work on new tensors "
+            "(.clone(), a + b instead of a += b): the caller still needs x."
+        )
     return ""
+
+
+def too_slow(m: Measured) -> str:
+    """For what is right but for its schedule."""
+    if not all(m.right) or m.rounds <= m.rounds_wanted:
+        return ""
+    if max(m.messages) > m.rounds_wanted:
+        return (
+            f"The values are right, but a rank sends {max(m.messages)} messages where "
+            f"{m.rounds_wanted} would do: each one costs its latency."
+        )
+    return (
+        f"The values are right, and so are the bytes, but {m.rounds} rounds follow each other "
+        f"instead of {m.rounds_wanted}: ranks wait while others work. In every round *all* ranks "
+        "send and receive at the same time (exchange does both)."
+    )
 
 
 def whole_tensors(m: Measured) -> bool:
     return m.size > 2 and max(m.sent) >= (m.size - 1) * m.input_bytes
+
+
+def no_message(m: Measured) -> str:
+    if m.size == 1 or any(m.sent):
+        return ""
+    return "No rank sent anything, so no rank can know of the others' numbers."
 
 
 def through_one_rank(m: Measured) -> str:
@@ -195,8 +253,8 @@ def summed_chunks(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def reduce_scatter_mistakes(m: Measured) -> str:
-    if hub := through_one_rank(m):
-        return hub
+    if found := no_message(m) or through_one_rank(m):
+        return found
     if whole_tensors(m):
         return (
             "You send whole tensors round. Cut x into as many chunks as there are ranks and send one "
@@ -214,8 +272,10 @@ def reduce_scatter_mistakes(m: Measured) -> str:
             )
     if m.results_are([x.tensor_split(m.size)[rank] for rank, x in enumerate(m.inputs)]):
         return "Rank r returns its own chunk r: nothing was added to it."
-    if min(m.rounds) < m.size - 1:
-        return f"{m.size} ranks need {m.size - 1} rounds; rank sends counted: {m.rounds}."
+    if slow := too_slow(m):
+        return slow
+    if min(m.messages) < m.size - 1:
+        return f"{m.size} ranks need {m.size - 1} rounds; messages sent, by rank: {m.messages}."
     return (
         "The chunks lack some ranks' terms, or hold some twice. What arrives must be added to *the "
         "same* chunk of yours before it is sent on. Print the chunk's number in each round."
@@ -235,8 +295,8 @@ def gathered(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def all_gather_mistakes(m: Measured) -> str:
-    if hub := through_one_rank(m):
-        return hub
+    if found := no_message(m) or through_one_rank(m):
+        return found
     rotations = [m.inputs[-k:] + m.inputs[:-k] for k in range(m.size)]
     arrival = [[m.inputs[(r - k) % m.size] for k in range(m.size)] for r in range(m.size)]
     after_me = [[m.inputs[(r + k) % m.size] for k in range(m.size)] for r in range(m.size)]
@@ -255,7 +315,9 @@ def all_gather_mistakes(m: Measured) -> str:
             "Each rank sends its part to every other rank. The bytes are right, but every link is "
             "used, also the slow ones. In a ring a part is passed on from neighbour to neighbour."
         )
-    if all(r is not None and len(r) < m.size * len(m.inputs[0]) for r in m.results):
+    if slow := too_slow(m):
+        return slow
+    if all(len(r) < m.size * len(m.inputs[0]) for r in m.results):
         return f"Some parts are missing: {m.size} ranks need {m.size - 1} rounds."
     return "Some parts are there twice, others not at all. Send on what you *received*, not your own."
 
@@ -272,8 +334,8 @@ def summed(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def all_reduce_mistakes(m: Measured) -> str:
-    if hub := through_one_rank(m):
-        return hub
+    if found := no_message(m) or through_one_rank(m):
+        return found
     if whole_tensors(m):
         return (
             f"You send whole tensors round: {max(m.sent):,} bytes a rank. In a ring of chunks it is "
@@ -291,6 +353,8 @@ def all_reduce_mistakes(m: Measured) -> str:
         for k in range(1, m.size)
     ):
         return "All the sums are there, but the chunks are in another order than in x."
+    if slow := too_slow(m):
+        return slow
     if sum(m.right) == 1:
         return f"Only rank {m.right.index(True)} has the sum: everyone needs it."
     return "Scatter the sums first (exercise 1), then gather them (exercise 2)."
@@ -309,8 +373,8 @@ def transposed(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def all_to_all_mistakes(m: Measured) -> str:
-    if hub := through_one_rank(m):
-        return hub
+    if found := no_message(m) or through_one_rank(m):
+        return found
     if whole_tensors(m):
         return (
             "You send everything to everyone and throw most of it away. Rank d only needs part d of "
@@ -327,8 +391,10 @@ def all_to_all_mistakes(m: Measured) -> str:
     ]
     if m.results_are(orders):
         return "The parts are all there, in the order in which they came. Put them in rank order."
-    if min(m.rounds) < m.size - 1:
-        return f"Each rank has something for {m.size - 1} others; it sent {min(m.rounds)} messages."
+    if slow := too_slow(m):
+        return slow
+    if min(m.messages) < m.size - 1:
+        return f"Each rank has something for {m.size - 1} others; it sent {min(m.messages)} messages."
     return "Part d of rank s belongs at place s of rank d's result. What is at place s of yours?"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -10,8 +11,18 @@ from torch import nn
 from ..data_parallel import average_through_rank_0
 from .exercise import Exercise, Line, Trial
 
-CASES = [(4, 0), (3, 1), (1, 2)]  # ranks, seed
 FROZEN = 1  # which parameter has no gradient
+
+
+@dataclass(frozen=True)
+class Case:
+    seed: int
+
+    def __str__(self) -> str:
+        return "4 parameters, one of them frozen"
+
+
+CASES = [(4, Case(0)), (3, Case(1)), (1, Case(2))]  # of ranks and gradients
 
 
 def gradients(rank: int, seed: int) -> list[torch.Tensor]:
@@ -21,14 +32,15 @@ def gradients(rank: int, seed: int) -> list[torch.Tensor]:
     return [torch.randint(-400, 400, shape, generator=generator) / 4 for shape in shapes]
 
 
-def trial(fn: Callable, seed: int, group):
-    local = gradients(group.rank(), seed)
-    parameters = [nn.Parameter(torch.full_like(grad, 0.5)) for grad in local]
+def trial(fn: Callable, case: Case, group):
+    local = gradients(group.rank(), case.seed)
+    weight = 0.5 + group.rank()  # never equal on two ranks in training: averaging them would show
+    parameters = [nn.Parameter(torch.full_like(grad, weight)) for grad in local]
     for number, (parameter, grad) in enumerate(zip(parameters, local)):
         if number != FROZEN:
             parameter.grad = grad
     fn(parameters, group)
-    kept = all(bool((parameter == 0.5).all()) for parameter in parameters)
+    kept = all(bool((parameter == weight).all()) for parameter in parameters)
     return [parameter.grad for parameter in parameters], kept
 
 
@@ -40,13 +52,15 @@ def judge(trials: list[Trial]) -> tuple[list[Line], str]:
             if number == 0 or not line.ok:
                 line.what += f" ({one.run.world_size} ranks)" * (number > 0)
                 lines.append(line)
-        hint = hint or found_hint
+        if found_hint and not hint:
+            here = f"Right with 4 ranks, not with {one.run.world_size}. " * (number > 0)
+            hint = here + found_hint
     return lines, hint
 
 
 def judge_one(one: Trial) -> tuple[list[Line], str]:
     run, size = one.run, one.run.world_size
-    everyones = [gradients(rank, one.case) for rank in range(size)]
+    everyones = [gradients(rank, one.case.seed) for rank in range(size)]
     means = [torch.stack(grads).mean(0) for grads in zip(*everyones)]
     results = [result for result, _ in run.results]
     right = [same(result, means) for result in results]
@@ -81,9 +95,11 @@ def mistake(results, everyones, means, right, kept, native, sent, wanted) -> str
         )
     if not kept:
         return (
-            "You changed the weights. After backward they are still equal on all ranks; it is the "
-            "*gradients* that differ and have to be averaged."
+            "You changed the weights. They are the optimizer's business: it is the *gradients*, "
+            "parameter.grad, that are to be averaged, between backward and its step."
         )
+    if any(result[FROZEN] is not None for result in results):
+        return "A parameter whose grad was None has one now. Frozen parameters are left alone."
     if all(same(result, [size * mean for mean in means]) for result in results):
         return (
             "These are sums. The loss of each rank is a mean over its part of the batch, so the "
@@ -95,8 +111,15 @@ def mistake(results, everyones, means, right, kept, native, sent, wanted) -> str
         return "Everyone has rank 0's gradient: it was broadcast, but never averaged."
     if right == [True] + [False] * (size - 1):
         return "Only rank 0 has the means. Broadcast them."
-    if any(same(result[:1], means[:1]) for result in results) and not any(right):
-        return "The first parameter is right, but not all of them are. Go through all parameters."
+    if right == [False] + [True] * (size - 1):
+        return "Everyone has the means but rank 0 itself: it, too, needs them in parameter.grad."
+    wrong = [i for i in range(len(means)) if not all(same([r[i]], [means[i]], ()) for r in results)]
+    wrong = [number for number in wrong if number != FROZEN]
+    if 0 < len(wrong) < len(means) - 1:
+        return (
+            f"Right for some parameters, wrong for number {wrong[0]} of {len(means)} (counted from "
+            f"0), of shape {list(means[wrong[0]].shape)}. Go through all of them, of any shape."
+        )
     if size > 1 and all(
         same(result, [(size * m - g) / (size - 1) for m, g in zip(means, everyones[0])])
         for result in results
@@ -110,12 +133,14 @@ def mistake(results, everyones, means, right, kept, native, sent, wanted) -> str
     return "Compare parameter.grad on each rank with the mean of all ranks' gradients before."
 
 
-def same(result: list, expected: list[torch.Tensor]) -> bool:
+def same(result: list, expected: list[torch.Tensor], but=(FROZEN,)) -> bool:
     """Whether all gradients (but the frozen one's) agree, up to rounding of a division."""
     return all(
-        isinstance(a, torch.Tensor) and a.shape == b.shape and torch.allclose(a, b)
+        isinstance(a, torch.Tensor)
+        and (a.shape, a.dtype) == (b.shape, b.dtype)
+        and torch.allclose(a, b)
         for i, (a, b) in enumerate(zip(result, expected))
-        if i != FROZEN
+        if i not in but
     )
 
 

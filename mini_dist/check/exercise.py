@@ -72,7 +72,6 @@ class Trial:
 
     case: object
     run: Run | None
-    error: RankError | None = None
 
 
 class Exercise:
@@ -112,7 +111,7 @@ class Exercise:
             try:
                 run = launch(self._trial, world_size, (fn, case), timeout=10, quiet=True)
             except RankError as error:
-                return Verdict(self.name, WRONG, hint=f"With {world_size} ranks: {error}")
+                return self._failed(trials, world_size, case, error)
             trials.append(Trial(case, run))
         lines, hint = self._judge(trials)
         used = {comm.op for trial in trials for comm in trial.run.ledger.comms if not comm.is_leaf}
@@ -129,6 +128,15 @@ class Exercise:
         right = all(line.ok for line in lines)
         return Verdict(self.name, RIGHT if right else WRONG, lines, "" if right else hint)
 
+    def _failed(self, trials, world_size: int, case, error: RankError) -> Verdict:
+        """The verdict for a run that did not end; what was wrong before it comes first."""
+        lines, hint = self._judge(trials) if trials else ([], "")
+        if not hint:
+            here = f"With {world_size} ranks and {case}" if world_size > 1 else "With one rank"
+            before = " and ".join(f"{trial.run.world_size} ranks" for trial in trials)
+            hint = f"Right with {before}. " * bool(trials) + f"{here}: {advice(error)}{error}"
+        return Verdict(self.name, WRONG, lines, hint)
+
     def hint(self, level: int = 1) -> None:
         """Print the first hint, or a later one that says more."""
         if not 1 <= level <= len(self._hints):
@@ -142,3 +150,24 @@ class Exercise:
     def solution(self) -> None:
         """Show the library's own source."""
         show(self._solution)
+
+
+def advice(error: RankError) -> str:
+    """What the usual failures mean."""
+    text = str(error)
+    if "'NoneType' object" in text:
+        return (
+            "something is None: the grad of a frozen parameter, or what gather returns elsewhere "
+            "than on its root.\n"
+        )
+    waits = [line.split(" s in ")[1] for line in text.splitlines() if " s in " in line]
+    if not text.startswith("deadlock") or not waits:
+        return ""
+    if all(wait.startswith("send(") for wait in waits):
+        return (
+            "everyone sends first and waits for a receiver, but nobody has come to receive. "
+            "exchange(x, to, source, group) does both at once.\n"
+        )
+    if all(wait.startswith("recv(") for wait in waits):
+        return "everyone waits to receive, and nobody has sent.\n"
+    return ""
