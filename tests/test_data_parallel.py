@@ -1,0 +1,190 @@
+"""Every way of averaging gradients trains the model of one process, and sends what it must."""
+
+import pytest
+import torch
+from torch import nn
+
+from mini_dist import GPT, ModelConfig, launch
+from mini_dist.data import Batches
+from mini_dist.data_parallel import (
+    Bucketed,
+    Naive,
+    Overlapped,
+    average_through_rank_0,
+    make_buckets,
+)
+from mini_dist.model import token_loss
+
+CONFIG = ModelConfig(
+    vocab_size=256, d_model=16, num_layers=2, num_heads=2, seq_len=8, tied_embedding=True
+)
+TEXT = torch.randint(0, 256, (4000,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+STEPS, BATCH = 5, 12
+KINDS = {"naive": Naive, "bucketed": Bucketed, "overlapped": Overlapped}
+
+
+def sizes(kind):
+    return {} if kind == "naive" else {"bucket_bytes": 20_000}
+
+
+def train(kind, accumulation, group):
+    """Parameters after 5 steps. Ranks start with different weights: wrapping must mend that."""
+    rank, size = group.rank(), group.size()
+    model = KINDS[kind](GPT(CONFIG, seed=rank, dtype=torch.float64), group, **sizes(kind))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    batches = Batches(TEXT, BATCH, CONFIG.seq_len, rank=rank, size=size)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        inputs, targets = batches.batch(step)
+        micro = list(zip(inputs.tensor_split(accumulation), targets.tensor_split(accumulation)))
+        for number, (x, y) in enumerate(micro):
+            share = len(x) / len(inputs)  # micro-batches may differ in size
+            loss = share * token_loss(model(x), y).mean()
+            if number < len(micro) - 1:
+                with model.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+        model.finish()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def alone():
+    """The oracle: one process, no wrapper."""
+    model = GPT(CONFIG, seed=0, dtype=torch.float64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    batches = Batches(TEXT, BATCH, CONFIG.seq_len)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        inputs, targets = batches.batch(step)
+        token_loss(model(inputs), targets).mean().backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.fixture(scope="module")
+def oracle():
+    return alone()
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_equals_one_process(kind, size, accumulation, oracle):
+    run = launch(train, size, (kind, accumulation))
+    for rank in range(size):
+        for ours, theirs in zip(run.results[rank], oracle):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)  # float64: only rounding
+        assert all(map(torch.equal, run.results[rank], run.results[0])), "ranks agree bitwise"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_sends_two_models_less_two_parts_however_many_micro_batches(kind):
+    size = 4
+    gradients = 8 * GPT(CONFIG).num_parameters()  # float64; the tied embedding once
+    for accumulation in (1, 3):
+        run = launch(train, size, (kind, accumulation))
+        in_all = sum(
+            run.ledger.total_bytes(op="all_reduce", phase=phase) for phase in ("backward", "step")
+        )
+        assert in_all == STEPS * 2 * (size - 1) * gradients
+
+
+def test_buckets_follow_backward_and_hold_what_fits():
+    parameters = [nn.Parameter(torch.zeros(n)) for n in (10, 10, 100, 10)]
+    order = [[p.numel() for p in bucket] for bucket in make_buckets(parameters, 80)]
+    assert order == [[10], [100], [10, 10]]
+    assert len(make_buckets(parameters, 1)) == 4
+    assert len(make_buckets(parameters, 1 << 20)) == 1
+    mixed = [nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4, dtype=torch.float64))]
+    assert len(make_buckets(mixed, 1 << 20)) == 2, "a bucket has one dtype"
+    with pytest.raises(ValueError, match="bucket_bytes=0 holds nothing"):
+        make_buckets(parameters, 0)
+
+
+class Wide(nn.Module):
+    """Layers whose backward takes a while; the last is done first."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def overlap(kind, group):
+    model = KINDS[kind](Wide(), group, bucket_bytes=4 * (64 * 64 + 64))
+    model(torch.ones(8, 64)).sum().backward()
+    model.finish()
+
+
+def test_overlapped_buckets_leave_before_backward_ends_and_others_do_not():
+    starts = {}
+    for kind in ("bucketed", "overlapped"):
+        ledger = launch(overlap, 2, (kind,)).ledger
+        (backward_end,) = [t for t, phase in ledger.phases[0] if phase == "step"]
+        calls = [c for c in ledger.calls(op="all_reduce", rank=0)]
+        assert len(calls) == 6
+        starts[kind] = [call.start < backward_end for call in calls]
+    assert starts["bucketed"] == [False] * 6
+    assert starts["overlapped"][0]
+
+
+class Uneven(nn.Module):
+    """A frozen, an unused and a rank-dependent parameter, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.used = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.sometimes = nn.Parameter(torch.ones(3))
+        self.register_buffer("scale", torch.ones(3))
+
+    def forward(self, x, use_it):
+        x = x * self.used * self.frozen * self.scale
+        return x + self.sometimes if use_it else x
+
+
+def uneven(kind, group):
+    torch.manual_seed(group.rank())
+    module = Uneven()
+    module.scale.mul_(group.rank() + 2)
+    model = KINDS[kind](module, group, **sizes(kind))
+    model(torch.ones(3), use_it=group.rank() == 1).sum().backward()
+    model.finish()
+    return module.scale, module.frozen.grad, module.unused.grad, module.sometimes.grad
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unused_frozen_and_sometimes_used_parameters(kind):
+    for scale, frozen, unused, sometimes in launch(uneven, 4, (kind,)).results:
+        assert torch.equal(scale, torch.full((3,), 2.0)), "rank 0's buffers"
+        assert frozen is None
+        assert torch.equal(unused, torch.zeros(3))
+        assert torch.equal(sometimes, torch.full((3,), 0.25)), "one rank of four used it"
+
+
+def test_a_model_without_parameters_is_refused():
+    def wrap(group):
+        with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+            Naive(nn.ReLU(), group)
+
+    launch(wrap, 1)
+
+
+def through_rank_0(group):
+    parameter = nn.Parameter(torch.zeros(5))
+    parameter.grad = torch.full((5,), float(group.rank()))
+    average_through_rank_0([parameter, nn.Parameter(torch.zeros(2))], group)
+    return parameter.grad
+
+
+def test_rank_0_carries_everyones_bytes():
+    run = launch(through_rank_0, 4)
+    assert all(torch.equal(grad, torch.full((5,), 1.5)) for grad in run.results)
+    assert [run.ledger.total_bytes(rank=rank) for rank in range(4)] == [60, 20, 20, 20]
