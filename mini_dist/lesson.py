@@ -3,11 +3,13 @@
 show(ring_all_reduce)                   its source, highlighted
 predict("bytes sent", 3_000)            before the run
 reveal("bytes sent", 3_072, "bytes")    after it: guess beside measurement
+fold("Answer 1", f"{16 * P:,} bytes")   an answer that was computed, folded away until it is asked for
 """
 
 import ast
 import difflib
 import functools
+import html
 import inspect
 import math
 import textwrap
@@ -162,3 +164,22 @@ def _format(value):
     if isinstance(value, int) or (math.isfinite(value) and value == int(value) and value < 1e15):
         return f"{int(value):,}"
     return f"{value:.4g}"
+
+
+# ---- fold ----------------------------------------------------------------------------------------
+
+
+def fold(summary, *paragraphs):
+    """Show `summary`, and the paragraphs below it only when the learner opens it.
+
+    Outside a notebook all of it is printed.
+    """
+    text = "\n".join([summary, *paragraphs])
+    if _shell() is None:
+        print(text)
+        return
+    from IPython.display import display
+
+    body = "".join(f"<p>{html.escape(paragraph)}</p>" for paragraph in paragraphs)
+    page = f"<details><summary>{html.escape(summary)}</summary>{body}</details>"
+    display({"text/html": page, "text/plain": text}, raw=True)

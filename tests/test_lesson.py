@@ -137,3 +137,19 @@ def test_reveal_names_the_nearest_prediction():
         reveal("byte sent", 1)
     with pytest.raises(ValueError, match="run its predict"):
         reveal("rounds", 1)
+
+
+# ---- fold ----------------------------------------------------------------------------------------
+
+
+def test_a_folded_answer_opens_on_the_page_and_is_plain_text_elsewhere(capsys):
+    (output,) = run_in_a_notebook(
+        "from mini_dist.lesson import fold",
+        "n = 16\nfold('Answer', f'{n} bytes < 1 kB', 'and more')",
+    )
+    assert output.data["text/html"] == (
+        "<details><summary>Answer</summary><p>16 bytes &lt; 1 kB</p><p>and more</p></details>"
+    )
+    assert output.data["text/plain"] == "Answer\n16 bytes < 1 kB\nand more"
+    lesson.fold("Answer", "16 bytes")
+    assert capsys.readouterr().out == "Answer\n16 bytes\n"
