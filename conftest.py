@@ -23,6 +23,9 @@ def pytest_addoption(parser):
         default=40.0,
         help="wall seconds a whole notebook may take, kernel start included (default 40)",
     )
+    parser.addoption(
+        "--long", action="store_true", help="more rounds of the tests that work by repetition"
+    )
 
 
 def left(notebook):
