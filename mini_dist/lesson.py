@@ -3,7 +3,7 @@
 show(ring_all_reduce)                   its source, highlighted
 predict("bytes sent", 3_000)            before the run
 reveal("bytes sent", 3_072, "bytes")    after it: guess beside measurement
-fold("Answer 1", f"{16 * P:,} bytes")   an answer that was computed, folded away until it is asked for
+fold("Answer 1", f"{16 * P:,} bytes")   a computed answer, folded away at first
 """
 
 import ast
