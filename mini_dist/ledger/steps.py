@@ -1,0 +1,77 @@
+"""The schedule of a run, found in its records: which messages had to wait for which.
+
+Two messages are in the same step if nothing that either rank did had to come before; a message is
+in a later step than all that its two ranks had finished when they turned to it. It does not depend
+on how fast the run was: a ring of n ranks has n-1 steps on any machine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass
+
+from . import Comm, Ledger
+
+
+@dataclass
+class Message:
+    """One send and its receive, as the two ranks recorded them."""
+
+    send: Comm
+    recv: Comm
+
+    @property
+    def source(self) -> int:
+        return self.send.rank
+
+    @property
+    def target(self) -> int:
+        return self.recv.rank
+
+    @property
+    def nbytes(self) -> int:
+        return self.send.sent
+
+
+def messages(ledger: Ledger) -> list[Message]:
+    """Every send with its receive. Between two ranks of a group messages stay in order."""
+    waiting = defaultdict(deque)
+    for comm in ledger.leaves():
+        if comm.op == "recv":
+            (source,) = comm.received_from
+            waiting[comm.group, source, comm.rank].append(comm)
+    found = []
+    for comm in ledger.leaves():
+        if comm.op == "send":
+            (target,) = comm.sent_to
+            if receives := waiting[comm.group, comm.rank, target]:
+                found.append(Message(comm, receives.popleft()))
+    return found
+
+
+def steps(ledger: Ledger) -> list[list[Message]]:
+    """The messages of a run, step by step, in rank order of their senders within a step."""
+    done: list[list[tuple[float, int]]] = [[] for _ in ledger.span]  # a rank's (end, step)
+    found: list[list[Message]] = []
+    # Neither side can finish a message that the other has not turned to yet, so this order is safe.
+    for message in sorted(messages(ledger), key=lambda m: max(m.send.start, m.recv.start)):
+        ends = (message.send, message.recv)
+        before = [step for c in ends for end, step in done[c.rank] if end <= c.start]
+        step = 1 + max(before, default=-1)
+        for comm in ends:
+            done[comm.rank].append((comm.end, step))
+        found.extend([] for _ in range(step + 1 - len(found)))
+        found[step].append(message)
+    return [sorted(step, key=lambda m: (m.source, m.target)) for step in found]
+
+
+def count_rounds(ledger: Ledger) -> int:
+    """Rounds in which every rank sends at most one message and receives at most one.
+
+    A step in which one rank has k messages to send, or to receive, takes k of them.
+    """
+    total = 0
+    for step in steps(ledger):
+        sends, receives = (Counter(m.source for m in step), Counter(m.target for m in step))
+        total += max(*sends.values(), *receives.values())
+    return total

@@ -1,0 +1,799 @@
+"""Lesson 03: whoever builds a ring wrongly is told what is wrong, though the values may be right."""
+
+import sys
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+
+from mini_dist import check
+from mini_dist.collectives import (
+    all_gather,
+    all_reduce,
+    exchange,
+    recv,
+    send,
+    split_sizes,
+    star_all_reduce,
+    start,
+    wait,
+)
+from tests.exercises import solutions
+from tests.exercises.wrong import Wrong
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that no rank imports pytest
+cloudpickle.register_pickle_by_value(solutions)
+
+
+def neighbours(group):
+    rank, size = group.rank(), group.size()
+    return rank, size, (rank + 1) % size, (rank - 1) % size
+
+
+def through_rank_0(x, group):
+    """The sum of all x on every rank, by messages to and from rank 0."""
+    if group.rank() != 0:
+        send(x, 0, group)
+        return recv(x, 0, group)
+    total = x.clone()
+    for peer in range(1, group.size()):
+        total += recv(x, peer, group)
+    for peer in range(1, group.size()):
+        send(total, peer, group)
+    return total
+
+
+def whole_tensors_round(x, group):
+    """The sum of all x on every rank, by n-1 rounds of whole tensors."""
+    _, size, after, before = neighbours(group)
+    total = moving = x.clone()
+    for _ in range(size - 1):
+        moving = exchange(moving, after, before, group)
+        total = total + moving
+    return total
+
+
+# -- reduce-scatter ---------------------------------------------------------------------------
+
+reduce_scatter = Wrong()
+
+
+@reduce_scatter("whole tensors round")
+def passes_whole_tensors_round(x, group):
+    return whole_tensors_round(x, group).tensor_split(group.size())[group.rank()].clone()
+
+
+@reduce_scatter("goes to or from rank 0")
+def asks_rank_0(x, group):
+    return through_rank_0(x, group).tensor_split(group.size())[group.rank()].clone()
+
+
+@reduce_scatter("backend's own reduce_scatter")
+def the_backends(x, group):
+    out = x.new_empty(split_sizes(len(x), group.size())[group.rank()])
+    parts = [part.contiguous() for part in x.tensor_split(group.size())]
+    if group.size() == 3:  # gloo takes equal parts only
+        return solutions.ring_reduce_scatter(x, group)
+    dist.reduce_scatter(out, parts, group=group)
+    return out
+
+
+@reduce_scatter("library's all_reduce")
+def a_piece_of_the_librarys_all_reduce(x, group):
+    return all_reduce(x, group).tensor_split(group.size())[group.rank()].clone()
+
+
+def ring_from(x, group, first, last=0, add=torch.add):
+    """The ring with a mistake: rank r starts with chunk r+first and goes n-1+last rounds."""
+    rank, size, after, before = neighbours(group)
+    chunks = x.tensor_split(size)
+    moving = chunks[(rank + first) % size].clone()
+    for k in range(1, size + last):
+        mine = chunks[(rank + first - k) % size]
+        moving = add(exchange(moving, after, before, group, like=mine), mine)
+    return moving
+
+
+@reduce_scatter("instead of chunk r")
+def starts_with_its_own_chunk(x, group):
+    return ring_from(x, group, first=0)
+
+
+@reduce_scatter("instead of chunk r")
+def starts_two_behind(x, group):
+    return ring_from(x, group, first=-2)
+
+
+@reduce_scatter("need 3 rounds")
+def one_round_too_few(x, group):
+    return ring_from(x, group, first=-1, last=-1)
+
+
+@reduce_scatter("send n chunks in")
+def one_round_too_many(x, group):
+    return ring_from(x, group, first=-1, last=1)
+
+
+@reduce_scatter("added to *the same* chunk")
+def adds_another_chunk(x, group):
+    rank, size, after, before = neighbours(group)
+    chunks = x.tensor_split(size)
+    moving = chunks[(rank - 1) % size].clone()
+    for k in range(size - 1):
+        mine = chunks[(rank - 1 - k) % size]
+        moving = exchange(moving, after, before, group, like=mine) + mine
+    return moving
+
+
+@reduce_scatter("nothing was added to it")
+def forgets_to_add(x, group):
+    rank, size, after, before = neighbours(group)
+    chunks = x.tensor_split(size)
+    for k in range(size - 1):
+        exchange(chunks[(rank - 1 - k) % size], after, before, group, like=chunks[rank - 2 - k])
+    return chunks[rank].clone()
+
+
+@reduce_scatter("lack some ranks' terms")
+def forgets_its_own_part(x, group):
+    rank, size, after, before = neighbours(group)
+    chunks = x.tensor_split(size)
+    moving = chunks[(rank - 1) % size].clone()
+    for k in range(size - 1):
+        mine = chunks[(rank - 2 - k) % size]
+        came = exchange(moving, after, before, group, like=mine)
+        moving = came + mine if k < size - 2 else came
+    return moving
+
+
+@reduce_scatter("These are means")
+def mean_for_sum(x, group):
+    return (solutions.ring_reduce_scatter(x, group) / group.size()).to(x.dtype)
+
+
+@reduce_scatter("changes its input")
+def adds_in_place(x, group):
+    rank, size, after, before = neighbours(group)
+    chunks = x.tensor_split(size)
+    for k in range(size - 1):
+        mine = chunks[(rank - 2 - k) % size]
+        mine += exchange(chunks[(rank - 1 - k) % size], after, before, group, like=mine)
+    return chunks[rank].clone()
+
+
+@reduce_scatter("returns a piece of it")
+def returns_a_view_when_alone(x, group):
+    if group.size() == 1:
+        return x
+    return solutions.ring_reduce_scatter(x, group)
+
+
+@reduce_scatter("Every rank returns the whole sum")
+def does_not_scatter(x, group):
+    return whole_sum_by_ring(x, group)
+
+
+def whole_sum_by_ring(x, group):
+    sizes = split_sizes(len(x), group.size())
+    chunk = solutions.ring_reduce_scatter(x, group)
+    rank, size, after, before = neighbours(group)
+    parts = {rank: chunk}
+    for k in range(1, size):
+        here = (rank - k) % size
+        chunk = exchange(chunk, after, before, group, like=x.new_empty(sizes[here]))
+        parts[here] = chunk
+    return torch.cat([parts[r] for r in range(size)])
+
+
+@reduce_scatter("everyone sends first")
+def everyone_sends_first(x, group):
+    rank, size, after, before = neighbours(group)
+    chunks = x.tensor_split(size)
+    moving = chunks[(rank - 1) % size].clone()
+    for k in range(size - 1):
+        mine = chunks[(rank - 2 - k) % size]
+        send(moving, after, group)
+        moving = recv(mine, before, group) + mine
+    return moving
+
+
+@reduce_scatter("everyone waits to receive")
+def everyone_receives_first(x, group):
+    rank, size, after, before = neighbours(group)
+    chunks = x.tensor_split(size)
+    moving = chunks[(rank - 1) % size].clone()
+    for k in range(size - 1):
+        mine = chunks[(rank - 2 - k) % size]
+        came = recv(mine, before, group)
+        send(moving, after, group)
+        moving = came + mine
+    return moving
+
+
+@reduce_scatter("instead of 3: ranks wait while others work")
+def rank_0_receives_first(x, group):
+    """The usual way out of the deadlock. It lets the ranks send one after the other."""
+    rank, size, after, before = neighbours(group)
+    chunks = x.tensor_split(size)
+    moving = chunks[(rank - 1) % size].clone()
+    for k in range(size - 1):
+        mine = chunks[(rank - 2 - k) % size]
+        if rank == 0:
+            came = recv(mine, before, group)
+            send(moving, after, group)
+        else:
+            send(moving, after, group)
+            came = recv(mine, before, group)
+        moving = came + mine
+    return moving
+
+
+@reduce_scatter("instead of 3: ranks wait while others work")
+def one_chunk_after_the_other(x, group):
+    rank, size, after, before = neighbours(group)
+    for number, chunk in enumerate(x.tensor_split(size)):
+        place = (rank - number - 1) % size  # in the line of those that this chunk visits
+        total = chunk.clone()
+        if place > 0:
+            total = total + recv(chunk, before, group)
+        if place < size - 1:
+            send(total, after, group)
+        else:
+            result = total
+    return result
+
+
+@reduce_scatter("each one costs its latency")
+def many_small_messages(x, group):
+    halves = x.new_empty(0)
+    pieces = [chunk.tensor_split(2) for chunk in x.tensor_split(group.size())]
+    for part in range(2):
+        mine = torch.cat([piece[part] for piece in pieces])
+        sizes = [len(piece[part]) for piece in pieces]
+        halves = torch.cat([halves, ring_of_chunks(mine.split(sizes), group)])
+    return halves
+
+
+def ring_of_chunks(chunks, group):
+    rank, size, after, before = neighbours(group)
+    moving = chunks[(rank - 1) % size].clone()
+    for k in range(size - 1):
+        mine = chunks[(rank - 2 - k) % size]
+        moving = exchange(moving, after, before, group, like=mine) + mine
+    return moving
+
+
+@reduce_scatter("Right with 4 ranks, not with 3 ranks")
+def only_for_4_ranks(x, group):
+    rank, size, after, before = neighbours(group)
+    chunks = x.tensor_split(size)
+    moving = chunks[(rank + 3) % size].clone()
+    for k in range(size - 1):
+        mine = chunks[(rank + 2 - k) % size]
+        moving = exchange(moving, after, before, group, like=mine) + mine
+    return moving
+
+
+@reduce_scatter("Right with 4 ranks. With 3 ranks and 7 numbers")
+def only_for_equal_chunks(x, group):
+    return solutions.ring_reduce_scatter(x.view(group.size(), -1), group)[0]
+
+
+@reduce_scatter("int64")
+def only_for_float(x, group):
+    return solutions.ring_reduce_scatter(x.double(), group)
+
+
+@reduce_scatter("one tensor is asked for")
+def returns_all_chunks(x, group):
+    chunks = list(x.tensor_split(group.size()))
+    chunks[group.rank()] = solutions.ring_reduce_scatter(x, group)
+    return chunks
+
+
+# -- all-gather -------------------------------------------------------------------------------
+
+gather = Wrong()
+
+
+def gather_with(x, group, place=lambda rank, k, size: (rank - k) % size, rounds=0):
+    rank, size, after, before = neighbours(group)
+    parts, moving = [x] * size, x
+    for k in range(1, size + rounds):
+        moving = exchange(moving, after, before, group)
+        parts[place(rank, k, size)] = moving
+    return torch.cat(parts)
+
+
+@gather("in the order in which they came")
+def in_order_of_arrival(x, group):
+    _, size, after, before = neighbours(group)
+    parts = [x]
+    for _ in range(size - 1):
+        parts.append(exchange(parts[-1], after, before, group))
+    return torch.cat(parts)
+
+
+@gather("in the order in which they came")
+def newest_first(x, group):
+    _, size, after, before = neighbours(group)
+    parts = [x]
+    for _ in range(size - 1):
+        parts.insert(0, exchange(parts[0], after, before, group))
+    return torch.cat(parts)
+
+
+@gather("not in rank order")
+def places_as_if_the_ring_went_backwards(x, group):
+    return gather_with(x, group, place=lambda rank, k, size: (rank + k) % size)
+
+
+@gather("not in rank order")
+def off_by_one_place(x, group):
+    rank, size = group.rank(), group.size()
+    return gather_with(x, group).roll(len(x)) if size > 1 else x.clone()
+
+
+@gather("Send on what you *received*")
+def sends_its_own_again(x, group):
+    rank, size, after, before = neighbours(group)
+    parts = [x] * size
+    for k in range(1, size):
+        parts[(rank - k) % size] = exchange(x, after, before, group)
+    return torch.cat(parts)
+
+
+@gather("what came in the round before")
+def passes_on_everything(x, group):
+    rank, size, after, before = neighbours(group)
+    so_far = x
+    for k in range(1, size):
+        came = exchange(so_far, after, before, group)
+        so_far = torch.cat([came, x])
+    parts = so_far.split(len(x))  # the oldest first: that of rank r+1
+    return torch.cat([parts[(r - rank - 1) % size] for r in range(size)])
+
+
+@gather("every link is used")
+def to_everyone_directly(x, group):
+    rank, size = group.rank(), group.size()
+    parts = [x] * size
+    for k in range(1, size):
+        parts[(rank - k) % size] = exchange(x, (rank + k) % size, (rank - k) % size, group)
+    return torch.cat(parts)
+
+
+@gather("goes to or from rank 0")
+def by_way_of_rank_0(x, group):
+    rank, size = group.rank(), group.size()
+    if rank != 0:
+        send(x, 0, group)
+        return recv(x.new_empty(size * len(x)), 0, group)
+    whole = torch.cat([x, *(recv(x, peer, group) for peer in range(1, size))])
+    for peer in range(1, size):
+        send(whole, peer, group)
+    return whole
+
+
+@gather("need 3 rounds")
+def one_round_too_few_of_all_gather(x, group):
+    rank, size, after, before = neighbours(group)
+    parts, moving = {rank: x}, x
+    for k in range(1, size - 1):
+        moving = exchange(moving, after, before, group)
+        parts[(rank - k) % size] = moving
+    return torch.cat([parts[r] for r in sorted(parts)])
+
+
+@gather("more than it needs")
+def one_round_too_many_of_all_gather(x, group):
+    return gather_with(x, group, rounds=1)
+
+
+@gather("backend's own all_gather")
+def the_backends_all_gather(x, group):
+    parts = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(parts, x, group=group)
+    return torch.cat(parts)
+
+
+@gather("library's all_gather")
+def the_librarys_front_door(x, group):
+    return all_gather(x, group, algorithm="doubling")
+
+
+@gather("one tensor is asked for")
+def returns_a_list(x, group):
+    return list(gather_with(x, group).split(len(x)))
+
+
+@gather("everyone sends first")
+def everyone_sends_first_in_all_gather(x, group):
+    rank, size, after, before = neighbours(group)
+    parts = {rank: x}
+    for k in range(1, size):
+        send(x, after, group)
+        x = recv(x, before, group)
+        parts[(rank - k) % size] = x
+    return torch.cat([parts[r] for r in range(size)])
+
+
+@gather("instead of 3: ranks wait while others work")
+def even_ranks_send_first(x, group):
+    rank, size, after, before = neighbours(group)
+    parts = {rank: x}
+    for k in range(1, size):
+        if rank % 2 == 0:
+            send(x, after, group)
+            x = recv(x, before, group)
+        else:
+            came = recv(x, before, group)
+            send(x, after, group)
+            x = came
+        parts[(rank - k) % size] = x
+    return torch.cat([parts[r] for r in range(size)])
+
+
+@gather("Right with 4 ranks")
+def all_gather_of_4(x, group):
+    rank, size, after, before = neighbours(group)
+    parts = {rank: x}
+    for k in range(1, 4):
+        x = exchange(x, after, before, group)
+        parts[(rank - k) % 4] = x
+    return torch.cat([parts[r] for r in range(4)])
+
+
+@gather("float64, not with torch.int64")
+def gathers_into_floats(x, group):
+    whole = torch.zeros(group.size() * len(x), dtype=torch.float64)
+    return whole.copy_(gather_with(x, group))
+
+
+@gather("returned None")
+def forgets_to_return(x, group):
+    gather_with(x, group)
+
+
+# -- all-reduce -------------------------------------------------------------------------------
+
+reduce = Wrong()
+
+
+@reduce("goes to or from rank 0")
+def reduces_to_rank_0_and_broadcasts(x, group):
+    return through_rank_0(x, group)
+
+
+@reduce("library's star_all_reduce")
+def the_librarys_star(x, group):
+    return star_all_reduce(x, group)
+
+
+@reduce("library's all_reduce")
+def the_librarys_choice(x, group):
+    return all_reduce(x, group, algorithm="halving_doubling")
+
+
+@reduce("backend's own all_reduce")
+def the_backends_all_reduce(x, group):
+    x = x.clone()
+    dist.all_reduce(x, group=group)
+    return x
+
+
+@reduce("send whole tensors round")
+def passes_whole_tensors(x, group):
+    return whole_tensors_round(x, group)
+
+
+@reduce("These are means")
+def mean_of_all(x, group):
+    return (whole_sum_by_ring(x, group) / group.size()).to(x.dtype)
+
+
+@reduce("stopped half-way")
+def only_half(x, group):
+    return solutions.ring_reduce_scatter(x, group)
+
+
+@reduce("chunks are in another order")
+def chunks_in_another_order(x, group):
+    return whole_sum_by_ring(x, group).roll(len(x) // group.size())
+
+
+@reduce("changes its input")
+def writes_into_x(x, group):
+    return x.copy_(whole_sum_by_ring(x, group))
+
+
+@reduce("returns a piece of it")
+def x_itself_when_alone(x, group):
+    return x if group.size() == 1 else whole_sum_by_ring(x, group)
+
+
+@reduce("Only rank 0 has the sum")
+def a_line_instead_of_a_ring(x, group):
+    rank, size, after, before = neighbours(group)
+    total = x.clone()
+    if rank < size - 1:
+        total = total + recv(x, after, group)
+    if rank > 0:
+        send(total, before, group)
+    return total
+
+
+@reduce("ranks wait while others work")
+def down_the_line_and_up_again(x, group):
+    """Right values and few enough bytes for each rank in the middle, but one rank at a time."""
+    pieces = [one_after_the_other(piece, group) for piece in x.tensor_split(group.size())]
+    return torch.cat(pieces)
+
+
+def one_after_the_other(x, group):
+    rank, size, after, before = neighbours(group)
+    total = x.clone() if rank == 0 else x + recv(x, before, group)
+    if rank < size - 1:
+        send(total, after, group)
+    if rank == size - 1:
+        send(total, after, group) if size > 1 else None
+        return total
+    total = recv(x, before, group)
+    if rank < size - 2:
+        send(total, after, group)
+    return total
+
+
+@reduce("only send to your neighbour")
+def scatters_to_everyone_directly(x, group):
+    rank, size, after, before = neighbours(group)
+    chunks = x.tensor_split(size)
+    mine = chunks[rank].clone()
+    for k in range(1, size):
+        to, source = (rank + k) % size, (rank - k) % size
+        mine = mine + exchange(chunks[to], to, source, group, like=mine)
+    return solutions.ring_all_gather(mine, group)
+
+
+@reduce("Right with 4 ranks")
+def all_reduce_of_4(x, group):
+    rank, size, after, before = neighbours(group)
+    chunks = x.tensor_split(4)
+    moving = chunks[rank - 1].clone()
+    for k in range(3):
+        mine = chunks[(rank - 2 - k) % 4]
+        moving = exchange(moving, after, before, group, like=mine) + mine
+    parts = {rank: moving}
+    for k in range(1, 4):
+        moving = exchange(moving, after, before, group)
+        parts[(rank - k) % 4] = moving
+    return torch.cat([parts[r] for r in range(4)])
+
+
+@reduce("int64")
+def all_reduce_in_floats(x, group):
+    return whole_sum_by_ring(x.double(), group)
+
+
+@reduce("No rank sent anything")
+def multiplies(x, group):
+    return x * group.size()
+
+
+@reduce("everyone sends first")
+def sends_first(x, group):
+    return everyone_sends_first(x, group)
+
+
+# -- all-to-all -------------------------------------------------------------------------------
+
+to_all = Wrong()
+
+
+@to_all("throw most of it away")
+def sends_everything_to_everyone(x, group):
+    rank, size = group.rank(), group.size()
+    parts = [x.tensor_split(size)[rank]] * size
+    for k in range(1, size):
+        to, source = (rank + k) % size, (rank - k) % size
+        parts[source] = exchange(x, to, source, group).tensor_split(size)[rank]
+    return torch.cat(parts)
+
+
+@to_all("goes to or from rank 0")
+def all_to_all_through_rank_0(x, group):
+    rank, size = group.rank(), group.size()
+    if rank != 0:
+        send(x, 0, group)
+        return recv(x, 0, group)
+    rows = [x, *(recv(x, peer, group) for peer in range(1, size))]
+    columns = [torch.cat(parts) for parts in zip(*(row.tensor_split(size) for row in rows))]
+    for peer in range(1, size):
+        send(columns[peer], peer, group)
+    return columns[0]
+
+
+@to_all("nothing was exchanged")
+def returns_x(x, group):
+    solutions.all_to_all(x, group)
+    return x.clone()
+
+
+def all_to_all_with(x, group, part=lambda rank, to: to, place=None, rounds=0, order=1):
+    rank, size = group.rank(), group.size()
+    parts = x.tensor_split(size)
+    out = [parts[rank]] * size
+    for k in range(1, size + rounds):
+        to, source = (rank + order * k) % size, (rank - order * k) % size
+        out[source if place is None else place(rank, k, size)] = exchange(
+            parts[part(rank, to)], to, source, group
+        )
+    return torch.cat(out)
+
+
+@to_all("part with *your* number")
+def sends_its_own_part(x, group):
+    return all_to_all_with(x, group, part=lambda rank, to: rank)
+
+
+@to_all("in the order in which they came")
+def all_to_all_in_order_of_arrival(x, group):
+    return all_to_all_with(x, group, place=lambda rank, k, size: k)
+
+
+@to_all("at place s of rank d")
+def puts_parts_at_the_receivers_place(x, group):
+    return all_to_all_with(x, group, place=lambda rank, k, size: (rank + k) % size)
+
+
+@to_all("for 3 others; it sent 2")
+def leaves_one_out(x, group):
+    return all_to_all_with(x, group, rounds=-1)
+
+
+@to_all("at place s of rank d")
+def forgets_its_own(x, group):
+    rank, size = group.rank(), group.size()
+    out = list(all_to_all_with(x, group).tensor_split(size))
+    out[rank] = torch.zeros_like(out[rank]) if size > 1 else out[rank]
+    return torch.cat(out)
+
+
+@to_all("backend's own all_to_all")
+def the_backends_all_to_all(x, group):
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=group)
+    return out
+
+
+@to_all("library's ring_all_gather")
+def picks_from_an_all_gather(x, group):
+    from mini_dist.collectives import ring_all_gather
+
+    size = group.size()
+    rows = ring_all_gather(x, group).split(len(x))
+    return torch.cat([row.tensor_split(size)[group.rank()] for row in rows])
+
+
+@to_all("instead of 3: ranks wait while others work")
+def everyone_goes_to_rank_0_first(x, group):
+    rank, size = group.rank(), group.size()
+    parts = x.tensor_split(size)
+    return torch.cat(
+        [parts[rank] if d == rank else exchange(parts[d], d, d, group) for d in range(size)]
+    )
+
+
+@to_all("everyone sends first")
+def all_to_all_sends_first(x, group):
+    rank, size = group.rank(), group.size()
+    parts = x.tensor_split(size)
+    out = [parts[rank]] * size
+    for k in range(1, size):
+        send(parts[(rank + k) % size], (rank + k) % size, group)
+        out[(rank - k) % size] = recv(parts[rank], (rank - k) % size, group)
+    return torch.cat(out)
+
+
+@to_all("changes its input")
+def receives_into_x(x, group):
+    rank, size = group.rank(), group.size()
+    parts = x.tensor_split(size)
+    sent = [part.clone() for part in parts]
+    for k in range(1, size):
+        to, source = (rank + k) % size, (rank - k) % size
+        exchange(sent[to], to, source, group, out=parts[source])
+    return x.clone()
+
+
+@to_all("Right with 4 ranks")
+def all_to_all_of_4(x, group):
+    return all_to_all_with(x, group, rounds=4 - group.size())
+
+
+@to_all("int64")
+def all_to_all_of_floats(x, group):
+    return solutions.all_to_all(x.double(), group)
+
+
+@to_all("returned None")
+def exchanges_and_forgets(x, group):
+    solutions.all_to_all(x, group)
+
+
+# ------------------------------------------------------------------------------------------------
+
+ALL = {
+    "ring_reduce_scatter": reduce_scatter,
+    "ring_all_gather": gather,
+    "ring_all_reduce": reduce,
+    "all_to_all": to_all,
+}
+CASES = [
+    pytest.param(name, fn, says, id=f"{name}-{fn.__name__}")
+    for name, wrong in ALL.items()
+    for fn, says in wrong.answers
+]
+
+
+@pytest.mark.parametrize("name, fn, says", CASES)
+def test_a_wrong_answer_is_refused_with_the_hint_that_names_it(name, fn, says):
+    verdict = getattr(check, name).judge(fn)
+    assert verdict.state == "wrong"
+    assert says in verdict.hint
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_solution_is_right(name):
+    verdict = getattr(check, name).judge(getattr(solutions, name))
+    assert verdict.state == "right", verdict
+
+
+# Other ways that are as good: refusing them would teach something false.
+
+
+def reverse_ring(x, group):
+    rank, size, after, before = neighbours(group)
+    chunks = x.tensor_split(size)
+    moving = chunks[(rank + 1) % size].clone()
+    for k in range(size - 1):
+        mine = chunks[(rank + 2 + k) % size]
+        moving = exchange(moving, before, after, group, like=mine) + mine
+    return moving
+
+
+def all_messages_at_once(x, group):
+    rank, size = group.rank(), group.size()
+    parts = x.tensor_split(size)
+    out = [part.clone() for part in parts]
+    others = [peer for peer in range(size) if peer != rank]
+    receives = [(out[peer], peer) for peer in others]
+    wait(start(group, receives=receives, sends=[(parts[peer], peer) for peer in others]))
+    return torch.cat(out)
+
+
+def torchs_own_messages(x, group):
+    _, size, after, before = neighbours(group)
+    parts = {group.rank(): x}
+    for k in range(1, size):
+        came = torch.empty_like(x)
+        works = [dist.irecv(came, before, group=group), dist.isend(x, after, group=group)]
+        for work in works:
+            work.wait()
+        x = parts[(group.rank() - k) % size] = came
+    return torch.cat([parts[r] for r in range(size)])
+
+
+@pytest.mark.parametrize(
+    "name, fn",
+    [
+        ("ring_reduce_scatter", reverse_ring),
+        ("all_to_all", all_messages_at_once),
+        ("ring_all_gather", torchs_own_messages),
+        ("ring_all_reduce", whole_sum_by_ring),
+    ],
+)
+def test_another_good_way_is_right(name, fn):
+    verdict = getattr(check, name).judge(fn)
+    assert verdict.state == "right", verdict
