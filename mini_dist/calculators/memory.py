@@ -48,6 +48,9 @@ class Framework:
     keeps_gathered: bool = False  # what sequence parallel gathered for a matrix is kept
     loss_bytes: float = 4
     weight_gradients: str = "none"  # kept beside the gradients: "none", "largest", "one_layer"
+    gradient_buffers: bool = True  # False: they appear in backward and are gone after the step
+    repeats_kv: bool = False  # attention keeps keys and values once a query head
+    holds_logits: bool = False  # a variable holds them while the layers run backward
     backward: bool = True  # count one layer's backward at the peak
     outside: float = 0.0  # bytes
     fragmentation: float = 0.0  # share of the allocator's count
@@ -127,11 +130,11 @@ FRAMEWORKS = {
         loss_bytes=10, weight_gradients="largest", outside=CUDA_OUTSIDE,
         fragmentation=FRAGMENTATION, reduce_bytes=2,
         source="torch.distributed.fsdp.fully_shard [code]"),
-    # This course's own runs: everything in fp32, eager attention.
+    # This course's own runs: everything in fp32; torch's attention kernel for CPUs.
     "course": Framework(
         "course", parameter_bytes=4, gradient_bytes=4, optimizer_bytes=8, activation_bytes=4,
-        flash_attention=False, fused_activation=False, loss_bytes=8, weight_gradients="largest",
-        source="mini_dist/model.py"),
+        fused_activation=False, loss_bytes=8, gradient_buffers=False, repeats_kv=True,
+        holds_logits=True, source="mini_dist/model.py"),
 }
 
 
@@ -203,8 +206,9 @@ def _layer_activations(config, tp, sequence_parallel, how, moe) -> tuple[Saved, 
             Saved("values", e * N * Hv / t, "e N Hv/t")]
         out = N * Hv
     else:
-        saved += [Saved("queries, keys", e * (N * H / t + K * H / t_kv), "e (N + K) H/t"),
-                  Saved("values", e * K * H / t_kv, "e K H/t")]
+        kv = N * H / t if how.repeats_kv else K * H / t_kv
+        saved += [Saved("queries, keys", e * (N * H / t + kv), "e (N + K) H/t"),
+                  Saved("values", e * kv, "e K H/t")]
         out = N * H
     if how.flash_attention:
         saved.append(Saved("softmax statistics", 4 * N / t, "4 N/t [Flash]", is_scores=True))
@@ -260,7 +264,7 @@ AT_MOST_IN_FLIGHT = {"zb_h1": lambda p: p, "zb_h2": lambda p: 2 * p - 1, "zb_v":
 
 
 def rank_memory(config: ModelConfig, layout: Layout, how: str | Framework = "megatron-core",
-           pp_rank: int = 0) -> Breakdown:
+                pp_rank: int = 0) -> Breakdown:
     """The peak of one rank at position `pp_rank` of its pipeline, as a waterfall of lines.
 
     Raises ValueError when the layout cannot cut the model.
@@ -270,55 +274,12 @@ def rank_memory(config: ModelConfig, layout: Layout, how: str | Framework = "meg
         raise ValueError(f"pp_rank={pp_rank} is not a stage of pp={layout.pp}: give 0 to "
                          f"{layout.pp - 1}.")
     how = framework(how)
-    lines = _states(config, layout, how, pp_rank)
-    tokens = layout.micro_batch_size * config.seq_len / layout.cp
-    e, D, V, t = how.activation_bytes, config.d_model, config.vocab_size, layout.tp
-    whole = t if layout.sequence_parallel else 1
-
-    stages = stages_of_rank(layout, pp_rank)
-    flight = micro_batches_in_flight(layout, pp_rank)
-    layers = full_layer = 0.0
-    num_layers = 0
-    for moe, count in (pair for stage in stages for pair in layers_of_stage(config, layout, stage)):
-        whole_layer = sum(item.bytes_per_token
-                          for item in layer_activations(config, layout, how, moe))
-        layers += count * _kept(config, layout, how, moe)
-        num_layers += count
-        full_layer = max(full_layer, whole_layer)
-    lines.append(Line("activations", flight * tokens * layers, "bytes",
-                      f"{flight:g} in flight * {num_layers} layers * {tokens:g} tokens * "
-                      f"{layers / max(num_layers, 1):.0f}", "[K22] section 4, table 2"))
-    if config.dropout and stages[0] == 0:
-        lines.append(Line("embedding dropout", flight * tokens * D / whole, "bytes",
-                          "in flight * tokens * D", "[K22] section 4.3"))
-
-    # The worst moment of backward: the loss on the last stage, or one layer anywhere.
-    at_loss = at_layer = largest = 0.0
-    is_last = layout.num_stages - 1 in stages
-    if is_last:
-        at_loss = tokens * (2 * e * D / whole + how.loss_bytes * V / t)
-    if how.backward:
-        at_layer = tokens * _backward_of_layer(config, layout, how, full_layer)
-    gathered = 2 * e * D * tokens if t > 1 and layout.sequence_parallel and how.backward else 0.0
-    grads_layer, grads_head = _weight_gradients(config, layout, how, is_last)
-    if at_loss + grads_head > at_layer:
-        lines.append(Line("loss and logits", at_loss, "bytes",
-                          f"tokens (2 e D + {how.loss_bytes:g} V/t)", "[K22] section 4.3"))
-        largest = grads_head
-    elif at_layer:
-        lines.append(Line("one layer's backward", at_layer, "bytes",
-                          "gradients of the ffn's hidden" + (
-                              " + the layer's own activations" if layout.recompute != "none"
-                              else ""), "largest moment of backward [code]"))
-    if gathered:
-        lines.append(Line("gathered sequence", gathered, "bytes", "2 e D tokens",
-                          "[K22] section 4.2.2"))
-    if grads_layer + largest:
-        lines.append(Line("weight gradients in passing", grads_layer + largest, "bytes",
-                          {"largest": "largest matrix", "one_layer": "one layer's matrices"
-                           }[how.weight_gradients] + (" + the head's" if largest else ""),
-                          how.source))
-    return Breakdown(f"memory of pipeline rank {pp_rank}", tuple(lines))
+    states = _states(config, layout, how, pp_rank)
+    running = _saved_activations(config, layout, how, pp_rank) \
+        + _worst_moment(config, layout, how, pp_rank)
+    if not how.gradient_buffers and layout.num_micro_batches == 1:
+        states, running = _gradients_in_turn(config, layout, how, pp_rank, states, running)
+    return Breakdown(f"memory of pipeline rank {pp_rank}", (*states, *running))
 
 
 def peak_memory(config: ModelConfig, layout: Layout,
@@ -368,19 +329,86 @@ def _states(config, layout, how, pp_rank) -> list[Line]:
     return lines
 
 
-def _backward_of_layer(config, layout, how, full_layer) -> float:
+def _saved_activations(config, layout, how, pp_rank) -> list[Line]:
+    """What forward keeps for backward, of all micro-batches in flight."""
+    tokens, whole = _tokens(config, layout), _whole(layout)
+    stages, flight = stages_of_rank(layout, pp_rank), micro_batches_in_flight(layout, pp_rank)
+    kinds = [pair for stage in stages for pair in layers_of_stage(config, layout, stage)]
+    layers = sum(count for _, count in kinds)
+    each = sum(count * _kept(config, layout, how, moe) for moe, count in kinds)
+    lines = [Line("activations", flight * tokens * each, "bytes",
+                  f"{flight:g} in flight * {layers} layers * {tokens:g} tokens * "
+                  f"{each / layers:.0f}", "[K22] section 4, table 2")]
+    if config.dropout and 0 in stages:
+        lines.append(Line("embedding dropout", flight * tokens * config.d_model / whole, "bytes",
+                          "in flight * tokens * D", "[K22] section 4.3"))
+    return lines
+
+
+def _worst_moment(config, layout, how, pp_rank) -> list[Line]:
+    """What comes on top when most is held: the loss on the last stage, or one layer's backward."""
+    tokens, whole = _tokens(config, layout), _whole(layout)
+    e, D, V, t = how.activation_bytes, config.d_model, config.vocab_size, layout.tp
+    is_last = layout.num_stages - 1 in stages_of_rank(layout, pp_rank)
+    loss = Line("loss and logits", tokens * (2 * e * D / whole + how.loss_bytes * V / t)
+                if is_last else 0.0, "bytes", f"tokens (2 e D + {how.loss_bytes:g} V/t)",
+                "[K22] section 4.3")
+    again = " + what the layer recomputes" if layout.recompute != "none" else ""
+    layer = Line("one layer's backward", tokens * _backward_of_layer(config, layout, how)
+                 if how.backward else 0.0, "bytes", f"gradients of the ffn's hidden{again}",
+                 "largest moment of backward [code]")
+    in_layer, of_head = _weight_gradients(config, layout, how, is_last)
+    at_loss = loss.value + of_head > layer.value
+    lines = [loss, layer] if how.holds_logits else [loss if at_loss else layer]
+    if t > 1 and layout.sequence_parallel and how.backward:
+        lines.append(Line("gathered sequence", 2 * e * D * tokens, "bytes", "2 e D tokens",
+                          "[K22] section 4.2.2"))
+    passing = in_layer + (of_head if at_loss else 0.0)
+    which = {"none": "", "largest": "largest matrix", "one_layer": "one layer's matrices"}
+    lines.append(Line("weight gradients in passing", passing, "bytes", which[how.weight_gradients]
+                      + (" + the head's" if at_loss and of_head else ""), how.source))
+    return [line for line in lines if line.value]
+
+
+def _gradients_in_turn(config, layout, how, pp_rank, states, running):
+    """Without buffers gradients come as activations go: either few of them with all activations
+    (backward has just begun) or all of them with one layer's activations (it is nearly done)."""
+    layer, head = _gradient_sizes(config, layout, layout.num_stages - 1
+                                  in stages_of_rank(layout, pp_rank))
+    early = how.gradient_bytes * (layer + head)
+    late = sum(line.value for line in states if line.name.startswith("gradients"))
+    if early + sum(line.value for line in running) < late:
+        return states, [line for line in running if line.name == "one layer's backward"]
+    others = [line for line in states if not line.name.startswith("gradients")]
+    return [*others, Line("gradients", early, "bytes", "the head's and one matrix's: the others "
+                          "come as activations go", "autograd [code]")], running
+
+
+def _tokens(config, layout) -> float:
+    """Tokens of one micro-batch on one rank."""
+    return layout.micro_batch_size * config.seq_len / layout.cp
+
+
+def _whole(layout) -> int:
+    """What divides activations that tp leaves whole: only sequence parallel does."""
+    return layout.tp if layout.sequence_parallel else 1
+
+
+def _backward_of_layer(config, layout, how) -> float:
     """Bytes a token while one layer runs backward, beyond what forward saved."""
     e, t = how.activation_bytes, layout.tp
-    whole = t if layout.sequence_parallel else 1
-    inner = 2 if config.activation == "swiglu" else 1
+    gated = config.activation == "swiglu"
+    inner = 1 if not gated else 2 if how.fused_activation else 3
     hidden = config.d_ffn if config.num_moe_layers < config.num_layers else 0
     if config.num_moe_layers:
         hidden = max(hidden, config.top_k * config.d_expert)
-    extra = inner * e * hidden / t + 2 * e * config.d_model / whole
+    extra = inner * e * hidden / t + 2 * e * config.d_model / _whole(layout)
     if not how.flash_attention:
         extra = max(extra, 2 * e * config.num_heads * config.seq_len / t)
     if layout.recompute == "full":
-        extra += full_layer
+        kinds = {config.is_moe_layer(0), config.is_moe_layer(config.num_layers - 1)}
+        extra += max(sum(item.bytes_per_token for item in layer_activations(
+            config, layout, how, moe)) for moe in kinds)
     elif layout.recompute == "selective" and not how.flash_attention:
         each = e + (e + 1 if config.dropout else 0)
         extra += each * config.num_heads * config.seq_len / t
@@ -392,16 +420,22 @@ def _weight_gradients(config, layout, how, is_last) -> tuple[float, float]:
     if how.weight_gradients == "none":
         return 0.0, 0.0
     each = min(how.parameter_bytes, how.activation_bytes)
-    kinds = {config.is_moe_layer(0), config.is_moe_layer(config.num_layers - 1)}
-    sizes = [_gradients_of_layer(config, layout.tp, layout.ep, moe) for moe in kinds]
-    head = config.vocab_size * config.d_model / layout.tp if is_last else 0.0
+    largest, head = _gradient_sizes(config, layout, is_last)
     if how.weight_gradients == "largest":
-        return each * max(head, *(largest for largest, _ in sizes)), 0.0
-    return each * sum(together for _, together in sizes), each * head
+        return each * max(largest, head), 0.0
+    kinds = {config.is_moe_layer(0), config.is_moe_layer(config.num_layers - 1)}
+    return each * sum(_matrix_sizes(config, layout.tp, moe)[1] for moe in kinds), each * head
+
+
+def _gradient_sizes(config, layout, is_last) -> tuple[float, float]:
+    """Numbers of the largest matrix of a layer, and of the head where it is."""
+    kinds = {config.is_moe_layer(0), config.is_moe_layer(config.num_layers - 1)}
+    return (max(_matrix_sizes(config, layout.tp, moe)[0] for moe in kinds),
+            config.vocab_size * config.d_model / layout.tp if is_last else 0.0)
 
 
 @lru_cache(maxsize=4096)
-def _gradients_of_layer(config, tp, ep, moe) -> tuple[float, float]:
+def _matrix_sizes(config, tp, moe) -> tuple[float, float]:
     """Numbers of the largest matrix of a layer, and of one of each (experts share theirs)."""
     sizes = [float(weight.numel_per_rank(tp, 1, config.num_kv_heads)) / weight.experts
              for weight in layer_weights(config, moe) if weight.is_matmul]
