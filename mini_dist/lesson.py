@@ -116,10 +116,10 @@ def predict(name, value=None):
         print(f"noted: {name} = {_format(value)}")
 
 
-def reveal(name, measured, unit=""):
+def reveal(name, measured, unit="", how="measured"):
     """Print what was measured and, beside it, the guess and how far off it was.
 
-    Numbers are compared as a ratio, anything else as equal or not. Raises ValueError when no cell
+    `how`: what to call a number that was not measured, such as "computed". Numbers are compared as a ratio, anything else as equal or not. Raises ValueError when no cell
     predicted `name`.
     """
     if name not in _guesses:
@@ -128,7 +128,7 @@ def reveal(name, measured, unit=""):
         raise ValueError(f"nothing was predicted as {name!r}; {hint}")
     measured = measured.item() if hasattr(measured, "item") else measured
     unit = f" {unit}" if unit else ""
-    line = f"{name}: measured {_format(measured)}{unit}"
+    line = f"{name}: {how} {_format(measured)}{unit}"
     guess = _guesses[name]
     if guess is not None:
         line += f", your guess {_format(guess)}{unit}: {_verdict(guess, measured)}"

@@ -124,6 +124,14 @@ def test_a_guess_is_printed_beside_the_measurement_with_how_far_off(
     assert capsys.readouterr().out.rstrip().endswith(f": {verdict}")
 
 
+def test_a_number_that_was_not_measured_is_not_called_so(capsys):
+    predict("years", 10)
+    reveal("years", 32, "years", how="computed")
+    assert capsys.readouterr().out.endswith(
+        "years: computed 32 years, your guess 10 years: 3.2 times too low\n"
+    )
+
+
 def test_the_last_guess_counts(capsys):
     predict("it", 1)
     predict("it", 2)

@@ -89,7 +89,16 @@ def draw(model, each, states: Breakdown, machine, time: Breakdown, num_gpus: int
     for row, (nbytes, color) in enumerate(zip(each, COLORS)):  # a waterfall down to the sum
         left.barh(row, nbytes * gib, 0.75, start, color=color)
         start += nbytes * gib
-        left.text(start, row, f" {nbytes} × P = {nbytes * gib:,.0f}", va="center", fontsize=8)
+        said = f"{nbytes} × P = {nbytes * gib:,.0f}"
+        left.annotate(
+            said,
+            (start, row),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+        )
     left.barh(len(each), start, 0.75, color="#969696")
     left.text(start, len(each), f" {start:,.0f}", va="center", fontsize=8, weight="bold")
     left.axvline(one, color="#de2d26", linestyle="--")
