@@ -324,7 +324,7 @@ def test_edits_are_seen_at_the_next_call(tmp_path):
     ], done.stderr
 
 
-# ---- where launch may be called from --------------------------------------------------------------
+# ---- where launch may be called from ------------------------------------------------------------
 
 
 def test_launch_from_threads_runs_one_after_the_other():
@@ -516,7 +516,7 @@ def test_a_gpu_a_rank_means_nccl_and_cuda():
         assert x.device.type == "cpu"  # a result does not start CUDA in the parent
 
 
-# ---- in the cells of a notebook -------------------------------------------------------------------
+# ---- in the cells of a notebook -----------------------------------------------------------------
 
 
 def test_everything_a_cell_defines_works_on_ranks(notebook):

@@ -138,3 +138,11 @@ def launches_again(group):
 def hangs(group):
     while True:
         signal.pause()
+
+
+def hangs_and_tells(path, group):
+    """Say by a file that this rank is in its job; then wait for ever, one here, one there."""
+    open(f"{path}-{group.rank()}", "w").close()
+    if group.rank() == 0:
+        dist.barrier(group=group)
+    hangs(group)
