@@ -119,8 +119,8 @@ def predict(name, value=None):
 def reveal(name, measured, unit="", how="measured"):
     """Print what was measured and, beside it, the guess and how far off it was.
 
-    `how`: what to call a number that was not measured, such as "computed". Numbers are compared as a ratio, anything else as equal or not. Raises ValueError when no cell
-    predicted `name`.
+    Numbers are compared as a ratio, anything else as equal or not. `how`: what to call a number
+    that was not measured, such as "computed". Raises ValueError when no cell predicted `name`.
     """
     if name not in _guesses:
         near = difflib.get_close_matches(str(name), map(str, _guesses), n=1)
