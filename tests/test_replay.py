@@ -1,0 +1,101 @@
+"""The replay of a run over stated links, against the formulas of calculators.links."""
+
+import pytest
+import torch
+
+from mini_dist import launch
+from mini_dist.calculators import links
+from mini_dist.collectives import all_reduce, exchange, recv, send
+from mini_dist.ledger.replay import replay, rounds
+
+FAR = links.Link(latency=5e-6, bandwidth=50e9)
+NEAR = links.Link(latency=1e-6, bandwidth=300e9)
+ALGORITHMS = ("star", "tree", "ring", "halving_doubling", "hierarchical")
+
+
+def reduce_by(algorithm, numel, ranks_per_node, group):
+    all_reduce(torch.ones(numel), group, algorithm=algorithm, ranks_per_node=ranks_per_node)
+
+
+def seconds(ledger, link, **how):
+    return max(flight.end for flight in replay(ledger, link, **how))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("size, ranks_per_node", [(3, 1), (4, 2), (8, 4)])
+def test_a_replayed_all_reduce_takes_the_rounds_and_seconds_of_the_formula(
+    algorithm, size, ranks_per_node
+):
+    numel = 24 * 10
+    run = launch(reduce_by, size, (algorithm, numel, ranks_per_node))
+    cost = links.all_reduce(4 * numel, size, algorithm, FAR, 4, ranks_per_node)
+    assert rounds(run.ledger) == cost.rounds
+    assert seconds(run.ledger, FAR) == pytest.approx(cost.seconds)
+
+    # inside a node and between nodes
+    two_levels = links.Hierarchy(ranks_per_node, NEAR, FAR)
+    cost = links.all_reduce(4 * numel, size, algorithm, two_levels, 4)
+
+    def link_of(source, target):
+        return NEAR if source // ranks_per_node == target // ranks_per_node else FAR
+
+    assert seconds(run.ledger, link_of) == pytest.approx(cost.seconds)
+
+
+def test_a_small_run_stands_for_a_large_one():
+    run = launch(reduce_by, 4, ("ring", 4, None))
+    large = links.all_reduce(16 * 1000, 4, "ring", FAR, 4)
+    assert seconds(run.ledger, FAR, scale=1000) == pytest.approx(large.seconds)
+
+
+def test_messages_of_one_rank_wait_for_each_other_and_others_do_not():
+    def two_pairs(group):  # 0 -> 1 twice, beside 2 -> 3 once
+        rank, x = group.rank(), torch.ones(1)
+        for _ in range(2 if rank < 2 else 1):
+            send(x, rank + 1, group) if rank % 2 == 0 else recv(x, rank - 1, group)
+
+    flights = replay(launch(two_pairs, 4).ledger, links.Link(1.0, 4.0))
+    assert [(f.source, f.target, f.start, f.end) for f in flights if f.source == 0] == [
+        (0, 1, 0.0, 2.0),
+        (0, 1, 2.0, 4.0),
+    ]
+    assert [(f.start, f.end, f.nbytes) for f in flights if f.source == 2] == [(0.0, 2.0, 4)]
+
+
+def test_who_must_wait_for_what_it_passes_on_starts_after_it_has_come():
+    def chain(group):
+        rank, x = group.rank(), torch.ones(1)
+        if rank > 0:
+            x = recv(x, rank - 1, group)
+        if rank < 2:
+            send(x, rank + 1, group)
+
+    assert rounds(launch(chain, 3).ledger) == 2
+
+
+def test_an_exchange_is_one_round_though_it_is_two_messages():
+    def swap(group):
+        exchange(torch.ones(1), 1 - group.rank(), 1 - group.rank(), group)
+
+    run = launch(swap, 2)
+    assert rounds(run.ledger) == 1
+    assert len(replay(run.ledger, FAR)) == 2
+
+
+def test_only_what_is_inside_the_named_collective_is_replayed():
+    def both(group):
+        for algorithm in ("tree", "star"):
+            all_reduce(torch.ones(1), group, algorithm=algorithm)
+
+    ledger = launch(both, 4).ledger
+    assert (rounds(ledger, "tree_all_reduce"), rounds(ledger, "star_all_reduce")) == (4, 6)
+
+
+def test_a_run_without_messages_takes_no_round():
+    assert rounds(launch(lambda group: None, 2).ledger) == 0
+
+
+def test_torchs_own_collectives_are_refused_for_nobody_sees_their_messages():
+    run = launch(lambda group: torch.distributed.all_reduce(torch.ones(1), group=group), 2)
+    with pytest.raises(ValueError, match="all_reduce is not made of messages"):
+        replay(run.ledger, FAR)
