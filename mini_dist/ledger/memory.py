@@ -36,7 +36,7 @@ class MemoryRecorder(TorchDispatchMode):
         self._phases = phases
         self._serials: dict[int, tuple[int, weakref.ref]] = {}  # id of a live storage -> serial
         self._sizes: list[int] = []  # by serial
-        self._watched = WeakIdKeyDictionary()
+        self._known = WeakIdKeyDictionary()  # parameters
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -85,8 +85,8 @@ class MemoryRecorder(TorchDispatchMode):
     def _see_module(self, module, inputs) -> None:
         for parameter in module.parameters(recurse=False):
             self.see(parameter, "parameters")
-            if parameter.requires_grad and parameter.is_leaf and parameter not in self._watched:
-                self._watched[parameter] = True
+            if parameter.requires_grad and parameter.is_leaf and parameter not in self._known:
+                self._known[parameter] = True
                 parameter.register_post_accumulate_grad_hook(self._see_gradient)
         for buffer in module.buffers(recurse=False):
             self.see(buffer, "buffers")
@@ -99,6 +99,7 @@ class MemoryRecorder(TorchDispatchMode):
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self.see(parameter, "parameters")
+                self._known[parameter] = True
                 self._see_gradient(parameter)
         for value in tree_leaves(list(optimizer.state.values())):
             if isinstance(value, torch.Tensor):
@@ -127,6 +128,8 @@ class MemoryRecorder(TorchDispatchMode):
             step_hook.remove()
 
     def export(self) -> Memory:
+        for parameter in self._known:  # a gradient may have been put there by hand
+            self._see_gradient(parameter)
         return Memory(
             [(t, phase, self.kinds.get(s, "other"), change) for t, phase, s, change in self.events]
         )
