@@ -49,8 +49,7 @@ class Framework:
     loss_bytes: float = 4
     weight_gradients: str = "none"  # kept beside the gradients: "none", "largest", "one_layer"
     gradient_buffers: bool = True  # False: they appear in backward and are gone after the step
-    repeats_kv: bool = False  # attention keeps keys and values once a query head
-    holds_logits: bool = False  # a variable holds them while the layers run backward
+    plain_modules: bool = False  # torch's, unfused: see _plain_modules
     backward: bool = True  # count one layer's backward at the peak
     outside: float = 0.0  # bytes
     fragmentation: float = 0.0  # share of the allocator's count
@@ -133,8 +132,8 @@ FRAMEWORKS = {
     # This course's own runs: everything in fp32; torch's attention kernel for CPUs.
     "course": Framework(
         "course", parameter_bytes=4, gradient_bytes=4, optimizer_bytes=8, activation_bytes=4,
-        fused_activation=False, loss_bytes=8, gradient_buffers=False, repeats_kv=True,
-        holds_logits=True, source="mini_dist/model.py"),
+        fused_activation=False, loss_bytes=12, gradient_buffers=False, plain_modules=True,
+        source="mini_dist/model.py"),
 }
 
 
@@ -206,9 +205,8 @@ def _layer_activations(config, tp, sequence_parallel, how, moe) -> tuple[Saved, 
             Saved("values", e * N * Hv / t, "e N Hv/t")]
         out = N * Hv
     else:
-        kv = N * H / t if how.repeats_kv else K * H / t_kv
-        saved += [Saved("queries, keys", e * (N * H / t + kv), "e (N + K) H/t"),
-                  Saved("values", e * kv, "e K H/t")]
+        saved += [Saved("queries, keys", e * (N * H / t + K * H / t_kv), "e (N + K) H/t"),
+                  Saved("values", e * K * H / t_kv, "e K H/t")]
         out = N * H
     if how.flash_attention:
         saved.append(Saved("softmax statistics", 4 * N / t, "4 N/t [Flash]", is_scores=True))
@@ -238,7 +236,22 @@ def _layer_activations(config, tp, sequence_parallel, how, moe) -> tuple[Saved, 
         saved += ffn("ffn", config.d_ffn)
     if mask:
         saved.append(Saved("dropout masks", 2 * D / whole, f"2 D{cut}"))
+    if how.plain_modules:
+        saved += _plain_modules(config, e, whole, t, moe)
     return tuple(saved)
+
+
+def _plain_modules(config, e, whole, t, moe) -> list[Saved]:
+    """What fused kernels would not keep, found by the ledger of the course's own model."""
+    saved = []
+    if config.norm == "rmsnorm":
+        saved.append(Saved("normalised inputs", 2 * e * config.d_model / whole, "2 e D"))
+    if config.positions == "rotary":  # turned heads lie apart: they are copied into rows
+        saved.append(Saved("heads in rows", e * config.num_heads * config.head_dim / t, "e N H/t"))
+    if moe:
+        saved.append(Saved("weighted expert outputs", e * config.top_k * config.d_model / whole,
+                           "e k D"))
+    return saved
 
 
 def micro_batches_in_flight(layout: Layout, pp_rank: int) -> float:
@@ -278,7 +291,7 @@ def rank_memory(config: ModelConfig, layout: Layout, how: str | Framework = "meg
     running = _saved_activations(config, layout, how, pp_rank) \
         + _worst_moment(config, layout, how, pp_rank)
     if not how.gradient_buffers and layout.num_micro_batches == 1:
-        states, running = _gradients_in_turn(config, layout, how, pp_rank, states, running)
+        states, running = _gradients_in_turn(config, layout, how, states, running)
     return Breakdown(f"memory of pipeline rank {pp_rank}", (*states, *running))
 
 
@@ -358,8 +371,14 @@ def _worst_moment(config, layout, how, pp_rank) -> list[Line]:
                  if how.backward else 0.0, "bytes", f"gradients of the ffn's hidden{again}",
                  "largest moment of backward [code]")
     in_layer, of_head = _weight_gradients(config, layout, how, is_last)
-    at_loss = loss.value + of_head > layer.value
-    lines = [loss, layer] if how.holds_logits else [loss if at_loss else layer]
+    # Without gradient buffers the first gradients come with the layer.
+    early = 0.0 if how.gradient_buffers or layout.num_micro_batches > 1 \
+        else how.gradient_bytes * sum(_gradient_sizes(config, layout, is_last))
+    at_loss = loss.value + of_head > layer.value + early
+    lines = [loss if at_loss else layer]
+    if early and not at_loss:
+        lines.append(Line("gradients", early, "bytes", "the head's and one matrix's: the others "
+                          "come as activations go", "autograd [code]"))
     if t > 1 and layout.sequence_parallel and how.backward:
         lines.append(Line("gathered sequence", 2 * e * D * tokens, "bytes", "2 e D tokens",
                           "[K22] section 4.2.2"))
@@ -370,18 +389,17 @@ def _worst_moment(config, layout, how, pp_rank) -> list[Line]:
     return [line for line in lines if line.value]
 
 
-def _gradients_in_turn(config, layout, how, pp_rank, states, running):
-    """Without buffers gradients come as activations go: either few of them with all activations
-    (backward has just begun) or all of them with one layer's activations (it is nearly done)."""
-    layer, head = _gradient_sizes(config, layout, layout.num_stages - 1
-                                  in stages_of_rank(layout, pp_rank))
-    early = how.gradient_bytes * (layer + head)
-    late = sum(line.value for line in states if line.name.startswith("gradients"))
-    if early + sum(line.value for line in running) < late:
-        return states, [line for line in running if line.name == "one layer's backward"]
+def _gradients_in_turn(config, layout, how, states, running) -> tuple[list[Line], list[Line]]:
+    """Without buffers gradients come as activations go: most is held either when backward begins,
+    or in the optimizer step, when all gradients are there and no activations."""
     others = [line for line in states if not line.name.startswith("gradients")]
-    return [*others, Line("gradients", early, "bytes", "the head's and one matrix's: the others "
-                          "come as activations go", "autograd [code]")], running
+    gradients = sum(line.value for line in states) - sum(line.value for line in others)
+    largest, head = _gradient_sizes(config, layout, is_last=True)
+    step = Line("optimizer's temporaries", 2 * how.gradient_bytes * max(largest, head), "bytes",
+                "2 * largest matrix", "torch.optim [code]")
+    if gradients + step.value > sum(line.value for line in running):
+        return states, [step]
+    return others, running
 
 
 def _tokens(config, layout) -> float:
@@ -397,12 +415,11 @@ def _whole(layout) -> int:
 def _backward_of_layer(config, layout, how) -> float:
     """Bytes a token while one layer runs backward, beyond what forward saved."""
     e, t = how.activation_bytes, layout.tp
-    gated = config.activation == "swiglu"
-    inner = 1 if not gated else 2 if how.fused_activation else 3
+    inner = 2 if config.activation == "swiglu" else 1
     hidden = config.d_ffn if config.num_moe_layers < config.num_layers else 0
     if config.num_moe_layers:
         hidden = max(hidden, config.top_k * config.d_expert)
-    extra = inner * e * hidden / t + 2 * e * config.d_model / _whole(layout)
+    extra = inner * e * hidden / t + e * config.d_model / _whole(layout)
     if not how.flash_attention:
         extra = max(extra, 2 * e * config.num_heads * config.seq_len / t)
     if layout.recompute == "full":
@@ -427,7 +444,7 @@ def _weight_gradients(config, layout, how, is_last) -> tuple[float, float]:
     return each * sum(_matrix_sizes(config, layout.tp, moe)[1] for moe in kinds), each * head
 
 
-def _gradient_sizes(config, layout, is_last) -> tuple[float, float]:
+def _gradient_sizes(config, layout, is_last: bool) -> tuple[float, float]:
     """Numbers of the largest matrix of a layer, and of the head where it is."""
     kinds = {config.is_moe_layer(0), config.is_moe_layer(config.num_layers - 1)}
     return (max(_matrix_sizes(config, layout.tp, moe)[0] for moe in kinds),
