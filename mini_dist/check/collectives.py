@@ -77,6 +77,7 @@ class Measured:
         self.messages = [
             sum(1 for c in leaves if c.rank == rank and c.op == "send") for rank in range(self.size)
         ]
+        self.largest = max((c.nbytes for c in leaves if c.op == "send"), default=0)
         self.rounds, self.rounds_wanted = count_rounds(run.ledger), target.rounds(self.size)
         self.traffic = run.ledger.traffic()
         self.right = [equal(a, b) for a, b in zip(self.results, self.expected)]
@@ -206,6 +207,13 @@ def general_mistake(m: Measured) -> str:
     return ""
 
 
+def wrong_number(m: Measured) -> str:
+    """Of rounds, each rank sending once in each."""
+    if set(m.messages) == {m.rounds_wanted}:
+        return ""
+    return f"{m.size} ranks need {m.rounds_wanted} rounds; messages sent, by rank: {m.messages}."
+
+
 def too_slow(m: Measured) -> str:
     """For what is right but for its schedule."""
     if not all(m.right) or m.rounds <= m.rounds_wanted:
@@ -223,7 +231,7 @@ def too_slow(m: Measured) -> str:
 
 
 def whole_tensors(m: Measured) -> bool:
-    return m.size > 2 and max(m.sent) >= (m.size - 1) * m.input_bytes
+    return m.size > 2 and m.largest >= m.input_bytes
 
 
 def no_message(m: Measured) -> str:
@@ -274,8 +282,8 @@ def reduce_scatter_mistakes(m: Measured) -> str:
         return "Rank r returns its own chunk r: nothing was added to it."
     if slow := too_slow(m):
         return slow
-    if min(m.messages) < m.size - 1:
-        return f"{m.size} ranks need {m.size - 1} rounds; messages sent, by rank: {m.messages}."
+    if wrong_number(m):
+        return wrong_number(m)
     return (
         "The chunks lack some ranks' terms, or hold some twice. What arrives must be added to *the "
         "same* chunk of yours before it is sent on. Print the chunk's number in each round."
@@ -297,29 +305,37 @@ def gathered(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
 def all_gather_mistakes(m: Measured) -> str:
     if found := no_message(m) or through_one_rank(m):
         return found
-    rotations = [m.inputs[-k:] + m.inputs[:-k] for k in range(m.size)]
-    arrival = [[m.inputs[(r - k) % m.size] for k in range(m.size)] for r in range(m.size)]
-    after_me = [[m.inputs[(r + k) % m.size] for k in range(m.size)] for r in range(m.size)]
-    if not all(m.right) and any(
-        m.results_are([torch.cat(parts) for parts in orders])
-        for orders in (arrival, after_me, [rotations[1]] * m.size)
+    if not all(m.right) and all(
+        len(result) == len(expected) and set(parts_of(result, m)) == set(range(m.size))
+        for result, expected in zip(m.results, m.expected)
     ):
-        return "The parts are all there, in the order in which they came. Put them in rank order."
-    if max(m.sent) > (m.size - 1) * m.input_bytes:
+        return (
+            f"The parts are all there, but not in rank order: rank 0 has {parts_of(m.results[0], m)}. "
+            "Put what started on rank s at place s."
+        )
+    if set(m.messages) == {m.rounds_wanted} and max(m.sent) > (m.size - 1) * m.input_bytes:
         return (
             "You pass on everything that you have so far. Pass on only what came in the round before: "
             "the rest, your neighbour already has."
         )
-    if m.is_ring is False:
+    if not m.is_ring:
         return (
             "Each rank sends its part to every other rank. The bytes are right, but every link is "
             "used, also the slow ones. In a ring a part is passed on from neighbour to neighbour."
         )
     if slow := too_slow(m):
         return slow
-    if all(len(r) < m.size * len(m.inputs[0]) for r in m.results):
-        return f"Some parts are missing: {m.size} ranks need {m.size - 1} rounds."
+    if wrong_number(m):
+        return wrong_number(m)
     return "Some parts are there twice, others not at all. Send on what you *received*, not your own."
+
+
+def parts_of(result: torch.Tensor, m: Measured) -> list[int | None]:
+    """Whose part is at each place of a gathered result; None where it is nobody's."""
+    return [
+        next((rank for rank, x in enumerate(m.inputs) if equal(part, x)), None)
+        for part in result.split(len(m.inputs[0]))
+    ]
 
 
 all_gather = Target(gathered, lambda n_bytes, n: (n - 1) * n_bytes, lambda n: n - 1,
@@ -336,6 +352,13 @@ def summed(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
 def all_reduce_mistakes(m: Measured) -> str:
     if found := no_message(m) or through_one_rank(m):
         return found
+    if m.size > 2 and sum(m.right) == 1:
+        return f"Only rank {m.right.index(True)} has the sum: everyone needs it."
+    if m.size > 2 and all(m.right) and sum(m.messages) <= m.rounds:
+        return (
+            "The tensor goes down the line whole, so one rank works at a time and the others wait. "
+            "Cut it into chunks that are all on their way at once."
+        )
     if whole_tensors(m):
         return (
             f"You send whole tensors round: {max(m.sent):,} bytes a rank. In a ring of chunks it is "
@@ -355,8 +378,6 @@ def all_reduce_mistakes(m: Measured) -> str:
         return "All the sums are there, but the chunks are in another order than in x."
     if slow := too_slow(m):
         return slow
-    if sum(m.right) == 1:
-        return f"Only rank {m.right.index(True)} has the sum: everyone needs it."
     return "Scatter the sums first (exercise 1), then gather them (exercise 2)."
 
 

@@ -105,12 +105,12 @@ def starts_two_behind(x, group):
     return ring_from(x, group, first=-2)
 
 
-@reduce_scatter("need 3 rounds")
+@reduce_scatter("need 3 rounds; messages sent, by rank: [2, 2, 2, 2]")
 def one_round_too_few(x, group):
     return ring_from(x, group, first=-1, last=-1)
 
 
-@reduce_scatter("send n chunks in")
+@reduce_scatter("need 3 rounds; messages sent, by rank: [4, 4, 4, 4]")
 def one_round_too_many(x, group):
     return ring_from(x, group, first=-1, last=1)
 
@@ -306,7 +306,7 @@ def gather_with(x, group, place=lambda rank, k, size: (rank - k) % size, rounds=
     return torch.cat(parts)
 
 
-@gather("in the order in which they came")
+@gather("not in rank order: rank 0 has [0, 3, 2, 1]")
 def in_order_of_arrival(x, group):
     _, size, after, before = neighbours(group)
     parts = [x]
@@ -315,7 +315,7 @@ def in_order_of_arrival(x, group):
     return torch.cat(parts)
 
 
-@gather("in the order in which they came")
+@gather("not in rank order: rank 0 has [1, 2, 3, 0]")
 def newest_first(x, group):
     _, size, after, before = neighbours(group)
     parts = [x]
@@ -329,7 +329,7 @@ def places_as_if_the_ring_went_backwards(x, group):
     return gather_with(x, group, place=lambda rank, k, size: (rank + k) % size)
 
 
-@gather("not in rank order")
+@gather("not in rank order: rank 0 has [3, 0, 1, 2]")
 def off_by_one_place(x, group):
     rank, size = group.rank(), group.size()
     return gather_with(x, group).roll(len(x)) if size > 1 else x.clone()
@@ -376,7 +376,7 @@ def by_way_of_rank_0(x, group):
     return whole
 
 
-@gather("need 3 rounds")
+@gather("need 3 rounds; messages sent, by rank: [2, 2, 2, 2]")
 def one_round_too_few_of_all_gather(x, group):
     rank, size, after, before = neighbours(group)
     parts, moving = {rank: x}, x
@@ -386,7 +386,7 @@ def one_round_too_few_of_all_gather(x, group):
     return torch.cat([parts[r] for r in sorted(parts)])
 
 
-@gather("more than it needs")
+@gather("but a rank sends 4 messages where 3 would do")
 def one_round_too_many_of_all_gather(x, group):
     return gather_with(x, group, rounds=1)
 
@@ -524,14 +524,9 @@ def a_line_instead_of_a_ring(x, group):
     return total
 
 
-@reduce("ranks wait while others work")
+@reduce("one rank works at a time")
 def down_the_line_and_up_again(x, group):
-    """Right values and few enough bytes for each rank in the middle, but one rank at a time."""
-    pieces = [one_after_the_other(piece, group) for piece in x.tensor_split(group.size())]
-    return torch.cat(pieces)
-
-
-def one_after_the_other(x, group):
+    """Few messages and the right values, but one rank at a time, and whole tensors."""
     rank, size, after, before = neighbours(group)
     total = x.clone() if rank == 0 else x + recv(x, before, group)
     if rank < size - 1:
