@@ -12,6 +12,7 @@ Read in this order:
     machines.py    datasheets beside measurements
     links.py       rounds, bytes and seconds of each collective algorithm
     memory.py      what fills a device
+    volume.py      what each axis sends
     step_time.py   what a step waits for
     planner.py     every layout, those that fit, the fastest
     export.py      a layout in the words of Megatron-LM, DeepSpeed, torchtitan, torchrun
@@ -49,6 +50,7 @@ from .parameters import (
 )
 from .planner import Candidate, Plan, plan
 from .step_time import StepTime, step_time
+from .volume import step_volume
 
 __all__ = [
     "FRAMEWORKS",
@@ -88,6 +90,7 @@ __all__ = [
     "split_layers",
     "step_flops",
     "step_time",
+    "step_volume",
     "torchrun_line",
     "torchtitan_toml",
     "training_time",

@@ -1,0 +1,85 @@
+"""What each axis of the mesh sends in one step: payload bytes of one rank, as links.py counts them.
+
+All collectives as rings: (n - 1) / n of the tensor for an all-gather or a reduce-scatter, twice
+that for an all-reduce.  Sources: [ZeRO] section 7; [N21] Narayanan et al. 2021 section 2.3 and 4.1;
+[K22] Korthikanti et al. 2022 section 4.2.2; [Ring] Liu et al. 2023; [GShard] Lepikhin et al. 2020.
+"""
+
+from __future__ import annotations
+
+from ..config import Layout, ModelConfig
+from .lines import Breakdown, Line
+from .memory import Framework, framework
+from .parameters import layers_of_stage, parameters_of_rank, stages_of_rank
+
+
+def step_volume(config: ModelConfig, layout: Layout, how: str | Framework = "megatron-core",
+                pp_rank: int = 0) -> Breakdown:
+    """Bytes that a rank at pipeline position `pp_rank` sends in one optimizer step, axis by axis.
+
+    Left out: the all-reduces of a few numbers a token inside a vocab-parallel loss, and of the
+    gradient norm.  Raises ValueError when the layout cannot cut the model.
+    """
+    layout.check(config)
+    how = framework(how)
+    stages = stages_of_rank(layout, pp_rank)
+    kinds = [pair for stage in stages for pair in layers_of_stage(config, layout, stage)]
+    layers = sum(count for _, count in kinds)
+    moe_layers = sum(count for moe, count in kinds if moe)
+    tokens = layout.micro_batch_size * config.seq_len / layout.cp
+    e, D, t, m = how.activation_bytes, config.d_model, layout.tp, layout.num_micro_batches
+    message = e * tokens * D  # one activation [B, S/cp, D]
+    again = 1 if layout.recompute == "full" else 0  # forward's collectives run once more
+    lines = _dp(config, layout, how, pp_rank)
+
+    if t > 1:
+        # Two pairs of operators a layer, each an all-reduce (or gather and scatter) each way.
+        count = (4 + 2 * again) * layers
+        outer = (0 in stages) + (layout.num_stages - 1 in stages)  # embedding's, and the head's
+        lines.append(Line("tp", m * (count + outer) * 2 * (t - 1) / t * message, "bytes",
+                          f"{m} micro-batches * ({count} + {outer}) * 2 (t - 1)/t * e B S D",
+                          "[N21] section 2.3, [K22] section 4.2.2"))
+    if layout.cp > 1:
+        kv = 2 * e * tokens * config.num_kv_heads / min(t, config.num_kv_heads) * config.head_dim
+        passes = 1 + again + 2  # forward; backward sends keys and values, and their gradients
+        lines.append(Line("cp", m * layers * passes * (layout.cp - 1) * kv, "bytes",
+                          f"{m} * {layers} layers * {passes} (cp - 1) * 2 e B S/cp K H", "[Ring]"))
+    if layout.ep > 1 and moe_layers:
+        cut = layout.ep * (t if layout.sequence_parallel else 1)
+        exchanges = (4 + 2 * again) * moe_layers  # dispatch and combine, forward and backward
+        lines.append(Line("ep", m * exchanges * (layout.ep - 1) / cut * config.top_k * message,
+                          "bytes", f"{m} * {exchanges} all-to-alls * (ep - 1)/ep * k e B S D",
+                          "[GShard], balanced routing"))
+    if layout.pp > 1:
+        forward = sum(stage < layout.num_stages - 1 for stage in stages)
+        backward = sum(stage > 0 for stage in stages)
+        if layout.num_chunks == 2 and layout.schedule != "interleaved":
+            # The V turns on its last rank: that message stays inside.
+            turns = pp_rank == layout.pp - 1
+            forward, backward = forward - turns, backward - turns
+        cut = t if layout.sequence_parallel else 1
+        lines.append(Line("pp", m * (forward + backward) * message / cut, "bytes",
+                          f"{m} * ({forward} forward + {backward} backward) * e B S D",
+                          "[N21] section 4.1"))
+    return Breakdown(f"bytes that pipeline rank {pp_rank} sends in a step", tuple(lines))
+
+
+def _dp(config, layout, how, pp_rank) -> list[Line]:
+    """Gradients, and the parameters that ZeRO gathers ([ZeRO] section 7)."""
+    held = parameters_of_rank(config, layout, pp_rank)
+    ways, m, g, e = layout.dp * layout.cp, layout.num_micro_batches, how.reduce_bytes, \
+        how.activation_bytes
+    lines = []
+    for name, numel, size in (("dp", float(held.dense), ways),
+                              ("dp of experts", float(held.experts), ways // layout.ep)):
+        if size == 1 or not numel:
+            continue
+        formula, each = {
+            0: ("2 g P", 2 * g),
+            1: ("g P + e P", g + e),
+            2: (f"{m} g P + e P", m * g + e),
+            3: (f"{m} (g P + 2 e P)", m * (g + 2 * e)),
+        }[layout.zero]
+        lines.append(Line(name, each * numel * (size - 1) / size, "bytes",
+                          f"({formula}) (n - 1)/n, g = {g:g}, e = {e:g}", "[ZeRO] section 7"))
+    return lines
