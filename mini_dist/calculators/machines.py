@@ -27,24 +27,25 @@ ASSUMED_GEMM_FRACTION = 0.786
 # And where nobody timed the shapes of training: the A100's, H100's and B200's ratios of those to
 # the best shape are 0.95, 0.87 and 0.64 (the hotter the chip, the less it sustains).
 ASSUMED_SUSTAINED_FRACTION = 0.85
-# [simumax] large GEMMs lose K / (K + 180): filling and draining a tile (A100, K = 512 ... 8192).
+# Large GEMMs lose K / (K + 180), filling and draining a tile: read off [simumax]'s A100 timings
+# at K = 512 ... 8192.
 GEMM_FILL = 180
-# [simumax] causal attention kernels at head dim 128, over the sustained GEMM rate, counting the
-# half of the scores that is computed: A100 0.59 / 0.75, B200 0.47 / 0.49; backward 0.49 and 0.39.
+# [simumax] causal attention kernels at head dim 128, FLOP/s of the half that is computed over the
+# sustained GEMM rate: A100 0.79 forward, 0.65 backward; B200 0.96, 0.80.  Nearer the A100's.
 FLASH_FORWARD, FLASH_BACKWARD = 0.80, 0.68
 # [simumax] streaming kernels get 0.75 (A100) and 0.67 (B200) of the datasheet's bandwidth.
 STREAM_FRACTION = 0.72
-# A kernel's own start and end on the device.
+# A kernel's own start and end on the device: assumed.
 KERNEL_SECONDS = 5e-6
-# NCCL in a node, share of the datasheet's rate: nccl-tests on 8 x A100 print 230-235 of 300 GB/s
-# for all-reduce; [simumax] on B200 0.74 for all-reduce, 0.67 for all-gather and reduce-scatter,
-# 0.60 for all-to-all.
+# NCCL in a node, share of the datasheet's rate: [simumax] on B200 0.74 for all-reduce, 0.67 for
+# all-gather and reduce-scatter, 0.60 for all-to-all; reports of nccl-tests on 8 x A100 say 230-235
+# of 300 GB/s for all-reduce (not timed here).  A plain send: assumed.
 NODE_FRACTIONS = {"all_reduce": 0.75, "all_gather": 0.67, "reduce_scatter": 0.67,
                   "all_to_all": 0.60, "send": 0.80}
-# Between nodes: nccl-tests over 200 Gb/s InfiniBand reach 22-24 of 25 GB/s a port.
+# Between nodes: reports of nccl-tests over 200 Gb/s InfiniBand say 22-24 of 25 GB/s a port.
 NETWORK_FRACTION = 0.92
-# [simumax] 22-25 us for a collective of almost nothing on 8 devices; a step of a ring over a
-# network takes 5-10 us (nccl-tests).
+# A collective of almost nothing on 8 devices takes 22-25 us [simumax]: a start and 7 or 14 steps
+# of a ring.  A step over a network: assumed.
 COLLECTIVE_SECONDS = 10e-6
 NODE_LATENCY = 1e-6
 NETWORK_LATENCY = 8e-6

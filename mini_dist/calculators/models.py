@@ -69,7 +69,8 @@ _FAMILIES = {
     "gpt2": {"positions": "learned", "tied_embedding": True},
     "gpt_neox": {"positions": "rotary", "tied_embedding": False},
     "bloom": {"positions": "alibi", "embedding_norm": True, "tied_embedding": True},
-    "llama": _LLAMA, "mistral": _LLAMA, "mixtral": _LLAMA, "phi3": _LLAMA,
+    "starcoder2": {"positions": "rotary", "tied_embedding": True},
+    "llama": _LLAMA, "granite": _LLAMA, "mistral": _LLAMA, "mixtral": _LLAMA, "phi3": _LLAMA,
     "qwen2": {**_LLAMA, "qkv_bias": True},
     "qwen3": {**_LLAMA, "qk_norm": True}, "qwen3_moe": {**_LLAMA, "qk_norm": True},
     "deepseek_v2": _LLAMA, "deepseek_v3": {**_LLAMA, "router": "sigmoid"},
@@ -101,8 +102,8 @@ _MLA_NAMES = {
 _REQUIRED = ("vocab_size", "d_model", "num_layers", "num_heads", "seq_len")
 # Settings that change the number of weights in a way ModelConfig does not describe.
 _UNSUPPORTED = {"attention_bias": (False, None), "mlp_bias": (False, None),
-                "decoder_sparse_step": (1, None), "mlp_only_layers": ([], None),
-                "moe_layer_freq": (1, None)}
+                "use_bias": (True, None), "decoder_sparse_step": (1, None),
+                "mlp_only_layers": ([], None), "moe_layer_freq": (1, None)}
 
 
 def from_hugging_face(source: str | Path | dict) -> ModelConfig:

@@ -15,6 +15,13 @@ from dataclasses import dataclass
 
 from ..config import Layout, ModelConfig
 from . import published
+from .export import (
+    deepspeed_json,
+    layout_source,
+    megatron_arguments,
+    torchrun_line,
+    torchtitan_toml,
+)
 from .lines import Breakdown, readable
 from .machines import Hardware, hardware
 from .memory import Framework, device_memory, framework, peak_memory
@@ -123,6 +130,24 @@ class Plan:
                          f"{readable(c.device_bytes, 'bytes'):>10} {c.time.mfu:>6.1%}")
         return "\n".join(lines)
 
+    def exports(self) -> dict[str, str]:
+        """The best layout for each framework; where one cannot say it, the reason."""
+        config, layout = self.model, self.best.layout
+        makers = {
+            "Megatron-LM": lambda: " ".join(megatron_arguments(config, layout)),
+            "DeepSpeed": lambda: deepspeed_json(layout),
+            "torchtitan": lambda: torchtitan_toml(config, layout),
+            "torchrun": lambda: torchrun_line(layout, self.machine.devices_per_node),
+            "mini_dist": lambda: layout_source(layout),
+        }
+        said = {}
+        for name, make in makers.items():
+            try:
+                said[name] = make()
+            except ValueError as error:
+                said[name] = f"not for {name}: {error}"
+        return said
+
     def __str__(self):
         run = published.nearest(self.model, self.machine, self.num_devices)
         return (f"{self.funnel()}\n\n{self.table()}\n\n{self.explain()}\n\n"
@@ -188,7 +213,8 @@ def layouts(config: ModelConfig, num_devices: int, sequences: int,
             max_pp: int, max_cp: int) -> Iterator[Layout]:
     """Every layout worth a look: those another one beats in both memory and time are left out
     (ZeRO-1 costs no more traffic than ZeRO-0; the sequence is cut wherever tp is; ZeRO-2 and 3
-    gather and reduce once a micro-batch, so they are tried without a pipeline only)."""
+    gather and reduce once a micro-batch, so they are tried without a pipeline only; chunks are
+    even, or frameworks refuse them)."""
     for tp in _divisors(num_devices, max_tp):
         for pp in _divisors(num_devices // tp, min(max_pp, config.num_layers)):
             for cp in _divisors(num_devices // tp // pp, max_cp):
@@ -205,7 +231,7 @@ def layouts(config: ModelConfig, num_devices: int, sequences: int,
                                 yield base
                                 if pp > 1 and m % pp == 0:
                                     for chunks in (2, 4, 8):
-                                        if pp * chunks <= config.num_layers:
+                                        if config.num_layers % (pp * chunks) == 0:
                                             yield base.replace(schedule="interleaved",
                                                                num_chunks=chunks)
 

@@ -36,7 +36,8 @@ from .memory import Framework, framework
 from .parameters import layer_weights, layers_of_stage, parameters_of_rank, stages_of_rank
 
 # The interval: how far each part may be off.  A GEMM of an odd shape or a throttled chip; links
-# shared with others; a host that is busy; the slowest of many devices (high end only).
+# shared with others; a host that is busy; the slowest of many devices (high end only).  Assumed;
+# four of five published runs lie inside (benchmarks/planner.py counts them).
 UNCERTAIN = {"compute": (0.94, 1.08), "communication": (0.7, 1.5), "host": (0.8, 1.3),
              "straggler": (1.0, 1.05)}
 

@@ -157,6 +157,16 @@ def test_the_schedule_names_are_those_of_torch():
         schedules.get_schedule_class(name)
 
 
+def test_a_plan_exports_its_choice_or_says_why_not(big):
+    said = big.exports()
+    assert eval(said["mini_dist"]) == big.best.layout
+    assert json.loads(said["DeepSpeed"])["train_batch_size"] == 4 * 2**20 // 8192
+    assert "--nnodes=128" in said["torchrun"]
+    if big.best.layout.zero > 1:
+        assert said["Megatron-LM"].startswith("not for Megatron-LM: zero=")
+    assert "tensor_parallel_degree" in said["torchtitan"]
+
+
 def test_torchrun_starts_every_rank_once():
     assert torchrun_line(Layout(dp=4), 8) == "torchrun --standalone --nproc-per-node=4 train.py"
     line = torchrun_line(LAYOUT, 8, "run.py")
