@@ -1,5 +1,8 @@
 """Pipelines on real ranks: equal to one process in every bit, whatever the schedule."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -160,6 +163,20 @@ def test_recomputing_changes_no_bit():
     reference = one_process(4, steps=1)
     for results in zip(*launch(train_each, 2, args=(cases,)).results):
         assert_equal_in_bits(results, reference)
+
+
+def test_recomputing_draws_the_same_dropout_and_disturbs_no_draw_after_it():
+    module, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)), torch.randn(4, 8)
+    outcomes = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        stage = Stage(module, recompute=recompute)
+        module.zero_grad()
+        outputs = [stage.forward(i, [x], split=False, version=None) for i in range(2)]
+        gradients = [stage.backward(i, torch.ones(4, 8)) for i in range(2)]
+        outcomes.append([*outputs, *gradients, module[0].weight.grad, torch.rand(3)])
+    assert all(torch.equal(a, b) for a, b in zip(*outcomes))
+    assert not torch.equal(outcomes[0][0], outcomes[0][1])
 
 
 def test_fewer_micro_batches_than_stages_and_uneven_stages():
@@ -351,6 +368,31 @@ def test_a_split_backward_leaves_the_linears_and_only_them():
     stage.weight(0)
     reference = torch.autograd.grad(module(x).sum(), list(module.parameters()))
     assert all(torch.equal(p.grad, g) for p, g in zip(module.parameters(), reference))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("split", [False, True])
+def test_activations_are_gone_after_the_backward_without_a_garbage_collector(split, recompute):
+    """Weight gradients whose tensors know their graph, which knows the weight gradients, leak."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    stage, saved = Stage(module, recompute=recompute), []
+
+    def pack(tensor):
+        saved.append(weakref.ref(tensor))
+        return tensor
+
+    gc.disable()
+    try:
+        x = torch.randn(3, 4)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = stage.forward(0, [x], split=split, version=None)
+        stage.backward(0, torch.ones_like(y))
+        stage.weight(0)
+        alive = [ref() for ref in saved if ref() is not None]
+        weights = {p.data_ptr() for p in module.parameters()}
+        assert [t for t in alive if t.data_ptr() not in weights] == []
+    finally:
+        gc.enable()
 
 
 # --- asynchronous -----------------------------------------------------------------------------

@@ -12,8 +12,8 @@ and whatever has these four methods can stand in for it (EmulatedStage does).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.func import functional_call
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
 from mini_dist.schedule import ScheduleError
 
@@ -33,6 +32,15 @@ class Held(NamedTuple):
     inputs: tuple[Tensor, ...]
     output: GradientEdge  # the output's place in the graph: its values may go once they are sent
     later: list[WeightGradient]
+    version: int | None
+
+
+class Waiting(NamedTuple):
+    """The same with recomputation: all that is needed to make a Held of it."""
+
+    inputs: tuple[Tensor, ...]
+    random_state: Tensor
+    split: bool
     version: int | None
 
 
@@ -51,7 +59,7 @@ class Stage:
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         self.function, self.recompute, self.optimizer = function, recompute, optimizer
-        self.held: dict[int, Held] = {}
+        self.held: dict[int, Held | Waiting] = {}
         self.later: dict[int, list[WeightGradient]] = {}
         self.versions = Versions(function) if optimizer is not None else None
 
@@ -62,28 +70,34 @@ class Stage:
         inputs = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in inputs)
         if not torch.is_grad_enabled():
             return self.function(*inputs)
-        later: list[WeightGradient] = []
-        function = self.function if version is None else self.versions.at(version)
-        output = self._run(function, inputs, lambda: PutOff(later) if split else nullcontext())
-        self.held[micro] = Held(inputs, get_gradient_edge(output), later, version)
-        return output.detach()
-
-    def _run(self, function, inputs, context) -> Tensor:
         if self.recompute:
-            contexts = lambda: (context(), context())  # noqa: E731  the same for both runs
-            return checkpoint(function, *inputs, use_reentrant=False, context_fn=contexts)
-        with context():
-            return function(*inputs)
+            self.held[micro] = Waiting(inputs, random_state(inputs[0]), split, version)
+            with torch.no_grad():
+                return self._function(version)(*inputs)
+        output, self.held[micro] = self._run(inputs, split, version)
+        return output
+
+    def _function(self, version: int | None) -> Callable[..., Tensor]:
+        return self.function if version is None else self.versions.at(version)
+
+    def _run(self, inputs, split: bool, version: int | None) -> tuple[Tensor, Held]:
+        later: list[WeightGradient] = []
+        with PutOff(later) if split else nullcontext():
+            output = self._function(version)(*inputs)
+        return output.detach(), Held(inputs, get_gradient_edge(output), later, version)
 
     def backward(self, micro: int, gradient: Tensor) -> Tensor | None:
         """Add to the parameters' .grad and return the first input's; a split one leaves some."""
-        inputs, output, later, version = self.held.pop(micro)
-        torch.autograd.backward(output, gradient)
-        if later:
-            self.later[micro] = later
-        if version is not None:
-            self.versions.collect(version)
-        return inputs[0].grad
+        held = self.held.pop(micro)
+        if isinstance(held, Waiting):
+            with random_state_set_to(held.random_state, held.inputs[0]):  # dropout as before
+                _, held = self._run(held.inputs, held.split, held.version)
+        torch.autograd.backward(held.output, gradient)
+        if held.later:
+            self.later[micro] = held.later
+        if held.version is not None:
+            self.versions.collect(held.version)
+        return held.inputs[0].grad
 
     def weight(self, micro: int) -> None:
         for gradient in self.later.pop(micro, []):
@@ -92,6 +106,18 @@ class Stage:
     def step(self, keep: set[int]) -> None:
         """Take an optimizer step; `keep` are the versions that will still be asked for."""
         self.versions.step(self.optimizer, keep)
+
+
+def random_state(like: Tensor) -> Tensor:
+    """The state of the generator that operations on this tensor's device draw from."""
+    return torch.cuda.get_rng_state(like.device) if like.is_cuda else torch.get_rng_state()
+
+
+@contextmanager
+def random_state_set_to(state: Tensor, like: Tensor) -> Iterator[None]:
+    with torch.random.fork_rng(devices=[like.device] if like.is_cuda else []):
+        torch.cuda.set_rng_state(state, like.device) if like.is_cuda else torch.set_rng_state(state)
+        yield
 
 
 # --- splitting the backward ----------------------------------------------------------------------
@@ -142,14 +168,15 @@ class LinearWithoutWeightGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, later):
         ctx.save_for_backward(x)
-        # the parameters themselves: of what is saved, recomputation gives back copies
+        # the parameters themselves: checkpointing inside a stage gives back copies of what is saved
         ctx.weight, ctx.bias, ctx.later = weight, bias, later
         return functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
-        ctx.later.append(WeightGradient(ctx.weight, ctx.bias, x, dy))
+        # detached: x would keep its whole graph, this list included, alive for ever
+        ctx.later.append(WeightGradient(ctx.weight, ctx.bias, x.detach(), dy))
         return dy @ ctx.weight if ctx.needs_input_grad[0] else None, None, None, None
 
 

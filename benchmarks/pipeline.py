@@ -1,0 +1,183 @@
+"""Pipelines: ours beside torch.distributed.pipelining, and real clocks beside the simulator.
+
+Rows "step": one training step of the same GPT in the same stages on 4 ranks; both take turns in the
+same processes, so that whatever else the machine does falls on both.
+Rows "memory": the most bytes that the first two steps have allocated at once (activations, receive
+buffers, temporaries; not parameters and gradients), on the rank that needs most.
+Rows "bubble": the largest difference, in points, between the simulated bubble and one measured
+with emulated devices, beside the half point that is allowed.
+Both sides' losses are compared in every run.
+"""
+
+import statistics
+import sys
+import time
+
+import torch
+from _form import Case, main
+
+from mini_dist import launch
+from mini_dist.config import ModelConfig
+from mini_dist.model import token_loss
+from mini_dist.pipeline import Pipeline, cut_gpt, run_emulated
+from mini_dist.schedule import ScheduleError, Timeline, Times, build, simulate
+
+RANKS, MICRO_BATCHES = 4, 8
+CONFIG = ModelConfig(num_layers=8, d_model=128)
+BATCH = 8  # sequences
+BESIDE = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "zb_v": "ScheduleZBVZeroBubble",
+}
+
+
+def loss_fn(logits, targets):
+    return token_loss(logits, targets).mean()
+
+
+def data():
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, CONFIG.vocab_size, (BATCH, CONFIG.seq_len + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def our_step(schedule, modules, group):
+    shape = (BATCH // MICRO_BATCHES, CONFIG.seq_len, CONFIG.d_model)
+    activation = torch.empty(shape, device="meta")
+    pipeline = Pipeline(schedule, modules, group, loss_fn=loss_fn, activation=activation)
+    inputs, targets = data()
+    return lambda: pipeline.step(inputs, targets).item()
+
+
+def their_step(schedule, modules, group):
+    from torch.distributed import pipelining
+    from torch.distributed.pipelining import schedules
+
+    stages = [
+        pipelining.PipelineStage(module, i, schedule.num_stages, torch.device("cpu"), group=group)
+        for i, module in modules.items()
+    ]
+    kind = getattr(schedules, BESIDE[schedule_name(schedule)])
+    single = issubclass(kind, schedules.PipelineScheduleSingle)
+    runner = kind(stages[0] if single else stages, MICRO_BATCHES, loss_fn=loss_fn)
+    inputs, targets = data()
+    is_last = schedule.num_stages - 1 in modules
+
+    def step():
+        losses = []
+        runner.step(
+            *([inputs] if 0 in modules else []),
+            target=targets if is_last else None,
+            losses=losses if is_last else None,
+        )
+        return torch.stack(losses).mean().item() if is_last else None
+
+    return step
+
+
+def schedule_name(schedule):
+    return next(name for name in BESIDE if build(name, RANKS, MICRO_BATCHES) == schedule)
+
+
+def both_on_a_rank(name, rounds, group):
+    """Our step and theirs in turn, in the same processes: medians of the slowest rank in ms."""
+    schedule = build(name, RANKS, MICRO_BATCHES)
+    sides = []
+    for make_step in (our_step, their_step):
+        modules = cut_gpt(CONFIG, schedule.stages_of[group.rank()], schedule.num_stages)
+        parameters = [p for module in modules.values() for p in module.parameters()]
+        sides.append((make_step(schedule, modules, group), parameters, []))
+    losses = [step() for step, _, _ in sides]  # the first step sets things up: not timed
+    for turn in range(rounds):
+        for step, parameters, taken in sides if turn % 2 else sides[::-1]:
+            for parameter in parameters:
+                parameter.grad.zero_()
+            group.barrier().wait()
+            start = time.perf_counter()
+            step()
+            taken.append(time.perf_counter() - start)
+    if losses[1] is not None:
+        assert abs(losses[0] - losses[1]) < 1e-5, losses
+    return [taken for _, _, taken in sides]
+
+
+def step_times(name, rounds):
+    """(ours, theirs) in ms: medians over the rounds of the slowest rank's time."""
+    ranks = launch(both_on_a_rank, RANKS, args=(name, rounds), timeout=600, quiet=True).results
+    return [
+        1e3 * statistics.median(max(moment) for moment in zip(*[rank[side] for rank in ranks]))
+        for side in (0, 1)
+    ]
+
+
+def peak_on_a_rank(make_step, name, group):
+    """The most bytes allocated at once in a first and a second step."""
+    schedule = build(name, RANKS, MICRO_BATCHES)
+    modules = cut_gpt(CONFIG, schedule.stages_of[group.rank()], schedule.num_stages)
+    for module in modules.values():
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step = make_step(schedule, modules, group)
+        step()
+        step()
+    held = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak / 2**20
+
+
+def peaks(make_step, name):
+    run = launch(peak_on_a_rank, RANKS, args=(make_step, name), timeout=300, quiet=True)
+    return run.results
+
+
+def worst_difference(p, names, micro_batches, unit=0.004, tries=3):
+    """Points between the wall clock and the simulator, the worst of all cases, best of some tries.
+
+    A try fails when the machine has no core free for some milliseconds just at the end.
+    """
+    times = Times(forward=unit, backward=1.2 * unit, weight=0.8 * unit, comm=0.1 * unit)
+    worst = 0.0
+    for name in names:
+        for m in micro_batches:
+            options = {"micro_batches_a_step": p} if name == "pipedream_2bw" else {}
+            try:
+                schedule = build(name, p, m, **options)
+            except ScheduleError:
+                continue
+            expected, found = simulate(schedule, times).bubble, []
+            while len(found) < tries and not (found and min(found) < 0.05):
+                ran = launch(run_emulated, p, args=(schedule, times), quiet=True)
+                measured = Timeline.of_run(schedule, ran.results).bubble
+                found.append(100 * abs(measured - expected))
+            worst = max(worst, min(found))
+    return worst
+
+
+def cases(long):
+    for name in BESIDE:
+        ours, theirs = step_times(name, rounds=30 if long else 10)
+        yield given(f"step, {name}, {RANKS} ranks, m={MICRO_BATCHES}", ours, theirs, "ms")
+    for name in BESIDE:
+        ours, theirs = max(peaks(our_step, name)), max(peaks(their_step, name))
+        yield given(f"memory, {name}, {RANKS} ranks, m={MICRO_BATCHES}", ours, theirs, "MiB")
+    names = ["gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "dualpipe_v", "pipedream"]
+    for p in (4, 8):
+        micro_batches = range(1, 17) if long else (1, 8, 16)
+        worst = worst_difference(p, names, micro_batches)
+        some = "1...16" if long else "1, 8, 16"
+        yield given(f"bubble, {p} ranks, m = {some}", worst, 0.5, "points")
+
+
+def given(name, ours, theirs, unit):
+    """A row whose two figures were taken together."""
+    return Case(name, lambda: ours, theirs, bar=1.0, unit=unit, repeats=1, warmup=0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(cases, __doc__))
