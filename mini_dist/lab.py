@@ -155,7 +155,7 @@ def _kind(value) -> str:
 class Lab:
     """A notebook with declared parameters. `folder` is one of every lab: its result goes there."""
 
-    def __init__(self, name: str, **declared: Parameter):
+    def __init__(self, name: str, /, **declared: Parameter):
         for parameter, kind in declared.items():
             if not isinstance(kind, Parameter):
                 raise TypeError(
@@ -176,7 +176,7 @@ class Lab:
         self._values = check(self.declared, given)
         return SimpleNamespace(**self._values)
 
-    def save(self, result: Mapping[str, Any], **figures) -> Path:
+    def save(self, result: Mapping[str, Any], /, **figures) -> Path:
         """Write result.json, and NAME.png for each figure (a Picture), into the lab's folder.
 
         The JSON holds the lab's name, its parameters, the result and the names of the figures.

@@ -27,7 +27,7 @@ class Explorer:
     Raises TypeError when declarations and parameters differ, and what `render` raises at the start.
     """
 
-    def __init__(self, render: Callable, **declared: Parameter):
+    def __init__(self, render: Callable, /, **declared: Parameter):
         signature = inspect.signature(render).parameters
         if list(signature) != list(declared):
             raise TypeError(
