@@ -235,3 +235,55 @@ def box(axes, left: float, y: float, value: int, size: int) -> None:
     )
     text = "?" if chunk is None else f"${'abcd'[chunk]}_{{{''.join(map(str, ranks))}}}$"
     axes.text(left + (BOX - 0.06) / 2, y, text, ha="center", va="center", fontsize=9)
+
+
+# -- links ----------------------------------------------------------------------------------------
+
+
+def link_fit(sizes: list[int], seconds: list[float], link, title: str = "") -> Picture:
+    """Times of messages and what `link` says of them; below, the ratio of the two."""
+    figure = Figure(figsize=(7, 4.4), dpi=110, layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.2])
+    said = [link.seconds(size) for size in sizes]
+    above.loglog(sizes, said, color="#de2d26", linewidth=1.2, label="latency + bytes / bandwidth")
+    above.loglog(sizes, seconds, "o", color="#2b8cbe", label="measured")
+    half = link.latency * link.bandwidth
+    above.axvline(half, color="#999999", linestyle=":", linewidth=1)
+    above.text(half, min(said), " half is latency", fontsize=8, color="#777777", va="bottom")
+    above.set_ylabel("seconds")
+    above.legend(frameon=False, fontsize=8)
+    above.set_title(title, fontsize=10)
+    ratios = [measured / line for measured, line in zip(seconds, said)]
+    below.axhline(1, color="#de2d26", linewidth=1.2)
+    below.plot(sizes, ratios, "o", color="#2b8cbe")
+    below.set_ylim(0, max(2, 1.15 * max(ratios)))
+    below.set_ylabel("measured / line")
+    below.set_xlabel("bytes in a message")
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
+    worst = max(ratios, key=lambda ratio: max(ratio, 1 / ratio))
+    return Picture(figure, f"{len(sizes)} sizes and a line; the worst ratio is {worst:.2f}")
+
+
+def flights(runs: dict[str, list], size: int, unit: float = 1.0, name: str = "rounds") -> Picture:
+    """Space and time, one panel a run: each replayed message is a line from its sender and start
+    to its receiver and end, as thick as it has bytes."""
+    figure = Figure(figsize=(9.2, 0.9 + 0.42 * size), dpi=110, layout="constrained")
+    panels = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
+    most = max(flight.nbytes for run in runs.values() for flight in run)
+    for axes, (label, run) in zip(panels, runs.items()):
+        for flight in run:
+            times = [flight.start / unit, flight.end / unit]
+            width = 0.8 + 3.2 * flight.nbytes / most
+            axes.plot(times, [flight.source, flight.target], color="#2b8cbe", linewidth=width)
+        last = max(flight.end for flight in run) / unit
+        axes.set_xlim(0, last)
+        if last <= 16:
+            axes.set_xticks(range(int(last) + 1))
+        axes.grid(axis="x", color="#e6e6e6")
+        axes.set_title(label, fontsize=10)
+        axes.set_xlabel(name)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_yticks(range(size), [f"rank {rank}" for rank in range(size)])
+    panels[0].invert_yaxis()
+    return Picture(figure, "; ".join(f"{label}: {len(run)} messages" for label, run in runs.items()))
