@@ -286,4 +286,6 @@ def flights(runs: dict[str, list], size: int, unit: float = 1.0, name: str = "ro
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].set_yticks(range(size), [f"rank {rank}" for rank in range(size)])
     panels[0].invert_yaxis()
-    return Picture(figure, "; ".join(f"{label}: {len(run)} messages" for label, run in runs.items()))
+    return Picture(
+        figure, "; ".join(f"{label}: {len(run)} messages" for label, run in runs.items())
+    )
