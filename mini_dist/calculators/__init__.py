@@ -13,6 +13,7 @@ Read in this order:
     links.py       rounds, bytes and seconds of each collective algorithm
     memory.py      what fills a device
     volume.py      what each axis sends
+    kernels.py     how long the parts of a layer last
     step_time.py   what a step waits for
     planner.py     every layout, those that fit, the fastest
     export.py      a layout in the words of Megatron-LM, DeepSpeed, torchtitan, torchrun

@@ -139,7 +139,7 @@ def parameters_of_rank(config: ModelConfig, layout: Layout, pp_rank: int = 0) ->
     held = Held()
     for stage in stages_of_rank(layout, pp_rank):
         for moe, count in layers_of_stage(config, layout, stage):
-            layer = _held(config, "moe" if moe else "dense", layout.tp, layout.ep)
+            layer = held_by_layer(config, layout, moe)
             held += Held(count * layer.dense, count * layer.experts, layer.largest_layer)
         if stage == 0:
             held += _held(config, "first", layout.tp, layout.ep)
@@ -149,6 +149,11 @@ def parameters_of_rank(config: ModelConfig, layout: Layout, pp_rank: int = 0) ->
             held += _held(config, "last, head elsewhere" if shared else "last", layout.tp,
                           layout.ep)
     return held
+
+
+def held_by_layer(config: ModelConfig, layout: Layout, moe: bool) -> Held:
+    """One layer's part of that."""
+    return _held(config, "moe" if moe else "dense", layout.tp, layout.ep)
 
 
 def layers_of_stage(config: ModelConfig, layout: Layout, stage: int) -> list[tuple[bool, int]]:

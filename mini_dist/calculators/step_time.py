@@ -12,28 +12,18 @@ whole runs.  `step_time` says low ... high besides its best guess.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 from ..config import Layout, ModelConfig
 from ..schedule import SCHEDULES, Schedule, Times
 from ..schedule import simulate as run_schedule
-from .flops import model_flops, score_flops, step_flops
+from .flops import model_flops, step_flops
+from .kernels import COMMUNICATION, collective_seconds, head_seconds, layer_time, stream_seconds
 from .lines import Breakdown, Line, readable
-from .links import Link
-from .machines import (
-    COLLECTIVE_SECONDS,
-    FLASH_BACKWARD,
-    FLASH_FORWARD,
-    GEMM_FILL,
-    KERNEL_SECONDS,
-    Device,
-    Hardware,
-    hardware,
-)
+from .machines import Hardware, hardware
 from .memory import Framework, framework
-from .parameters import layer_weights, layers_of_stage, parameters_of_rank, stages_of_rank
+from .parameters import Held, held_by_layer, layers_of_stage, parameters_of_rank, stages_of_rank
 
 # The interval: how far each part may be off.  A GEMM of an odd shape or a throttled chip; links
 # shared with others; a host that is busy; the slowest of many devices (high end only).  Assumed;
@@ -79,177 +69,6 @@ class StepTime:
                 f"MFU {self.mfu:.1%}, HFU {self.hfu:.1%}")
 
 
-def gemm_seconds(device: Device, m: float, n: float, k: float) -> float:
-    """A bf16 GEMM [m, k] x [k, n]: the slower of arithmetic and memory.
-
-    The arithmetic is done in waves of one 128 x 256 tile a multiprocessor: the last wave is as
-    long as a full one.  Filling and draining costs GEMM_FILL of the inner dimension.
-    """
-    rate = device.gemm_rate * k / (k + GEMM_FILL)
-    if device.cores:  # lying or standing tiles, whichever are fewer; thin matrices have thin tiles
-        tiles = min(math.ceil(rows / 128) * math.ceil(columns / 256)
-                    for rows, columns in ((m, n), (n, m)))
-        waves = math.ceil(tiles / device.cores)
-        padded = waves * device.cores * min(m, 128) * min(n, 256)
-        rate *= min(1.0, m * n / padded)
-    moved = 2 * (m * k + k * n + m * n)
-    return max(2 * m * n * k / rate, moved / device.stream_bandwidth) + KERNEL_SECONDS
-
-
-def stream_seconds(device: Device, num_bytes: float) -> float:
-    """A kernel that reads and writes `num_bytes` and hardly computes."""
-    return num_bytes / device.stream_bandwidth + KERNEL_SECONDS
-
-
-def collective_seconds(machine: Hardware, op: str, num_bytes: float, size: int,
-                       stride: int = 1) -> float:
-    """A ring over `size` devices that stand `stride` apart in rank.
-
-    NCCL runs as many rings as there are ways out of a node: a group with k members in each node
-    gets k network ports, until the links inside the node are the narrower.
-    """
-    if size == 1 or not num_bytes:
-        return 0.0
-    inside = max(1, min(size, machine.devices_per_node // stride))
-    nodes = math.ceil(size / inside)
-    link = machine.node_link(op)
-    bandwidth, latency = link.bandwidth, link.latency
-    if nodes > 1:
-        network = machine.network_link(nodes)
-        bandwidth = min(bandwidth, inside * network.bandwidth) if inside > 1 else network.bandwidth
-        latency += (nodes - 1) / (size - 1) * network.latency  # of the mean step round the ring
-    steps = (size - 1) * (2 if op == "all_reduce" else 1)
-    return COLLECTIVE_SECONDS + Link(latency, bandwidth).seconds(num_bytes / size, rounds=steps)
-
-
-@dataclass
-class LayerTime:
-    """Seconds of one layer and one micro-batch, forward and backward apart."""
-
-    forward: dict[str, float] = field(default_factory=dict)
-    backward: dict[str, float] = field(default_factory=dict)
-
-    def add(self, name: str, forward: float, backward: float) -> None:
-        self.forward[name] = self.forward.get(name, 0.0) + forward
-        self.backward[name] = self.backward.get(name, 0.0) + backward
-
-
-COMMUNICATION = ("tp collectives", "cp exchange", "ep all-to-all", "zero traffic")
-
-
-@lru_cache(maxsize=4096)
-def layer_time(config: ModelConfig, machine: Hardware, how: Framework, moe: bool, tp: int, cp: int,
-               ep: int, micro_batch_size: int, sequence_parallel: bool) -> LayerTime:
-    """One layer without recompute, on one rank."""
-    device, e = machine.device, how.activation_bytes
-    D, S, N, t = config.d_model, config.seq_len, config.num_heads, tp
-    tokens = micro_batch_size * S / cp
-    whole = tokens / (t if sequence_parallel else 1)  # rows of what tp does not cut
-    time = LayerTime()
-
-    # Matrices: backward multiplies twice, for the input's gradient and for the weights'.
-    for rows, k, n, copies in _matrices(config, moe, t, ep, tokens):
-        forward = copies * gemm_seconds(device, rows, n, k)
-        backward = copies * (gemm_seconds(device, rows, k, n) + gemm_seconds(device, k, n, rows))
-        if not how.fused_weight_gradients:  # read the new and the old sum, write the sum
-            backward += stream_seconds(device, 3 * how.reduce_bytes * k * n * copies)
-        time.add("matrices", forward, backward)
-
-    # Attention.  Flash computes the causal half, and everything once more in backward.
-    flops = micro_batch_size * score_flops(config, S) / cp / t
-    if how.flash_attention:
-        rate = how.flash_speed * device.gemm_rate
-        time.add("attention", flops / 2 / (FLASH_FORWARD * rate) + KERNEL_SECONDS,
-                 2.5 * flops / 2 / (FLASH_BACKWARD * rate) + KERNEL_SECONDS)
-    else:
-        scores = e * tokens * S * N / t  # bytes of one pass over all scores
-        drop = scores * (2 + 1 / e) / device.stream_bandwidth if config.dropout else 0.0
-        time.add("attention",
-                 max(flops / device.gemm_rate, 2 * scores / device.stream_bandwidth)
-                 + stream_seconds(device, 2 * scores) + drop + 2 * KERNEL_SECONDS,
-                 max(2 * flops / device.gemm_rate, 5 * scores / device.stream_bandwidth)
-                 + stream_seconds(device, 3 * scores) + drop + 4 * KERNEL_SECONDS)
-
-    # Elementwise: two norms, two residual additions (with bias and dropout), the activation,
-    # and positions; passes over [tokens, D] or over the ffn's hidden.
-    mask = 1 / e if config.dropout else 0
-    norm, residual = e * D * whole, (3 + mask) * e * D * whole
-    gated = config.activation == "swiglu"
-    hidden = e * tokens / t * (config.top_k * config.d_expert + config.num_shared_experts
-                               * config.d_expert if moe else config.d_ffn)
-    eager = 1.0 if how.fused_activation else 2.0  # silu and product apart, each its own pass
-    forward = [2 * norm] * 2 + [residual] * 2 + [eager * (3 if gated else 2) * hidden]
-    backward = [6 * norm] * 2 + [eager * (5 if gated else 3) * hidden]
-    if config.dropout:
-        backward += [(2 + mask) * norm] * 2
-    rows = e * tokens * N * (config.head_dim + config.rope_head_dim) / t
-    forward.append(2 * rows)  # heads back into one row
-    if config.positions == "rotary":
-        turned = eager * 2 * rows * (1 + config.num_kv_heads / N)
-        forward.append(turned)
-        backward.append(turned)
-    if moe:  # tokens sorted by expert and back, with their weights
-        copies = 4 * e * config.top_k * D * whole
-        forward += [copies] * 2
-        backward += [copies] * 2
-    time.add("elementwise", sum(stream_seconds(device, x) for x in forward),
-             sum(stream_seconds(device, x) for x in backward))
-
-    # What the axes exchange.
-    if t > 1:
-        ops = ("all_gather", "reduce_scatter") if sequence_parallel else ("all_reduce",)
-        each = sum(collective_seconds(machine, op, e * D * tokens, t) for op in ops)
-        time.add("tp collectives", 2 * each, 2 * each)  # once for the attention, once for the ffn
-    if cp > 1:  # keys and values go round behind the attention of the block that is here
-        kv = 2 * e * config.num_kv_heads * config.head_dim / t * micro_batch_size * S / cp
-        ring = (cp - 1) * collective_seconds(machine, "send", 2 * kv, 2, t)
-        for direction, passes in ((time.forward, 1), (time.backward, 2)):
-            direction["cp exchange"] = max(0.0, passes * ring - direction["attention"])
-    if moe and ep > 1:
-        sent = e * config.top_k * D * whole
-        pair = 2 * collective_seconds(machine, "all_to_all", sent, ep, t)  # dispatch, combine
-        time.add("ep all-to-all", pair, pair)
-    return time
-
-
-def _matrices(config, moe, t, ep, tokens) -> list[tuple[float, float, float, float]]:
-    """(rows, inner, columns, copies) of each GEMM; q, k, v and gate, up are one each."""
-    shapes: dict[tuple, list] = {}
-    for weight in layer_weights(config, moe):
-        if not weight.is_matmul:
-            continue
-        k, n = weight.shape
-        k, n = (k / t, n) if weight.cut == "row" else (k, n)
-        if weight.cut == "column":
-            n /= t
-        elif weight.cut == "kv":
-            n /= min(t, config.num_kv_heads)
-        rows, copies = tokens, 1.0
-        if weight.experts > 1:  # balanced: the token copies spread evenly over the local experts
-            copies = weight.experts / ep
-            rows = tokens * weight.visits / copies
-        joined = {"k": "q", "v": "q", "up": "gate" if config.activation == "swiglu" else "up"}
-        key = (weight.kind, joined.get(weight.name, weight.name))
-        if key in shapes:
-            shapes[key][2] += n
-        else:
-            shapes[key] = [rows, k, n, copies]
-    return [tuple(shape) for shape in shapes.values()]
-
-
-def head_time(config: ModelConfig, machine: Hardware, how: Framework, layout: Layout) -> LayerTime:
-    """The head and the loss on one micro-batch."""
-    tokens = layout.micro_batch_size * config.seq_len / layout.cp
-    D, V = config.d_model, config.vocab_size / layout.tp
-    device, time = machine.device, LayerTime()
-    time.add("head and loss",
-             gemm_seconds(device, tokens, V, D)
-             + stream_seconds(device, how.loss_traffic / 2 * tokens * V),
-             gemm_seconds(device, tokens, D, V) + gemm_seconds(device, V, D, tokens)
-             + stream_seconds(device, how.loss_traffic / 2 * tokens * V))
-    return time
-
-
 def step_time(config: ModelConfig, layout: Layout, machine: Hardware | str = "h100",
               how: str | Framework = "megatron-core", straggler: float = 1.0,
               simulate: bool = False) -> StepTime:
@@ -291,11 +110,12 @@ def step_time(config: ModelConfig, layout: Layout, machine: Hardware | str = "h1
     gradients, formula = _gradient_seconds(config, layout, machine, how, slowest)
     if gradients:
         lines.append(Line("gradients over dp", gradients, "s", formula, "ZeRO section 7"))
-    numel = float(parameters_of_rank(config, layout, 0).total)
-    shards = layout.dp * layout.cp if layout.zero else 1
+    held = parameters_of_rank(config, layout, 0)
+    updated = sum(numel / (size if layout.zero else 1) for numel, size in _groups(held, layout))
     traffic = how.gradient_bytes + 2 * how.optimizer_bytes + how.parameter_bytes
-    lines.append(Line("optimizer", stream_seconds(device, traffic * numel / shards), "s",
-                      f"{traffic:g} bytes * {numel / shards:.3g} parameters / bandwidth", ""))
+    lines.append(Line("optimizer", stream_seconds(device, traffic * updated), "s",
+                      f"{traffic:g} bytes * {updated:.3g} parameters / bandwidth",
+                      "states read and written once"))
 
     breakdown = Breakdown("step time", tuple(lines))
     low, high = _interval(breakdown)
@@ -342,8 +162,7 @@ def _stages(config, layout, machine, how) -> list[Stage]:
                 backward += layers * each.backward
                 weight += layers * each.weight
             if is_last:
-                head = head_time(config, machine, how, layout)
-                f, b = head.forward["head and loss"], head.backward["head and loss"]
+                f, b = head_seconds(config, machine, how, layout)
                 parts["head and loss"] = f + b
                 forward, backward = forward + f, backward + b
             seen[amounts, is_last] = Stage(parts, forward, backward, weight)
@@ -382,17 +201,23 @@ def _soft_max(device: float, host: float) -> float:
     return (device**4 + host**4) ** 0.25
 
 
+def _groups(held: Held, layout: Layout) -> list[tuple[float, int]]:
+    """(numbers, ranks that hold copies of them): all of dp * cp, for experts a 1 / ep of these."""
+    ways = layout.dp * layout.cp
+    return [(float(held.dense), ways), (float(held.experts), ways // layout.ep)]
+
+
 def _sharded_seconds(config, layout, machine, how, moe) -> tuple[float, float]:
     """One layer's all-gather of parameters (ZeRO-3) and reduce-scatter of gradients (ZeRO-2, 3)."""
-    size = layout.dp * layout.cp
-    if layout.zero < 2 or size == 1:
-        return 0.0, 0.0
-    numel = sum(float(w.numel_per_rank(layout.tp, layout.ep, config.num_kv_heads))
-                for w in layer_weights(config, moe))
-    gather = collective_seconds(machine, "all_gather", how.activation_bytes * numel, size,
-                                layout.tp) if layout.zero == 3 else 0.0
-    return gather, collective_seconds(machine, "reduce_scatter", how.reduce_bytes * numel, size,
-                                      layout.tp)
+    gather = reduce = 0.0
+    if layout.zero >= 2:
+        for numel, size in _groups(held_by_layer(config, layout, moe), layout):
+            reduce += collective_seconds(machine, "reduce_scatter", how.reduce_bytes * numel, size,
+                                         layout.tp)
+            if layout.zero == 3:
+                gather += collective_seconds(machine, "all_gather", how.activation_bytes * numel,
+                                             size, layout.tp)
+    return gather, reduce
 
 
 def _hop_seconds(config, layout, machine, how) -> float:
@@ -450,23 +275,15 @@ def _lists(name: str, p: int, m: int, v: int) -> Schedule:
 
 
 def _gradient_seconds(config, layout, machine, how, slowest) -> tuple[float, str]:
-    """Data-parallel traffic at the end of a step that nothing hides."""
-    size = layout.dp * layout.cp
-    if size == 1 or layout.zero == 3:  # ZeRO-3 has no traffic outside the layers
-        return 0.0, ""
-    numel = float(parameters_of_rank(config, layout, 0).total)
-    each = how.reduce_bytes
-    if layout.zero == 0:
-        seconds = collective_seconds(machine, "all_reduce", each * numel, size, layout.tp)
-        formula = f"all-reduce of {each:g} P"
-    else:
-        seconds = collective_seconds(machine, "all_gather", how.activation_bytes * numel, size,
-                                     layout.tp)
-        formula = f"all-gather of {how.activation_bytes:g} P"
-        if layout.zero == 1:
-            seconds += collective_seconds(machine, "reduce_scatter", each * numel, size, layout.tp)
-            formula = f"reduce-scatter of {each:g} P + " + formula
-    if how.overlaps_gradients:  # behind the last micro-batch's backward
+    """Data-parallel traffic at the end of a step that nothing hides (ZeRO-3 has none there)."""
+    g, e = how.reduce_bytes, how.activation_bytes
+    ops = {0: [("all_reduce", g)], 1: [("reduce_scatter", g), ("all_gather", e)],
+           2: [("all_gather", e)], 3: []}[layout.zero]
+    held = parameters_of_rank(config, layout, 0)
+    seconds = sum(collective_seconds(machine, op, each * numel, size, layout.tp)
+                  for op, each in ops for numel, size in _groups(held, layout))
+    formula = " + ".join(f"{op.replace('_', '-')} of {each:g} P" for op, each in ops)
+    if how.overlaps_gradients and seconds:  # behind the last micro-batch's backward
         seconds, formula = max(0.0, seconds - slowest.backward), formula + " - last backward"
     return seconds, formula
 

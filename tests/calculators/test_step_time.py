@@ -5,6 +5,7 @@ import math
 import pytest
 
 from mini_dist.calculators import hardware, model, step_time
+from mini_dist.calculators.kernels import collective_seconds, gemm_seconds, stream_seconds
 from mini_dist.calculators.memory import FRAMEWORKS
 from mini_dist.calculators.published import (
     ZERO_BUBBLE_RATES,
@@ -12,12 +13,7 @@ from mini_dist.calculators.published import (
     megatron_2021,
     nearest,
 )
-from mini_dist.calculators.step_time import (
-    bubble_seconds,
-    collective_seconds,
-    gemm_seconds,
-    stream_seconds,
-)
+from mini_dist.calculators.step_time import bubble_seconds
 from mini_dist.config import Layout
 from mini_dist.schedule import SCHEDULES, Times, simulate
 
