@@ -11,6 +11,7 @@ Read in this order:
     flops.py       the work, and how long 6 P T takes
     machines.py    datasheets beside measurements
     links.py       rounds, bytes and seconds of each collective algorithm
+    frameworks.py  what a framework adds to the mathematics: the assumptions
     memory.py      what fills a device
     volume.py      what each axis sends
     kernels.py     how long the parts of a layer last
@@ -28,13 +29,11 @@ from .export import (
     torchtitan_toml,
 )
 from .flops import forward_flops, model_flops, step_flops, training_time
+from .frameworks import FRAMEWORKS, Framework, framework
 from .lines import Breakdown, Line, readable
 from .machines import HARDWARE, Device, Hardware, hardware
 from .memory import (
-    FRAMEWORKS,
-    Framework,
     device_memory,
-    framework,
     layer_activations,
     micro_batches_in_flight,
     model_states,

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from ..config import Layout, ModelConfig
 from .flops import score_flops
+from .frameworks import Framework
 from .links import Link
 from .machines import (
     COLLECTIVE_SECONDS,
@@ -21,7 +22,6 @@ from .machines import (
     Device,
     Hardware,
 )
-from .memory import Framework
 from .parameters import layer_weights
 
 
@@ -125,7 +125,7 @@ def _add_attention(time, config, device, how, tp, cp, tokens) -> None:
 
 
 def _add_elementwise(time, config, device, how, moe, tp, tokens, whole) -> None:
-    """Passes over memory, in tensors read and written: [whole, D], [tokens, F/t], [tokens, N H/t]."""
+    """Passes over memory, in tensors read and written: [whole, D], [tokens, F/t or N H/t]."""
     e = how.activation_bytes
     mask = 1 / e if config.dropout else 0
     model, heads = e * config.d_model * whole, \

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..config import Layout, ModelConfig
+from .frameworks import Framework, framework
 from .lines import Breakdown, Line
 from .parameters import (
     layer_weights,
@@ -27,123 +28,6 @@ from .parameters import (
     parameters_of_rank,
     stages_of_rank,
 )
-
-
-@dataclass(frozen=True)
-class Framework:
-    """What a training framework does that the mathematics does not ask for: the assumptions.
-
-    The bytes a parameter are in the order of ZeRO's 2 + 2 + K.  `loss_bytes` are those alive a
-    logit at the loss.  `outside` and `fragmentation` are what the device holds beyond the
-    allocator's own count: the CUDA context and NCCL's buffers, and blocks too small to reuse.
-    """
-
-    name: str
-    parameter_bytes: float = 2
-    gradient_bytes: float = 2
-    optimizer_bytes: float = 12  # K: fp32 copy and Adam's two moments
-    activation_bytes: float = 2
-    flash_attention: bool = True
-    fused_activation: bool = True  # gate, up and their product are kept, not silu(gate) as well
-    keeps_gathered: bool = False  # what sequence parallel gathered for a matrix is kept
-    loss_bytes: float = 4
-    weight_gradients: str = "none"  # kept beside the gradients: "none", "largest", "one_layer"
-    gradient_buffers: bool = True  # False: they appear in backward and are gone after the step
-    plain_modules: bool = False  # torch's, unfused: see _plain_modules
-    backward: bool = True  # count one layer's backward at the peak
-    outside: float = 0.0  # bytes
-    fragmentation: float = 0.0  # share of the allocator's count
-    offload_optimizer: bool = False  # to the host
-    offload_activations: bool = False  # what full recompute keeps goes to the host
-    # What the time depends on.
-    fused_weight_gradients: bool = True  # summed up inside the GEMM, not by a pass over them
-    flash_speed: float = 1.0  # 0.5 for the first FlashAttention (Dao 2023: the second is twice)
-    loss_traffic: float = 24  # bytes moved a logit, forward and backward
-    reduce_bytes: float = 4  # a gradient on the wire
-    overlaps_gradients: bool = True  # data-parallel traffic runs behind backward
-    # Python and launches for one layer's forward; backward is twice.  Read off where sweeps stop
-    # getting faster as the work shrinks: 4.4-4.6 ms a layer (nanotron on H100 hosts, no recompute),
-    # 3.5 ms (Megatron-DeepSpeed on A100 hosts with fused kernels, recompute: four such parts).
-    host_seconds: float = 1.5e-3
-    source: str = ""
-
-    def __post_init__(self):
-        for field in ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes",
-                      "loss_bytes", "outside", "fragmentation", "flash_speed", "loss_traffic",
-                      "reduce_bytes", "host_seconds"):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-                raise ValueError(f"{field}={value!r} of framework {self.name!r} is negative or no "
-                                 "number: give 0 or more.")
-        if self.weight_gradients not in ("none", "largest", "one_layer"):
-            raise ValueError(f"weight_gradients={self.weight_gradients!r} is not known: give "
-                             "'none', 'largest' or 'one_layer'.")
-
-    def replace(self, **changes) -> Framework:
-        return dataclasses.replace(self, **changes)
-
-
-# Assumed, in round numbers: the CUDA context of a torch process with its kernels loaded (about
-# 0.5 GiB) and NCCL's channel buffers for the few communicators of a 3D layout (about 1 GiB); and
-# a tenth of the allocator's peak lost to blocks too small to reuse.
-CUDA_OUTSIDE = 1.5 * 2**30
-FRAGMENTATION = 0.10
-
-FRAMEWORKS = {
-    # The papers' own bookkeeping and nothing else.
-    "formula": Framework("formula", flash_attention=False, backward=False, source="[ZeRO] [K22]"),
-    # fp16 gradients, added up by a pass over them, all-reduced after the last backward; softmax and
-    # its fp32 logits kept by the vocab-parallel loss.
-    "megatron-2021": Framework(
-        "megatron-2021", flash_attention=False, loss_bytes=6, weight_gradients="largest",
-        outside=CUDA_OUTSIDE, fragmentation=FRAGMENTATION, fused_weight_gradients=False,
-        reduce_bytes=2, overlaps_gradients=False, host_seconds=0.9e-3,
-        source="[N21], Megatron-LM 2021 [code]"),
-    # The same with the sum inside the weight gradient's GEMM, in fp32.
-    "megatron-2022": Framework(
-        "megatron-2022", gradient_bytes=4, flash_attention=False, loss_bytes=6,
-        weight_gradients="largest", outside=CUDA_OUTSIDE, fragmentation=FRAGMENTATION,
-        overlaps_gradients=False, host_seconds=0.9e-3, source="[K22], Megatron-LM 2022 [code]"),
-    # Transformer Engine adds weight gradients into the fp32 buffer inside the GEMM, and hands
-    # autograd a dummy for each distinct weight shape of a layer, which it keeps ([code]
-    # get_dummy_wgrad); the fused loss turns bf16 logits into their gradient in place.
-    "megatron-core": Framework(
-        "megatron-core", gradient_bytes=4, loss_bytes=2, weight_gradients="one_layer",
-        outside=CUDA_OUTSIDE, fragmentation=FRAGMENTATION, source="Megatron-Core with TE [code]"),
-    # DeepSpeed's BF16Optimizer keeps the bf16 gradients beside their fp32 sums ([code]).
-    "megatron-deepspeed": Framework(
-        "megatron-deepspeed", gradient_bytes=6, flash_attention=False, loss_bytes=6,
-        weight_gradients="largest", outside=CUDA_OUTSIDE, fragmentation=FRAGMENTATION,
-        fused_weight_gradients=False, overlaps_gradients=False, host_seconds=0.9e-3,
-        source="BigScience's Megatron-DeepSpeed [code]"),
-    # bf16 gradients beside their fp32 sums (Ultra-Scale Playbook, "Memory for weights, gradients
-    # and optimizer states"); a loss in eager torch: bf16 logits, their fp32 copy, the softmax and
-    # its gradient, and silu(gate) kept; F.linear saves the gathered input ([code] functional.py).
-    "nanotron": Framework(
-        "nanotron", gradient_bytes=6, fused_activation=False, keeps_gathered=True, loss_bytes=14,
-        outside=CUDA_OUTSIDE, fragmentation=FRAGMENTATION,
-        source="nanotron [code]"),
-    # FSDP2 with a bf16 policy: fp32 parameters and gradients are what is sharded.
-    "fsdp": Framework(
-        "fsdp", parameter_bytes=4, gradient_bytes=4, optimizer_bytes=8, fused_activation=False,
-        loss_bytes=10, weight_gradients="largest", outside=CUDA_OUTSIDE,
-        fragmentation=FRAGMENTATION, reduce_bytes=2,
-        source="torch.distributed.fsdp.fully_shard [code]"),
-    # This course's own runs: everything in fp32; torch's attention kernel for CPUs.
-    "course": Framework(
-        "course", parameter_bytes=4, gradient_bytes=4, optimizer_bytes=8, activation_bytes=4,
-        fused_activation=False, loss_bytes=12, gradient_buffers=False, plain_modules=True,
-        source="mini_dist/model.py"),
-}
-
-
-def framework(name: str | Framework) -> Framework:
-    if isinstance(name, Framework):
-        return name
-    if name not in FRAMEWORKS:
-        raise ValueError(f"framework={name!r} is not known: give one of "
-                         f"{', '.join(FRAMEWORKS)}, or a Framework(...).")
-    return FRAMEWORKS[name]
 
 
 def model_states(parameters: float, shards: int = 1, zero: int = 0, parameter_bytes: float = 2,

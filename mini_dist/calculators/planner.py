@@ -22,9 +22,10 @@ from .export import (
     torchrun_line,
     torchtitan_toml,
 )
+from .frameworks import Framework, framework
 from .lines import Breakdown, readable
 from .machines import Hardware, hardware
-from .memory import Framework, device_memory, framework, peak_memory
+from .memory import device_memory, peak_memory
 from .models import model as model_preset
 from .step_time import StepTime, step_time
 

@@ -5,7 +5,7 @@
     pipeline   = m micro-batches on the slowest stage + the bubble of the schedule
     step       = pipeline + gradients that backward does not hide + optimizer
 
-All constants stand in machines.py and in memory.FRAMEWORKS, with their sources.  Those of kernels
+All constants stand in machines.py and frameworks.py, with their sources.  Those of kernels
 and links come from timings of single kernels and collectives; only the host's pace was read off
 whole runs.  `step_time` says low ... high besides its best guess.
 """
@@ -19,10 +19,10 @@ from ..config import Layout, ModelConfig
 from ..schedule import SCHEDULES, Schedule, Times
 from ..schedule import simulate as run_schedule
 from .flops import model_flops, step_flops
+from .frameworks import Framework, framework
 from .kernels import COMMUNICATION, collective_seconds, head_seconds, layer_time, stream_seconds
 from .lines import Breakdown, Line, readable
 from .machines import Hardware, hardware
-from .memory import Framework, framework
 from .parameters import Held, held_by_layer, layers_of_stage, parameters_of_rank, stages_of_rank
 
 # The interval: how far each part may be off.  A GEMM of an odd shape or a throttled chip; links

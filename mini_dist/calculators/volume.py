@@ -8,8 +8,8 @@ that for an all-reduce.  Sources: [ZeRO] section 7; [N21] Narayanan et al. 2021 
 from __future__ import annotations
 
 from ..config import Layout, ModelConfig
+from .frameworks import Framework, framework
 from .lines import Breakdown, Line
-from .memory import Framework, framework
 from .parameters import layers_of_stage, parameters_of_rank, stages_of_rank
 
 

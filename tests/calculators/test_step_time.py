@@ -5,8 +5,8 @@ import math
 import pytest
 
 from mini_dist.calculators import hardware, model, step_time
+from mini_dist.calculators.frameworks import FRAMEWORKS
 from mini_dist.calculators.kernels import collective_seconds, gemm_seconds, stream_seconds
-from mini_dist.calculators.memory import FRAMEWORKS
 from mini_dist.calculators.published import (
     ZERO_BUBBLE_RATES,
     korthikanti_2022,

@@ -3,7 +3,7 @@
 import pytest
 
 from mini_dist.calculators import links, model, num_parameters, step_volume
-from mini_dist.calculators.memory import FRAMEWORKS
+from mini_dist.calculators.frameworks import FRAMEWORKS
 from mini_dist.config import Layout, ModelConfig
 
 CONFIG = model("llama3-8b")
