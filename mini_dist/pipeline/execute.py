@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mini_dist.collectives import broadcast, exchange
 from mini_dist.pipeline.stage import Stage
 from mini_dist.schedule import (
     Action,
@@ -197,17 +198,10 @@ class Pipeline:
 
     def _tell_all(self, losses: list[Tensor]) -> Tensor:
         """The losses of all micro-batches on every rank, from the one that computed them. [m]"""
-        source = self.schedule.rank_of[self.last]
-        m = self.schedule.num_micro_batches
-        if self.rank == source:
-            told = torch.stack([loss.detach().reshape(()) for loss in losses]).float()  # [m]
-            peers = [peer for peer in range(self.group.size()) if peer != source]
-            for send in [self.group.send([told], peer, self._tag(0)) for peer in peers]:
-                send.wait()
-        else:
-            told = torch.empty(m, device=self.device)
-            self.group.recv([told], source, self._tag(0)).wait()
-        return told
+        told = torch.empty(self.schedule.num_micro_batches, device=self.device)
+        if losses:
+            told = torch.stack([loss.detach().reshape(()) for loss in losses]).float()
+        return broadcast(told, self.schedule.rank_of[self.last], self.group)
 
     def _add_up_shared_gradient(self) -> None:
         """first + last, in this order on both sides, so that both copies stay equal in bits."""
@@ -215,15 +209,8 @@ class Pipeline:
         if first == last:  # one parameter, autograd has added up already
             return
         mine, peer = self.shared.grad, last if self.rank == first else first
-        theirs = torch.empty_like(mine)
-        receive = self.group.recv([theirs], peer, self._tag(1))
-        self.group.send([mine.contiguous()], peer, self._tag(1)).wait()
-        receive.wait()
+        theirs = exchange(mine, peer, peer, self.group)
         self.shared.grad = mine + theirs if self.rank == first else theirs + mine
-
-    def _tag(self, number: int) -> int:
-        """Tags above those of the messages between stages."""
-        return 2 * self.schedule.num_stages * self.schedule.num_micro_batches + number
 
 
 class _Plan:
@@ -273,8 +260,9 @@ class _Messages:
         self.started: list[_Message] = []
 
     def _tag(self, send: Action) -> int:
+        """A number of its own for each message: the two ends may start several in another order."""
         number = send.micro * self.schedule.num_stages + send.stage
-        return 2 * number + (send.kind == "SEND_B")
+        return 1 + 2 * number + (send.kind == "SEND_B")  # collectives have 0
 
     def send(self, action: Action, value: Tensor) -> None:
         receive, value = receive_of(action), value.contiguous()
