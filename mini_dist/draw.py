@@ -111,7 +111,7 @@ def traffic(ledger: Ledger, title: str = "") -> Picture:
     axes.set_yticks(range(size))
     axes.set_xlabel("to rank")
     axes.set_ylabel("from rank")
-    axes.set_title(title or f"{name} sent", fontsize=10)
+    axes.set_title(f"{title}, {name} sent" if title else f"{name} sent", fontsize=10)
     total = sum(map(sum, matrix))
     return Picture(figure, f"traffic between {size} ranks, {total:,} bytes in all")
 
@@ -130,15 +130,17 @@ def curve(lines: dict[str, list[float]], x: str, y: str) -> Picture:
     return Picture(figure, f"{y} over {x}: " + "; ".join(lines))
 
 
-def bars(groups: dict[str, dict], unit: str, title: str = "") -> Picture:
-    """Bars side by side: groups[label][x] is the height of the bar called `label` at x."""
-    places = list(dict.fromkeys(x for values in groups.values() for x in values))
+def bars(groups: dict[str, dict], unit: str, title: str = "", x: str = "") -> Picture:
+    """Bars side by side: groups[label][place] is the height of the bar called `label` there."""
+    places = list(dict.fromkeys(place for values in groups.values() for place in values))
     figure, axes = canvas(6, 3)
     width = 0.8 / len(groups)
     for number, (label, values) in enumerate(groups.items()):
-        left = [places.index(x) + (number - (len(groups) - 1) / 2) * width for x in values]
+        shift = (number - (len(groups) - 1) / 2) * width
+        left = [places.index(place) + shift for place in values]
         axes.bar(left, list(values.values()), 0.92 * width, label=label, color=BAR_COLORS[number])
-    axes.set_xticks(range(len(places)), [str(x) for x in places])
+    axes.set_xticks(range(len(places)), [str(place) for place in places])
+    axes.set_xlabel(x)
     axes.set_ylabel(unit)
     axes.set_title(title, fontsize=10)
     axes.legend(frameon=False, fontsize=8)
@@ -176,10 +178,10 @@ def collective(seen: Watched, title: str = "") -> Picture:
     lines = [max(len(column[rank]) for column in columns) for rank in range(size)]
     tops = [sum(lines[:rank]) * 1.0 + 0.9 * rank for rank in range(size)]
     widths = [max((len(m) for row in column for m in row), default=1) * BOX for column in columns]
-    gap = 1.35
+    gap = 1.15
     lefts = [sum(widths[:i]) + gap * i for i in range(len(columns))]
     height = tops[-1] + lines[-1]
-    figure, axes = canvas(0.75 + 0.5 * (lefts[-1] + widths[-1]), 0.7 + 0.3 * height)
+    figure, axes = canvas(0.9 + 0.45 * (lefts[-1] + widths[-1]), 0.7 + 0.3 * height)
 
     def middle(rank: int) -> float:
         return -(tops[rank] + lines[rank] / 2)

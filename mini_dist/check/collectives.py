@@ -162,20 +162,36 @@ def describe(measured: Measured, target: Target) -> list[Line]:
     bytes_wanted = target.nbytes(measured.input_bytes, size)
     exact = measured.input_bytes % size == 0
     lines = [
-        Line("right values on", f"{sum(measured.right)} of {size} ranks", f"{size} of {size} ranks",
-             all(measured.right)),
+        Line(
+            "right values on",
+            f"{sum(measured.right)} of {size} ranks",
+            f"{size} of {size} ranks",
+            all(measured.right),
+        ),
         Line("x is left alone", measured.unchanged, True, measured.unchanged),
-        Line("calls of the backend's collectives", ", ".join(measured.native) or "none", "none",
-             not measured.native),
+        Line(
+            "calls of the backend's collectives",
+            ", ".join(measured.native) or "none",
+            "none",
+            not measured.native,
+        ),
     ]
     if exact:
         lines.append(
-            Line("bytes sent by a rank, at most", max(measured.sent), round(bytes_wanted),
-                 max(measured.sent) <= bytes_wanted)
+            Line(
+                "bytes sent by a rank, at most",
+                max(measured.sent),
+                round(bytes_wanted),
+                max(measured.sent) <= bytes_wanted,
+            )
         )
     lines.append(
-        Line("rounds, one after the other", measured.rounds, measured.rounds_wanted,
-             measured.rounds <= measured.rounds_wanted)
+        Line(
+            "rounds, one after the other",
+            measured.rounds,
+            measured.rounds_wanted,
+            measured.rounds <= measured.rounds_wanted,
+        )
     )
     if target.ring:
         route = "its neighbour" if measured.is_ring else "several ranks"
@@ -244,8 +260,8 @@ def through_one_rank(m: Measured) -> str:
     if m.hub is None:
         return ""
     return (
-        f"Every message goes to or from rank {m.hub}. Its link carries {max(m.sent):,} bytes and the "
-        "others wait for it. In a ring every rank only talks to its neighbours."
+        f"Every message goes to or from rank {m.hub}. Its link carries {max(m.sent):,} bytes and "
+        "the others wait for it. In a ring every rank only talks to its neighbours."
     )
 
 
@@ -265,8 +281,8 @@ def reduce_scatter_mistakes(m: Measured) -> str:
         return found
     if whole_tensors(m):
         return (
-            "You send whole tensors round. Cut x into as many chunks as there are ranks and send one "
-            "chunk per round."
+            "You send whole tensors round. Cut x into as many chunks as there are ranks and send "
+            "one chunk per round."
         )
     if m.results_are([chunk / m.size for chunk in m.expected]):
         return "These are means. The sum is asked for; who wants the mean can divide."
@@ -275,8 +291,8 @@ def reduce_scatter_mistakes(m: Measured) -> str:
     for shift in range(1, m.size):
         if m.results_are(m.expected[shift:] + m.expected[:shift]):
             return (
-                f"Rank r returns chunk r+{shift} (mod {m.size}) instead of chunk r. A chunk ends one "
-                "rank before the one that sent it first: so what should rank r send first?"
+                f"Rank r returns chunk r+{shift} (mod {m.size}) instead of chunk r. A chunk ends "
+                "one rank before the one that sent it first: so what should rank r send first?"
             )
     if m.results_are([x.tensor_split(m.size)[rank] for rank, x in enumerate(m.inputs)]):
         return "Rank r returns its own chunk r: nothing was added to it."
@@ -291,7 +307,10 @@ def reduce_scatter_mistakes(m: Measured) -> str:
 
 
 reduce_scatter = Target(
-    summed_chunks, lambda n_bytes, n: (n - 1) / n * n_bytes, lambda n: n - 1, reduce_scatter_mistakes
+    summed_chunks,
+    lambda n_bytes, n: (n - 1) / n * n_bytes,
+    lambda n: n - 1,
+    reduce_scatter_mistakes,
 )
 
 
@@ -310,13 +329,13 @@ def all_gather_mistakes(m: Measured) -> str:
         for result, expected in zip(m.results, m.expected)
     ):
         return (
-            f"The parts are all there, but not in rank order: rank 0 has {parts_of(m.results[0], m)}. "
-            "Put what started on rank s at place s."
+            f"The parts are all there, but not in rank order: rank 0 has {parts_of(m.results[0], "
+            "m)}. Put what started on rank s at place s."
         )
     if set(m.messages) == {m.rounds_wanted} and max(m.sent) > (m.size - 1) * m.input_bytes:
         return (
-            "You pass on everything that you have so far. Pass on only what came in the round before: "
-            "the rest, your neighbour already has."
+            "You pass on everything that you have so far. Pass on only what came in the round "
+            "before: the rest, your neighbour already has."
         )
     if not m.is_ring:
         return (
@@ -327,7 +346,9 @@ def all_gather_mistakes(m: Measured) -> str:
         return slow
     if wrong_number(m):
         return wrong_number(m)
-    return "Some parts are there twice, others not at all. Send on what you *received*, not your own."
+    return (
+        "Some parts are there twice, others not at all. Send on what you *received*, not your own."
+    )
 
 
 def parts_of(result: torch.Tensor, m: Measured) -> list[int | None]:
@@ -338,8 +359,9 @@ def parts_of(result: torch.Tensor, m: Measured) -> list[int | None]:
     ]
 
 
-all_gather = Target(gathered, lambda n_bytes, n: (n - 1) * n_bytes, lambda n: n - 1,
-                    all_gather_mistakes)
+all_gather = Target(
+    gathered, lambda n_bytes, n: (n - 1) * n_bytes, lambda n: n - 1, all_gather_mistakes
+)
 
 
 # -- all-reduce -------------------------------------------------------------------------------
@@ -361,8 +383,8 @@ def all_reduce_mistakes(m: Measured) -> str:
         )
     if whole_tensors(m):
         return (
-            f"You send whole tensors round: {max(m.sent):,} bytes a rank. In a ring of chunks it is "
-            f"2 (n-1)/n of one tensor, {round(2 * (m.size - 1) / m.size * m.input_bytes):,} bytes."
+            f"You send whole tensors round: {max(m.sent):,} bytes a rank. In a ring of chunks it "
+            f"is 2 (n-1)/n of one tensor, {round(2 * (m.size - 1) / m.size * m.input_bytes):,} bytes."
         )
     if m.results_are([total / m.size for total in m.expected]):
         return "These are means. The sum is asked for; who wants the mean can divide."
@@ -381,8 +403,9 @@ def all_reduce_mistakes(m: Measured) -> str:
     return "Scatter the sums first (exercise 1), then gather them (exercise 2)."
 
 
-all_reduce = Target(summed, lambda n_bytes, n: 2 * (n - 1) / n * n_bytes, lambda n: 2 * (n - 1),
-                    all_reduce_mistakes)
+all_reduce = Target(
+    summed, lambda n_bytes, n: 2 * (n - 1) / n * n_bytes, lambda n: 2 * (n - 1), all_reduce_mistakes
+)
 
 
 # -- all-to-all -------------------------------------------------------------------------------
@@ -398,8 +421,8 @@ def all_to_all_mistakes(m: Measured) -> str:
         return found
     if whole_tensors(m):
         return (
-            "You send everything to everyone and throw most of it away. Rank d only needs part d of "
-            "your x."
+            "You send everything to everyone and throw most of it away. Rank d only needs part d "
+            "of your x."
         )
     if m.results_are(m.inputs):
         return "Every rank returns its own x: nothing was exchanged."
@@ -415,12 +438,19 @@ def all_to_all_mistakes(m: Measured) -> str:
     if slow := too_slow(m):
         return slow
     if min(m.messages) < m.size - 1:
-        return f"Each rank has something for {m.size - 1} others; it sent {min(m.messages)} messages."
+        return (
+            f"Each rank has something for {m.size - 1} others; it sent {min(m.messages)} messages."
+        )
     return "Part d of rank s belongs at place s of rank d's result. What is at place s of yours?"
 
 
-all_to_all = Target(transposed, lambda n_bytes, n: (n - 1) / n * n_bytes, lambda n: n - 1,
-                    all_to_all_mistakes, ring=False)
+all_to_all = Target(
+    transposed,
+    lambda n_bytes, n: (n - 1) / n * n_bytes,
+    lambda n: n - 1,
+    all_to_all_mistakes,
+    ring=False,
+)
 
 
 # -- the exercises ----------------------------------------------------------------------------
@@ -435,8 +465,8 @@ EXERCISES = [
         hints=[
             "Cut x with x.tensor_split(size). In each of the n-1 rounds send one chunk to the next "
             "rank, receive one from the rank before, and add your own chunk of the same number.",
-            "Chunk r has to end on rank r, so it has to start on rank r+1: rank r begins by sending "
-            "chunk r-1. What it receives in round 1 is chunk r-2, and so on.",
+            "Chunk r has to end on rank r, so it has to start on rank r+1: rank r begins by "
+            "sending chunk r-1. What it receives in round 1 is chunk r-2, and so on.",
         ],
         skeleton="""\
 def my_reduce_scatter(x, group):
@@ -458,8 +488,8 @@ def my_reduce_scatter(x, group):
         hints=[
             "In round 1 send your own part to the next rank. In every later round send on what you "
             "received in the round before. After n-1 rounds you have seen all parts.",
-            "What arrives in round k (1, 2, ...) started k ranks before you: it is the part of rank "
-            "(r-k) % n. Keep a list by rank number and put it together at the end.",
+            "What arrives in round k (1, 2, ...) started k ranks before you: it is the part of "
+            "rank (r-k) % n. Keep a list by rank number and put it together at the end.",
         ],
         skeleton="""\
 def my_all_gather(x, group):
@@ -479,8 +509,8 @@ def my_all_gather(x, group):
         EQUAL,
         judge(all_reduce),
         hints=[
-            "After a reduce-scatter, rank r has chunk r of the sum. Which collective gives everyone "
-            "everyone's chunk?",
+            "After a reduce-scatter, rank r has chunk r of the sum. Which collective gives "
+            "everyone everyone's chunk?",
             "Two lines: my_all_gather(my_reduce_scatter(x, group), group).",
         ],
         skeleton="""\
@@ -496,8 +526,8 @@ def my_all_reduce(x, group):
         EQUAL,
         judge(all_to_all),
         hints=[
-            "Cut x into n parts: part d is for rank d, and your own part stays with you. In round k "
-            "exchange with two ranks: send to the one k further, receive from the one k before.",
+            "Cut x into n parts: part d is for rank d, and your own part stays with you. In round "
+            "k exchange with two ranks: send to the one k further, receive from the one k before.",
             "Put what comes from rank s at place s of a list; torch.cat(list) is the result.",
         ],
         skeleton="""\

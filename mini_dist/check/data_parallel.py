@@ -72,14 +72,22 @@ def judge_one(one: Trial) -> tuple[list[Line], str]:
     sent = [run.ledger.total_bytes(rank=rank) for rank in range(size)]
     wanted = [(size - 1) * nbytes] + [nbytes] * (size - 1)
     lines = [
-        Line("right gradients on", f"{sum(right)} of {size} ranks", f"{size} of {size} ranks",
-             all(right)),
+        Line(
+            "right gradients on",
+            f"{sum(right)} of {size} ranks",
+            f"{size} of {size} ranks",
+            all(right),
+        ),
         Line("the weights are untouched", kept, True, kept),
         Line("a frozen parameter is left alone", frozen, True, frozen),
         Line("calls of the backend's collectives", ", ".join(native) or "none", "none", not native),
         Line("bytes sent by rank 0", sent[0], wanted[0], sent[0] == wanted[0]),
-        Line("bytes sent by another rank", max(sent[1:], default=0), max(wanted[1:], default=0),
-             sent[1:] == wanted[1:]),
+        Line(
+            "bytes sent by another rank",
+            max(sent[1:], default=0),
+            max(wanted[1:], default=0),
+            sent[1:] == wanted[1:],
+        ),
     ]
     if all(line.ok for line in lines):
         return lines, ""

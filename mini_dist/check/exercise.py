@@ -118,7 +118,9 @@ class Exercise:
         lines, hint = self._judge(trials)
         used = {comm.op for trial in trials for comm in trial.run.ledger.comms if not comm.is_leaf}
         if self._solution.__name__ in used:
-            note = f"These are the library's numbers. Replace its call in {fn.__name__} by your own."
+            note = (
+                f"These are the library's numbers. Replace its call in {fn.__name__} by your own."
+            )
             return Verdict(self.name, LIBRARY, lines, note)
         if borrowed := sorted(used - self._parts):
             return Verdict(

@@ -7,7 +7,6 @@ import torch
 
 from mini_dist.collectives import exchange, gather, star_broadcast
 
-
 # -- lesson 02 --------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Lesson 03: whoever builds a ring wrongly is told what is wrong, though the values may be right."""
+"""Lesson 03: whoever builds a ring wrongly is told what is wrong, right values or not."""
 
 import sys
 
@@ -331,8 +331,7 @@ def places_as_if_the_ring_went_backwards(x, group):
 
 @gather("not in rank order: rank 0 has [3, 0, 1, 2]")
 def off_by_one_place(x, group):
-    rank, size = group.rank(), group.size()
-    return gather_with(x, group).roll(len(x)) if size > 1 else x.clone()
+    return gather_with(x, group).roll(len(x)) if group.size() > 1 else x.clone()
 
 
 @gather("Send on what you *received*")
@@ -348,7 +347,7 @@ def sends_its_own_again(x, group):
 def passes_on_everything(x, group):
     rank, size, after, before = neighbours(group)
     so_far = x
-    for k in range(1, size):
+    for _ in range(size - 1):
         came = exchange(so_far, after, before, group)
         so_far = torch.cat([came, x])
     parts = so_far.split(len(x))  # the oldest first: that of rank r+1
