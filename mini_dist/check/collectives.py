@@ -329,8 +329,8 @@ def all_gather_mistakes(m: Measured) -> str:
         for result, expected in zip(m.results, m.expected)
     ):
         return (
-            f"The parts are all there, but not in rank order: rank 0 has {parts_of(m.results[0], "
-            "m)}. Put what started on rank s at place s."
+            "The parts are all there, but not in rank order: rank 0 has "
+            f"{parts_of(m.results[0], m)}. Put what started on rank s at place s."
         )
     if set(m.messages) == {m.rounds_wanted} and max(m.sent) > (m.size - 1) * m.input_bytes:
         return (
@@ -382,9 +382,10 @@ def all_reduce_mistakes(m: Measured) -> str:
             "Cut it into chunks that are all on their way at once."
         )
     if whole_tensors(m):
+        least = round(2 * (m.size - 1) / m.size * m.input_bytes)
         return (
             f"You send whole tensors round: {max(m.sent):,} bytes a rank. In a ring of chunks it "
-            f"is 2 (n-1)/n of one tensor, {round(2 * (m.size - 1) / m.size * m.input_bytes):,} bytes."
+            f"is 2 (n-1)/n of one tensor, {least:,} bytes."
         )
     if m.results_are([total / m.size for total in m.expected]):
         return "These are means. The sum is asked for; who wants the mean can divide."
