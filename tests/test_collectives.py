@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections import Counter
+from collections import Counter, deque
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def all_reduce_in_every_way(x, group, op="sum", small_pieces=True):
             x, group, op, "hierarchical", ranks_per_node=k
         )
     if small_pieces and op != "mean":
-        small = collectives.pipelined_ring_all_reduce(x, group, op, piece_bytes=64)
+        small = collectives.pipelined_ring_all_reduce(x, group, op, piece_bytes=256)
         results["pipelined_ring in small pieces"] = small
     return results
 
@@ -68,8 +68,8 @@ def test_all_reduce_equals_torch_exactly_for_integers(size):
     def job(group):
         native = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
         results = []
-        for op in native:
-            for length in LENGTHS:
+        for length in LENGTHS:
+            for op in native if length == 841 else ["sum"]:
                 x = values(group.rank(), length)
                 theirs = x.clone()
                 dist.all_reduce(theirs, native[op], group=group)
@@ -90,7 +90,7 @@ def test_reduce_scatter_leaves_chunk_r_on_rank_r_and_all_gather_puts_them_togeth
         for length in LENGTHS:
             x = values(group.rank(), length, torch.int64, 2)
             sizes = collectives.split_sizes(length, size)
-            for op in ("sum", "max", "min"):
+            for op in ("sum", "max", "min") if length == 841 else ["sum"]:
                 for way in REDUCE_SCATTER:
                     chunk = collectives.reduce_scatter(x, group, op, algorithm=way)
                     for way in ALL_GATHER:
@@ -173,7 +173,7 @@ def test_all_to_all_equals_torch_with_even_and_uneven_splits(size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_floats_agree_to_rounding_and_to_the_last_bit_between_ranks_and_runs(size):
-    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64)
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.complex64)
 
     def job(group):
         return [all_reduce_in_every_way(values(group.rank(), 501, d), group) for d in dtypes]
@@ -247,8 +247,9 @@ def test_shapes_are_kept_and_layouts_do_not_matter():
         number = all_reduce_in_every_way(x[0, 0], group)
         columns = collectives.all_gather(x, group, dim=-1)
         halves = [collectives.reduce_scatter(x, group, dim=1, algorithm=w) for w in REDUCE_SCATTER]
-        rooted = collectives.tree_broadcast(x.t(), 1, group), collectives.star_broadcast(
-            x.t(), 1, group
+        rooted = (
+            collectives.tree_broadcast(x.t(), 1, group),
+            collectives.star_broadcast(x.t(), 1, group),
         )
         turned = collectives.all_to_all(x.t(), group), collectives.scatter(x.t(), 0, group)
         return transposed, number, columns, halves, rooted, turned
@@ -303,7 +304,10 @@ def test_a_sub_group_speaks_in_its_own_ranks():
         return results
 
     run = launch(job, 6)
-    members = {"dp": lambda r: [r % 3, r % 3 + 3], "tp": lambda r: [r - r % 3 + k for k in (0, 1, 2)]}
+    members = {
+        "dp": lambda r: [r % 3, r % 3 + 3],
+        "tp": lambda r: [r - r % 3 + k for k in (0, 1, 2)],
+    }
     for rank, results in enumerate(run.results):
         for axis, ways in results.items():
             everyone = [values(peer, 13) for peer in members[axis](rank)]
@@ -337,28 +341,32 @@ def calls_of(run, op):
 
 def rounds(run, calls):
     """Rounds in which a machine gets the messages through if a rank can send one and receive one
-    at a time, and sends what depends on a message only after it has arrived."""
+    at a time, in the order of its program, and knows a message only when it has waited for it."""
     leaves = [leaves_of(run, call) for call in calls]
-    messages = []  # (end of receive, sender, start of send, receiver)
-    for receiver, received in enumerate(leaves):
-        taken = Counter()
-        for comm in received:
-            if comm.op == "recv":
-                (sender,) = comm.received_from
-                sends = [c for c in leaves[sender] if receiver in c.sent_to]
-                send = sends[taken[sender]]
-                taken[sender] += 1
-                messages.append((comm.end, sender, send.start, receiver))
-    may_send, may_receive = Counter(), Counter()
-    arrivals = {rank: [] for rank in range(len(calls))}
-    last = 0
-    for end, sender, start, receiver in sorted(messages):
-        known = max((n for when, n in arrivals[sender] if when <= start), default=0)
-        number = max(may_send[sender], may_receive[receiver], known) + 1
-        may_send[sender] = may_receive[receiver] = number
-        arrivals[receiver].append((end, number))
-        last = max(last, number)
-    return last
+    sends = [deque(comm for comm in mine if comm.op == "send") for mine in leaves]
+    receives = [
+        deque(sorted((comm for comm in mine if comm.op == "recv"), key=lambda comm: comm.end))
+        for mine in leaves
+    ]
+    sent, received = Counter(), Counter()  # by rank, the last round in which it did so
+    arrived = [[] for _ in calls]  # by rank, (time, round)
+
+    def is_next(rank, peer):
+        send, receive = sends[rank][0], receives[peer][0] if receives[peer] else None
+        knows_all = not receives[rank] or receives[rank][0].end > send.start
+        return knows_all and receive and rank in receive.received_from
+
+    while any(sends):
+        heads = (
+            (rank, peer) for rank, mine in enumerate(sends) if mine for peer in mine[0].sent_to
+        )
+        rank, peer = next(pair for pair in heads if is_next(*pair))  # (else they do not match)
+        send, receive = sends[rank].popleft(), receives[peer].popleft()
+        known = max((turn for when, turn in arrived[rank] if when <= send.start), default=0)
+        sent[rank] = received[peer] = turn = 1 + max(sent[rank], received[peer], known)
+        arrived[peer].append((receive.end, turn))
+    assert not any(receives)
+    return max(sent.values(), default=0)
 
 
 def every_collective(length, group):
@@ -426,7 +434,7 @@ def test_bytes_and_rounds_equal_the_closed_forms_of_the_calculator(size):
     for op in FORMULAS:
         measured = calls_of(run, op)
         if op == "hierarchical_all_reduce":
-            nodes = [dict(node_size=k) for _ in LENGTHS for k in divisors(size)]
+            nodes = [dict(ranks_per_node=k) for _ in LENGTHS for k in divisors(size)]
         else:
             nodes = [{}] * len(LENGTHS)
         lengths = [length for length in LENGTHS for _ in range(len(nodes) // len(LENGTHS))]
@@ -480,7 +488,9 @@ def test_all_to_all_sends_exactly_its_splits():
         collectives.all_to_all(torch.ones(sum(inputs), 5), group, inputs, outputs)
 
     splits = [[20 * ((rank + 2 * peer) % 3) for peer in range(4)] for rank in range(4)]
-    traffic = [[sent * (peer != rank) for peer, sent in enumerate(row)] for rank, row in enumerate(splits)]
+    traffic = [
+        [sent * (peer != rank) for peer, sent in enumerate(row)] for rank, row in enumerate(splits)
+    ]
     run = launch(job, 4)
     assert run.ledger.traffic() == traffic
     theory = links.all_to_all(0, 4, splits=splits)
@@ -492,8 +502,12 @@ def test_all_to_all_sends_exactly_its_splits():
 @pytest.mark.parametrize("way", ALL_REDUCE)
 def test_the_sockets_carried_what_the_ledger_says(way):
     elements = 100_001
-    x = torch.ones(elements)
-    run = launch(lambda group: collectives.all_reduce(x, group, algorithm=way).numel(), 4)
+
+    def job(group):
+        collectives.all_reduce(torch.ones(elements), group, algorithm=way)
+        collectives.barrier(group)  # else the kernel may still hold what was sent last
+
+    run = launch(job, 4)
     for rank, (sent, received) in enumerate(run.ledger.wire_bytes):
         messages = list(run.ledger.leaves(rank=rank))
         for wire, noted in (

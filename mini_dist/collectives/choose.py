@@ -19,7 +19,7 @@ from .halving_doubling import (
     recursive_halving_reduce_scatter,
 )
 from .hierarchical import hierarchical_all_reduce
-from .messages import collective
+from .messages import check_rows, collective
 from .pairwise import pairwise_all_to_all
 from .pipelined_ring import pipelined_ring_all_reduce
 from .ring import check_sizes, ring_all_gather, ring_all_reduce, ring_reduce_scatter
@@ -81,6 +81,7 @@ def all_gather(
 
     sizes: every rank's x.shape[dim], where they differ. algorithm: "ring", "doubling", or "auto".
     """
+    check_rows(x)
     x = x.movedim(dim, 0)
     sizes = check_sizes(x, sizes, group)
     nbytes = sum(sizes) * (x.nbytes // max(len(x), 1))
@@ -97,6 +98,7 @@ def reduce_scatter(
     If n does not divide x.shape[dim], the first chunks are one longer (as torch.tensor_split).
     op: "sum", "mean", "max" or "min". algorithm: "ring", "halving", or "auto".
     """
+    check_rows(x)
     function = pick(REDUCE_SCATTER, algorithm, by_rounds(x.nbytes, group, "halving", "ring"))
     chunk = function(x.movedim(dim, 0), group, begin(op, x)).movedim(0, dim)
     return finish(chunk, op, group)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from .messages import collective, exchange, recv, reduction, send, split_sizes
+from .messages import check_rows, collective, exchange, recv, reduction, send, split_sizes
 from .ring import check_sizes
 
 
@@ -24,6 +24,7 @@ def recursive_halving_reduce_scatter(x: torch.Tensor, group, op: str = "sum") ->
     x: [L, ...] on every rank -> [L/n, ...]; the first L % n chunks have one row more.
     Cost: log2 n rounds and (n-1)/n N bytes a rank if n is a power of two.
     """
+    check_rows(x)
     rank, size, add = group.rank(), group.size(), reduction(op, x)
     m, rows = power_of_two(size), split_sizes(len(x), size)
     if rank >= m:

@@ -18,7 +18,7 @@ def hierarchical_all_reduce(
     x: any shape -> the same. Of N bytes a rank sends only 2(nodes-1)/nodes N/k between nodes.
     """
     rank, size = group.rank(), group.size()
-    if ranks_per_node < 1 or size % ranks_per_node:
+    if not ranks_per_node or size % ranks_per_node:
         raise ValueError(
             f"ranks_per_node={ranks_per_node} does not divide the {size} ranks of the group"
         )

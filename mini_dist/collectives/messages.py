@@ -77,6 +77,11 @@ def split_sizes(length: int, parts: int) -> list[int]:
     return [length // parts + (part < length % parts) for part in range(parts)]
 
 
+def check_rows(x: torch.Tensor) -> None:
+    if x.dim() == 0:
+        raise ValueError("a tensor of no dimension has no rows to share out: pass x.reshape(1)")
+
+
 class Members:
     """Some ranks of a group, in the given order, as a group of their own: no set-up, no cost."""
 

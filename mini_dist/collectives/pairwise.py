@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .messages import collective, exchange, split_sizes
+from .messages import check_rows, collective, exchange, split_sizes
 
 
 @collective
@@ -47,8 +47,7 @@ def barrier(group) -> None:
 
 def check_splits(x, input_splits, output_splits, group) -> tuple[list[int], list[int]]:
     rank, size = group.rank(), group.size()
-    if x.dim() == 0:
-        raise ValueError("a tensor of no dimension has no rows to send: pass x.reshape(1)")
+    check_rows(x)
     if (input_splits is None) != (output_splits is None):
         raise ValueError("give both input_splits and output_splits, or neither")
     if input_splits is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from .messages import collective, exchange, reduction, split_sizes
+from .messages import check_rows, collective, exchange, reduction, split_sizes
 
 
 @collective
@@ -20,6 +20,7 @@ def ring_reduce_scatter(x: torch.Tensor, group, op: str = "sum") -> torch.Tensor
     x: [L, ...] on every rank -> [L/n, ...]; the first L % n chunks have one row more.
     Cost: n-1 rounds; a rank sends every chunk but its own, (n-1)/n N bytes.
     """
+    check_rows(x)
     rank, size, add = group.rank(), group.size(), reduction(op, x)
     after, before = (rank + 1) % size, (rank - 1) % size
     chunks = x.tensor_split(size)
@@ -66,8 +67,7 @@ def ring_all_reduce(x: torch.Tensor, group, op: str = "sum") -> torch.Tensor:
 def check_sizes(x: torch.Tensor, sizes: list[int] | None, group) -> list[int]:
     """Rows of every rank's part; raises where they cannot be."""
     rank, size = group.rank(), group.size()
-    if x.dim() == 0:
-        raise ValueError("a tensor of no dimension has no rows to concatenate: pass x.reshape(1)")
+    check_rows(x)
     if sizes is None:
         return [len(x)] * size
     if len(sizes) != size or sizes[rank] != len(x):

@@ -10,7 +10,7 @@ import functools
 
 import torch
 
-from .messages import collective, empty, exchange, recv, reduction, send, start, wait
+from .messages import check_rows, collective, empty, exchange, recv, reduction, send, start, wait
 from .ring import check_sizes
 
 
@@ -107,6 +107,7 @@ def scatter(x: torch.Tensor, root: int, group) -> torch.Tensor:
     one row more. Elsewhere than on the root its values are not read.
     """
     check_root(root, group)
+    check_rows(x)
     rank, chunks = group.rank(), x.tensor_split(group.size())
     if rank != root:
         return recv(chunks[rank], root, group)
