@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import struct
 import sys
 
@@ -18,10 +19,12 @@ def wire_bytes() -> tuple[int, int] | None:
     sent = received = 0
     for fd in os.listdir("/proc/self/fd"):
         try:
+            if not stat.S_ISSOCK(os.stat(f"/proc/self/fd/{fd}").st_mode):
+                continue
             with socket.socket(fileno=os.dup(int(fd))) as copy:
                 info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
         except OSError:
-            continue  # not a socket, or not TCP
+            continue  # not TCP, or closed since (as the listing of the directory itself)
         if len(info) < BYTES_RETRANSMITTED + 8:
             return None  # a kernel before 4.19
         sent += u64(info, BYTES_SENT) - u64(info, BYTES_RETRANSMITTED)
