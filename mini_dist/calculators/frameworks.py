@@ -26,6 +26,7 @@ class Framework:
     parameter_bytes: float = 2
     gradient_bytes: float = 2
     optimizer_bytes: float = 12  # K: fp32 copy and Adam's two moments
+    shard_bytes: float = 0  # of the shard that ZeRO-1 and 2 step beside the whole; often in K
     activation_bytes: float = 2
     flash_attention: bool = True
     fused_activation: bool = True  # gate, up and their product are kept, not silu(gate) as well
@@ -52,9 +53,9 @@ class Framework:
     source: str = ""
 
     def __post_init__(self):
-        for field in ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes",
-                      "loss_bytes", "outside", "fragmentation", "flash_speed", "loss_traffic",
-                      "reduce_bytes", "host_seconds"):
+        for field in ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "shard_bytes",
+                      "activation_bytes", "loss_bytes", "outside", "fragmentation", "flash_speed",
+                      "loss_traffic", "reduce_bytes", "host_seconds"):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
                 raise ValueError(f"{field}={value!r} of framework {self.name!r} is negative or no "
@@ -115,9 +116,9 @@ FRAMEWORKS = {
         source="torch.distributed.fsdp.fully_shard [code]"),
     # This course's own runs: everything in fp32; torch's attention kernel for CPUs.
     "course": Framework(
-        "course", parameter_bytes=4, gradient_bytes=4, optimizer_bytes=8, activation_bytes=4,
-        fused_activation=False, loss_bytes=12, gradient_buffers=False, plain_modules=True,
-        source="mini_dist/model.py"),
+        "course", parameter_bytes=4, gradient_bytes=4, optimizer_bytes=8, shard_bytes=4,
+        activation_bytes=4, fused_activation=False, loss_bytes=12, gradient_buffers=False,
+        plain_modules=True, source="mini_dist/model.py and zero.py"),
 }
 
 

@@ -212,10 +212,11 @@ def _states(config, layout, how, pp_rank) -> list[Line]:
     parts = [("", float(held.dense), ways)]
     if held.experts:
         parts.append((" of experts", float(held.experts), ways // layout.ep))
+    stepped = how.optimizer_bytes + (how.shard_bytes if layout.zero in (1, 2) else 0)
     lines = []
     for what, numel, shards in parts:
         for line in model_states(numel, shards, layout.zero, how.parameter_bytes,
-                                 how.gradient_bytes, how.optimizer_bytes):
+                                 how.gradient_bytes, stepped):
             if line.name == "optimizer" and how.offload_optimizer:
                 continue
             lines.append(dataclasses.replace(line, name=line.name + what))

@@ -136,18 +136,23 @@ class Held:
 
 def parameters_of_rank(config: ModelConfig, layout: Layout, pp_rank: int = 0) -> Held:
     """The parameters that one rank of pipeline position `pp_rank` computes with, before ZeRO."""
-    held = Held()
+    held = held_outside(config, layout, pp_rank)
     for stage in stages_of_rank(layout, pp_rank):
         for moe, count in layers_of_stage(config, layout, stage):
             layer = held_by_layer(config, layout, moe)
             held += Held(count * layer.dense, count * layer.experts, layer.largest_layer)
-        if stage == 0:
-            held += _held(config, "first", layout.tp, layout.ep)
-        if stage == layout.num_stages - 1:
-            # A tied head on the embedding's own rank is there already; elsewhere it is a copy.
-            shared = config.tied_embedding and 0 in stages_of_rank(layout, pp_rank)
-            held += _held(config, "last, head elsewhere" if shared else "last", layout.tp,
-                          layout.ep)
+    return held
+
+
+def held_outside(config: ModelConfig, layout: Layout, pp_rank: int = 0) -> Held:
+    """The part of that outside the layers: embedding on the first stage, head on the last."""
+    stages, held = stages_of_rank(layout, pp_rank), Held()
+    if 0 in stages:
+        held += _held(config, "first", layout.tp, layout.ep)
+    if layout.num_stages - 1 in stages:
+        # A tied head on the embedding's own rank is there already; elsewhere it is a copy.
+        shared = config.tied_embedding and 0 in stages
+        held += _held(config, "last, head elsewhere" if shared else "last", layout.tp, layout.ep)
     return held
 
 

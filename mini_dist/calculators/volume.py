@@ -10,7 +10,7 @@ from __future__ import annotations
 from ..config import Layout, ModelConfig
 from .frameworks import Framework, framework
 from .lines import Breakdown, Line
-from .parameters import layers_of_stage, parameters_of_rank, stages_of_rank
+from .parameters import held_outside, layers_of_stage, parameters_of_rank, stages_of_rank
 
 
 def step_volume(config: ModelConfig, layout: Layout, how: str | Framework = "megatron-core",
@@ -65,21 +65,25 @@ def step_volume(config: ModelConfig, layout: Layout, how: str | Framework = "meg
 
 
 def _dp(config, layout, how, pp_rank) -> list[Line]:
-    """Gradients, and the parameters that ZeRO gathers ([ZeRO] section 7)."""
-    held = parameters_of_rank(config, layout, pp_rank)
+    """Gradients, and the parameters that ZeRO gathers ([ZeRO] section 7).
+
+    ZeRO-3 gathers a layer once for forward and once for backward, but what is outside the layers
+    (embedding, head) only once a micro-batch: it stays from one to the other.
+    """
+    held, outer = parameters_of_rank(config, layout, pp_rank), held_outside(config, layout, pp_rank)
     ways, m, g, e = layout.dp * layout.cp, layout.num_micro_batches, how.reduce_bytes, \
         how.activation_bytes
+    formula, each, once = {
+        0: ("2 g P", 2 * g, 0),
+        1: ("g P + e P", g + e, 0),
+        2: (f"{m} g P + e P", m * g + e, 0),
+        3: (f"{m} (g P + 2 e P - e P_outside)", m * (g + 2 * e), m * e),
+    }[layout.zero]
     lines = []
-    for name, numel, size in (("dp", float(held.dense), ways),
-                              ("dp of experts", float(held.experts), ways // layout.ep)):
-        if size == 1 or not numel:
-            continue
-        formula, each = {
-            0: ("2 g P", 2 * g),
-            1: ("g P + e P", g + e),
-            2: (f"{m} g P + e P", m * g + e),
-            3: (f"{m} (g P + 2 e P)", m * (g + 2 * e)),
-        }[layout.zero]
-        lines.append(Line(name, each * numel * (size - 1) / size, "bytes",
-                          f"({formula}) (n - 1)/n, g = {g:g}, e = {e:g}", "[ZeRO] section 7"))
+    for name, numel, outside, size in (
+            ("dp", float(held.dense), float(outer.dense), ways),
+            ("dp of experts", float(held.experts), 0.0, ways // layout.ep)):
+        if size > 1 and numel:
+            lines.append(Line(name, (each * numel - once * outside) * (size - 1) / size, "bytes",
+                              f"({formula}) (n - 1)/n, g = {g:g}, e = {e:g}", "[ZeRO] section 7"))
     return lines

@@ -142,3 +142,36 @@ def test_data_parallel_sends_what_step_volume_says(size):
     predicted = step_volume(config, Layout(dp=size, num_micro_batches=2), "course")["dp"]
     sent = run.ledger.total_bytes(op="ring_all_reduce")
     assert sent == 2 * size * predicted == 2 * 2 * (size - 1) * 4 * num_parameters(config)
+
+
+def train_zero(config, stage, num_micro_batches, group):
+    import torch
+
+    from mini_dist import zero
+    from mini_dist.ledger.memory import held
+    from mini_dist.model import GPT, token_loss
+
+    gpt = GPT(config)
+    wrapped = getattr(zero, f"ZeRO{stage}")(
+        gpt, group, lambda shards: torch.optim.AdamW(shards), units=gpt.blocks)
+    for _ in range(num_micro_batches):
+        tokens = torch.randint(0, config.vocab_size, (2, config.seq_len))
+        token_loss(wrapped(tokens), tokens).mean().backward()
+    wrapped.step()
+    wrapped.zero_grad()
+    return held(group)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("size", "m"), [(2, 1), (2, 3), (4, 2)])
+def test_zero_holds_and_sends_what_the_calculators_say(stage, size, m):
+    """Sizes that n divides: nothing is padded.  Bytes exactly, states but for a step counter."""
+    config = ModelConfig(num_layers=2, d_model=64)
+    run = launch(train_zero, size, (config, stage, m), memory=True)
+    layout = Layout(dp=size, zero=stage, num_micro_batches=m)
+    sent = sum(run.ledger.total_bytes(op=op) for op in ("reduce_scatter", "all_gather"))
+    assert sent == size * step_volume(config, layout, "course")["dp"]
+    states = {line.name: line.value for line in rank_memory(config, layout, "course")}
+    for measured in run.results:
+        assert 0 <= measured["optimizer state"] + measured["parameters"] \
+            - states["optimizer"] - states["parameters"] < 4 * 100
