@@ -229,7 +229,7 @@ def contents(seen: Watched) -> dict[int, list[int]]:
 def box(axes, left: float, y: float, value: int, size: int) -> None:
     found = read(value, size)
     chunk, ranks = next(iter(found.items())) if len(found) == 1 else (None, [])
-    complete = len(set(ranks)) == size and size > 1
+    complete = size > 1 and ranks == list(range(size))  # each term once
     face = "#ffffff" if chunk is None else CHUNK_COLORS[chunk]
     edge, width = (INK, 1.6) if complete else ("#888888", 0.6)
     axes.add_patch(

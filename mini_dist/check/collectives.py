@@ -516,8 +516,8 @@ def my_all_gather(x, group):
         ],
         skeleton="""\
 def my_all_reduce(x, group):
-    chunk = ...(x, group)
-    return ...(chunk, group)""",
+    chunk = ...       # one call: my chunk of the sum
+    return ...        # one call: everyone's chunks""",
         parts=frozenset({"ring_reduce_scatter", "ring_all_gather"}),
     ),
     Exercise(

@@ -1,0 +1,180 @@
+"""draw: a figure shows what is in the record, all of it, the same at each run."""
+
+import sys
+
+import cloudpickle
+import pytest
+import torch
+
+from mini_dist import draw, launch
+from mini_dist.collectives import pairwise_all_to_all, ring_all_reduce, star_all_reduce
+from mini_dist.ledger.steps import messages
+from mini_dist.watch import watch
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that no rank imports pytest
+
+
+def train(group):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.ones(2, 8)).sum().backward()
+        for parameter in model.parameters():
+            parameter.grad = ring_all_reduce(parameter.grad, group)
+    return model
+
+
+@pytest.fixture(scope="module")
+def ledger():
+    return launch(train, 3).ledger
+
+
+@pytest.fixture(scope="module")
+def seen():
+    return {fn: watch(fn) for fn in (ring_all_reduce, star_all_reduce, pairwise_all_to_all)}
+
+
+def texts(picture):
+    (axes,) = picture.figure.axes
+    return [text.get_text() for text in axes.texts]
+
+
+def arrows(picture):
+    """How many: matplotlib keeps an arrow as a text without words."""
+    return texts(picture).count("")
+
+
+# -- pictures ---------------------------------------------------------------------------------
+
+
+def test_a_picture_is_the_same_bytes_each_time_it_is_drawn(seen):
+    first, second = (draw.collective(seen[ring_all_reduce])._repr_png_() for _ in range(2))
+    assert first == second
+    assert first.startswith(b"\x89PNG") and b"Software" not in first
+
+
+def test_a_picture_says_in_words_what_it_shows_and_can_be_saved(ledger, tmp_path):
+    picture = draw.traffic(ledger)
+    assert repr(picture) == f"traffic between 3 ranks, {ledger.total_bytes():,} bytes in all"
+    picture.save(tmp_path / "traffic.png")
+    assert (tmp_path / "traffic.png").read_bytes() == picture._repr_png_()
+
+
+# -- timeline ---------------------------------------------------------------------------------
+
+
+def test_the_timeline_has_a_bar_for_each_phase_and_each_communication(ledger):
+    picture = draw.timeline(ledger)
+    (axes,) = picture.figure.axes
+    phases = sum(len(changes) for changes in ledger.phases)
+    calls = len(ledger.calls())
+    assert calls == 3 * 2 * 2  # ranks, steps, parameters
+    assert calls < len(axes.patches) <= phases + calls  # (what ended before the run is left out)
+    labels = [text.get_text() for text in picture.figure.legends[0].get_texts()]
+    assert "ring_all_reduce" in labels and "send" not in labels
+    assert {"forward", "backward", "step"} <= set(labels)
+
+
+def test_the_timeline_names_every_rank_once_the_first_on_top(ledger):
+    (axes,) = draw.timeline(ledger).figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["rank 2", "rank 1", "rank 0"]
+
+
+def test_calls_that_overlap_are_drawn_above_each_other():
+    def overlapping(group):
+        works = [torch.distributed.all_reduce(torch.ones(9), group=group, async_op=True)] * 1
+        works.append(torch.distributed.all_reduce(torch.ones(9), group=group, async_op=True))
+        [work.wait() for work in works]
+
+    found = launch(overlapping, 2).ledger
+    for comm in found.comms:  # as slow as need be: both at the same time
+        comm.start, comm.end = found.span[comm.rank]
+    (axes,) = draw.timeline(found).figure.axes
+    heights = sorted(
+        {round(patch.get_y(), 3) for patch in axes.patches if patch.get_height() < 0.2}
+    )
+    assert len(heights) == 2 * 2  # ranks, calls
+
+
+# -- traffic ----------------------------------------------------------------------------------
+
+
+def test_traffic_shows_every_number_of_the_matrix_in_the_unit_that_it_names(ledger):
+    picture = draw.traffic(ledger)
+    matrix = ledger.traffic()
+    shown = sorted(float(text) for text in texts(picture))
+    assert shown == sorted(float(f"{n:.3g}") for row in matrix for n in row if n)
+    assert picture.figure.axes[0].get_title() == "bytes sent"
+
+
+@pytest.mark.parametrize("length, unit", [(1_000, "kB"), (1_000_000, "MB")])
+def test_traffic_names_its_unit_also_below_a_title(length, unit):
+    def sends(group):
+        torch.distributed.broadcast(torch.ones(length), 0, group=group)
+
+    picture = draw.traffic(launch(sends, 2).ledger, "a broadcast")
+    assert picture.figure.axes[0].get_title() == f"a broadcast, {unit} sent"
+    assert texts(picture) == ["4"]
+
+
+# -- curves and bars --------------------------------------------------------------------------
+
+
+def test_a_curve_has_a_line_for_each_name():
+    (axes,) = draw.curve({"a": [3.0, 2.0], "b": [1.0, 0.5]}, "step", "loss").figure.axes
+    assert {line.get_label(): list(line.get_ydata()) for line in axes.lines} == {
+        "a": [3.0, 2.0],
+        "b": [1.0, 0.5],
+    }
+
+
+def test_bars_stand_at_their_place_as_high_as_their_value():
+    groups = {"ours": {2: 1.0, 8: 7.0}, "theirs": {8: 1.75}}
+    (axes,) = draw.bars(groups, "models", x="ranks").figure.axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["2", "8"]
+    centers = [(round(p.get_x() + p.get_width() / 2), p.get_height()) for p in axes.patches]
+    assert centers == [(0, 1.0), (1, 7.0), (1, 1.75)]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("ranks", "models")
+
+
+# -- collective -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fn", [ring_all_reduce, star_all_reduce, pairwise_all_to_all])
+def test_a_collective_has_an_arrow_for_each_message_and_a_box_for_each_number(fn, seen):
+    picture = draw.collective(seen[fn])
+    assert arrows(picture) == len(messages(seen[fn].run.ledger))
+    numbers = seen[fn].inputs + seen[fn].results + [m for sends in seen[fn].carried for m in sends]
+    assert len(picture.figure.axes[0].patches) == sum(map(len, numbers))
+
+
+def test_a_box_says_whose_terms_are_in_it(seen):
+    shown = texts(draw.collective(seen[ring_all_reduce]))
+    assert shown.count("$a_{0}$") == 1  # rank 0's own, that nobody is sent: it joins at the end
+    assert shown.count("$a_{1}$") == 2  # rank 1's own, and what rank 2 receives in the first round
+    assert shown.count("$a_{123}$") == 1
+    assert shown.count("$a_{0123}$") == 3 + 4  # gathered by three, and in four results
+
+
+def test_a_strong_edge_marks_the_sums_that_are_complete(seen):
+    (axes,) = draw.collective(seen[ring_all_reduce]).figure.axes
+    strong = [patch for patch in axes.patches if patch.get_linewidth() > 1]
+    assert len(strong) == 3 * 4 + 4 * 4  # what is gathered, and the results
+    (axes,) = draw.collective(seen[pairwise_all_to_all]).figure.axes
+    assert not [patch for patch in axes.patches if patch.get_linewidth() > 1]
+
+
+def test_boxes_of_a_collective_do_not_overlap(seen):
+    for watched in seen.values():
+        (axes,) = draw.collective(watched).figure.axes
+        boxes = [(p.get_x(), p.get_y(), p.get_width(), p.get_height()) for p in axes.patches]
+        for i, (x, y, width, height) in enumerate(boxes):
+            for u, v, w, h in boxes[:i]:
+                assert x + width <= u or u + w <= x or y + height <= v or v + h <= y
+
+
+def test_columns_are_named_from_input_to_result(seen):
+    shown = texts(draw.collective(seen[star_all_reduce], "star"))
+    names = [text for text in shown if text.startswith(("input", "step", "result"))]
+    assert names == ["input", "step 1", "step 2", "result"]
