@@ -143,7 +143,8 @@ def bars(groups: dict[str, dict], unit: str, title: str = "", x: str = "") -> Pi
     axes.set_xlabel(x)
     axes.set_ylabel(unit)
     axes.set_title(title, fontsize=10)
-    axes.legend(frameon=False, fontsize=8)
+    axes.margins(y=0.25)  # room for the legend above the bars
+    axes.legend(frameon=False, fontsize=8, ncols=len(groups))
     return Picture(figure, f"{title or unit}: " + "; ".join(groups))
 
 
