@@ -58,6 +58,7 @@ def test_a_control_reaches_both_ends_and_the_start(explorer):
     controls, _, _ = parts(explorer)
     assert controls["ranks"].options == (1, 2, 4, 8, 16, 32, 48)
     assert (controls["n"].min, controls["n"].max) == (1, 9)
+    assert (controls["size"].min, controls["size"].max, controls["size"].step) == (0, 1, 0.01)
     assert controls["color"].options == ("blue", "red")
     explorer = Explorer(dots, **DECLARED)
     explorer.change(ranks=7)  # allowed, and between two steps

@@ -15,6 +15,7 @@ from __future__ import annotations
 import base64
 import html
 import inspect
+import math
 from collections.abc import Callable
 
 from ..lab import Choice, Flag, Number, Parameter, Text, check
@@ -80,7 +81,10 @@ class Explorer:
                 self.change(**{name: control.value for name, control in controls.items()})
             except Exception as error:  # nobody sees a traceback that is raised here
                 message = html.escape(str(error) or type(error).__name__)
-                page.value = f'<p style="color:#c62828"><b>{message}</b></p>'
+                page.value = (
+                    f'<p style="color:#c62828"><b>{message}</b></p>'
+                    "<p>The picture is the last one that could be drawn.</p>"
+                )
             else:
                 image.value, page.value = self.picture._repr_png_(), self.html
 
@@ -112,4 +116,5 @@ def control(name: str, parameter: Parameter, value):
         return widgets.SelectionSlider(options=steps, value=value, **label)
     if parameter.is_whole:
         return widgets.IntSlider(value, least, most, **label)
-    return widgets.FloatSlider(value, min=least, max=most, step=(most - least) / 100, **label)
+    step = 10 ** math.floor(math.log10((most - least) / 50))  # 0.01, 0.1, 1, ...: round values
+    return widgets.FloatSlider(value, min=least, max=most, step=step, **label)
