@@ -34,8 +34,9 @@ def test_selective_recompute_repeats_only_the_scores():
     again = step_flops(config, 4, "selective")["recomputed"]
     assert again == 4 * 48 * 4 * 2048**2 * 6144
     # the paper's own ratio of hardware to model FLOPs, 1 + s / 6h (its equation 10, approximate)
-    assert step_flops(config, 4, "selective").total / model_flops(config, 4) \
-        == pytest.approx(1 + 2048 / (6 * 6144) / 3, rel=0.02)
+    assert step_flops(config, 4, "selective").total / model_flops(config, 4) == pytest.approx(
+        1 + 2048 / (6 * 6144) / 3, rel=0.02
+    )
 
 
 def test_causal_counts_half_of_the_scores_and_nothing_else():
@@ -75,9 +76,12 @@ def test_training_time_scales_and_costs():
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [({"utilisation": 45}, "utilisation=45 is not a share"), ({"tokens": -1}, "tokens=-1 is too"),
-     ({"machine": "h1000"}, "hardware='h1000' is not known: did you mean h100"),
-     ({"num_devices": 0}, "num_devices=0 is too small")],
+    [
+        ({"utilisation": 45}, "utilisation=45 is not a share"),
+        ({"tokens": -1}, "tokens=-1 is too"),
+        ({"machine": "h1000"}, "hardware='h1000' is not known: did you mean h100"),
+        ({"num_devices": 0}, "num_devices=0 is too small"),
+    ],
 )
 def test_impossible_training_is_refused(arguments, says):
     with pytest.raises(ValueError) as error:
@@ -104,10 +108,12 @@ def test_a_measured_ceiling_is_below_the_datasheet_s(name):
 
 @pytest.mark.parametrize(
     ("change", "says"),
-    [({"network_bandwidth": -1.0}, "network_bandwidth=-1.0 of 'h100' is not above 0"),
-     ({"node_latency": -1e-6}, "node_latency=-1e-06 of 'h100' is negative"),
-     ({"devices_per_node": 0}, "devices_per_node=0"),
-     ({"device": {"memory_bytes": 0}}, "memory_bytes=0 of device 'H100 SXM' is not above 0")],
+    [
+        ({"network_bandwidth": -1.0}, "network_bandwidth=-1.0 of 'h100' is not above 0"),
+        ({"node_latency": -1e-6}, "node_latency=-1e-06 of 'h100' is negative"),
+        ({"devices_per_node": 0}, "devices_per_node=0"),
+        ({"device": {"memory_bytes": 0}}, "memory_bytes=0 of device 'H100 SXM' is not above 0"),
+    ],
 )
 def test_impossible_hardware_is_refused(change, says):
     with pytest.raises(ValueError) as error:

@@ -3,7 +3,13 @@
 import pytest
 
 from mini_dist import launch
-from mini_dist.calculators import links, num_parameters, rank_memory, step_volume
+from mini_dist.calculators import (
+    links,
+    num_parameters,
+    parameters_of_rank,
+    rank_memory,
+    step_volume,
+)
 from mini_dist.config import Layout, ModelConfig
 
 ROW_BYTES = 4 * 3
@@ -75,8 +81,13 @@ def test_a_run_of_the_collective_sends_the_predicted_bytes_from_every_rank(run, 
     for rank in range(size):
         calls = finished.ledger.calls(op=name, rank=rank)
         assert len(calls) == 1
-        sent.append(sum(leaf.sent for leaf in finished.ledger.leaves(rank=rank)
-                        if calls[0] in list(leaf.within())))
+        sent.append(
+            sum(
+                leaf.sent
+                for leaf in finished.ledger.leaves(rank=rank)
+                if calls[0] in list(leaf.within())
+            )
+        )
     assert tuple(sent) == cost.sent
 
 
@@ -153,7 +164,8 @@ def train_zero(config, stage, num_micro_batches, group):
 
     gpt = GPT(config)
     wrapped = getattr(zero, f"ZeRO{stage}")(
-        gpt, group, lambda shards: torch.optim.AdamW(shards), units=gpt.blocks)
+        gpt, group, lambda shards: torch.optim.AdamW(shards), units=gpt.blocks
+    )
     for _ in range(num_micro_batches):
         tokens = torch.randint(0, config.vocab_size, (2, config.seq_len))
         token_loss(wrapped(tokens), tokens).mean().backward()
@@ -173,5 +185,50 @@ def test_zero_holds_and_sends_what_the_calculators_say(stage, size, m):
     assert sent == size * step_volume(config, layout, "course")["dp"]
     states = {line.name: line.value for line in rank_memory(config, layout, "course")}
     for measured in run.results:
-        assert 0 <= measured["optimizer state"] + measured["parameters"] \
-            - states["optimizer"] - states["parameters"] < 4 * 100
+        assert (
+            0
+            <= measured["optimizer state"]
+            + measured["parameters"]
+            - states["optimizer"]
+            - states["parameters"]
+            < 4 * 100
+        )
+
+
+def train_pipeline(config, name, chunks, m, group):
+    import torch
+
+    from mini_dist.model import token_loss
+    from mini_dist.pipeline import Pipeline, cut_gpt
+    from mini_dist.schedule import SCHEDULES
+
+    schedule = SCHEDULES[name](group.size(), m, *((chunks,) if name == "interleaved" else ()))
+    stages = cut_gpt(config, schedule.stages_of[group.rank()], schedule.num_stages)
+    activation = torch.empty(2, config.seq_len, config.d_model, device="meta")
+    pipeline = Pipeline(
+        schedule,
+        stages,
+        group,
+        activation=activation,
+        loss_fn=lambda logits, target: token_loss(logits, target).mean(),
+    )
+    tokens = torch.randint(0, config.vocab_size, (2 * m, config.seq_len))
+    pipeline.step(tokens, tokens)
+    return sum(p.numel() for stage in stages.values() for p in stage.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "size", "m"),
+    [("gpipe", 1, 2, 3), ("1f1b", 1, 4, 4), ("interleaved", 2, 2, 4), ("zb_v", 2, 2, 4)],
+)
+def test_a_pipeline_holds_and_sends_what_the_calculators_say(name, chunks, size, m):
+    config = ModelConfig(d_model=64)
+    run = launch(train_pipeline, size, (config, name, chunks, m))
+    layout = Layout(
+        pp=size, micro_batch_size=2, num_micro_batches=m, schedule=name, num_chunks=chunks
+    )
+    for rank in range(size):
+        # messages between stages; the loss is told to all by a collective of its own
+        sent = sum(comm.sent for comm in run.ledger.leaves(rank=rank) if comm.parent is None)
+        assert sent == step_volume(config, layout, "course", pp_rank=rank)["pp"]
+        assert run.results[rank] == parameters_of_rank(config, layout, rank).total

@@ -41,8 +41,9 @@ class Ranks:
 
 def whole(size, shards):
     """Every rank holds its own term of every shard."""
-    return Ranks(size, shards, [{s: frozenset([r]) for s in range(len(shards))}
-                                for r in range(size)])
+    return Ranks(
+        size, shards, [{s: frozenset([r]) for s in range(len(shards))} for r in range(size)]
+    )
 
 
 def own(size, shards):
@@ -63,18 +64,39 @@ def ring_all_gather(ranks, n):
 def halving(ranks, m, blocks):
     distance = m // 2
     while distance:
-        ranks.round([(r, r ^ distance,
-                      [s for b in range(m) if b // distance == (r ^ distance) // distance
-                       for s in blocks[b]], "add") for r in range(m)])
+        ranks.round(
+            [
+                (
+                    r,
+                    r ^ distance,
+                    [
+                        s
+                        for b in range(m)
+                        if b // distance == (r ^ distance) // distance
+                        for s in blocks[b]
+                    ],
+                    "add",
+                )
+                for r in range(m)
+            ]
+        )
         distance //= 2
 
 
 def doubling(ranks, m, blocks):
     distance = 1
     while distance < m:
-        ranks.round([(r, r ^ distance,
-                      [s for b in range(m) if b // distance == r // distance for s in blocks[b]],
-                      "replace") for r in range(m)])
+        ranks.round(
+            [
+                (
+                    r,
+                    r ^ distance,
+                    [s for b in range(m) if b // distance == r // distance for s in blocks[b]],
+                    "replace",
+                )
+                for r in range(m)
+            ]
+        )
         distance *= 2
 
 
@@ -138,8 +160,9 @@ def play(op, algorithm, n, shards):
                 half //= 2
                 ranks.round([(r + half, r, all_shards, "add") for r in range(half) if r + half < n])
             while half < n:
-                ranks.round([(r, r + half, all_shards, "replace") for r in range(half)
-                             if r + half < n])
+                ranks.round(
+                    [(r, r + half, all_shards, "replace") for r in range(half) if r + half < n]
+                )
                 half *= 2
         assert all(ranks.held[r][s] == everyone for r in range(n) for s in all_shards)
     return ranks
@@ -153,17 +176,27 @@ def parts(num_bytes, count, itemsize):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(
     ("op", "algorithm"),
-    [("reduce_scatter", "ring"), ("reduce_scatter", "halving"), ("all_gather", "ring"),
-     ("all_gather", "doubling"), ("all_reduce", "ring"), ("all_reduce", "halving_doubling"),
-     ("all_reduce", "star"), ("all_reduce", "tree")],
+    [
+        ("reduce_scatter", "ring"),
+        ("reduce_scatter", "halving"),
+        ("all_gather", "ring"),
+        ("all_gather", "doubling"),
+        ("all_reduce", "ring"),
+        ("all_reduce", "halving_doubling"),
+        ("all_reduce", "star"),
+        ("all_reduce", "tree"),
+    ],
 )
 def test_the_closed_form_counts_every_message(op, algorithm, size):
     function = links.COLLECTIVES[op][0]
     pieces = fold(size)[0] if algorithm == "halving_doubling" else size
     for num_bytes, itemsize in ((960, 4), (1000, 4), (40, 8), (4, 4), (0, 4)):
         played = play(op, algorithm, size, parts(num_bytes, pieces, itemsize))
-        cost = function(num_bytes, size, algorithm, LINK, itemsize) \
-            if algorithm not in ("star", "tree") else function(num_bytes, size, algorithm, LINK)
+        cost = (
+            function(num_bytes, size, algorithm, LINK, itemsize)
+            if algorithm not in ("star", "tree")
+            else function(num_bytes, size, algorithm, LINK)
+        )
         assert list(cost.sent) == played.sent
         assert cost.rounds == played.rounds
         assert cost.seconds == pytest.approx(played.seconds, rel=1e-9)
@@ -222,8 +255,11 @@ def test_who_wins_depends_on_the_size():
     slow_start = Link(latency=1e-3, bandwidth=1e9)
 
     def best(num_bytes):
-        return min(("star", "tree", "ring"),
-                   key=lambda a: links.all_reduce(num_bytes, 16, a, slow_start).seconds)
+        return min(
+            ("star", "tree", "ring"),
+            key=lambda a: links.all_reduce(num_bytes, 16, a, slow_start).seconds,
+        )
+
     assert best(100) == "tree" and best(10**9) == "ring"
 
 

@@ -49,9 +49,11 @@ def test_a_gpt_layer_keeps_what_korthikanti_table_2_says(a, h, t):
     """s b h (10 + 24/t + 5 a s / (h t)); with sequence parallel s b h / t (34 + 5 a s / h)."""
     config, s = gpt(a, h, 48), 2048
     assert per_token(config, Layout(tp=t)) == pytest.approx(
-        h * (10 + 24 / t + 5 * a * s / (h * t)), rel=1e-12)
+        h * (10 + 24 / t + 5 * a * s / (h * t)), rel=1e-12
+    )
     assert per_token(config, Layout(tp=t, sequence_parallel=True)) == pytest.approx(
-        h / t * (34 + 5 * a * s / h), rel=1e-12)
+        h / t * (34 + 5 * a * s / h), rel=1e-12
+    )
 
 
 def test_gqa_swiglu_and_flash_change_the_terms_they_should():
@@ -72,8 +74,9 @@ def test_experts_keep_k_copies_of_a_token():
     base = dict(d_model=256, bias=False, activation="swiglu", d_ffn=512)
     moe = ModelConfig(**base, num_experts=8, top_k=2)
     names = {item.name: item.bytes_per_token for item in layer_activations(moe, Layout(), moe=True)}
-    dense = {item.name: item.bytes_per_token for item in layer_activations(
-        ModelConfig(**base), Layout())}
+    dense = {
+        item.name: item.bytes_per_token for item in layer_activations(ModelConfig(**base), Layout())
+    }
     assert names["experts hidden"] == 2 * dense["ffn hidden"]
     assert names["dispatched tokens"] == 2 * 2 * 256
 
@@ -86,8 +89,9 @@ def test_korthikanti_figure_1_exactly(run):
     matrices = 12 * config.num_layers * config.d_model**2
     assert model_states(matrices / layout.tp / layout.pp, 1, 0, 2, 4, 12).total / GIB == states
     sequence = run.layout.sequence_parallel
-    waterfall = rank_memory(config, layout.replace(recompute="selective" if sequence else "none"),
-                            "formula")
+    waterfall = rank_memory(
+        config, layout.replace(recompute="selective" if sequence else "none"), "formula"
+    )
     wanted = selective if sequence else tensor
     assert waterfall["activations"] / GIB == pytest.approx(wanted, rel=1e-9)
 
@@ -96,9 +100,12 @@ def test_korthikanti_figure_1_exactly(run):
 def test_korthikanti_figure_7_to_what_can_be_read_off_it(name):
     run = next(run for run in korthikanti_2022() if run.name.startswith(f"{name},"))
     config, tp = run.config, Layout(tp=8)
-    variants = [Layout(tp=8, sequence_parallel=True), Layout(tp=8, recompute="selective"),
-                Layout(tp=8, sequence_parallel=True, recompute="selective"),
-                Layout(tp=8, recompute="full")]
+    variants = [
+        Layout(tp=8, sequence_parallel=True),
+        Layout(tp=8, recompute="selective"),
+        Layout(tp=8, sequence_parallel=True, recompute="selective"),
+        Layout(tp=8, recompute="full"),
+    ]
     whole = rank_memory(config, tp, "formula")["activations"]
     for layout, percent in zip(variants, KORTHIKANTI_FIGURE_7[name]):
         share = 100 * rank_memory(config, layout, "formula")["activations"] / whole
@@ -169,8 +176,12 @@ def test_the_fullest_rank_is_found_without_asking_all():
     for name in ("1f1b", "gpipe", "zb_h1", "interleaved"):
         for p, L in ((2, 5), (4, 9), (8, 30), (12, 70)):
             chunks = 2 if name == "interleaved" and 2 * p <= L else 1
-            layout = Layout(pp=p, num_micro_batches=2 * p, num_chunks=chunks,
-                            schedule="1f1b" if name == "interleaved" and chunks == 1 else name)
+            layout = Layout(
+                pp=p,
+                num_micro_batches=2 * p,
+                num_chunks=chunks,
+                schedule="1f1b" if name == "interleaved" and chunks == 1 else name,
+            )
             config = ModelConfig(num_layers=L)
             everywhere = max(rank_memory(config, layout, "course", r).total for r in range(p))
             assert peak_memory(config, layout, "course").total == everywhere
@@ -178,8 +189,9 @@ def test_the_fullest_rank_is_found_without_asking_all():
 
 def test_bloom_fits_near_its_measured_59_gb():
     """BigScience's run on 384 A100-80 (Le Scao et al. 2022); a popular public script says 813."""
-    layout = Layout(tp=4, pp=12, dp=8, zero=1, micro_batch_size=2, num_micro_batches=128,
-                    recompute="full")
+    layout = Layout(
+        tp=4, pp=12, dp=8, zero=1, micro_batch_size=2, num_micro_batches=128, recompute="full"
+    )
     how = "megatron-deepspeed"
     needed = device_memory(peak_memory(model("bloom-176b"), layout, how).total, how) / 1e9
     assert needed == pytest.approx(59, rel=0.10)

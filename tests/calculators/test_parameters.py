@@ -87,7 +87,13 @@ def _whole(config):
     everything = outer_weights(config, "first") + layers + outer_weights(config, "last")
     whole = [weight for weight in everything if weight.cut == "none"]
     assert {weight.name for weight in whole} <= {
-        "position_embedding", "attention_norm", "ffn_norm", "final_norm", "out_bias", "down_bias"}
+        "position_embedding",
+        "attention_norm",
+        "ffn_norm",
+        "final_norm",
+        "out_bias",
+        "down_bias",
+    }
     return whole
 
 
@@ -121,40 +127,88 @@ def test_counts_come_with_their_formulas():
 
 
 LLAMA3_8B = {
-    "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336,
-    "max_position_embeddings": 8192, "tie_word_embeddings": False, "attention_bias": False,
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
 }
 QWEN2_7B = {
-    "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "num_hidden_layers": 28,
-    "num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18944,
-    "max_position_embeddings": 131072, "tie_word_embeddings": False,
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
 }
 QWEN3_MOE_30B = {
-    "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48,
-    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
-    "num_experts_per_tok": 8, "max_position_embeddings": 40960, "tie_word_embeddings": False,
-    "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
 }
 DEEPSEEK_V3 = {
-    "model_type": "deepseek_v3", "vocab_size": 129280, "hidden_size": 7168,
-    "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
-    "intermediate_size": 18432, "moe_intermediate_size": 2048, "n_routed_experts": 256,
-    "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3,
-    "moe_layer_freq": 1, "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64, "v_head_dim": 128, "max_position_embeddings": 4096,
-    "tie_word_embeddings": False, "attention_bias": False,
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
 }
-GPT2 = {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12,
-        "n_positions": 1024, "n_inner": None}
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 50257,
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_positions": 1024,
+    "n_inner": None,
+}
 
 
 @pytest.mark.parametrize(
     ("settings", "count"),
-    [(LLAMA3_8B, PUBLISHED["llama3-8b"]), (QWEN2_7B, 7_615_616_512),
-     (QWEN3_MOE_30B, 30_532_122_624), (DEEPSEEK_V3, PUBLISHED["deepseek-v3"]),
-     (GPT2, PUBLISHED["gpt2"])],
+    [
+        (LLAMA3_8B, PUBLISHED["llama3-8b"]),
+        (QWEN2_7B, 7_615_616_512),
+        (QWEN3_MOE_30B, 30_532_122_624),
+        (DEEPSEEK_V3, PUBLISHED["deepseek-v3"]),
+        (GPT2, PUBLISHED["gpt2"]),
+    ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else None,
 )
 def test_a_hugging_face_config_gives_the_released_model(settings, count):

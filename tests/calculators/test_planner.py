@@ -36,7 +36,7 @@ def test_every_candidate_fits_and_the_dropped_do_not(big):
 
 
 def test_candidates_are_ranked_and_use_the_whole_machine_and_batch(big):
-    seconds = [candidate.time.seconds for candidate in big.candidates[:big.num_simulated]]
+    seconds = [candidate.time.seconds for candidate in big.candidates[: big.num_simulated]]
     assert seconds == sorted(seconds) and big.num_simulated == 50
     for candidate in big.candidates:
         assert candidate.layout.world_size == 1024
@@ -46,8 +46,10 @@ def test_candidates_are_ranked_and_use_the_whole_machine_and_batch(big):
 
 def test_the_funnel_accounts_for_every_layout(big):
     text = big.funnel()
-    total, dropped, fit = (int(re.search(pattern, text)[1]) for pattern in (
-        r"^(\d+) layouts", r"- (\d+) dropped: memory", r"= (\d+) fit"))
+    total, dropped, fit = (
+        int(re.search(pattern, text)[1])
+        for pattern in (r"^(\d+) layouts", r"- (\d+) dropped: memory", r"= (\d+) fit")
+    )
     assert total == dropped + fit == len(big.candidates) + len(big.dropped)
 
 
@@ -62,18 +64,23 @@ def test_the_explanation_names_both_what_is_saved_and_what_is_paid(big):
 def test_enumeration_finds_every_cut_of_a_small_machine():
     config = ModelConfig(num_layers=4)
     found = {(l.pp, l.dp, l.tp) for l in layouts(config, 8, 8, (1,), ("none",), 8, 4, 1)}
-    assert found == {(pp, 8 // pp // tp, tp) for pp in (1, 2, 4) for tp in (1, 2, 4, 8)
-                     if 8 % (pp * tp) == 0}
-    zeros = {(l.pp > 1, l.zero) for l in layouts(config, 8, 8, (1,), ("none",), 8, 4, 1)
-             if l.dp > 1}
+    assert found == {
+        (pp, 8 // pp // tp, tp) for pp in (1, 2, 4) for tp in (1, 2, 4, 8) if 8 % (pp * tp) == 0
+    }
+    zeros = {
+        (l.pp > 1, l.zero) for l in layouts(config, 8, 8, (1,), ("none",), 8, 4, 1) if l.dp > 1
+    }
     assert zeros == {(False, 1), (False, 2), (False, 3), (True, 1)}
 
 
 def test_what_cannot_be_cut_is_dropped_with_its_reason():
     config = model("llama3-8b").replace(num_heads=12, num_kv_heads=12, head_dim=128, d_ffn=1536)
     answer = plan(config, "h100", 8, 64 * 8192)
-    assert any(drop.reason == "the model cannot be cut so" and "tp=8 does not divide num_heads=12"
-               in drop.detail for drop in answer.dropped)
+    assert any(
+        drop.reason == "the model cannot be cut so"
+        and "tp=8 does not divide num_heads=12" in drop.detail
+        for drop in answer.dropped
+    )
 
 
 def test_long_sequences_are_cut_by_cp_and_experts_by_ep():
@@ -103,14 +110,31 @@ def test_a_small_model_on_one_device_needs_no_axes():
 )
 def test_impossible_plans_are_refused(arguments, says):
     with pytest.raises(ValueError) as error:
-        plan(**{"model": "llama3-8b", "machine": "h100", "num_devices": 8,
-                "global_batch_tokens": 2**20, **arguments})
+        plan(
+            **{
+                "model": "llama3-8b",
+                "machine": "h100",
+                "num_devices": 8,
+                "global_batch_tokens": 2**20,
+                **arguments,
+            }
+        )
     assert says in str(error.value)
     assert "\n" not in str(error.value)
 
 
-LAYOUT = Layout(pp=4, dp=8, tp=8, sequence_parallel=True, zero=1, micro_batch_size=2,
-                num_micro_batches=16, schedule="interleaved", num_chunks=5, recompute="full")
+LAYOUT = Layout(
+    pp=4,
+    dp=8,
+    tp=8,
+    sequence_parallel=True,
+    zero=1,
+    micro_batch_size=2,
+    num_micro_batches=16,
+    schedule="interleaved",
+    num_chunks=5,
+    recompute="full",
+)
 
 
 def test_megatron_arguments_say_the_layout_and_the_model():
@@ -121,8 +145,14 @@ def test_megatron_arguments_say_the_layout_and_the_model():
     assert said["--num-layers-per-virtual-pipeline-stage"] == "4"  # 80 layers, 20 stages
     assert said["--global-batch-size"] == str(8 * 16 * 2) and said["--micro-batch-size"] == "2"
     assert said["--num-query-groups"] == "8" and said["--recompute-granularity"] == "full"
-    for flag in ("sequence-parallel", "use-distributed-optimizer", "swiglu", "bf16",
-                 "untie-embeddings-and-output-weights", "disable-bias-linear"):
+    for flag in (
+        "sequence-parallel",
+        "use-distributed-optimizer",
+        "swiglu",
+        "bf16",
+        "untie-embeddings-and-output-weights",
+        "disable-bias-linear",
+    ):
         assert f"--{flag}" in words
     assert not {"True", "False"} & set(words)
     moe = megatron_arguments(model("mixtral-8x7b"), Layout(dp=8, ep=8, zero=1))
@@ -131,8 +161,12 @@ def test_megatron_arguments_say_the_layout_and_the_model():
 
 def test_deepspeed_and_torchtitan_configs_parse_and_multiply_up():
     config = json.loads(deepspeed_json(LAYOUT))
-    assert config["train_batch_size"] == config["train_micro_batch_size_per_gpu"] \
-        * config["gradient_accumulation_steps"] * LAYOUT.dp
+    assert (
+        config["train_batch_size"]
+        == config["train_micro_batch_size_per_gpu"]
+        * config["gradient_accumulation_steps"]
+        * LAYOUT.dp
+    )
     assert config["zero_optimization"]["stage"] == 1
     tomllib = pytest.importorskip("tomllib")
     titan = tomllib.loads(torchtitan_toml(model("llama3-70b"), LAYOUT))
@@ -141,9 +175,16 @@ def test_deepspeed_and_torchtitan_configs_parse_and_multiply_up():
     assert parallelism["pipeline_parallel_schedule"] == "Interleaved1F1B"
     assert titan["training"]["local_batch_size"] == 32  # the pipeline cuts it into 16 x 2
     assert titan["activation_checkpoint"]["mode"] == "full"
-    degrees = [parallelism[f"{name}_degree"] for name in (
-        "data_parallel_replicate", "data_parallel_shard", "tensor_parallel", "context_parallel",
-        "pipeline_parallel")]
+    degrees = [
+        parallelism[f"{name}_degree"]
+        for name in (
+            "data_parallel_replicate",
+            "data_parallel_shard",
+            "tensor_parallel",
+            "context_parallel",
+            "pipeline_parallel",
+        )
+    ]
     product = 1
     for degree in degrees:
         product *= degree
@@ -153,6 +194,7 @@ def test_deepspeed_and_torchtitan_configs_parse_and_multiply_up():
 def test_the_schedule_names_are_those_of_torch():
     schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
     from mini_dist.calculators.export import _SCHEDULES
+
     for name in filter(None, _SCHEDULES.values()):
         schedules.get_schedule_class(name)
 

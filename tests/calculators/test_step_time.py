@@ -67,12 +67,12 @@ def test_the_lines_add_up_and_utilisations_follow():
     assert ours.low < ours.seconds < ours.high
     days = ours.training(1e12, run.layout.world_size, dollars_per_hour=2.0)
     assert days["days, expected"] == pytest.approx(1e12 / ours.tokens_per_second / 86400)
-    assert days["cost, low"] == pytest.approx(
-        days["days, low"] * 24 * run.layout.world_size * 2.0)
+    assert days["cost, low"] == pytest.approx(days["days, low"] * 24 * run.layout.world_size * 2.0)
 
 
-@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2),
-                                              ("naive", 1)])
+@pytest.mark.parametrize(
+    ("name", "chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved", 2), ("naive", 1)]
+)
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 16)])
 def test_the_closed_form_of_the_bubble_is_the_simulator_s(name, chunks, p, m):
     """Equal stages, no communication: exact."""
@@ -88,6 +88,7 @@ def test_zero_bubble_schedules_wait_less():
     def bubble(name, chunks=1):
         layout = Layout(pp=4, num_micro_batches=12, schedule=name, num_chunks=chunks)
         return bubble_seconds(layout, [1.0] * 4, [2.0] * 4, [1.0] * 4)[0]
+
     assert bubble("1f1b") == 9 and bubble("zb_h1") == 3 and bubble("zb_h2") == 0
     assert bubble("zb_v", 2) == 0
 
@@ -96,20 +97,34 @@ def test_zero_bubble_schedules_wait_less():
 def test_published_bubble_rates_come_from_the_simulator(rates):
     """Qi et al. 2023 table 5 from the times of table 9: 1F1B and ZB-H1 to four decimals."""
     _, p, m, one_f_one_b, _, zb_h1, zb_h2, *times = rates
-    for name, published, within in (("1f1b", one_f_one_b, 5.1e-5), ("zb_h1", zb_h1, 5.1e-5),
-                                    ("zb_h2", zb_h2, 5e-3)):
+    for name, published, within in (
+        ("1f1b", one_f_one_b, 5.1e-5),
+        ("zb_h1", zb_h1, 5.1e-5),
+        ("zb_h2", zb_h2, 5e-3),
+    ):
         rate = simulate(SCHEDULES[name](p, m), Times(*times)).bubble_over_longest_span
         assert rate == pytest.approx(published, abs=within)
 
 
 def test_simulated_and_closed_form_steps_agree_where_the_closed_form_holds():
     config = model("llama3-70b")
-    for layout in (Layout(pp=4, dp=2, tp=8, zero=1, sequence_parallel=True, num_micro_batches=32),
-                   Layout(pp=4, dp=2, tp=8, zero=1, sequence_parallel=True, num_micro_batches=32,
-                          schedule="interleaved", num_chunks=4)):
+    for layout in (
+        Layout(pp=4, dp=2, tp=8, zero=1, sequence_parallel=True, num_micro_batches=32),
+        Layout(
+            pp=4,
+            dp=2,
+            tp=8,
+            zero=1,
+            sequence_parallel=True,
+            num_micro_batches=32,
+            schedule="interleaved",
+            num_chunks=4,
+        ),
+    ):
         closed = step_time(config, layout, "h100").seconds
-        assert step_time(config, layout, "h100", simulate=True).seconds \
-            == pytest.approx(closed, rel=0.05)
+        assert step_time(config, layout, "h100", simulate=True).seconds == pytest.approx(
+            closed, rel=0.05
+        )
 
 
 def test_a_long_step_is_simulated_in_part_and_means_the_same():
@@ -124,6 +139,7 @@ def test_more_of_anything_takes_longer():
 
     def seconds(layout=layout, **more):
         return step_time(config, layout, **{"machine": "h100", **more}).seconds
+
     base = seconds()
     assert seconds(straggler=1.1) == pytest.approx(base * 1.1, rel=0.02)
     assert seconds(layout.replace(recompute="full")) > 1.2 * base
@@ -148,13 +164,16 @@ def test_moe_layers_cost_their_visits_and_their_exchange():
     assert spread["ep all-to-all"] > 0
     with pytest.raises(KeyError):
         alone["ep all-to-all"]
-    assert step_time(config.replace(top_k=4), layout, "h100").breakdown["matrices"] \
+    assert (
+        step_time(config.replace(top_k=4), layout, "h100").breakdown["matrices"]
         > 1.5 * spread["matrices"]
+    )
 
 
 def test_mla_and_long_context_have_times_too():
-    deepseek = step_time(model("deepseek-v3"), Layout(pp=16, dp=64, ep=64, zero=1,
-                                                      num_micro_batches=32), "h100")
+    deepseek = step_time(
+        model("deepseek-v3"), Layout(pp=16, dp=64, ep=64, zero=1, num_micro_batches=32), "h100"
+    )
     assert 0.1 < deepseek.mfu < 0.7
     config = model("llama3-8b").replace(seq_len=131072)
     ring = step_time(config, Layout(cp=8, zero=1), "h100")
@@ -168,9 +187,12 @@ def test_a_plan_is_compared_with_a_run_of_its_kind():
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
-    [({"straggler": 0.9}, "straggler=0.9 would make"), ({"machine": "h900"}, "hardware='h900'"),
-     ({"how": "jax"}, "framework='jax' is not known"),
-     ({"layout": Layout(tp=5)}, "tp=5 does not divide num_heads=32")],
+    [
+        ({"straggler": 0.9}, "straggler=0.9 would make"),
+        ({"machine": "h900"}, "hardware='h900'"),
+        ({"how": "jax"}, "framework='jax' is not known"),
+        ({"layout": Layout(tp=5)}, "tp=5 does not divide num_heads=32"),
+    ],
 )
 def test_impossible_steps_are_refused(arguments, says):
     with pytest.raises(ValueError) as error:

@@ -41,8 +41,10 @@ def test_tp_sends_8_b_s_h_a_layer_with_or_without_sequence_parallel(sequence_par
 
 def test_pp_sends_one_activation_each_way_over_each_border():
     message = 2 * 8192 * 4096
-    volumes = [step_volume(CONFIG, Layout(pp=4, num_micro_batches=8), pp_rank=rank)["pp"]
-               for rank in range(4)]
+    volumes = [
+        step_volume(CONFIG, Layout(pp=4, num_micro_batches=8), pp_rank=rank)["pp"]
+        for rank in range(4)
+    ]
     assert volumes == [8 * message, 16 * message, 16 * message, 8 * message]
     interleaved = Layout(pp=4, num_micro_batches=8, schedule="interleaved", num_chunks=2)
     total = sum(step_volume(CONFIG, interleaved, pp_rank=rank)["pp"] for rank in range(4))
