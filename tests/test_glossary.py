@@ -18,9 +18,12 @@ WORDS = {word.strip(): row for row in ROWS for word in row[0].split(",")}
 
 
 def words_of(lesson):
-    """(words, translation) of its line '**Words.** rank (进程编号) · group, ... (进程组)'."""
-    line = re.search(r"^\*\*Words\.\*\* (.+)$", lesson.read_text(encoding="utf-8"), re.MULTILINE)
-    return re.findall(r"([^·()]+?) \(([^()]+)\)(?: ·|\.)", line.group(1)) if line else []
+    """(words, translation or "") of its line '**Words.** rank (进程编号) · PCIe, NVLink. All of...'."""
+    text = lesson.read_text(encoding="utf-8")
+    line = re.search(r"^\*\*Words\.\*\* (.+?)\. All of them", text, re.MULTILINE)
+    assert line or "**Words" not in text, "expected '**Words.** word (词) · ... . All of them ...'"
+    items = line.group(1).split(" · ") if line else []
+    return [re.fullmatch(r"([^()]+?)(?: \((.+)\))?", item).groups("") for item in items]
 
 
 @pytest.mark.parametrize("lesson", tool.lessons(ROOT), ids=lambda path: path.stem)
