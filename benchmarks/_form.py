@@ -29,9 +29,9 @@ class Case:
 
     Each is a function without arguments. The form takes the wall time of a call, in milliseconds;
     a function that returns a number has measured for itself (bytes, the time inside the ranks),
-    and `unit` says in what. `theirs` may be a plain number: a target that was stated beforehand. The row
-    holds when ours / theirs <= `bar`; without a bar it only informs. `warmup` calls of each come
-    first and are not counted (0 where the first call is the question).
+    and `unit` says in what. `theirs` may be a plain number: a target that was stated beforehand.
+    The row holds when ours / theirs <= `bar`; without a bar it only informs. `warmup` calls of each
+    come first and are not counted (0 where the first call is the question).
     """
 
     name: str
