@@ -271,5 +271,6 @@ def _one_of(config, field: str, known: tuple):
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:
-    divisors = [d for d in range(1, number + 1) if number % d == 0] if number < 10**6 else [1]
+    """The divisor of `number` that is nearest to `wanted`; 1 always is one, so it is not far."""
+    divisors = [d for d in range(1, min(number, 2 * wanted) + 1) if number % d == 0]
     return min(divisors, key=lambda divisor: abs(divisor - wanted))

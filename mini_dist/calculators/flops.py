@@ -85,10 +85,10 @@ def training_time(model: ModelConfig | float, tokens: float, num_devices: int = 
     if not 0 < utilisation <= 1:
         raise ValueError(f"utilisation={utilisation!r} is not a share of the peak: give a number "
                          "above 0 and at most 1, such as 0.45.")
-    for field, value in (("tokens", tokens), ("num_devices", num_devices)):
+    parameters = num_active_parameters(model) if isinstance(model, ModelConfig) else model
+    for field, value in (("model", parameters), ("tokens", tokens), ("num_devices", num_devices)):
         if not value > 0:
             raise ValueError(f"{field}={value!r} is too small: give a number above 0.")
-    parameters = num_active_parameters(model) if isinstance(model, ModelConfig) else model
     peak = machine.device.peak_flops
     flops = 6 * parameters * tokens
     seconds = flops / (num_devices * peak * utilisation)
