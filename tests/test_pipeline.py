@@ -10,6 +10,7 @@ from torch import nn
 from mini_dist import RankError, launch
 from mini_dist.calculators.flops import forward_flops
 from mini_dist.config import ModelConfig
+from mini_dist.grad_norm import clip_, grad_norm
 from mini_dist.model import GPT, token_loss
 from mini_dist.pipeline import (
     Pipeline,
@@ -201,6 +202,37 @@ def test_a_fused_schedule_and_one_of_the_learners_own_run_as_they_are():
         assert torch.equal(rank_losses[0], losses[0])
         for name, (grad, _) in parameters.items():
             torch.testing.assert_close(grad, expected[name][0], rtol=1e-4, atol=1e-7)
+
+
+def clipped(schedule, group):
+    mine, n = schedule.stages_of[group.rank()], schedule.num_stages
+    modules = cut_gpt(CONFIG, mine, n, seed=SEED)
+    pipeline = Pipeline(schedule, modules, group, loss_fn=loss_fn, activation=activation())
+    pipeline.step(*batch(schedule.num_micro_batches))
+    named = {name: p for module in modules.values() for name, p in module.named_parameters()}
+    norm = grad_norm(sharded={group: list(named.values())})
+    clip_(named.values(), norm, 0.01)
+    return {name: p.grad for name, p in named.items()}
+
+
+def test_clipped_gradients_are_close():
+    """Not equal: the squares of the gradients are added up stage by stage, in another order."""
+    _, expected = one_process(4, 1, clip=0.01)
+    for gradients in launch(clipped, 3, args=(one_f_one_b(3, 4),)).results:
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[name][0])
+
+
+# --- what is sent ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "borders"), [("1f1b", 2), ("interleaved", 5), ("zb_v", 4)])
+def test_each_border_between_ranks_carries_each_micro_batch_once_each_way(name, borders):
+    run = launch(train, 3, args=(build(name, 3, 6),))
+    message = MICRO_BATCH * CONFIG.seq_len * CONFIG.d_model * 4
+    for phase in ("forward", "backward"):
+        assert run.ledger.total_bytes(op="send", phase=phase) == 6 * borders * message
+        assert len(run.ledger.calls(op="send", phase=phase)) == 6 * borders
 
 
 # --- tied embedding ---------------------------------------------------------------------------

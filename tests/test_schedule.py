@@ -366,6 +366,9 @@ def test_the_memory_profile_starts_and_ends_empty_and_peaks_where_the_list_says(
             assert profile[-1][0] == timeline.spans[rank][-1].end
             assert max(held for _, held in profile) == peak
             assert [t for t, _ in profile] == sorted(t for t, _ in profile)
+            grows = {t for (t, now), (_, before) in zip(profile[1:], profile) if now > before}
+            starts = {s.start for s in timeline.spans[rank] if s.action.kind == "F"}
+            assert grows == starts, "activations take memory from the start of their forward on"
 
 
 def test_in_flight_agrees_with_the_timeline_counted_moment_by_moment():

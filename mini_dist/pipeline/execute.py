@@ -7,7 +7,7 @@ All that is decided is decided in the list. The executor knows where a stage's i
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +38,8 @@ class Pipeline:
         scalar itself.
     activation: shape and dtype of what one micro-batch sends from stage to stage, as an empty
         tensor (device="meta" is enough).
-    recompute: keep only each stage's input, and run its forward again before its backward.
+    recompute: keep only the stages' inputs, and run each forward again before its backward; True
+        for all of this rank's stages, or the numbers of some.
     optimizer: of this rank's parameters, for schedules with optimizer steps (S) in them.
     shared: this rank's copy of a parameter that the first and the last stage both hold (a tied
         embedding); None elsewhere. Its gradients are added up at the end of a step.
@@ -54,7 +55,7 @@ class Pipeline:
         *,
         loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
         activation: Tensor | None = None,
-        recompute: bool = False,
+        recompute: bool | Collection[int] = False,
         optimizer: torch.optim.Optimizer | None = None,
         shared: Tensor | None = None,
     ) -> None:
@@ -93,7 +94,11 @@ class Pipeline:
         self.stages = {
             stage: function
             if hasattr(function, "backward")
-            else Stage(function, recompute=recompute, optimizer=optimizer)
+            else Stage(
+                function,
+                recompute=recompute if isinstance(recompute, bool) else stage in recompute,
+                optimizer=optimizer,
+            )
             for stage, function in stages.items()
         }
         self.spans: list[Span] = []  # of the last run, by this machine's monotonic clock
@@ -136,19 +141,41 @@ class Pipeline:
             if item[0].kind in COMMUNICATION:
                 with self.messages.together():
                     for action in item:
+                        self._phase("forward" if action.kind.endswith("F") else "backward")
                         self._communicate(action)
             else:
+                received = self._input_of(item[0], plan)  # may wait for a message
                 start = time.monotonic()
-                self._compute(item[0], plan)
+                self._compute(item[0], received, plan)
                 self.spans.append(Span(item[0], start, time.monotonic()))
         self.messages.wait()
+        self._phase("step")
         return self.losses
 
-    def _compute(self, action: Action, plan: _Plan) -> None:
+    def _phase(self, name: str) -> None:
+        """Tell the ledger what the messages belong to: between computations it cannot see it."""
+        if recorder := getattr(self.group, "recorder", None):
+            recorder.phases.set(name)
+
+    def _input_of(self, action: Action, plan: _Plan) -> Tensor | None:
+        number, kind, micro = action.key
+        if kind == "F":
+            return self.inputs[micro] if number == 0 else self._take(number - 1, "F", micro)
+        if kind == "B" and number == self.last:
+            return torch.full_like(self.losses[micro], plan.shares[micro])
+        return self._take(number + 1, "B", micro) if kind == "B" else None
+
+    def _take(self, source: int, kind: str, micro: int) -> Tensor:
+        """What stage `source` computed: it lies here already, or arrives in a message."""
+        if source in self.stages:
+            return self.values.pop((source, kind, micro))
+        return self.messages.take(Action(source, f"SEND_{kind}", micro))
+
+    def _compute(self, action: Action, received: Tensor | None, plan: _Plan) -> None:
         number, kind, micro = action.key
         stage = self.stages[number]
         if kind == "F":
-            inputs = [self.inputs[micro] if number == 0 else self._take(number - 1, "F", micro)]
+            inputs = [received]
             if number == self.last and self.targets is not None:
                 inputs.append(self.targets[micro])
             split = (number, micro) in plan.schedule.split
@@ -158,16 +185,12 @@ class Pipeline:
             else:
                 self.values[action.key] = output
         elif kind == "B":
-            if number == self.last:
-                gradient = torch.full_like(self.losses[micro], plan.shares[micro])
-            else:
-                gradient = self._take(number + 1, "B", micro)
-            gradient = stage.backward(micro, gradient)
+            gradient = stage.backward(micro, received)
             if number > 0:
                 self.values[action.key] = gradient
         elif kind == "W":
             stage.weight(micro)
-        elif kind == "S":
+        else:
             stage.step(plan.keep[action])
 
     def _communicate(self, action: Action) -> None:
@@ -178,12 +201,6 @@ class Pipeline:
             self.messages.send(action, value)
         else:
             self.messages.receive(action, torch.empty_like(self.activation, device=self.device))
-
-    def _take(self, source: int, kind: str, micro: int) -> Tensor:
-        """What stage `source` computed: it lies here already, or arrives in a message."""
-        if source in self.stages:
-            return self.values.pop((source, kind, micro))
-        return self.messages.take(Action(source, f"SEND_{kind}", micro))
 
     def _check(self, value: Tensor, action: Action) -> None:
         """gloo hangs or dies on a message of the wrong size, so it has to be right before."""
