@@ -134,30 +134,31 @@ def _add_elementwise(time, config, device, how, moe, tp, tokens, whole) -> None:
                                                             + config.num_shared_experts)
     hidden = e * tokens * d_ffn / tp
     gated = config.activation == "swiglu"
-    eager = 1 if how.fused_activation else 2  # silu and product apart, each with its own passes
     forward = {
         "two norms": 2 * 2 * model,
         "two residuals": 2 * (3 + mask) * model,
-        "activation": eager * (3 if gated else 2) * hidden,
+        "activation": (3 if gated else 2) * hidden,
         "heads into rows": 2 * heads,
     }
     backward = {
         "two norms and residuals": 2 * 6 * model,
-        "activation": eager * (5 if gated else 3) * hidden,
+        "activation": (5 if gated else 3) * hidden,
         "dropout": 2 * (2 + mask) * model if config.dropout else 0,
     }
     if config.positions == "rotary":  # queries and keys turned, and turned back
         forward["rotary"] = backward["rotary"] \
-            = eager * 2 * heads * (1 + config.num_kv_heads / config.num_heads)
+            = 2 * heads * (1 + config.num_kv_heads / config.num_heads)
     if moe:  # token copies sorted by expert, and back with their weights
         forward["sorting"] = backward["sorting"] = 2 * 4 * config.top_k * model
-    time.add("elementwise", _passes(device, forward), _passes(device, backward))
+    time.add("elementwise", _passes(device, how, forward), _passes(device, how, backward))
 
 
-def _passes(device, moved: dict[str, float]) -> float:
+def _passes(device, how, moved: dict[str, float]) -> float:
+    """Unfused, about every second kernel reads again what the one before wrote."""
+    again = 1 if how.fused_activation else 2
     kernels = sum(2 if name.startswith("two") or name == "sorting" else 1
                   for name, num_bytes in moved.items() if num_bytes)
-    return sum(moved.values()) / device.stream_bandwidth + kernels * KERNEL_SECONDS
+    return again * (sum(moved.values()) / device.stream_bandwidth + kernels * KERNEL_SECONDS)
 
 
 def _add_exchanges(time, config, machine, how, moe, axes, sequence_parallel, tokens, whole) -> None:
