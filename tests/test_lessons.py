@@ -91,7 +91,8 @@ def test_links_in_a_notebook_lead_somewhere(path):
 
 FIRST = """# First
 
-A figure: ![ring](figures/ring.svg). See [the second](02_second.md#part) and [code](../x.py).
+A figure: ![ring](figures/ring.svg). See [the second](02_second.md#part), [code](../x.py),
+[words](../WORDS.md), [a page](PAGE.md).
 
 ```python tags=["nbval-check-output"]
 print("sum", sum(range(4)))
@@ -125,8 +126,10 @@ def built(tmp_path_factory):
     (root / "lessons/labs").mkdir(parents=True)
     (root / "lessons/01_first.md").write_text(FIRST)
     (root / "lessons/02_second.md").write_text(SECOND)
+    (root / "lessons/PAGE.md").write_text("# A page that is no lesson\n")
     (root / "lessons/labs/sweep.md").write_text(
-        '# Sweep\n\n```python tags=["parameters"]\nlr = 0.1\n```\n\n[first](../01_first.md)\n'
+        '# Sweep\n\n```python tags=["parameters"]\nlr = 0.1\n```\n\n'
+        "[first](../01_first.md) ![ring](../figures/ring.svg)\n"
     )
     assert tool.main(["--root", str(root)]) == 0
     return root
@@ -159,6 +162,7 @@ def test_a_notebook_is_the_lesson_with_outputs_tags_and_links_that_work_from_the
     assert "(../lessons/figures/ring.svg)" in first.cells[0].source
     assert "(02_second.ipynb#part)" in first.cells[0].source
     assert "(../x.py)" in first.cells[0].source
+    assert "(../WORDS.md), [a page](../lessons/PAGE.md)" in first.cells[0].source
     compared, raising, picture = code_cells(first)
     assert compared.metadata == {"tags": ["nbval-check-output"]}
     assert compared.outputs[0].text == "sum 6\n"
@@ -170,6 +174,7 @@ def test_a_notebook_is_the_lesson_with_outputs_tags_and_links_that_work_from_the
     lab = read(course / "notebooks/labs/sweep.ipynb")
     assert lab.cells[1].metadata.tags == ["parameters"]
     assert "(../01_first.ipynb)" in lab.cells[-1].source
+    assert "(../../lessons/labs/../figures/ring.svg)" in lab.cells[-1].source
 
 
 def test_a_widget_leaves_its_picture_and_nothing_else(course):

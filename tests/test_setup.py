@@ -97,7 +97,7 @@ def test_every_make_target_of_the_readme_exists():
 
 def test_the_readme_lists_every_lesson_and_every_file_of_the_library():
     readme = (ROOT / "README.md").read_text()
-    for lesson in (ROOT / "lessons").glob("*.md"):
+    for lesson in (ROOT / "lessons").glob("[0-9][0-9]_*.md"):
         assert f"(notebooks/{lesson.stem}.ipynb)" in readme, f"{lesson.name} is not in the table"
     for module in [*(ROOT / "mini_dist").glob("*.py"), *(ROOT / "mini_dist").glob("*/__init__.py")]:
         name = module.name if module.parent.name == "mini_dist" else f"{module.parent.name}/"

@@ -43,8 +43,9 @@ class BuildError(Exception):
 
 
 def lessons(root):
-    """The lesson files under `root`, in reading order; labs after them."""
-    return sorted((root / "lessons").glob("*.md")) + sorted((root / "lessons/labs").glob("*.md"))
+    """The lessons under `root`, NN_topic.md, in reading order; labs after them."""
+    labs = sorted((root / "lessons/labs").glob("*.md"))
+    return sorted((root / "lessons").glob("[0-9][0-9]_*.md")) + labs
 
 
 def notebook_of(lesson, root):
@@ -76,10 +77,19 @@ def navigation(lesson, root):
     return " · ".join(links) or None
 
 
-def relink(markdown):
-    """Links as seen from notebooks/: figures stay with the lessons, lessons become notebooks."""
-    markdown = re.sub(r'(\]\(|src=")figures/', r"\1../lessons/figures/", markdown)
-    return re.sub(r"(\]\((?:labs/|\.\./)?[\w-]+)\.md(#[^)]*)?\)", r"\1.ipynb\2)", markdown)
+def relink(markdown, lesson, root):
+    """Links as seen from notebooks/: lessons become notebooks, figures and other pages stay."""
+    up = "../../lessons/labs/" if lesson.parent.name == "labs" else "../lessons/"
+
+    def to_notebook(link):
+        target = (lesson.parent / f"{link[1]}.md").resolve()
+        if target in lessons(root):
+            return f"]({link[1]}.ipynb{link[2]})"
+        inside = target.is_relative_to(root / "lessons")
+        return f"]({up}{link[1]}.md{link[2]})" if inside else link[0]
+
+    markdown = re.sub(r'(\]\(|src=")((?:\.\./)?figures/)', rf"\1{up}\2", markdown)
+    return re.sub(r"\]\(([\w./-]+)\.md((?:#[^)]*)?)\)", to_notebook, markdown)
 
 
 def convert(lesson, root):
@@ -91,7 +101,7 @@ def convert(lesson, root):
         raise BuildError(f"{lesson.name} is not a jupytext Markdown file: {error}") from error
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            cell.source = relink(cell.source)
+            cell.source = relink(cell.source, lesson, root)
     if links:
         notebook.cells.append(nbformat.v4.new_markdown_cell(f"---\n{links}"))
     for index, cell in enumerate(notebook.cells):
