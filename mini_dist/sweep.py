@@ -105,6 +105,8 @@ def execute(notebook: Path, output: Path, parameters: dict, timeout: float) -> s
             return "the kernel died"
         except CellTimeoutError:
             return f"a cell took longer than {timeout:g} s"
+        except Exception as error:  # a kernel that does not start: the next case may do better
+            return f"{type(error).__name__}: {error}".split("\n")[0]
         finally:
             if kernel.has_kernel:
                 run_sync(kernel.shutdown_kernel)(now=True)
@@ -171,11 +173,17 @@ def read_value(text: str) -> Any:
 PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 
-def read_assignment(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not name or not equals or not value:
-        raise ValueError(f"{text!r} gives no parameter a value: write NAME=VALUE.")
-    return name.strip(), value
+def read_assignments(texts: list[str]) -> dict[str, str]:
+    """NAME=VALUE, each name once."""
+    found: dict[str, str] = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        if not name or not value:
+            raise ValueError(f"{text!r} gives no parameter a value: write NAME=VALUE.")
+        if name in found:
+            raise ValueError(f"{name} is given twice: write all its values as -g {name}=V1,V2.")
+        found[name] = value
+    return found
 
 
 def plan(notebook: Path, swept: dict[str, list], fixed: dict[str, Any], out: Path) -> list[Case]:
@@ -241,10 +249,11 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     out = options.out or Path("runs") / options.notebook.stem
     try:
-        fixed = {name: read_value(v) for name, v in map(read_assignment, options.parameter)}
+        fixed = read_assignments(options.parameter)
+        fixed = {name: read_value(value) for name, value in fixed.items()}
         swept = {
-            name: [read_value(value) for value in dict.fromkeys(v.split(","))]
-            for name, v in map(read_assignment, options.grid)
+            name: [read_value(value) for value in dict.fromkeys(values.split(","))]
+            for name, values in read_assignments(options.grid).items()
         }
         cases = plan(options.notebook, swept, fixed, out)
     except ValueError as error:

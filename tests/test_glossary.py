@@ -18,7 +18,7 @@ WORDS = {word.strip(): row for row in ROWS for word in row[0].split(",")}
 
 
 def words_of(lesson):
-    """(words, translation or "") of its line "**Words.** rank (进程编号) · PCIe. All of them..."."""
+    """(words, translation) of its line **Words.** rank (进程编号) · PCIe. All of them ..."""
     text = lesson.read_text(encoding="utf-8")
     line = re.search(r"^\*\*Words\.\*\* (.+?)\. All of them", text, re.MULTILINE)
     assert line or "**Words" not in text, "expected '**Words.** word (词) · ... . All of them ...'"

@@ -117,6 +117,18 @@ def test_failures_are_told_apart_and_the_status_is_1(toy, capsys):
     assert "no luck" in Path("out/mode=raise,n=2/notebook.ipynb").read_text()
 
 
+def test_a_kernel_that_does_not_start_fails_its_case_and_not_the_sweep(toy):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jupyter_client.manager.KernelManager.start_kernel", no_kernel)
+        patch.setattr("jupyter_client.manager.AsyncKernelManager.start_kernel", no_kernel)
+        assert run(toy, "-g", "n=1,2", "--out", "out") == 1
+    assert [r["error"] for r in records("out")] == ["RuntimeError: no kernel today"] * 2
+
+
+async def no_kernel(*args, **kwargs):
+    raise RuntimeError("no kernel today\nor tomorrow")
+
+
 def test_a_cell_that_takes_too_long_is_a_failure(toy):
     assert run(toy, "-p", "mode=slow", "--out", "out", "--timeout", 1) == 1
     assert records("out")[0]["error"] == "a cell took longer than 1 s"
@@ -131,6 +143,7 @@ def test_a_cell_that_takes_too_long_is_a_failure(toy):
         (["toy.ipynb", "-g", "n="], "'n=' gives no parameter a value"),
         (["toy.ipynb", "-g", "n=[1]"], "'[1]' is more than one value"),
         (["toy.ipynb", "-g", "n=1", "-p", "n=2"], "n is both swept (-g) and fixed (-p)"),
+        (["toy.ipynb", "-g", "n=1", "-g", "n=2"], "n is given twice: write all its values as -g n"),
         (["toy.ipynb", "-p", "folder=x"], "every case has a folder of its own: say where by --out"),
         (["gone.ipynb", "-g", "n=1"], "gone.ipynb does not exist"),
         (["text.ipynb", "-g", "n=1"], "text.ipynb cannot be read as a notebook"),
