@@ -192,7 +192,7 @@ def test_stages_balanced_by_cost_hold_the_same_model():
 
 
 def test_a_fused_schedule_and_one_of_the_learners_own_run_as_they_are():
-    own = Schedule("mine", ["0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1B0"])  # backwards the other way
+    own = Schedule("mine", ["0F0 0F1 0B1 0B0", "1F1 1F0 1B1 1B0"])  # its second stage hurries 1
     fused = fuse_communication(add_communication(one_f_one_b(2, 4)))
     cases = [(own, {}), (fused, {})]
     first, second = zip(*launch(train_each, 2, args=(cases,)).results)

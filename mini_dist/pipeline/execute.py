@@ -134,8 +134,8 @@ class Pipeline:
         if self.last in self.stages and self.has_targets:
             self.targets = _micro_batches(targets, m, "targets")
         self.values: dict[Key, Tensor] = {}  # by who computed them: (stage, "F" or "B", micro)
-        self.messages = _Messages(plan, self.group)
-        self.losses: list[Tensor] = []
+        self.messages = _Messages(plan, self.group, self.device)
+        self.losses: dict[int, Tensor] = {}  # by micro-batch; on the last stage's rank only
         self.spans = []
         for item in plan.items:
             if item[0].kind in COMMUNICATION:
@@ -150,7 +150,7 @@ class Pipeline:
                 self.spans.append(Span(item[0], start, time.monotonic()))
         self.messages.wait()
         self._phase("step")
-        return self.losses
+        return [self.losses[micro] for micro in sorted(self.losses)]
 
     def _phase(self, name: str) -> None:
         """Tell the ledger what the messages belong to: between computations it cannot see it."""
@@ -181,7 +181,7 @@ class Pipeline:
             split = (number, micro) in plan.schedule.split
             output = stage.forward(micro, inputs, split=split, version=action.version)
             if number == self.last:
-                self.losses.append(output)
+                self.losses[micro] = output
             else:
                 self.values[action.key] = output
         elif kind == "B":
@@ -270,8 +270,9 @@ class _Messages:
     over at once. So tensors are kept as long as needed and no rank waits in a send.
     """
 
-    def __init__(self, plan: _Plan, group) -> None:
-        self.schedule, self.place, self.group = plan.schedule, plan.place, group
+    def __init__(self, plan: _Plan, group, device: torch.device) -> None:
+        self.schedule, self.place = plan.schedule, plan.place
+        self.group, self.device = group, device
         self.sent: dict[int, list[_Message]] = {}  # to a peer
         self.coming: dict[Key, _Message] = {}
         self.started: list[_Message] = []
@@ -301,12 +302,12 @@ class _Messages:
     def together(self) -> Iterator[None]:
         """What is started within becomes one operation on NCCL; gloo starts each by itself."""
         self.started.clear()
-        if self.group.device.type != "cuda":
+        if self.device.type != "cuda":
             yield
             return
-        self.group._start_coalescing(self.group.device)
+        self.group._start_coalescing(self.device)
         yield
-        work = self.group._end_coalescing(self.group.device)
+        work = self.group._end_coalescing(self.device)
         for message in self.started:
             message.work = work
 
