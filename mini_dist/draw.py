@@ -248,7 +248,9 @@ def link_fit(sizes: list[int], seconds: list[float], link, title: str = "") -> P
     figure = Figure(figsize=(7, 4.4), dpi=110, layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.2])
     said = [link.seconds(size) for size in sizes]
-    above.loglog(sizes, said, color="#de2d26", linewidth=1.2, label="latency + bytes / bandwidth")
+    between = [min(sizes) * (max(sizes) / min(sizes)) ** (k / 99) for k in range(100)]
+    label = "latency + bytes / bandwidth"
+    above.loglog(between, [link.seconds(size) for size in between], color="#de2d26", label=label)
     above.loglog(sizes, seconds, "o", color="#2b8cbe", label="measured")
     half = link.latency * link.bandwidth
     above.axvline(half, color="#999999", linestyle=":", linewidth=1)
