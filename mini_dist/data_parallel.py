@@ -30,8 +30,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from .collectives import all_reduce, broadcast, gather, star_broadcast
+from .collectives import all_reduce, gather, star_broadcast
 from .ledger.recording import recorded
+from .replicas import broadcast_state, gradient
 
 BUCKET_BYTES = 25 << 20  # the default of torch's DistributedDataParallel (Li et al. 2020, 3.2.3)
 
@@ -63,7 +64,7 @@ class Naive(nn.Module):
         self.module, self.group, self.reduce = module, group, reduce or mean
         self.parameters_to_average = [p for p in module.parameters() if p.requires_grad]
         if not self.parameters_to_average:
-            raise ValueError("the model has no parameter that requires a gradient: nothing to train")
+            raise ValueError("no parameter requires a gradient: there is nothing to train")
         self.synchronizes = True
         broadcast_state(module, group)
 
@@ -141,18 +142,6 @@ class Overlapped(Bucketed):
 
 def mean(x: Tensor, group) -> Tensor:
     return all_reduce(x, group, op="mean")
-
-
-def broadcast_state(module: nn.Module, group) -> None:
-    """Give every rank rank 0's parameters and buffers."""
-    with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            tensor.copy_(broadcast(tensor, 0, group))
-
-
-def gradient(parameter: Tensor) -> Tensor:
-    """Its gradient, zeros if this rank did not use it: other ranks may have."""
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def make_buckets(parameters: list[Tensor], bucket_bytes: int) -> list[list[Tensor]]:

@@ -183,7 +183,9 @@ def check_arguments(world_size, args, kwargs, timeout, seed, start) -> None:
             f"can share at most {most} ranks ({RANKS_PER_CORE} a core). Use {most} or fewer."
         )
     if not isinstance(args, (tuple, list)):
-        raise TypeError(f"args must be a tuple of arguments, not {args!r}; did you mean ({args!r},)?")
+        raise TypeError(
+            f"args must be a tuple of arguments, not {args!r}; did you mean ({args!r},)?"
+        )
     if kwargs is not None and not isinstance(kwargs, dict):
         raise TypeError(f"kwargs must be a dict of arguments by name, not {kwargs!r}")
     if not isinstance(seed, int):
@@ -224,6 +226,6 @@ def warm_up() -> None:
         get_zygote("fork").prepare(4, "cuda" if count_gpus() >= 4 else "cpu")
 
 
-# In a notebook the first launch is seconds away: use them. (A script or a test starts it on demand.)
+# In a notebook the first launch is seconds away: use them. (A script or test starts it on demand.)
 if "ipykernel" in sys.modules and getattr(sys.modules.get("IPython"), "get_ipython", bool)():
     warm_up()

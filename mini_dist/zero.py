@@ -14,10 +14,10 @@ unit are one unit more, the root. All three are used alike:
     model.step(max_norm=1.0)
     model.zero_grad()
 
-Legend: n ranks, Ψ parameters, k micro-batches in a step. Elements sent by a rank in a step, in units
-of (n-1)/n Ψ: ZeRO1 2 (scatter gradients, gather parameters), ZeRO2 k+1 (gradients after every
-micro-batch), ZeRO3 3k (gather for forward, gather for backward, scatter; the root is gathered once
-for both, so 2k for its part).
+Legend: n ranks, Ψ parameters, k micro-batches in a step. Elements sent by a rank in a step, in
+units of (n-1)/n Ψ: ZeRO1 2 (scatter gradients, gather parameters), ZeRO2 k+1 (gradients after
+every micro-batch), ZeRO3 3k (gather for forward, gather for backward, scatter; the root is gathered
+once for both, so 2k for its part).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ import torch
 from torch import Tensor, nn
 
 from .collectives import all_gather, reduce_scatter
-from .data_parallel import broadcast_state, gradient
 from .grad_norm import clip_, grad_norm
+from .replicas import broadcast_state, gradient
 
 # Their update of an element depends on that element's gradient and state only, so an optimizer of
 # a shard does what the optimizer of the whole would do to it.
@@ -118,7 +118,7 @@ class ZeRO1(nn.Module):
             if mine:
                 self.units.append(Unit(mine, group, master_dtype))
         if not self.units:
-            raise ValueError("the model has no parameter that requires a gradient: nothing to train")
+            raise ValueError("no parameter requires a gradient: there is nothing to train")
         self.shards = [unit.shard for unit in self.units]
         self.optimizer = make_optimizer(self.shards)
         if not isinstance(self.optimizer, ELEMENTWISE):

@@ -109,7 +109,12 @@ def test_raw_calls_are_recorded_with_their_least_volume():
     ]
     assert run.ledger.total_bytes(op="reduce") == 3 * kb
     ours = run.ledger.calls(op="all_reduce", rank=0)[0]
-    assert (ours.dtype, ours.nbytes, ours.axis, ours.group) == ("float32", kb, "world", (0, 1, 2, 3))
+    assert (ours.dtype, ours.nbytes, ours.axis, ours.group) == (
+        "float32",
+        kb,
+        "world",
+        (0, 1, 2, 3),
+    )
     assert ours.peers == (1, 3)
     assert run.ledger.span[0][0] <= ours.start <= ours.end <= run.ledger.span[0][1]
 

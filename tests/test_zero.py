@@ -93,9 +93,7 @@ def test_bytes_a_step_are_the_papers(k):
         blocks, root = sum(padded[:-1]), padded[-1]
         factor = {1: (2, 2), 2: (k + 1, k + 1), 3: (3 * k, 2 * k)}[stage]
         expected = (n - 1) * (factor[0] * blocks + factor[1] * root)  # over all ranks
-        total = sum(
-            comm.sent for comm in run.ledger.leaves() if comm.phase != "setup"
-        )
+        total = sum(comm.sent for comm in run.ledger.leaves() if comm.phase != "setup")
         assert total == expected, f"ZeRO{stage}"
 
 
@@ -129,7 +127,7 @@ def test_each_stage_holds_an_nth_of_one_kind_more():
 def bad_inputs(group):
     with pytest.raises(ValueError, match="LBFGS cannot be sharded"):
         ZeRO1(nn.Linear(2, 2), group, torch.optim.LBFGS)
-    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+    with pytest.raises(ValueError, match="no parameter requires a gradient"):
         ZeRO2(nn.ReLU(), group, adamw)
 
 

@@ -200,4 +200,3 @@ def read_rank(rank: int, export: dict) -> list[Comm]:
 def add(total: dict[int, int], more: dict[int, int]) -> None:
     for peer, nbytes in more.items():
         total[peer] = total.get(peer, 0) + nbytes
-

@@ -297,7 +297,6 @@ class RecordingGroup(dist.ProcessGroup):
         if work is None:
             return None
 
-
         def ended(_):
             end(row)
             if flight:
@@ -391,7 +390,7 @@ class RecordingGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    def getBackendName(self) -> str:  # noqa: N802 (torch's own name for it)
+    def getBackendName(self) -> str:  # (torch's own name for it)
         return BACKEND
 
 

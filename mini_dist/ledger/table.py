@@ -35,10 +35,14 @@ class Table:
                 "left" if self.rows and isinstance(self.rows[0][i], str) else "right"
                 for i in range(len(values))
             ]
-            return "<tr>" + "".join(
-                f"<{tag} style='text-align:{side}'>{html.escape(value)}</{tag}>"
-                for side, value in zip(align, values)
-            ) + "</tr>"
+            return (
+                "<tr>"
+                + "".join(
+                    f"<{tag} style='text-align:{side}'>{html.escape(value)}</{tag}>"
+                    for side, value in zip(align, values)
+                )
+                + "</tr>"
+            )
 
         body = "".join(line("td", row) for row in self.cells())
         caption = f"<caption>{html.escape(self.title)}</caption>" if self.title else ""

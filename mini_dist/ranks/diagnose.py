@@ -89,7 +89,9 @@ class Scene:
         self.stacks = world.stacks()
         self.flights = world.flights()
         self.returned = {rank.number for rank in world.ranks if rank.returned}
-        self.waiting = [rank.number for rank in world.ranks if not rank.report and rank.status is None]
+        self.waiting = [
+            rank.number for rank in world.ranks if not rank.report and rank.status is None
+        ]
 
     def tell(self, ranks) -> list[str]:
         """A line a rank: what it is doing, since when, waiting for whom, and on which line."""
@@ -201,7 +203,9 @@ def in_library(filename: str) -> bool:
 
 
 def in_launcher(filename: str) -> bool:
-    return filename.startswith((str(PACKAGE / "ranks"), str(PACKAGE / "launch.py"), str(PACKAGE / "ledger")))
+    return filename.startswith(
+        (str(PACKAGE / "ranks"), str(PACKAGE / "launch.py"), str(PACKAGE / "ledger"))
+    )
 
 
 def place(filename: str) -> str:

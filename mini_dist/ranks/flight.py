@@ -89,7 +89,9 @@ class Entry:
     k: int  # the k-th of its channel, from 1, or UNKNOWN
     done: int
     time: float
-    channel: str  # "collective GROUP" or "message GROUP SRC DST TAG" (world ranks; SRC may be "any")
+    channel: (
+        str  # "collective GROUP" or "message GROUP SRC DST TAG" (world ranks; SRC may be "any")
+    )
     signature: str  # what ranks must agree on
     text: str  # for people: all_reduce(float32[4, 2])
 

@@ -58,9 +58,7 @@ class Failure:
     is_connection: bool  # a consequence of another rank's end, not a cause
 
 
-def main(
-    rank: int, size: int, device: str, directory: str, control: int, output: int
-) -> None:
+def main(rank: int, size: int, device: str, directory: str, control: int, output: int) -> None:
     pid = os.getpid()
     redirect_output(output)
     # A rank that waits in C++ runs no Python; on this signal, and when native code aborts, its

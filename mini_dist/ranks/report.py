@@ -61,7 +61,6 @@ ONE_LINE = reprlib.Repr()
 ONE_LINE.maxstring = ONE_LINE.maxother = 100
 
 
-
 def print_outputs(outputs: list[str]) -> None:
     """The ranks' prints, rank after rank, each line marked with its rank."""
     lines = [

@@ -28,7 +28,7 @@ from .rank import Job, Report
 from .transport import Inbox, send
 
 PACKAGE = Path(__file__).parent.parent
-GRACE = 0.4  # seconds after a first failure for the others to fail too: the first is not always the cause
+GRACE = 0.4  # seconds for others to fail too: the first failure is not always the cause
 LOOK = 0.1  # seconds between two looks at the flight recorders
 KEEP_OUTPUT = 1 << 20  # bytes of a rank's prints
 ZYGOTE_ENVIRONMENT = {
@@ -112,7 +112,14 @@ class Zygote:
         self.control, far = socket.socketpair()
         self.log = open(f"{self.directory}/zygote.log", "w+")
         self.process = subprocess.Popen(
-            [sys.executable, zygote.__file__, mode, str(far.fileno()), self.directory, str(PACKAGE.parent)],
+            [
+                sys.executable,
+                zygote.__file__,
+                mode,
+                str(far.fileno()),
+                self.directory,
+                str(PACKAGE.parent),
+            ],
             pass_fds=[far.fileno(), self.lock],
             env=rank_environment() | ZYGOTE_ENVIRONMENT,
             stdin=subprocess.DEVNULL,

@@ -1,16 +1,18 @@
 """The zygote: a small process that has torch loaded and forks ranks from itself on request.
 
 Of mini_dist it loads only what every rank runs before its job (the parent starts a new zygote when
-these files change); the rest is imported by the ranks, so that they see the newest edits. It never runs a tensor operation and never touches CUDA: forking a process that has done
-either breaks the child (OpenMP hangs, CUDA refuses). It lives in a session of its own, so the
-interrupt of a terminal or a notebook reaches neither it nor its ranks. When the parent goes
-away, however violently, the socket to it closes; then the zygote kills every rank, removes the
-directory of the worlds and leaves.
+these files change); the rest is imported by the ranks, so that they see the newest edits. It never
+runs a tensor operation and never touches CUDA: forking a process that has done either breaks the
+child (OpenMP hangs, CUDA refuses). It lives in a session of its own, so the interrupt of a terminal
+or a notebook reaches neither it nor its ranks. When the parent goes away, however violently, the
+socket to it closes; then the zygote kills every rank, removes the directory of the worlds and
+leaves.
 
-A request is one JSON object padded to REQUEST_BYTES: {"start": rank, "size": n, "device":
-"cpu" or "cuda", "world": w, "directory": d} with two file descriptors (the rank's socket to the parent, its output), or
-{"kill": w}. An answer is a line of JSON: {"started": pid, "world": w, "rank": r} or {"ended":
-pid, "world": w, "rank": r, "status": s}; s is an exit code, or minus the signal that killed it.
+A request is one JSON object padded to REQUEST_BYTES: {"start": rank, "size": n, "device": "cpu" or
+"cuda", "world": w, "directory": d, "patient": start it when all is loaded} with two file
+descriptors (the rank's socket to the parent, its output), or {"kill": w}. An answer is a line of
+JSON: {"started": pid, "world": w, "rank": r} or {"ended": pid, "world": w, "rank": r, "status": s};
+s is an exit code, or minus the signal that killed it.
 """
 
 import contextlib
