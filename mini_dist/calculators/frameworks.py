@@ -36,7 +36,8 @@ class Framework:
     loss_bytes: float = 4
     weight_gradients: str = "none"  # kept beside the gradients: "none", "largest", "one_layer"
     gradient_buffers: bool = True  # False: they appear in backward and are gone after the step
-    plain_modules: bool = False  # torch's, unfused: see _plain_modules
+    prefetch: int = 1  # layers whose parameters ZeRO-3 gathers ahead
+    plain_modules: bool = False  # torch's, unfused: memory._plain_modules says what they keep
     backward: bool = True  # count one layer's backward at the peak
     outside: float = 0.0  # bytes
     fragmentation: float = 0.0  # share of the allocator's count
@@ -120,7 +121,7 @@ FRAMEWORKS = {
     "course": Framework(
         "course", parameter_bytes=4, gradient_bytes=4, optimizer_bytes=8, shard_bytes=4,
         activation_bytes=4, fused_activation=False, loss_bytes=12, gradient_buffers=False,
-        plain_modules=True, source="mini_dist/model.py and zero.py"),
+        prefetch=0, plain_modules=True, source="mini_dist/model.py and zero.py"),
 }
 
 

@@ -23,6 +23,8 @@ from ..config import Layout, ModelConfig
 from .frameworks import Framework, framework
 from .lines import Breakdown, Line
 from .parameters import (
+    held_by_layer,
+    held_outside,
     layer_weights,
     layers_of_stage,
     parameters_of_rank,
@@ -184,7 +186,7 @@ def peak_memory(config: ModelConfig, layout: Layout,
     """The waterfall of the fullest pipeline rank.
 
     Only the first, the second and the last can be it: towards the end ranks hold fewer
-    micro-batches, and no rank holds more layers than the second.
+    micro-batches, and no rank holds more layers than the first two.
     """
     ranks = {0, min(1, layout.pp - 1), layout.pp - 1}
     return max((rank_memory(config, layout, how, rank) for rank in ranks),
@@ -199,9 +201,9 @@ def device_memory(allocated: float, how: str | Framework = "megatron-core") -> f
 
 def _kept(config, layout, how, moe) -> float:
     """Bytes a token that one layer keeps under the layout's recompute."""
-    if layout.recompute == "full":  # its input; tp may cut it along the sequence
-        whole = layout.tp if layout.sequence_parallel else 1
-        return 0.0 if how.offload_activations else how.activation_bytes * config.d_model / whole
+    if layout.recompute == "full":  # its input
+        return 0.0 if how.offload_activations \
+            else how.activation_bytes * config.d_model / _whole(layout)
     return sum(item.bytes_per_token for item in layer_activations(config, layout, how, moe)
                if layout.recompute == "none" or not item.is_scores)
 
@@ -221,9 +223,11 @@ def _states(config, layout, how, pp_rank) -> list[Line]:
                 continue
             lines.append(dataclasses.replace(line, name=line.name + what))
     if layout.zero == 3 and ways > 1:
-        # One layer whole while it computes, the next one on its way, in the compute precision.
-        lines.append(Line("unsharded parameters", 2 * 2 * float(held.largest_layer), "bytes",
-                          "2 layers * 2 bytes", "prefetch of one [code]"))
+        # The layer that computes and those on their way; and, all the time, what is outside.
+        n = 1 + how.prefetch
+        whole = n * held.largest_layer + held_outside(config, layout, pp_rank).total
+        lines.append(Line("unsharded parameters", how.activation_bytes * float(whole), "bytes",
+                          f"{how.activation_bytes:g} ({n} P_layer + P_outside)", how.source))
     return lines
 
 
@@ -264,6 +268,9 @@ def _worst_moment(config, layout, how, pp_rank) -> list[Line]:
     if early and not at_loss:
         lines.append(Line("gradients", early, "bytes", "the head's and one matrix's: the others "
                           "come as activations go", "autograd [code]"))
+    scattered = _scattering(config, layout, how, is_last)
+    if scattered.value > sum(line.value for line in lines):
+        lines = [scattered]
     if t > 1 and layout.sequence_parallel and how.backward:
         lines.append(Line("gathered sequence", 2 * e * D * tokens, "bytes", "2 e D tokens",
                           "[K22] section 4.2.2"))
@@ -272,6 +279,20 @@ def _worst_moment(config, layout, how, pp_rank) -> list[Line]:
     lines.append(Line("weight gradients in passing", passing, "bytes", which[how.weight_gradients]
                       + (" + the head's" if at_loss and of_head else ""), how.source))
     return [line for line in lines if line.value]
+
+
+def _scattering(config, layout, how, is_last) -> Line:
+    """ZeRO-2 and 3 without buffers: a layer's gradients, their flat copy and its reduction, at the
+    moment when the layer's own activations are gone."""
+    value = 0.0
+    if layout.zero >= 2 and not how.gradient_buffers:
+        moe = config.is_moe_layer(config.num_layers - 1)
+        layer = float(held_by_layer(config, layout, moe).total)
+        _, head = _gradient_sizes(config, layout, is_last)
+        value = how.gradient_bytes * (3 * layer + head) \
+            - _tokens(config, layout) * _kept(config, layout, how, moe)
+    return Line("a layer's gradients, scattered", max(0.0, value), "bytes",
+                "3 g P_layer + g P_head - the layer's activations", "mini_dist/zero.py")
 
 
 def _gradients_in_turn(config, layout, how, states, running) -> tuple[list[Line], list[Line]]:

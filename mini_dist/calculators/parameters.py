@@ -181,7 +181,7 @@ def _held(config: ModelConfig, part: str, tp: int, ep: int) -> Held:
               for weight in weights]
     experts = sum((numel for routed, numel in numels if routed), Fraction(0))
     total = sum((numel for _, numel in numels), Fraction(0))
-    return Held(total - experts, experts, total)
+    return Held(total - experts, experts, total if part in ("dense", "moe") else Fraction(0))
 
 
 def _attention(config: ModelConfig) -> list[Weight]:
