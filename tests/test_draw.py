@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from mini_dist import draw, launch
+from mini_dist.calculators.links import Link
 from mini_dist.collectives import pairwise_all_to_all, ring_all_reduce, star_all_reduce
+from mini_dist.ledger.replay import Flight
 from mini_dist.ledger.steps import messages
 from mini_dist.watch import watch
 
@@ -178,3 +180,36 @@ def test_columns_are_named_from_input_to_result(seen):
     shown = texts(draw.collective(seen[star_all_reduce], "star"))
     names = [text for text in shown if text.startswith(("input", "step", "result"))]
     assert names == ["input", "step 1", "step 2", "result"]
+
+
+# -- links ----------------------------------------------------------------------------------------
+
+
+def points(axes):
+    return [tuple(line.get_xydata()[-1]) for line in axes.lines if line.get_marker() == "o"]
+
+
+def test_a_fit_shows_each_measurement_and_its_ratio_to_the_line():
+    link = Link(latency=1.0, bandwidth=2.0)
+    picture = draw.link_fit([2, 20], [2.0, 33.0], link)
+    above, below = picture.figure.axes
+    assert points(above) == [(20, 33.0)]
+    assert points(below) == [(20, 3.0)]  # the line says 1 + 20 / 2
+    assert "worst ratio is 3.00" in repr(picture)
+
+
+def test_a_message_too_fast_counts_as_a_misfit_too():
+    picture = draw.link_fit([2, 20], [0.5, 22.0], Link(latency=1.0, bandwidth=2.0))
+    assert "worst ratio is 0.25" in repr(picture)
+
+
+def test_flights_are_lines_from_sender_and_start_to_receiver_and_end():
+    run = [Flight(0, 2, 8, 0.0, 1.0), Flight(2, 1, 4, 1.0, 3.0)]
+    picture = draw.flights({"mine": run}, size=3)
+    (axes,) = picture.figure.axes
+    assert [line.get_xydata().tolist() for line in axes.lines] == [
+        [[0.0, 0], [1.0, 2]],
+        [[1.0, 2], [3.0, 1]],
+    ]
+    thick, thin = (line.get_linewidth() for line in axes.lines)
+    assert thick > thin
