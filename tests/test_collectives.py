@@ -569,7 +569,6 @@ def test_nobody_leaves_a_barrier_before_the_last_has_come(size):
     "nbytes, algorithm",
     [
         (1 << 10, "star_all_reduce"),
-        (1 << 20, "halving_doubling_all_reduce"),
         (16 << 20, "pipelined_ring_all_reduce"),
     ],
 )

@@ -4,8 +4,9 @@
     all_reduce(x, group, op="mean", algorithm="ring")   # or the one you name
 
 All ranks must arrive at the same choice, so it depends only on what they share: the number of
-ranks and the bytes of the whole. The limits were measured with gloo on one machine
-(benchmarks/collectives.py); lesson 04 finds yours.
+ranks and the bytes of the whole. The limits were measured with gloo on one machine of two cores
+(benchmarks/collectives.py), where a byte costs the same wherever it goes and a message much more:
+there the star wins for longer than where each rank has a link of its own. Lesson 04 finds yours.
 """
 
 from __future__ import annotations
@@ -32,10 +33,8 @@ from .star_tree import (
     tree_reduce,
 )
 
-# Up to these bytes of the whole tensor, latency decides, and the fewest messages win.
-STAR_BYTES = 32 << 10
-# Up to these, the fewest rounds win; beyond, the fewest bytes and a steady flow.
-ROUNDS_BYTES = 4 << 20
+STAR_BYTES = 4 << 20  # up to here the fewest messages win, though one rank handles them all
+ROUNDS_BYTES = 1 << 20  # up to here the fewest rounds win; beyond, the fewest bytes
 
 BROADCAST = {"star": star_broadcast, "tree": tree_broadcast}
 REDUCE = {"star": star_reduce, "tree": tree_reduce}
@@ -119,8 +118,7 @@ def all_reduce(
     """
     ways = dict(ALL_REDUCE)
     ways["hierarchical"] = lambda *args: hierarchical_all_reduce(*args[:2], ranks_per_node, args[2])
-    auto = by_rounds(x.nbytes, group, "halving_doubling", "pipelined_ring")
-    auto = "star" if x.nbytes <= STAR_BYTES else auto
+    auto = "star" if x.nbytes <= STAR_BYTES else "pipelined_ring"
     return finish(pick(ways, algorithm, auto)(x, group, begin(op, x)), op, group)
 
 

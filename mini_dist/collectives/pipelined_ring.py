@@ -1,11 +1,12 @@
 """The fast ring: the ring of ring.py, cut into pieces that follow each other round it.
 
 In the readable ring a rank waits for a whole chunk, adds, and only then sends: the link idles
-while it adds, and it idles while the link carries. Here
-  1. every chunk is cut into pieces, and while one is being added the others are on their way;
-  2. each piece goes on to its next step at once, also from scattering to gathering, so a rank
-     waits for nobody but the piece that it needs next;
-  3. gathered pieces are received where they belong, so nothing is copied or concatenated.
+while it adds, and the adder idles while the link carries. Here
+  1. every chunk is cut into pieces, and while one is being added another is on its way;
+  2. receives are posted early: a piece finds its receiver waiting, not busy;
+  3. a piece goes all the way, from scattering on to gathering, before the next pair of pieces sets
+     out: it is still in the cache when it is sent on, and ranks wait only for what they need next;
+  4. pieces are gathered where they belong, so nothing is allocated, copied or concatenated.
 The bytes are the same, the order of every sum too; only the messages are more. Legend: n ranks,
 N bytes.
 """
@@ -18,7 +19,8 @@ import torch
 
 from .messages import collective, empty, reduction, start, wait
 
-PIECE_BYTES = 1 << 20  # smaller pieces overlap more and cost more messages
+PIECE_BYTES = 4 << 20  # smaller pieces overlap more, and cost more messages
+LANES = 2  # pieces of a chunk under way at once
 
 
 @collective
@@ -35,31 +37,36 @@ def pipelined_ring_all_reduce(
     after, before = (rank + 1) % size, (rank - 1) % size
     x = x.contiguous()
     result = empty(x)
-    lanes = max(1, round(x.nbytes / size / piece_bytes))
-    terms, sums = cut(x, size, lanes), cut(result, size, lanes)
-    buffers = [empty(piece) for piece in terms[0]]  # one a lane: it is read before it is reused
+    num_pieces = LANES * max(1, round(x.nbytes / size / piece_bytes / LANES))
+    terms, sums = cut(x, size, num_pieces), cut(result, size, num_pieces)
+    buffers = [empty(piece) for piece in terms[0][:LANES]]
 
-    # A hop is one piece going one step: one leaves for the rank after, one comes from before.
-    hops = [(step, lane) for step in range(2 * (size - 1)) for lane in range(lanes)]
+    # A hop: in each chunk that leaves, and in each that comes, one piece goes one step.
+    hops = [
+        (step, first + lane)
+        for first in range(0, num_pieces, LANES)
+        for step in range(2 * (size - 1))
+        for lane in range(LANES)
+    ]
     flying = deque()
-    for hop in range(len(hops) + lanes):
-        if hop >= lanes:  # what this lane sends next has been on its way for one step
+    for hop in range(len(hops) + LANES):
+        if hop >= LANES:  # what came in the same lane a step ago is what now goes on
             wait(flying.popleft())
-            step, lane = hops[hop - lanes]
+            step, piece = hops[hop - LANES]
             if step < size - 1:  # still scattering
-                term = terms[rank - 2 - step][lane]
-                add(buffers[lane][: len(term)], term, out=sums[rank - 2 - step][lane])
+                term = terms[rank - 2 - step][piece]
+                add(buffers[hop % LANES][: len(term)], term, out=sums[rank - 2 - step][piece])
         if hop < len(hops):
-            step, lane = hops[hop]
+            step, piece = hops[hop]
             leaving, coming = (rank - 1 - step) % size, (rank - 2 - step) % size
-            piece = (sums if step else terms)[leaving][lane]
-            place = sums[coming][lane]
+            parcel = (sums if step else terms)[leaving][piece]
+            place = sums[coming][piece]
             if step < size - 1:
-                place = buffers[lane][: len(place)]
-            flying.append(start(group, receives=[(place, before)], sends=[(piece, after)]))
+                place = buffers[hop % LANES][: len(place)]
+            flying.append(start(group, receives=[(place, before)], sends=[(parcel, after)]))
     return result
 
 
-def cut(x: torch.Tensor, size: int, lanes: int) -> list[list[torch.Tensor]]:
-    """`size` chunks of x, flattened, in `lanes` pieces each: [chunk][lane]."""
-    return [list(chunk.tensor_split(lanes)) for chunk in x.view(-1).tensor_split(size)]
+def cut(x: torch.Tensor, size: int, num_pieces: int) -> list[list[torch.Tensor]]:
+    """`size` chunks of x, flattened, each in `num_pieces`: [chunk][piece]."""
+    return [list(chunk.tensor_split(num_pieces)) for chunk in x.view(-1).tensor_split(size)]

@@ -26,11 +26,12 @@ def ring_reduce_scatter(x: torch.Tensor, group, op: str = "sum") -> torch.Tensor
     chunks = x.tensor_split(size)
     # Chunk c starts at rank c+1 and collects one term a rank on its way home to rank c.
     # (Indices run below 0 and wrap, as the ring does.)
-    partial = chunks[rank - 1].clone()
+    partial = chunks[rank - 1]
     for step in range(2, size + 1):
         mine = chunks[rank - step]
-        partial = add(exchange(partial, after, before, group, like=mine), mine)
-    return partial
+        incoming = exchange(partial, after, before, group, like=mine)
+        partial = add(incoming, mine, out=incoming)
+    return partial if size > 1 else x.clone()
 
 
 @collective
