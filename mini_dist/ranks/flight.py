@@ -120,6 +120,15 @@ class Flight:
         return 0 if not self.entries or self.entries[0].number == 0 else None
 
 
+def head(path: str) -> bytes:
+    """Changes whenever the rank begins an operation, or begins to wait for one."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return file.read(HEADER.size)
+    except FileNotFoundError:  # the rank has not joined yet
+        return b""
+
+
 def read(path: str) -> Flight:
     try:
         with open(path, "rb", buffering=0) as file:

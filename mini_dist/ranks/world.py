@@ -236,7 +236,7 @@ class World:
                 send(rank.socket, blob)
             rank.socket.setblocking(False)
         started = next_look = time.monotonic()
-        failed_at, was_stuck = None, set()
+        failed_at = heads = analysed = None
         with selectors.DefaultSelector() as selector:
             selector.register(self.keeper.control, selectors.EVENT_READ)
             for rank in self.ranks:
@@ -261,13 +261,20 @@ class World:
                     return "timeout"
                 elif now > next_look:
                     next_look = now + LOOK
-                    flights = self.flights()
-                    if flight.mismatch(flights):
-                        return "mismatch"
-                    stuck = flight.stuck(flights, {r.number for r in self.ranks if r.returned})
-                    if stuck and stuck == was_stuck:  # a second look: the first may have caught
-                        return "stuck"  # two ranks at different moments
-                    was_stuck = stuck
+                    heads, before = self.heads(), heads
+                    # While something moves there is nothing to find, and what one would read may
+                    # be two ranks at different moments. When all is quiet, one analysis is enough.
+                    if heads == before and heads != analysed:
+                        analysed, flights = heads, self.flights()
+                        if flight.mismatch(flights):
+                            return "mismatch"
+                        if flight.stuck(flights, {r.number for r in self.ranks if r.returned}):
+                            return "stuck"
+
+    def heads(self) -> list:
+        """How far each rank has come; unchanged while it computes, waits, or is done."""
+        paths = [f"{self.directory}/flight-{rank.number}" for rank in self.ranks]
+        return [(flight.head(path), rank.returned) for path, rank in zip(paths, self.ranks)]
 
     def flights(self) -> list[flight.Flight]:
         return [flight.read(f"{self.directory}/flight-{rank.number}") for rank in self.ranks]
