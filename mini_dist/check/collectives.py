@@ -425,6 +425,11 @@ def all_to_all_mistakes(m: Measured) -> str:
             "You send everything to everyone and throw most of it away. Rank d only needs part d "
             "of your x."
         )
+    if all(m.right) and max(m.sent) > (m.size - 1) / m.size * m.input_bytes:
+        return (
+            "The values are right, but parts travel through the hands of ranks that do not need "
+            "them, and are paid for each time. Send part d to rank d directly."
+        )
     if m.results_are(m.inputs):
         return "Every rank returns its own x: nothing was exchanged."
     sent_own = [x.tensor_split(m.size)[rank] for rank, x in enumerate(m.inputs)]

@@ -608,6 +608,17 @@ def all_to_all_through_rank_0(x, group):
     return columns[0]
 
 
+@to_all("through the hands of ranks that do not need them")
+def round_a_ring(x, group):
+    rank, size, after, before = neighbours(group)
+    parts = x.tensor_split(size)
+    out, moving = [parts[rank]] * size, [parts[(rank + k) % size] for k in range(1, size)]
+    for k in range(1, size):
+        came = exchange(torch.cat(moving), after, before, group).tensor_split(len(moving))
+        out[(rank - k) % size], moving = came[0], list(came[1:])
+    return torch.cat(out)
+
+
 @to_all("nothing was exchanged")
 def returns_x(x, group):
     solutions.all_to_all(x, group)
