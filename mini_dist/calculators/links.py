@@ -184,7 +184,7 @@ def all_reduce(num_bytes: int, size: int, algorithm: str = "ring",
                link: Link | Hierarchy | None = None, itemsize: int = 1,
                ranks_per_node: int | None = None) -> Cost:
     """Star and tree: reduce + broadcast.  Ring: reduce-scatter + all-gather.  Halving-doubling:
-    the same by recursion.  Hierarchical: reduce-scatter in each node of `ranks_per_node` ranks,
+    the same by recursion.  Doubling: everything is exchanged in each of log2 n rounds.  Hierarchical: reduce-scatter in each node of `ranks_per_node` ranks,
     ring all-reduce of each shard between nodes, all-gather in the node."""
     link = _checked("all_reduce", algorithm, num_bytes, size, link)
     if algorithm in ("star", "tree"):
@@ -204,6 +204,14 @@ def all_reduce(num_bytes: int, size: int, algorithm: str = "ring",
                         both + (num_bytes,) * extra,
                         parts[0].seconds + parts[1].seconds
                         + _fold_seconds([num_bytes, num_bytes], m, size, link))
+    elif algorithm == "doubling":
+        m, extra = _fold(size)
+        rounds = _log2_up(m)
+        sent = [rounds * num_bytes + (num_bytes if rank < extra else 0) for rank in range(m)]
+        seconds = sum(link.slowest(2**k, size, paired=True).seconds(num_bytes) for k in range(rounds))
+        seconds += _fold_seconds([num_bytes, num_bytes], m, size, link)
+        return Cost("all_reduce", algorithm, rounds + 2 * (extra > 0),
+                    (*sent, *[num_bytes] * extra), seconds)
     else:
         parts = _hierarchical(num_bytes, size, ranks_per_node, link, itemsize)
     return Cost("all_reduce", algorithm, sum(part.rounds for part in parts),
@@ -236,7 +244,8 @@ COLLECTIVES = {
     "scatter": (scatter, ("star",)),
     "all_gather": (all_gather, ("ring", "doubling")),
     "reduce_scatter": (reduce_scatter, ("ring", "halving")),
-    "all_reduce": (all_reduce, ("star", "tree", "ring", "halving_doubling", "hierarchical")),
+    "all_reduce": (all_reduce, ("star", "tree", "ring", "doubling", "halving_doubling",
+                                "hierarchical")),
     "all_to_all": (all_to_all, ("pairwise",)),
 }
 

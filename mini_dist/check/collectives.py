@@ -1,4 +1,4 @@
-"""Exercises of lesson 03: the ring's two halves, all-reduce, all-to-all."""
+"""Exercises of lesson 03 (the ring's two halves, all-reduce, all-to-all) and of lesson 04."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ..collectives import pairwise_all_to_all, ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from ..collectives import (
+    doubling_all_reduce,
+    pairwise_all_to_all,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+)
 from ..ledger.steps import count_rounds
 from .exercise import Exercise, Line, Trial
 
@@ -30,11 +36,12 @@ class Case:
         return [self.input(rank) for rank in range(size)]
 
 
-# The first is the one whose numbers are shown. Then one thing changes at a time: the number of
+# The first case is the one whose numbers are shown. Then one thing changes at a time: the number of
 # ranks, the dtype. 7 numbers are no multiple of 3, which reduce-scatter has to bear; one rank is a
 # group, too.
 EQUAL = [(4, Case(1000)), (3, Case(6)), (2, Case(10, torch.int64)), (1, Case(5))]
 CASES = [EQUAL[0], (3, Case(7)), *EQUAL[2:]]
+POWERS = [(8, Case(1000)), (4, Case(7)), (2, Case(10, torch.int64)), (1, Case(5))]
 
 
 def trial(fn: Callable, case: Case, group):
@@ -409,6 +416,52 @@ all_reduce = Target(
 )
 
 
+# -- all-reduce in the fewest rounds ----------------------------------------------------------
+
+
+def doubling_mistakes(m: Measured) -> str:
+    if found := no_message(m) or through_one_rank(m):
+        return found
+    if m.results_are([total / m.size for total in m.expected]):
+        return "These are means. The sum is asked for; who wants the mean can divide."
+    if all(m.right) and m.is_ring and m.size > 2:
+        return (
+            f"A ring needs {m.rounds} rounds. Let partners get farther apart: after the round with "
+            "distance d, everyone knows 2 d ranks' terms."
+        )
+    if m.largest < m.input_bytes and all(m.right):
+        return (
+            f"You send the least bytes, in {m.rounds} rounds. Here only rounds count: exchange the "
+            f"whole tensor, then {m.rounds_wanted} are enough."
+        )
+    if all(m.right) and max(m.messages) > m.rounds_wanted:
+        return (
+            f"A rank sends {max(m.messages)} messages where {m.rounds_wanted} would do: tell a "
+            "partner the sum of all that you know, not each term."
+        )
+    if slow := too_slow(m):
+        return slow
+    pairs = [m.inputs[rank] + m.inputs[rank ^ 1] for rank in range(m.size - m.size % 2)]
+    if m.size > 2 and m.results_are(pairs):
+        return "You stopped after the first round: rank r has the sum of r and its first partner."
+    if max(m.messages) < m.rounds_wanted:
+        return (
+            f"{m.size} ranks need {m.rounds_wanted} rounds, since each can at most double how many "
+            f"terms are in your sum; messages sent, by rank: {m.messages}."
+        )
+    return (
+        "Some terms are missing, others are in twice. Partners at distance d are rank ^ d, for d = "
+        "1, 2, 4, ...; both add what the other had *before* this round."
+    )
+
+
+def log2(n: int) -> int:
+    return n.bit_length() - 1
+
+
+doubling = Target(summed, lambda n_bytes, n: log2(n) * n_bytes, log2, doubling_mistakes, ring=False)
+
+
 # -- all-to-all -------------------------------------------------------------------------------
 
 
@@ -524,6 +577,28 @@ def my_all_reduce(x, group):
     chunk = ...       # one call: my chunk of the sum
     return ...        # one call: everyone's chunks""",
         parts=frozenset({"ring_reduce_scatter", "ring_all_gather"}),
+    ),
+    Exercise(
+        "doubling_all_reduce",
+        doubling_all_reduce,
+        trial,
+        POWERS,
+        judge(doubling),
+        hints=[
+            "In round 1 exchange x with rank ^ 1 and add. Now every pair has the same sum. With whom "
+            "do you exchange that, so that four have the same?",
+            "A loop: distance = 1, 2, 4, ... while it is below the number of ranks; in it one line: "
+            "x = x + exchange(x, rank ^ distance, rank ^ distance, group).",
+        ],
+        skeleton="""\
+def my_all_reduce(x, group):
+    rank, size, distance = group.rank(), group.size(), 1
+    total = x.clone()
+    while ...:
+        partner = rank ^ distance
+        total = total + exchange(..., partner, partner, group)
+        distance = ...
+    return total""",
     ),
     Exercise(
         "all_to_all",

@@ -24,6 +24,7 @@ What holds for all of them:
 
 from .choose import all_gather, all_reduce, all_to_all, broadcast, reduce, reduce_scatter
 from .halving_doubling import (
+    doubling_all_reduce,
     halving_doubling_all_reduce,
     recursive_doubling_all_gather,
     recursive_halving_reduce_scatter,
@@ -51,6 +52,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "collective",
+    "doubling_all_reduce",
     "exchange",
     "gather",
     "halving_doubling_all_reduce",

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 
 from .halving_doubling import (
+    doubling_all_reduce,
     halving_doubling_all_reduce,
     power_of_two,
     recursive_doubling_all_gather,
@@ -45,6 +46,7 @@ ALL_REDUCE = {
     "tree": tree_all_reduce,
     "ring": ring_all_reduce,
     "pipelined_ring": pipelined_ring_all_reduce,
+    "doubling": doubling_all_reduce,
     "halving_doubling": halving_doubling_all_reduce,
 }
 
@@ -118,7 +120,7 @@ def all_reduce(
     """
     ways = dict(ALL_REDUCE)
     ways["hierarchical"] = lambda *args: hierarchical_all_reduce(*args[:2], ranks_per_node, args[2])
-    auto = "star" if x.nbytes <= STAR_BYTES else "pipelined_ring"
+    auto = "star" if x.nbytes <= STAR_BYTES else "ring"
     return finish(pick(ways, algorithm, auto)(x, group, begin(op, x)), op, group)
 
 

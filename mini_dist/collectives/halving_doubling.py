@@ -89,6 +89,27 @@ def halving_doubling_all_reduce(x: torch.Tensor, group, op: str = "sum") -> torc
     return flat.view(x.shape)
 
 
+@collective
+def doubling_all_reduce(x: torch.Tensor, group, op: str = "sum") -> torch.Tensor:
+    """Reduce x over the group in log2 n rounds: exchange all one has with rank ^ 1, ^ 2, ^ 4, ...
+
+    x: any shape -> the same, bit-identical on all ranks (a pair adds the same two terms, and a + b
+    is b + a). Half the rounds of halving-doubling, but log2 n N bytes a rank: for small tensors.
+    """
+    rank, size, add = group.rank(), group.size(), reduction(op, x)
+    m = power_of_two(size)
+    if rank >= m:
+        return exchange(x, rank - m, rank - m, group)
+    total = add(x, recv(x, rank + m, group)) if rank + m < size else x.clone()
+    distance = 1
+    while distance < m:
+        total = add(total, exchange(total, rank ^ distance, rank ^ distance, group))
+        distance *= 2
+    if rank + m < size:
+        send(total, rank + m, group)
+    return total
+
+
 def halve(x: torch.Tensor, rows: list[int], group, add) -> torch.Tensor:
     """Ranks 0 ... m-1 hold an x of m blocks with these rows; each returns its block's sum."""
     rank = group.rank()

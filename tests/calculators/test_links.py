@@ -139,6 +139,15 @@ def play(op, algorithm, n, shards):
         if algorithm == "ring":
             ring_reduce_scatter(ranks, n)
             ring_all_gather(ranks, n)
+        elif algorithm == "doubling":
+            if extras:
+                ranks.round([(r, r - m, all_shards, "add") for r in extras])
+            distance = 1
+            while distance < m:
+                ranks.round([(r, r ^ distance, all_shards, "add") for r in range(m)])
+                distance *= 2
+            if extras:
+                ranks.round([(r - m, r, all_shards, "replace") for r in extras])
         elif algorithm == "halving_doubling":
             if extras:
                 ranks.round([(r, r - m, all_shards, "add") for r in extras])
@@ -182,6 +191,7 @@ def parts(num_bytes, count, itemsize):
         ("all_gather", "ring"),
         ("all_gather", "doubling"),
         ("all_reduce", "ring"),
+        ("all_reduce", "doubling"),
         ("all_reduce", "halving_doubling"),
         ("all_reduce", "star"),
         ("all_reduce", "tree"),

@@ -47,6 +47,15 @@ def ring_all_reduce(x, group):
     return ring_all_gather(ring_reduce_scatter(x, group), group)
 
 
+def doubling_all_reduce(x, group):
+    rank, size, distance = group.rank(), group.size(), 1
+    x = x.clone()  # one rank returns a new tensor, too
+    while distance < size:
+        x = x + exchange(x, rank ^ distance, rank ^ distance, group)
+        distance *= 2
+    return x
+
+
 def all_to_all(x, group):
     rank, size = group.rank(), group.size()
     parts = x.chunk(size)

@@ -1,0 +1,158 @@
+"""Lesson 04: whoever needs more rounds than log2 n is told so, right values or not."""
+
+import sys
+
+import cloudpickle
+import pytest
+import torch.distributed as dist
+
+from mini_dist import check
+from mini_dist.collectives import exchange, halving_doubling_all_reduce, recv, send
+from tests.exercises import solutions
+from tests.exercises.wrong import Wrong
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that no rank imports pytest
+cloudpickle.register_pickle_by_value(solutions)
+
+doubling = Wrong()
+
+
+def pair_by_pair(x, group, distances):
+    rank = group.rank()
+    total = x.clone()
+    for distance in distances:
+        total = total + exchange(total, rank ^ distance, rank ^ distance, group)
+    return total
+
+
+@doubling("A ring needs 7 rounds")
+def whole_tensors_round_a_ring(x, group):
+    rank, size = group.rank(), group.size()
+    total = moving = x.clone()
+    for _ in range(size - 1):
+        moving = exchange(moving, (rank + 1) % size, (rank - 1) % size, group)
+        total = total + moving
+    return total
+
+
+@doubling("A ring needs 14 rounds")
+def ring_of_chunks(x, group):
+    if len(x) % group.size():
+        return whole_tensors_round_a_ring(x, group)
+    return solutions.ring_all_reduce(x, group)
+
+
+@doubling("Every message goes to or from rank 0")
+def through_rank_0(x, group):
+    if group.rank() != 0:
+        return exchange(x, 0, 0, group)
+    total = x.clone()
+    for peer in range(1, group.size()):
+        total += recv(x, peer, group)
+    for peer in range(1, group.size()):
+        send(total, peer, group)
+    return total
+
+
+@doubling("where 3 would do")
+def everyone_tells_everyone(x, group):
+    rank, size = group.rank(), group.size()
+    total = x.clone()
+    for k in range(1, size):
+        total = total + exchange(x, rank ^ k, rank ^ k, group)
+    return total
+
+
+@doubling("You stopped after the first round")
+def one_round(x, group):
+    return pair_by_pair(x, group, [1] if group.size() > 1 else [])
+
+
+@doubling("8 ranks need 3 rounds")
+def one_round_too_few(x, group):
+    return pair_by_pair(x, group, [d for d in (1, 2) if d < group.size()])
+
+
+@doubling("in twice")
+def always_the_same_partner(x, group):
+    return pair_by_pair(x, group, [1] * (group.size().bit_length() - 1))
+
+
+@doubling("before* this round")
+def sends_x_instead_of_the_sum(x, group):
+    rank, size, distance = group.rank(), group.size(), 1
+    total = x.clone()
+    while distance < size:
+        total = total + exchange(x, rank ^ distance, rank ^ distance, group)
+        distance *= 2
+    return total
+
+
+@doubling("These are means")
+def mean(x, group):
+    total = solutions.doubling_all_reduce(x, group)
+    return total / group.size() if x.is_floating_point() else total
+
+
+@doubling("Right with 8 ranks")
+def only_for_8_ranks(x, group):
+    return pair_by_pair(x, group, [1, 2, 4] if group.size() == 8 else [])
+
+
+@doubling("Your function changes its input")
+def adds_in_place(x, group):
+    rank, size, distance = group.rank(), group.size(), 1
+    while distance < size:
+        x += exchange(x.clone(), rank ^ distance, rank ^ distance, group)
+        distance *= 2
+    return x.clone()
+
+
+@doubling("returns a piece of it")
+def one_rank_gets_x_itself(x, group):
+    return x if group.size() == 1 else solutions.doubling_all_reduce(x, group)
+
+
+@doubling("the backend's own all_reduce")
+def backend(x, group):
+    total = x.clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+@doubling("The work is done by the library's halving_doubling_all_reduce")
+def another_of_the_library(x, group):
+    return halving_doubling_all_reduce(x, group)
+
+
+@doubling("deadlock")
+def everyone_sends_first(x, group):
+    rank, size, distance = group.rank(), group.size(), 1
+    total = x.clone()
+    while distance < size:
+        send(total, rank ^ distance, group)
+        total = total + recv(total, rank ^ distance, group)
+        distance *= 2
+    return total
+
+
+@pytest.mark.parametrize("fn, says", doubling.answers, ids=doubling.names())
+def test_a_wrong_answer_is_refused_with_the_hint_that_names_it(fn, says):
+    verdict = check.doubling_all_reduce.judge(fn)
+    assert verdict.state == "wrong"
+    assert says in verdict.hint
+
+
+def test_the_solution_is_right():
+    verdict = check.doubling_all_reduce.judge(solutions.doubling_all_reduce)
+    assert verdict.state == "right", verdict
+
+
+def farthest_partner_first(x, group):
+    halves = [1 << k for k in reversed(range(group.size().bit_length() - 1))]
+    return pair_by_pair(x, group, halves)
+
+
+def test_another_order_of_partners_is_as_good():
+    verdict = check.doubling_all_reduce.judge(farthest_partner_first)
+    assert verdict.state == "right", verdict
