@@ -585,10 +585,10 @@ def my_all_reduce(x, group):
         POWERS,
         judge(doubling),
         hints=[
-            "In round 1 exchange x with rank ^ 1 and add. Now every pair has the same sum. With whom "
-            "do you exchange that, so that four have the same?",
-            "A loop: distance = 1, 2, 4, ... while it is below the number of ranks; in it one line: "
-            "x = x + exchange(x, rank ^ distance, rank ^ distance, group).",
+            "In round 1 exchange x with rank ^ 1 and add. Now every pair has the same sum. With "
+            "whom do you exchange that, so that four have the same?",
+            "A loop: distance = 1, 2, 4, ... while it is below the number of ranks. In it, one "
+            "line: x = x + exchange(x, rank ^ distance, rank ^ distance, group).",
         ],
         skeleton="""\
 def my_all_reduce(x, group):
