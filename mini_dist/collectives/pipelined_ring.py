@@ -4,11 +4,12 @@ In the readable ring a rank waits for a whole chunk, adds, and only then sends: 
 while it adds, and the adder idles while the link carries. Here
   1. every chunk is cut into pieces, and while one is being added another is on its way;
   2. receives are posted early: a piece finds its receiver waiting, not busy;
-  3. a piece goes all the way, from scattering on to gathering, before the next pair of pieces sets
-     out: it is still in the cache when it is sent on, and ranks wait only for what they need next;
-  4. pieces are gathered where they belong, so nothing is allocated, copied or concatenated.
-The bytes are the same, the order of every sum too; only the messages are more. Legend: n ranks,
-N bytes.
+  3. a piece goes on at once from scattering to gathering, so ranks wait for no more than the piece
+     that they send next;
+  4. pieces are gathered where they belong, so nothing is allocated or copied on the way.
+The bytes are the same, the order of every sum too; only the messages are more. It pays where a
+link works while the processor adds. Where both are the same two cores it cannot win, and the
+messages cost what the overlap gains: benchmarks/collectives.py has both. Legend: n ranks, N bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 
 from .messages import collective, empty, reduction, start, wait
 
-PIECE_BYTES = 4 << 20  # smaller pieces overlap more, and cost more messages
+PIECE_BYTES = 8 << 20  # smaller pieces overlap more, and cost more messages
 LANES = 2  # pieces of a chunk under way at once
 
 
@@ -39,9 +40,9 @@ def pipelined_ring_all_reduce(
     result = empty(x)
     num_pieces = LANES * max(1, round(x.nbytes / size / piece_bytes / LANES))
     terms, sums = cut(x, size, num_pieces), cut(result, size, num_pieces)
-    buffers = [empty(piece) for piece in terms[0][:LANES]]
+    buffers = [empty(terms[0][0]) for _ in range(2 * LANES)]  # received into, then sent from
 
-    # A hop: in each chunk that leaves, and in each that comes, one piece goes one step.
+    # A hop: one piece leaves for the rank after while another comes from the rank before.
     hops = [
         (step, first + lane)
         for first in range(0, num_pieces, LANES)
@@ -50,20 +51,22 @@ def pipelined_ring_all_reduce(
     ]
     flying = deque()
     for hop in range(len(hops) + LANES):
-        if hop >= LANES:  # what came in the same lane a step ago is what now goes on
-            wait(flying.popleft())
+        if hop >= LANES:  # what came in this lane a step ago is what goes on now
+            handles, parcel = flying.popleft()
+            wait(handles)
             step, piece = hops[hop - LANES]
-            if step < size - 1:  # still scattering
-                term = terms[rank - 2 - step][piece]
-                add(buffers[hop % LANES][: len(term)], term, out=sums[rank - 2 - step][piece])
+            if step < size - 1:  # still scattering, and complete after size-1 steps
+                out = sums[rank][piece] if step == size - 2 else parcel
+                parcel = add(parcel, terms[rank - 2 - step][piece], out=out)
         if hop < len(hops):
             step, piece = hops[hop]
-            leaving, coming = (rank - 1 - step) % size, (rank - 2 - step) % size
-            parcel = (sums if step else terms)[leaving][piece]
-            place = sums[coming][piece]
+            if step == 0:
+                parcel = terms[rank - 1][piece]
+            place = sums[(rank - 2 - step) % size][piece]
             if step < size - 1:
-                place = buffers[hop % LANES][: len(place)]
-            flying.append(start(group, receives=[(place, before)], sends=[(parcel, after)]))
+                place = buffers[hop % len(buffers)][: len(place)]
+            handles = start(group, receives=[(place, before)], sends=[(parcel, after)])
+            flying.append((handles, place))
     return result
 
 

@@ -75,7 +75,7 @@ def tree_reduce(x: torch.Tensor, root: int, group, op: str = "sum") -> torch.Ten
     half = 1 << max(size - 1, 0).bit_length()  # a power of two, not below n
     while half > 1:
         half //= 2
-        if half <= place < 2 * half:
+        if place >= half:
             return send(x, (root + place - half) % size, group)
         if place + half < size:
             x = add(x, recv(x, (root + place + half) % size, group))
