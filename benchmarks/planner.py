@@ -58,8 +58,14 @@ def cases(long):
     yield from memory_cases()
     yield from out_of_memory_cases()
     yield from time_cases(long)
-    yield Case("plan(): Llama-3 70B on 1024 H100", lambda: seconds_of(
-        lambda: plan("llama3-70b", "h100", 1024, 4 * 2**20)), 2.0, 1.0, "s", repeats=5)
+    yield Case(
+        "plan(): Llama-3 70B on 1024 H100",
+        lambda: seconds_of(lambda: plan("llama3-70b", "h100", 1024, 4 * 2**20)),
+        2.0,
+        1.0,
+        "s",
+        repeats=5,
+    )
 
 
 # --- formulas: every cell ----------------------------------------------------------------------
@@ -67,9 +73,12 @@ def cases(long):
 
 def exact_cases():
     """Rows count the cells that differ: the bar is none."""
+
     def wrong(name, count, cells):
-        return Case(f"{name}: cells that differ, of {cells}", count, 1, 0.0, "cells",
-                    repeats=1, warmup=0)
+        return Case(
+            f"{name}: cells that differ, of {cells}", count, 1, 0.0, "cells", repeats=1, warmup=0
+        )
+
     yield wrong("ZeRO table 1", zero_table_1, 54)
     yield wrong("Korthikanti 2022 figure 1", korthikanti_figure_1, 12)
     yield wrong("FLOPs, Narayanan 2021 eq. 3 and model FLOPs", flops_formulas, 20)
@@ -117,10 +126,19 @@ def flops_formulas():
 
 def parameter_counts():
     released = {
-        "gpt2": 124439808, "gpt2-medium": 354823168, "gpt2-large": 774030080,
-        "gpt2-xl": 1557611200, "llama2-7b": 6738415616, "llama2-13b": 13015864320,
-        "llama2-70b": 68976648192, "llama3-8b": 8030261248, "llama3-70b": 70553706496,
-        "llama3-405b": 405853388800, "mixtral-8x7b": 46702792704, "bloom-176b": 176247271424}
+        "gpt2": 124439808,
+        "gpt2-medium": 354823168,
+        "gpt2-large": 774030080,
+        "gpt2-xl": 1557611200,
+        "llama2-7b": 6738415616,
+        "llama2-13b": 13015864320,
+        "llama2-70b": 68976648192,
+        "llama3-8b": 8030261248,
+        "llama3-70b": 70553706496,
+        "llama3-405b": 405853388800,
+        "mixtral-8x7b": 46702792704,
+        "bloom-176b": 176247271424,
+    }
     return sum(num_parameters(model(name)) != count for name, count in released.items())
 
 
@@ -137,33 +155,42 @@ def bubble_rates():
 
 
 def memory_cases():
-    bloom = Layout(tp=4, pp=12, dp=8, zero=1, micro_batch_size=2, num_micro_batches=128,
-                   recompute="full")
+    bloom = Layout(
+        tp=4, pp=12, dp=8, zero=1, micro_batch_size=2, num_micro_batches=128, recompute="full"
+    )
     how = "megatron-deepspeed"
     needed = device_memory(peak_memory(model("bloom-176b"), bloom, how).total, how) / 1e9
-    print(f"BLOOM-176B, tp 4 pp 12 dp 8: {needed:.1f} GB of a device, measured 59 "
-          "(a public script: 813)")
+    print(
+        f"BLOOM-176B, tp 4 pp 12 dp 8: {needed:.1f} GB of a device, measured 59 "
+        "(a public script: 813)"
+    )
     yield stated("BLOOM-176B against its measured 59 GB", 100 * abs(needed / 59 - 1), 10, "%")
 
-    pairs = [(peak_memory(run.config, run.layout, run.how).total / GIB, gib)
-             for run, gib, _ in simumax()]
+    pairs = [
+        (peak_memory(run.config, run.layout, run.how).total / GIB, gib) for run, gib, _ in simumax()
+    ]
     if pairs:
         errors = report("memory: Megatron-Core on B200, allocator's peak", pairs)
         yield stated("memory: Megatron-Core on B200, mean error", errors["mean"], 5, "%")
         yield stated("  the best public tool there (SimuMax)", errors["mean"], 0.46, "%", None)
-    pairs = [(peak_memory(run.config, run.layout, run.how).total / 1e9, gigabytes)
-             for run, gigabytes in zero_bubble()]
+    pairs = [
+        (peak_memory(run.config, run.layout, run.how).total / 1e9, gigabytes)
+        for run, gigabytes in zero_bubble()
+    ]
     if pairs:
         report("memory: Megatron 2023, Qi et al. table 4 (GB; allocator or device not said)", pairs)
     sweep = nanotron()
     if sweep:
-        kept, lean = ([peak_memory(run.config, run.layout, mode).total / GIB for run, *_ in sweep]
-                      for mode in NANOTRON_MODES)
+        kept, lean = (
+            [peak_memory(run.config, run.layout, mode).total / GIB for run, *_ in sweep]
+            for mode in NANOTRON_MODES
+        )
         fit = [(a, b, gib) for (_, ok, gib), a, b in zip(sweep, kept, lean) if ok]
         report("memory: nanotron on H100, gathered inputs kept", [(a, g) for a, _, g in fit])
         nearer = [(min(a, b, key=lambda x: abs(x - g)), g) for a, b, g in fit]
-        report("memory: the same, in whichever of its two modes a run was (a hidden variable)",
-               nearer)
+        report(
+            "memory: the same, in whichever of its two modes a run was (a hidden variable)", nearer
+        )
 
 
 NANOTRON_MODES = (framework("nanotron"), framework("nanotron").replace(keeps_gathered=False))
@@ -179,13 +206,17 @@ def out_of_memory_cases():
     if not sweep:
         return
     how, limit = NANOTRON_MODES[1], hardware("h100").device.memory_bytes
-    calls = [(device_memory(peak_memory(run.config, run.layout, how).total, how) > limit, ok)
-             for run, ok, _ in sweep]
+    calls = [
+        (device_memory(peak_memory(run.config, run.layout, how).total, how) > limit, ok)
+        for run, ok, _ in sweep
+    ]
     crashed = [call for call, ok in calls if not ok]
     fine = [call for call, ok in calls if ok]
     caught, false = 100 * sum(crashed) / len(crashed), 100 * sum(fine) / len(fine)
-    print(f"out of memory: {caught:.1f} % of {len(crashed)} crashes caught, {false:.1f} % of "
-          f"{len(fine)} good runs called too large (a crash need not be one of memory)")
+    print(
+        f"out of memory: {caught:.1f} % of {len(crashed)} crashes caught, {false:.1f} % of "
+        f"{len(fine)} good runs called too large (a crash need not be one of memory)"
+    )
     yield stated("out of memory on the H100 sweep: missed", 100 - caught, 15, "%")
     yield stated("out of memory on the H100 sweep: false alarms", false, 3, "%")
 
@@ -195,42 +226,65 @@ def out_of_memory_cases():
 
 def time_cases(long):
     tables = {
-        "Megatron 2021 table 1": (megatron_2021(), {"zero-shot": 12, "calibrated": 6},
-                                  {"Calculon, zero-shot": 10.3, "Calculon, one scalar": 3.4}),
-        "Korthikanti 2022 table 5": (korthikanti_2022(), {},
-                                     {"Calculon, zero-shot (its own set)": 3.65}),
+        "Megatron 2021 table 1": (
+            megatron_2021(),
+            {"zero-shot": 12, "calibrated": 6},
+            {"Calculon, zero-shot": 10.3, "Calculon, one scalar": 3.4},
+        ),
+        "Korthikanti 2022 table 5": (
+            korthikanti_2022(),
+            {},
+            {"Calculon, zero-shot (its own set)": 3.65},
+        ),
         "Qi 2023 table 4, 1F1B and ZB": ([run for run, _ in zero_bubble()], {}, {}),
-        "vTrain, 512 A100 and fewer": (vtrain("vtrain_multi_dev.csv"), {},
-                                       {"Calculon, one scalar": 19.3,
-                                        "vTrain (its own set)": 14.73}),
+        "vTrain, 512 A100 and fewer": (
+            vtrain("vtrain_multi_dev.csv"),
+            {},
+            {"Calculon, one scalar": 19.3, "vTrain (its own set)": 14.73},
+        ),
         "MosaicML MPT, FSDP on A100": (mpt(), {}, {}),
-        "Megatron-Core on 8 B200": ([run for run, *_ in simumax()], {},
-                                    {"SimuMax (its own set)": 5.62}),
+        "Megatron-Core on 8 B200": (
+            [run for run, *_ in simumax()],
+            {},
+            {"SimuMax (its own set)": 5.62},
+        ),
     }
     if long:
-        tables["vTrain, 2 to 8 A100"] = (vtrain("vtrain_single_dev.csv"), {},
-                                         {"vTrain (its own set)": 8.37})
+        tables["vTrain, 2 to 8 A100"] = (
+            vtrain("vtrain_single_dev.csv"),
+            {},
+            {"vTrain (its own set)": 8.37},
+        )
         tables["nanotron, pp = 1 (hidden variables)"] = (
-            [run for run, ok, _ in nanotron() if ok], {}, {})
+            [run for run, ok, _ in nanotron() if ok],
+            {},
+            {},
+        )
     for name, (runs, bars, tools) in tables.items():
         if not runs:
             continue
         times = [step_time(run.config, run.layout, run.machine, run.how) for run in runs]
         pairs = [(ours.seconds, run.seconds) for ours, run in zip(times, runs)]
-        work = [step_flops(run.config, run.layout.global_batch_size, run.layout.recompute).total
-                / run.layout.world_size for run in runs]
+        work = [
+            step_flops(run.config, run.layout.global_batch_size, run.layout.recompute).total
+            / run.layout.world_size
+            for run in runs
+        ]
         errors = report(f"time: {name}, zero-shot", pairs, work)
         inside = sum(t.low <= run.seconds <= t.high for t, run in zip(times, runs)) / len(runs)
         calibrated, constant = calibrate(pairs), constant_utilisation(pairs, work)
         fitted = one_scalar(pairs)
-        print(f"    calibrated with one row {calibrated:.1f} %, with a scalar fitted to all "
-              f"{fitted:.1f} %; constant utilisation, fitted {constant:.1f} %; inside our interval "
-              f"{inside:.0%}" + "".join(f"; {tool} {error} %" for tool, error in tools.items()))
+        print(
+            f"    calibrated with one row {calibrated:.1f} %, with a scalar fitted to all "
+            f"{fitted:.1f} %; constant utilisation, fitted {constant:.1f} %; inside our interval "
+            f"{inside:.0%}" + "".join(f"; {tool} {error} %" for tool, error in tools.items())
+        )
         if bars:
             yield stated(f"time: {name}, zero-shot", errors["mean"], bars["zero-shot"], "%")
             yield stated(f"time: {name}, calibrated", calibrated, bars["calibrated"], "%")
-        yield stated(f"time: {name}, calibrated / constant utilisation", calibrated, constant, "%",
-                     None)
+        yield stated(
+            f"time: {name}, calibrated / constant utilisation", calibrated, constant, "%", None
+        )
         for tool, error in tools.items():
             ours = fitted if "scalar" in tool else errors["mean"]
             yield stated(f"time: {name} / {tool}", ours, error, "%", None)
@@ -240,27 +294,37 @@ def report(name, pairs, work=None):
     """Print one line of the error table; (ours, measured) pairs."""
     errors = [100 * (ours / real - 1) for ours, real in pairs]
     sizes = [abs(error) for error in errors]
-    line = (f"{name}: n {len(pairs)}, mean {statistics.mean(sizes):.2f} %, median "
-            f"{statistics.median(sizes):.2f} %, largest {max(sizes):.1f} %, signed "
-            f"{statistics.mean(errors):+.2f} %")
-    order = ([w / a for w, (a, _) in zip(work, pairs)], [w / b for w, (_, b) in zip(work, pairs)]) \
-        if work else tuple(zip(*pairs))
+    line = (
+        f"{name}: n {len(pairs)}, mean {statistics.mean(sizes):.2f} %, median "
+        f"{statistics.median(sizes):.2f} %, largest {max(sizes):.1f} %, signed "
+        f"{statistics.mean(errors):+.2f} %"
+    )
+    order = (
+        ([w / a for w, (a, _) in zip(work, pairs)], [w / b for w, (_, b) in zip(work, pairs)])
+        if work
+        else tuple(zip(*pairs))
+    )
     print(f"{line}, rank correlation {rank_correlation(*order):.2f}")
     return {"mean": statistics.mean(sizes)}
 
 
 def calibrate(pairs):
     """Mean error of the other rows after scaling by one row's ratio, over every choice of row."""
-    errors = [abs(ours * real_i / ours_i / real - 1)
-              for i, (ours_i, real_i) in enumerate(pairs)
-              for j, (ours, real) in enumerate(pairs) if i != j]
+    errors = [
+        abs(ours * real_i / ours_i / real - 1)
+        for i, (ours_i, real_i) in enumerate(pairs)
+        for j, (ours, real) in enumerate(pairs)
+        if i != j
+    ]
     return 100 * statistics.mean(errors)
 
 
 def one_scalar(pairs):
     """Mean error after the one scaling that suits all rows best: how tools are often reported."""
-    return min(100 * statistics.mean(abs(scale * ours / real - 1) for ours, real in pairs)
-               for scale in (real / ours for ours, real in pairs))
+    return min(
+        100 * statistics.mean(abs(scale * ours / real - 1) for ours, real in pairs)
+        for scale in (real / ours for ours, real in pairs)
+    )
 
 
 def constant_utilisation(pairs, work):
@@ -275,6 +339,7 @@ def rank_correlation(a, b):
         for place, index in enumerate(order):
             placed[index] = place
         return placed
+
     return statistics.correlation(ranks(a), ranks(b))
 
 
@@ -305,14 +370,30 @@ def simumax():
     runs = []
     for row in rows("simumax_b200_dense.csv"):
         size = re.search(r"llama3_(\d+b)", row["case"])[1]
-        number = {key: int(re.search(rf"_{key}(\d+)", row["case"])[1])
-                  for key in ("l", "tp", "pp", "dp", "mbc")}
-        config = model(f"llama3-{size}").replace(num_layers=number["l"], seq_len=4096,
-                                                 num_kv_heads=16 if size == "405b" else 8)
-        layout = Layout(tp=number["tp"], pp=number["pp"], dp=number["dp"], zero=1,
-                        num_micro_batches=number["mbc"], sequence_parallel=number["tp"] > 1)
-        run = Run(row["case"], config, layout, "b200", "megatron-core",
-                  float(row["real_ms"]) / 1e3, "SimuMax v1.2, B200")
+        number = {
+            key: int(re.search(rf"_{key}(\d+)", row["case"])[1])
+            for key in ("l", "tp", "pp", "dp", "mbc")
+        }
+        config = model(f"llama3-{size}").replace(
+            num_layers=number["l"], seq_len=4096, num_kv_heads=16 if size == "405b" else 8
+        )
+        layout = Layout(
+            tp=number["tp"],
+            pp=number["pp"],
+            dp=number["dp"],
+            zero=1,
+            num_micro_batches=number["mbc"],
+            sequence_parallel=number["tp"] > 1,
+        )
+        run = Run(
+            row["case"],
+            config,
+            layout,
+            "b200",
+            "megatron-core",
+            float(row["real_ms"]) / 1e3,
+            "SimuMax v1.2, B200",
+        )
         runs.append((run, float(row["real_alloc_gib"]), float(row["pred_alloc_gib"])))
     return runs
 
@@ -324,14 +405,27 @@ def zero_bubble():
     for row in rows("zerobubble_table4_measured.csv"):
         if row["schedule"] not in names:
             continue
-        number = {key: int(row[key]) for key in ("layers", "heads", "hidden", "pp", "gpus", "mbs",
-                                                 "microbatches")}
+        number = {
+            key: int(row[key])
+            for key in ("layers", "heads", "hidden", "pp", "gpus", "mbs", "microbatches")
+        }
         config = gpt(number["heads"], number["hidden"], number["layers"], seq_len=1024)
-        layout = Layout(pp=number["pp"], micro_batch_size=number["mbs"],
-                        num_micro_batches=number["microbatches"], schedule=names[row["schedule"]])
+        layout = Layout(
+            pp=number["pp"],
+            micro_batch_size=number["mbs"],
+            num_micro_batches=number["microbatches"],
+            schedule=names[row["schedule"]],
+        )
         samples = number["mbs"] * number["microbatches"] / number["gpus"]
-        run = Run(f"{row['model']} {row['schedule']}", config, layout, "a100-80", "megatron-2022",
-                  samples / float(row["samples_per_gpu_s"]), "Qi et al. 2023, table 4")
+        run = Run(
+            f"{row['model']} {row['schedule']}",
+            config,
+            layout,
+            "a100-80",
+            "megatron-2022",
+            samples / float(row["samples_per_gpu_s"]),
+            "Qi et al. 2023, table 4",
+        )
         runs.append((run, float(row["memory_gb"])))
     return runs
 
@@ -341,19 +435,39 @@ def vtrain(name):
     machine = hardware("a100-80").replace(network_bandwidth=12.5e9)
     runs = []
     for row in rows(name):
-        number = {key: int(value) for key, value in row.items()
-                  if key not in ("parameters_billion", "iteration_time_ms")}
-        m, rest = divmod(number["global_batch"],
-                         number["data_parallelism"] * number["micro_batch"])
+        number = {
+            key: int(value)
+            for key, value in row.items()
+            if key not in ("parameters_billion", "iteration_time_ms")
+        }
+        m, rest = divmod(number["global_batch"], number["data_parallelism"] * number["micro_batch"])
         if rest or not m:
             continue
-        config = gpt(number["attention_heads"], number["hidden_size"], number["layers"],
-                     number["sequence_length"])
-        layout = Layout(tp=number["tensor_parallelism"], pp=number["pipeline_parallelism"],
-                        dp=number["data_parallelism"], micro_batch_size=number["micro_batch"],
-                        num_micro_batches=m, recompute="full")
-        runs.append(Run("vTrain", config, layout, machine, "megatron-2021",
-                        float(row["iteration_time_ms"]) / 1e3, "vTrain, MICRO 2024"))
+        config = gpt(
+            number["attention_heads"],
+            number["hidden_size"],
+            number["layers"],
+            number["sequence_length"],
+        )
+        layout = Layout(
+            tp=number["tensor_parallelism"],
+            pp=number["pipeline_parallelism"],
+            dp=number["data_parallelism"],
+            micro_batch_size=number["micro_batch"],
+            num_micro_batches=m,
+            recompute="full",
+        )
+        runs.append(
+            Run(
+                "vTrain",
+                config,
+                layout,
+                machine,
+                "megatron-2021",
+                float(row["iteration_time_ms"]) / 1e3,
+                "vTrain, MICRO 2024",
+            )
+        )
     return runs
 
 
@@ -364,16 +478,34 @@ def mpt():
     for row in rows("mpt_a100.csv"):
         if "80GB" not in row["table"] or row["act_cpu_offload"] == "True":
             continue
-        config = ModelConfig(vocab_size=int(row["vocab"]), seq_len=int(row["seq_len"]),
-                             d_model=int(row["d_model"]), num_layers=int(row["n_layers"]),
-                             num_heads=int(row["n_heads"]), positions="learned", bias=False,
-                             tied_embedding=True)
-        layout = Layout(dp=int(row["gpus"]), zero=3, micro_batch_size=int(row["micro_batch"]),
-                        num_micro_batches=int(row["grad_accum"]),
-                        recompute="full" if row["act_ckpt"] == "True" else "none")
-        runs.append(Run(row["model"], config, layout, "a100-80", how,
-                        int(row["global_batch_tokens"]) / float(row["tokens_per_s"]),
-                        "llm-foundry benchmarking"))
+        config = ModelConfig(
+            vocab_size=int(row["vocab"]),
+            seq_len=int(row["seq_len"]),
+            d_model=int(row["d_model"]),
+            num_layers=int(row["n_layers"]),
+            num_heads=int(row["n_heads"]),
+            positions="learned",
+            bias=False,
+            tied_embedding=True,
+        )
+        layout = Layout(
+            dp=int(row["gpus"]),
+            zero=3,
+            micro_batch_size=int(row["micro_batch"]),
+            num_micro_batches=int(row["grad_accum"]),
+            recompute="full" if row["act_ckpt"] == "True" else "none",
+        )
+        runs.append(
+            Run(
+                row["model"],
+                config,
+                layout,
+                "a100-80",
+                how,
+                int(row["global_batch_tokens"]) / float(row["tokens_per_s"]),
+                "llm-foundry benchmarking",
+            )
+        )
     return runs
 
 
@@ -381,18 +513,38 @@ def nanotron():
     """(run, did it run?, GiB): the Ultra-Scale Playbook's sweep without a pipeline."""
     runs = []
     for row in rows("nanotron_h100_pp1.csv"):
-        config = ModelConfig(vocab_size=int(row["vocab"]), seq_len=int(row["seq_len"]),
-                             d_model=int(row["hidden"]), num_layers=int(row["n_layers"]),
-                             num_heads=int(row["heads"]), num_kv_heads=int(row["kv_heads"]),
-                             d_ffn=int(row["ffn"]), activation="swiglu", norm="rmsnorm",
-                             bias=False, tied_embedding=row["model"] in ("1B", "3B"))
-        layout = Layout(dp=int(row["dp"]), tp=int(row["tp"]), zero=int(row["zero_stage"]),
-                        sequence_parallel=int(row["tp"]) > 1, micro_batch_size=int(row["mbs"]),
-                        num_micro_batches=int(row["grad_accum"]))
+        config = ModelConfig(
+            vocab_size=int(row["vocab"]),
+            seq_len=int(row["seq_len"]),
+            d_model=int(row["hidden"]),
+            num_layers=int(row["n_layers"]),
+            num_heads=int(row["heads"]),
+            num_kv_heads=int(row["kv_heads"]),
+            d_ffn=int(row["ffn"]),
+            activation="swiglu",
+            norm="rmsnorm",
+            bias=False,
+            tied_embedding=row["model"] in ("1B", "3B"),
+        )
+        layout = Layout(
+            dp=int(row["dp"]),
+            tp=int(row["tp"]),
+            zero=int(row["zero_stage"]),
+            sequence_parallel=int(row["tp"]) > 1,
+            micro_batch_size=int(row["mbs"]),
+            num_micro_batches=int(row["grad_accum"]),
+        )
         ok = row["status"] == "ok"
         tokens = layout.global_batch_size * config.seq_len
-        run = Run(row["model"], config, layout, "h100-hf", "nanotron",
-                  tokens / float(row["tokens_per_s"]) if ok else 0.0, "Ultra-Scale Playbook")
+        run = Run(
+            row["model"],
+            config,
+            layout,
+            "h100-hf",
+            "nanotron",
+            tokens / float(row["tokens_per_s"]) if ok else 0.0,
+            "Ultra-Scale Playbook",
+        )
         runs.append((run, ok, float(row["gpu_mem_gb"]) if ok else 0.0))
     return runs
 

@@ -65,21 +65,33 @@ class ModelConfig:
     def __post_init__(self):
         for field in ("vocab_size", "seq_len", "d_model", "num_layers", "num_heads"):
             _whole_number(self, field, at_least=1)
-        derived = {field: value for field, value in self._derive().items()
-                   if getattr(self, field) is None}
+        derived = {
+            field: value for field, value in self._derive().items() if getattr(self, field) is None
+        }
         for field, value in derived.items():
             object.__setattr__(self, field, value)
         object.__setattr__(self, "_derived", frozenset(derived))  # for replace()
 
         for field in ("num_kv_heads", "head_dim", "d_ffn", "d_expert", "v_head_dim"):
             _whole_number(self, field, at_least=1)
-        for field in ("num_experts", "top_k", "num_shared_experts", "first_dense_layers",
-                      "kv_lora_rank", "q_lora_rank", "rope_head_dim"):
+        for field in (
+            "num_experts",
+            "top_k",
+            "num_shared_experts",
+            "first_dense_layers",
+            "kv_lora_rank",
+            "q_lora_rank",
+            "rope_head_dim",
+        ):
             _whole_number(self, field, at_least=0)
         for field in ("bias", "qkv_bias", "qk_norm", "embedding_norm", "tied_embedding"):
             _true_or_false(self, field)
-        for field, known in (("activation", ACTIVATIONS), ("norm", NORMS),
-                             ("positions", POSITIONS), ("router", ROUTERS)):
+        for field, known in (
+            ("activation", ACTIVATIONS),
+            ("norm", NORMS),
+            ("positions", POSITIONS),
+            ("router", ROUTERS),
+        ):
             _one_of(self, field, known)
         self._validate()
 
@@ -90,52 +102,80 @@ class ModelConfig:
             if self.d_model % self.num_heads:
                 raise ValueError(
                     f"num_heads={self.num_heads} does not divide d_model={self.d_model}: "
-                    f"give {_nearest_divisor(self.d_model, self.num_heads)} heads, or head_dim.")
+                    f"give {_nearest_divisor(self.d_model, self.num_heads)} heads, or head_dim."
+                )
             head_dim = self.d_model // self.num_heads
         swiglu_ffn = 64 * math.ceil(8 * self.d_model / 3 / 64)
         d_ffn = self.d_ffn or (swiglu_ffn if self.activation == "swiglu" else 4 * self.d_model)
-        return {"num_kv_heads": self.num_heads, "head_dim": head_dim, "d_ffn": d_ffn,
-                "qkv_bias": self.bias, "d_expert": d_ffn, "v_head_dim": head_dim}
+        return {
+            "num_kv_heads": self.num_heads,
+            "head_dim": head_dim,
+            "d_ffn": d_ffn,
+            "qkv_bias": self.bias,
+            "d_expert": d_ffn,
+            "v_head_dim": head_dim,
+        }
 
     def _validate(self):
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}: "
-                f"{_nearest_divisor(self.num_heads, self.num_kv_heads)} would.")
+                f"{_nearest_divisor(self.num_heads, self.num_kv_heads)} would."
+            )
         if self.positions == "rotary" and self.position_dim % 2:
             field = "rope_head_dim" if self.is_mla else "head_dim"
-            raise ValueError(f"{field}={self.position_dim} is odd, and rotary positions turn pairs "
-                             f"of numbers: give {self.position_dim + 1}.")
-        if isinstance(self.dropout, bool) or not isinstance(self.dropout, (int, float)) \
-                or not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout!r} is not a probability below 1: "
-                             "give 0.0 for none, or something like 0.1.")
+            raise ValueError(
+                f"{field}={self.position_dim} is odd, and rotary positions turn pairs "
+                f"of numbers: give {self.position_dim + 1}."
+            )
+        if (
+            isinstance(self.dropout, bool)
+            or not isinstance(self.dropout, (int, float))
+            or not 0 <= self.dropout < 1
+        ):
+            raise ValueError(
+                f"dropout={self.dropout!r} is not a probability below 1: "
+                "give 0.0 for none, or something like 0.1."
+            )
         if self.num_experts:
             if not 1 <= self.top_k <= self.num_experts:
-                raise ValueError(f"top_k={self.top_k} is not between 1 and "
-                                 f"num_experts={self.num_experts}: 2 is usual.")
+                raise ValueError(
+                    f"top_k={self.top_k} is not between 1 and "
+                    f"num_experts={self.num_experts}: 2 is usual."
+                )
             if self.first_dense_layers > self.num_layers:
-                raise ValueError(f"first_dense_layers={self.first_dense_layers} is more than "
-                                 f"num_layers={self.num_layers}: give at most that.")
+                raise ValueError(
+                    f"first_dense_layers={self.first_dense_layers} is more than "
+                    f"num_layers={self.num_layers}: give at most that."
+                )
         else:
             for field in ("top_k", "num_shared_experts", "first_dense_layers"):
                 if getattr(self, field):
-                    raise ValueError(f"{field}={getattr(self, field)} needs experts: give "
-                                     f"num_experts as well, or {field}=0.")
+                    raise ValueError(
+                        f"{field}={getattr(self, field)} needs experts: give "
+                        f"num_experts as well, or {field}=0."
+                    )
         if not self.is_mla:
             for field in ("q_lora_rank", "rope_head_dim"):
                 if getattr(self, field):
-                    raise ValueError(f"{field}={getattr(self, field)} belongs to latent attention: "
-                                     f"give kv_lora_rank as well, or {field}=0.")
+                    raise ValueError(
+                        f"{field}={getattr(self, field)} belongs to latent attention: "
+                        f"give kv_lora_rank as well, or {field}=0."
+                    )
         elif self.num_kv_heads != self.num_heads:
-            raise ValueError(f"num_kv_heads={self.num_kv_heads} has no meaning with latent "
-                             f"attention: leave it at num_heads={self.num_heads}.")
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} has no meaning with latent "
+                f"attention: leave it at num_heads={self.num_heads}."
+            )
 
     def replace(self, **changes) -> ModelConfig:
         """A copy with some fields changed; derived fields follow (`dataclasses.replace` cannot
         know which of them were derived, and would keep the old values)."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)
-                  if field.name not in self._derived}
+        fields = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in self._derived
+        }
         return ModelConfig(**{**fields, **changes})
 
     @property
@@ -179,25 +219,40 @@ class Layout:
     num_chunks: int = 1  # stages a rank holds: any number with "interleaved", 2 with the V's
 
     def __post_init__(self):
-        for field in ("pp", "dp", "cp", "tp", "ep", "micro_batch_size", "num_micro_batches",
-                      "num_chunks"):
+        for field in (
+            "pp",
+            "dp",
+            "cp",
+            "tp",
+            "ep",
+            "micro_batch_size",
+            "num_micro_batches",
+            "num_chunks",
+        ):
             _whole_number(self, field, at_least=1)
         _true_or_false(self, "sequence_parallel")
         _one_of(self, "zero", (0, 1, 2, 3))
         _one_of(self, "recompute", RECOMPUTE)
         _one_of(self, "schedule", SCHEDULES)
         if self.dp * self.cp % self.ep:
-            raise ValueError(f"ep={self.ep} does not divide dp*cp={self.dp * self.cp}: "
-                             f"{_nearest_divisor(self.dp * self.cp, self.ep)} would.")
+            raise ValueError(
+                f"ep={self.ep} does not divide dp*cp={self.dp * self.cp}: "
+                f"{_nearest_divisor(self.dp * self.cp, self.ep)} would."
+            )
         if self.schedule in TWO_CHUNK_SCHEDULES and self.num_chunks != 2:
-            raise ValueError(f"num_chunks={self.num_chunks} does not fit schedule="
-                             f"{self.schedule!r}, a V of two stages a rank: give 2.")
+            raise ValueError(
+                f"num_chunks={self.num_chunks} does not fit schedule="
+                f"{self.schedule!r}, a V of two stages a rank: give 2."
+            )
         if self.num_chunks > 1 and self.schedule not in ("interleaved", *TWO_CHUNK_SCHEDULES):
-            raise ValueError(f"num_chunks={self.num_chunks} needs schedule='interleaved', "
-                             f"not {self.schedule!r}.")
+            raise ValueError(
+                f"num_chunks={self.num_chunks} needs schedule='interleaved', not {self.schedule!r}."
+            )
         if self.num_chunks > 1 and self.pp == 1:
-            raise ValueError(f"num_chunks={self.num_chunks} needs a pipeline: give pp of 2 or "
-                             "more, or num_chunks=1.")
+            raise ValueError(
+                f"num_chunks={self.num_chunks} needs a pipeline: give pp of 2 or "
+                "more, or num_chunks=1."
+            )
 
     @property
     def world_size(self) -> int:
@@ -229,18 +284,24 @@ class Layout:
             cuts += [("ep", "num_experts", config.num_experts), ("tp", "d_expert", config.d_expert)]
         for axis, field, size in cuts:
             if size % getattr(self, axis):
-                raise ValueError(f"{axis}={getattr(self, axis)} does not divide {field}={size}: "
-                                 f"{_nearest_divisor(size, getattr(self, axis))} would.")
+                raise ValueError(
+                    f"{axis}={getattr(self, axis)} does not divide {field}={size}: "
+                    f"{_nearest_divisor(size, getattr(self, axis))} would."
+                )
         sequence_cuts = self.cp * (self.tp if self.sequence_parallel else 1)
         if config.seq_len % sequence_cuts:
             names = "cp*tp" if self.sequence_parallel else "cp"
-            raise ValueError(f"{names}={sequence_cuts} does not divide seq_len={config.seq_len}: "
-                             f"{_nearest_divisor(config.seq_len, sequence_cuts)} would.")
+            raise ValueError(
+                f"{names}={sequence_cuts} does not divide seq_len={config.seq_len}: "
+                f"{_nearest_divisor(config.seq_len, sequence_cuts)} would."
+            )
         if self.ep > 1 and not config.num_experts:
             raise ValueError(f"ep={self.ep} needs a model with experts: give ep=1, or num_experts.")
         if self.num_stages > config.num_layers:
-            raise ValueError(f"pp*num_chunks={self.num_stages} is more than "
-                             f"num_layers={config.num_layers}: a stage needs at least one layer.")
+            raise ValueError(
+                f"pp*num_chunks={self.num_stages} is more than "
+                f"num_layers={config.num_layers}: a stage needs at least one layer."
+            )
         return self
 
 
@@ -251,8 +312,9 @@ def _whole_number(config, field: str, at_least: int):
             raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise ValueError(f"{field}={value!r} is not a whole number: "
-                         f"give an int of {at_least} or more.") from None
+        raise ValueError(
+            f"{field}={value!r} is not a whole number: give an int of {at_least} or more."
+        ) from None
     if number < at_least:
         raise ValueError(f"{field}={number} is too small: give {at_least} or more.")
     object.__setattr__(config, field, number)  # numpy's integers become plain ones
@@ -266,8 +328,10 @@ def _true_or_false(config, field: str):
 def _one_of(config, field: str, known: tuple):
     value = getattr(config, field)
     if isinstance(value, bool) or value not in known:
-        raise ValueError(f"{field}={value!r} is not known: give one of "
-                         f"{', '.join(repr(name) for name in known)}.")
+        raise ValueError(
+            f"{field}={value!r} is not known: give one of "
+            f"{', '.join(repr(name) for name in known)}."
+        )
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:

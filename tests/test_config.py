@@ -79,8 +79,16 @@ def test_layers_with_experts():
 
 
 def test_a_layout_counts_ranks_sequences_and_stages():
-    layout = Layout(pp=2, dp=3, cp=2, tp=4, micro_batch_size=5, num_micro_batches=4,
-                    schedule="interleaved", num_chunks=2)
+    layout = Layout(
+        pp=2,
+        dp=3,
+        cp=2,
+        tp=4,
+        micro_batch_size=5,
+        num_micro_batches=4,
+        schedule="interleaved",
+        num_chunks=2,
+    )
     assert layout.world_size == 48
     assert layout.global_batch_size == 3 * 5 * 4  # cp ranks share a sequence
     assert layout.num_stages == 4
@@ -133,6 +141,8 @@ def test_kv_heads_may_be_fewer_than_tp_ranks():
 
 
 def test_config_and_calculators_import_no_torch():
-    code = ("import sys, mini_dist.config, mini_dist.calculators, mini_dist.calculators.published;"
-            "assert 'torch' not in sys.modules, 'torch was imported'")
+    code = (
+        "import sys, mini_dist.config, mini_dist.calculators, mini_dist.calculators.published;"
+        "assert 'torch' not in sys.modules, 'torch was imported'"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -21,24 +21,36 @@ from .parameters import layer_weights, num_active_parameters, outer_weights
 YEAR = 365.25 * 86400
 
 
-def forward_flops(config: ModelConfig, causal: bool = False,
-                  seq_len: int | None = None) -> Breakdown:
+def forward_flops(
+    config: ModelConfig, causal: bool = False, seq_len: int | None = None
+) -> Breakdown:
     """FLOPs of one sequence's forward pass, by kind of module (Narayanan et al. 2021 appendix)."""
     S = config.seq_len if seq_len is None else seq_len
     dense, moe = config.num_layers - config.num_moe_layers, config.num_moe_layers
     kinds: dict[str, float] = {}
-    for copies, weights in ((dense, layer_weights(config)),
-                            (moe, layer_weights(config, moe=True) if moe else []),
-                            (1, outer_weights(config, "last"))):
+    for copies, weights in (
+        (dense, layer_weights(config)),
+        (moe, layer_weights(config, moe=True) if moe else []),
+        (1, outer_weights(config, "last")),
+    ):
         for weight in weights:
             if weight.is_matmul:
-                kinds[weight.kind] = kinds.get(weight.kind, 0) \
-                    + copies * 2 * S * weight.numel_visited
-    lines = [Line(kind, flops, "FLOP", "2 S * matrix numbers a token meets", "PaLM appendix B")
-             for kind, flops in kinds.items()]
-    lines.append(Line("attention scores", config.num_layers * score_flops(config, S, causal),
-                      "FLOP", "L 2 S^2 N (H_qk + H_v)" + (" / 2" if causal else ""),
-                      "Narayanan et al. 2021 appendix"))
+                kinds[weight.kind] = (
+                    kinds.get(weight.kind, 0) + copies * 2 * S * weight.numel_visited
+                )
+    lines = [
+        Line(kind, flops, "FLOP", "2 S * matrix numbers a token meets", "PaLM appendix B")
+        for kind, flops in kinds.items()
+    ]
+    lines.append(
+        Line(
+            "attention scores",
+            config.num_layers * score_flops(config, S, causal),
+            "FLOP",
+            "L 2 S^2 N (H_qk + H_v)" + (" / 2" if causal else ""),
+            "Narayanan et al. 2021 appendix",
+        )
+    )
     return Breakdown("forward FLOPs of one sequence", tuple(lines))
 
 
@@ -49,33 +61,62 @@ def score_flops(config: ModelConfig, seq_len: int, causal: bool = False) -> floa
     return flops / 2 if causal else flops
 
 
-def step_flops(config: ModelConfig, sequences: int, recompute: str = "none",
-               causal: bool = False) -> Breakdown:
+def step_flops(
+    config: ModelConfig, sequences: int, recompute: str = "none", causal: bool = False
+) -> Breakdown:
     """FLOPs of one optimizer step on `sequences` sequences: forward, backward, recomputed.
 
     The total is the hardware FLOPs; `model_flops` leaves out what is recomputed.
     """
     if recompute not in RECOMPUTE:
-        raise ValueError(f"recompute={recompute!r} is not known: give one of "
-                         f"{', '.join(map(repr, RECOMPUTE))}.")
+        raise ValueError(
+            f"recompute={recompute!r} is not known: give one of {', '.join(map(repr, RECOMPUTE))}."
+        )
     forward = forward_flops(config, causal)
-    again = {"none": 0.0, "selective": forward["attention scores"],
-             "full": forward.total - forward["head"]}[recompute]
-    return Breakdown(f"FLOPs of a step of {sequences} sequences", (
-        Line("forward", sequences * forward.total, "FLOP", "sum of the modules", "forward_flops"),
-        Line("backward", 2 * sequences * forward.total, "FLOP", "2 * forward",
-             "gradients of inputs and of weights"),
-        Line("recomputed", sequences * again, "FLOP",
-             {"none": "nothing", "selective": "attention scores", "full": "forward of all layers"
-              }[recompute], "Korthikanti et al. 2022 section 5")))
+    again = {
+        "none": 0.0,
+        "selective": forward["attention scores"],
+        "full": forward.total - forward["head"],
+    }[recompute]
+    return Breakdown(
+        f"FLOPs of a step of {sequences} sequences",
+        (
+            Line(
+                "forward", sequences * forward.total, "FLOP", "sum of the modules", "forward_flops"
+            ),
+            Line(
+                "backward",
+                2 * sequences * forward.total,
+                "FLOP",
+                "2 * forward",
+                "gradients of inputs and of weights",
+            ),
+            Line(
+                "recomputed",
+                sequences * again,
+                "FLOP",
+                {
+                    "none": "nothing",
+                    "selective": "attention scores",
+                    "full": "forward of all layers",
+                }[recompute],
+                "Korthikanti et al. 2022 section 5",
+            ),
+        ),
+    )
 
 
 def model_flops(config: ModelConfig, sequences: int, causal: bool = False) -> float:
     return step_flops(config, sequences, "none", causal).total
 
 
-def training_time(model: ModelConfig | float, tokens: float, num_devices: int = 1,
-                  machine: Hardware | str = "a100-80", utilisation: float = 1.0) -> Breakdown:
+def training_time(
+    model: ModelConfig | float,
+    tokens: float,
+    num_devices: int = 1,
+    machine: Hardware | str = "a100-80",
+    utilisation: float = 1.0,
+) -> Breakdown:
     """How long `tokens` tokens take, by 6 P T: the estimate for the back of an envelope.
 
     `model` is a ModelConfig or a number of parameters.  GPT-3 (175e9 parameters, 300e9 tokens) on
@@ -83,8 +124,10 @@ def training_time(model: ModelConfig | float, tokens: float, num_devices: int = 
     """
     machine = hardware(machine) if isinstance(machine, str) else machine
     if not 0 < utilisation <= 1:
-        raise ValueError(f"utilisation={utilisation!r} is not a share of the peak: give a number "
-                         "above 0 and at most 1, such as 0.45.")
+        raise ValueError(
+            f"utilisation={utilisation!r} is not a share of the peak: give a number "
+            "above 0 and at most 1, such as 0.45."
+        )
     parameters = num_active_parameters(model) if isinstance(model, ModelConfig) else model
     for field, value in (("model", parameters), ("tokens", tokens), ("num_devices", num_devices)):
         if not value > 0:
@@ -93,19 +136,30 @@ def training_time(model: ModelConfig | float, tokens: float, num_devices: int = 
     flops = 6 * parameters * tokens
     seconds = flops / (num_devices * peak * utilisation)
     lines = [
-        Line("parameters", parameters, "parameters", "those that a token meets",
-             "parameter_counts"),
+        Line(
+            "parameters", parameters, "parameters", "those that a token meets", "parameter_counts"
+        ),
         Line("work", flops, "FLOP", "6 P T", "Kaplan et al. 2020 section 2.1"),
-        Line("peak", num_devices * peak, "FLOP/s", f"{num_devices} * {peak / 1e12:g} TFLOP/s",
-             machine.device.source),
+        Line(
+            "peak",
+            num_devices * peak,
+            "FLOP/s",
+            f"{num_devices} * {peak / 1e12:g} TFLOP/s",
+            machine.device.source,
+        ),
         Line("utilisation", utilisation, "", "of the peak", "assumed: measure your own"),
         Line("time", seconds, "s", "work / (peak * utilisation)", ""),
         Line("days", seconds / 86400, "days", "time / 86400 s", ""),
         Line("years", seconds / YEAR, "years", "time / 365.25 days", ""),
     ]
     if machine.dollars_per_hour is not None:
-        lines.append(Line("cost", machine.dollars_per_hour * num_devices * seconds / 3600,
-                          "dollars", "price * devices * hours", "dollars_per_hour"))
+        lines.append(
+            Line(
+                "cost",
+                machine.dollars_per_hour * num_devices * seconds / 3600,
+                "dollars",
+                "price * devices * hours",
+                "dollars_per_hour",
+            )
+        )
     return Breakdown("training time", tuple(lines))
-
-

@@ -56,16 +56,31 @@ class Framework:
     source: str = ""
 
     def __post_init__(self):
-        for field in ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "shard_bytes",
-                      "activation_bytes", "loss_bytes", "outside", "fragmentation", "flash_speed",
-                      "loss_traffic", "reduce_bytes", "host_seconds"):
+        for field in (
+            "parameter_bytes",
+            "gradient_bytes",
+            "optimizer_bytes",
+            "shard_bytes",
+            "activation_bytes",
+            "loss_bytes",
+            "outside",
+            "fragmentation",
+            "flash_speed",
+            "loss_traffic",
+            "reduce_bytes",
+            "host_seconds",
+        ):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
-                raise ValueError(f"{field}={value!r} of framework {self.name!r} is negative or no "
-                                 "number: give 0 or more.")
+                raise ValueError(
+                    f"{field}={value!r} of framework {self.name!r} is negative or no "
+                    "number: give 0 or more."
+                )
         if self.weight_gradients not in ("none", "largest", "one_layer"):
-            raise ValueError(f"weight_gradients={self.weight_gradients!r} is not known: give "
-                             "'none', 'largest' or 'one_layer'.")
+            raise ValueError(
+                f"weight_gradients={self.weight_gradients!r} is not known: give "
+                "'none', 'largest' or 'one_layer'."
+            )
 
     def replace(self, **changes) -> Framework:
         return dataclasses.replace(self, **changes)
@@ -83,45 +98,99 @@ FRAMEWORKS = {
     # fp16 gradients, added up by a pass over them, all-reduced after the last backward; softmax and
     # its fp32 logits kept by the vocab-parallel loss.
     "megatron-2021": Framework(
-        "megatron-2021", flash_attention=False, loss_bytes=6, weight_gradients="largest",
-        outside=CUDA_OUTSIDE, fragmentation=FRAGMENTATION, fused_weight_gradients=False,
-        reduce_bytes=2, overlaps_gradients=False, host_seconds=0.9e-3,
-        source="[N21], Megatron-LM 2021 [code]"),
+        "megatron-2021",
+        flash_attention=False,
+        loss_bytes=6,
+        weight_gradients="largest",
+        outside=CUDA_OUTSIDE,
+        fragmentation=FRAGMENTATION,
+        fused_weight_gradients=False,
+        reduce_bytes=2,
+        overlaps_gradients=False,
+        host_seconds=0.9e-3,
+        source="[N21], Megatron-LM 2021 [code]",
+    ),
     # The same with the sum inside the weight gradient's GEMM, in fp32.
     "megatron-2022": Framework(
-        "megatron-2022", gradient_bytes=4, flash_attention=False, loss_bytes=6,
-        weight_gradients="largest", outside=CUDA_OUTSIDE, fragmentation=FRAGMENTATION,
-        overlaps_gradients=False, host_seconds=0.9e-3, source="[K22], Megatron-LM 2022 [code]"),
+        "megatron-2022",
+        gradient_bytes=4,
+        flash_attention=False,
+        loss_bytes=6,
+        weight_gradients="largest",
+        outside=CUDA_OUTSIDE,
+        fragmentation=FRAGMENTATION,
+        overlaps_gradients=False,
+        host_seconds=0.9e-3,
+        source="[K22], Megatron-LM 2022 [code]",
+    ),
     # Transformer Engine adds weight gradients into the fp32 buffer inside the GEMM, and hands
     # autograd a dummy for each distinct weight shape of a layer, which it keeps ([code]
     # get_dummy_wgrad); the fused loss turns bf16 logits into their gradient in place.
     "megatron-core": Framework(
-        "megatron-core", gradient_bytes=4, loss_bytes=2, weight_gradients="one_layer",
-        outside=CUDA_OUTSIDE, fragmentation=FRAGMENTATION, source="Megatron-Core with TE [code]"),
+        "megatron-core",
+        gradient_bytes=4,
+        loss_bytes=2,
+        weight_gradients="one_layer",
+        outside=CUDA_OUTSIDE,
+        fragmentation=FRAGMENTATION,
+        source="Megatron-Core with TE [code]",
+    ),
     # DeepSpeed's BF16Optimizer keeps the bf16 gradients beside their fp32 sums ([code]).
     "megatron-deepspeed": Framework(
-        "megatron-deepspeed", gradient_bytes=6, flash_attention=False, loss_bytes=6,
-        weight_gradients="largest", outside=CUDA_OUTSIDE, fragmentation=FRAGMENTATION,
-        fused_weight_gradients=False, overlaps_gradients=False, host_seconds=0.9e-3,
-        source="BigScience's Megatron-DeepSpeed [code]"),
+        "megatron-deepspeed",
+        gradient_bytes=6,
+        flash_attention=False,
+        loss_bytes=6,
+        weight_gradients="largest",
+        outside=CUDA_OUTSIDE,
+        fragmentation=FRAGMENTATION,
+        fused_weight_gradients=False,
+        overlaps_gradients=False,
+        host_seconds=0.9e-3,
+        source="BigScience's Megatron-DeepSpeed [code]",
+    ),
     # bf16 gradients beside their fp32 sums (Ultra-Scale Playbook, "Memory for weights, gradients
     # and optimizer states"); a loss in eager torch: bf16 logits, their fp32 copy, the softmax and
     # its gradient, and silu(gate) kept; F.linear saves the gathered input ([code] functional.py).
     "nanotron": Framework(
-        "nanotron", gradient_bytes=6, fused_activation=False, keeps_gathered=True, loss_bytes=14,
-        outside=CUDA_OUTSIDE, fragmentation=FRAGMENTATION,
-        source="nanotron [code]"),
+        "nanotron",
+        gradient_bytes=6,
+        fused_activation=False,
+        keeps_gathered=True,
+        loss_bytes=14,
+        outside=CUDA_OUTSIDE,
+        fragmentation=FRAGMENTATION,
+        source="nanotron [code]",
+    ),
     # FSDP2 with a bf16 policy: fp32 parameters and gradients are what is sharded.
     "fsdp": Framework(
-        "fsdp", parameter_bytes=4, gradient_bytes=4, optimizer_bytes=8, fused_activation=False,
-        loss_bytes=10, weight_gradients="largest", outside=CUDA_OUTSIDE,
-        fragmentation=FRAGMENTATION, reduce_bytes=2,
-        source="torch.distributed.fsdp.fully_shard [code]"),
+        "fsdp",
+        parameter_bytes=4,
+        gradient_bytes=4,
+        optimizer_bytes=8,
+        fused_activation=False,
+        loss_bytes=10,
+        weight_gradients="largest",
+        outside=CUDA_OUTSIDE,
+        fragmentation=FRAGMENTATION,
+        reduce_bytes=2,
+        source="torch.distributed.fsdp.fully_shard [code]",
+    ),
     # This course's own runs: everything in fp32; torch's attention kernel for CPUs.
     "course": Framework(
-        "course", parameter_bytes=4, gradient_bytes=4, optimizer_bytes=8, shard_bytes=4,
-        activation_bytes=4, fused_activation=False, loss_bytes=12, gradient_buffers=False,
-        prefetch=0, plain_modules=True, source="mini_dist/model.py and zero.py"),
+        "course",
+        parameter_bytes=4,
+        gradient_bytes=4,
+        optimizer_bytes=8,
+        shard_bytes=4,
+        activation_bytes=4,
+        fused_activation=False,
+        loss_bytes=12,
+        gradient_buffers=False,
+        prefetch=0,
+        plain_modules=True,
+        source="mini_dist/model.py and zero.py",
+    ),
 }
 
 
@@ -129,6 +198,8 @@ def framework(name: str | Framework) -> Framework:
     if isinstance(name, Framework):
         return name
     if name not in FRAMEWORKS:
-        raise ValueError(f"framework={name!r} is not known: give one of "
-                         f"{', '.join(FRAMEWORKS)}, or a Framework(...).")
+        raise ValueError(
+            f"framework={name!r} is not known: give one of "
+            f"{', '.join(FRAMEWORKS)}, or a Framework(...)."
+        )
     return FRAMEWORKS[name]

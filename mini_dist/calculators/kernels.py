@@ -33,8 +33,9 @@ def gemm_seconds(device: Device, m: float, n: float, k: float) -> float:
     """
     rate = device.gemm_rate * k / (k + GEMM_FILL)
     if device.cores:  # lying or standing tiles, whichever are fewer; thin matrices have thin tiles
-        tiles = min(math.ceil(rows / 128) * math.ceil(columns / 256)
-                    for rows, columns in ((m, n), (n, m)))
+        tiles = min(
+            math.ceil(rows / 128) * math.ceil(columns / 256) for rows, columns in ((m, n), (n, m))
+        )
         waves = math.ceil(tiles / device.cores)
         padded = waves * device.cores * min(m, 128) * min(n, 256)
         rate *= min(1.0, m * n / padded)
@@ -47,8 +48,9 @@ def stream_seconds(device: Device, num_bytes: float) -> float:
     return num_bytes / device.stream_bandwidth + KERNEL_SECONDS
 
 
-def collective_seconds(machine: Hardware, op: str, num_bytes: float, size: int,
-                       stride: int = 1) -> float:
+def collective_seconds(
+    machine: Hardware, op: str, num_bytes: float, size: int, stride: int = 1
+) -> float:
     """A ring over `size` devices that stand `stride` apart in rank.
 
     NCCL runs as many rings as there are ways out of a node: a group with k members in each node
@@ -85,8 +87,17 @@ class LayerTime:
 
 
 @lru_cache(maxsize=4096)
-def layer_time(config: ModelConfig, machine: Hardware, how: Framework, moe: bool, tp: int, cp: int,
-               ep: int, micro_batch_size: int, sequence_parallel: bool) -> LayerTime:
+def layer_time(
+    config: ModelConfig,
+    machine: Hardware,
+    how: Framework,
+    moe: bool,
+    tp: int,
+    cp: int,
+    ep: int,
+    micro_batch_size: int,
+    sequence_parallel: bool,
+) -> LayerTime:
     """One layer without recompute, on one rank: what it computes and what it exchanges."""
     tokens = micro_batch_size * config.seq_len / cp
     whole = tokens / (tp if sequence_parallel else 1)  # rows of what tp does not cut
@@ -113,25 +124,33 @@ def _add_attention(time, config, device, how, tp, cp, tokens) -> None:
     flops = tokens / S * score_flops(config, S) / tp  # both products, all S scores a token
     if how.flash_attention:  # computes the causal half, and everything once more in backward
         rate = how.flash_speed * device.gemm_rate
-        time.add("attention", flops / 2 / (FLASH_FORWARD * rate) + KERNEL_SECONDS,
-                 2.5 * flops / 2 / (FLASH_BACKWARD * rate) + KERNEL_SECONDS)
+        time.add(
+            "attention",
+            flops / 2 / (FLASH_FORWARD * rate) + KERNEL_SECONDS,
+            2.5 * flops / 2 / (FLASH_BACKWARD * rate) + KERNEL_SECONDS,
+        )
         return
     # Product, softmax, dropout, product: each reads and writes all scores.
     once = e * tokens * S * config.num_heads / tp / device.stream_bandwidth
     dropout = (2 + 1 / e) * once if config.dropout else 0.0  # in, out, and a mask of one byte
-    time.add("attention",
-             max(flops / device.gemm_rate, 2 * once) + 2 * once + dropout + 3 * KERNEL_SECONDS,
-             max(2 * flops / device.gemm_rate, 5 * once) + 3 * once + dropout + 5 * KERNEL_SECONDS)
+    time.add(
+        "attention",
+        max(flops / device.gemm_rate, 2 * once) + 2 * once + dropout + 3 * KERNEL_SECONDS,
+        max(2 * flops / device.gemm_rate, 5 * once) + 3 * once + dropout + 5 * KERNEL_SECONDS,
+    )
 
 
 def _add_elementwise(time, config, device, how, moe, tp, tokens, whole) -> None:
     """Passes over memory, in tensors read and written: [whole, D], [tokens, F/t or N H/t]."""
     e = how.activation_bytes
     mask = 1 / e if config.dropout else 0
-    model, heads = e * config.d_model * whole, \
-        e * config.num_heads * (config.head_dim + config.rope_head_dim) / tp * tokens
-    d_ffn = config.d_ffn if not moe else config.d_expert * (config.top_k
-                                                            + config.num_shared_experts)
+    model, heads = (
+        e * config.d_model * whole,
+        e * config.num_heads * (config.head_dim + config.rope_head_dim) / tp * tokens,
+    )
+    d_ffn = (
+        config.d_ffn if not moe else config.d_expert * (config.top_k + config.num_shared_experts)
+    )
     hidden = e * tokens * d_ffn / tp
     gated = config.activation == "swiglu"
     forward = {
@@ -146,8 +165,9 @@ def _add_elementwise(time, config, device, how, moe, tp, tokens, whole) -> None:
         "dropout": 2 * (2 + mask) * model if config.dropout else 0,
     }
     if config.positions == "rotary":  # queries and keys turned, and turned back
-        forward["rotary"] = backward["rotary"] \
-            = 2 * heads * (1 + config.num_kv_heads / config.num_heads)
+        forward["rotary"] = backward["rotary"] = (
+            2 * heads * (1 + config.num_kv_heads / config.num_heads)
+        )
     if moe:  # token copies sorted by expert, and back with their weights
         forward["sorting"] = backward["sorting"] = 2 * 4 * config.top_k * model
     time.add("elementwise", _passes(device, how, forward), _passes(device, how, backward))
@@ -156,8 +176,11 @@ def _add_elementwise(time, config, device, how, moe, tp, tokens, whole) -> None:
 def _passes(device, how, moved: dict[str, float]) -> float:
     """Unfused, about every second kernel reads again what the one before wrote."""
     again = 1 if how.fused_activation else 2
-    kernels = sum(2 if name.startswith("two") or name == "sorting" else 1
-                  for name, num_bytes in moved.items() if num_bytes)
+    kernels = sum(
+        2 if name.startswith("two") or name == "sorting" else 1
+        for name, num_bytes in moved.items()
+        if num_bytes
+    )
     return again * (sum(moved.values()) / device.stream_bandwidth + kernels * KERNEL_SECONDS)
 
 
@@ -170,11 +193,15 @@ def _add_exchanges(time, config, machine, how, moe, axes, sequence_parallel, tok
     if cp > 1:  # keys and values go round behind the attention to the block that is here
         kv = 2 * e * config.num_kv_heads * config.head_dim / tp * tokens
         ring = (cp - 1) * collective_seconds(machine, "send", 2 * kv, 2, tp)
-        time.add("cp exchange", max(0.0, ring - time.forward["attention"]),
-                 max(0.0, 2 * ring - time.backward["attention"]))
+        time.add(
+            "cp exchange",
+            max(0.0, ring - time.forward["attention"]),
+            max(0.0, 2 * ring - time.backward["attention"]),
+        )
     if moe and ep > 1:  # dispatch and combine, each way
-        pair = 2 * collective_seconds(machine, "all_to_all",
-                                      e * config.top_k * config.d_model * whole, ep, tp)
+        pair = 2 * collective_seconds(
+            machine, "all_to_all", e * config.top_k * config.d_model * whole, ep, tp
+        )
         time.add("ep all-to-all", pair, pair)
 
 
@@ -203,11 +230,14 @@ def _matrices(config, moe, t, ep, tokens) -> list[tuple[float, float, float, flo
     return [tuple(shape) for shape in shapes.values()]
 
 
-def head_seconds(config: ModelConfig, machine: Hardware, how: Framework,
-                 layout: Layout) -> tuple[float, float]:
+def head_seconds(
+    config: ModelConfig, machine: Hardware, how: Framework, layout: Layout
+) -> tuple[float, float]:
     """The head and the loss on one micro-batch, forward and backward."""
     tokens = layout.micro_batch_size * config.seq_len / layout.cp
     D, V, device = config.d_model, config.vocab_size / layout.tp, machine.device
     loss = stream_seconds(device, how.loss_traffic / 2 * tokens * V)
-    return (gemm_seconds(device, tokens, V, D) + loss,
-            gemm_seconds(device, tokens, D, V) + gemm_seconds(device, V, D, tokens) + loss)
+    return (
+        gemm_seconds(device, tokens, V, D) + loss,
+        gemm_seconds(device, tokens, D, V) + gemm_seconds(device, V, D, tokens) + loss,
+    )

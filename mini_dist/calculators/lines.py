@@ -45,23 +45,29 @@ class Breakdown:
         for line in self.lines:
             if line.name == name:
                 return line.value
-        raise KeyError(f"{name!r} is not a line of {self.title!r}: "
-                       f"it has {', '.join(line.name for line in self.lines)}")
+        raise KeyError(
+            f"{name!r} is not a line of {self.title!r}: "
+            f"it has {', '.join(line.name for line in self.lines)}"
+        )
 
     def __iter__(self) -> Iterator[Line]:
         return iter(self.lines)
 
     def table(self) -> str:
         """The breakdown as text: name, value, formula, source, and the total below."""
-        rows = [(line.name, readable(line.value, line.unit), line.formula, line.source)
-                for line in self.lines]
+        rows = [
+            (line.name, readable(line.value, line.unit), line.formula, line.source)
+            for line in self.lines
+        ]
         if len({line.unit for line in self.lines}) == 1:
             rows.append(("total", readable(self.total, self.unit), "", ""))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = [self.title]
         for name, value, formula, source in rows:
-            lines.append(f"  {name:<{widths[0]}}  {value:>{widths[1]}}  "
-                         f"{formula:<{widths[2]}}  {source}".rstrip())
+            lines.append(
+                f"  {name:<{widths[0]}}  {value:>{widths[1]}}  "
+                f"{formula:<{widths[2]}}  {source}".rstrip()
+            )
         return "\n".join(lines)
 
     __str__ = table
@@ -79,8 +85,16 @@ def readable(value: float, unit: str = "") -> str:
             if abs(value) >= scale:
                 return f"{value / scale:.4g} {name}"
         return f"{value * 1e6:.3g} us"
-    for scale, prefix in ((1e24, "Y"), (1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"),
-                          (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for scale, prefix in (
+        (1e24, "Y"),
+        (1e21, "Z"),
+        (1e18, "E"),
+        (1e15, "P"),
+        (1e12, "T"),
+        (1e9, "G"),
+        (1e6, "M"),
+        (1e3, "k"),
+    ):
         if abs(value) >= scale:
             # as one writes them: 312 TFLOP/s, but 1.558 G parameters
             return f"{value / scale:.4g} {prefix}{'' if unit.startswith('FLOP') else ' '}{unit}"

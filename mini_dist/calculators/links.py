@@ -33,8 +33,12 @@ class Link:
     def __post_init__(self):
         for field, least in (("latency", "0 or more seconds"), ("bandwidth", "bytes/s above 0")):
             value = getattr(self, field)
-            ok = isinstance(value, (int, float)) and not isinstance(value, bool) \
-                and math.isfinite(value) and (value >= 0 if field == "latency" else value > 0)
+            ok = (
+                isinstance(value, (int, float))
+                and not isinstance(value, bool)
+                and math.isfinite(value)
+                and (value >= 0 if field == "latency" else value > 0)
+            )
             if not ok:
                 raise ValueError(f"{field}={value!r} is not a {field} of a link: give {least}.")
 
@@ -59,8 +63,9 @@ class Hierarchy:
 
     def __post_init__(self):
         if not isinstance(self.ranks_per_node, int) or self.ranks_per_node < 1:
-            raise ValueError(f"ranks_per_node={self.ranks_per_node!r} is not a number of ranks: "
-                             "give 1 or more.")
+            raise ValueError(
+                f"ranks_per_node={self.ranks_per_node!r} is not a number of ranks: give 1 or more."
+            )
 
     def slowest(self, distance: int, size: int, paired: bool = False) -> Link:
         """The link that a round waits for, in a group of `size` neighbouring ranks.
@@ -98,76 +103,127 @@ def split(num_bytes: int, parts: int, itemsize: int = 1) -> list[int]:
     return [(base + (part < longer)) * itemsize for part in range(parts)]
 
 
-def broadcast(num_bytes: int, size: int, algorithm: str = "tree",
-              link: Link | Hierarchy | None = None) -> Cost:
+def broadcast(
+    num_bytes: int, size: int, algorithm: str = "tree", link: Link | Hierarchy | None = None
+) -> Cost:
     """Star: the root sends to each in turn.  Tree (binomial): whoever has it sends on."""
     link = _checked("broadcast", algorithm, num_bytes, size, link)
     if algorithm == "star":
-        return Cost("broadcast", algorithm, size - 1, (num_bytes * (size - 1),) + (0,) * (size - 1),
-                    _star_seconds([num_bytes] * (size - 1), size, link))
+        return Cost(
+            "broadcast",
+            algorithm,
+            size - 1,
+            (num_bytes * (size - 1),) + (0,) * (size - 1),
+            _star_seconds([num_bytes] * (size - 1), size, link),
+        )
     rounds = _log2_up(size)
-    return Cost("broadcast", algorithm, rounds,
-                tuple(num_bytes * children for children in _children(size)),
-                _tree_seconds(num_bytes, size, link))
+    return Cost(
+        "broadcast",
+        algorithm,
+        rounds,
+        tuple(num_bytes * children for children in _children(size)),
+        _tree_seconds(num_bytes, size, link),
+    )
 
 
-def reduce(num_bytes: int, size: int, algorithm: str = "tree",
-           link: Link | Hierarchy | None = None) -> Cost:
+def reduce(
+    num_bytes: int, size: int, algorithm: str = "tree", link: Link | Hierarchy | None = None
+) -> Cost:
     """The broadcast run backwards: star or binomial tree, every rank but the root sends once."""
     link = _checked("reduce", algorithm, num_bytes, size, link)
     if algorithm == "star":
-        return Cost("reduce", algorithm, size - 1, (0,) + (num_bytes,) * (size - 1),
-                    _star_seconds([num_bytes] * (size - 1), size, link))
-    return Cost("reduce", algorithm, _log2_up(size), (0,) + (num_bytes,) * (size - 1),
-                _tree_seconds(num_bytes, size, link))
+        return Cost(
+            "reduce",
+            algorithm,
+            size - 1,
+            (0,) + (num_bytes,) * (size - 1),
+            _star_seconds([num_bytes] * (size - 1), size, link),
+        )
+    return Cost(
+        "reduce",
+        algorithm,
+        _log2_up(size),
+        (0,) + (num_bytes,) * (size - 1),
+        _tree_seconds(num_bytes, size, link),
+    )
 
 
-def gather(num_bytes: int, size: int, algorithm: str = "star",
-           link: Link | Hierarchy | None = None, itemsize: int = 1) -> Cost:
+def gather(
+    num_bytes: int,
+    size: int,
+    algorithm: str = "star",
+    link: Link | Hierarchy | None = None,
+    itemsize: int = 1,
+) -> Cost:
     """Every rank sends its shard of the N gathered bytes to the root (scatter is this reversed)."""
     link = _checked("gather", algorithm, num_bytes, size, link)
     shards = split(num_bytes, size, itemsize)
-    return Cost("gather", algorithm, size - 1, (0, *shards[1:]),
-                _star_seconds(shards[1:], size, link))
+    return Cost(
+        "gather", algorithm, size - 1, (0, *shards[1:]), _star_seconds(shards[1:], size, link)
+    )
 
 
-def scatter(num_bytes: int, size: int, algorithm: str = "star",
-            link: Link | Hierarchy | None = None, itemsize: int = 1) -> Cost:
+def scatter(
+    num_bytes: int,
+    size: int,
+    algorithm: str = "star",
+    link: Link | Hierarchy | None = None,
+    itemsize: int = 1,
+) -> Cost:
     """The root sends every other rank its shard of N bytes."""
     link = _checked("scatter", algorithm, num_bytes, size, link)
     shards = split(num_bytes, size, itemsize)
-    return Cost("scatter", algorithm, size - 1, (sum(shards[1:]),) + (0,) * (size - 1),
-                _star_seconds(shards[1:], size, link))
+    return Cost(
+        "scatter",
+        algorithm,
+        size - 1,
+        (sum(shards[1:]),) + (0,) * (size - 1),
+        _star_seconds(shards[1:], size, link),
+    )
 
 
-def all_gather(num_bytes: int, size: int, algorithm: str = "ring",
-               link: Link | Hierarchy | None = None, itemsize: int = 1) -> Cost:
+def all_gather(
+    num_bytes: int,
+    size: int,
+    algorithm: str = "ring",
+    link: Link | Hierarchy | None = None,
+    itemsize: int = 1,
+) -> Cost:
     """Ring: each shard walks round.  Recursive doubling: blocks double, log2 n rounds."""
     link = _checked("all_gather", algorithm, num_bytes, size, link)
     shards = split(num_bytes, size, itemsize)
     if algorithm == "ring":  # rank r passes on every shard but its neighbour's own
         sent = tuple(num_bytes - shards[(rank + 1) % size] for rank in range(size))
-        return Cost("all_gather", algorithm, size - 1, sent,
-                    _ring_seconds(shards, link))
+        return Cost("all_gather", algorithm, size - 1, sent, _ring_seconds(shards, link))
     m, extra = _fold(size)
     blocks = [shards[rank] + (shards[rank + m] if rank < extra else 0) for rank in range(m)]
     sent, seconds = _doubling(blocks, link, size)
     for rank in range(extra):  # before: the extra's shard in; after: the whole result out
         sent[rank] += num_bytes
     seconds += _fold_seconds([max(shards[m:], default=0), num_bytes], m, size, link)
-    return Cost("all_gather", algorithm, _log2_up(m) + 2 * (extra > 0),
-                (*sent, *shards[m:]), seconds)
+    return Cost(
+        "all_gather", algorithm, _log2_up(m) + 2 * (extra > 0), (*sent, *shards[m:]), seconds
+    )
 
 
-def reduce_scatter(num_bytes: int, size: int, algorithm: str = "ring",
-                   link: Link | Hierarchy | None = None, itemsize: int = 1) -> Cost:
+def reduce_scatter(
+    num_bytes: int,
+    size: int,
+    algorithm: str = "ring",
+    link: Link | Hierarchy | None = None,
+    itemsize: int = 1,
+) -> Cost:
     """Ring: partial sums walk round.  Recursive halving: blocks halve, log2 n rounds."""
     link = _checked("reduce_scatter", algorithm, num_bytes, size, link)
     shards = split(num_bytes, size, itemsize)
     if algorithm == "ring":  # rank r sends every shard but the one it keeps
-        return Cost("reduce_scatter", algorithm, size - 1,
-                    tuple(num_bytes - shard for shard in shards),
-                    _ring_seconds(shards, link))
+        return Cost(
+            "reduce_scatter",
+            algorithm,
+            size - 1,
+            tuple(num_bytes - shard for shard in shards),
+            _ring_seconds(shards, link),
+        )
     m, extra = _fold(size)
     blocks = [shards[rank] + (shards[rank + m] if rank < extra else 0) for rank in range(m)]
     # Halving is doubling run backwards: the same messages in the other direction.
@@ -176,64 +232,104 @@ def reduce_scatter(num_bytes: int, size: int, algorithm: str = "ring",
     for rank in range(extra):  # after: the extra's shard out
         sent[rank] += shards[rank + m]
     seconds += _fold_seconds([num_bytes, max(shards[m:], default=0)], m, size, link)
-    return Cost("reduce_scatter", algorithm, _log2_up(m) + 2 * (extra > 0),
-                (*sent, *[num_bytes] * extra), seconds)
+    return Cost(
+        "reduce_scatter",
+        algorithm,
+        _log2_up(m) + 2 * (extra > 0),
+        (*sent, *[num_bytes] * extra),
+        seconds,
+    )
 
 
-def all_reduce(num_bytes: int, size: int, algorithm: str = "ring",
-               link: Link | Hierarchy | None = None, itemsize: int = 1,
-               ranks_per_node: int | None = None) -> Cost:
+def all_reduce(
+    num_bytes: int,
+    size: int,
+    algorithm: str = "ring",
+    link: Link | Hierarchy | None = None,
+    itemsize: int = 1,
+    ranks_per_node: int | None = None,
+) -> Cost:
     """Star and tree: reduce + broadcast.  Ring: reduce-scatter + all-gather.  Halving-doubling:
-    the same by recursion.  Doubling: everything is exchanged in each of log2 n rounds.  Hierarchical: reduce-scatter in each node of `ranks_per_node` ranks,
-    ring all-reduce of each shard between nodes, all-gather in the node."""
+    the same by recursion.  Doubling: all of it is exchanged in each of log2 n rounds.
+    Hierarchical: reduce-scatter in each node of `ranks_per_node` ranks, ring all-reduce of each
+    shard between nodes, all-gather in the node."""
     link = _checked("all_reduce", algorithm, num_bytes, size, link)
     if algorithm in ("star", "tree"):
-        parts = [reduce(num_bytes, size, algorithm, link),
-                 broadcast(num_bytes, size, algorithm, link)]
+        parts = [
+            reduce(num_bytes, size, algorithm, link),
+            broadcast(num_bytes, size, algorithm, link),
+        ]
     elif algorithm == "ring":
-        parts = [reduce_scatter(num_bytes, size, "ring", link, itemsize),
-                 all_gather(num_bytes, size, "ring", link, itemsize)]
+        parts = [
+            reduce_scatter(num_bytes, size, "ring", link, itemsize),
+            all_gather(num_bytes, size, "ring", link, itemsize),
+        ]
     elif algorithm == "halving_doubling":
         m, extra = _fold(size)
-        parts = [reduce_scatter(num_bytes, m, "halving", link, itemsize),
-                 all_gather(num_bytes, m, "doubling", link, itemsize)]
+        parts = [
+            reduce_scatter(num_bytes, m, "halving", link, itemsize),
+            all_gather(num_bytes, m, "doubling", link, itemsize),
+        ]
         if extra:  # an extra rank sends all it has and gets all of the result back
             swap = (num_bytes,) * extra + (0,) * (m - extra)
             both = tuple(a + b + c for a, b, c in zip(swap, parts[0].sent, parts[1].sent))
-            return Cost("all_reduce", algorithm, parts[0].rounds + parts[1].rounds + 2,
-                        both + (num_bytes,) * extra,
-                        parts[0].seconds + parts[1].seconds
-                        + _fold_seconds([num_bytes, num_bytes], m, size, link))
+            return Cost(
+                "all_reduce",
+                algorithm,
+                parts[0].rounds + parts[1].rounds + 2,
+                both + (num_bytes,) * extra,
+                parts[0].seconds
+                + parts[1].seconds
+                + _fold_seconds([num_bytes, num_bytes], m, size, link),
+            )
     elif algorithm == "doubling":
         m, extra = _fold(size)
         rounds = _log2_up(m)
         sent = [rounds * num_bytes + (num_bytes if rank < extra else 0) for rank in range(m)]
-        seconds = sum(link.slowest(2**k, size, paired=True).seconds(num_bytes) for k in range(rounds))
+        hops = [link.slowest(2**k, size, paired=True) for k in range(rounds)]
+        seconds = sum(hop.seconds(num_bytes) for hop in hops)
         seconds += _fold_seconds([num_bytes, num_bytes], m, size, link)
-        return Cost("all_reduce", algorithm, rounds + 2 * (extra > 0),
-                    (*sent, *[num_bytes] * extra), seconds)
+        return Cost(
+            "all_reduce",
+            algorithm,
+            rounds + 2 * (extra > 0),
+            (*sent, *[num_bytes] * extra),
+            seconds,
+        )
     else:
         parts = _hierarchical(num_bytes, size, ranks_per_node, link, itemsize)
-    return Cost("all_reduce", algorithm, sum(part.rounds for part in parts),
-                tuple(sum(sent) for sent in zip(*(part.sent for part in parts))),
-                sum(part.seconds for part in parts))
+    return Cost(
+        "all_reduce",
+        algorithm,
+        sum(part.rounds for part in parts),
+        tuple(sum(sent) for sent in zip(*(part.sent for part in parts))),
+        sum(part.seconds for part in parts),
+    )
 
 
-def all_to_all(num_bytes: int, size: int, algorithm: str = "pairwise",
-               link: Link | Hierarchy | None = None, itemsize: int = 1,
-               splits: list[list[int]] | None = None) -> Cost:
+def all_to_all(
+    num_bytes: int,
+    size: int,
+    algorithm: str = "pairwise",
+    link: Link | Hierarchy | None = None,
+    itemsize: int = 1,
+    splits: list[list[int]] | None = None,
+) -> Cost:
     """Pairwise: in round k rank r sends to r + k.  `splits[r][d]` are the bytes r has for d
     (even if not given; what a rank has for itself stays and is not counted)."""
     link = _checked("all_to_all", algorithm, num_bytes, size, link)
     if splits is None:
         splits = [split(num_bytes, size, itemsize)] * size
     elif len(splits) != size or any(len(row) != size for row in splits):
-        raise ValueError(f"splits has {len(splits)} rows of {sorted({len(r) for r in splits})}: "
-                         f"give {size} rows of {size} byte counts.")
+        raise ValueError(
+            f"splits has {len(splits)} rows of {sorted({len(r) for r in splits})}: "
+            f"give {size} rows of {size} byte counts."
+        )
     sent = tuple(sum(row) - row[rank] for rank, row in enumerate(splits))
-    seconds = sum(link.slowest(k, size).seconds(max(splits[rank][(rank + k) % size]
-                                                    for rank in range(size)))
-                  for k in range(1, size))
+    seconds = sum(
+        link.slowest(k, size).seconds(max(splits[rank][(rank + k) % size] for rank in range(size)))
+        for k in range(1, size)
+    )
     return Cost("all_to_all", algorithm, size - 1, sent, seconds)
 
 
@@ -244,42 +340,60 @@ COLLECTIVES = {
     "scatter": (scatter, ("star",)),
     "all_gather": (all_gather, ("ring", "doubling")),
     "reduce_scatter": (reduce_scatter, ("ring", "halving")),
-    "all_reduce": (all_reduce, ("star", "tree", "ring", "doubling", "halving_doubling",
-                                "hierarchical")),
+    "all_reduce": (
+        all_reduce,
+        ("star", "tree", "ring", "doubling", "halving_doubling", "hierarchical"),
+    ),
     "all_to_all": (all_to_all, ("pairwise",)),
 }
 
 
-def _hierarchical(num_bytes: int, size: int, ranks_per_node: int | None, link: Link | Hierarchy,
-                  itemsize: int) -> list[Cost]:
+def _hierarchical(
+    num_bytes: int, size: int, ranks_per_node: int | None, link: Link | Hierarchy, itemsize: int
+) -> list[Cost]:
     if ranks_per_node is None:
         ranks_per_node = getattr(link, "ranks_per_node", None)
     if not isinstance(ranks_per_node, int) or ranks_per_node < 1 or size % ranks_per_node:
-        raise ValueError(f"ranks_per_node={ranks_per_node!r} does not divide size={size}: give the "
-                         "number of ranks in a node, or a Hierarchy as the link.")
+        raise ValueError(
+            f"ranks_per_node={ranks_per_node!r} does not divide size={size}: give the "
+            "number of ranks in a node, or a Hierarchy as the link."
+        )
     nodes = size // ranks_per_node
     inner = link.slowest(1, ranks_per_node)
     outer = link.slowest(ranks_per_node, size)
-    local = [reduce_scatter(num_bytes, ranks_per_node, "ring", inner, itemsize),
-             all_gather(num_bytes, ranks_per_node, "ring", inner, itemsize)]
+    local = [
+        reduce_scatter(num_bytes, ranks_per_node, "ring", inner, itemsize),
+        all_gather(num_bytes, ranks_per_node, "ring", inner, itemsize),
+    ]
     # Each local rank owns one shard and reduces it with its peers on the other nodes.
-    across = [all_reduce(shard, nodes, "ring", outer, itemsize)
-              for shard in split(num_bytes, ranks_per_node, itemsize)]
+    across = [
+        all_reduce(shard, nodes, "ring", outer, itemsize)
+        for shard in split(num_bytes, ranks_per_node, itemsize)
+    ]
     places = (divmod(rank, ranks_per_node) for rank in range(size))
-    middle = Cost("all_reduce", "ring", across[0].rounds,
-                  tuple(across[local].sent[node] for node, local in places),
-                  max(cost.seconds for cost in across))
-    whole = [Cost(cost.op, cost.algorithm, cost.rounds, cost.sent * nodes, cost.seconds)
-             for cost in local]
+    middle = Cost(
+        "all_reduce",
+        "ring",
+        across[0].rounds,
+        tuple(across[local].sent[node] for node, local in places),
+        max(cost.seconds for cost in across),
+    )
+    whole = [
+        Cost(cost.op, cost.algorithm, cost.rounds, cost.sent * nodes, cost.seconds)
+        for cost in local
+    ]
     return [whole[0], middle, whole[1]]
 
 
-def _checked(op: str, algorithm: str, num_bytes: int, size: int,
-             link: Link | Hierarchy | None) -> Link | Hierarchy:
+def _checked(
+    op: str, algorithm: str, num_bytes: int, size: int, link: Link | Hierarchy | None
+) -> Link | Hierarchy:
     known = COLLECTIVES[op][1]
     if algorithm not in known:
-        raise ValueError(f"algorithm={algorithm!r} is not one of {op}: give "
-                         f"{' or '.join(repr(name) for name in known)}.")
+        raise ValueError(
+            f"algorithm={algorithm!r} is not one of {op}: give "
+            f"{' or '.join(repr(name) for name in known)}."
+        )
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ValueError(f"size={size!r} is not a number of ranks: give an int of 1 or more.")
     if not isinstance(num_bytes, int) or isinstance(num_bytes, bool) or num_bytes < 0:
@@ -303,20 +417,25 @@ def _fold(size: int) -> tuple[int, int]:
 def _children(size: int) -> list[int]:
     """How many messages each rank of a binomial broadcast sends: in round k the 2**k ranks that
     have it send to the rank 2**k further."""
-    return [sum(1 for k in range(_log2_up(size)) if rank < 2**k and rank + 2**k < size)
-            for rank in range(size)]
+    return [
+        sum(1 for k in range(_log2_up(size)) if rank < 2**k and rank + 2**k < size)
+        for rank in range(size)
+    ]
 
 
 def _tree_seconds(num_bytes: int, size: int, link: Link | Hierarchy) -> float:
-    return sum(link.slowest(2**k, size, paired=True).seconds(num_bytes)
-               for k in range(_log2_up(size)))
+    return sum(
+        link.slowest(2**k, size, paired=True).seconds(num_bytes) for k in range(_log2_up(size))
+    )
 
 
 def _star_seconds(messages: list[int], size: int, link: Link | Hierarchy) -> float:
     """All messages pass the root's one link, one after the other."""
     near = (link.ranks_per_node if isinstance(link, Hierarchy) else size) - 1
-    return sum(link.slowest(1, 1 if i < near else size).seconds(message)
-               for i, message in enumerate(messages))
+    return sum(
+        link.slowest(1, 1 if i < near else size).seconds(message)
+        for i, message in enumerate(messages)
+    )
 
 
 def _ring_seconds(shards: list[int], link: Link | Hierarchy) -> float:

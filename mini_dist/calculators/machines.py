@@ -40,8 +40,13 @@ KERNEL_SECONDS = 5e-6
 # NCCL in a node, share of the datasheet's rate: [simumax] on B200 0.74 for all-reduce, 0.67 for
 # all-gather and reduce-scatter, 0.60 for all-to-all; reports of nccl-tests on 8 x A100 say 230-235
 # of 300 GB/s for all-reduce (not timed here).  A plain send: assumed.
-NODE_FRACTIONS = {"all_reduce": 0.75, "all_gather": 0.67, "reduce_scatter": 0.67,
-                  "all_to_all": 0.60, "send": 0.80}
+NODE_FRACTIONS = {
+    "all_reduce": 0.75,
+    "all_gather": 0.67,
+    "reduce_scatter": 0.67,
+    "all_to_all": 0.60,
+    "send": 0.80,
+}
 # Between nodes: reports of nccl-tests over 200 Gb/s InfiniBand say 22-24 of 25 GB/s a port.
 NETWORK_FRACTION = 0.92
 # A collective of almost nothing on 8 devices takes 22-25 us [simumax]: a start and 7 or 14 steps
@@ -66,12 +71,21 @@ class Device:
     source: str = ""
 
     def __post_init__(self):
-        for field in ("peak_flops", "gemm_flops", "memory_bytes", "memory_bandwidth", "cores",
-                      "sustained_flops", "peak_flops_fp8"):
+        for field in (
+            "peak_flops",
+            "gemm_flops",
+            "memory_bytes",
+            "memory_bandwidth",
+            "cores",
+            "sustained_flops",
+            "peak_flops_fp8",
+        ):
             value = getattr(self, field)
             if value is not None and not (_is_number(value) and value > 0):
-                raise ValueError(f"{field}={value!r} of device {self.name!r} is not above 0: give "
-                                 "it in FLOP/s, bytes or bytes/s.")
+                raise ValueError(
+                    f"{field}={value!r} of device {self.name!r} is not above 0: give "
+                    "it in FLOP/s, bytes or bytes/s."
+                )
 
     @property
     def gemm_ceiling(self) -> float:
@@ -110,13 +124,16 @@ class Hardware:
         for field in ("devices_per_node", "node_bandwidth", "network_bandwidth"):
             value = getattr(self, field)
             if not _is_number(value) or value <= 0:
-                raise ValueError(f"{field}={value!r} of {self.name!r} is not above 0: give "
-                                 f"{'a count' if field == 'devices_per_node' else 'bytes/s'}.")
+                raise ValueError(
+                    f"{field}={value!r} of {self.name!r} is not above 0: give "
+                    f"{'a count' if field == 'devices_per_node' else 'bytes/s'}."
+                )
         for field in ("node_latency", "network_latency", "dollars_per_hour"):
             value = getattr(self, field)
             if value is not None and (not _is_number(value) or value < 0):
-                raise ValueError(f"{field}={value!r} of {self.name!r} is negative or no number: "
-                                 "give 0 or more.")
+                raise ValueError(
+                    f"{field}={value!r} of {self.name!r} is negative or no number: give 0 or more."
+                )
 
     def node_link(self, op: str = "all_reduce") -> Link:
         """What `op` really gets inside a node."""
@@ -124,8 +141,10 @@ class Hardware:
 
     def network_link(self, nodes: int = 2) -> Link:
         """What a device really gets in a collective over that many nodes."""
-        return Link(self.network_latency,
-                    NETWORK_FRACTION * self.network_bandwidth * self.network_fraction(nodes))
+        return Link(
+            self.network_latency,
+            NETWORK_FRACTION * self.network_bandwidth * self.network_fraction(nodes),
+        )
 
     def network_fraction(self, nodes: int) -> float:
         """From `by_nodes`, straight between the measured points in log2 of nodes; 1 if none."""
@@ -153,10 +172,13 @@ def hardware(name: str) -> Hardware:
     """The machine of that name; ValueError names the nearest ones when there is none."""
     if name in HARDWARE:
         return HARDWARE[name]
-    near = difflib.get_close_matches(str(name).lower(), HARDWARE, n=3, cutoff=0.3) \
-        or sorted(HARDWARE)
-    raise ValueError(f"hardware={name!r} is not known: did you mean {', '.join(near)}? "
-                     "Any other machine is a Hardware(...) by hand.")
+    near = difflib.get_close_matches(str(name).lower(), HARDWARE, n=3, cutoff=0.3) or sorted(
+        HARDWARE
+    )
+    raise ValueError(
+        f"hardware={name!r} is not known: did you mean {', '.join(near)}? "
+        "Any other machine is a Hardware(...) by hand."
+    )
 
 
 def _is_number(value) -> bool:
@@ -168,28 +190,74 @@ GIB = 2**30
 # Name, datasheet, best GEMM, memory, bandwidth, GEMMs of training, multiprocessors.
 # A100 training GEMMs: 0.775 of the datasheet on a PCIe card whose best is 0.811 [simumax], that
 # share of the SXM's best; the profiled weight gradients of Qi et al. 2023 table 9 are 238-251.
-A100_40 = Device("A100 SXM 40GB", 312 * T, 271.2 * T, 39.4 * GIB, 1.555 * T, 259 * T, 108,
-                 source="[sheet] [mamf] [simumax]")
-A100_80 = Device("A100 SXM 80GB", 312 * T, 271.2 * T, 79.2 * GIB, 2.039 * T, 259 * T, 108,
-                 source="[acc] [mamf] [simumax]")
+A100_40 = Device(
+    "A100 SXM 40GB",
+    312 * T,
+    271.2 * T,
+    39.4 * GIB,
+    1.555 * T,
+    259 * T,
+    108,
+    source="[sheet] [mamf] [simumax]",
+)
+A100_80 = Device(
+    "A100 SXM 80GB",
+    312 * T,
+    271.2 * T,
+    79.2 * GIB,
+    2.039 * T,
+    259 * T,
+    108,
+    source="[acc] [mamf] [simumax]",
+)
 # 0.70 of the datasheet, a population average rather than one machine's timing [simumax].
-H100 = Device("H100 SXM", 989 * T, 794.5 * T, 79.6 * GIB, 3.35 * T, 692 * T, 132, 1979 * T,
-              source="[acc] [mamf] [simumax]")
-H200 = Device("H200 SXM", 989 * T, 794.5 * T, 141 * GB, 4.8 * T, 692 * T, 132, 1979 * T,
-              source="[acc] [mamf] [simumax]")
+H100 = Device(
+    "H100 SXM",
+    989 * T,
+    794.5 * T,
+    79.6 * GIB,
+    3.35 * T,
+    692 * T,
+    132,
+    1979 * T,
+    source="[acc] [mamf] [simumax]",
+)
+H200 = Device(
+    "H200 SXM",
+    989 * T,
+    794.5 * T,
+    141 * GB,
+    4.8 * T,
+    692 * T,
+    132,
+    1979 * T,
+    source="[acc] [mamf] [simumax]",
+)
 # 0.49-0.51 of the datasheet for 4096 x 8192 x 57344 and the like, timed on a node [simumax].
-B200 = Device("B200 SXM", 2250 * T, 1745 * T, 180 * GB, 8.0 * T, 1125 * T, 148, 4500 * T,
-              source="[acc] [mamf] [simumax]")
-MI300X = Device("MI300X", 1300 * T, 668.4 * T, 192 * GB, 5.3 * T, peak_flops_fp8=2610 * T,
-                source="[acc] [mamf]")
-L40S = Device("L40S", 362 * T, None, 48 * GB, 0.864 * T, peak_flops_fp8=733 * T,
-              source="[acc] [sheet]")
+B200 = Device(
+    "B200 SXM",
+    2250 * T,
+    1745 * T,
+    180 * GB,
+    8.0 * T,
+    1125 * T,
+    148,
+    4500 * T,
+    source="[acc] [mamf] [simumax]",
+)
+MI300X = Device(
+    "MI300X", 1300 * T, 668.4 * T, 192 * GB, 5.3 * T, peak_flops_fp8=2610 * T, source="[acc] [mamf]"
+)
+L40S = Device(
+    "L40S", 362 * T, None, 48 * GB, 0.864 * T, peak_flops_fp8=733 * T, source="[acc] [sheet]"
+)
 TPU_V4 = Device("TPU v4", 275 * T, None, 32 * GIB, 1.2 * T, source="[acc] [scaling-book]")
 TPU_V5P = Device("TPU v5p", 459 * T, None, 95 * GB, 2.76 * T, source="[acc] [scaling-book]")
 TPU_V5E = Device("TPU v5e", 197 * T, None, 16 * GB, 0.82 * T, source="[acc] [scaling-book]")
 # Two cores of a shared machine, float32 (there is no bf16 unit).
-LAPTOP = Device("2 CPU cores", 0.15 * T, 0.1 * T, 24 * GIB, 20 * GB, 0.08 * T,
-                source="[here], rough")
+LAPTOP = Device(
+    "2 CPU cores", 0.15 * T, 0.1 * T, 24 * GIB, 20 * GB, 0.08 * T, source="[here], rough"
+)
 
 HARDWARE = {
     # 8 x 200 Gb/s InfiniBand a node (DGX A100; Selene, Narayanan et al. 2021 section 5).
@@ -211,7 +279,19 @@ HARDWARE = {
     # The cluster of the playbook's sweep: what was left of the network fell steeply with nodes.
     # all-reduce bus bandwidth there, over that of 2 nodes: it is a fact of that cluster.
     "h100-hf": Hardware(
-        "h100-hf", H100, 8, 450 * GB, 50 * GB, source="[hf]",
-        by_nodes=((2, 1.0), (4, 160.1 / 361.8), (8, 99.6 / 361.8), (16, 84.7 / 361.8),
-                  (32, 64.9 / 361.8), (64, 32.9 / 361.8))),
+        "h100-hf",
+        H100,
+        8,
+        450 * GB,
+        50 * GB,
+        source="[hf]",
+        by_nodes=(
+            (2, 1.0),
+            (4, 160.1 / 361.8),
+            (8, 99.6 / 361.8),
+            (16, 84.7 / 361.8),
+            (32, 64.9 / 361.8),
+            (64, 32.9 / 361.8),
+        ),
+    ),
 }

@@ -32,8 +32,14 @@ from .parameters import (
 )
 
 
-def model_states(parameters: float, shards: int = 1, zero: int = 0, parameter_bytes: float = 2,
-                 gradient_bytes: float = 2, optimizer_bytes: float = 12) -> Breakdown:
+def model_states(
+    parameters: float,
+    shards: int = 1,
+    zero: int = 0,
+    parameter_bytes: float = 2,
+    gradient_bytes: float = 2,
+    optimizer_bytes: float = 12,
+) -> Breakdown:
     """2 Psi + 2 Psi + K Psi bytes, and what each ZeRO stage divides by the `shards` ranks of the
     data-parallel group ([ZeRO] figure 1 and table 1)."""
     if zero not in (0, 1, 2, 3):
@@ -41,12 +47,21 @@ def model_states(parameters: float, shards: int = 1, zero: int = 0, parameter_by
     if not shards >= 1:
         raise ValueError(f"shards={shards!r} is too small: give 1 or more.")
     lines = []
-    for kind, each, stage in (("parameters", parameter_bytes, 3), ("gradients", gradient_bytes, 2),
-                              ("optimizer", optimizer_bytes, 1)):
+    for kind, each, stage in (
+        ("parameters", parameter_bytes, 3),
+        ("gradients", gradient_bytes, 2),
+        ("optimizer", optimizer_bytes, 1),
+    ):
         cut = shards if zero >= stage else 1
-        lines.append(Line(kind, each * parameters / cut, "bytes",
-                          f"{each:g} P" + (f" / {shards}" if cut > 1 else ""),
-                          "[ZeRO] section 3.1, table 1"))
+        lines.append(
+            Line(
+                kind,
+                each * parameters / cut,
+                "bytes",
+                f"{each:g} P" + (f" / {shards}" if cut > 1 else ""),
+                "[ZeRO] section 3.1, table 1",
+            )
+        )
     return Breakdown("model states", tuple(lines))
 
 
@@ -60,8 +75,9 @@ class Saved:
     is_scores: bool = False  # selective recompute does not keep it
 
 
-def layer_activations(config: ModelConfig, layout: Layout, how: str | Framework = "megatron-core",
-                      moe: bool = False) -> tuple[Saved, ...]:
+def layer_activations(
+    config: ModelConfig, layout: Layout, how: str | Framework = "megatron-core", moe: bool = False
+) -> tuple[Saved, ...]:
     """What one layer keeps without recompute ([K22] section 4, generalised).
 
     For GPT (K = N, F = 4 D, gelu, dropout, eager attention) the sum is [K22]'s
@@ -73,49 +89,65 @@ def layer_activations(config: ModelConfig, layout: Layout, how: str | Framework 
 @lru_cache(maxsize=4096)
 def _layer_activations(config, tp, sequence_parallel, how, moe) -> tuple[Saved, ...]:
     e, t = how.activation_bytes, tp
-    D, N, K, H, S = (config.d_model, config.num_heads, config.num_kv_heads, config.head_dim,
-                     config.seq_len)
+    D, N, K, H, S = (
+        config.d_model,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        config.seq_len,
+    )
     t_kv = min(t, K)
     whole = t if sequence_parallel else 1  # tp leaves these whole unless the sequence is cut
     cut = "/t" if whole > 1 else ""
     mask = 1 if config.dropout else 0
     inputs, cut_in = (1, "") if how.keeps_gathered else (whole, cut)
-    saved = [Saved("norm inputs", 2 * e * D / whole, f"2 e D{cut}"),
-             Saved("attention input", e * D / inputs, f"e D{cut_in}")]
+    saved = [
+        Saved("norm inputs", 2 * e * D / whole, f"2 e D{cut}"),
+        Saved("attention input", e * D / inputs, f"e D{cut_in}"),
+    ]
     if config.is_mla:
         R, Hv, latent = config.rope_head_dim, config.v_head_dim, config.kv_lora_rank
         saved += [
-            Saved("latents", e * (2 * config.q_lora_rank + 2 * latent + R) / whole,
-                  f"e (2 r_q + 2 r_kv + R){cut}, before and after their norms"),
+            Saved(
+                "latents",
+                e * (2 * config.q_lora_rank + 2 * latent + R) / whole,
+                f"e (2 r_q + 2 r_kv + R){cut}, before and after their norms",
+            ),
             Saved("queries, keys", 2 * e * N * (H + R) / t, "2 e N (H + R)/t"),
-            Saved("values", e * N * Hv / t, "e N Hv/t")]
+            Saved("values", e * N * Hv / t, "e N Hv/t"),
+        ]
         out = N * Hv
     else:
-        saved += [Saved("queries, keys", e * (N * H / t + K * H / t_kv), "e (N + K) H/t"),
-                  Saved("values", e * K * H / t_kv, "e K H/t")]
+        saved += [
+            Saved("queries, keys", e * (N * H / t + K * H / t_kv), "e (N + K) H/t"),
+            Saved("values", e * K * H / t_kv, "e K H/t"),
+        ]
         out = N * H
     if how.flash_attention:
         saved.append(Saved("softmax statistics", 4 * N / t, "4 N/t [Flash]", is_scores=True))
     else:
         each = e + (e + 1 if config.dropout else 0)
-        saved.append(Saved("attention scores", each * N * S / t, f"{each:g} N S/t",
-                           is_scores=True))
+        saved.append(Saved("attention scores", each * N * S / t, f"{each:g} N S/t", is_scores=True))
     saved.append(Saved("attention output", e * out / t, "e N H/t"))
 
     def ffn(name: str, d_ffn: float, visits: float = 1) -> list[Saved]:
         inner = 1 if config.activation == "gelu" else 2 if how.fused_activation else 3
         k = f"{visits:g} " if visits != 1 else ""
-        return [Saved(f"{name} hidden", visits * inner * e * d_ffn / t, f"{k}{inner} e F/t"),
-                Saved(f"{name} activated", visits * e * d_ffn / t, f"{k}e F/t")]
+        return [
+            Saved(f"{name} hidden", visits * inner * e * d_ffn / t, f"{k}{inner} e F/t"),
+            Saved(f"{name} activated", visits * e * d_ffn / t, f"{k}e F/t"),
+        ]
 
     saved.append(Saved("ffn input", e * D / inputs, f"e D{cut_in}"))
     if moe:
         k = config.top_k
         # Balanced routing: a rank's experts see as many token copies as the rank sent out.
-        saved += [Saved("router", 3 * 4 * config.num_experts / whole, f"3 * 4 E{cut}, in fp32"),
-                  Saved("dispatched tokens", e * k * D / whole, f"e k D{cut}"),
-                  *ffn("experts", config.d_expert, k),
-                  Saved("expert outputs", e * k * D / whole, f"e k D{cut}")]
+        saved += [
+            Saved("router", 3 * 4 * config.num_experts / whole, f"3 * 4 E{cut}, in fp32"),
+            Saved("dispatched tokens", e * k * D / whole, f"e k D{cut}"),
+            *ffn("experts", config.d_expert, k),
+            Saved("expert outputs", e * k * D / whole, f"e k D{cut}"),
+        ]
         if config.num_shared_experts:
             saved += ffn("shared experts", config.num_shared_experts * config.d_expert)
     else:
@@ -135,8 +167,9 @@ def _plain_modules(config, e, whole, t, moe) -> list[Saved]:
     if config.positions == "rotary":  # turned heads lie apart: they are copied into rows
         saved.append(Saved("heads in rows", e * config.num_heads * config.head_dim / t, "e N H/t"))
     if moe:
-        saved.append(Saved("weighted expert outputs", e * config.top_k * config.d_model / whole,
-                           "e k D"))
+        saved.append(
+            Saved("weighted expert outputs", e * config.top_k * config.d_model / whole, "e k D")
+        )
     return saved
 
 
@@ -158,39 +191,49 @@ def micro_batches_in_flight(layout: Layout, pp_rank: int) -> float:
 
 
 # Zero-bubble schedules hold as much on every rank (Qi et al. 2023 table 1; DualPipe's README).
-AT_MOST_IN_FLIGHT = {"zb_h1": lambda p: p, "zb_h2": lambda p: 2 * p - 1, "zb_v": lambda p: p,
-                     "dualpipe_v": lambda p: p + 0.5}
+AT_MOST_IN_FLIGHT = {
+    "zb_h1": lambda p: p,
+    "zb_h2": lambda p: 2 * p - 1,
+    "zb_v": lambda p: p,
+    "dualpipe_v": lambda p: p + 0.5,
+}
 
 
-def rank_memory(config: ModelConfig, layout: Layout, how: str | Framework = "megatron-core",
-                pp_rank: int = 0) -> Breakdown:
+def rank_memory(
+    config: ModelConfig, layout: Layout, how: str | Framework = "megatron-core", pp_rank: int = 0
+) -> Breakdown:
     """The peak of one rank at position `pp_rank` of its pipeline, as a waterfall of lines.
 
     Raises ValueError when the layout cannot cut the model.
     """
     layout.check(config)
     if not 0 <= pp_rank < layout.pp:
-        raise ValueError(f"pp_rank={pp_rank} is not a stage of pp={layout.pp}: give 0 to "
-                         f"{layout.pp - 1}.")
+        raise ValueError(
+            f"pp_rank={pp_rank} is not a stage of pp={layout.pp}: give 0 to {layout.pp - 1}."
+        )
     how = framework(how)
     states = _states(config, layout, how, pp_rank)
-    running = _saved_activations(config, layout, how, pp_rank) \
-        + _worst_moment(config, layout, how, pp_rank)
+    running = _saved_activations(config, layout, how, pp_rank) + _worst_moment(
+        config, layout, how, pp_rank
+    )
     if not how.gradient_buffers and layout.num_micro_batches == 1:
         states, running = _gradients_in_turn(config, layout, how, states, running)
     return Breakdown(f"memory of pipeline rank {pp_rank}", (*states, *running))
 
 
-def peak_memory(config: ModelConfig, layout: Layout,
-                how: str | Framework = "megatron-core") -> Breakdown:
+def peak_memory(
+    config: ModelConfig, layout: Layout, how: str | Framework = "megatron-core"
+) -> Breakdown:
     """The waterfall of the fullest pipeline rank.
 
     Only the first, the second and the last can be it: towards the end ranks hold fewer
     micro-batches, and no rank holds more layers than the first two.
     """
     ranks = {0, min(1, layout.pp - 1), layout.pp - 1}
-    return max((rank_memory(config, layout, how, rank) for rank in ranks),
-               key=lambda waterfall: waterfall.total)
+    return max(
+        (rank_memory(config, layout, how, rank) for rank in ranks),
+        key=lambda waterfall: waterfall.total,
+    )
 
 
 def device_memory(allocated: float, how: str | Framework = "megatron-core") -> float:
@@ -202,10 +245,16 @@ def device_memory(allocated: float, how: str | Framework = "megatron-core") -> f
 def _kept(config, layout, how, moe) -> float:
     """Bytes a token that one layer keeps under the layout's recompute."""
     if layout.recompute == "full":  # its input
-        return 0.0 if how.offload_activations \
+        return (
+            0.0
+            if how.offload_activations
             else how.activation_bytes * config.d_model / _whole(layout)
-    return sum(item.bytes_per_token for item in layer_activations(config, layout, how, moe)
-               if layout.recompute == "none" or not item.is_scores)
+        )
+    return sum(
+        item.bytes_per_token
+        for item in layer_activations(config, layout, how, moe)
+        if layout.recompute == "none" or not item.is_scores
+    )
 
 
 def _states(config, layout, how, pp_rank) -> list[Line]:
@@ -217,8 +266,9 @@ def _states(config, layout, how, pp_rank) -> list[Line]:
     stepped = how.optimizer_bytes + (how.shard_bytes if layout.zero in (1, 2) else 0)
     lines = []
     for what, numel, shards in parts:
-        for line in model_states(numel, shards, layout.zero, how.parameter_bytes,
-                                 how.gradient_bytes, stepped):
+        for line in model_states(
+            numel, shards, layout.zero, how.parameter_bytes, how.gradient_bytes, stepped
+        ):
             if line.name == "optimizer" and how.offload_optimizer:
                 continue
             lines.append(dataclasses.replace(line, name=line.name + what))
@@ -226,8 +276,15 @@ def _states(config, layout, how, pp_rank) -> list[Line]:
         # The layer that computes and those on their way; and, all the time, what is outside.
         n = 1 + how.prefetch
         whole = n * held.largest_layer + held_outside(config, layout, pp_rank).total
-        lines.append(Line("unsharded parameters", how.activation_bytes * float(whole), "bytes",
-                          f"{how.activation_bytes:g} ({n} P_layer + P_outside)", how.source))
+        lines.append(
+            Line(
+                "unsharded parameters",
+                how.activation_bytes * float(whole),
+                "bytes",
+                f"{how.activation_bytes:g} ({n} P_layer + P_outside)",
+                how.source,
+            )
+        )
     return lines
 
 
@@ -238,12 +295,25 @@ def _saved_activations(config, layout, how, pp_rank) -> list[Line]:
     kinds = [pair for stage in stages for pair in layers_of_stage(config, layout, stage)]
     layers = sum(count for _, count in kinds)
     each = sum(count * _kept(config, layout, how, moe) for moe, count in kinds)
-    lines = [Line("activations", flight * tokens * each, "bytes",
-                  f"{flight:g} in flight * {layers} layers * {tokens:g} tokens * "
-                  f"{each / layers:.0f}", "[K22] section 4, table 2")]
+    lines = [
+        Line(
+            "activations",
+            flight * tokens * each,
+            "bytes",
+            f"{flight:g} in flight * {layers} layers * {tokens:g} tokens * {each / layers:.0f}",
+            "[K22] section 4, table 2",
+        )
+    ]
     if config.dropout and 0 in stages:
-        lines.append(Line("embedding dropout", flight * tokens * config.d_model / whole, "bytes",
-                          "in flight * tokens * D", "[K22] section 4.3"))
+        lines.append(
+            Line(
+                "embedding dropout",
+                flight * tokens * config.d_model / whole,
+                "bytes",
+                "in flight * tokens * D",
+                "[K22] section 4.3",
+            )
+        )
     return lines
 
 
@@ -252,32 +322,64 @@ def _worst_moment(config, layout, how, pp_rank) -> list[Line]:
     tokens, whole = _tokens(config, layout), _whole(layout)
     e, D, V, t = how.activation_bytes, config.d_model, config.vocab_size, layout.tp
     is_last = layout.num_stages - 1 in stages_of_rank(layout, pp_rank)
-    loss = Line("loss and logits", tokens * (2 * e * D / whole + how.loss_bytes * V / t)
-                if is_last else 0.0, "bytes", f"tokens (2 e D + {how.loss_bytes:g} V/t)",
-                "[K22] section 4.3")
+    loss = Line(
+        "loss and logits",
+        tokens * (2 * e * D / whole + how.loss_bytes * V / t) if is_last else 0.0,
+        "bytes",
+        f"tokens (2 e D + {how.loss_bytes:g} V/t)",
+        "[K22] section 4.3",
+    )
     again = " + what the layer recomputes" if layout.recompute != "none" else ""
-    layer = Line("one layer's backward", tokens * _backward_of_layer(config, layout, how)
-                 if how.backward else 0.0, "bytes", f"gradients of the ffn's hidden{again}",
-                 "largest moment of backward [code]")
+    layer = Line(
+        "one layer's backward",
+        tokens * _backward_of_layer(config, layout, how) if how.backward else 0.0,
+        "bytes",
+        f"gradients of the ffn's hidden{again}",
+        "largest moment of backward [code]",
+    )
     in_layer, of_head = _weight_gradients(config, layout, how, is_last)
     # Without gradient buffers the first gradients come with the layer.
-    early = 0.0 if how.gradient_buffers or layout.num_micro_batches > 1 \
+    early = (
+        0.0
+        if how.gradient_buffers or layout.num_micro_batches > 1
         else how.gradient_bytes * sum(_gradient_sizes(config, layout, is_last))
+    )
     at_loss = loss.value + of_head > layer.value + early
     lines = [loss if at_loss else layer]
     if early and not at_loss:
-        lines.append(Line("gradients", early, "bytes", "the head's and one matrix's: the others "
-                          "come as activations go", "autograd [code]"))
+        lines.append(
+            Line(
+                "gradients",
+                early,
+                "bytes",
+                "the head's and one matrix's: the others come as activations go",
+                "autograd [code]",
+            )
+        )
     scattered = _scattering(config, layout, how, is_last)
     if scattered.value > sum(line.value for line in lines):
         lines = [scattered]
     if t > 1 and layout.sequence_parallel and how.backward:
-        lines.append(Line("gathered sequence", 2 * e * D * tokens, "bytes", "2 e D tokens",
-                          "[K22] section 4.2.2"))
+        lines.append(
+            Line(
+                "gathered sequence",
+                2 * e * D * tokens,
+                "bytes",
+                "2 e D tokens",
+                "[K22] section 4.2.2",
+            )
+        )
     passing = in_layer + (of_head if at_loss else 0.0)
     which = {"none": "", "largest": "largest matrix", "one_layer": "one layer's matrices"}
-    lines.append(Line("weight gradients in passing", passing, "bytes", which[how.weight_gradients]
-                      + (" + the head's" if at_loss and of_head else ""), how.source))
+    lines.append(
+        Line(
+            "weight gradients in passing",
+            passing,
+            "bytes",
+            which[how.weight_gradients] + (" + the head's" if at_loss and of_head else ""),
+            how.source,
+        )
+    )
     return [line for line in lines if line.value]
 
 
@@ -289,10 +391,16 @@ def _scattering(config, layout, how, is_last) -> Line:
         moe = config.is_moe_layer(config.num_layers - 1)
         layer = float(held_by_layer(config, layout, moe).total)
         _, head = _gradient_sizes(config, layout, is_last)
-        value = how.gradient_bytes * (3 * layer + head) \
-            - _tokens(config, layout) * _kept(config, layout, how, moe)
-    return Line("a layer's gradients, scattered", max(0.0, value), "bytes",
-                "3 g P_layer + g P_head - the layer's activations", "mini_dist/zero.py")
+        value = how.gradient_bytes * (3 * layer + head) - _tokens(config, layout) * _kept(
+            config, layout, how, moe
+        )
+    return Line(
+        "a layer's gradients, scattered",
+        max(0.0, value),
+        "bytes",
+        "3 g P_layer + g P_head - the layer's activations",
+        "mini_dist/zero.py",
+    )
 
 
 def _gradients_in_turn(config, layout, how, states, running) -> tuple[list[Line], list[Line]]:
@@ -301,8 +409,13 @@ def _gradients_in_turn(config, layout, how, states, running) -> tuple[list[Line]
     others = [line for line in states if not line.name.startswith("gradients")]
     gradients = sum(line.value for line in states) - sum(line.value for line in others)
     largest, head = _gradient_sizes(config, layout, is_last=True)
-    step = Line("optimizer's temporaries", 2 * how.gradient_bytes * max(largest, head), "bytes",
-                "2 * largest matrix", "torch.optim [code]")
+    step = Line(
+        "optimizer's temporaries",
+        2 * how.gradient_bytes * max(largest, head),
+        "bytes",
+        "2 * largest matrix",
+        "torch.optim [code]",
+    )
     if gradients + step.value > sum(line.value for line in running):
         return states, [step]
     return others, running
@@ -330,8 +443,10 @@ def _backward_of_layer(config, layout, how) -> float:
         extra = max(extra, 2 * e * config.num_heads * config.seq_len / t)
     if layout.recompute == "full":
         kinds = {config.is_moe_layer(0), config.is_moe_layer(config.num_layers - 1)}
-        extra += max(sum(item.bytes_per_token for item in layer_activations(
-            config, layout, how, moe)) for moe in kinds)
+        extra += max(
+            sum(item.bytes_per_token for item in layer_activations(config, layout, how, moe))
+            for moe in kinds
+        )
     elif layout.recompute == "selective" and not how.flash_attention:
         each = e + (e + 1 if config.dropout else 0)
         extra += each * config.num_heads * config.seq_len / t
@@ -353,13 +468,18 @@ def _weight_gradients(config, layout, how, is_last) -> tuple[float, float]:
 def _gradient_sizes(config, layout, is_last: bool) -> tuple[float, float]:
     """Numbers of the largest matrix of a layer, and of the head where it is."""
     kinds = {config.is_moe_layer(0), config.is_moe_layer(config.num_layers - 1)}
-    return (max(_matrix_sizes(config, layout.tp, moe)[0] for moe in kinds),
-            config.vocab_size * config.d_model / layout.tp if is_last else 0.0)
+    return (
+        max(_matrix_sizes(config, layout.tp, moe)[0] for moe in kinds),
+        config.vocab_size * config.d_model / layout.tp if is_last else 0.0,
+    )
 
 
 @lru_cache(maxsize=4096)
 def _matrix_sizes(config, tp, moe) -> tuple[float, float]:
     """Numbers of the largest matrix of a layer, and of one of each (experts share theirs)."""
-    sizes = [float(weight.numel_per_rank(tp, 1, config.num_kv_heads)) / weight.experts
-             for weight in layer_weights(config, moe) if weight.is_matmul]
+    sizes = [
+        float(weight.numel_per_rank(tp, 1, config.num_kv_heads)) / weight.experts
+        for weight in layer_weights(config, moe)
+        if weight.is_matmul
+    ]
     return max(sizes), sum(sizes)

@@ -9,18 +9,44 @@ from pathlib import Path
 from ..config import ModelConfig
 
 
-def _gpt(num_layers: int, d_model: int, num_heads: int, vocab_size: int = 50257,
-         seq_len: int = 1024) -> ModelConfig:
-    return ModelConfig(vocab_size=vocab_size, seq_len=seq_len, d_model=d_model,
-                       num_layers=num_layers, num_heads=num_heads, positions="learned",
-                       tied_embedding=True, dropout=0.1)
+def _gpt(
+    num_layers: int, d_model: int, num_heads: int, vocab_size: int = 50257, seq_len: int = 1024
+) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=vocab_size,
+        seq_len=seq_len,
+        d_model=d_model,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        positions="learned",
+        tied_embedding=True,
+        dropout=0.1,
+    )
 
 
-def _llama(num_layers: int, d_model: int, num_heads: int, num_kv_heads: int, d_ffn: int,
-           vocab_size: int, seq_len: int, **more) -> ModelConfig:
-    return ModelConfig(vocab_size=vocab_size, seq_len=seq_len, d_model=d_model,
-                       num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads,
-                       d_ffn=d_ffn, activation="swiglu", norm="rmsnorm", bias=False, **more)
+def _llama(
+    num_layers: int,
+    d_model: int,
+    num_heads: int,
+    num_kv_heads: int,
+    d_ffn: int,
+    vocab_size: int,
+    seq_len: int,
+    **more,
+) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=vocab_size,
+        seq_len=seq_len,
+        d_model=d_model,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        d_ffn=d_ffn,
+        activation="swiglu",
+        norm="rmsnorm",
+        bias=False,
+        **more,
+    )
 
 
 MODELS = {
@@ -43,14 +69,38 @@ MODELS = {
     # DeepSeek-V3 technical report, section 4.2, without the multi-token-prediction module.
     # The router's balance offsets (58 * 256) are not trained by gradients and not counted.
     "deepseek-v3": ModelConfig(
-        vocab_size=129280, seq_len=4096, d_model=7168, num_layers=61, num_heads=128, head_dim=128,
-        d_ffn=18432, activation="swiglu", norm="rmsnorm", bias=False,
-        num_experts=256, top_k=8, num_shared_experts=1, d_expert=2048, first_dense_layers=3,
-        router="sigmoid", kv_lora_rank=512, q_lora_rank=1536, rope_head_dim=64, v_head_dim=128),
+        vocab_size=129280,
+        seq_len=4096,
+        d_model=7168,
+        num_layers=61,
+        num_heads=128,
+        head_dim=128,
+        d_ffn=18432,
+        activation="swiglu",
+        norm="rmsnorm",
+        bias=False,
+        num_experts=256,
+        top_k=8,
+        num_shared_experts=1,
+        d_expert=2048,
+        first_dense_layers=3,
+        router="sigmoid",
+        kv_lora_rank=512,
+        q_lora_rank=1536,
+        rope_head_dim=64,
+        v_head_dim=128,
+    ),
     # BigScience Workshop 2022, table 3.
     "bloom-176b": ModelConfig(
-        vocab_size=250880, seq_len=2048, d_model=14336, num_layers=70, num_heads=112,
-        positions="alibi", embedding_norm=True, tied_embedding=True),
+        vocab_size=250880,
+        seq_len=2048,
+        d_model=14336,
+        num_layers=70,
+        num_heads=112,
+        positions="alibi",
+        embedding_norm=True,
+        tied_embedding=True,
+    ),
 }
 
 
@@ -59,8 +109,10 @@ def model(name: str) -> ModelConfig:
     if name in MODELS:
         return MODELS[name]
     near = difflib.get_close_matches(str(name).lower(), MODELS, n=3, cutoff=0.3) or sorted(MODELS)
-    raise ValueError(f"model={name!r} is not known: did you mean {', '.join(near)}? "
-                     "A config.json is read by from_hugging_face(path).")
+    raise ValueError(
+        f"model={name!r} is not known: did you mean {', '.join(near)}? "
+        "A config.json is read by from_hugging_face(path)."
+    )
 
 
 # How each family of Hugging Face models is built, beyond what its config.json says.
@@ -70,10 +122,16 @@ _FAMILIES = {
     "gpt_neox": {"positions": "rotary", "tied_embedding": False},
     "bloom": {"positions": "alibi", "embedding_norm": True, "tied_embedding": True},
     "starcoder2": {"positions": "rotary", "tied_embedding": True},
-    "llama": _LLAMA, "granite": _LLAMA, "mistral": _LLAMA, "mixtral": _LLAMA, "phi3": _LLAMA,
+    "llama": _LLAMA,
+    "granite": _LLAMA,
+    "mistral": _LLAMA,
+    "mixtral": _LLAMA,
+    "phi3": _LLAMA,
     "qwen2": {**_LLAMA, "qkv_bias": True},
-    "qwen3": {**_LLAMA, "qk_norm": True}, "qwen3_moe": {**_LLAMA, "qk_norm": True},
-    "deepseek_v2": _LLAMA, "deepseek_v3": {**_LLAMA, "router": "sigmoid"},
+    "qwen3": {**_LLAMA, "qk_norm": True},
+    "qwen3_moe": {**_LLAMA, "qk_norm": True},
+    "deepseek_v2": _LLAMA,
+    "deepseek_v3": {**_LLAMA, "router": "sigmoid"},
 }
 # Our field: the names it has in config.json files.
 _NAMES = {
@@ -95,15 +153,22 @@ _MOE_NAMES = {
     "first_dense_layers": ("first_k_dense_replace",),
 }
 _MLA_NAMES = {
-    "kv_lora_rank": ("kv_lora_rank",), "q_lora_rank": ("q_lora_rank",),
-    "head_dim": ("qk_nope_head_dim",), "rope_head_dim": ("qk_rope_head_dim",),
+    "kv_lora_rank": ("kv_lora_rank",),
+    "q_lora_rank": ("q_lora_rank",),
+    "head_dim": ("qk_nope_head_dim",),
+    "rope_head_dim": ("qk_rope_head_dim",),
     "v_head_dim": ("v_head_dim",),
 }
 _REQUIRED = ("vocab_size", "d_model", "num_layers", "num_heads", "seq_len")
 # Settings that change the number of weights in a way ModelConfig does not describe.
-_UNSUPPORTED = {"attention_bias": (False, None), "mlp_bias": (False, None),
-                "use_bias": (True, None), "decoder_sparse_step": (1, None),
-                "mlp_only_layers": ([], None), "moe_layer_freq": (1, None)}
+_UNSUPPORTED = {
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "use_bias": (True, None),
+    "decoder_sparse_step": (1, None),
+    "mlp_only_layers": ([], None),
+    "moe_layer_freq": (1, None),
+}
 
 
 def from_hugging_face(source: str | Path | dict) -> ModelConfig:
@@ -115,13 +180,18 @@ def from_hugging_face(source: str | Path | dict) -> ModelConfig:
     settings = source if isinstance(source, dict) else _read(Path(source))
     family = settings.get("model_type")
     if family not in _FAMILIES:
-        raise ValueError(f"model_type={family!r} is not a family whose weights are known here: "
-                         f"give one of {', '.join(sorted(_FAMILIES))}, or a ModelConfig by hand.")
+        raise ValueError(
+            f"model_type={family!r} is not a family whose weights are known here: "
+            f"give one of {', '.join(sorted(_FAMILIES))}, or a ModelConfig by hand."
+        )
     is_moe = family in ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
     is_mla = family in ("deepseek_v2", "deepseek_v3")
     names = {**_NAMES, **(_MOE_NAMES if is_moe else {}), **(_MLA_NAMES if is_mla else {})}
-    required = _REQUIRED + (("num_experts", "top_k") if is_moe else ()) \
+    required = (
+        _REQUIRED
+        + (("num_experts", "top_k") if is_moe else ())
         + (("kv_lora_rank", "head_dim", "rope_head_dim", "v_head_dim") if is_mla else ())
+    )
 
     fields = {"tied_embedding": False, **_FAMILIES[family]}
     for field, keys in names.items():
@@ -132,8 +202,10 @@ def from_hugging_face(source: str | Path | dict) -> ModelConfig:
             raise ValueError(f"config.json lacks {' or '.join(keys)}: {field} must be given.")
     for key, allowed in _UNSUPPORTED.items():
         if settings.get(key) not in allowed:
-            raise ValueError(f"{key}={settings[key]!r} changes the weights in a way ModelConfig "
-                             f"cannot say: only {allowed[0]!r} is read.")
+            raise ValueError(
+                f"{key}={settings[key]!r} changes the weights in a way ModelConfig "
+                f"cannot say: only {allowed[0]!r} is read."
+            )
     if is_mla:
         fields.pop("num_kv_heads", None)  # latent attention has one key a head
     return ModelConfig(**fields)

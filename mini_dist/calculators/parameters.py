@@ -45,8 +45,12 @@ class Weight:
 
 def layer_weights(config: ModelConfig, moe: bool = False) -> list[Weight]:
     """The weights of one transformer layer, dense or with experts."""
-    return _attention(config) + (_moe(config) if moe else _ffn(config, "ffn", config.d_ffn)) \
-        + _norm(config, "attention_norm") + _norm(config, "ffn_norm")
+    return (
+        _attention(config)
+        + (_moe(config) if moe else _ffn(config, "ffn", config.d_ffn))
+        + _norm(config, "attention_norm")
+        + _norm(config, "ffn_norm")
+    )
 
 
 def outer_weights(config: ModelConfig, side: str) -> list[Weight]:
@@ -58,8 +62,9 @@ def outer_weights(config: ModelConfig, side: str) -> list[Weight]:
     if side == "first":
         weights = [Weight("embedding", "token_embedding", (V, D), "vocab", is_matmul=False)]
         if config.positions == "learned":
-            weights.append(Weight("embedding", "position_embedding", (config.seq_len, D),
-                                  is_matmul=False))
+            weights.append(
+                Weight("embedding", "position_embedding", (config.seq_len, D), is_matmul=False)
+            )
         return weights + (_norm(config, "embedding_norm") if config.embedding_norm else [])
     head = Weight("head", "tied head" if config.tied_embedding else "head", (V, D), "vocab")
     return _norm(config, "final_norm") + [head]
@@ -69,17 +74,23 @@ def parameter_counts(config: ModelConfig) -> Breakdown:
     """Exact numbers of parameters by kind of module (the head is 0 when tied)."""
     dense, moe = config.num_layers - config.num_moe_layers, config.num_moe_layers
     kinds: dict[str, int] = {}
-    for copies, weights in ((1, outer_weights(config, "first")),
-                            (dense, layer_weights(config)),
-                            (moe, layer_weights(config, moe=True) if moe else []),
-                            (1, outer_weights(config, "last"))):
+    for copies, weights in (
+        (1, outer_weights(config, "first")),
+        (dense, layer_weights(config)),
+        (moe, layer_weights(config, moe=True) if moe else []),
+        (1, outer_weights(config, "last")),
+    ):
         for weight in weights:
             count = 0 if weight.name == "tied head" else copies * weight.numel
             kinds[weight.kind] = kinds.get(weight.kind, 0) + count
     formulas = _formulas(config)
-    return Breakdown("parameters", tuple(
-        Line(kind, count, "parameters", formulas[kind], "the model's own weights")
-        for kind, count in kinds.items()))
+    return Breakdown(
+        "parameters",
+        tuple(
+            Line(kind, count, "parameters", formulas[kind], "the model's own weights")
+            for kind, count in kinds.items()
+        ),
+    )
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -88,8 +99,11 @@ def num_parameters(config: ModelConfig) -> int:
 
 def num_active_parameters(config: ModelConfig) -> int:
     """Parameters that one token meets: all but the experts it is not sent to."""
-    unused = sum(w.numel - w.numel_visited for w in layer_weights(config, moe=True)
-                 ) if config.num_experts else 0
+    unused = (
+        sum(w.numel - w.numel_visited for w in layer_weights(config, moe=True))
+        if config.num_experts
+        else 0
+    )
     return num_parameters(config) - config.num_moe_layers * unused
 
 
@@ -130,8 +144,11 @@ class Held:
         return self.dense + self.experts
 
     def __add__(self, other: Held) -> Held:
-        return Held(self.dense + other.dense, self.experts + other.experts,
-                    max(self.largest_layer, other.largest_layer))
+        return Held(
+            self.dense + other.dense,
+            self.experts + other.experts,
+            max(self.largest_layer, other.largest_layer),
+        )
 
 
 def parameters_of_rank(config: ModelConfig, layout: Layout, pp_rank: int = 0) -> Held:
@@ -177,8 +194,10 @@ def _held(config: ModelConfig, part: str, tp: int, ep: int) -> Held:
         weights = outer_weights(config, part.split(",")[0])
         if part == "last, head elsewhere":
             weights = [weight for weight in weights if weight.kind != "head"]
-    numels = [(weight.experts > 1, weight.numel_per_rank(tp, ep, config.num_kv_heads))
-              for weight in weights]
+    numels = [
+        (weight.experts > 1, weight.numel_per_rank(tp, ep, config.num_kv_heads))
+        for weight in weights
+    ]
     experts = sum((numel for routed, numel in numels if routed), Fraction(0))
     total = sum((numel for _, numel in numels), Fraction(0))
     return Held(total - experts, experts, total if part in ("dense", "moe") else Fraction(0))
@@ -190,24 +209,32 @@ def _attention(config: ModelConfig) -> list[Weight]:
     if config.is_mla:  # DeepSeek-V2 section 2.1: queries, keys and values through a small latent
         R, Hv = config.rope_head_dim, config.v_head_dim
         if config.q_lora_rank:
-            weights += [Weight("attention", "q_down", (D, config.q_lora_rank)),
-                        Weight("norms", "q_norm", (config.q_lora_rank,), is_matmul=False),
-                        Weight("attention", "q_up", (config.q_lora_rank, N * (H + R)), "column")]
+            weights += [
+                Weight("attention", "q_down", (D, config.q_lora_rank)),
+                Weight("norms", "q_norm", (config.q_lora_rank,), is_matmul=False),
+                Weight("attention", "q_up", (config.q_lora_rank, N * (H + R)), "column"),
+            ]
         else:
             weights.append(Weight("attention", "q", (D, N * (H + R)), "column"))
-        weights += [Weight("attention", "kv_down", (D, config.kv_lora_rank + R)),
-                    Weight("norms", "kv_norm", (config.kv_lora_rank,), is_matmul=False),
-                    Weight("attention", "kv_up", (config.kv_lora_rank, N * (H + Hv)), "column"),
-                    Weight("attention", "out", (N * Hv, D), "row")]
+        weights += [
+            Weight("attention", "kv_down", (D, config.kv_lora_rank + R)),
+            Weight("norms", "kv_norm", (config.kv_lora_rank,), is_matmul=False),
+            Weight("attention", "kv_up", (config.kv_lora_rank, N * (H + Hv)), "column"),
+            Weight("attention", "out", (N * Hv, D), "row"),
+        ]
     else:
-        weights += [Weight("attention", "q", (D, N * H), "column"),
-                    Weight("attention", "k", (D, K * H), "kv"),
-                    Weight("attention", "v", (D, K * H), "kv"),
-                    Weight("attention", "out", (N * H, D), "row")]
+        weights += [
+            Weight("attention", "q", (D, N * H), "column"),
+            Weight("attention", "k", (D, K * H), "kv"),
+            Weight("attention", "v", (D, K * H), "kv"),
+            Weight("attention", "out", (N * H, D), "row"),
+        ]
         if config.qkv_bias:
-            weights += [Weight("attention", "q_bias", (N * H,), "column", is_matmul=False),
-                        Weight("attention", "k_bias", (K * H,), "kv", is_matmul=False),
-                        Weight("attention", "v_bias", (K * H,), "kv", is_matmul=False)]
+            weights += [
+                Weight("attention", "q_bias", (N * H,), "column", is_matmul=False),
+                Weight("attention", "k_bias", (K * H,), "kv", is_matmul=False),
+                Weight("attention", "v_bias", (K * H,), "kv", is_matmul=False),
+            ]
     if config.bias:
         weights.append(Weight("attention", "out_bias", (D,), is_matmul=False))
     if config.qk_norm:
@@ -215,15 +242,18 @@ def _attention(config: ModelConfig) -> list[Weight]:
     return weights
 
 
-def _ffn(config: ModelConfig, kind: str, d_ffn: int, experts: int = 1,
-         visits: int = 1) -> list[Weight]:
+def _ffn(
+    config: ModelConfig, kind: str, d_ffn: int, experts: int = 1, visits: int = 1
+) -> list[Weight]:
     D = config.d_model
     inner = ("gate", "up") if config.activation == "swiglu" else ("up",)
     weights = [Weight(kind, name, (D, d_ffn), "column", experts, visits) for name in inner]
     weights.append(Weight(kind, "down", (d_ffn, D), "row", experts, visits))
     if config.bias:
-        weights += [Weight(kind, f"{name}_bias", (d_ffn,), "column", experts, visits, False)
-                    for name in inner]
+        weights += [
+            Weight(kind, f"{name}_bias", (d_ffn,), "column", experts, visits, False)
+            for name in inner
+        ]
         weights.append(Weight(kind, "down_bias", (D,), "none", experts, visits, False))
     return weights
 
@@ -247,15 +277,16 @@ def _formulas(config: ModelConfig) -> dict[str, str]:
     L = "L_dense" if config.num_moe_layers else "L"
     return {
         "embedding": "V D" + (" + S D" if config.positions == "learned" else ""),
-        "attention": "L (latent projections + D N Hv)" if config.is_mla
-                     else "L (2 D N H + 2 D K H" + (" + biases)" if config.qkv_bias else ")"),
+        "attention": "L (latent projections + D N Hv)"
+        if config.is_mla
+        else "L (2 D N H + 2 D K H" + (" + biases)" if config.qkv_bias else ")"),
         "ffn": f"{L} ({matrices} D F" + (" + biases)" if config.bias else ")"),
         "router": "L_moe D E",
         "experts": f"L_moe E {matrices} D F_expert",
         "shared experts": f"L_moe {matrices} D F_shared",
-        "norms": "(2 L + 1) D" + (" * 2, scale and shift" if config.norm == "layernorm"
-                                  and config.bias else "")
-                 + (" + norms inside attention" if config.is_mla or config.qk_norm else "")
-                 + (" + embedding norm" if config.embedding_norm else ""),
+        "norms": "(2 L + 1) D"
+        + (" * 2, scale and shift" if config.norm == "layernorm" and config.bias else "")
+        + (" + norms inside attention" if config.is_mla or config.qk_norm else "")
+        + (" + embedding norm" if config.embedding_norm else ""),
         "head": "0 (tied to the embedding)" if config.tied_embedding else "V D",
     }

@@ -40,9 +40,11 @@ class Candidate:
     time: StepTime
 
     def __str__(self):
-        return (f"{short(self.layout)}: {readable(self.time.seconds, 's')} a step "
-                f"({readable(self.time.low, 's')} to {readable(self.time.high, 's')}), "
-                f"{readable(self.device_bytes, 'bytes')}, MFU {self.time.mfu:.1%}")
+        return (
+            f"{short(self.layout)}: {readable(self.time.seconds, 's')} a step "
+            f"({readable(self.time.low, 's')} to {readable(self.time.high, 's')}), "
+            f"{readable(self.device_bytes, 'bytes')}, MFU {self.time.mfu:.1%}"
+        )
 
 
 @dataclass(frozen=True)
@@ -85,14 +87,17 @@ class Plan:
         for reason, count in counts.most_common():
             left -= count
             example = next(d for d in self.dropped if d.reason == reason)
-            lines.append(f"  - {count} dropped: {reason}, e.g. {short(example.layout)}: "
-                         f"{example.detail}")
+            lines.append(
+                f"  - {count} dropped: {reason}, e.g. {short(example.layout)}: {example.detail}"
+            )
         sizes = Counter(c.layout.micro_batch_size for c in self.candidates)
-        lines += [f"  = {left} fit; by micro-batch size: "
-                  + ", ".join(f"{size}: {sizes[size]}" for size in sorted(sizes)),
-                  f"  = {self.num_simulated} simulated, the fastest at "
-                  f"{self.best.time.tokens_per_second:,.0f} tokens/s, the slowest that fits at "
-                  f"{min(c.time.tokens_per_second for c in self.candidates):,.0f}"]
+        lines += [
+            f"  = {left} fit; by micro-batch size: "
+            + ", ".join(f"{size}: {sizes[size]}" for size in sorted(sizes)),
+            f"  = {self.num_simulated} simulated, the fastest at "
+            f"{self.best.time.tokens_per_second:,.0f} tokens/s, the slowest that fits at "
+            f"{min(c.time.tokens_per_second for c in self.candidates):,.0f}",
+        ]
         return "\n".join(lines)
 
     def explain(self) -> str:
@@ -126,9 +131,11 @@ class Plan:
     def table(self, rows: int = 10) -> str:
         lines = [f"{'layout':<52} {'step':>9} {'low':>9} {'high':>9} {'memory':>10} {'MFU':>6}"]
         for c in self.candidates[:rows]:
-            lines.append(f"{short(c.layout):<52} {readable(c.time.seconds, 's'):>9} "
-                         f"{readable(c.time.low, 's'):>9} {readable(c.time.high, 's'):>9} "
-                         f"{readable(c.device_bytes, 'bytes'):>10} {c.time.mfu:>6.1%}")
+            lines.append(
+                f"{short(c.layout):<52} {readable(c.time.seconds, 's'):>9} "
+                f"{readable(c.time.low, 's'):>9} {readable(c.time.high, 's'):>9} "
+                f"{readable(c.device_bytes, 'bytes'):>10} {c.time.mfu:>6.1%}"
+            )
         return "\n".join(lines)
 
     def exports(self) -> dict[str, str]:
@@ -151,15 +158,25 @@ class Plan:
 
     def __str__(self):
         run = published.nearest(self.model, self.machine, self.num_devices)
-        return (f"{self.funnel()}\n\n{self.table()}\n\n{self.explain()}\n\n"
-                f"Nearest published run: {run}")
+        return (
+            f"{self.funnel()}\n\n{self.table()}\n\n{self.explain()}\n\nNearest published run: {run}"
+        )
 
 
-def plan(model: ModelConfig | str, machine: Hardware | str, num_devices: int,
-         global_batch_tokens: float, *, how: str | Framework = "megatron-core",
-         micro_batch_sizes: tuple[int, ...] = (1, 2, 4, 8),
-         recompute: tuple[str, ...] = ("none", "full"), max_tp: int | None = None,
-         max_pp: int | None = None, max_cp: int | None = None, num_simulated: int = 50) -> Plan:
+def plan(
+    model: ModelConfig | str,
+    machine: Hardware | str,
+    num_devices: int,
+    global_batch_tokens: float,
+    *,
+    how: str | Framework = "megatron-core",
+    micro_batch_sizes: tuple[int, ...] = (1, 2, 4, 8),
+    recompute: tuple[str, ...] = ("none", "full"),
+    max_tp: int | None = None,
+    max_pp: int | None = None,
+    max_cp: int | None = None,
+    num_simulated: int = 50,
+) -> Plan:
     """The fastest layouts of `model` on `num_devices` of `machine`.
 
     `global_batch_tokens` is one optimizer step's batch; it must be a whole number of sequences.
@@ -175,14 +192,23 @@ def plan(model: ModelConfig | str, machine: Hardware | str, num_devices: int,
     if sequences < 1 or sequences != int(sequences):
         raise ValueError(
             f"global_batch_tokens={global_batch_tokens!r} is not a whole number of sequences of "
-            f"seq_len={config.seq_len}: {max(1, round(sequences)) * config.seq_len} would be.")
+            f"seq_len={config.seq_len}: {max(1, round(sequences)) * config.seq_len} would be."
+        )
     max_tp = machine.devices_per_node if max_tp is None else max_tp
     max_cp = (1 if config.seq_len < 16384 else 64) if max_cp is None else max_cp
 
     dropped: list[Dropped] = []
     fitting: list[tuple[Layout, Breakdown, float]] = []
-    for layout in layouts(config, num_devices, int(sequences), micro_batch_sizes, recompute,
-                          max_tp, max_pp or config.num_layers, max_cp):
+    for layout in layouts(
+        config,
+        num_devices,
+        int(sequences),
+        micro_batch_sizes,
+        recompute,
+        max_tp,
+        max_pp or config.num_layers,
+        max_cp,
+    ):
         try:
             waterfall = peak_memory(config, layout, how)
         except ValueError as error:
@@ -191,27 +217,59 @@ def plan(model: ModelConfig | str, machine: Hardware | str, num_devices: int,
         needed = device_memory(waterfall.total, how)
         if needed > machine.device.memory_bytes:
             largest = max(waterfall, key=lambda line: line.value)
-            dropped.append(Dropped(
-                layout, "memory", f"{readable(needed, 'bytes')} of "
-                f"{readable(machine.device.memory_bytes, 'bytes')}, most of it {largest.name}"))
+            dropped.append(
+                Dropped(
+                    layout,
+                    "memory",
+                    f"{readable(needed, 'bytes')} of "
+                    f"{readable(machine.device.memory_bytes, 'bytes')}, most of it {largest.name}",
+                )
+            )
         else:
             fitting.append((layout, waterfall, needed))
     if not fitting:
         raise ValueError(_nothing_fits(config, machine, num_devices, dropped))
 
-    ranked = sorted((Candidate(layout, waterfall, needed, step_time(config, layout, machine, how))
-                     for layout, waterfall, needed in fitting), key=lambda c: c.time.seconds)
-    top = [Candidate(c.layout, c.memory, c.device_bytes,
-                     step_time(config, c.layout, machine, how, simulate=True))
-           if c.layout.pp > 1 else c for c in ranked[:num_simulated]]
+    ranked = sorted(
+        (
+            Candidate(layout, waterfall, needed, step_time(config, layout, machine, how))
+            for layout, waterfall, needed in fitting
+        ),
+        key=lambda c: c.time.seconds,
+    )
+    top = [
+        Candidate(
+            c.layout,
+            c.memory,
+            c.device_bytes,
+            step_time(config, c.layout, machine, how, simulate=True),
+        )
+        if c.layout.pp > 1
+        else c
+        for c in ranked[:num_simulated]
+    ]
     top.sort(key=lambda c: c.time.seconds)
-    return Plan(config, machine, how, num_devices, tuple(top + ranked[num_simulated:]),
-                tuple(dropped), len(top))
+    return Plan(
+        config,
+        machine,
+        how,
+        num_devices,
+        tuple(top + ranked[num_simulated:]),
+        tuple(dropped),
+        len(top),
+    )
 
 
-def layouts(config: ModelConfig, num_devices: int, sequences: int,
-            micro_batch_sizes: tuple[int, ...], recompute: tuple[str, ...], max_tp: int,
-            max_pp: int, max_cp: int) -> Iterator[Layout]:
+def layouts(
+    config: ModelConfig,
+    num_devices: int,
+    sequences: int,
+    micro_batch_sizes: tuple[int, ...],
+    recompute: tuple[str, ...],
+    max_tp: int,
+    max_pp: int,
+    max_cp: int,
+) -> Iterator[Layout]:
     """Every layout worth a look: those another one beats in both memory and time are left out
     (ZeRO-1 costs no more traffic than ZeRO-0; the sequence is cut wherever tp is; ZeRO-2 and 3
     gather and reduce once a micro-batch, so they are tried without a pipeline only; chunks are
@@ -233,8 +291,9 @@ def layouts(config: ModelConfig, num_devices: int, sequences: int,
                                 if pp > 1 and m % pp == 0:
                                     for chunks in (2, 4, 8):
                                         if config.num_layers % (pp * chunks) == 0:
-                                            yield base.replace(schedule="interleaved",
-                                                               num_chunks=chunks)
+                                            yield base.replace(
+                                                schedule="interleaved", num_chunks=chunks
+                                            )
 
 
 def short(layout: Layout) -> str:
@@ -256,12 +315,20 @@ def _divisors(number: int, at_most: int) -> list[int]:
 
 def _nothing_fits(config, machine, num_devices, dropped) -> str:
     if not dropped:
-        return (f"num_devices={num_devices} leaves no layout whose replicas share the batch evenly:"
-                " give more sequences in a batch, or a number of devices with more divisors.")
+        return (
+            f"num_devices={num_devices} leaves no layout whose replicas share the batch evenly:"
+            " give more sequences in a batch, or a number of devices with more divisors."
+        )
     nearest = [drop for drop in dropped if drop.reason == "memory"]
     if not nearest:
         return f"No layout of num_devices={num_devices} cuts the model: {dropped[0].detail}"
-    best = min(nearest, key=lambda drop: float(drop.detail.split()[0]) *
-               {"GiB": 1, "TiB": 1024}.get(drop.detail.split()[1], 0))
-    return (f"num_devices={num_devices} of {machine.name} is too few: the nearest layout, "
-            f"{short(best.layout)}, needs {best.detail}; give more devices or larger ones.")
+    best = min(
+        nearest,
+        key=lambda drop: (
+            float(drop.detail.split()[0]) * {"GiB": 1, "TiB": 1024}.get(drop.detail.split()[1], 0)
+        ),
+    )
+    return (
+        f"num_devices={num_devices} of {machine.name} is too few: the nearest layout, "
+        f"{short(best.layout)}, needs {best.detail}; give more devices or larger ones."
+    )

@@ -34,15 +34,25 @@ class Run:
 
     def __str__(self):
         ours = self.predicted()
-        return (f"{self.name} on {self.layout.world_size} {self.machine}: measured "
-                f"{self.seconds:.4g} s a step, we say {ours.seconds:.4g} s "
-                f"({ours.seconds / self.seconds - 1:+.1%}; {self.source})")
+        return (
+            f"{self.name} on {self.layout.world_size} {self.machine}: measured "
+            f"{self.seconds:.4g} s a step, we say {ours.seconds:.4g} s "
+            f"({ours.seconds / self.seconds - 1:+.1%}; {self.source})"
+        )
 
 
 def gpt(heads: int, hidden: int, layers: int, seq_len: int = 2048) -> ModelConfig:
     """The GPTs of the Megatron papers: vocabulary 51200, dropout, learned positions."""
-    return ModelConfig(vocab_size=51200, seq_len=seq_len, d_model=hidden, num_layers=layers,
-                       num_heads=heads, positions="learned", tied_embedding=True, dropout=0.1)
+    return ModelConfig(
+        vocab_size=51200,
+        seq_len=seq_len,
+        d_model=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        positions="learned",
+        tied_embedding=True,
+        dropout=0.1,
+    )
 
 
 def _pipeline(chunks: int) -> dict:
@@ -70,11 +80,27 @@ def megatron_2021() -> list[Run]:
     runs = []
     for name, heads, hidden, layers, tp, pp, dp, batch, micro, chunks, tflops in rows:
         config = gpt(heads, hidden, layers)
-        layout = Layout(pp=pp, dp=dp, tp=tp, micro_batch_size=micro, recompute="full",
-                        num_micro_batches=batch // dp // micro, **_pipeline(chunks))
+        layout = Layout(
+            pp=pp,
+            dp=dp,
+            tp=tp,
+            micro_batch_size=micro,
+            recompute="full",
+            num_micro_batches=batch // dp // micro,
+            **_pipeline(chunks),
+        )
         seconds = step_flops(config, batch, "full").total / (layout.world_size * tflops * 1e12)
-        runs.append(Run(f"Megatron {name}", config, layout, "a100-80", "megatron-2021", seconds,
-                        "Narayanan et al. 2021, table 1"))
+        runs.append(
+            Run(
+                f"Megatron {name}",
+                config,
+                layout,
+                "a100-80",
+                "megatron-2021",
+                seconds,
+                "Narayanan et al. 2021, table 1",
+            )
+        )
     return runs
 
 
@@ -89,12 +115,26 @@ def korthikanti_2022() -> list[Run]:
     runs = []
     for name, heads, hidden, layers, tp, pp, chunks, batch, micro, full, selective in rows:
         for recompute, seconds in (("full", full), ("selective", selective)):
-            layout = Layout(pp=pp, tp=tp, sequence_parallel=recompute == "selective",
-                            micro_batch_size=micro, num_micro_batches=batch // micro,
-                            recompute=recompute, **_pipeline(chunks))
-            runs.append(Run(f"{name}, {recompute} recompute", gpt(heads, hidden, layers), layout,
-                            "a100-80", "megatron-2022", seconds,
-                            "Korthikanti et al. 2022, table 5"))
+            layout = Layout(
+                pp=pp,
+                tp=tp,
+                sequence_parallel=recompute == "selective",
+                micro_batch_size=micro,
+                num_micro_batches=batch // micro,
+                recompute=recompute,
+                **_pipeline(chunks),
+            )
+            runs.append(
+                Run(
+                    f"{name}, {recompute} recompute",
+                    gpt(heads, hidden, layers),
+                    layout,
+                    "a100-80",
+                    "megatron-2022",
+                    seconds,
+                    "Korthikanti et al. 2022, table 5",
+                )
+            )
     return runs
 
 
@@ -103,9 +143,12 @@ def nearest(config: ModelConfig, machine: Hardware, num_devices: int) -> Run:
     size = math.log(num_parameters(config))
 
     def distance(run: Run) -> float:
-        return abs(math.log(num_parameters(run.config)) - size) \
-            + abs(math.log(run.layout.world_size / num_devices)) / 2 \
+        return (
+            abs(math.log(num_parameters(run.config)) - size)
+            + abs(math.log(run.layout.world_size / num_devices)) / 2
             + (hardware(run.machine).device.name != machine.device.name)
+        )
+
     return min(megatron_2021() + korthikanti_2022(), key=distance)
 
 
@@ -136,12 +179,16 @@ ZERO_TABLE_1 = [  # billion parameters, dp, P_os, P_os+g, P_os+g+p
 # optimizer (18 bytes for each of 12 L h^2), activations with tp only, with selective recompute and
 # sequence parallel; and figure 7: activations in % of tp only.
 KORTHIKANTI_FIGURE_1 = {
-    "22B": (45.5625, 59.25, 9.5625), "175B": (45.5625, 66.84375, 12.3515625),
-    "530B": (31.640625, 114.0234375, 23.076171875), "1T": (32.958984375, 131.25, 26.5625),
+    "22B": (45.5625, 59.25, 9.5625),
+    "175B": (45.5625, 66.84375, 12.3515625),
+    "530B": (31.640625, 114.0234375, 23.076171875),
+    "1T": (32.958984375, 131.25, 26.5625),
 }
 KORTHIKANTI_FIGURE_7 = {  # sequence parallel, selective, both, full
-    "22B": (66.84, 49.42, 16.18, 7.64), "175B": (62.04, 56.53, 18.49, 8.71),
-    "530B": (58.31, 62.04, 20.27, 9.42), "1T": (58.31, 62.04, 20.27, 9.42),
+    "22B": (66.84, 49.42, 16.18, 7.64),
+    "175B": (62.04, 56.53, 18.49, 8.71),
+    "530B": (58.31, 62.04, 20.27, 9.42),
+    "1T": (58.31, 62.04, 20.27, 9.42),
 }
 
 # Qi et al. 2023 tables 5 and 9: bubble rates computed from profiled milliseconds.

@@ -13,8 +13,9 @@ from .lines import Breakdown, Line
 from .parameters import held_outside, layers_of_stage, parameters_of_rank, stages_of_rank
 
 
-def step_volume(config: ModelConfig, layout: Layout, how: str | Framework = "megatron-core",
-                pp_rank: int = 0) -> Breakdown:
+def step_volume(
+    config: ModelConfig, layout: Layout, how: str | Framework = "megatron-core", pp_rank: int = 0
+) -> Breakdown:
     """Bytes that a rank at pipeline position `pp_rank` sends in one optimizer step, axis by axis.
 
     Left out: the all-reduces of a few numbers a token inside a vocab-parallel loss, and of the
@@ -36,20 +37,39 @@ def step_volume(config: ModelConfig, layout: Layout, how: str | Framework = "meg
         # Two pairs of operators a layer, each an all-reduce (or gather and scatter) each way.
         count = (4 + 2 * again) * layers
         outer = (0 in stages) + (layout.num_stages - 1 in stages)  # embedding's, and the head's
-        lines.append(Line("tp", m * (count + outer) * 2 * (t - 1) / t * message, "bytes",
-                          f"{m} micro-batches * ({count} + {outer}) * 2 (t - 1)/t * e B S D",
-                          "[N21] section 2.3, [K22] section 4.2.2"))
+        lines.append(
+            Line(
+                "tp",
+                m * (count + outer) * 2 * (t - 1) / t * message,
+                "bytes",
+                f"{m} micro-batches * ({count} + {outer}) * 2 (t - 1)/t * e B S D",
+                "[N21] section 2.3, [K22] section 4.2.2",
+            )
+        )
     if layout.cp > 1:
         kv = 2 * e * tokens * config.num_kv_heads / min(t, config.num_kv_heads) * config.head_dim
         passes = 1 + again + 2  # forward; backward sends keys and values, and their gradients
-        lines.append(Line("cp", m * layers * passes * (layout.cp - 1) * kv, "bytes",
-                          f"{m} * {layers} layers * {passes} (cp - 1) * 2 e B S/cp K H", "[Ring]"))
+        lines.append(
+            Line(
+                "cp",
+                m * layers * passes * (layout.cp - 1) * kv,
+                "bytes",
+                f"{m} * {layers} layers * {passes} (cp - 1) * 2 e B S/cp K H",
+                "[Ring]",
+            )
+        )
     if layout.ep > 1 and moe_layers:
         cut = layout.ep * (t if layout.sequence_parallel else 1)
         exchanges = (4 + 2 * again) * moe_layers  # dispatch and combine, forward and backward
-        lines.append(Line("ep", m * exchanges * (layout.ep - 1) / cut * config.top_k * message,
-                          "bytes", f"{m} * {exchanges} all-to-alls * (ep - 1)/ep * k e B S D",
-                          "[GShard], balanced routing"))
+        lines.append(
+            Line(
+                "ep",
+                m * exchanges * (layout.ep - 1) / cut * config.top_k * message,
+                "bytes",
+                f"{m} * {exchanges} all-to-alls * (ep - 1)/ep * k e B S D",
+                "[GShard], balanced routing",
+            )
+        )
     if layout.pp > 1:
         forward = sum(stage < layout.num_stages - 1 for stage in stages)
         backward = sum(stage > 0 for stage in stages)
@@ -58,9 +78,15 @@ def step_volume(config: ModelConfig, layout: Layout, how: str | Framework = "meg
             turns = pp_rank == layout.pp - 1
             forward, backward = forward - turns, backward - turns
         cut = t if layout.sequence_parallel else 1
-        lines.append(Line("pp", m * (forward + backward) * message / cut, "bytes",
-                          f"{m} * ({forward} forward + {backward} backward) * e B S D",
-                          "[N21] section 4.1"))
+        lines.append(
+            Line(
+                "pp",
+                m * (forward + backward) * message / cut,
+                "bytes",
+                f"{m} * ({forward} forward + {backward} backward) * e B S D",
+                "[N21] section 4.1",
+            )
+        )
     return Breakdown(f"bytes that pipeline rank {pp_rank} sends in a step", tuple(lines))
 
 
@@ -71,8 +97,12 @@ def _dp(config, layout, how, pp_rank) -> list[Line]:
     (embedding, head) only once a micro-batch: it stays from one to the other.
     """
     held, outer = parameters_of_rank(config, layout, pp_rank), held_outside(config, layout, pp_rank)
-    ways, m, g, e = layout.dp * layout.cp, layout.num_micro_batches, how.reduce_bytes, \
-        how.activation_bytes
+    ways, m, g, e = (
+        layout.dp * layout.cp,
+        layout.num_micro_batches,
+        how.reduce_bytes,
+        how.activation_bytes,
+    )
     formula, each, once = {
         0: ("2 g P", 2 * g, 0),
         1: ("g P + e P", g + e, 0),
@@ -81,9 +111,17 @@ def _dp(config, layout, how, pp_rank) -> list[Line]:
     }[layout.zero]
     lines = []
     for name, numel, outside, size in (
-            ("dp", float(held.dense), float(outer.dense), ways),
-            ("dp of experts", float(held.experts), 0.0, ways // layout.ep)):
+        ("dp", float(held.dense), float(outer.dense), ways),
+        ("dp of experts", float(held.experts), 0.0, ways // layout.ep),
+    ):
         if size > 1 and numel:
-            lines.append(Line(name, (each * numel - once * outside) * (size - 1) / size, "bytes",
-                              f"({formula}) (n - 1)/n, g = {g:g}, e = {e:g}", "[ZeRO] section 7"))
+            lines.append(
+                Line(
+                    name,
+                    (each * numel - once * outside) * (size - 1) / size,
+                    "bytes",
+                    f"({formula}) (n - 1)/n, g = {g:g}, e = {e:g}",
+                    "[ZeRO] section 7",
+                )
+            )
     return lines

@@ -188,8 +188,14 @@ def test_zero_holds_and_sends_what_the_calculators_say(stage, size, m):
 
     predicted = rank_memory(config, layout, "course")
     for rank, measured in enumerate(run.results):
-        assert 0 <= measured["optimizer state"] + measured["parameters"] \
-            - predicted["optimizer"] - predicted["parameters"] < 4 * 100
+        assert (
+            0
+            <= measured["optimizer state"]
+            + measured["parameters"]
+            - predicted["optimizer"]
+            - predicted["parameters"]
+            < 4 * 100
+        )
         peak = run.ledger.memory[rank].peak_bytes()
         assert predicted.total == pytest.approx(peak, rel=0.03)
 
