@@ -161,7 +161,7 @@ def worst_difference(p, names, micro_batches, unit=0.004, tries=3):
 
 def cases(long):
     for name in BESIDE:
-        ours, theirs = step_times(name, rounds=30 if long else 10)
+        ours, theirs = step_times(name, rounds=40 if long else 15)
         yield given(f"step, {name}, {RANKS} ranks, m={MICRO_BATCHES}", ours, theirs, "ms")
     for name in BESIDE:
         ours, theirs = max(peaks(our_step, name)), max(peaks(their_step, name))

@@ -7,6 +7,7 @@ import pytest
 from mini_dist import launch
 from mini_dist.emulate import Clock, Device, Link
 from mini_dist.pipeline import run_emulated
+from mini_dist.pipeline.emulated import emulate
 from mini_dist.schedule import (
     ScheduleError,
     Timeline,
@@ -67,7 +68,7 @@ def test_all_ranks_read_the_same_clock():
 
 
 def emulate_all(schedules, times, group):
-    return [run_emulated(schedule, times, group) for schedule in schedules]
+    return [emulate(schedule, times, group).done for schedule in schedules]
 
 
 @pytest.mark.parametrize("p", [1, 4, 8])
@@ -89,11 +90,10 @@ def test_what_runs_is_what_the_simulator_says(p):
         expected = simulate(schedule, times)
         for rank in range(p):
             ran, simulated = runs[rank][i], expected.spans[rank]
-            assert [str(s.action) for s in ran] == [str(s.action) for s in simulated]
-            lengths = [s.end - s.start for s in simulated]
-            assert [s.end - s.start for s in ran] == pytest.approx(lengths)
-            # nobody wakes up before the time, whatever the machine does
-            assert all(a.end >= b.end - 1e-9 for a, b in zip(ran, simulated))
+            assert [done.name for done in ran] == [span.action for span in simulated]
+            assert [done.start for done in ran] == pytest.approx([s.start for s in simulated])
+            assert [done.end for done in ran] == pytest.approx([s.end for s in simulated])
+            assert all(done.woke >= done.end for done in ran), "somebody did not sleep"
 
 
 def test_a_measured_timeline_starts_at_zero_and_keeps_the_stated_lengths():

@@ -420,6 +420,13 @@ def test_sends_that_wait_deadlock_1f1b_until_they_are_fused():
     assert "(0SEND_F3;0RECV_B0)" in map(str, fused.ranks[0])
 
 
+def test_a_receive_that_stands_too_early_deadlocks_only_where_it_is_brought_to_its_end():
+    schedule = Schedule("mine", ["0RECV_B0 0F0 0SEND_F0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0"])
+    validate(schedule)
+    with pytest.raises(ScheduleError, match="rank 0 at 0RECV_B0 waits for 1SEND_B0"):
+        validate(schedule, rendezvous=True)
+
+
 def test_fused_communication_runs_in_list_order_for_every_schedule():
     for schedule in every_schedule():
         fused = fuse_communication(add_communication(schedule))

@@ -17,6 +17,11 @@ def run_emulated(schedule: Schedule, times: Times, group) -> list[Span]:
 
     Lengths of a few milliseconds and more are kept well, whatever else the machine does.
     """
+    return wall_spans(emulate(schedule, times, group))
+
+
+def emulate(schedule: Schedule, times: Times, group) -> Device:
+    """The same; returns the device, which knows virtual and real moments of all it did."""
     clock = Clock()
     device = Device(clock)
     stages = {
@@ -27,4 +32,4 @@ def run_emulated(schedule: Schedule, times: Times, group) -> list[Span]:
     pipeline = Pipeline(schedule, stages, group, activation=moment)
     clock.start(group)
     pipeline.step([torch.zeros(1)] * schedule.num_micro_batches)
-    return wall_spans(device)
+    return device

@@ -218,7 +218,8 @@ class Pipeline:
         told = torch.empty(self.schedule.num_micro_batches, device=self.device)
         if losses:
             told = torch.stack([loss.detach().reshape(()) for loss in losses]).float()
-        return broadcast(told, self.schedule.rank_of[self.last], self.group)
+        # a star, since ranks come here one after the other and nobody shall wait for a third
+        return broadcast(told, self.schedule.rank_of[self.last], self.group, algorithm="star")
 
     def _add_up_shared_gradient(self) -> None:
         """first + last, in this order on both sides, so that both copies stay equal in bits."""
