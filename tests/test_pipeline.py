@@ -233,6 +233,8 @@ def test_each_border_between_ranks_carries_each_micro_batch_once_each_way(name, 
     for phase in ("forward", "backward"):
         assert run.ledger.total_bytes(op="send", phase=phase) == 6 * borders * message
         assert len(run.ledger.calls(op="send", phase=phase)) == 6 * borders
+    losses = 2 * 6 * 4  # six numbers, told to both other ranks
+    assert run.ledger.total_bytes(op="send", phase="step") == losses
 
 
 # --- tied embedding ---------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mini_dist.collectives import broadcast, exchange
+from mini_dist.collectives import exchange
 from mini_dist.pipeline.stage import Stage
 from mini_dist.schedule import (
     Action,
@@ -118,16 +118,16 @@ class Pipeline:
             losses = self._run(self.training, inputs, targets)
         if self.shared is not None:
             self._add_up_shared_gradient()
-        return self._tell_all(losses).mean()
+        return losses.on_all_ranks().mean()
 
     def evaluate(self, inputs, targets=None) -> Tensor:
         """The mean loss of a batch, known to all; forwards only, nothing is kept."""
         with torch.no_grad():
-            return self._tell_all(self._run(self.evaluation, inputs, targets)).mean()
+            return self._run(self.evaluation, inputs, targets).on_all_ranks().mean()
 
     # -- down the list ----------------------------------------------------------------------------
 
-    def _run(self, plan: _Plan, inputs, targets) -> list[Tensor]:
+    def _run(self, plan: _Plan, inputs, targets) -> _Losses:
         m = self.schedule.num_micro_batches
         self.inputs = _micro_batches(inputs, m, "inputs") if 0 in self.stages else None
         self.targets = None
@@ -135,7 +135,7 @@ class Pipeline:
             self.targets = _micro_batches(targets, m, "targets")
         self.values: dict[Key, Tensor] = {}  # by who computed them: (stage, "F" or "B", micro)
         self.messages = _Messages(plan, self.group, self.device)
-        self.losses: dict[int, Tensor] = {}  # by micro-batch; on the last stage's rank only
+        self.losses = _Losses(plan, self.group, self.device)
         self.spans = []
         for item in plan.items:
             if item[0].kind in COMMUNICATION:
@@ -150,7 +150,7 @@ class Pipeline:
                 self.spans.append(Span(item[0], start, time.monotonic()))
         self.messages.wait()
         self._phase("step")
-        return [self.losses[micro] for micro in sorted(self.losses)]
+        return self.losses
 
     def _phase(self, name: str) -> None:
         """Tell the ledger what the messages belong to: between computations it cannot see it."""
@@ -162,7 +162,7 @@ class Pipeline:
         if kind == "F":
             return self.inputs[micro] if number == 0 else self._take(number - 1, "F", micro)
         if kind == "B" and number == self.last:
-            return torch.full_like(self.losses[micro], plan.shares[micro])
+            return torch.full_like(self.losses.of[micro], plan.shares[micro])
         return self._take(number + 1, "B", micro) if kind == "B" else None
 
     def _take(self, source: int, kind: str, micro: int) -> Tensor:
@@ -181,7 +181,8 @@ class Pipeline:
             split = (number, micro) in plan.schedule.split
             output = stage.forward(micro, inputs, split=split, version=action.version)
             if number == self.last:
-                self.losses[micro] = output
+                self._phase("step")  # telling the loss is no part of forward or backward
+                self.losses.add(micro, output)
             else:
                 self.values[action.key] = output
         elif kind == "B":
@@ -213,14 +214,6 @@ class Pipeline:
 
     # -- after the list ---------------------------------------------------------------------------
 
-    def _tell_all(self, losses: list[Tensor]) -> Tensor:
-        """The losses of all micro-batches on every rank, from the one that computed them. [m]"""
-        told = torch.empty(self.schedule.num_micro_batches, device=self.device)
-        if losses:
-            told = torch.stack([loss.detach().reshape(()) for loss in losses]).float()
-        # a star, since ranks come here one after the other and nobody shall wait for a third
-        return broadcast(told, self.schedule.rank_of[self.last], self.group, algorithm="star")
-
     def _add_up_shared_gradient(self) -> None:
         """first + last, in this order on both sides, so that both copies stay equal in bits."""
         first, last = self.schedule.rank_of[0], self.schedule.rank_of[self.last]
@@ -229,6 +222,48 @@ class Pipeline:
         mine, peer = self.shared.grad, last if self.rank == first else first
         theirs = exchange(mine, peer, peer, self.group)
         self.shared.grad = mine + theirs if self.rank == first else theirs + mine
+
+
+class _Losses:
+    """The losses of a batch, which the last stage's rank tells to all.
+
+    It does so as soon as it has the last one: the others are still busy with backwards then, and
+    find the news there when they are through. On NCCL a receive that waits from the start on would
+    hold up all others, so there it is done at the end.
+    """
+
+    def __init__(self, plan: _Plan, group, device: torch.device) -> None:
+        schedule = plan.schedule
+        self.source, self.m = schedule.rank_of[schedule.num_stages - 1], schedule.num_micro_batches
+        self.tag = 1 + 2 * schedule.num_stages * self.m  # above those of the messages
+        self.group, self.early = group, device.type != "cuda"
+        self.of: dict[int, Tensor] = {}  # by micro-batch
+        self.told = torch.empty(self.m, device=device)  # [m]
+        self.works: list = []
+        if self.early and group.rank() != self.source:
+            self._listen()
+
+    def add(self, micro: int, loss: Tensor) -> None:
+        self.of[micro] = loss
+        if self.early and len(self.of) == self.m:
+            self._tell()
+
+    def on_all_ranks(self) -> Tensor:
+        """The losses of all micro-batches, in order. [m]"""
+        if not self.early:
+            self._tell() if self.of else self._listen()
+        for work in self.works:
+            work.wait()
+        return self.told
+
+    def _tell(self) -> None:
+        losses = [self.of[micro].detach().reshape(()) for micro in range(self.m)]
+        self.told = torch.stack(losses).float()
+        peers = [peer for peer in range(self.group.size()) if peer != self.source]
+        self.works = [self.group.send([self.told], peer, self.tag) for peer in peers]
+
+    def _listen(self) -> None:
+        self.works = [self.group.recv([self.told], self.source, self.tag)]
 
 
 class _Plan:
