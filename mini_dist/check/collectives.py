@@ -154,14 +154,13 @@ def only_here(passed: list[Trial], failed: Trial) -> str:
     """Says what is special about a case that fails where all before it passed."""
     if not passed:
         return ""
-    sizes = [trial.run.world_size for trial in passed]
-    ranks = f"{' and '.join(map(str, sizes))} ranks"
+    *sizes, last = [str(trial.run.world_size) for trial in passed]
+    ranks = f"{', '.join(sizes)} and {last} ranks" if sizes else f"{last} ranks"
     if failed.case.dtype not in [trial.case.dtype for trial in passed]:
         return f"Right with {passed[0].case.dtype}, not with {failed.case.dtype}. "
-    return (
-        f"Right with {ranks}, not with {failed.run.world_size} ranks and {failed.case.length} "
-        "numbers. "
-    )
+    size, length = failed.run.world_size, failed.case.length
+    now = f"{size} rank{'s' * (size > 1)} and {length} numbers"
+    return f"Right with {ranks}, not with {now}. "
 
 
 def describe(measured: Measured, target: Target) -> list[Line]:
@@ -222,6 +221,8 @@ def general_mistake(m: Measured) -> str:
                 f"x is {expected.dtype}, your result {result.dtype}. New tensors take their dtype "
                 "from x: torch.empty_like(x), x.new_zeros(...), x.clone()."
             )
+    if not m.unchanged and m.size == 1:
+        return "With one rank you return x itself, or a piece of it. Begin with a copy: x.clone()."
     if not m.unchanged:
         return (
             "Your function changes its input, or returns a piece of it. Work on new tensors "
@@ -525,7 +526,8 @@ EXERCISES = [
             "Cut x with x.tensor_split(size). In each of the n-1 rounds send one chunk to the next "
             "rank, receive one from the rank before, and add your own chunk of the same number.",
             "Chunk r has to end on rank r, so it has to start on rank r+1: rank r begins by "
-            "sending chunk r-1. What it receives in round 1 is chunk r-2, and so on.",
+            "sending chunk r-1. What it receives in round 1 is chunk r-2, and so on. Begin with a "
+            "copy, chunks[rank - 1].clone(): with one rank nothing is ever added to it.",
         ],
         skeleton="""\
 def my_reduce_scatter(x, group):
@@ -587,8 +589,9 @@ def my_all_reduce(x, group):
         hints=[
             "In round 1 exchange x with rank ^ 1 and add. Now every pair has the same sum. With "
             "whom do you exchange that, so that four have the same?",
-            "A loop: distance = 1, 2, 4, ... while it is below the number of ranks. In it, one "
-            "line: x = x + exchange(x, rank ^ distance, rank ^ distance, group).",
+            "Begin with total = x.clone(). Then a loop: distance = 1, 2, 4, ... while it is below "
+            "the number of ranks; in it, total = total + exchange(total, rank ^ distance, rank ^ "
+            "distance, group).",
         ],
         skeleton="""\
 def my_all_reduce(x, group):

@@ -164,9 +164,16 @@ def advice(error: RankError) -> str:
             "something is None: the grad of a frozen parameter, or what gather returns elsewhere "
             "than on its root.\n"
         )
-    waits = [line.split(" s in ")[1] for line in text.splitlines() if " s in " in line]
+    lines = text.splitlines()
+    waits = [line.split(" s in ")[1] for line in lines if " s in " in line]
     if not text.startswith("deadlock") or not waits:
         return ""
+    if len({after for line, after in zip(lines, lines[1:]) if " s in " in line}) > 1:
+        return (
+            "the ranks wait in different lines of your function. A collective needs all of them: "
+            "every rank makes the same calls in the same order, also where its result is not "
+            "used.\n"
+        )
     if all(wait.startswith("send(") for wait in waits):
         return (
             "everyone sends first and waits for a receiver, but nobody has come to receive. "

@@ -114,7 +114,8 @@ def recorded(function):
         recorder = getattr(group, "recorder", None)
         if recorder is None:
             return function(*args, **kwargs)
-        inputs = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+        first = args[0] if args else kwargs[names[0]]
+        inputs = first if isinstance(first, (list, tuple)) else [first]
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         with recorder.collective(function.__name__, group.group_name, tensors):
             return function(*args, **kwargs)

@@ -68,7 +68,8 @@ def explain(outcome: str, world: World, timeout: float) -> RankError:
             lines.append(f"{ranks_text(set(alike) - {culprit})} raised the same.")
         lines += scene.tell(scene.waiting)
     elif outcome == "stuck":
-        lines = [f"deadlock: {waits(stuck)} for what can no longer happen."]
+        # (Nothing moves any more; should a rank have died since, the others are still named.)
+        lines = [f"deadlock: {waits(stuck or scene.waiting)} for what can no longer happen."]
         lines += scene.tell(range(world.size))
     elif outcome == "interrupt":
         kind, lines = RankInterrupt, ["interrupted.", *scene.tell(range(world.size))]

@@ -84,6 +84,14 @@ def only_the_first_parameter(parameters, group):
     p.grad = average(p, group)
 
 
+@wrong("wait in different lines of your function")
+def only_rank_0_broadcasts(parameters, group):
+    for p in with_gradient(parameters):
+        everyones = gather(p.grad[None], 0, group)
+        if group.rank() == 0:
+            p.grad = star_broadcast(everyones.mean(0), 0, group)
+
+
 @wrong("backend's own all_reduce")
 def the_backends_all_reduce(parameters, group):
     for p in with_gradient(parameters):

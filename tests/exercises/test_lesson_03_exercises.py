@@ -162,7 +162,7 @@ def adds_in_place(x, group):
     return chunks[rank].clone()
 
 
-@reduce_scatter("returns a piece of it")
+@reduce_scatter("With one rank you return x itself")
 def returns_a_view_when_alone(x, group):
     if group.size() == 1:
         return x
@@ -507,7 +507,7 @@ def writes_into_x(x, group):
     return x.copy_(whole_sum_by_ring(x, group))
 
 
-@reduce("returns a piece of it")
+@reduce("With one rank you return x itself")
 def x_itself_when_alone(x, group):
     return x if group.size() == 1 else whole_sum_by_ring(x, group)
 
