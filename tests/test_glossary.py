@@ -45,3 +45,22 @@ def test_every_entry_has_a_word_a_translation_a_meaning_and_a_lesson():
 def test_no_word_is_explained_twice():
     listed = [word.strip() for row in ROWS for word in row[0].split(",")]
     assert sorted(listed) == sorted(set(listed))
+
+
+LESSONS = {path.name[:2]: path for path in tool.lessons(ROOT) if path.name[:2].isdigit()}
+each_row = pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+
+
+@each_row
+def test_a_lesson_uses_the_words_that_the_glossary_gives_it(row):
+    variants = [word.strip().rstrip("s") for word in row[0].split(",")]
+    for number in set(re.findall(r"\b\d\d\b", row[3])) & LESSONS.keys():
+        text = LESSONS[number].read_text(encoding="utf-8")
+        words = re.sub(r"[_\s]+", " ", text.lower())  # `world_size` and "world size" are one word
+        used = [w for w in variants if re.search(rf"(?<!\w){re.escape(w.lower())}", words)]
+        assert used, f"lesson {number} uses none of {variants}"
+
+
+def test_links_of_the_glossary_lead_to_notebooks():
+    for target in re.findall(r"\]\(([^)]+)\)", PAGE):
+        assert target.endswith(".ipynb") and (ROOT / "docs" / target).exists(), target
