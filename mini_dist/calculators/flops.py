@@ -120,7 +120,8 @@ def training_time(
     """How long `tokens` tokens take, by 6 P T: the estimate for the back of an envelope.
 
     `model` is a ModelConfig or a number of parameters.  GPT-3 (175e9 parameters, 300e9 tokens) on
-    one A100 is 32 years *at the datasheet's peak*; at the 45 % that good runs reach, 71 years.
+    one A100 is 32 years *at the datasheet's peak*. `utilisation` is the model's share (MFU): a run
+    that recomputes uses 8 P T of hardware FLOPs, so 45 % of the peak there is an MFU of 34 %.
     """
     machine = hardware(machine) if isinstance(machine, str) else machine
     if not 0 < utilisation <= 1:
