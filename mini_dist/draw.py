@@ -161,7 +161,8 @@ def collective(seen: Watched, title: str = "") -> Picture:
     """Every message of a watched collective, step by step, and what each rank has in the end.
 
     A box is a number: letter and colour say which chunk it is, the small digits whose terms are in
-    it. A strong edge marks a sum that is complete.
+    it. A strong edge marks a sum that is complete. A step holds all messages that need not wait for
+    each other, so a rank may have several; a round (steps.count_rounds) holds one of each rank.
     """
     size, found = seen.size, steps(seen.run.ledger)
     columns: list[list[list[list[int]]]] = [[[numbers] for numbers in seen.inputs]]
@@ -211,7 +212,8 @@ def collective(seen: Watched, title: str = "") -> Picture:
     axes.axis("off")
     if title:
         axes.set_title(title, fontsize=10)
-    return Picture(figure, f"{title or 'messages'}: {len(arrows)} in {len(found)} steps")
+    count = "1 step" if len(found) == 1 else f"{len(found)} steps"
+    return Picture(figure, f"{title or 'messages'}: {len(arrows)} in {count}")
 
 
 def contents(seen: Watched) -> dict[int, list[int]]:
