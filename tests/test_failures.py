@@ -70,7 +70,7 @@ SAID = {
     faults.is_killed: ["rank 1 of 2 was killed by SIGKILL"],
     faults.exits: ["rank 1 of 2 raised SystemExit: 3", AT + "sys.exit(3)"],
     faults.exits_at_once: ["rank 1 of 2 ended its process with exit code 0 instead of returning."],
-    faults.exits_and_leaves_a_child: ["rank 0 of 2 ended its process with exit code 5"],
+    faults.exits_and_leaves_a_child: ["of 2 ended its process with exit code 5"],
     faults.returns_early: [
         "deadlock: rank 0 waits for what can no longer happen.",
         "rank 0 has waited",
