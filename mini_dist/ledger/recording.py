@@ -179,7 +179,7 @@ class Phases:
 
 
 class RecordedWork(dist._Work):
-    """The handle of what has no future, as a send or receive: it ends when it is waited for."""
+    """The handle of what its caller waits for: it ends then. (A message has no other sign of it.)"""
 
     def __init__(self, work, row: list, flight, number: int):
         super().__init__()
@@ -200,6 +200,9 @@ class RecordedWork(dist._Work):
         if done:
             end(self._row)
         return done
+
+    def get_future(self):
+        return self._work.get_future()
 
     def is_success(self) -> bool:
         return self._work.is_success()
@@ -280,6 +283,7 @@ class RecordingGroup(dist.ProcessGroup):
         """Note a native collective whose volume is that of `tensors`, then pass it on."""
         row = self.recorder.begin(op, self.name, tensors, detail)
         flight, number = self.recorder.flight, -1
+        waits = not getattr(opts, "asyncOp", True)
         if flight:
             shapes = ", ".join(f"{row[2]}{list(t.shape)}" for t in tensors[:3])
             # (The str of a ReduceOp is its address; its state is what it is.)
@@ -292,11 +296,13 @@ class RecordingGroup(dist.ProcessGroup):
                 f"{op} {row[2]} {numel} {reduction} {rooted}",
                 f"{op}({shapes}{'' if reduction in ('', 'SUM') else f', {reduction}'}"
                 f"{'' if detail is None or rooted == '' else f', root {detail}'})",
-                waits=not getattr(opts, "asyncOp", True),
+                waits=waits,
             )
         work = getattr(self.inner, method)(*args, opts)
         if work is None:
             return None
+        if waits:  # a callback would run in gloo's thread, and the two would fight for the GIL
+            return RecordedWork(work, row, flight, number)
 
         def ended(_):
             end(row)
