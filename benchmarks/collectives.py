@@ -36,7 +36,7 @@ BARS = {  # on 4 ranks
     ("reduce_scatter auto", 64 * MB): 0.5,
     ("all_gather auto", 64 * MB): 0.5,
 }
-REPEATS = {KB: 100, MB: 25, 64 * MB: 7}  # of the rows that have a bar; the others get a third
+REPEATS = {KB: 70, MB: 20, 64 * MB: 6}  # on 4 ranks, which have bars; the others get half
 
 
 def contestants(nbytes: int, group, directory: str) -> dict[str, tuple[Callable, Callable]]:
@@ -123,9 +123,7 @@ def measure(nbytes: int, repeats: int, directory: str, group) -> dict[str, list[
 def cases(long: bool) -> Iterator[Case]:
     for ranks in RANKS:
         for nbytes in SIZES:
-            repeats = (
-                REPEATS[nbytes] * 4 if long else -(-REPEATS[nbytes] // (1 if ranks == 4 else 3))
-            )
+            repeats = REPEATS[nbytes] * 5 if long else REPEATS[nbytes] // (1 if ranks == 4 else 2)
             label = f"{nbytes // MB} MB" if nbytes >= MB else f"{nbytes // KB} KB"
             with tempfile.TemporaryDirectory(dir=Path("/dev/shm")) as directory:
                 for name in [*range(ranks), "turns"]:
