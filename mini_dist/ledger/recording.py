@@ -179,7 +179,7 @@ class Phases:
 
 
 class RecordedWork(dist._Work):
-    """The handle of what its caller waits for: it ends then. (A message has no other sign of it.)"""
+    """The handle of what its caller waits for: it ends then. A message has no other sign of it."""
 
     def __init__(self, work, row: list, flight, number: int):
         super().__init__()
