@@ -8,7 +8,8 @@ Each class is the one before with a small change (Rajbhandari et al. 2020, secti
 the blocks of a GPT, are what is flattened, reduced, gathered and freed at a time; parameters in no
 unit are one unit more, the root. All three are used alike:
 
-    model = ZeRO2(GPT(config), group, lambda shards: AdamW(shards, lr=1e-3), units=GPT.blocks)
+    gpt = GPT(config)
+    model = ZeRO2(gpt, group, lambda shards: AdamW(shards, lr=1e-3), units=gpt.blocks)
     for micro_batch in step:
         loss(model(micro_batch)).backward()
     model.step(max_norm=1.0)
@@ -94,7 +95,7 @@ class ZeRO1(nn.Module):
     """Optimizer states are sharded: scatter the gradients, step the own part, gather parameters.
 
     make_optimizer: (shards) -> a torch optimizer over them, one that treats every element alone.
-    units: modules, or a function of `module` that names them. master_dtype: of the shards, e.g.
+    units: modules inside `module` that share no parameter. master_dtype: of the shards, e.g.
     float32 for a bfloat16 model. Frozen parameters stay whole on every rank.
     """
 
