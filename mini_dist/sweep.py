@@ -20,8 +20,10 @@ import itertools
 import json
 import logging
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -268,7 +270,13 @@ def run(cases: list[Case], notebook: Path, swept: list[str], out: Path, timeout:
     from tqdm import tqdm
 
     logging.getLogger("papermill").setLevel(logging.CRITICAL)  # the table tells
-    interrupted = False
+    interrupted = threading.Event()
+
+    def interrupt(number, frame):
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
     recalled = sum(case.status == "done" for case in cases)
     if recalled:
         print(f"{recalled} of {len(cases)} cases were done before")
@@ -278,8 +286,13 @@ def run(cases: list[Case], notebook: Path, swept: list[str], out: Path, timeout:
             for case in bar:
                 bar.set_postfix_str(case.folder.name)
                 case.run(notebook, timeout)
+                if interrupted.is_set():  # papermill, clearing up, made an error of its own of it
+                    case.status, case.error = "waiting", ""
+                    break
     except KeyboardInterrupt:
-        interrupted = True
+        interrupted.set()
+    finally:
+        signal.signal(signal.SIGINT, before)
     print(table(cases, swept))
     for case in cases:
         if case.error:
@@ -288,7 +301,7 @@ def run(cases: list[Case], notebook: Path, swept: list[str], out: Path, timeout:
     records = [{key: getattr(case, key) for key in keys} for case in cases]
     out.mkdir(parents=True, exist_ok=True)
     (out / "sweep.json").write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
-    if interrupted:
+    if interrupted.is_set():
         print("interrupted: the same command goes on from here")
         return 130
     return 1 if any(case.error for case in cases) else 0

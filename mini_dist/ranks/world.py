@@ -12,7 +12,6 @@ import fcntl
 import json
 import os
 import pickle
-import select
 import selectors
 import shutil
 import signal
@@ -132,6 +131,7 @@ class Zygote:
         self.worlds: dict[int, World] = {}
         self.started = 0
         self.standby: World | None = None
+        self.answered = True
         self.edits = last_edits()
 
     def alive(self) -> bool:
@@ -156,7 +156,8 @@ class Zygote:
         *lines, self.inbox = (self.inbox + data).split(b"\n")
         for line in lines:
             answer = json.loads(line)
-            world = self.worlds.get(answer["world"])
+            self.answered = answer.get("pong", self.answered)
+            world = self.worlds.get(answer.get("world"))
             if world is not None:
                 world.note(answer)
 
@@ -186,8 +187,11 @@ class Zygote:
 
     def take(self, size: int, device: str, patient: bool) -> World:
         """The world on standby if it fits, else a new one; `patient`: with everything loaded."""
-        while select.select([self.control], [], [], 0)[0]:
-            self.read_answers()
+        if self.standby:  # what has died of it is told before the answer to this
+            self.request(ping=True)
+            self.answered = False
+            while not self.answered:
+                self.read_answers()
         world, self.standby = self.standby, None
         whole = world and all(rank.status is None for rank in world.ranks)
         if whole and (world.size, world.device) == (size, device):

@@ -10,9 +10,10 @@ leaves.
 
 A request is one JSON object padded to REQUEST_BYTES: {"start": rank, "size": n, "device": "cpu" or
 "cuda", "world": w, "directory": d, "patient": start it when all is loaded} with two file
-descriptors (the rank's socket to the parent, its output), or {"kill": w}. An answer is a line of
-JSON: {"started": pid, "world": w, "rank": r} or {"ended": pid, "world": w, "rank": r, "status": s};
-s is an exit code, or minus the signal that killed it.
+descriptors (the rank's socket to the parent, its output), or {"kill": w}, or {"ping": true}. An
+answer is a line of JSON: {"started": pid, "world": w, "rank": r}, or {"ended": pid, "world": w,
+"rank": r, "status": s} where s is an exit code, or minus the signal that killed it, or {"pong":
+true}.
 """
 
 import contextlib
@@ -85,6 +86,10 @@ class Zygote:
                 self.handle(request, fds)
 
     def handle(self, request: dict, fds: list[int]) -> None:
+        if "ping" in request:
+            self.reap()
+            self.answer(pong=True)
+            return
         if "kill" in request:
             self.kill_world(request["kill"])
             return
