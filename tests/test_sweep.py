@@ -22,7 +22,7 @@ WORK = """import os, time
 if p.mode == "die":
     os._exit(9)
 if p.mode == "slow":
-    print("waiting", flush=True)
+    print("wait" + "ing", flush=True)  # the word is in the notebook only once this has run
     time.sleep(60)
 if p.mode == "raise":
     raise RuntimeError("no luck\\nat all")

@@ -300,13 +300,12 @@ class World:
 
     def end(self, wait: bool) -> None:
         """End every rank and remove what it left; `wait` until the processes are gone."""
-        self.keeper.request(kill=self.number)
+        self.keeper.request(kill=self.number, directory=self.directory)
         while wait and any(rank.status is None for rank in self.ranks):
             self.keeper.read_answers()
         for rank in self.ranks:
             rank.read_output()
             rank.close()
-        shutil.rmtree(self.directory, ignore_errors=True)
         del self.keeper.worlds[self.number]
 
 

@@ -10,8 +10,8 @@ leaves.
 
 A request is one JSON object padded to REQUEST_BYTES: {"start": rank, "size": n, "device": "cpu" or
 "cuda", "world": w, "directory": d, "patient": start it when all is loaded} with two file
-descriptors (the rank's socket to the parent, its output), or {"kill": w}, or {"ping": true}. An
-answer is a line of JSON: {"started": pid, "world": w, "rank": r}, or {"ended": pid, "world": w,
+descriptors (the rank's socket to the parent, its output), or {"kill": w, "directory": d}, or
+{"ping": true}. An answer is a line of JSON: {"started": pid, "world": w, "rank": r}, or {"ended": pid, "world": w,
 "rank": r, "status": s} where s is an exit code, or minus the signal that killed it, or {"pong":
 true}.
 """
@@ -50,6 +50,7 @@ class Zygote:
         self.backlog: list[tuple[dict, list[int]]] = []  # ranks to start once all is loaded
         self.directory = directory
         self.ranks: dict[int, tuple[int, int]] = {}  # pid -> (world, rank)
+        self.doomed: dict[int, str] = {}  # world -> its directory, to go with its last rank
         self.spawned: dict[int, subprocess.Popen] = {}  # held, or subprocess would reap them itself
         self.woken, wake = os.pipe()
         os.set_blocking(wake, False)
@@ -91,7 +92,7 @@ class Zygote:
             self.answer(pong=True)
             return
         if "kill" in request:
-            self.kill_world(request["kill"])
+            self.kill_world(request["kill"], request["directory"])
             return
         if request["patient"] and self.preload:
             self.backlog.append((request, fds))
@@ -103,7 +104,7 @@ class Zygote:
         self.ranks[pid] = (world, rank)
         self.answer(started=pid, world=world, rank=rank)
 
-    def kill_world(self, doomed: int) -> None:
+    def kill_world(self, doomed: int, directory: str) -> None:
         for pid, (world, _) in self.ranks.items():
             if world == doomed:
                 kill(pid)
@@ -113,6 +114,13 @@ class Zygote:
                     os.close(fd)
                 self.answer(ended=0, world=doomed, rank=request["start"], status=0)
         self.backlog = [entry for entry in self.backlog if entry[0]["world"] != doomed]
+        self.doomed[doomed] = directory
+        self.bury(doomed)
+
+    def bury(self, world: int) -> None:
+        """Remove what a killed world left; not before its last rank can write no more."""
+        if world in self.doomed and all(of != world for of, _ in self.ranks.values()):
+            shutil.rmtree(self.doomed.pop(world), ignore_errors=True)
 
     def fork(self, *arguments) -> int:
         pid = os.fork()
@@ -142,6 +150,7 @@ class Zygote:
             self.spawned.pop(pid, None)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)  # what it started, should that outlive it
+            self.bury(world)
             status = os.waitstatus_to_exitcode(status)
             self.answer(ended=pid, world=world, rank=rank, status=status)
 
@@ -151,6 +160,8 @@ class Zygote:
     def close(self) -> None:
         for pid in self.ranks:
             kill(pid)
+        for pid in self.ranks:
+            os.waitpid(pid, 0)
         shutil.rmtree(self.directory, ignore_errors=True)
 
 
