@@ -16,8 +16,11 @@ recomputation"; [N21] Narayanan et al. 2021; [Flash] Dao et al. 2022; [code] the
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+
+import numpy as np
 
 from ..config import Layout, ModelConfig
 from .frameworks import Framework, framework
@@ -30,6 +33,8 @@ from .parameters import (
     parameters_of_rank,
     stages_of_rank,
 )
+
+SHARDED_FROM = {"parameters": 3, "gradients": 2, "optimizer": 1}  # the ZeRO stage that cuts it
 
 
 def model_states(
@@ -47,10 +52,8 @@ def model_states(
     if not shards >= 1:
         raise ValueError(f"shards={shards!r} is too small: give 1 or more.")
     lines = []
-    for kind, each, stage in (
-        ("parameters", parameter_bytes, 3),
-        ("gradients", gradient_bytes, 2),
-        ("optimizer", optimizer_bytes, 1),
+    for (kind, stage), each in zip(
+        SHARDED_FROM.items(), (parameter_bytes, gradient_bytes, optimizer_bytes)
     ):
         cut = shards if zero >= stage else 1
         lines.append(
@@ -229,11 +232,49 @@ def peak_memory(
     Only the first, the second and the last can be it: towards the end ranks hold fewer
     micro-batches, and no rank holds more layers than the first two.
     """
-    ranks = {0, min(1, layout.pp - 1), layout.pp - 1}
     return max(
-        (rank_memory(config, layout, how, rank) for rank in ranks),
+        (rank_memory(config, layout, how, rank) for rank in {*_fullest(layout)}),
         key=lambda waterfall: waterfall.total,
     )
+
+
+def _fullest(layout: Layout) -> tuple[int, int, int]:
+    return 0, min(1, layout.pp - 1), layout.pp - 1
+
+
+def states_of_all(
+    config: ModelConfig, layouts: Sequence[Layout], how: str | Framework = "megatron-core"
+) -> np.ndarray:
+    """Bytes of model states on the fullest rank of each layout: [len(layouts)], all at once.
+
+    No peak is below them, so a planner can drop most of what will not fit before it draws up a
+    single waterfall.
+    """
+    how = framework(how)
+    cuts: dict[tuple, list[list[float]]] = {}  # [ranks, (dense, experts)], the same at any ZeRO
+    for layout in layouts:
+        cut = _cut(layout)
+        if cut not in cuts:
+            held = [parameters_of_rank(config, layout, rank) for rank in _fullest(layout)]
+            cuts[cut] = [[float(each.dense), float(each.experts)] for each in held]
+    numel = np.array([cuts[_cut(layout)] for layout in layouts])  # [layouts, ranks, 2]
+    ways = np.array([(x.dp * x.cp, x.dp * x.cp // x.ep) for x in layouts])[:, None, :]
+    zero = np.array([layout.zero for layout in layouts])[:, None, None]
+    copies = np.where((zero == 1) | (zero == 2), how.shard_bytes, 0)
+    each = {
+        "parameters": how.parameter_bytes,
+        "gradients": how.gradient_bytes,
+        "optimizer": 0 if how.offload_optimizer else how.optimizer_bytes + copies,
+    }
+    states = sum(
+        each[kind] * numel / np.where(zero >= stage, ways, 1)
+        for kind, stage in SHARDED_FROM.items()
+    )
+    return states.sum(-1).max(-1)
+
+
+def _cut(layout: Layout) -> tuple:
+    return layout.pp, layout.num_chunks, layout.schedule, layout.tp, layout.ep
 
 
 def device_memory(allocated: float, how: str | Framework = "megatron-core") -> float:

@@ -25,7 +25,7 @@ from .export import (
 from .frameworks import Framework, framework
 from .lines import Breakdown, readable
 from .machines import Hardware, hardware
-from .memory import device_memory, peak_memory
+from .memory import device_memory, peak_memory, states_of_all
 from .models import model as model_preset
 from .step_time import StepTime, step_time
 
@@ -197,38 +197,21 @@ def plan(
     max_tp = machine.devices_per_node if max_tp is None else max_tp
     max_cp = (1 if config.seq_len < 16384 else 64) if max_cp is None else max_cp
 
-    dropped: list[Dropped] = []
-    fitting: list[tuple[Layout, Breakdown, float]] = []
-    for layout in layouts(
-        config,
-        num_devices,
-        int(sequences),
-        micro_batch_sizes,
-        recompute,
-        max_tp,
-        max_pp or config.num_layers,
-        max_cp,
-    ):
-        try:
-            waterfall = peak_memory(config, layout, how)
-        except ValueError as error:
-            dropped.append(Dropped(layout, "the model cannot be cut so", str(error)))
-            continue
-        needed = device_memory(waterfall.total, how)
-        if needed > machine.device.memory_bytes:
-            largest = max(waterfall, key=lambda line: line.value)
-            dropped.append(
-                Dropped(
-                    layout,
-                    "memory",
-                    f"{readable(needed, 'bytes')} of "
-                    f"{readable(machine.device.memory_bytes, 'bytes')}, most of it {largest.name}",
-                )
-            )
-        else:
-            fitting.append((layout, waterfall, needed))
+    tried = list(
+        layouts(
+            config,
+            num_devices,
+            int(sequences),
+            micro_batch_sizes,
+            recompute,
+            max_tp,
+            max_pp or config.num_layers,
+            max_cp,
+        )
+    )
+    fitting, dropped = _fit(config, tried, machine, how)
     if not fitting:
-        raise ValueError(_nothing_fits(config, machine, num_devices, dropped))
+        raise ValueError(_nothing_fits(config, machine, how, num_devices, dropped))
 
     ranked = sorted(
         (
@@ -258,6 +241,36 @@ def plan(
         tuple(dropped),
         len(top),
     )
+
+
+def _fit(
+    config: ModelConfig, tried: list[Layout], machine: Hardware, how: Framework
+) -> tuple[list[tuple[Layout, Breakdown, float]], list[Dropped]]:
+    """(layout, waterfall, device bytes) of what fits, and the rest with the reason."""
+    fitting: list[tuple[Layout, Breakdown, float]] = []
+    dropped: list[Dropped] = []
+    limit = machine.device.memory_bytes
+    can_cut = []
+    for layout in tried:
+        try:
+            can_cut.append(layout.check(config))
+        except ValueError as error:
+            dropped.append(Dropped(layout, "the model cannot be cut so", str(error)))
+    at_least = states_of_all(config, can_cut, how) if can_cut else []
+    for layout, states in zip(can_cut, at_least):
+        if device_memory(states, how) > limit:
+            what = f"{readable(states, 'bytes')} of model states alone"
+            dropped.append(Dropped(layout, "memory", f"{what}, for {readable(limit, 'bytes')}"))
+            continue
+        waterfall = peak_memory(config, layout, how)
+        needed = device_memory(waterfall.total, how)
+        if needed > limit:
+            largest = max(waterfall, key=lambda line: line.value)
+            what = f"{readable(needed, 'bytes')} of {readable(limit, 'bytes')}"
+            dropped.append(Dropped(layout, "memory", f"{what}, most of it {largest.name}"))
+        else:
+            fitting.append((layout, waterfall, needed))
+    return fitting, dropped
 
 
 def layouts(
@@ -313,22 +326,22 @@ def _divisors(number: int, at_most: int) -> list[int]:
     return [d for d in range(1, min(number, at_most) + 1) if number % d == 0]
 
 
-def _nothing_fits(config, machine, num_devices, dropped) -> str:
+def _nothing_fits(config, machine, how, num_devices, dropped) -> str:
     if not dropped:
         return (
             f"num_devices={num_devices} leaves no layout whose replicas share the batch evenly:"
             " give more sequences in a batch, or a number of devices with more divisors."
         )
-    nearest = [drop for drop in dropped if drop.reason == "memory"]
-    if not nearest:
+    needs = {
+        drop.layout: device_memory(peak_memory(config, drop.layout, how).total, how)
+        for drop in dropped
+        if drop.reason == "memory"
+    }
+    if not needs:
         return f"No layout of num_devices={num_devices} cuts the model: {dropped[0].detail}"
-    best = min(
-        nearest,
-        key=lambda drop: (
-            float(drop.detail.split()[0]) * {"GiB": 1, "TiB": 1024}.get(drop.detail.split()[1], 0)
-        ),
-    )
+    best = min(needs, key=needs.__getitem__)
     return (
         f"num_devices={num_devices} of {machine.name} is too few: the nearest layout, "
-        f"{short(best.layout)}, needs {best.detail}; give more devices or larger ones."
+        f"{short(best)}, needs {readable(needs[best], 'bytes')} of "
+        f"{readable(machine.device.memory_bytes, 'bytes')}; give more devices or larger ones."
     )

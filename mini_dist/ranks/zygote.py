@@ -11,9 +11,9 @@ leaves.
 A request is one JSON object padded to REQUEST_BYTES: {"start": rank, "size": n, "device": "cpu" or
 "cuda", "world": w, "directory": d, "patient": start it when all is loaded} with two file
 descriptors (the rank's socket to the parent, its output), or {"kill": w, "directory": d}, or
-{"ping": true}. An answer is a line of JSON: {"started": pid, "world": w, "rank": r}, or {"ended": pid, "world": w,
-"rank": r, "status": s} where s is an exit code, or minus the signal that killed it, or {"pong":
-true}.
+{"ping": true}. An answer is a line of JSON: {"started": pid, "world": w, "rank": r}, or {"ended":
+pid, "world": w, "rank": r, "status": s} where s is an exit code, or minus the signal that killed
+it, or {"pong": true}.
 """
 
 import contextlib

@@ -17,6 +17,8 @@ from mini_dist.calculators import (
     torchrun_line,
     torchtitan_toml,
 )
+from mini_dist.calculators.frameworks import FRAMEWORKS
+from mini_dist.calculators.memory import SHARDED_FROM, rank_memory, states_of_all
 from mini_dist.calculators.planner import layouts, short
 from mini_dist.config import Layout, ModelConfig
 
@@ -32,7 +34,34 @@ def test_every_candidate_fits_and_the_dropped_do_not(big):
     for drop in big.dropped[::20]:
         assert drop.reason == "memory"
         assert device_memory(peak_memory(big.model, drop.layout, big.how).total, big.how) > limit
-        assert re.match(r"[\d.]+ [GT]iB of 79.60 GiB, most of it \w+", drop.detail)
+        assert re.match(
+            r"[\d.]+ [GT]iB of 79.60 GiB, most of it \w+|"
+            r"[\d.]+ [GT]iB of model states alone, for 79.60 GiB",
+            drop.detail,
+        )
+
+
+@pytest.mark.parametrize("how", FRAMEWORKS)
+@pytest.mark.parametrize("name", ["llama3-70b", "deepseek-v3", "gpt2"])
+def test_the_states_of_all_layouts_at_once_are_those_of_each_and_a_floor_of_its_peak(name, how):
+    config = model(name)
+    every = list(layouts(config, 128, 1024, (1, 4), ("none", "full"), 8, 8, 2))[::3]
+    able = []
+    for layout in every:
+        try:
+            able.append(layout.check(config))
+        except ValueError:
+            continue
+    assert len(able) > 20
+    for layout, floor in zip(able, states_of_all(config, able, how)):
+        ranks = [rank_memory(config, layout, how, rank) for rank in range(layout.pp)]
+        states = [
+            sum(line.value for line in rank if line.name.split()[0] in SHARDED_FROM)
+            for rank in ranks
+        ]
+        if FRAMEWORKS[how].gradient_buffers or layout.num_micro_batches > 1:
+            assert floor == pytest.approx(max(states))
+        assert floor <= max(rank.total for rank in ranks) * (1 + 1e-12)
 
 
 def test_candidates_are_ranked_and_use_the_whole_machine_and_batch(big):
