@@ -13,6 +13,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from .ledger import Ledger
 from .ledger.steps import steps
+from .schedule import Timeline
 from .watch import Watched, read
 
 PHASE_COLORS = {
@@ -296,3 +297,167 @@ def flights(runs: dict[str, list], size: int, unit: float = 1.0, name: str = "ro
     return Picture(
         figure, "; ".join(f"{label}: {len(run)} messages" for label, run in runs.items())
     )
+
+
+# -- pipelines ------------------------------------------------------------------------------------
+
+ACTION_COLORS = {  # by kind; the rank's first chunk is light, further ones darker
+    "F": ["#9ecae1", "#4a90c4", "#2b6ca3", "#174a78"],
+    "B": ["#fdbe85", "#f08a3c", "#c9621a", "#94430c"],
+    "W": ["#b8deb0", "#74b86b", "#41903a", "#276122"],
+    "S": ["#555555"] * 4,
+}
+ACTION_NAMES = {
+    "F": "F forward",
+    "B": "B backward",
+    "W": "W weight gradients",
+    "S": "S optimizer step",
+}
+
+
+def gantt(timelines: dict[str, Timeline], unit: str = "", scale: float = 1.0) -> Picture:
+    """Who computes what when: a panel a timeline, a row a rank, white where it is idle.
+
+    A number is a micro-batch, written where there is room. `scale` turns a timeline's times into
+    `unit`: 1e3 for seconds and ms. All panels share the axis, so lengths can be compared.
+    """
+    rows = sum(len(timeline.spans) for timeline in timelines.values())
+    figure = Figure(figsize=(9.2, 0.7 + 0.27 * rows + 0.45 * len(timelines)), dpi=110)
+    figure.set_layout_engine("constrained")
+    panels = figure.subplots(
+        len(timelines),
+        1,
+        sharex=True,
+        squeeze=False,
+        height_ratios=[len(timeline.spans) for timeline in timelines.values()],
+    )[:, 0]
+    last = max(timeline.makespan for timeline in timelines.values()) * scale
+    kinds: set[str] = set()
+    for axes, (label, timeline) in zip(panels, timelines.items()):
+        kinds |= lanes(axes, timeline, last, scale)
+        said = f"bubble {timeline.bubble:.1%}".replace("%", " %")
+        axes.set_title(f"{label}: {said}" if label else said, fontsize=9, loc="left")
+    panels[-1].set_xlabel(unit)
+    handles = [
+        Patch(color=ACTION_COLORS[k][0], label=ACTION_NAMES[k]) for k in "FBWS" if k in kinds
+    ]
+    figure.legend(handles=handles, loc="outside upper right", ncols=4, frameon=False, fontsize=8)
+    said = "; ".join(f"{label} {t.bubble:.1%}" for label, t in timelines.items())
+    return Picture(figure, f"timelines and their bubbles: {said}")
+
+
+def lanes(axes, timeline: Timeline, last: float, scale: float = 1.0) -> set[str]:
+    """One timeline, drawn on `axes`; returns the kinds of actions that are in it."""
+    size, schedule = len(timeline.spans), timeline.schedule
+    for rank, spans in enumerate(timeline.spans):
+        for action, start, end in spans:
+            chunk = min(schedule.stages_of[rank].index(action.stage), 3)
+            left, width = start * scale, (end - start) * scale
+            axes.barh(
+                rank,
+                width,
+                0.86,
+                left,
+                color=ACTION_COLORS[action.kind][chunk],
+                edgecolor="white",
+                linewidth=0.5,
+            )
+            if width > 0.011 * last * len(str(action.micro)):
+                ink = "white" if chunk > 1 else INK
+                style = dict(ha="center", va="center", fontsize=7, color=ink)
+                axes.text(left + width / 2, rank, str(action.micro), **style)
+    axes.set_yticks(range(size), [f"rank {rank}" for rank in range(size)], fontsize=8)
+    axes.set_ylim(size - 0.45, -0.55)
+    axes.set_xlim(0, 1.005 * last)
+    axes.tick_params(axis="x", labelsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    return {span.action.kind for spans in timeline.spans for span in spans}
+
+
+def held(timelines: dict[str, Timeline], title: str = "") -> Picture:
+    """Activations that each rank holds over time, in micro-batches of one chunk: a panel each."""
+    figure = Figure(figsize=(9.2, 2.5), dpi=110, layout="constrained")
+    panels = figure.subplots(1, len(timelines), sharey=True, squeeze=False)[0]
+    for axes, (label, timeline) in zip(panels, timelines.items()):
+        holdings(axes, timeline)
+        axes.set_title(f"{label}: at most {timeline.peak_in_flight}", fontsize=9)
+        axes.set_xlabel("time")
+    panels[0].set_ylabel("micro-batches held")
+    panels[0].legend(frameon=False, fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    most = "; ".join(f"{label} {t.peak_in_flight}" for label, t in timelines.items())
+    return Picture(figure, f"activations held at most: {most}")
+
+
+def holdings(axes, timeline: Timeline) -> None:
+    """What each rank of one timeline holds, drawn on `axes`."""
+    for rank in range(len(timeline.spans)):
+        profile = timeline.in_flight(rank)
+        times, counts = zip(*profile, (timeline.makespan, profile[-1][1]))
+        color = RANK_COLORS[rank % len(RANK_COLORS)]
+        axes.step(times, counts, where="post", color=color, label=f"rank {rank}", linewidth=1.4)
+    axes.set_xlim(0, timeline.makespan)
+    axes.set_ylim(0, None)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+RANK_COLORS = [
+    "#08519c",
+    "#6baed6",
+    "#31a354",
+    "#d95f02",
+    "#756bb1",
+    "#de2d26",
+    "#999999",
+    "#333333",
+]
+
+
+# -- rank grids -----------------------------------------------------------------------------------
+
+GROUP_COLORS = [*CHUNK_COLORS, "#fb9a99", "#ffff99", "#80cdc1", "#cab2d6"]
+
+
+def rank_grid(grid, *axes, ranks_per_node: int = 0) -> Picture:
+    """Who is in one group with whom: a panel an axis, one colour a group.
+
+    grid: a mesh.Grid. axes: names, or tuples of names for a product; all axes of more than one
+    rank unless given. A row is a place on the outermost of them. ranks_per_node: frame the nodes.
+    """
+    sizes = {name: size for name, size in (grid.axes | grid.experts).items() if size > 1}
+    names = [(a,) if isinstance(a, str) else a for a in axes or sizes]
+    outermost = next((size for name, size in grid.axes.items() if size > 1), 1)
+    columns = grid.size // outermost if outermost < grid.size else grid.size
+    rows = grid.size // columns
+    if ranks_per_node and columns % ranks_per_node and ranks_per_node % columns:
+        raise ValueError(
+            f"ranks_per_node={ranks_per_node} does not fit rows of {columns} ranks: give a divisor "
+            "or a multiple of that"
+        )
+    across = min(len(names), max(1, 24 // columns))
+    down = -(-len(names) // across)
+    width, height = 0.4 + across * (0.5 + 0.36 * columns), down * (0.7 + 0.36 * rows)
+    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
+    panels = figure.subplots(down, across, squeeze=False).flatten()
+    for panel in panels:
+        panel.axis("off")
+    for panel, together in zip(panels, names):
+        for number, ranks in enumerate(grid.groups(*together)):
+            color = GROUP_COLORS[number % len(GROUP_COLORS)]
+            for rank in ranks:
+                row, column = divmod(rank, columns)
+                panel.add_patch(Rectangle((column + 0.04, row + 0.04), 0.92, 0.92, color=color))
+                panel.text(column + 0.5, row + 0.5, str(rank), ha="center", va="center", fontsize=8)
+        for first in range(0, grid.size, ranks_per_node) if ranks_per_node else ():
+            row, column = divmod(first, columns)
+            size = min(ranks_per_node, columns), max(1, ranks_per_node // columns)
+            panel.add_patch(Rectangle((column, row), *size, fill=False, ec=INK, lw=1.3))
+        panel.set_xlim(-0.05, columns + 0.05)
+        panel.set_ylim(rows + 0.05, -0.05)
+        panel.set_aspect("equal")
+        panel.set_title("*".join(together), fontsize=10)
+    said = "; ".join(
+        f"{'*'.join(together)}: " + ", ".join(str(ranks) for ranks in grid.groups(*together))
+        for together in names
+    )
+    return Picture(figure, f"{grid.size} ranks. Groups of {said}")
