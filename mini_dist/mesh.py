@@ -2,19 +2,111 @@
 
     mesh = Mesh(group, dp=2, tp=4)     # 8 ranks: rank = dp_index * 4 + tp_index
     mesh["tp"]                         # the group of the ranks that differ from me in tp only
+    mesh["dp", "tp"]                   # ... in dp and tp only
 
 The first axis is the outermost: the last one joins neighbouring ranks, so it should be the one
-that talks most.
+that talks most. The usual order is AXES: tensor parallel ranks sit side by side, inside a node.
+
+Experts divide the same ranks another way. `ep` is no axis of the grid: the dp*cp ranks that
+share a place in pp and tp are cut into groups of ep, which hold all experts between them. What is
+left over, edp = dp*cp/ep, is the experts' own data parallelism: who holds the same experts.
+
+    Mesh(group, pp=2, dp=4, cp=1, tp=2, ep=2)["edp"]       # averages the experts' gradients
 """
 
 from __future__ import annotations
 
 import math
-from itertools import product
 
 import torch.distributed as dist
 
 AXES = ("pp", "dp", "cp", "tp")  # the usual order, outermost first
+
+
+class Grid:
+    """Which rank sits where: pure arithmetic, for any number of ranks.
+
+    Axes in order, outermost first. `ep` is named beside them, and groups neighbours among the
+    dp*cp ranks: before `dp` in the order it would group those that are furthest apart.
+    Raises ValueError for a size below 1 and for an ep that does not divide dp*cp.
+    """
+
+    def __init__(self, **axes: int):
+        for axis, size in axes.items():
+            if size < 1:
+                raise ValueError(f"{axis}={size}: an axis has at least 1 rank")
+        names = list(axes)
+        self.axes = {axis: size for axis, size in axes.items() if axis != "ep"}
+        self.size = math.prod(self.axes.values())
+        self.experts: dict[str, int] = {}  # {"edp": ..., "ep": ...}, the outer one first
+        if "ep" in axes:
+            shared = math.prod(self.axes[axis] for axis in self._cut_by_experts())
+            if shared % axes["ep"]:
+                works = [str(d) for d in range(1, shared + 1) if shared % d == 0]
+                raise ValueError(
+                    f"ep={axes['ep']} does not divide dp*cp={shared}: give one of "
+                    f"{', '.join(works)}"
+                )
+            self.experts = {"edp": shared // axes["ep"], "ep": axes["ep"]}
+            if "dp" in names and names.index("ep") < names.index("dp"):
+                self.experts = dict(reversed(self.experts.items()))
+
+    def _cut_by_experts(self) -> list[str]:
+        return [axis for axis in self.axes if axis in ("dp", "cp")]
+
+    def place(self, rank: int) -> dict[str, int]:
+        """The rank's index along every axis, ep and edp included."""
+        place, left = {}, rank
+        for axis, size in reversed(self.axes.items()):
+            left, place[axis] = divmod(left, size)
+        if self.experts:
+            number = 0  # of the rank among its dp*cp ranks
+            for axis in self._cut_by_experts():
+                number = number * self.axes[axis] + place[axis]
+            outer, inner = self.experts
+            place[outer], place[inner] = divmod(number, self.experts[inner])
+        return place
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """The lists of ranks that differ in these axes only, each in rank order.
+
+        Grid(dp=2, tp=2).groups("dp") == [[0, 2], [1, 3]]
+
+        Raises KeyError for an axis that is not there, and for dp or cp together with ep or edp.
+        """
+        view = self.check(*axes)
+        others = [axis for axis in view if axis not in axes]
+        lists: dict[tuple, list[int]] = {}
+        for rank in range(self.size):
+            place = self.place(rank)
+            lists.setdefault(tuple(place[axis] for axis in others), []).append(rank)
+        return list(lists.values())
+
+    def check(self, *axes: str) -> list[str]:
+        """The axes that say a rank's place in full, these among them; KeyError as in `groups`."""
+        known = [*self.axes, *self.experts]
+        for axis in axes:
+            if axis not in known:
+                raise KeyError(f"no axis {axis!r} in this mesh; it has {', '.join(known)}")
+        if not set(axes) & {"ep", "edp"}:
+            return list(self.axes)
+        shared = self._cut_by_experts()
+        if mixed := [axis for axis in axes if axis in shared]:
+            raise KeyError(
+                f"{' and '.join(axes)}: ep and edp cut the ranks of dp*cp anew, so "
+                f"{' and '.join(mixed)} cannot be named with them"
+            )
+        return [axis for axis in self.axes if axis not in shared] + [*self.experts]
+
+    def __str__(self) -> str:
+        """All groups of all axes, a line an axis."""
+        sizes = self.axes | self.experts
+        shape = " x ".join(f"{axis} {size}" for axis, size in self.axes.items())
+        lines = [f"{self.size} ranks = {shape}"]
+        for axis, size in sizes.items():
+            lists = (" ".join(map(str, ranks)) for ranks in self.groups(axis))
+            lines.append(f"{axis:>3} {size}:  {' | '.join(lists)}")
+        return "\n".join(lines)
 
 
 def axis_groups(**axes: int) -> dict[str, list[list[int]]]:
@@ -22,52 +114,80 @@ def axis_groups(**axes: int) -> dict[str, list[list[int]]]:
 
     axis_groups(dp=2, tp=2) == {"dp": [[0, 2], [1, 3]], "tp": [[0, 1], [2, 3]]}
     """
-    sizes = list(axes.values())
-    strides = [math.prod(sizes[i + 1 :]) for i in range(len(sizes))]
-    groups = {}
-    for i, axis in enumerate(axes):
-        others = [range(1) if j == i else range(size) for j, size in enumerate(sizes)]
-        first = [sum(k * stride for k, stride in zip(place, strides)) for place in product(*others)]
-        groups[axis] = [[rank + k * strides[i] for k in range(sizes[i])] for rank in first]
-    return groups
+    grid = Grid(**axes)
+    return {axis: grid.groups(axis) for axis in (*grid.axes, *grid.experts)}
+
+
+def megatron_order(order: str, **sizes: int) -> dict[str, int]:
+    """Read Megatron's order string, which names the *innermost* axis first, for Grid and Mesh.
+
+    megatron_order("tp-cp-ep-dp-pp", tp=2, dp=4, pp=2) == dict(pp=2, dp=4, ep=1, cp=1, tp=2)
+
+    An axis of size 1 need not be given. Megatron-core's `initialize_model_parallel` makes the same
+    groups. Raises ValueError for a word that is no axis, and for a size whose axis is not there.
+    """
+    words = order.lower().split("-")
+    known = (*AXES, "ep")
+    for word in words:
+        if word not in known or words.count(word) > 1:
+            raise ValueError(
+                f"order={order!r}: {word!r} stands there {words.count(word)} times; "
+                f"give each of {', '.join(known)} at most once"
+            )
+    for axis, size in sizes.items():
+        if size != 1 and axis not in words:
+            raise ValueError(f"{axis}={size}, but order={order!r} does not say where {axis} goes")
+    return {axis: sizes.get(axis, 1) for axis in reversed(words)}
 
 
 class Mesh:
-    """The ranks of `group` as a grid with named axes.
+    """The ranks of `group` as a Grid, with a process group for every axis.
 
     Every member of `group` must make the same mesh. Raises ValueError if the sizes of the axes do
     not multiply to the size of the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, **axes: int):
-        world = math.prod(axes.values())
-        if world != group.size() or any(size < 1 for size in axes.values()):
-            shape = " * ".join(f"{axis}={size}" for axis, size in axes.items())
-            raise ValueError(f"{shape} is {world}, but the group has {group.size()} ranks")
-        self.group, self.axes = group, axes
-        members = dist.get_process_group_ranks(group)
-        self._groups = {}
-        for axis, lists in axis_groups(**axes).items():
-            mine = next(ranks for ranks in lists if group.rank() in ranks)
-            if len(mine) == group.size():
-                self._groups[axis] = group
-            else:
-                self._groups[axis] = dist.new_group(
-                    [members[rank] for rank in mine], use_local_synchronization=True
-                )
-            if hasattr(group, "recorder"):  # so that the ledger can say which axis spoke
-                group.recorder.axes[self._groups[axis].group_name] = axis
+        self.group, self.grid = group, Grid(**axes)
+        self.axes = self.grid.axes
+        if self.grid.size != group.size():
+            shape = " * ".join(f"{axis}={size}" for axis, size in self.axes.items())
+            raise ValueError(f"{shape} is {self.grid.size}, but the group has {group.size()} ranks")
+        self._groups: dict[frozenset[str], dist.ProcessGroup] = {}
+        for axis in (*self.axes, *self.grid.experts):
+            self._groups[frozenset([axis])] = self._make(axis)
 
-    def __getitem__(self, axis: str) -> dist.ProcessGroup:
-        """The group along `axis`; raises KeyError with the axes there are."""
-        if axis not in self._groups:
-            raise KeyError(f"no axis {axis!r} in this mesh; it has {', '.join(self.axes)}")
-        return self._groups[axis]
+    def _make(self, *axes: str) -> dist.ProcessGroup:
+        mine = next(ranks for ranks in self.grid.groups(*axes) if self.group.rank() in ranks)
+        if len(mine) == self.group.size() and axes[0] in self.axes:
+            made = self.group
+        else:
+            members = dist.get_process_group_ranks(self.group)
+            made = dist.new_group([members[rank] for rank in mine], use_local_synchronization=True)
+        if hasattr(self.group, "recorder"):  # so that the ledger can say which axis spoke
+            self.group.recorder.axes[made.group_name] = "*".join(axes)
+        return made
 
-    def index(self, axis: str) -> int:
-        """My place along `axis`."""
-        return self[axis].rank()
+    def __getitem__(self, axes: str | tuple[str, ...]) -> dist.ProcessGroup:
+        """The group along an axis, or along several: mesh["dp", "cp"].
+
+        A group along several axes is made when it is first asked for, so its members must ask at
+        the same point of their program. Raises KeyError with the axes there are.
+        """
+        axes = (axes,) if isinstance(axes, str) else axes
+        sizes = self.axes | self.grid.experts
+        self.grid.check(*axes)
+        wide = [axis for axis in sizes if axis in axes and sizes[axis] > 1] or [axes[0]]
+        if frozenset(wide) not in self._groups:
+            self._groups[frozenset(wide)] = self._make(*wide)
+        return self._groups[frozenset(wide)]
+
+    def index(self, *axes: str) -> int:
+        """My place along an axis, or along several taken together."""
+        return self[axes].rank()
 
     def __repr__(self) -> str:
-        place = ", ".join(f"{axis} {self.index(axis)}/{size}" for axis, size in self.axes.items())
-        return f"Mesh(rank {self.group.rank()}: {place})"
+        place = self.grid.place(self.group.rank())
+        sizes = self.axes | self.grid.experts
+        where = ", ".join(f"{axis} {place[axis]}/{size}" for axis, size in sizes.items())
+        return f"Mesh(rank {self.group.rank()}: {where})"

@@ -11,6 +11,7 @@ from mini_dist.calculators.links import Link
 from mini_dist.collectives import pairwise_all_to_all, ring_all_reduce, star_all_reduce
 from mini_dist.ledger.replay import Flight
 from mini_dist.ledger.steps import messages
+from mini_dist.mesh import Grid
 from mini_dist.watch import watch
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that no rank imports pytest
@@ -213,3 +214,35 @@ def test_flights_are_lines_from_sender_and_start_to_receiver_and_end():
     ]
     thick, thin = (line.get_linewidth() for line in axes.lines)
     assert thick > thin
+
+
+# -- rank grids -------------------------------------------------------------------------------------
+
+
+def colors_of(panel):
+    """The colour of each rank of a panel."""
+    squares = [patch for patch in panel.patches if patch.get_fill()]
+    return {int(t.get_text()): s.get_facecolor() for s, t in zip(squares, panel.texts)}
+
+
+def test_ranks_of_one_group_have_one_colour_and_neighbouring_groups_do_not():
+    grid = Grid(pp=4, dp=2, tp=2)
+    picture = draw.rank_grid(grid, ranks_per_node=8)
+    panels = {axes.get_title(): axes for axes in picture.figure.axes if axes.get_title()}
+    assert list(panels) == ["pp", "dp", "tp"]
+    for axis, panel in panels.items():
+        colors = colors_of(panel)
+        for ranks in grid.groups(axis):
+            assert len({colors[rank] for rank in ranks}) == 1
+        assert len(set(colors.values())) == len(grid.groups(axis))  # 8 at most: none shared
+        frames = [patch for patch in panel.patches if not patch.get_fill()]
+        assert [(f.get_width(), f.get_height()) for f in frames] == [(4, 2), (4, 2)]
+    assert "tp: [0, 1], [2, 3]" in repr(picture)
+
+
+def test_a_product_of_axes_has_a_panel_too_and_nodes_must_fit():
+    grid = Grid(pp=2, dp=2, cp=2, tp=2, ep=2)
+    picture = draw.rank_grid(grid, ("dp", "cp"), "ep")
+    assert [axes.get_title() for axes in picture.figure.axes] == ["dp*cp", "ep"]
+    with pytest.raises(ValueError, match="ranks_per_node=3 does not fit rows of 8 ranks"):
+        draw.rank_grid(grid, ranks_per_node=3)
