@@ -216,7 +216,7 @@ def test_flights_are_lines_from_sender_and_start_to_receiver_and_end():
     assert thick > thin
 
 
-# -- rank grids -------------------------------------------------------------------------------------
+# -- rank grids ------------------------------------------------------------------------------------
 
 
 def colors_of(panel):
