@@ -1,0 +1,193 @@
+"""Differentiable collectives: communication that autograd can walk back through.
+
+Each is linear, so its backward is its transpose, and the transpose of a communication is another
+one: the seven form conjugate pairs. Each backward below *is* the call of its partner.
+
+    forward          what goes in          what comes out        backward
+    copy             x, alike on all       a copy for each       reduce
+    reduce           a summand of each     their sum, alike      copy
+    split            x, alike on all       a chunk of it         gather
+    gather           a chunk of each       all of it, alike      split
+    all_gather       a chunk of each       a copy for each       reduce_scatter
+    reduce_scatter   a summand of each     a chunk of the sum    all_gather
+    all_to_all       chunks for all        chunks from all       all_to_all, the other way round
+
+"Alike": the ranks hold one tensor together, and go on to compute the same with it, so its gradient
+is alike, too. "A copy for each": they hold the same numbers but will use them differently, so their
+gradients differ and have to be added. That is all that distinguishes `gather` from `all_gather`
+(their forwards are the same). Two identities follow: copy is all_gather after split, and reduce is
+gather after reduce_scatter. Sequence parallelism is nothing but these two (lesson 10).
+
+The papers name pairs by letters, and not alike:
+
+    paper                                        letter   forward          backward
+    Shoeybi et al. 2019, section 3, figure 3     f        copy             reduce
+                                                 g        reduce           copy
+    Korthikanti et al. 2022, section 4.2.1       f        copy             reduce
+                                                 f̄        reduce           copy
+      the same, section 4.2.2                    g        all_gather       reduce_scatter
+                                                 ḡ        reduce_scatter   all_gather
+
+Like all collectives they are called by all ranks of the group, with the same shapes, and return
+new tensors. They must never write into x: autograd may have saved it for someone else's backward.
+(`copy` sends nothing forward, `reduce` nothing backward; they hand on the memory that they got.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import collectives
+
+
+def copy(x: Tensor, group, *, algorithm: str = "auto") -> Tensor:
+    """x as it is, from here on used by each rank in its own way; backward: `reduce`.
+
+    algorithm: of the all-reduce in backward, see `collectives.all_reduce`.
+    """
+    return Copy.apply(x, group, algorithm)
+
+
+def reduce(x: Tensor, group, *, algorithm: str = "auto") -> Tensor:
+    """The sum of all ranks' x, bit-identical on all of them; backward: `copy`."""
+    return Reduce.apply(x, group, algorithm)
+
+
+def split(x: Tensor, group, *, dim: int) -> Tensor:
+    """This rank's chunk of x, which is alike on all ranks; backward: `gather`.
+
+    [..., L, ...] -> [..., L/n, ...] at `dim`. Raises ValueError if n does not divide L.
+    """
+    return Split.apply(x, group, dim)
+
+
+def gather(x: Tensor, group, *, dim: int) -> Tensor:
+    """All ranks' chunks in rank order, for a use that is alike on all ranks; backward: `split`.
+
+    [..., L/n, ...] -> [..., L, ...] at `dim`.
+    """
+    return Gather.apply(x, group, dim)
+
+
+def all_gather(x: Tensor, group, *, dim: int) -> Tensor:
+    """All ranks' chunks in rank order, for each rank's own use; backward: `reduce_scatter`.
+
+    [..., L/n, ...] -> [..., L, ...] at `dim`.
+    """
+    return AllGather.apply(x, group, dim)
+
+
+def reduce_scatter(x: Tensor, group, *, dim: int) -> Tensor:
+    """This rank's chunk of the sum of all ranks' x; backward: `all_gather`.
+
+    [..., L, ...] -> [..., L/n, ...] at `dim`. Raises ValueError if n does not divide L.
+    """
+    return ReduceScatter.apply(x, group, dim)
+
+
+def all_to_all(
+    x: Tensor,
+    group,
+    input_splits: list[int] | None = None,
+    output_splits: list[int] | None = None,
+) -> Tensor:
+    """Rank r sends the d-th part of its x (along dim 0) to rank d and returns what it got, in rank
+    order; backward: `all_to_all` with the splits exchanged.
+
+    [sum(input_splits), ...] -> [sum(output_splits), ...], rows to and from each rank; without
+    splits all parts are even. Raises ValueError for splits that do not fit, or if n does not
+    divide the rows.
+    """
+    if input_splits is None:
+        check_divides(x, 0, group)  # uneven parts would come back by other splits than they went
+    return AllToAll.apply(x, group, input_splits, output_splits)
+
+
+class Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, algorithm):
+        ctx.group, ctx.algorithm = group, algorithm
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return reduce(dy, ctx.group, algorithm=ctx.algorithm), None, None
+
+
+class Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, algorithm):
+        ctx.group, ctx.algorithm = group, algorithm
+        return collectives.all_reduce(x, group, algorithm=algorithm)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return copy(dy, ctx.group, algorithm=ctx.algorithm), None, None
+
+
+class Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, dim):
+        check_divides(x, dim, group)
+        ctx.group, ctx.dim = group, dim
+        return x.chunk(group.size(), dim)[group.rank()].clone()  # a view would keep all of x alive
+
+    @staticmethod
+    def backward(ctx, dy):
+        return gather(dy, ctx.group, dim=ctx.dim), None, None
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, dim):
+        ctx.group, ctx.dim = group, dim
+        return collectives.all_gather(x, group, dim=dim)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return split(dy, ctx.group, dim=ctx.dim), None, None
+
+
+class AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, dim):
+        ctx.group, ctx.dim = group, dim
+        return collectives.all_gather(x, group, dim=dim)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return reduce_scatter(dy, ctx.group, dim=ctx.dim), None, None
+
+
+class ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, dim):
+        check_divides(x, dim, group)
+        ctx.group, ctx.dim = group, dim
+        return collectives.reduce_scatter(x, group, dim=dim)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return all_gather(dy, ctx.group, dim=ctx.dim), None, None
+
+
+class AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, input_splits, output_splits):
+        ctx.group, ctx.splits = group, (input_splits, output_splits)
+        return collectives.all_to_all(x, group, input_splits, output_splits)
+
+    @staticmethod
+    def backward(ctx, dy):
+        input_splits, output_splits = ctx.splits
+        return all_to_all(dy, ctx.group, output_splits, input_splits), None, None, None
+
+
+def check_divides(x: Tensor, dim: int, group) -> None:
+    """All ranks find out alike, so that none is left waiting."""
+    if x.shape[dim] % group.size():
+        raise ValueError(
+            f"the group's {group.size()} ranks must divide dim {dim} of a tensor of shape "
+            f"{list(x.shape)}, and {group.size()} does not divide {x.shape[dim]}"
+        )
