@@ -9,6 +9,7 @@ from torch import nn
 
 from mini_dist import RankError, launch
 from mini_dist.calculators.flops import forward_flops
+from mini_dist.calculators.parameters import split_layers
 from mini_dist.config import ModelConfig
 from mini_dist.grad_norm import clip_, grad_norm
 from mini_dist.model import GPT, token_loss
@@ -272,8 +273,24 @@ def test_both_copies_of_a_tied_embedding_stay_equal_in_bits():
 
 
 def test_layers_are_spread_as_evenly_as_they_can_be():
-    sizes = [len(r) for r in layer_ranges(CONFIG.replace(num_layers=10), 4)]
-    assert sorted(sizes) == [2, 2, 3, 3]
+    """As the calculators count them: what is left over goes to the middle, which has no head."""
+    for num_layers, num_stages in [(10, 4), (7, 3), (5, 5), (12, 1), (9, 8)]:
+        ranges = layer_ranges(CONFIG.replace(num_layers=num_layers), num_stages)
+        assert [i for r in ranges for i in r] == list(range(num_layers))
+        assert [len(r) for r in ranges] == split_layers(num_layers, num_stages)
+    assert [len(r) for r in layer_ranges(CONFIG.replace(num_layers=10), 4)] == [2, 3, 3, 2]
+
+
+@pytest.mark.parametrize("kind", ["rotary", "learned"])
+def test_stages_with_positions_are_the_gpt_with_positions(kind):
+    """As a context-parallel rank needs it: its tokens stand elsewhere than at 0, 1, 2, ..."""
+    config, positions = CONFIG.replace(positions=kind), torch.tensor([6, 7, 0, 1])
+    x = tokens = torch.arange(8).view(2, 4)
+    for stage in cut_gpt(config, range(3), 3, seed=SEED, positions=positions).values():
+        x = stage(x)
+    model = GPT(config, seed=SEED)
+    assert torch.equal(x, model(tokens, positions))
+    assert not torch.equal(x, model(tokens))
 
 
 def test_a_balanced_cut_is_the_best_of_all_cuts():

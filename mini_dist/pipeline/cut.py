@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
 from mini_dist.calculators.flops import score_flops
-from mini_dist.calculators.parameters import layer_weights, outer_weights
+from mini_dist.calculators.parameters import layer_weights, outer_weights, split_layers
 from mini_dist.config import ModelConfig
 from mini_dist.model import Block, Embed, Head, initial_value
 from mini_dist.schedule import ScheduleError
@@ -18,7 +19,8 @@ class GPTStage(nn.Module):
     """Some layers of the GPT; the first stage also embeds, the last also has the head.
 
     Tokens [B, S] or x [B, S, D] -> x [B, S, D] or logits [B, S, V]. Parameters have the names and
-    the initial values that they have in the GPT of the same config and seed.
+    the initial values that they have in the GPT of the same config and seed. `positions` [S] are
+    this rank's places in the sequence where it holds a part of it (context parallel).
     """
 
     def __init__(
@@ -28,10 +30,11 @@ class GPTStage(nn.Module):
         *,
         seed: int = 0,
         attention: str | Callable = "sdpa",
+        positions: Tensor | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
-        self.config, self.layers = config, layers
+        self.config, self.layers, self.positions = config, layers, positions
         self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
         with torch.device("meta"):
             self.embed = Embed(config) if self.is_first else None
@@ -46,9 +49,9 @@ class GPTStage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.embed is not None:
-            x = self.embed(x)
+            x = self.embed(x, self.positions)
         for block in self.blocks.values():
-            x = block(x)
+            x = block(x, self.positions)
         return x if self.head is None else self.head(x)
 
 
@@ -60,17 +63,25 @@ def cut_gpt(
     balance: str = "layers",
     seed: int = 0,
     attention: str | Callable = "sdpa",
+    positions: Tensor | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[int, GPTStage]:
     """The Modules of these stages (a rank's chunks: `schedule.stages_of[rank]`).
 
     balance: "layers", as even a number as possible, or "cost", where the head counts as the work
-    that it is. A tied embedding is one parameter if first and last stage are both here, else two
+    that it is. positions: see GPTStage. A tied embedding is one parameter if first and last stage are both here, else two
     copies: see `shared_parameter`. Raises ScheduleError for more stages than layers.
     """
     ranges = layer_ranges(config, num_stages, balance)
     modules = {
-        stage: GPTStage(config, ranges[stage], seed=seed, attention=attention, device=device)
+        stage: GPTStage(
+            config,
+            ranges[stage],
+            seed=seed,
+            attention=attention,
+            positions=positions,
+            device=device,
+        )
         for stage in stages
     }
     first, last = modules.get(0), modules.get(num_stages - 1)
@@ -96,7 +107,8 @@ def layer_ranges(config: ModelConfig, num_stages: int, balance: str = "layers") 
             f"{config.num_layers} stages or fewer would work"
         )
     if balance == "layers":
-        return balanced_ranges([1.0] * config.num_layers, num_stages)
+        ends = list(accumulate(split_layers(config.num_layers, num_stages)))
+        return [range(a, b) for a, b in zip([0, *ends], ends)]
     if balance == "cost":
         return balanced_ranges(layer_costs(config), num_stages)
     raise ScheduleError(f"balance={balance!r}: 'layers' or 'cost' would work")
