@@ -69,8 +69,9 @@ def cut_gpt(
     """The Modules of these stages (a rank's chunks: `schedule.stages_of[rank]`).
 
     balance: "layers", as even a number as possible, or "cost", where the head counts as the work
-    that it is. positions: see GPTStage. A tied embedding is one parameter if first and last stage are both here, else two
-    copies: see `shared_parameter`. Raises ScheduleError for more stages than layers.
+    that it is. positions: see GPTStage. A tied embedding is one parameter if first and last stage
+    are both here, else two copies: see `shared_parameter`. Raises ScheduleError for more stages
+    than layers.
     """
     ranges = layer_ranges(config, num_stages, balance)
     modules = {
