@@ -1,0 +1,72 @@
+"""Context parallel: one sequence on many ranks, each with S/cp of its tokens.
+
+Norms, linears, MLPs and the loss treat every token alone. Only attention looks at others, so only
+attention communicates.
+
+    placement.py       which tokens a rank holds: contiguous, zig-zag; who sees whom
+    online_softmax.py  attention in pieces, merged exactly; backward from what is recomputed
+    ring.py            queries stay, keys and values go round: memory O(S/cp)
+    all_gather.py      keys and values fetched at once
+    ulysses.py         all-to-all: cut heads instead of tokens while attending
+    train.py           tokens, positions, targets, loss and gradients of a cut sequence
+
+    positions = positions_here(S, group, "zigzag")
+    model = GPT(config, attention=make_attention(group, "ring", "zigzag"))
+    logits = model(shard(tokens, group, "zigzag"), positions)             # [B, S/cp, V]
+    share_of_mean(token_loss(logits, shard(targets, group, "zigzag")), group).backward()
+    sum_gradients(model.parameters(), group)
+"""
+
+from .all_gather import all_gather_attention
+from .online_softmax import (
+    KERNELS,
+    Kernel,
+    Partial,
+    attend,
+    attend_backward,
+    fused_attend,
+    fused_attend_backward,
+    merge,
+    online_softmax,
+)
+from .placement import PLACEMENTS, Block, block_of, contiguous, num_scores, zigzag
+from .ring import ring_attention, ring_step
+from .train import (
+    FORMS,
+    make_attention,
+    positions_here,
+    shard,
+    share_of_mean,
+    sum_gradients,
+    unshard,
+)
+from .ulysses import ulysses_attention
+
+__all__ = [
+    "FORMS",
+    "KERNELS",
+    "PLACEMENTS",
+    "Block",
+    "Kernel",
+    "Partial",
+    "all_gather_attention",
+    "attend",
+    "attend_backward",
+    "block_of",
+    "contiguous",
+    "fused_attend",
+    "fused_attend_backward",
+    "make_attention",
+    "merge",
+    "num_scores",
+    "online_softmax",
+    "positions_here",
+    "ring_attention",
+    "ring_step",
+    "shard",
+    "share_of_mean",
+    "sum_gradients",
+    "ulysses_attention",
+    "unshard",
+    "zigzag",
+]

@@ -1,0 +1,68 @@
+"""The other way round: fetch everyone's keys and values at once, then attend (Llama 3: Grattafiori
+et al. 2024, section 3.3.2).
+
+The same blocks and the same sums as the ring, in one collective instead of cp-1 hops: no overlap to
+arrange, and while a layer computes it holds the keys and values of the whole sequence. After
+forward they are dropped, and gathered again in backward. With few key/value heads they are small.
+Bytes a rank sends, in units of its own K and V: cp-1 forward, 2(cp-1) backward, as the ring.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..collectives import all_gather, reduce_scatter
+from .online_softmax import KERNELS, at_least_float32
+from .placement import block_of, positions_of_ranks
+from .ring import add_block, add_block_backward
+
+
+def all_gather_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group,
+    *,
+    placement: str = "zigzag",
+    causal: bool = True,
+    kernel: str = "fused",
+) -> Tensor:
+    """Attention over the whole sequence; arguments, shapes and errors as `ring_attention`."""
+    positions = positions_of_ranks(placement, q.shape[-2] * group.size(), group.size())
+    return AllGatherAttention.apply(q, k, v, positions, causal, KERNELS[kernel], group)
+
+
+class AllGatherAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, positions, causal, kernel, group):
+        rank, size = group.rank(), group.size()
+        order = [(rank - step) % size for step in range(size)]  # one's own first, as in the ring
+        ctx.blocks = [(source, block_of(positions, rank, source, causal)) for source in order]
+        ctx.kernel, ctx.group = kernel, group
+        all_k, all_v = gather_ranks(k, group), gather_ranks(v, group)
+        total = None
+        for source, block in ctx.blocks:
+            total = add_block(total, q, all_k[source], all_v[source], block, kernel)
+        out, lse = total
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, d_out):
+        q, k, v, out, lse = ctx.saved_tensors
+        all_k, all_v = gather_ranks(k, ctx.group), gather_ranks(v, ctx.group)
+        d_q = at_least_float32(torch.zeros_like(q))
+        d_all_k, d_all_v = torch.zeros_like(all_k), torch.zeros_like(all_v)
+        for source, block in ctx.blocks:
+            gradients = d_q, d_all_k[source], d_all_v[source]
+            k, v = all_k[source], all_v[source]
+            add_block_backward(gradients, d_out, q, k, v, out, lse, block, ctx.kernel)
+        d_k, d_v = (reduce_scatter(t, ctx.group).squeeze(0) for t in (d_all_k, d_all_v))
+        return d_q.to(q.dtype), d_k, d_v, None, None, None, None
+
+
+def gather_ranks(x: Tensor, group) -> Tensor:
+    """Everyone's x, stacked: [...] -> [cp, ...]."""
+    return all_gather(x.unsqueeze(0).contiguous(), group)
