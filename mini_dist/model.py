@@ -100,11 +100,13 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights_(self, seed: int, device: torch.device | str = "cpu") -> GPT:
-        """Give each parameter its `initial_value`, in new memory on `device`."""
+        """Give each parameter its `initial_value`, buffers zeros, in new memory on `device`."""
         self.to_empty(device=device)
         self._tie()  # to_empty made two parameters of one
         for name, parameter in self.named_parameters():
             parameter.copy_(initial_value(name, parameter.shape, self.config, seed))
+        for buffer in self.buffers():
+            buffer.zero_()
         return self
 
     def _tie(self):
@@ -285,25 +287,31 @@ class MLP(nn.Module):
 
 
 class Routing(NamedTuple):
-    """What a router decided about T tokens. Logits and weights are at least float32."""
+    """What a router decided about T tokens. All but `experts` are at least float32."""
 
     logits: Tensor  # [T, E]
     experts: Tensor  # [T, k] int64, which experts each token visits
     weights: Tensor  # [T, k], how much of each one's answer it takes
+    probabilities: Tensor  # [T, E], rows add up to 1: how much it wanted each
 
 
-def route(logits: Tensor, top_k: int) -> Routing:
-    """Choose for each token the k experts with the largest softmax probability, [T, E] -> Routing.
+def route(logits: Tensor, top_k: int, gate: str = "softmax", bias: Tensor | None = None) -> Routing:
+    """Choose for each token the k experts that it wants most, [T, E] -> Routing.
 
-    With k > 1 the chosen probabilities are divided by their sum (Mixtral: Jiang et al. 2024,
-    section 2.1). With k = 1 they are not (Switch: Fedus et al. 2021, section 2.1): the weight
-    would be 1 whatever the logits, and the router would get no gradient.
+    gate "softmax": with k > 1 the chosen probabilities are divided by their sum (Mixtral: Jiang et
+    al. 2024, section 2.1). With k = 1 they are not (Switch: Fedus et al. 2021, section 2.1): the
+    weight would be 1 whatever the logits, and the router would get no gradient.
+    gate "sigmoid": each expert is scored alone, then the same; `bias` [E] is added for the choice
+    only, so it moves tokens but no gradient (DeepSeek-V3: 2024, section 2.1.2).
     """
     logits = at_least_float32(logits)  # Switch, section 2.4: bf16 makes routing unstable
-    weights, experts = logits.softmax(-1).topk(top_k)
+    scores = logits.sigmoid() if gate == "sigmoid" else logits.softmax(-1)
+    experts = (scores if bias is None else scores + bias).topk(top_k).indices
+    weights = scores.gather(-1, experts)
     if top_k > 1:
         weights = weights / weights.sum(-1, keepdim=True)
-    return Routing(logits, experts, weights)
+    probabilities = scores / scores.sum(-1, keepdim=True) if gate == "sigmoid" else scores
+    return Routing(logits, experts, weights, probabilities)
 
 
 def load_balance_loss(routing: Routing) -> Tensor:
@@ -315,7 +323,7 @@ def load_balance_loss(routing: Routing) -> Tensor:
     num_experts = routing.logits.shape[-1]
     visits = routing.experts.flatten().bincount(minlength=num_experts)  # [E]
     share = visits / routing.experts.numel()
-    return num_experts * (share * routing.logits.softmax(-1).mean(0)).sum()
+    return num_experts * (share * routing.probabilities.mean(0)).sum()
 
 
 def z_loss(routing: Routing) -> Tensor:
@@ -331,8 +339,11 @@ class MoE(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.top_k = config.top_k
+        self.top_k, self.gate = config.top_k, config.router
         self.router = nn.Linear(config.d_model, config.num_experts, bias=False)
+        # moved by how crowded an expert is, not by a gradient: see expert_parallel.py
+        bias = torch.zeros(config.num_experts) if self.gate == "sigmoid" else None
+        self.register_buffer("balance_bias", bias)
         self.experts = nn.ModuleList(
             MLP(config, config.d_expert) for _ in range(config.num_experts)
         )
@@ -342,7 +353,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor, routing: list[Routing] | None = None) -> Tensor:
         tokens = x.flatten(0, -2)  # [T, D]
-        decision = route(self.router(tokens), self.top_k)
+        decision = route(self.router(tokens), self.top_k, self.gate, self.balance_bias)
         if routing is not None:
             routing.append(decision)
         out = torch.zeros_like(tokens)
@@ -448,7 +459,6 @@ def _refuse_what_only_calculators_know(config: ModelConfig):
         )
     for field, works in (
         ("positions", ("rotary", "learned")),
-        ("router", ("softmax",)),
         ("qk_norm", (False,)),
         ("embedding_norm", (False,)),
     ):

@@ -621,6 +621,38 @@ def test_route_takes_the_most_probable_experts():
     assert route(logits.bfloat16(), 2).weights.dtype == torch.float32
 
 
+def test_a_sigmoid_gate_scores_each_expert_alone_and_its_bias_only_chooses():
+    logits = torch.tensor([[0.0, 2.0, 1.0]], dtype=torch.float64)
+    score = [1 / (1 + math.exp(-value)) for value in (0.0, 2.0, 1.0)]
+    free = route(logits, 2, "sigmoid")
+    assert free.experts.tolist() == [[1, 2]]
+    expected = torch.tensor([[score[1], score[2]]], dtype=torch.float64) / (score[1] + score[2])
+    torch.testing.assert_close(free.weights, expected)
+    pushed = route(logits, 2, "sigmoid", torch.tensor([1.0, 0.0, 0.0]))
+    assert pushed.experts.tolist() == [[0, 1]]
+    # the weights are of the scores without the bias
+    expected = torch.tensor([[score[0], score[1]]], dtype=torch.float64) / (score[0] + score[1])
+    torch.testing.assert_close(pushed.weights, expected)
+    torch.testing.assert_close(pushed.probabilities.sum(-1), torch.ones(1, dtype=torch.float64))
+    one = route(logits, 1, "sigmoid")
+    assert one.weights.item() == pytest.approx(score[1])
+
+
+def test_the_balance_bias_is_a_buffer_that_starts_at_zero():
+    model = GPT(SMALL.replace(**EXPERTS, router="sigmoid"), device="meta")
+    model.init_weights_(0)
+    bias = model.blocks[0].ffn.balance_bias
+    assert torch.equal(bias, torch.zeros(EXPERTS["num_experts"]))
+    assert "blocks.0.ffn.balance_bias" in model.state_dict()
+    assert not any("bias" in name for name, _ in model.blocks[0].ffn.router.named_parameters())
+    tokens = some_tokens(SMALL)
+    routing = []
+    with torch.no_grad():
+        bias[2] = 5.0  # more than any sigmoid: everyone visits expert 2
+        model(tokens, routing=routing)
+    assert (routing[0].experts == 2).any(-1).all()
+
+
 def test_an_expert_without_visitors_gets_a_zero_gradient():
     model = lively(SMALL.replace(num_experts=4, top_k=1))
     tokens = some_tokens(SMALL)
@@ -696,7 +728,6 @@ def test_both_balance_losses_reach_the_router_and_nothing_after_it():
     "fields, message",
     [
         ({"positions": "alibi"}, "positions='alibi'.*Give positions='rotary' or 'learned'"),
-        ({"router": "sigmoid"}, "router='sigmoid'.*Give router='softmax'"),
         ({"qk_norm": True}, "qk_norm=True.*Give qk_norm=False"),
         ({"embedding_norm": True}, "embedding_norm=True.*Give embedding_norm=False"),
         ({"kv_lora_rank": 8, "rope_head_dim": 4}, "kv_lora_rank=8.*Give kv_lora_rank=0"),
