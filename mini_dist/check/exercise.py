@@ -116,7 +116,7 @@ class Exercise:
             if not all(line.ok for line in self._judge(trials)[0]):
                 break  # one mistake at a time
         lines, hint = self._judge(trials)
-        used = {comm.op for trial in trials for comm in trial.run.ledger.comms if not comm.is_leaf}
+        used = self.used(trials)
         if self._solution.__name__ in used:
             note = (
                 f"These are the library's numbers. Replace its call in {fn.__name__} by your own."
@@ -131,6 +131,10 @@ class Exercise:
             )
         right = all(line.ok for line in lines)
         return Verdict(self.name, RIGHT if right else WRONG, lines, "" if right else hint)
+
+    def used(self, trials: list[Trial]) -> set[str]:
+        """The library's functions that did the work: collectives, as the ledger has noted them."""
+        return {comm.op for trial in trials for comm in trial.run.ledger.comms if not comm.is_leaf}
 
     def _failed(self, trials, world_size: int, case, error: RankError) -> Verdict:
         """The verdict for a run that did not end; what was wrong before it comes first."""
