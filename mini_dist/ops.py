@@ -142,7 +142,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group, dim):
         ctx.group, ctx.dim = group, dim
-        return collectives.all_gather(x, group, dim=dim)
+        return in_rows(collectives.all_gather(x, group, dim=dim))
 
     @staticmethod
     def backward(ctx, dy):
@@ -153,7 +153,7 @@ class AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group, dim):
         ctx.group, ctx.dim = group, dim
-        return collectives.all_gather(x, group, dim=dim)
+        return in_rows(collectives.all_gather(x, group, dim=dim))
 
     @staticmethod
     def backward(ctx, dy):
@@ -165,7 +165,7 @@ class ReduceScatter(torch.autograd.Function):
     def forward(ctx, x, group, dim):
         check_divides(x, dim, group)
         ctx.group, ctx.dim = group, dim
-        return collectives.reduce_scatter(x, group, dim=dim)
+        return in_rows(collectives.reduce_scatter(x, group, dim=dim))
 
     @staticmethod
     def backward(ctx, dy):
@@ -182,6 +182,12 @@ class AllToAll(torch.autograd.Function):
     def backward(ctx, dy):
         input_splits, output_splits = ctx.splits
         return all_to_all(dy, ctx.group, output_splits, input_splits), None, None, None
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """Collectives work along dim 0, so what they return for another dim is a view. Left so, each
+    matmul that follows would copy it, and autograd keep every copy."""
+    return x.contiguous()
 
 
 def check_divides(x: Tensor, dim: int, group) -> None:
