@@ -30,6 +30,7 @@ class Framework:
     optimizer_bytes: float = 12  # K: fp32 copy and Adam's two moments
     shard_bytes: float = 0  # of the shard that ZeRO-1 and 2 step beside the whole; often in K
     activation_bytes: float = 2
+    mask_bytes: float = 1  # of an element's dropout; torch on a CPU keeps a factor of the full width
     flash_attention: bool = True
     # Fused elementwise kernels: gate, up and their product are kept, not silu(gate) as well, and
     # memory is passed over half as often.
@@ -64,6 +65,7 @@ class Framework:
             "optimizer_bytes",
             "shard_bytes",
             "activation_bytes",
+            "mask_bytes",
             "loss_bytes",
             "outside",
             "fragmentation",
@@ -186,14 +188,13 @@ FRAMEWORKS = {
         parameter_bytes=4,
         gradient_bytes=4,
         optimizer_bytes=8,
-        shard_bytes=4,
         activation_bytes=4,
+        mask_bytes=4,
         fused_activation=False,
         loss_bytes=12,
         gradient_buffers=False,
-        prefetch=0,
         plain_modules=True,
-        source="mini_dist/model.py and zero.py",
+        source="mini_dist/model.py and zero/",
     ),
 }
 

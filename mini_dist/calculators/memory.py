@@ -102,7 +102,7 @@ def _layer_activations(config, tp, sequence_parallel, how, moe) -> tuple[Saved, 
     t_kv = min(t, K)
     whole = t if sequence_parallel else 1  # tp leaves these whole unless the sequence is cut
     cut = "/t" if whole > 1 else ""
-    mask = 1 if config.dropout else 0
+    mask = how.mask_bytes if config.dropout else 0
     inputs, cut_in = (1, "") if how.keeps_gathered else (whole, cut)
     saved = [
         Saved("norm inputs", 2 * e * D / whole, f"2 e D{cut}"),
@@ -129,7 +129,7 @@ def _layer_activations(config, tp, sequence_parallel, how, moe) -> tuple[Saved, 
     if how.flash_attention:
         saved.append(Saved("softmax statistics", 4 * N / t, "4 N/t [Flash]", is_scores=True))
     else:
-        each = e + (e + 1 if config.dropout else 0)
+        each = e + (e + mask if config.dropout else 0)
         saved.append(Saved("attention scores", each * N * S / t, f"{each:g} N S/t", is_scores=True))
     saved.append(Saved("attention output", e * out / t, "e N H/t"))
 
@@ -156,19 +156,21 @@ def _layer_activations(config, tp, sequence_parallel, how, moe) -> tuple[Saved, 
     else:
         saved += ffn("ffn", config.d_ffn)
     if mask:
-        saved.append(Saved("dropout masks", 2 * D / whole, f"2 D{cut}"))
+        saved.append(Saved("dropout masks", mask * 2 * D / whole, f"{2 * mask:g} D{cut}"))
     if how.plain_modules:
-        saved += _plain_modules(config, e, whole, t, moe)
+        saved += _plain_modules(config, how, whole, t, moe)
     return tuple(saved)
 
 
-def _plain_modules(config, e, whole, t, moe) -> list[Saved]:
+def _plain_modules(config, how, whole, t, moe) -> list[Saved]:
     """What fused kernels would not keep, found by the ledger of the course's own model."""
-    saved = []
+    saved, e = [], how.activation_bytes
     if config.norm == "rmsnorm":
         saved.append(Saved("normalised inputs", 2 * e * config.d_model / whole, "2 e D"))
-    if config.positions == "rotary":  # turned heads lie apart: they are copied into rows
-        saved.append(Saved("heads in rows", e * config.num_heads * config.head_dim / t, "e N H/t"))
+    if config.positions == "rotary" and how.flash_attention:
+        # Of turned heads the kernel keeps its output head by head, beside the rows made from it.
+        each = e * config.num_heads * config.head_dim / t
+        saved.append(Saved("output by heads", each, "e N H/t", is_scores=True))
     if moe:
         saved.append(
             Saved("weighted expert outputs", e * config.top_k * config.d_model / whole, "e k D")
@@ -349,9 +351,9 @@ def _saved_activations(config, layout, how, pp_rank) -> list[Line]:
         lines.append(
             Line(
                 "embedding dropout",
-                flight * tokens * config.d_model / whole,
+                how.mask_bytes * flight * tokens * config.d_model / whole,
                 "bytes",
-                "in flight * tokens * D",
+                f"{how.mask_bytes:g} D * in flight * tokens",
                 "[K22] section 4.3",
             )
         )
@@ -489,7 +491,7 @@ def _backward_of_layer(config, layout, how) -> float:
             for moe in kinds
         )
     elif layout.recompute == "selective" and not how.flash_attention:
-        each = e + (e + 1 if config.dropout else 0)
+        each = e + (e + how.mask_bytes if config.dropout else 0)
         extra += each * config.num_heads * config.seq_len / t
     return extra
 
