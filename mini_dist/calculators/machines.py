@@ -263,6 +263,10 @@ HARDWARE = {
     # 8 x 200 Gb/s InfiniBand a node (DGX A100; Selene, Narayanan et al. 2021 section 5).
     "a100-80": Hardware("a100-80", A100_80, 8, 300 * GB, 25 * GB, source="DGX A100 datasheet"),
     "a100-40": Hardware("a100-40", A100_40, 8, 300 * GB, 25 * GB, source="DGX A100 datasheet"),
+    # 4 x 100 Gb/s Omni-Path a node (BigScience Workshop 2022 section 3.4).
+    "jean-zay": Hardware(
+        "jean-zay", A100_80, 8, 300 * GB, 6.25 * GB, source="BigScience Workshop 2022"
+    ),
     # 8 x 400 Gb/s a node (DGX H100, DGX H200, DGX B200 datasheets).
     "h100": Hardware("h100", H100, 8, 450 * GB, 50 * GB, source="DGX H100 datasheet"),
     "h200": Hardware("h200", H200, 8, 450 * GB, 50 * GB, source="DGX H200 datasheet"),

@@ -10,8 +10,9 @@ import math
 from dataclasses import dataclass
 
 from ..config import Layout, ModelConfig
-from .flops import step_flops
+from .flops import model_flops, step_flops
 from .machines import Hardware, hardware
+from .models import model as model_preset
 from .parameters import num_parameters
 from .step_time import step_time
 
@@ -135,6 +136,71 @@ def korthikanti_2022() -> list[Run]:
                     "Korthikanti et al. 2022, table 5",
                 )
             )
+    return runs
+
+
+def later() -> list[Run]:
+    """Runs of other clusters and other programs, predicted as they are: no constant of the time
+    model was chosen with them.  What the papers do not say is assumed here, and said."""
+    llama = model_preset("llama3-405b")
+    runs = []
+    for gpus, dp, micros, tflops in ((8192, 64, 32, 430), (16384, 128, 16, 400)):
+        # Not told: micro-batch size and chunks a rank.  1, and 4 chunks of two layers.
+        layout = Layout(
+            pp=16,
+            dp=dp,
+            tp=8,
+            sequence_parallel=True,
+            zero=1,
+            num_micro_batches=micros,
+            **_pipeline(4),
+        )
+        seconds = model_flops(llama, layout.global_batch_size) / (gpus * tflops * 1e12)
+        source = "Llama 3 herd 2024, table 4; chunks assumed"
+        name = f"Llama 3 405B, {gpus:,} GPUs"
+        runs.append(Run(name, llama, layout, "h100", "megatron-core", seconds, source))
+    bloom = model_preset("bloom-176b")
+    layout = Layout(
+        pp=12,
+        dp=8,
+        tp=4,
+        zero=1,
+        micro_batch_size=2,
+        num_micro_batches=128,
+        recompute="full",
+    )
+    # "About 150 TFLOP/s" counts what is recomputed, as Megatron's logs do.
+    seconds = step_flops(bloom, 2048, "full").total / (384 * 150e12)
+    source = "BigScience 2022, about 150 TFLOP/s a GPU"
+    runs.append(
+        Run("BLOOM-176B", bloom, layout, "jean-zay", "megatron-deepspeed", seconds, source)
+    )
+    rows = [  # name, heads, hidden, layers, sequence, GPUs, micro-batch, micro-batches, tokens/s
+        ("MPT-7B", 32, 4096, 32, 8192, 8, 8, 2, 25655),
+        ("MPT-30B", 56, 7168, 48, 2048, 8, 3, 21, 7330),
+        ("MPT-70B", 64, 8192, 80, 2048, 64, 8, 4, 26274),
+    ]
+    for name, heads, hidden, layers, seq_len, gpus, size, micros, speed in rows:
+        config = ModelConfig(
+            vocab_size=50368,
+            seq_len=seq_len,
+            d_model=hidden,
+            num_layers=layers,
+            num_heads=heads,
+            positions="alibi",
+            bias=False,
+            tied_embedding=True,
+        )
+        layout = Layout(
+            dp=gpus,
+            zero=3,
+            micro_batch_size=size,
+            num_micro_batches=micros,
+            recompute="full",
+        )
+        seconds = layout.global_batch_size * seq_len / speed
+        source = "llm-foundry, scripts/train/benchmarking"
+        runs.append(Run(name, config, layout, "a100-80", "fsdp", seconds, source))
     return runs
 
 

@@ -1,6 +1,19 @@
 """Explorers: thin views over calculators/ and schedule/. Everything they show is computed there."""
 
 from .explorer import Explorer
+from .memory import memory_waterfall
 from .model_needs import memory_and_time
+from .planner import layout_planner
+from .published_runs import compare_with_published
+from .rank_grid import rank_grid
+from .scaling import scaling_curve
 
-__all__ = ["Explorer", "memory_and_time"]
+__all__ = [
+    "Explorer",
+    "compare_with_published",
+    "layout_planner",
+    "memory_and_time",
+    "memory_waterfall",
+    "rank_grid",
+    "scaling_curve",
+]

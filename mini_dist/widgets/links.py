@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -11,6 +10,7 @@ from ..calculators.links import Cost, Hierarchy, Link, all_reduce
 from ..calculators.machines import hardware
 from ..draw import INK, Picture
 from ..lab import ParameterError, choice, whole
+from . import page
 from .explorer import Explorer
 
 COLORS = {
@@ -127,7 +127,7 @@ def explorer(yours: Link | None = None, **start) -> Explorer:
         link = links_of(machine, num_ranks, yours)
         if isinstance(link, Hierarchy) and num_ranks % min(num_ranks, link.ranks_per_node):
             raise ParameterError(f"{num_ranks} ranks do not fill nodes of {link.ranks_per_node}.")
-        return draw(machine, num_ranks, num_bytes, link), page(machine, num_ranks, num_bytes, link)
+        return draw(machine, num_ranks, num_bytes, link), words(machine, num_ranks, num_bytes, link)
 
     machines = [*MACHINES, YOURS] if yours else MACHINES
     shown = Explorer(
@@ -188,7 +188,7 @@ def draw(machine: str, num_ranks: int, num_bytes: int, link) -> Picture:
     return Picture(figure, said)
 
 
-def page(machine: str, num_ranks: int, num_bytes: int, link) -> str:
+def words(machine: str, num_ranks: int, num_bytes: int, link) -> str:
     """The race as a table, and where the links' numbers come from."""
     here = race(num_bytes, num_ranks, link)
     best = next(iter(here.values())).seconds
@@ -203,12 +203,6 @@ def page(machine: str, num_ranks: int, num_bytes: int, link) -> str:
         )
         for a, c in here.items()
     ]
-    body = "".join(
-        "<tr>"
-        + "".join(f"<{tag} style='text-align:left'>{html.escape(c)}</{tag}>" for c in row)
-        + "</tr>"
-        for tag, row in (("th", head), *(("td", row) for row in rows))
-    )
     kinds = {"": getattr(link, "link", link)}
     if isinstance(link, Hierarchy):
         kinds = {"in a node: ": link.inner, "between nodes: ": link.outer}
@@ -217,7 +211,7 @@ def page(machine: str, num_ranks: int, num_bytes: int, link) -> str:
         for where, each in kinds.items()
     )
     what = MACHINES.get(machine, "the link that you measured")
-    return f"<table>{body}</table><p>{html.escape(f'{what}. A message: {used}.')}</p>"
+    return page.table(rows, head) + page.paragraph(f"{what}. A message: {used}.")
 
 
 def unit_of(seconds: float) -> tuple[float, str]:

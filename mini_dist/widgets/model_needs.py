@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from math import log10
 
 from ..calculators import (
@@ -16,6 +15,7 @@ from ..calculators import (
 from ..calculators import model as model_preset
 from ..draw import INK, Picture
 from ..lab import choice, real, whole
+from . import page
 from .explorer import Explorer
 
 MODELS = ("gpt2-xl", "gpt3-175b", "llama3-8b", "llama3-70b", "llama3-405b")
@@ -63,7 +63,7 @@ def render(
     time = training_time(parameters, num_tokens, num_gpus, machine, utilisation)
     picture = draw(model, each, states, machine, time, num_gpus)
     assumed = f"{readable(num_tokens, 'tokens')}: {why}. Activations are not in here (lesson 06)."
-    return picture, page(states) + page(time) + f"<p>{html.escape(assumed)}</p>"
+    return picture, page.breakdown(states) + page.breakdown(time) + page.paragraph(assumed)
 
 
 def tokens_of(model: str, parameters: int, tokens: str) -> tuple[float, str]:
@@ -126,21 +126,6 @@ def draw(model, each, states: Breakdown, machine, time: Breakdown, num_gpus: int
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=8, colors=INK)
     return Picture(figure, f"{model}: {start:,.0f} GiB of model states; {said} on {num_gpus} GPUs")
-
-
-def page(breakdown: Breakdown) -> str:
-    """A breakdown as HTML: each line with its formula and source."""
-    rows = [
-        (line.name, readable(line.value, line.unit), line.formula, line.source)
-        for line in breakdown
-    ]
-    body = "".join(
-        "<tr>"
-        + "".join(f"<td style='text-align:left'>{html.escape(c)}</td>" for c in row)
-        + "</tr>"
-        for row in rows
-    )
-    return f"<table><caption>{html.escape(breakdown.title)}</caption>{body}</table>"
 
 
 def memory_and_time(**start) -> Explorer:
