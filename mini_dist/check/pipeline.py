@@ -202,8 +202,15 @@ def counts(held: list[float]) -> str:
     return " ".join(f"{count:g}" for count in held)
 
 
-def judge(describe: Callable[[Measured], list[Line]], mistake: Callable[[Measured], str]):
-    """Lines of the first case and whatever fails in the others; the first hint that fits."""
+def judge(
+    describe: Callable[[Measured], list[Line]],
+    mistake: Callable[[Measured], str],
+    if_stuck: str = "",
+):
+    """Lines of the first case and whatever fails in the others; the first hint that fits.
+
+    if_stuck: what helps most against a deadlock in this exercise.
+    """
 
     def judge_trials(trials: list[Trial]) -> tuple[list[Line], str]:
         lines, hint = [], ""
@@ -215,7 +222,8 @@ def judge(describe: Callable[[Measured], list[Line]], mistake: Callable[[Measure
             if not hint and not all(line.ok for line in found):
                 before = " and ".join(str(t.run.world_size) for t in trials[:number])
                 here = f"Right with {before} ranks, not with {one.case.num_ranks} and {one.case}. "
-                said = refusal(measured) if measured.schedule is None else mistake(measured)
+                refused = measured.schedule is None
+                said = refusal(measured, if_stuck) if refused else mistake(measured)
                 hint = here * (number > 0) + said
             for line in found:
                 if number == 0 or not line.ok:
@@ -226,15 +234,12 @@ def judge(describe: Callable[[Measured], list[Line]], mistake: Callable[[Measure
     return judge_trials
 
 
-def refusal(m: Measured) -> str:
+def refusal(m: Measured, if_stuck: str) -> str:
     """Why the lists cannot run, with what usually helps. The first line says it; below it the
     validator has the whole timetable with the place marked."""
     said = m.refused.splitlines()[0]
     if "deadlock" in said:
-        said += (
-            ". Each waits for something that stands behind what another one waits for. Which of "
-            "them should come earlier in its list?"
-        )
+        said += f". {if_stuck}".rstrip()
     if "has no other end" in said:
         said += (
             ". Two stages on the same rank hand over in memory, the first stage reads its input "
@@ -491,7 +496,11 @@ EXERCISES = [
         library.gpipe,
         trial,
         sizes((4, 8), (3, 2), (1, 4)),
-        judge(describe_order(held_by_gpipe), gpipe_mistake),
+        judge(
+            describe_order(held_by_gpipe),
+            gpipe_mistake,
+            "A backward needs its own forward, and the backward of the stage behind it.",
+        ),
         hints=[
             "A list for each rank. Rank 1's begins 1F0, 1F1, 1F2, ...; after the last forward come "
             "1B0, 1B1, ... With one stage a rank, the stage is the rank.",
@@ -512,7 +521,12 @@ def gpipe(num_ranks, num_micro_batches):
         library.one_f_one_b,
         trial,
         sizes((4, 8), (3, 2), (1, 4)),
-        judge(describe_order(held_by_1f1b), one_f_one_b_mistake),
+        judge(
+            describe_order(held_by_1f1b),
+            one_f_one_b_mistake,
+            "The first backward starts on the last rank, right after its first forward: so the "
+            "last rank has no warm-up, and the first rank has the longest.",
+        ),
         hints=[
             "Three phases a rank: a warm-up of forwards, then one forward and one backward in "
             "turn, then the backwards that are left. How many forwards can rank r run before its "
@@ -549,7 +563,11 @@ def one_f_one_b(num_ranks, num_micro_batches):
                 library.gpipe(1, 2),
             )
         ],
-        judge(describe_messages, message_mistake),
+        judge(
+            describe_messages,
+            message_mistake,
+            "A receive has to stand before what uses the message, a send behind what makes it.",
+        ),
         hints=[
             "Go down each rank's list. Before F of stage s its input must come from stage s-1, "
             "before B the gradient from stage s+1; after F the output goes to s+1, after B the "
@@ -579,7 +597,11 @@ def add_communication(schedule):
         library.zb_h1,
         trial,
         [(4, Case(4, 8, ()))],
-        judge(describe_puzzle, puzzle_mistake),
+        judge(
+            describe_puzzle,
+            puzzle_mistake,
+            "F waits for F of the stage before, B for B of the stage behind, W for its own B.",
+        ),
         hints=[
             "Print simulate(one_f_one_b(4, 8)) and look at the dots at the end: between its last "
             "backwards rank 0 waits for rank 1, which computes weight gradients that nobody needs "
