@@ -7,6 +7,7 @@
     pipelined_ring.py    the ring made fast
     hierarchical.py      nodes x ranks in a node
     pairwise.py          everyone with everyone; the barrier
+    in_flight.py         begun now, waited for later
     choose.py            all_reduce(x, group, op=..., algorithm="auto") and its like
 
 What holds for all of them:
@@ -30,6 +31,7 @@ from .halving_doubling import (
     recursive_halving_reduce_scatter,
 )
 from .hierarchical import hierarchical_all_reduce
+from .in_flight import begin_all_gather_, begin_reduce_scatter
 from .messages import collective, exchange, recv, send, split_sizes, start, wait
 from .pairwise import barrier, pairwise_all_to_all
 from .pipelined_ring import pipelined_ring_all_reduce
@@ -50,6 +52,8 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "barrier",
+    "begin_all_gather_",
+    "begin_reduce_scatter",
     "broadcast",
     "collective",
     "doubling_all_reduce",

@@ -193,6 +193,7 @@ def read_rank(rank: int, export: dict) -> list[Comm]:
                 if outer is not comm:
                     add(outer.sent_to, comm.sent_to)
                     add(outer.received_from, comm.received_from)
+                    outer.end = max(outer.end, comm.end)  # it may have been begun only
         comms.append(comm)
     return comms
 

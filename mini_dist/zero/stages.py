@@ -1,0 +1,204 @@
+"""The three stages. Read them downwards: each class says what it does otherwise than the last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..collectives import broadcast
+from ..grad_norm import clip_, grad_norm
+from ..replicas import Replica
+from . import state
+from .offload import place_of
+from .unit import Unit
+
+# Their update of an element depends on that element's gradient and state only, so an optimizer of
+# a shard does what the optimizer of the whole would do to it.
+ELEMENTWISE = (
+    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
+    *(torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.RMSprop),
+)
+
+
+class ZeRO1(Replica):
+    """Optimizer states are sharded: scatter the gradients, step the own part, gather parameters.
+
+    make_optimizer: (shards) -> a torch optimizer over them, one that treats every element alone.
+    units: modules inside `module` that share no parameter, in the order in which forward uses them,
+    as the blocks of a GPT; what is in none of them is one unit more, the root.
+    master_dtype: of the shards, e.g. float32 for a bfloat16 model; gradients travel in the model's.
+    offload: "cpu" keeps shards and optimizer states on the host, a directory in files there.
+    ignored: parameters that another wrapper takes care of. Frozen ones stay whole on every rank.
+
+    Raises ValueError for an optimizer that cannot be sharded and for nothing to train.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group,
+        make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer],
+        units: Iterable[nn.Module] = (),
+        master_dtype: torch.dtype | None = None,
+        offload: str | Path | None = None,
+        ignored: Iterable[Tensor] = (),
+    ):
+        super().__init__(module)
+        self.group, self.place = group, place_of(offload, group)
+        ignored = set(ignored)
+        self.own = {n: p for n, p in module.named_parameters() if p not in ignored}
+        names = {p: name for name, p in self.own.items() if p.requires_grad}
+        if not names:
+            raise ValueError("no parameter requires a gradient: there is nothing to train")
+        with torch.no_grad():  # ranks that start equal stay equal
+            for tensor in (*self.own.values(), *module.buffers()):
+                tensor.copy_(broadcast(tensor, 0, group))
+        self.units: list[Unit] = []
+        for part in (*units, module):
+            named = {names.pop(p): p for p in part.parameters() if p in names}
+            if named:
+                self.units.append(Unit(part, named, group, master_dtype, self.place))
+        self.units.sort(key=lambda unit: unit.module is not module)  # the root is used first
+        self.leaving: Unit | None = None  # whose gradients are under way
+        self.optimizer = make_optimizer(self.trained())
+        if not isinstance(self.optimizer, ELEMENTWISE):
+            known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+            raise ValueError(
+                f"{type(self.optimizer).__name__} cannot be sharded: its update of an element may "
+                f"depend on others, which are on other ranks. These can: {known}"
+            )
+        self.place.take_over(self.optimizer)
+
+    def step(self, max_norm: float | None = None) -> Tensor | None:
+        """One optimizer step from the gradients of all backwards since `zero_grad`.
+
+        With `max_norm` the gradients are clipped, and their norm before that is returned.
+        """
+        self.finish()
+        norm = None
+        if max_norm is not None:
+            norm = self.grad_norm()
+            clip_(self.trained(), norm, max_norm)
+        self.optimizer.step()
+        self.share()
+        return norm
+
+    def finish(self) -> None:
+        for unit in reversed(self.units):
+            self.scatter(unit)
+        self.finish_scatter()
+
+    def share(self) -> None:
+        for unit in self.units:
+            unit.is_whole = False
+            unit.begin_gather()
+        for unit in self.units:
+            unit.gather()
+
+    def trained(self) -> list[Tensor]:
+        return [unit.shard for unit in self.units]
+
+    def grad_norm(self) -> Tensor:
+        return grad_norm(sharded={self.group: self.trained()})
+
+    def zero_grad(self) -> None:
+        for tensor in (*self.own.values(), *self.trained()):
+            tensor.grad = None
+
+    state_shard, load_state = state.state_shard, state.load_state
+
+    # One unit's gradients are under way at a time: more would only hold more memory.
+
+    def scatter(self, unit: Unit) -> None:
+        self.finish_scatter()
+        unit.begin_scatter()
+        self.leaving = unit
+
+    def finish_scatter(self) -> None:
+        if self.leaving:
+            self.leaving.finish_scatter()
+            self.leaving = None
+
+
+class ZeRO2(ZeRO1):
+    """Gradients are sharded, too: each unit's are scattered and freed while backward is running."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.waiting: list[Unit] = []  # in this backward, for their turn
+        for unit in self.units:
+            for parameter in unit.parameters:
+                parameter.register_post_accumulate_grad_hook(partial(self.gradient_is_ready, unit))
+
+    def gradient_is_ready(self, unit: Unit, parameter: Tensor) -> None:
+        if not self.waiting:  # the first of this backward
+            self.waiting = self.units[::-1]
+            self.missing = {unit: len(unit.parameters) for unit in self.waiting}
+            torch.autograd.Variable._execution_engine.queue_callback(self.backward_is_over)
+        self.missing[unit] -= 1
+        while self.waiting and self.missing[self.waiting[0]] == 0:
+            self.unit_is_done(self.waiting.pop(0))
+
+    def backward_is_over(self) -> None:
+        while self.waiting:  # with parameters that this rank did not use: others may have
+            self.unit_is_done(self.waiting.pop(0))
+        self.finish_scatter()
+
+    def unit_is_done(self, unit: Unit) -> None:
+        self.scatter(unit)
+
+    def finish(self) -> None:
+        """Nothing to do: backward has."""
+
+
+class ZeRO3(ZeRO2):
+    """Parameters are sharded, too: gathered for a unit's forward and backward, freed after each.
+
+    While a unit computes, the next `prefetch` ones are on their way. The root has no single place
+    in the model: it is there from the start of forward to the end of its backward.
+    """
+
+    def __init__(self, *args, prefetch: int = 1, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.prefetch = prefetch
+        self.kept: set[Unit] = set()  # from the start of their backward to its end
+        for unit in self.units:
+            unit.part_from_whole()
+            unit.free()
+            unit.module.register_forward_pre_hook(partial(self.before_forward, unit))
+            if unit.module is not self.module:
+                unit.module.register_forward_hook(partial(self.after_forward, unit))
+                unit.module.register_full_backward_pre_hook(partial(self.before_backward, unit))
+
+    def before_forward(self, unit: Unit, *_) -> None:
+        unit.gather()
+        if unit not in self.kept:
+            self.begin_gathers(self.units, after=unit)
+
+    def after_forward(self, unit: Unit, *_) -> None:
+        if unit not in self.kept:
+            unit.free()
+
+    def before_backward(self, unit: Unit, *_) -> None:
+        unit.gather()
+        self.kept.add(unit)  # backward may recompute its forward, which shall not free it
+        self.begin_gathers(self.units[::-1], after=unit)
+
+    def begin_gathers(self, order: list[Unit], after: Unit) -> None:
+        place = order.index(after) + 1
+        for unit in order[place : place + self.prefetch]:
+            unit.begin_gather()
+
+    def unit_is_done(self, unit: Unit) -> None:
+        super().unit_is_done(unit)
+        self.kept.discard(unit)
+        unit.free()
+
+    def share(self) -> None:
+        """Nothing to send: whoever needs them will gather them. What is still here is old."""
+        for unit in self.units:
+            unit.free()

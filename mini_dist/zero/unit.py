@@ -1,0 +1,111 @@
+"""A unit: parameters that are flattened, cut, gathered, reduced and freed together.
+
+Legend: n ranks, L elements of a unit, padded to a multiple of n.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..collectives import begin_all_gather_, begin_reduce_scatter
+from ..replicas import gradient
+from .offload import Device
+
+
+class Unit:
+    """Parameters as one flat tensor, of which every rank owns a part.
+
+    `flat` [L]: all parameters one after the other; they are views of it.
+    `mine` [L/n]: this rank's part of `flat`.
+    `shard` [L/n]: what the optimizer steps: `mine` itself, unless it must differ from it (in
+    precision, in place, in staying when `flat` is freed).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        named: dict[str, Tensor],
+        group,
+        master_dtype: torch.dtype | None,
+        place: Device,
+    ):
+        self.module = module  # whose forward and backward need the parameters
+        self.names, self.parameters = list(named), list(named.values())
+        self.group, self.place = group, place
+        dtypes = {str(parameter.dtype) for parameter in self.parameters}
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"{self.names[0]} to {self.names[-1]} are {' and '.join(sorted(dtypes))}, but a "
+                "unit is one flat tensor: convert them to one dtype"
+            )
+        self.sizes = [parameter.numel() for parameter in self.parameters]
+        self.padding = -sum(self.sizes) % group.size()
+        with torch.no_grad():
+            self.flat = self.flatten(self.parameters)
+            for parameter, part in zip(self.parameters, self.split(self.flat)):
+                parameter.data = part
+            self.mine = self.flat.chunk(group.size())[group.rank()]
+            self.shard = place.keep(self.mine, master_dtype or self.flat.dtype)
+        self.shard_is_mine = self.shard.data_ptr() == self.mine.data_ptr()
+        self.is_whole = True  # the parameters are all ranks' latest
+        self.arriving = self.leaving = None  # a gather, a scatter under way
+
+    def flatten(self, tensors: list[Tensor]) -> Tensor:
+        parts = [tensor.flatten() for tensor in tensors]
+        return torch.cat([*parts, parts[0].new_zeros(self.padding)])
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        parts = flat.split([*self.sizes, self.padding])
+        return [part.view(p.shape) for part, p in zip(parts, self.parameters)]
+
+    # -- parameters ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def begin_gather(self) -> None:
+        """Ask for all ranks' shards, unless they are here or on their way."""
+        if self.is_whole or self.arriving:
+            return
+        storage = self.flat.untyped_storage()
+        storage.resize_(self.flat.numel() * self.flat.element_size())  # if it was freed
+        if not self.shard_is_mine:
+            self.place.fill_(self.mine, self.shard)
+        self.arriving = begin_all_gather_(self.flat, self.group)
+
+    def gather(self) -> None:
+        """Fill the parameters with all ranks' shards."""
+        self.begin_gather()
+        if self.arriving:
+            self.arriving.wait()
+            self.arriving, self.is_whole = None, True
+
+    def free(self) -> None:
+        """Give the parameters' memory back. What autograd saved are views of it: they stay valid,
+        and hold the values again after the next `gather`."""
+        if self.arriving:  # nobody came for them
+            self.gather()
+        self.is_whole = False
+        self.flat.untyped_storage().resize_(0)
+
+    def part_from_whole(self) -> None:
+        """Give the shard memory of its own, so that `flat` can be freed."""
+        if self.shard_is_mine:
+            self.shard.data = self.mine.clone()
+            self.shard_is_mine = False
+
+    # -- gradients ----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def begin_scatter(self) -> None:
+        """Send everyone its part of this rank's gradients, and let go of them."""
+        whole = self.flatten([gradient(parameter) for parameter in self.parameters])
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.leaving = begin_reduce_scatter(whole, self.group, dtype=self.shard.dtype)
+
+    @torch.no_grad()
+    def finish_scatter(self) -> None:
+        """Add this rank's part of the mean gradient to its shard's."""
+        part = self.place.gradient(self.leaving.wait().div_(self.group.size()))
+        self.shard.grad = part if self.shard.grad is None else self.shard.grad.add_(part)
+        self.leaving = None
