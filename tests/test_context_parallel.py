@@ -7,7 +7,9 @@ import cloudpickle
 import pytest
 import torch
 
-from mini_dist import GPT, ModelConfig, launch
+from mini_dist import GPT, Layout, ModelConfig, launch
+from mini_dist.calculators import step_volume
+from mini_dist.calculators.frameworks import FRAMEWORKS
 from mini_dist.context_parallel import (
     FORMS,
     KERNELS,
@@ -19,9 +21,11 @@ from mini_dist.context_parallel import (
     num_scores,
     online_softmax,
     positions_here,
+    ring_attention,
     shard,
     share_of_mean,
     sum_gradients,
+    ulysses_attention,
     unshard,
     zigzag,
 )
@@ -253,9 +257,19 @@ OPTIMIZERS = {
 }
 
 
+def sharp_gpt(config, attention, dtype=torch.float64):
+    """With initial weights all scores are near 0 and attention a mean: it would hide mistakes."""
+    gpt = GPT(config, attention=attention, dtype=dtype)
+    with torch.no_grad():
+        for block in gpt.blocks:
+            block.attn.q.weight.mul_(20)
+            block.attn.k.weight.mul_(20)
+    return gpt
+
+
 def train_whole(config, optimizer, steps=STEPS):
     dtype, make = OPTIMIZERS[optimizer]
-    gpt = GPT(config, attention="explicit", dtype=dtype)
+    gpt = sharp_gpt(config, "explicit", dtype)
     step_, losses = make(gpt.parameters()), []
     for step in range(steps):
         inputs, targets = batch(step)
@@ -281,7 +295,7 @@ def train_cut(ways, config, optimizer, group):
 
 def train_one_way(form, placement, config, optimizer, group):
     dtype, make = OPTIMIZERS[optimizer]
-    gpt = GPT(config, attention=make_attention(group, form, placement), dtype=dtype)
+    gpt = sharp_gpt(config, make_attention(group, form, placement), dtype)
     positions = positions_here(S, group, placement)
     step_, losses = make(gpt.parameters()), []
     for step in range(STEPS):
@@ -338,3 +352,218 @@ def test_training_in_float32_equals_one_process():
     ranks = launch(train_cut, 4, (BOTH, GROUPED, "float32 AdamW")).results
     for number in range(len(BOTH)):
         close(sum(rank[number][1] for rank in ranks), losses, atol=1e-4)
+
+
+# -- bytes, order, memory ---------------------------------------------------------------------
+
+WIDE, FEW = 9, 3  # heads of the next runs: keys and values have a size that nothing else has
+
+
+def forward_and_backward(form, options, tokens_here, group):
+    q, k, v = (torch.randn(1, heads, tokens_here, 4).requires_grad_() for heads in (WIDE, FEW, FEW))
+    group.recorder.phases.set("forward")
+    out = FORMS[form](q, k, v, group, **options)
+    group.recorder.phases.set("between")
+    out.backward(torch.ones_like(out))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_ring_sends_keys_and_values_cp_minus_1_times_a_pass(size, placement):
+    """Forward K and V; backward K and V again, and their gradients, whose home share stays."""
+    run = launch(forward_and_backward, size, ("ring", {"placement": placement}, 8))
+    own = 2 * FEW * 8 * 4 * 4  # bytes of a rank's K and V
+    for rank in range(size):
+        assert run.ledger.total_bytes(phase="forward", rank=rank) == (size - 1) * own
+        assert run.ledger.total_bytes(phase="backward", rank=rank) == 2 * (size - 1) * own
+    after = {(comm.rank, peer) for comm in run.ledger.leaves() for peer in comm.sent_to}
+    assert after == ({(rank, (rank + 1) % size) for rank in range(size)} if size > 1 else set())
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_gathering_sends_the_rings_bytes(size):
+    run = launch(forward_and_backward, size, ("all_gather", {}, 8))
+    own = 2 * FEW * 8 * 4 * 4
+    for rank in range(size):
+        assert run.ledger.total_bytes(phase="forward", rank=rank) == (size - 1) * own
+        assert (
+            run.ledger.total_bytes(op="all_gather", phase="backward", rank=rank) == (size - 1) * own
+        )
+        assert run.ledger.total_bytes(phase="backward", rank=rank) == 2 * (size - 1) * own
+
+
+def ulysses_of_8_heads(group):
+    q, k, v = (torch.randn(B, heads, S // group.size(), H).requires_grad_() for heads in (N, K, K))
+    group.recorder.phases.set("forward")
+    out = ulysses_attention(q, k, v, group)
+    group.recorder.phases.set("between")
+    out.backward(torch.ones_like(out))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ulysses_sends_less_the_more_ranks_there_are(size):
+    run = launch(ulysses_of_8_heads, size)
+    q, kv = (B * heads * S // size * H * 4 for heads in (N, K))
+    expected = (2 * q + 2 * kv) * (size - 1) // size  # q, out, k, v; (cp-1)/cp of each
+    for rank in range(size):
+        for phase in ("forward", "backward"):
+            assert run.ledger.total_bytes(phase=phase, rank=rank) == expected
+
+
+def gpt_step(config, recompute, group):
+    gpt = GPT(config, attention=make_attention(group))
+    inputs, targets = (shard(x, group) for x in batch(0))
+    positions = positions_here(S, group)
+    x = gpt.embed(inputs, positions)
+    for block in gpt.blocks:
+        if recompute == "full":
+            x = torch.utils.checkpoint.checkpoint(block, x, positions, use_reentrant=False)
+        else:
+            x = block(x, positions)
+    token_loss(gpt.head(x), targets).total.backward()
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_calculator_predicts_the_bytes_of_a_run(size, recompute):
+    layout = Layout(cp=size, micro_batch_size=3, recompute=recompute)
+    how = FRAMEWORKS["megatron-core"].replace(activation_bytes=4)
+    run = launch(gpt_step, size, (GROUPED, recompute))
+    for rank in range(size):
+        assert run.ledger.total_bytes(rank=rank) == step_volume(GROUPED, layout, how)["cp"]
+
+
+def when_kernels_ran(group):
+    import time
+
+    from mini_dist.context_parallel import KERNELS
+
+    spans = {"forward": [], "backward": []}
+
+    def timed(kind):
+        def run(*args):
+            began = time.time()
+            result = KERNELS["fused"]._asdict()[kind](*args)
+            spans[kind].append((began, time.time()))
+            return result
+
+        return run
+
+    KERNELS["timed"] = Kernel(timed("forward"), timed("backward"))
+    forward_and_backward("ring", {"kernel": "timed"}, 256, group)
+    return spans
+
+
+def test_keys_travel_while_others_are_computed_with():
+    """From the start of each hop to the wait for it lies a whole call of the kernel."""
+    size = 4
+    run = launch(when_kernels_ran, size)
+    for rank, spans in enumerate(run.results):
+        for phase, messages_a_step in (("forward", 2), ("backward", 4)):
+            sends = [
+                comm for comm in run.ledger.leaves(phase=phase, rank=rank) if comm.op == "send"
+            ]
+            assert len(sends) == messages_a_step * (size - 1)
+            for began, ended in spans[phase][:-1]:  # nothing leaves behind the last block of keys
+                assert any(send.start <= began and ended <= send.end for send in sends)
+        # gradients, too: two of them are under way while the last block is computed
+        began, ended = run.results[rank]["backward"][-1]
+        sends = run.ledger.leaves(phase="backward", rank=rank)
+        assert any(comm.start <= began and ended <= comm.end for comm in sends)
+
+
+def memory_of(form, size, tokens_here, **options):
+    return launch(forward_and_backward, size, (form, options, tokens_here), memory=True).ledger
+
+
+def test_peak_memory_is_the_same_for_any_length_a_rank_and_any_number_of_ranks():
+    """Exactly proportional to S/cp, and as much with 8 ranks as with 4 (with 2 a little less: what
+    leaves is what a rank has in any case)."""
+    peaks = {
+        (size, tokens): [m.peak_bytes() / tokens for m in memory_of("ring", size, tokens).memory]
+        for size, tokens in [(4, 256), (4, 512), (8, 256)]
+    }
+    assert max(peaks[4, 256]) == max(peaks[4, 512])
+    assert max(peaks[8, 256]) == max(peaks[4, 256])
+    gathered = memory_of("all_gather", 8, 256).memory[0].peak_bytes() / 256
+    assert gathered > 1.5 * max(peaks[8, 256])  # the control: this one does grow with cp
+
+
+def test_there_are_never_scores_of_a_whole_sequence():
+    """Our own kernel, whose scores the ledger sees: a tile of each head, whatever the length."""
+    for tokens in (256, 512):
+        for memory in memory_of("ring", 2, tokens, kernel="explicit").memory:
+            largest = max(change for *_, change in memory.events)
+            assert largest == max(WIDE * 128 * 128 * 4, WIDE * tokens * 4 * 4)
+
+
+def live_at_most(memory, nbytes, phase):
+    """The most storages of this size that were alive at once."""
+    live = most = 0
+    for _, now, _, change in memory.events:
+        live += (change == nbytes) - (change == -nbytes)
+        if now == phase:
+            most = max(most, live)
+    return most
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_no_rank_of_a_ring_ever_holds_all_keys_and_values(size):
+    """Its own, those that leave, those that arrive: three ranks' at most (of two ranks: both)."""
+    own = FEW * 64 * 4 * 4  # bytes of a rank's K, or V
+    for memory in memory_of("ring", size, 64).memory:
+        assert live_at_most(memory, own, "forward") == 2 * min(size, 3)
+        assert all(change <= 3 * own for *_, change in memory.events)  # q is three times as large
+    gathered = memory_of("all_gather", size, 64).memory[0]
+    assert live_at_most(gathered, size * own, "forward") >= 2
+
+
+# -- what cannot work -------------------------------------------------------------------------
+
+
+def refused(group):
+    size = group.size()
+    x = torch.randn(1, 4, 6, 4)
+    with pytest.raises(ValueError, match=r"seq_len=10: cp=4 must divide it.* 8\."):
+        positions_here(10, group, "contiguous")
+    with pytest.raises(ValueError, match=r"seq_len=12: 2\*cp=8 .* must divide it.* is 16"):
+        shard(torch.zeros(1, 12), group, "zigzag")
+    with pytest.raises(ValueError, match=r"seq_len=20: 2\*cp=8"):
+        ring_attention(x[:, :, :5], x[:, :, :5], x[:, :, :5], group)
+    with pytest.raises(ValueError, match=r"kv heads=2: cp=4 .* must divide it.* is 4"):
+        ulysses_attention(x, x[:, :2], x[:, :2], group)
+    with pytest.raises(ValueError, match="placement='zig-zag' is unknown.*'zigzag'"):
+        ring_attention(x, x, x, group, placement="zig-zag")
+    with pytest.raises(ValueError, match="form='rings' is unknown"):
+        make_attention(group, "rings")
+    attention = make_attention(group)
+    with pytest.raises(ValueError, match="but the model was given none: pass positions_here"):
+        attention(x, x, x)
+    with pytest.raises(ValueError, match=r"but the model was given \[0, 1, 2, 3\]"):
+        attention(x, x, x, torch.arange(6))
+    with pytest.raises(ValueError, match="dropout=0.1"):
+        attention(x, x, x, positions_here(6 * size, group), 0.1)
+
+
+def test_what_cannot_work_is_refused_in_a_sentence():
+    launch(refused, 4)
+
+
+def test_wrong_positions_and_means_of_means_would_be_noticed():
+    """Negative controls: the comparisons above are fine enough to see both."""
+    rank_0, rank_1 = launch(two_mistakes, 2).results
+    positions, mean_of_means = rank_0
+    first, losses, _ = train_whole(CONFIG, "float64 AdamW", steps=1)
+    assert (positions - first[0]).abs().max() > 1e-3
+    assert abs((mean_of_means + rank_1[1]) / 2 - losses[0]) > 1e-4
+
+
+def two_mistakes(group):
+    attention = make_attention(group)
+    here = positions_here(S, group)
+    gpt = sharp_gpt(CONFIG, lambda q, k, v, _, dropout: attention(q, k, v, here, dropout))
+    inputs, targets = (shard(x, group) for x in batch(0))
+    with torch.no_grad():
+        left_behind = unshard(gpt(inputs), group)  # rotary positions 0..S/cp-1 on every rank
+        right = gpt(inputs, here)
+        return left_behind, token_loss(right, targets).mean()

@@ -69,13 +69,14 @@ class RingAttention(torch.autograd.Function):
             if step == 0:
                 home = d_k, d_v  # of our own keys: the others' shares will be added to it
             else:
-                if behind:  # what the ranks before us have added to the gradient of these keys
-                    d_k, d_v = plus(behind.arrived(), (d_k, d_v))
+                if behind:  # what the ranks before us have collected for these keys
+                    add_((d_k, d_v), behind.arrived())
                 behind = Hop((d_k, d_v), group)
             if ahead:
                 k, v = ahead.arrived()
-        d_k, d_v = plus(behind.arrived(), home) if behind else home
-        return d_q.to(q.dtype), d_k, d_v, None, None, None, None
+        if behind:
+            add_(home, behind.arrived())
+        return d_q.to(q.dtype), *home, None, None, None, None
 
 
 @collective
@@ -144,5 +145,6 @@ def add_block_backward(gradients, d_out, q, k, v, out, lse, block, kernel) -> No
         gradient[:, :, where] += part
 
 
-def plus(first, second) -> tuple[Tensor, Tensor]:
-    return first[0] + second[0], first[1] + second[1]
+def add_(totals, tensors) -> None:
+    for total, tensor in zip(totals, tensors):
+        total += tensor
