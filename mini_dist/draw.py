@@ -347,11 +347,16 @@ def gantt(timelines: dict[str, Timeline], unit: str = "", scale: float = 1.0) ->
 
 
 def lanes(axes, timeline: Timeline, last: float, scale: float = 1.0) -> set[str]:
-    """One timeline, drawn on `axes`; returns the kinds of actions that are in it."""
+    """One timeline, drawn on `axes`; returns the kinds of actions that are in it.
+
+    Where a measured rank woke up late and caught up, its next bar is cut to begin after that.
+    """
     size, schedule = len(timeline.spans), timeline.schedule
     for rank, spans in enumerate(timeline.spans):
+        over = 0.0
         for action, start, end in spans:
             chunk = min(schedule.stages_of[rank].index(action.stage), 3)
+            start, over = max(start, over), end
             left, width = start * scale, (end - start) * scale
             axes.barh(
                 rank,
