@@ -18,6 +18,9 @@ gradient over the ranks:
     model.finish()
     optimizer.step()
 
+A mean over ranks weighs all ranks alike. Where they have different numbers of tokens, the loss is
+n * (sum over this rank's tokens) / (tokens of all ranks), as train.py does it.
+
 Legend: n ranks, N bytes of gradients. Each of the three sends 2(n-1)/n N bytes a rank a step.
 """
 
@@ -30,9 +33,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from .collectives import all_reduce, gather, star_broadcast
+from .collectives import all_reduce, gather, ring_all_reduce, star_broadcast
 from .ledger.recording import recorded
-from .replicas import broadcast_state, gradient
+from .replicas import Replica, broadcast_state, gradient
 
 BUCKET_BYTES = 25 << 20  # the default of torch's DistributedDataParallel (Li et al. 2020, 3.2.3)
 
@@ -53,23 +56,23 @@ def average_through_rank_0(parameters: Iterable[Tensor], group) -> None:
         parameter.grad = star_broadcast(mean, 0, group)  # elsewhere the values are not read
 
 
-class Naive(nn.Module):
+class Naive(Replica):
     """One all-reduce a parameter, after backward.
 
-    reduce: (tensor, group) -> its mean over the group, a new tensor.
+    reduce: (tensor, group) -> its mean over the group, a new tensor: `mean` unless given,
+    `ring_mean`, `backend_mean`, or your own. A parameter that a rank did not use counts as zeros
+    there, so that it has a gradient, if only zeros, on all of them.
+    Raises ValueError if there is nothing to train.
     """
 
     def __init__(self, module: nn.Module, group, reduce: Callable | None = None):
-        super().__init__()
-        self.module, self.group, self.reduce = module, group, reduce or mean
-        self.parameters_to_average = [p for p in module.parameters() if p.requires_grad]
+        super().__init__(module)
+        self.group, self.reduce = group, reduce or mean
+        self.parameters_to_average = self.trained()
         if not self.parameters_to_average:
             raise ValueError("no parameter requires a gradient: there is nothing to train")
         self.synchronizes = True
         broadcast_state(module, group)
-
-    def forward(self, *args, **kwargs):
-        return self.module(*args, **kwargs)
 
     @contextmanager
     def no_sync(self):
@@ -114,7 +117,7 @@ class Overlapped(Bucketed):
         self.start_over()
         for parameter in self.parameters_to_average:
             # Its gradient is complete when it has been added to .grad. A hook on the parameter
-            # itself (register_hook) would run before that, and once a use if it is tied.
+            # itself (register_hook) would run before that.
             parameter.register_post_accumulate_grad_hook(self.gradient_is_ready)
 
     def start_over(self) -> None:
@@ -122,8 +125,14 @@ class Overlapped(Bucketed):
         self.leaving: list[Future] = []
 
     def gradient_is_ready(self, parameter: Tensor) -> None:
+        number = self.bucket_of[parameter]
+        if number < len(self.leaving):
+            raise RuntimeError(
+                "a gradient came after its bucket had left: put all backwards of a step but the "
+                "last inside no_sync(), and call finish() after the last"
+            )
         if self.synchronizes:
-            self.missing[self.bucket_of[parameter]] -= 1
+            self.missing[number] -= 1
             while len(self.leaving) < len(self.buckets) and self.missing[len(self.leaving)] == 0:
                 self.leave()
 
@@ -131,6 +140,8 @@ class Overlapped(Bucketed):
         """Send the next bucket off."""
         bucket = self.buckets[len(self.leaving)]
         self.leaving.append(self.sender.submit(self.reduce, flatten(bucket), self.group))
+        for parameter in bucket:
+            parameter.grad = None  # the bucket has a copy: hold one, not two
 
     def finish(self) -> None:
         while len(self.leaving) < len(self.buckets):  # parameters that this rank did not use
@@ -141,7 +152,20 @@ class Overlapped(Bucketed):
 
 
 def mean(x: Tensor, group) -> Tensor:
+    """By whichever of our algorithms suits the size."""
     return all_reduce(x, group, op="mean")
+
+
+def ring_mean(x: Tensor, group) -> Tensor:
+    """By the ring of lesson 03: 2(n-1)/n of x on every link, whatever its size."""
+    return ring_all_reduce(x, group) / group.size()
+
+
+def backend_mean(x: Tensor, group) -> Tensor:
+    """By the all-reduce that gloo or NCCL brings along."""
+    total = x.clone()
+    group.allreduce([total]).wait()
+    return total / group.size()
 
 
 def make_buckets(parameters: list[Tensor], bucket_bytes: int) -> list[list[Tensor]]:

@@ -91,7 +91,7 @@ def recompute_blocks(model: GPT, mode: str, every: int = 1) -> GPT:
         raise ValueError(f"recompute={mode!r} is not known: give one of {known}")
     if every < 1:
         raise ValueError(f"every={every} is too small: 1 is every block, 2 every second one")
-    for block in model.blocks[::every]:
+    for block in list(model.blocks.children())[::every]:
         if mode == "selective":
             block.attn.attend = recomputed(block.attn.attend)
         elif mode == "full":

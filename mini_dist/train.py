@@ -1,0 +1,134 @@
+"""The one training step of the course: for a model alone, averaged over ranks, or sharded.
+
+    for step in range(steps):
+        inputs, targets = batches.batch(step)                        # this rank's [B/dp, S]
+        done = train_step(model, optimizer, split(inputs, targets, 4), max_norm=1.0)
+        print(done.loss)
+
+`model` is a plain GPT, or whatever a strategy has made of it (see replicas.Replica). A strategy
+that has an order of its own for forward and backward, as a pipeline does, takes `update` from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .collectives import all_reduce
+from .grad_norm import clip_
+from .model import IGNORE_INDEX, TokenLoss, token_loss
+from .precision import FULL, LossScaler, Precision
+from .replicas import Replica
+
+
+class Step(NamedTuple):
+    """What came of a step. `norm`: before clipping; None if nothing asked for it."""
+
+    loss: Tensor  # [], mean over the tokens of all ranks and micro-batches
+    norm: Tensor | None  # []
+    skipped: bool  # float16 gradients overflowed: nothing was changed but the scale
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    micro_batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    max_norm: float | None = None,
+    precision: Precision = FULL,
+    loss: Callable[..., TokenLoss] | None = None,
+) -> Step:
+    """One optimizer step on all micro-batches of all ranks: equal to one process with all of them.
+
+    micro_batches: (inputs, targets) [b, S] each, of any sizes; ranks may have different numbers of
+        tokens. max_norm: clip the whole model's gradient to this. loss: (model, inputs, targets) ->
+        a TokenLoss, where it is not the next token's.
+    Raises ValueError if no target of any rank counts.
+    """
+    replica = model if isinstance(model, Replica) else Replica(model)
+    micro_batches = list(micro_batches)
+    tokens = over_ranks(replica, count_tokens(micro_batches))
+    if not tokens:
+        raise ValueError(f"no target of any rank counts: all are IGNORE_INDEX={IGNORE_INDEX}")
+    replica.zero_grad()
+    total = accumulate(replica, micro_batches, tokens, precision, loss or next_token_loss)
+    norm, skipped = update(replica, optimizer, max_norm, precision.scaler)
+    return Step(over_ranks(replica, total) / tokens, norm, skipped)
+
+
+def accumulate(replica, micro_batches, tokens, precision, loss) -> Tensor:
+    """Add up the gradients of all micro-batches; returns the loss, summed over their tokens.
+
+    Strategies leave the *mean* of the ranks' gradients. Times n that is their sum, and divided by
+    the tokens of all ranks the gradient of the whole batch's mean, however tokens are spread.
+    """
+    size = 1 if replica.group is None else replica.group.size()
+    total = torch.zeros(())
+    for number, (inputs, targets) in enumerate(micro_batches):
+        is_last = number == len(micro_batches) - 1
+        with nullcontext() if is_last else replica.no_sync():
+            with precision.autocast(inputs.device.type):
+                summed = loss(replica, inputs, targets).total
+            (precision.scale * size / tokens * summed).backward()
+        total = total + summed.detach().cpu()
+    return total
+
+
+def update(
+    replica: Replica,
+    optimizer: torch.optim.Optimizer,
+    max_norm: float | None = None,
+    scaler: LossScaler | None = None,
+) -> tuple[Tensor | None, bool]:
+    """Finish the gradients, unscale and clip them, step. Returns (norm or None, skipped or not).
+
+    One element that overflowed on one rank makes the norm of the whole infinite or nan on all of
+    them. So the ranks agree on skipping a step without another word.
+    """
+    replica.finish()
+    norm = None
+    if scaler or max_norm is not None:
+        norm = replica.grad_norm()
+    if scaler:
+        norm = norm / scaler.scale
+        unscale_(replica.trained(), scaler.scale)
+        overflowed = not norm.isfinite()
+        scaler.adjust(overflowed)
+        if overflowed:
+            return norm, True
+    if max_norm is not None:
+        clip_(replica.trained(), norm, max_norm)
+    optimizer.step()
+    replica.share()
+    return norm, False
+
+
+def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> TokenLoss:
+    return token_loss(model(inputs), targets)
+
+
+def split(inputs: Tensor, targets: Tensor, num_micro_batches: int) -> list[tuple[Tensor, Tensor]]:
+    """Cut a batch [B, S] into micro-batches; sizes may differ by one."""
+    return list(
+        zip(inputs.tensor_split(num_micro_batches), targets.tensor_split(num_micro_batches))
+    )
+
+
+def count_tokens(micro_batches) -> Tensor:
+    return sum(
+        (targets != IGNORE_INDEX).sum().cpu() for _, targets in micro_batches
+    ) + torch.tensor(0)
+
+
+def over_ranks(replica: Replica, value: Tensor) -> Tensor:
+    return value if replica.group is None else all_reduce(value, replica.group)
+
+
+def unscale_(parameters: Iterable[Tensor], scale: float) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.div_(scale)
