@@ -18,8 +18,8 @@ def step_volume(
 ) -> Breakdown:
     """Bytes that a rank at pipeline position `pp_rank` sends in one optimizer step, axis by axis.
 
-    Left out: the all-reduces of a few numbers a token inside a vocab-parallel loss, and of the
-    gradient norm.  Raises ValueError when the layout cannot cut the model.
+    Left out: the all-reduces of a few numbers a token inside a vocab-parallel loss, of the
+    gradient norm, and of what sequence parallelism leaves whole (norms, biases: some D a layer).  Raises ValueError when the layout cannot cut the model.
     """
     layout.check(config)
     how = framework(how)
@@ -34,15 +34,18 @@ def step_volume(
     lines = _dp(config, layout, how, pp_rank)
 
     if t > 1:
-        # Two pairs of operators a layer, each an all-reduce (or gather and scatter) each way.
-        count = (4 + 2 * again) * layers
-        outer = (0 in stages) + (layout.num_stages - 1 in stages)  # embedding's, and the head's
+        # Two pairs of operators a layer, each an all-reduce (or gather and scatter) each way; the
+        # embedding's and the head's have one way only. One gather or scatter is a "pass".
+        first, last = 0 in stages, layout.num_stages - 1 in stages
+        passes = 2 * ((4 + 2 * again) * layers + first + last)
+        if layout.sequence_parallel and not how.keeps_gathered:
+            passes += 2 * layers + last  # backward gathers what the matrices need once more
         lines.append(
             Line(
                 "tp",
-                m * (count + outer) * 2 * (t - 1) / t * message,
+                m * passes * (t - 1) / t * message,
                 "bytes",
-                f"{m} micro-batches * ({count} + {outer}) * 2 (t - 1)/t * e B S D",
+                f"{m} micro-batches * {passes} passes * (t - 1)/t * e B S D",
                 "[N21] section 2.3, [K22] section 4.2.2",
             )
         )

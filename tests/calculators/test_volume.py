@@ -29,14 +29,21 @@ def test_zero_2_and_3_pay_for_every_micro_batch():
     assert four[2] - one[2] == pytest.approx(3 * 2 * P * 7 / 8)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_tp_sends_8_b_s_h_a_layer_with_or_without_sequence_parallel(sequence_parallel):
-    """Narayanan et al. 2021 section 2.3: 8 b s h (t - 1) / t elements a layer and micro-batch."""
+@pytest.mark.parametrize(
+    ("sequence_parallel", "keeps_gathered", "passes"),
+    [(False, False, 8), (True, True, 8), (True, False, 10)],
+)
+def test_tp_sends_8_b_s_h_a_layer_and_10_if_backward_gathers_again(
+    sequence_parallel, keeps_gathered, passes
+):
+    """Narayanan et al. 2021 section 2.3: 8 b s h (t - 1) / t elements a layer and micro-batch;
+    Korthikanti et al. 2022 section 4.2.2: "an extra all-gather" for each of the two regions."""
     layout = Layout(tp=8, sequence_parallel=sequence_parallel, micro_batch_size=2)
+    how = FRAMEWORKS["megatron-core"].replace(keeps_gathered=keeps_gathered)
     b_s_h = 2 * 8192 * 4096
-    outer = 2 * 2 * b_s_h * 7 / 8  # the embedding's all-reduce and the head's
-    elements = step_volume(CONFIG, layout)["tp"] / 2
-    assert elements == pytest.approx(32 * 8 * b_s_h * 7 / 8 + outer)
+    outer = 2 + 2 + (passes == 10)  # the embedding's all-reduce and the head's
+    elements = step_volume(CONFIG, layout, how)["tp"] / 2
+    assert elements == pytest.approx((32 * passes + outer) * b_s_h * 7 / 8)
 
 
 def test_pp_sends_one_activation_each_way_over_each_border():
