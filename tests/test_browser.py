@@ -1,4 +1,4 @@
-"""A learner's first minutes, in a real browser: JupyterLab opens the first lesson and runs it."""
+"""In a real browser: JupyterLab opens the first lesson and runs it, and every explorer moves."""
 
 import json
 import os
@@ -11,6 +11,7 @@ import time
 import urllib.request
 from pathlib import Path
 
+import nbformat
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,11 +29,35 @@ FLAGS = (
 ).split()
 
 
-@pytest.fixture
-def lab(tmp_path):
-    """The address of a JupyterLab of its own, on a copy of the notebook, with no user settings."""
+EXPLORERS = {  # each with the slider that is moved
+    "memory_and_time": "num gpus",
+    "memory_waterfall": "zero",
+    "rank_grid": "rank",
+    "layout_planner": "num gpus",
+    "scaling_curve": "num gpus",
+    "compare_with_published": "straggler",
+    "all_reduces": "num bytes",
+}
+
+
+def notebook_of_explorers(path):
+    """One explorer a cell, as a lesson shows it."""
+    imports = "from mini_dist.widgets import *\n"
+    imports += "from mini_dist.widgets.links import explorer as all_reduces"
+    cells = [imports, *(f"{name}()" for name in EXPLORERS)]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
+    # without it JupyterLab asks which kernel to use
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3 (ipykernel)"}
+    nbformat.write(notebook, path)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """The address of a JupyterLab of its own, on copies of the notebooks, with no user settings."""
+    tmp_path = tmp_path_factory.mktemp("lab")
     (tmp_path / "notebooks").mkdir()
     shutil.copy(ROOT / "notebooks" / LESSON, tmp_path / "notebooks")
+    notebook_of_explorers(tmp_path / "notebooks/explorers.ipynb")
     if (ROOT / "lessons/figures").exists():
         shutil.copytree(ROOT / "lessons/figures", tmp_path / "lessons/figures")
     settings = tmp_path / "config/lab/user-settings/@jupyterlab/apputils-extension"
@@ -111,10 +136,14 @@ IDLE = """() => {
 }"""
 
 
-def test_the_first_lesson_opens_and_runs_in_jupyterlab(lab, page):
-    page.goto(f"{lab}lab/tree/notebooks/{LESSON}?token=learner&reset")
+def open_notebook(lab, page, name):
+    page.goto(f"{lab}lab/tree/notebooks/{name}?token=learner&reset")
     page.wait_for_selector(".jp-NotebookPanel .jp-Cell", timeout=60_000)
     page.wait_for_function(IDLE, timeout=60_000)
+
+
+def test_the_first_lesson_opens_and_runs_in_jupyterlab(lab, page):
+    open_notebook(lab, page, LESSON)
     shipped = page.evaluate(STATE)
     # every output goes first, so that what is there at the end was made here
     page.evaluate("() => window.jupyterapp.commands.execute('notebook:clear-all-cell-outputs')")
@@ -151,5 +180,40 @@ def test_the_first_lesson_opens_and_runs_in_jupyterlab(lab, page):
     )
     assert all(width for _, width in images), images
 
+    assert page.errors == []
+    assert page.outside == []
+
+
+SHOWN = """cell => {
+    const found = document.querySelectorAll(".jp-NotebookPanel .jp-CodeCell")[cell];
+    return [found?.querySelector("img.widget-image")?.src ?? "",
+            found?.querySelector(".widget-html-content")?.innerText ?? ""];
+}"""
+
+
+def test_every_explorer_moves_in_jupyterlab(lab, page):
+    open_notebook(lab, page, "explorers.ipynb")
+    page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-all-cells') }")
+    for number, (name, slider) in enumerate(EXPLORERS.items(), start=1):
+        cell = page.locator(".jp-NotebookPanel .jp-CodeCell").nth(number)
+        control = cell.locator(".widget-inline-hbox").filter(
+            has=page.get_by_text(slider, exact=True)
+        )
+        handle = control.locator(".noUi-handle")
+        handle.wait_for(timeout=60_000)
+        page.wait_for_function(f"() => ({SHOWN})({number})[1]", timeout=20_000)
+        image, text = page.evaluate(SHOWN, number)
+        assert image and text, name
+        handle.focus()
+        page.keyboard.press("ArrowRight")
+        changed = f"""([image, text]) => {{
+            const [src, words] = ({SHOWN})({number});
+            return src !== image && words !== text;
+        }}"""
+        page.wait_for_function(changed, arg=[image, text], timeout=20_000)
+        width = cell.locator("img.widget-image").evaluate("image => image.naturalWidth")
+        assert width > 500, name
+        assert "rgb(198, 40, 40)" not in cell.inner_html(), name
+    assert not any("error" in str(cell["outputs"]) for cell in page.evaluate(STATE))
     assert page.errors == []
     assert page.outside == []

@@ -1,11 +1,11 @@
 """Explorers: thin views over calculators/ and schedule/. Everything they show is computed there."""
 
 from .explorer import Explorer
+from .grid import rank_grid
 from .memory import memory_waterfall
 from .model_needs import memory_and_time
 from .planner import layout_planner
 from .published_runs import compare_with_published
-from .rank_grid import rank_grid
 from .scaling import scaling_curve
 
 __all__ = [

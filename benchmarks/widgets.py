@@ -1,0 +1,73 @@
+"""Explorers: from a moved control to the new picture and words, beside 100 ms.
+
+Rows "NAME": one control of the explorer moves, a different value each time; the time is that of the
+live widget in Python, picture drawn and encoded, without the way to the browser and back. The bar
+is 100 ms, about what one takes for at once (Nielsen 1993, chapter 5).
+Rows "NAME, a new question": other numbers of GPUs make the planner search anew; they only inform.
+"""
+
+import itertools
+import sys
+
+from _form import Case, main
+
+from mini_dist.widgets import (
+    compare_with_published,
+    layout_planner,
+    memory_and_time,
+    memory_waterfall,
+    rank_grid,
+    scaling_curve,
+)
+from mini_dist.widgets.links import explorer as all_reduces
+from mini_dist.widgets.planner import search
+
+AT_ONCE = 100  # ms
+MOVES = {
+    memory_and_time: ("num_gpus", [2**k for k in range(17)]),
+    memory_waterfall: ("dp", [2**k for k in range(11)]),
+    rank_grid: ("rank", range(16)),
+    layout_planner: ("pp", [1, 2, 4, 8, 16, 32]),
+    scaling_curve: ("num_gpus", [2**k for k in range(5, 15)]),
+    compare_with_published: ("straggler", [1 + k / 100 for k in range(50)]),
+    all_reduces: ("num_bytes", [4**k for k in range(1, 16)]),
+}
+
+
+def mover(make, name, values, **start):
+    """A function that moves one control of a live explorer to its next value."""
+    grid, image, _ = make(**start).view.children
+    (control,) = (c for c in grid.children if c.description == name.replace("_", " "))
+    following = itertools.cycle(values)
+
+    def move():
+        before = image.value
+        while control.value == (value := next(following)):
+            pass
+        control.value = value
+        assert image.value != before
+
+    return move
+
+
+def plan_anew():
+    """As `mover`, but nothing that was asked before is remembered."""
+    move = mover(layout_planner, "num_gpus", [256, 512, 1024])
+
+    def forgetful():
+        search.cache_clear()
+        move()
+
+    return forgetful
+
+
+def cases(long):
+    repeats = 51 if long else 15
+    for make, (name, values) in MOVES.items():
+        label = "all_reduces" if make is all_reduces else make.__name__
+        yield Case(f"{label}: {name}", mover(make, name, values), AT_ONCE, 1.0, repeats=repeats)
+    yield Case("layout_planner, a new question", plan_anew(), AT_ONCE, repeats=repeats)
+
+
+if __name__ == "__main__":
+    sys.exit(main(cases, __doc__))
