@@ -321,8 +321,11 @@ def train_one_way(form, placement, config, optimizer, group):
 BOTH = [(form, placement) for form in FORMS for placement in PLACEMENTS]
 
 
-@pytest.mark.parametrize("config", [CONFIG, GROUPED, LEARNED], ids=["mha", "gqa", "learned"])
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "size, config",
+    [(1, GROUPED), (2, CONFIG), (2, GROUPED), (4, CONFIG), (4, GROUPED), (4, LEARNED)],
+    ids=["1-gqa", "2-mha", "2-gqa", "4-mha", "4-gqa", "4-learned"],
+)
 def test_training_equals_one_process(size, config):
     """Logits, gradients at the embedding, every weight's gradient, losses and weights: float64."""
     first, losses, weights = train_whole(config, "float64 AdamW")
@@ -459,7 +462,7 @@ def test_keys_travel_while_others_are_computed_with():
     size = 4
     run = launch(when_kernels_ran, size)
     for rank, spans in enumerate(run.results):
-        for phase, messages_a_step in (("forward", 2), ("backward", 4)):
+        for phase, messages_a_step in (("forward", 1), ("backward", 2)):
             sends = [
                 comm for comm in run.ledger.leaves(phase=phase, rank=rank) if comm.op == "send"
             ]
@@ -509,13 +512,14 @@ def live_at_most(memory, nbytes, phase):
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_no_rank_of_a_ring_ever_holds_all_keys_and_values(size):
-    """Its own, those that leave, those that arrive: three ranks' at most (of two ranks: both)."""
-    own = FEW * 64 * 4 * 4  # bytes of a rank's K, or V
+    """Beside its own inputs those that leave and those that arrive: three ranks', however many
+    there are. (Of two ranks: both, and the copy that leaves.)"""
+    own = 2 * FEW * 64 * 4 * 4  # bytes of a rank's K and V
     for memory in memory_of("ring", size, 64).memory:
-        assert live_at_most(memory, own, "forward") == 2 * min(size, 3)
-        assert all(change <= 3 * own for *_, change in memory.events)  # q is three times as large
+        assert live_at_most(memory, own, "forward") == 2
+        assert all(change <= 1.5 * own for *_, change in memory.events)  # q: 9 heads, to 3 + 3
     gathered = memory_of("all_gather", size, 64).memory[0]
-    assert live_at_most(gathered, size * own, "forward") >= 2
+    assert live_at_most(gathered, size * own, "forward") >= 1
 
 
 # -- what cannot work -------------------------------------------------------------------------

@@ -40,10 +40,9 @@ class AllGatherAttention(torch.autograd.Function):
         order = [(rank - step) % size for step in range(size)]  # one's own first, as in the ring
         ctx.blocks = [(source, block_of(positions, rank, source, causal)) for source in order]
         ctx.kernel, ctx.group = kernel, group
-        all_k, all_v = gather_ranks(k, group), gather_ranks(v, group)
-        total = None
+        all_kv, total = gather_ranks(k, v, group), None
         for source, block in ctx.blocks:
-            total = add_block(total, q, all_k[source], all_v[source], block, kernel)
+            total = add_block(total, q, all_kv[source], block, kernel)
         out, lse = total
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
@@ -52,17 +51,15 @@ class AllGatherAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_out):
         q, k, v, out, lse = ctx.saved_tensors
-        all_k, all_v = gather_ranks(k, ctx.group), gather_ranks(v, ctx.group)
-        d_q = at_least_float32(torch.zeros_like(q))
-        d_all_k, d_all_v = torch.zeros_like(all_k), torch.zeros_like(all_v)
+        all_kv = gather_ranks(k, v, ctx.group)
+        d_q, d_all_kv = at_least_float32(torch.zeros_like(q)), torch.zeros_like(all_kv)
         for source, block in ctx.blocks:
-            gradients = d_q, d_all_k[source], d_all_v[source]
-            k, v = all_k[source], all_v[source]
-            add_block_backward(gradients, d_out, q, k, v, out, lse, block, ctx.kernel)
-        d_k, d_v = (reduce_scatter(t, ctx.group).squeeze(0) for t in (d_all_k, d_all_v))
-        return d_q.to(q.dtype), d_k, d_v, None, None, None, None
+            kv, d_kv = all_kv[source], d_all_kv[source]
+            add_block_backward(d_q, d_kv, d_out, q, kv, out, lse, block, ctx.kernel)
+        (d_kv,) = reduce_scatter(d_all_kv, ctx.group)
+        return d_q.to(q.dtype), *d_kv, None, None, None, None
 
 
-def gather_ranks(x: Tensor, group) -> Tensor:
-    """Everyone's x, stacked: [...] -> [cp, ...]."""
-    return all_gather(x.unsqueeze(0).contiguous(), group)
+def gather_ranks(k: Tensor, v: Tensor, group) -> Tensor:
+    """Everyone's keys and values: [cp, 2, B, K, S/cp, H]."""
+    return all_gather(torch.stack([k, v]).unsqueeze(0), group)

@@ -48,81 +48,74 @@ class RingAttention(torch.autograd.Function):
         rank, size = group.rank(), group.size()
         blocks = [block_of(positions, rank, (rank - step) % size, causal) for step in range(size)]
         ctx.blocks, ctx.kernel, ctx.group = blocks, kernel, group
-        own_k, own_v, total = k, v, None
+        total, kv = None, torch.stack([k, v])  # [2, B, K, S/cp, H]: one message a hop
         for step in range(size - 1):  # now here: keys and values of rank - step
-            total, k, v = ring_step(total, q, k, v, blocks[step], kernel, group)
-        out, lse = add_block(total, q, k, v, blocks[-1], kernel)
+            total, kv = ring_step(total, q, kv, blocks[step], kernel, group)
+        out, lse = add_block(total, q, kv, blocks[-1], kernel)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, own_k, own_v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     def backward(ctx, d_out):
         q, k, v, out, lse = ctx.saved_tensors
         size, group = ctx.group.size(), ctx.group
+        kv = torch.stack([k, v])
         d_q = at_least_float32(torch.zeros_like(q))
-        behind = None  # gradients on the way to the rank after, those of the rank before arriving
+        behind = None  # gradients on their way to the rank after, while others' arrive from before
         for step, block in enumerate(ctx.blocks):
-            ahead = Hop((k, v), group) if step < size - 1 else None
-            d_k, d_v = torch.zeros_like(k), torch.zeros_like(v)
-            add_block_backward((d_q, d_k, d_v), d_out, q, k, v, out, lse, block, ctx.kernel)
+            ahead = Hop(kv, group) if step < size - 1 else None
+            d_kv = torch.zeros_like(kv)
+            add_block_backward(d_q, d_kv, d_out, q, kv, out, lse, block, ctx.kernel)
             if step == 0:
-                home = d_k, d_v  # of our own keys: the others' shares will be added to it
+                home = d_kv  # of our own keys: the others' shares will be added to it
             else:
-                if behind:  # what the ranks before us have collected for these keys
-                    add_((d_k, d_v), behind.arrived())
-                behind = Hop((d_k, d_v), group)
+                if behind:
+                    d_kv += behind.arrived()  # what the ranks before us collected for these keys
+                behind = Hop(d_kv, group)
             if ahead:
-                k, v = ahead.arrived()
+                kv = ahead.arrived()
         if behind:
-            add_(home, behind.arrived())
+            home += behind.arrived()
         return d_q.to(q.dtype), *home, None, None, None, None
 
 
 @collective
 def ring_step(
-    total: Partial | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block: Block | None,
-    kernel: Kernel,
-    group,
-) -> tuple[Partial, Tensor, Tensor]:
+    total: Partial | None, q: Tensor, kv: Tensor, block: Block | None, kernel: Kernel, group
+) -> tuple[Partial, Tensor]:
     """Attend to the keys and values that are here while they go on to the rank after.
 
     Returns the attention so far with these in it, and the keys and values that came meanwhile.
     """
-    hop = Hop((k, v), group)
-    total = add_block(total, q, k, v, block, kernel)
-    return total, *hop.arrived()
+    hop = Hop(kv, group)
+    total = add_block(total, q, kv, block, kernel)
+    return total, hop.arrived()
 
 
 class Hop:
-    """Some tensors leave for the rank after, as many come from the rank before. Work goes on
+    """A tensor leaves for the rank after, one like it comes from the rank before. Work goes on
     between the start and `arrived()`."""
 
-    def __init__(self, tensors: tuple[Tensor, ...], group):
+    def __init__(self, tensor: Tensor, group):
         after, before = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
-        self.leaving = [tensor.contiguous() for tensor in tensors]  # kept until they have left
-        self.arriving = [torch.empty_like(tensor) for tensor in self.leaving]
-        receives = [(tensor, before) for tensor in self.arriving]
-        self.handles = start(group, receives, [(tensor, after) for tensor in self.leaving])
+        self.leaving, self.arriving = tensor, torch.empty_like(tensor)  # kept until it has left
+        self.handles = start(group, [(self.arriving, before)], [(self.leaving, after)])
 
-    def arrived(self) -> list[Tensor]:
+    def arrived(self) -> Tensor:
         wait(self.handles)
         return self.arriving
 
 
 def add_block(
-    total: Partial | None, q: Tensor, k: Tensor, v: Tensor, block: Block | None, kernel: Kernel
+    total: Partial | None, q: Tensor, kv: Tensor, block: Block | None, kernel: Kernel
 ) -> Partial:
     """`total`, attention over some keys, with those of one more block. The first block is a rank's
     own, which all its queries see."""
     if block is None:
         return total
     rows, columns = block.queries, block.keys
-    part = kernel.forward(q[:, :, rows], k[:, :, columns], v[:, :, columns], block.causal)
+    part = kernel.forward(q[:, :, rows], *kv[:, :, :, columns], block.causal)
     if total is None:
         return part
     out, lse = total
@@ -130,21 +123,16 @@ def add_block(
     return total
 
 
-def add_block_backward(gradients, d_out, q, k, v, out, lse, block, kernel) -> None:
-    """Add what a block contributes to `gradients`, the d_q, d_k and d_v of all its tokens."""
+def add_block_backward(d_q, d_kv, d_out, q, kv, out, lse, block, kernel) -> None:
+    """Add what a block contributes to the gradients of these queries and of these keys and values.
+
+    d_q and d_kv are of all tokens of q and kv, whatever part of them the block is.
+    """
     if block is None:
         return
     rows, columns = block.queries, block.keys
-    parts = kernel.backward(
-        d_out[:, :, rows],
-        *(q[:, :, rows], k[:, :, columns], v[:, :, columns]),
-        *(out[:, :, rows], lse[:, :, rows].contiguous()),
-        block.causal,
-    )
-    for gradient, part, where in zip(gradients, parts, (rows, columns, columns)):
-        gradient[:, :, where] += part
-
-
-def add_(totals, tensors) -> None:
-    for total, tensor in zip(totals, tensors):
-        total += tensor
+    d_out, q, out, lse = (t[:, :, rows] for t in (d_out, q, out, lse))
+    of_q, of_k, of_v = kernel.backward(d_out, q, *kv[:, :, :, columns], out, lse, block.causal)
+    d_q[:, :, rows] += of_q
+    d_kv[0, :, :, columns] += of_k
+    d_kv[1, :, :, columns] += of_v

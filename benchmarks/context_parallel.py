@@ -1,0 +1,142 @@
+"""Context parallel: ours beside torch's own ring attention, on the same blocks and the same kernel.
+
+Theirs: the templates under torch.distributed.tensor.experimental's context_parallel, driven with
+the CPU kernel (context_parallel() itself does not run on a CPU), in both ways they know to rotate
+keys and values: "ring" (all-to-all to the next rank) and "all-gather". Zig-zag, causal, grouped
+query heads, float32, forward and backward of one attention layer on 4 ranks. Both sides' outputs
+and gradients are compared in every run.
+
+Rows "step": the slowest rank's time; both sides take turns in the same processes.
+Rows "bytes": what all ranks send. In the ring their gradients of keys and values go all the way
+round, cp hops; ours leave out the first, since a rank's share of its own needs no travel. Gathered,
+theirs keeps cp hops of gradients beside the gathered keys; ours are one reduce-scatter.
+Rows "memory": the most bytes allocated at once above what was there before, on the rank that needs
+most.
+"""
+
+import statistics
+import sys
+import time
+
+import torch
+from _form import Case, main
+
+from mini_dist import launch
+from mini_dist.context_parallel import FORMS
+
+RANKS = 4
+HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
+
+
+def inputs(tokens, group):
+    """q, k, v and the gradient of the output of this rank's tokens."""
+    generator = torch.Generator().manual_seed(group.rank())
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    return [torch.randn(1, n, tokens, HEAD_DIM, generator=generator) for n in heads]
+
+
+def our_step(form, tokens, group):
+    *qkv, d_out = inputs(tokens, group)
+    qkv = [x.requires_grad_() for x in qkv]
+
+    def step():
+        out = FORMS[form](*qkv, group, placement="zigzag")
+        return out.detach(), *torch.autograd.grad(out, qkv, d_out)
+
+    return step
+
+
+def their_step(form, tokens, group):
+    from torch.distributed.tensor.experimental._context_parallel import _attention as theirs
+
+    rotate = {
+        "ring": theirs._RotateMethod.ALL_TO_ALL,
+        "all_gather": theirs._RotateMethod.ALL_GATHER,
+    }
+    theirs._cp_options.rotate_method = rotate[form]
+    theirs._cp_options.enable_load_balance = True
+    forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    q, k, v, d_out = inputs(tokens, group)
+
+    def step():
+        out, lse = theirs._templated_ring_attention(
+            group, 2, forward, q, k, v, is_causal=True, dropout_p=0.0
+        )
+        gradients = theirs._templated_ring_attention_backward(
+            *(group, 2, backward, d_out, "grad_out", q, k, v, out, lse, True), dropout_p=0.0
+        )
+        return out, *gradients
+
+    return step
+
+
+SIDES = {"ours": our_step, "theirs": their_step}
+
+
+def both_on_a_rank(form, tokens, rounds, group):
+    """Seconds of each round, ours and theirs in turn; the results agree."""
+    sides = [(make_step(form, tokens, group), []) for make_step in SIDES.values()]
+    for ours, theirs in zip(*[step() for step, _ in sides]):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    for turn in range(rounds):
+        for step, taken in sides if turn % 2 else sides[::-1]:
+            group.barrier().wait()
+            start = time.perf_counter()
+            step()
+            taken.append(time.perf_counter() - start)
+    return [taken for _, taken in sides]
+
+
+def step_times(form, tokens, rounds):
+    """(ours, theirs) in ms: medians over the rounds of the slowest rank's time."""
+    ranks = launch(both_on_a_rank, RANKS, (form, tokens, rounds), timeout=600, quiet=True).results
+    return [
+        1e3 * statistics.median(max(moment) for moment in zip(*[rank[side] for rank in ranks]))
+        for side in (0, 1)
+    ]
+
+
+def one_step(side, form, tokens, group):
+    SIDES[side](form, tokens, group)()
+
+
+def bytes_sent(side, form, tokens):
+    return launch(one_step, RANKS, (side, form, tokens), quiet=True).ledger.total_bytes() / 2**20
+
+
+def peak_on_a_rank(side, form, tokens, group):
+    """The most bytes allocated at once in a second step, above those held before it."""
+    step = SIDES[side](form, tokens, group)
+    step()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step()
+    held = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak / 2**20
+
+
+def peak(side, form, tokens):
+    return max(launch(peak_on_a_rank, RANKS, (side, form, tokens), timeout=300, quiet=True).results)
+
+
+def cases(long):
+    for form in ("ring", "all_gather"):
+        for tokens in (256, 1024, 2048) if long else (256, 1024):
+            where = f"{form}, S={RANKS * tokens}"
+            ours, theirs = step_times(form, tokens, rounds=25 if long else 9)
+            yield given(f"step, {where}", ours, theirs, "ms")
+            yield given(f"bytes, {where}", *(bytes_sent(s, form, tokens) for s in SIDES), "MiB")
+            yield given(f"memory, {where}", *(peak(side, form, tokens) for side in SIDES), "MiB")
+
+
+def given(name, ours, theirs, unit):
+    """A row whose two figures were taken together."""
+    return Case(name, lambda: ours, theirs, bar=1.0, unit=unit, repeats=1, warmup=0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(cases, __doc__))
