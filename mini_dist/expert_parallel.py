@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from .collectives import all_reduce, all_to_all
+from .ledger.recording import recorded
 from .model import MoE, Routing, at_least_float32, route, z_loss
 from .ops import all_to_all as all_to_all_with_gradient
 
@@ -80,6 +81,7 @@ class Trip(NamedTuple):
     visitors: list[int]  # rows for each of this rank's experts
 
 
+@recorded
 def dispatch(x: Tensor, counts: Tensor, group) -> tuple[Tensor, Trip]:
     """Send each row to the rank of its expert; rank r has the experts r E/n ... (r+1) E/n - 1.
 
@@ -96,6 +98,7 @@ def dispatch(x: Tensor, counts: Tensor, group) -> tuple[Tensor, Trip]:
     return arrived[by_expert], Trip(sent, received, by_expert, theirs.sum(0).tolist())
 
 
+@recorded
 def combine(answers: Tensor, trip: Trip, group) -> Tensor:
     """Send every answer back to where its row came from: the inverse of `dispatch`.
 
@@ -200,15 +203,17 @@ class ExpertParallel(nn.Module):
 
     def with_losses(self, out: Tensor, decision: Routing, copies: Copies) -> Tensor:
         """Count who visits whom, on all ranks of balance_group, and attach the losses to `out`."""
-        visits = decision.experts.flatten().bincount(minlength=self.num_experts)
-        counted = all_reduce(torch.stack([visits, copies.counts]), self.balance_group)  # [2, E]
-        self.load = Load(*counted)
-        if torch.is_grad_enabled():
-            self.visits_of_step = self.visits_of_step.to(visits.device) + counted[0]
-        if self.balance_loss and torch.is_grad_enabled():
-            loss = balance_loss(decision, self.load.visits)
+        loss, visits = balance_loss(decision, self.balance_group)
+        kept = visits  # by all ranks, if nothing can be dropped
+        if self.capacity_factor is not None:
+            kept = all_reduce(copies.counts, self.balance_group)
+        self.load = Load(visits, kept)
+        if not torch.is_grad_enabled():
+            return out
+        self.visits_of_step = self.visits_of_step.to(visits.device) + visits
+        if self.balance_loss:
             out = AttachLoss.apply(out, self.balance_loss * loss, self.loss_scale)
-        if self.z_loss and torch.is_grad_enabled():
+        if self.z_loss:
             out = AttachLoss.apply(out, self.z_loss * z_loss(decision), self.loss_scale)
         return out
 
@@ -273,16 +278,20 @@ class Load(NamedTuple):
         return self.kept.max().item() / self.kept.double().mean().item()
 
 
-def balance_loss(decision: Routing, visits: Tensor) -> Tensor:
+@recorded
+def balance_loss(decision: Routing, group) -> tuple[Tensor, Tensor]:
     """E * sum over experts of (share of visits) * (mean probability), for one of several ranks.
 
-    decision: of this rank's tokens. visits [E]: of the tokens of all ranks. The mean of this over
-    the ranks is the loss of the whole batch (`load_balance_loss` of model.py, Switch eq. 4), and
-    so is the mean of its gradients: it is linear in the probabilities, so only the visits have to
-    be summed over the ranks. The product of two ranks' own numbers would be another loss.
+    Returns it, and the visits [E] of the tokens of all ranks. The mean of this over the ranks is
+    the loss of the whole batch (`load_balance_loss` of model.py, Switch eq. 4), and the mean of
+    its gradients that loss's gradient: it is linear in the probabilities, so these stay at home,
+    and only the visits are summed over the ranks. With a rank's own visits it would be another
+    loss: one that wants every rank's tokens spread evenly, and not only all together.
     """
+    num_experts = decision.probabilities.shape[1]
+    visits = all_reduce(decision.experts.flatten().bincount(minlength=num_experts), group)  # [E]
     share = visits / visits.sum()
-    return len(visits) * (share * decision.probabilities.mean(0)).sum()
+    return num_experts * (share * decision.probabilities.mean(0)).sum(), visits
 
 
 class AttachLoss(torch.autograd.Function):
