@@ -19,7 +19,8 @@ def step_volume(
     """Bytes that a rank at pipeline position `pp_rank` sends in one optimizer step, axis by axis.
 
     Left out: the all-reduces of a few numbers a token inside a vocab-parallel loss, of the
-    gradient norm, and of what sequence parallelism leaves whole (norms, biases: some D a layer).  Raises ValueError when the layout cannot cut the model.
+    gradient norm, and of gradients that sequence parallelism finds in parts (norms and biases,
+    some D a layer).  Raises ValueError when the layout cannot cut the model.
     """
     layout.check(config)
     how = framework(how)
