@@ -22,7 +22,7 @@ Elements sent by a rank a block, forward and backward: 8 (t-1)/t BSD, SEQUENCE_A
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -355,6 +355,8 @@ class Sharding:
     pair: Pair
     tied: list[list[str]]  # full names of parameters that are one
     cuts: dict[str, Cut] = field(default_factory=dict)  # full parameter name -> Cut
+    # modules that get the whole sequence although `pair` cuts it: all ranks use them alike
+    alike: list[str] = field(default_factory=list)
 
 
 def shard_model(
@@ -392,25 +394,36 @@ def finish_gradients(model: nn.Module) -> None:
     (norms, the biases of `o` and `down`, positions): each rank used them on its part of the
     sequence. One all-reduce a dtype and set of ranks.
     """
-    sharding, group = model.sharding, model.sharding.group
-    partial_gradients: dict[tuple, list[nn.Parameter]] = {}
+    sharding = model.sharding
+    partial_gradients = []
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            holders = who_adds_up(sharding, name)
-            if len(holders) > 1:
-                partial_gradients.setdefault((holders, parameter.dtype), []).append(parameter)
-    for (holders, _), parameters in partial_gradients.items():
-        flat = torch.cat([gradient(parameter).flatten() for parameter in parameters])
-        total = all_reduce(flat, Members(group, holders))
-        for parameter, part in zip(parameters, total.split([p.numel() for p in parameters])):
-            parameter.grad = part.view_as(parameter)
+        if parameter.requires_grad and len(who_adds_up(sharding, name)) > 1:
+            parameter.grad = gradient(parameter)  # zeros, where only others have one
+            partial_gradients.append((name, parameter.grad))
+    add_up_parts(sharding, partial_gradients)
+
+
+@torch.no_grad()
+def add_up_parts(sharding: Sharding, gradients: Iterable[tuple[str, Tensor]]) -> None:
+    """The same for (parameter name, its gradient or an equal part of it on all ranks), in place."""
+    parts: dict[tuple, list[Tensor]] = {}
+    for name, part in gradients:
+        holders = who_adds_up(sharding, name)
+        if len(holders) > 1:
+            parts.setdefault((holders, part.dtype), []).append(part)
+    for (holders, _), mine in parts.items():
+        flat = torch.cat([part.flatten() for part in mine])
+        total = all_reduce(flat, Members(sharding.group, holders))
+        for part, summed in zip(mine, total.split([part.numel() for part in mine])):
+            part.copy_(summed.view_as(part))
 
 
 def who_adds_up(sharding: Sharding, name: str) -> tuple[int, ...]:
     """The ranks whose gradients of this parameter are parts of one; this rank alone if none are."""
     rank, size, cut = sharding.group.rank(), sharding.group.size(), sharding.cuts.get(name)
     if cut is None:
-        return tuple(range(size)) if sharding.pair.cuts_sequence else (rank,)
+        is_alike = any(name.startswith(f"{module}.") for module in sharding.alike)
+        return tuple(range(size)) if sharding.pair.cuts_sequence and not is_alike else (rank,)
     sharers = size // cut.parts  # neighbours that hold the same piece
     return tuple(range(cut.part * sharers, (cut.part + 1) * sharers))
 
