@@ -62,17 +62,27 @@ class Naive(Replica):
     reduce: (tensor, group) -> its mean over the group, a new tensor: `mean` unless given,
     `ring_mean`, `backend_mean`, or your own. A parameter that a rank did not use counts as zeros
     there, so that it has a gradient, if only zeros, on all of them.
+    ignored: parameters that another wrapper takes care of.
     Raises ValueError if there is nothing to train.
     """
 
-    def __init__(self, module: nn.Module, group, reduce: Callable | None = None):
+    def __init__(
+        self,
+        module: nn.Module,
+        group,
+        reduce: Callable | None = None,
+        ignored: Iterable[Tensor] = (),
+    ):
         super().__init__(module)
-        self.group, self.reduce = group, reduce or mean
+        self.group, self.reduce, self.ignored = group, reduce or mean, set(ignored)
         self.parameters_to_average = self.trained()
         if not self.parameters_to_average:
             raise ValueError("no parameter requires a gradient: there is nothing to train")
         self.synchronizes = True
-        broadcast_state(module, group)
+        broadcast_state(module, group, self.ignored)
+
+    def trained(self) -> list[Tensor]:
+        return [p for p in super().trained() if p not in self.ignored]
 
     @contextmanager
     def no_sync(self):
@@ -94,8 +104,8 @@ class Bucketed(Naive):
     A message has a fixed cost, so many small ones are slow; see lesson 04.
     """
 
-    def __init__(self, module, group, reduce=None, bucket_bytes: int = BUCKET_BYTES):
-        super().__init__(module, group, reduce)
+    def __init__(self, module, group, reduce=None, bucket_bytes: int = BUCKET_BYTES, ignored=()):
+        super().__init__(module, group, reduce, ignored)
         self.buckets = make_buckets(self.parameters_to_average, bucket_bytes)
 
     def finish(self) -> None:
@@ -110,8 +120,8 @@ class Overlapped(Bucketed):
     enter their all-reduces in the same order, whatever order their gradients get ready in.
     """
 
-    def __init__(self, module, group, reduce=None, bucket_bytes: int = BUCKET_BYTES):
-        super().__init__(module, group, reduce, bucket_bytes)
+    def __init__(self, module, group, reduce=None, bucket_bytes: int = BUCKET_BYTES, ignored=()):
+        super().__init__(module, group, reduce, bucket_bytes, ignored)
         self.sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sender")
         self.bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket}
         self.start_over()

@@ -3,9 +3,9 @@
     precision = Precision(torch.float16, LossScaler())
     train_step(model, optimizer, micro_batches, precision=precision)
 
-Matrices are multiplied in 16 bits, sums and exponentials are taken in 32, and what the optimizer
-adds up is 32 bits wide (Micikevicius et al. 2018, section 3.1): bfloat16 keeps 8 binary digits,
-and 1 + 1/512 is 1 there, so a weight would not feel a small update.
+Matrices are multiplied in 16 bits. The loss stays in 32, and so does what the optimizer adds up
+(Micikevicius et al. 2018, section 3.1): bfloat16 keeps 8 binary digits, 1 + 1/512 is 1 there, and a
+weight would not feel a small update.
 
     format      digits   smallest normal   largest
     float32     24       1e-38             3e38

@@ -3,6 +3,7 @@ model, whoever has wrapped it."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import contextmanager
 
 import torch
@@ -50,11 +51,12 @@ class Replica(nn.Module):
 
 
 @torch.no_grad()
-def broadcast_state(module: nn.Module, group) -> None:
+def broadcast_state(module: nn.Module, group, ignored: Collection[Tensor] = ()) -> None:
     """Give every rank rank 0's parameters and buffers: averaged gradients keep equal ranks equal,
     they do not make them so."""
     for tensor in (*module.parameters(), *module.buffers()):
-        tensor.copy_(broadcast(tensor, 0, group))
+        if tensor not in ignored:
+            tensor.copy_(broadcast(tensor, 0, group))
 
 
 def gradient(parameter: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def train_step(
     """
     replica = model if isinstance(model, Replica) else Replica(model)
     micro_batches = list(micro_batches)
-    tokens = over_ranks(replica, count_tokens(micro_batches))
+    tokens = over_ranks(replica, count_tokens(micro_batches)).item()  # (1 / a tensor: float32)
     if not tokens:
         raise ValueError(f"no target of any rank counts: all are IGNORE_INDEX={IGNORE_INDEX}")
     replica.zero_grad()
