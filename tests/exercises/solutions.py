@@ -9,6 +9,7 @@ from mini_dist.collectives import exchange, gather, star_broadcast
 
 from .solutions_12 import *  # noqa: F403
 from .solutions_13 import *  # noqa: F403
+from .solutions_14 import *  # noqa: F403
 
 # -- lesson 02 --------------------------------------------------------------------------------
 
