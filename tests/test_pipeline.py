@@ -339,6 +339,20 @@ def test_a_cut_that_cannot_be_says_what_could(call, says):
 # --- stages that are not the GPT --------------------------------------------------------------
 
 
+def loss_of_one_third(dtype, group):
+    stage = (lambda x: x) if group.rank() == 0 else (lambda x: (x / 3).sum())
+    activation = torch.empty(1, dtype=dtype, device="meta")
+    return Pipeline(gpipe(2, 1), stage, group, activation=activation).evaluate(
+        [torch.ones(1, dtype=dtype)]
+    )
+
+
+def test_the_loss_is_told_in_the_precision_of_the_activations():
+    for dtype in (torch.float32, torch.float64):
+        for loss in launch(loss_of_one_third, 2, args=(dtype,)).results:
+            assert torch.equal(loss, torch.ones((), dtype=dtype) / 3)
+
+
 def any_callable(schedule, group):
     weight = torch.full((3,), 2.0, requires_grad=True)
     stage = (lambda x: x * weight) if group.rank() == 0 else (lambda x: (x * weight).sum())
@@ -407,6 +421,21 @@ def test_a_run_holds_what_the_list_says_and_leaves_nothing(name):
     results = launch(activations_held, 4, args=(schedule,)).results
     assert [most for most, _, _, _ in results] == peak_in_flight(schedule)
     assert all(left == 0 and kept == 0 for _, left, _, kept in results)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_the_ledger_sees_the_bytes_of_what_is_held_and_of_nothing_more(name):
+    """Between the ends, where stages are alike: bytes as the list says, one micro-batch's each.
+
+    (Between B and W a split backward holds inputs of linears and their gradients only: less.)
+    """
+    schedule = build(name, 4, 6)
+    one = launch(train, 4, args=(build(name, 4, 1),), memory=True).ledger.memory
+    many = launch(train, 4, args=(schedule,), memory=True).ledger.memory
+    for rank in (1, 2):
+        unit = one[rank].peak_bytes(kind="activations")
+        found = many[rank].peak_bytes(kind="activations") / unit
+        assert found == pytest.approx(peak_in_flight(schedule)[rank], rel=0.1)
 
 
 def test_what_was_sent_is_let_go_while_the_pipeline_runs():

@@ -29,6 +29,8 @@ from mini_dist.schedule import (
 )
 from mini_dist.schedule.action import COMMUNICATION, Key, members, receive_of, send_of
 
+PHASES = {"F": "forward", "B": "backward", "W": "backward", "S": "step"}
+
 
 class Pipeline:
     """A model cut into stages, run by a schedule on the ranks of `group`.
@@ -135,7 +137,7 @@ class Pipeline:
             self.targets = _micro_batches(targets, m, "targets")
         self.values: dict[Key, Tensor] = {}  # by who computed them: (stage, "F" or "B", micro)
         self.messages = _Messages(plan, self.group, self.device)
-        self.losses = _Losses(plan, self.group, self.device)
+        self.losses = _Losses(plan, self.group, self.device, self.activation)
         self.spans = []
         for item in plan.items:
             if item[0].kind in COMMUNICATION:
@@ -145,6 +147,7 @@ class Pipeline:
                         self._communicate(action)
             else:
                 received = self._input_of(item[0], plan)  # may wait for a message
+                self._phase(PHASES[item[0].kind])
                 start = time.monotonic()
                 self._compute(item[0], received, plan)
                 self.spans.append(Span(item[0], start, time.monotonic()))
@@ -153,7 +156,7 @@ class Pipeline:
         return self.losses
 
     def _phase(self, name: str) -> None:
-        """Tell the ledger what the messages belong to: between computations it cannot see it."""
+        """Tell the ledger what belongs to what: between computations it cannot see it."""
         if recorder := getattr(self.group, "recorder", None):
             recorder.phases.set(name)
 
@@ -232,13 +235,15 @@ class _Losses:
     hold up all others, so there it is done at the end.
     """
 
-    def __init__(self, plan: _Plan, group, device: torch.device) -> None:
+    def __init__(self, plan: _Plan, group, device: torch.device, like: Tensor | None) -> None:
         schedule = plan.schedule
+        # what all ranks know of it: float64 if the activations are, else float32
+        dtype = torch.promote_types(torch.float32, torch.float32 if like is None else like.dtype)
         self.source, self.m = schedule.rank_of[schedule.num_stages - 1], schedule.num_micro_batches
         self.tag = 1 + 2 * schedule.num_stages * self.m  # above those of the messages
         self.group, self.early = group, device.type != "cuda"
         self.of: dict[int, Tensor] = {}  # by micro-batch
-        self.told = torch.empty(self.m, device=device)  # [m]
+        self.told = torch.empty(self.m, dtype=dtype, device=device)  # [m]
         self.works: list = []
         if self.early and group.rank() != self.source:
             self._listen()
@@ -258,7 +263,7 @@ class _Losses:
 
     def _tell(self) -> None:
         losses = [self.of[micro].detach().reshape(()) for micro in range(self.m)]
-        self.told = torch.stack(losses).float()
+        self.told = torch.stack(losses).to(self.told.dtype)
         peers = [peer for peer in range(self.group.size()) if peer != self.source]
         self.works = [self.group.send([self.told], peer, self.tag) for peer in peers]
 
