@@ -1,0 +1,303 @@
+"""What there is to save of a training, and what a training loop needs for it:
+
+    training = Training(model, optimizer, group)
+    saved = training.resume("checkpoints")               # None: there is nothing yet
+    for step in range(saved.step if saved else 0, steps):
+        train_step(model, optimizer, batches.batch(step))
+        if (step + 1) % 100 == 0:
+            training.save("checkpoints", step + 1)       # so many steps are done
+
+That is: parameters and buffers, what the optimizer keeps of each parameter (AdamW: exp_avg,
+exp_avg_sq, step; SGD: momentum_buffer), each rank's random generators, and the number of steps. The
+position in the data follows from that number (see data.py). Learning rates and the like are the
+program's own; what it wants to find again besides goes into `extra`.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..replicas import Replica
+from .files import Saved, find, save, share_out, write
+from .pieces import Piece, Place, piece
+
+COUNTS = ("step", "mu_product")  # optimizer states that are one number, whatever the parameter
+WHOLE = slice(None)
+
+
+class Training:
+    """The state of a training as this rank has it, to be saved and resumed.
+
+    models: a module, what a data-parallel strategy made of it, or all those that this rank trains.
+        What ZeRO has sharded and tensor_parallel has cut is saved as it is.
+    optimizers: theirs; a ZeRO brings its own.
+    names: what a parameter is called in the whole model, where its module says otherwise.
+    background: write while the training goes on, see `save`. All ranks of `group` make one.
+
+    Raises ValueError for an optimizer of parameters that no model has.
+    """
+
+    def __init__(
+        self,
+        models: nn.Module | Iterable[nn.Module],
+        optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+        group,
+        *,
+        names: dict[Tensor, str] | None = None,
+        background: bool = False,
+    ):
+        self.models = [models] if isinstance(models, nn.Module) else list(models)
+        one = isinstance(optimizers, torch.optim.Optimizer)
+        optimizers = [optimizers] if one else list(optimizers)
+        optimizers += [model.optimizer for model in self.models if hasattr(model, "optimizer")]
+        self.optimizers = list(dict.fromkeys(optimizers))
+        self.group, self.names, self.background = group, names or {}, background
+        self.pending: Future | None = None
+        if background:
+            # In a group of its own it can speak while the training speaks in others.
+            members = dist.get_process_group_ranks(group)
+            self.group = dist.new_group(members, use_local_synchronization=True)
+            self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        held = self.held()
+        for optimizer in self.optimizers:
+            for tensor in stepped(optimizer):
+                if tensor not in held:
+                    raise ValueError(
+                        f"an optimizer steps a tensor of shape {list(tensor.shape)} that is in "
+                        "none of the models: give the models that its parameters are from"
+                    )
+
+    def save(
+        self,
+        directory: str | Path,
+        step: int,
+        extra: dict | None = None,
+        keep: int | None = 2,
+    ) -> None:
+        """Write the training as it is after `step` steps; every rank calls it. See `files.save`.
+
+        In the background: copy what this rank has to write and return. The next save waits until
+        that is on the disk, and the program has to before it ends: `wait`. Errors come then.
+        """
+        extra = {"optimizers": self.kinds(), "extra": extra or {}}
+        with self.fetched():
+            pieces = self.pieces() + random_pieces(self.group)
+            if not self.background:
+                save(directory, step, pieces, self.group, extra, keep)
+                return
+            self.wait()
+            mine, tensors = share_out(pieces, self.group)
+            mine = [replace(each, tensor=each.tensor.detach().cpu().clone()) for each in mine]
+        job = (directory, step, mine, tensors, self.group, extra, keep)
+        self.pending = self.writer.submit(write, *job)
+
+    def wait(self) -> None:
+        """Return when the last save is on the disk."""
+        pending, self.pending = self.pending, None
+        if pending:
+            pending.result()
+
+    def resume(self, directory: str | Path, step: int | None = None) -> Saved | None:
+        """Load the newest checkpoint that is whole (see `files.find`); None if there is none yet.
+
+        Whoever saved it may have cut the model otherwise, on other ranks. Random generators go on
+        where they were if the number of ranks is the same; else ranks keep what they began with.
+        """
+        self.wait()
+        saved = find(directory, self.group, step)
+        if saved is None:
+            return None
+        if saved.extra["optimizers"] != self.kinds():
+            theirs, ours = (", ".join(kinds) for kinds in (saved.extra["optimizers"], self.kinds()))
+            raise ValueError(
+                f"{saved.folder} was saved with {theirs or 'no optimizer'}, this training has "
+                f"{ours or 'none'}: the states of the one mean nothing to the other"
+            )
+        generators = [p for p in random_pieces(self.group) if p.place.name in saved.tensors]
+        generators = generators if saved.world_size == self.group.size() else []
+        with self.fetched():
+            self.make_states(saved)
+            load(saved, self.pieces(), generators, self.group)
+        set_random_state({kind_of(p): p.tensor for p in generators})
+        for model in self.models:
+            if isinstance(model, Replica):
+                model.share()
+        saved.extra = saved.extra["extra"]
+        return saved
+
+    # --- what there is ---
+
+    def held(self) -> dict[Tensor, list[tuple[slice, Piece]]]:
+        """Each tensor of this rank with its pieces, and where they are in it: of a parameter all of
+        it, of a ZeRO's shard the parts of the parameters that lie in it."""
+        places = self.places()
+        held, sharded = {}, set()
+        for model in self.models:
+            for unit in getattr(model, "units", ()):
+                held[unit.shard] = list(pieces_of_shard(unit, places))
+                sharded.update(unit.parameters)
+        for tensor, place in places.items():
+            if tensor not in sharded:
+                held[tensor] = [(WHOLE, Piece(place, tensor))]
+        return held
+
+    def places(self) -> dict[Tensor, Place]:
+        """Where each parameter and buffer belongs in the whole model: all of one, or the box that
+        tp has cut. Of two models that have it the first says what it is called."""
+        places = {}
+        for model in self.models:
+            module = getattr(model, "module", model)  # without what a strategy wraps round it
+            saved = module.state_dict().keys()
+            buffers = [(name, b) for name, b in module.named_buffers() if name in saved]
+            cuts = module.sharding.cuts if hasattr(module, "sharding") else {}
+            for name, tensor in [*module.named_parameters(), *buffers]:
+                shape, offset, cut = list(tensor.shape), [0] * tensor.dim(), cuts.get(name)
+                if cut:
+                    shape[cut.dim] *= cut.parts
+                    offset[cut.dim] = tensor.shape[cut.dim] * cut.part
+                place = piece(self.names.get(tensor, name), tensor, shape, offset).place
+                places.setdefault(tensor, place)
+        return places
+
+    def pieces(self) -> list[Piece]:
+        """All tensors and their optimizer states; a state is cut as what it belongs to."""
+        held = self.held()
+        pieces = [part for parts in held.values() for _, part in parts]
+        for tensor, key, value in self.states():
+            for where, part in held[tensor]:
+                name = f"{part.place.name}/{key}"
+                if is_count(key, value.shape, tensor.shape):
+                    pieces.append(piece(name, value))
+                elif value.shape == tensor.shape:
+                    value_there = value if where is WHOLE else value[where]
+                    pieces.append(Piece(replace(part.place, name=name), value_there))
+                else:
+                    raise ValueError(
+                        f"{name} has shape {list(value.shape)}: it cannot be saved, not being one "
+                        f"number, nor one for each of {list(tensor.shape)}"
+                    )
+        return pieces
+
+    def states(self) -> Iterator[tuple[Tensor, str, Tensor]]:
+        for optimizer in self.optimizers:
+            for tensor, states in optimizer.state.items():
+                for key, value in states.items():
+                    if value is not None:  # (as SGD's momentum_buffer without momentum)
+                        yield tensor, key, torch.as_tensor(value)
+
+    def make_states(self, saved: Saved) -> None:
+        """Give the optimizers the states that were saved: the right shapes, to be filled."""
+        held = self.held()
+        for optimizer in self.optimizers:
+            for tensor in stepped(optimizer):
+                states = optimizer.state[tensor]
+                states.clear()
+                for _, part in held[tensor][:1]:  # (none in a shard that is mere padding)
+                    for key, (shape, dtype) in saved.states.get(part.place.name, {}).items():
+                        count = is_count(key, shape, part.place.shape)
+                        like = torch.zeros((), dtype=dtype) if count else tensor.detach()
+                        states[key] = torch.zeros_like(like)
+
+    def fetched(self) -> ExitStack:
+        """Inside, what a ZeRO has offloaded to files is in memory."""
+        stack = ExitStack()
+        for model in self.models:
+            for unit in getattr(model, "units", ()):
+                states = model.optimizer.state[unit.shard]
+                stack.enter_context(model.place.fetched(unit.shard, states))
+        return stack
+
+    def kinds(self) -> list[str]:
+        return sorted({type(optimizer).__name__ for optimizer in self.optimizers})
+
+
+def pieces_of_shard(unit, places: dict[Tensor, Place]) -> Iterator[tuple[slice, Piece]]:
+    """Which parts of which parameters a unit's shard is; the padding is none."""
+    begin = unit.group.rank() * unit.shard.numel()  # in the unit's flat tensor
+    end, at = begin + unit.shard.numel(), 0
+    for parameter in unit.parameters:
+        start, stop = (min(max(edge - at, 0), parameter.numel()) for edge in (begin, end))
+        if start < stop:
+            where = slice(at + start - begin, at + stop - begin)
+            place = replace(places[parameter], start=start, stop=stop)
+            yield where, Piece(place, unit.shard.detach()[where])
+        at += parameter.numel()
+
+
+def stepped(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def is_count(key: str, shape, of) -> bool:
+    return key in COUNTS or (len(shape) == 0 and len(of) > 0)
+
+
+def load(saved: Saved, pieces: list[Piece], generators: list[Piece], group) -> None:
+    """Fill the pieces; what several parameters have to share must be the same for all of them."""
+    apart = [replace(p, tensor=p.tensor.clone()) if not p.place.shape else p for p in pieces]
+    saved.load(apart + generators, group)
+    shared: dict[Tensor, Piece] = {}
+    for ours, loaded in zip(pieces, apart):
+        if ours is not loaded:
+            first = shared.setdefault(ours.tensor, loaded)
+            if not torch.equal(first.tensor, loaded.tensor):
+                raise ValueError(
+                    f"{first.place} is {first.tensor.item():g} and {loaded.place} is "
+                    f"{loaded.tensor.item():g}, but here one optimizer state stands for both"
+                )
+            with torch.no_grad():
+                ours.tensor.copy_(loaded.tensor)
+
+
+# --- random generators ---------------------------------------------------------------------------
+
+
+def random_pieces(group) -> list[Piece]:
+    """The state of this rank's generators, as tensors: they are nobody else's."""
+    return [piece(f"rank {group.rank()}/{kind}", t) for kind, t in random_state().items()]
+
+
+def kind_of(piece: Piece) -> str:
+    return piece.place.name.partition("/")[2]
+
+
+def random_state() -> dict[str, Tensor]:
+    """torch's, NumPy's and Python's own; float64 holds their 32-bit words and their one float."""
+    _, words, *rest = np.random.get_state()
+    _, state, gauss = random.getstate()
+    generators = {
+        "torch": torch.get_rng_state(),
+        "numpy": torch.tensor([*words.tolist(), *rest], dtype=torch.float64),
+        "python": torch.tensor([*state, math.nan if gauss is None else gauss], dtype=torch.float64),
+    }
+    if torch.cuda.is_initialized():
+        generators["cuda"] = torch.cuda.get_rng_state()
+    return generators
+
+
+def set_random_state(generators: dict[str, Tensor]) -> None:
+    for kind, tensor in generators.items():
+        if kind == "torch":
+            torch.set_rng_state(tensor)
+        elif kind == "cuda":
+            torch.cuda.set_rng_state(tensor)
+        elif kind == "numpy":
+            *words, position, has_gauss, gauss = tensor.tolist()
+            words = np.array(words, dtype=np.uint32)
+            np.random.set_state(("MT19937", words, int(position), int(has_gauss), gauss))
+        else:
+            *state, gauss = tensor.tolist()
+            state = tuple(map(int, state))
+            random.setstate((random.getstate()[0], state, None if math.isnan(gauss) else gauss))
