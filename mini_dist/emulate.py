@@ -10,11 +10,16 @@ clock then shows what these devices would need, and it shows a wrong order or a 
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
+from mini_dist.calculators.links import Link as LinkSpeed
+from mini_dist.calculators.links import all_reduce as cost_of_all_reduce
+from mini_dist.collectives import all_reduce
 from mini_dist.schedule import Schedule, Span, Times
 
 
@@ -130,6 +135,60 @@ class EmulatedStage:
     def step(self, keep) -> None:
         self._run("S", self.steps)
         self.steps += 1
+
+
+class EmulatedModel(nn.Module):
+    """Stands in for a model: layer i has `sizes[i]` parameters and takes the stated seconds.
+
+    A gradient it makes is filled with the moment at which it was ready.
+    """
+
+    def __init__(self, sizes: list[int], forward: float, backward: float, device: Device):
+        super().__init__()
+        self.layers = nn.ParameterList(torch.zeros(n, dtype=torch.float64) for n in sizes)
+        self.seconds, self.device = (forward, backward), device
+
+    def forward(self) -> torch.Tensor:
+        x = torch.zeros((), dtype=torch.float64)
+        for number, weight in enumerate(self.layers):
+            x = EmulatedLayer.apply(x, weight, number, self)
+        return x
+
+
+class EmulatedLayer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, number, model):
+        ctx.number, ctx.model, ctx.size = number, model, len(weight)
+        model.device.run(model.seconds[0], name=f"F{number}")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        end = ctx.model.device.run(ctx.model.seconds[1], name=f"B{ctx.number}")
+        return gradient, torch.full((ctx.size,), end, dtype=torch.float64), None, None
+
+
+class EmulatedAllReduce:
+    """Stands in for the all-reduce of gradients: takes as long as a ring over links of this speed.
+
+    It begins when the last rank's gradients are ready and the one before it is over, and fills
+    the gradients with the moment of its own end. Called in the thread of the device, it keeps the
+    device waiting; called in another, the device goes on.
+    """
+
+    def __init__(self, device: Device, speed: LinkSpeed):
+        self.device, self.network, self.speed = device, Device(device.clock), speed
+        self.thread = threading.get_ident()
+
+    def __call__(self, x: torch.Tensor, group) -> torch.Tensor:
+        waits = threading.get_ident() == self.thread
+        ready = max(x.max().item(), self.device.free if waits else 0.0)
+        begin = all_reduce(torch.tensor(ready, dtype=torch.float64), group, op="max").item()
+        seconds = cost_of_all_reduce(x.nbytes, group.size(), "ring", self.speed).seconds
+        end = self.network.run(seconds, begin, f"R{len(self.network.done)}")
+        if waits:
+            self.device.free = end
+        return torch.full_like(x, end)
 
 
 def wall_spans(device: Device) -> list[Span]:

@@ -4,15 +4,20 @@ import pytest
 import torch
 from torch import nn
 
-from mini_dist import GPT, ModelConfig, launch
+from mini_dist import GPT, ModelConfig, RankError, launch
+from mini_dist.calculators.links import Link
 from mini_dist.data import Batches
 from mini_dist.data_parallel import (
     Bucketed,
     Naive,
     Overlapped,
     average_through_rank_0,
+    backend_mean,
     make_buckets,
+    mean,
+    ring_mean,
 )
+from mini_dist.emulate import Clock, Device, EmulatedAllReduce, EmulatedModel
 from mini_dist.model import token_loss
 
 CONFIG = ModelConfig(
@@ -132,6 +137,86 @@ def test_overlapped_buckets_leave_before_backward_ends_and_others_do_not():
         starts[kind] = [call.start < backward_end for call in calls]
     assert starts["bucketed"] == [False] * 6
     assert starts["overlapped"][0]
+
+
+def reduced(reduce, group):
+    model = Overlapped(GPT(CONFIG, dtype=torch.float64), group, reduce)
+    inputs, targets = Batches(TEXT, BATCH, 8, rank=group.rank(), size=group.size()).batch(0)
+    token_loss(model(inputs), targets).mean().backward()
+    model.finish()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_our_ring_and_the_backends_all_reduce_give_the_same_means_for_the_same_bytes(size):
+    runs = {reduce: launch(reduced, size, (reduce,)) for reduce in (mean, ring_mean, backend_mean)}
+    expected = runs[mean].results[0]
+    gradients = 8 * GPT(CONFIG).num_parameters()
+    for reduce, run in runs.items():
+        assert all(map(torch.equal, run.results[0], run.results[-1]))
+        torch.testing.assert_close(run.results[0], expected, rtol=0, atol=1e-15)
+        op = "ring_all_reduce" if reduce is ring_mean else "all_reduce"
+        calls = run.ledger.calls(op=op)
+        assert sum(call.sent for call in calls) == 2 * (size - 1) * gradients
+        assert [call.is_leaf for call in calls] == [reduce is backend_mean] * size, "native or ours"
+
+
+def backward_twice(group):
+    model = Overlapped(nn.Linear(2, 2), group)
+    model(torch.ones(2)).sum().backward()
+    model(torch.ones(2)).sum().backward()
+
+
+def test_a_second_backward_that_would_be_lost_is_refused():
+    with pytest.raises(RankError, match=r"put all backwards of a step but the last inside no_sync"):
+        launch(backward_twice, 2, quiet=True)
+
+
+# ---- overlap on emulated devices ----------------------------------------------------------------
+
+SIZES, BACKWARD = [1000, 1000, 3000, 1000], 0.004
+SPEED = Link(latency=1e-4, bandwidth=4e6)
+
+
+def emulated(kind, slow, group):
+    """Moments, the same on any machine: when backward ended, when the last gradients were there."""
+    clock = Clock()
+    factor = 3 if group.rank() == slow else 1
+    device = Device(clock)
+    model = EmulatedModel(SIZES, BACKWARD / 2, factor * BACKWARD, device)
+    reduce = EmulatedAllReduce(device, SPEED)
+    wrapped = KINDS[kind](model, group, reduce, **({} if kind == "naive" else {"bucket_bytes": 1}))
+    clock.start(group)
+    wrapped().backward()
+    backward_end = device.free
+    wrapped.finish()
+    arrived = max(p.grad.max().item() for p in model.parameters())
+    return backward_end, arrived, clock.now()
+
+
+@pytest.mark.parametrize("slow", [None, 1])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_hidden_time_is_the_predicted_one(size, kind, slow):
+    """A bucket leaves when the slowest rank has it and the one before has arrived. Naive and
+    Bucketed hide nothing; Overlapped all but what is left when backward has ended."""
+    forward_end = len(SIZES) * BACKWARD / 2
+    each = 3 * BACKWARD if slow is not None and slow < size else BACKWARD
+    backward_end = forward_end + len(SIZES) * each
+    sent = [2 * (size - 1) * (1e-4 + 8 * n / size / 4e6) for n in SIZES]  # by hand, one a layer
+    free = 0.0
+    for number, seconds in enumerate(reversed(sent)):
+        ready = forward_end + (number + 1) * each if kind == "overlapped" else backward_end
+        free = max(free, ready) + seconds
+    for rank, (end, arrived, woke) in enumerate(launch(emulated, size, (kind, slow)).results):
+        if rank == slow or slow is None:
+            assert end == pytest.approx(backward_end)
+        assert arrived == pytest.approx(free)
+        assert woke >= arrived, "somebody did not wait"
+    if kind != "overlapped" or size == 1:
+        assert free == pytest.approx(backward_end + sum(sent)), "nothing is hidden"
+    else:
+        assert free < backward_end + sum(sent), "something is"
 
 
 class Uneven(nn.Module):
