@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
@@ -466,3 +467,117 @@ def rank_grid(grid, *axes, ranks_per_node: int = 0) -> Picture:
         for together in names
     )
     return Picture(figure, f"{grid.size} ranks. Groups of {said}")
+
+
+# -- replays --------------------------------------------------------------------------------------
+
+KIND_COLORS = {
+    "product": "#3182bd",
+    "attention": "#756bb1",
+    "stream": "#9ecae1",
+    "stated": "#9ecae1",
+    "wait": "#fcae91",
+    "message": "#31a354",
+}
+KIND_NAMES = {"product": "matrices", "stream": "everything else", "message": "on the links"}
+
+
+def replayed(replay, title: str = "") -> Picture:
+    """The last step of a replay.Replay: what each rank computes, where it waits; messages above.
+
+    A message stands in the row of its sender, a collective in that of its first rank.
+    """
+    began, ended = replay.steps[-1]
+    unit, name = (1e-3, "ms") if ended - began >= 1e-3 else (1e-6, "µs")
+    figure, axes = canvas(9, 0.9 + 0.5 * replay.num_ranks)
+    bars: dict[tuple, list] = {}
+    for span in replay.spans:
+        if span.end > began and span.start < ended:
+            left = (max(span.start, began) - began) / unit
+            bars.setdefault((span.kind, span.rank), []).append(
+                (left, (min(span.end, ended) - began) / unit - left)
+            )
+    for (kind, rank), places in bars.items():
+        bottom, height = (0.3, 0.16) if kind == "message" else (-0.3, 0.55)
+        base = replay.num_ranks - 1 - rank
+        axes.broken_barh(places, (base + bottom, height), color=KIND_COLORS[kind], linewidth=0)
+    axes.set_yticks(
+        range(replay.num_ranks),
+        [f"rank {replay.num_ranks - 1 - i}" for i in range(replay.num_ranks)],
+    )
+    axes.set_xlim(0, (ended - began) / unit)
+    axes.set_xlabel(name)
+    kinds = [kind for kind in KIND_COLORS if any(kind == found for found, _ in bars)]
+    handles = [Patch(color=KIND_COLORS[k], label=KIND_NAMES.get(k, k)) for k in kinds]
+    figure.legend(handles=handles, loc="outside upper center", ncols=6, frameon=False, fontsize=8)
+    axes.set_title(title or replay.machine, fontsize=10)
+    waits = sum(1 for kind, _ in bars if kind == "wait")
+    said = f"a step of {(ended - began) / unit:.3g} {name} on {replay.machine}, {waits} ranks wait"
+    return Picture(figure, said)
+
+
+# -- a sequence cut over ranks --------------------------------------------------------------------
+
+
+def scores(placements: dict[str, list[list[int]]]) -> Picture:
+    """Who computes which score under a causal mask: a panel a placement, a colour a rank.
+
+    placements: for each name a table of positions [cp, S/cp], row r those of rank r's tokens.
+    """
+    figure = Figure(figsize=(3.4 * len(placements), 3.9), dpi=110, layout="constrained")
+    panels = figure.subplots(1, len(placements), squeeze=False)[0]
+    said = []
+    for axes, (name, table) in zip(panels, placements.items()):
+        owner = {int(position): rank for rank, row in enumerate(table) for position in row}
+        length, counts = len(owner), [0] * len(table)
+        image = [[(1.0, 1.0, 1.0)] * length for _ in range(length)]
+        for query in range(length):
+            rank = owner[query]
+            counts[rank] += query + 1
+            color = to_rgb(RANK_COLORS[rank % len(RANK_COLORS)])
+            for key in range(query + 1):  # paler where the key has to come from another rank
+                pale = 0.0 if owner[key] == rank else 0.45
+                image[query][key] = tuple(c + (1 - c) * pale for c in color)
+        axes.imshow(image, interpolation="nearest")
+        axes.set_xlabel("key")
+        axes.set_ylabel("query")
+        each = ", ".join(map(str, counts))
+        axes.set_title(f"{name}\nscores of a rank: {each}", fontsize=9)
+        said.append(f"{name}: {each}")
+    names = [Patch(color=RANK_COLORS[r], label=f"rank {r}") for r in range(len(table))]
+    figure.legend(handles=names, loc="outside lower center", ncols=8, frameon=False, fontsize=8)
+    return Picture(figure, f"scores that each rank computes, {'; '.join(said)}")
+
+
+def devices(runs: dict[str, list[list]], scale: float = 1e3, unit: str = "ms") -> Picture:
+    """When emulated devices were busy: a panel a run, a row a rank, each interval with its name.
+
+    runs: for each name every rank's emulate.Interval's. Panels share the axis.
+    """
+    rows = sum(map(len, runs.values()))
+    figure = Figure(figsize=(9, 0.7 + 0.3 * rows + 0.45 * len(runs)), dpi=110, layout="constrained")
+    heights = [len(ranks) for ranks in runs.values()]
+    panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    last = max(done.end for ranks in runs.values() for row in ranks for done in row) * scale
+    said = []
+    for axes, (name, ranks) in zip(panels, runs.items()):
+        end = max(done.end for row in ranks for done in row)
+        busy = sum(done.end - done.start for row in ranks for done in row) / (len(ranks) * end)
+        for rank, row in enumerate(ranks):
+            for done in row:
+                left, width = done.start * scale, (done.end - done.start) * scale
+                color = CHUNK_COLORS[done.name % len(CHUNK_COLORS)]
+                axes.barh(rank, width, 0.8, left, color=color, edgecolor="white", linewidth=0.6)
+                if width > last / 40:
+                    axes.text(
+                        left + width / 2, rank, done.name, ha="center", va="center", fontsize=8
+                    )
+        axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in range(len(ranks))])
+        axes.set_ylim(len(ranks) - 0.5, -0.5)
+        axes.set_xlim(0, last)
+        axes.spines[["top", "right"]].set_visible(False)
+        label = f"{name}: {end * scale:.0f} {unit}, devices busy {busy:.0%}".replace("%", " %")
+        axes.set_title(label, fontsize=9, loc="left")
+        said.append(label)
+    panels[-1].set_xlabel(unit)
+    return Picture(figure, "; ".join(said))

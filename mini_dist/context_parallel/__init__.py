@@ -9,6 +9,7 @@ attention communicates.
     all_gather.py      keys and values fetched at once
     ulysses.py         all-to-all: cut heads instead of tokens while attending
     train.py           tokens, positions, targets, loss and gradients of a cut sequence
+    emulated.py        the ring on devices that take a stated time
 
     positions = positions_here(S, group, "zigzag")
     model = GPT(config, attention=make_attention(group, "ring", "zigzag"))
@@ -18,6 +19,7 @@ attention communicates.
 """
 
 from .all_gather import all_gather_attention
+from .emulated import run_ring_emulated
 from .online_softmax import (
     KERNELS,
     Kernel,
@@ -63,6 +65,7 @@ __all__ = [
     "positions_here",
     "ring_attention",
     "ring_step",
+    "run_ring_emulated",
     "shard",
     "share_of_mean",
     "sum_gradients",
