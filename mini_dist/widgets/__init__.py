@@ -6,11 +6,13 @@ from .memory import memory_waterfall
 from .model_needs import memory_and_time
 from .planner import layout_planner
 from .published_runs import compare_with_published
+from .routing import expert_routing
 from .scaling import scaling_curve
 
 __all__ = [
     "Explorer",
     "compare_with_published",
+    "expert_routing",
     "layout_planner",
     "memory_and_time",
     "memory_waterfall",
