@@ -56,6 +56,46 @@ def average_through_rank_0(parameters: Iterable[Tensor], group) -> None:
         parameter.grad = star_broadcast(mean, 0, group)  # elsewhere the values are not read
 
 
+@recorded
+def average_in_buckets(parameters: Iterable[Tensor], bucket_bytes: int, group) -> None:
+    """Replace each gradient by its mean over the ranks, in flat buckets, last parameter first.
+
+    Parameters without a gradient are left alone. Raises ValueError if bucket_bytes is below 1.
+    """
+    have = [parameter for parameter in parameters if parameter.grad is not None]
+    for bucket in make_buckets(have, bucket_bytes):
+        unflatten(mean(flatten(bucket), group), bucket)
+
+
+@recorded
+def overlapped_backward(loss: Tensor, buckets: list[list[Tensor]], sender, group) -> None:
+    """Run backward, and average each bucket's gradients while the rest of it is computed.
+
+    sender: an executor with one thread: `submit(fn, *args)` returns at once, and its `.result()`
+    waits. `Overlapped`, below, is this with hooks that stay.
+    """
+    missing, leaving = [len(bucket) for bucket in buckets], {}
+
+    def ready(number):
+        def gradient_is_ready(parameter):
+            missing[number] -= 1
+            if missing[number] == 0:
+                leaving[number] = sender.submit(mean, flatten(buckets[number]), group)
+
+        return gradient_is_ready
+
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(ready(number))
+        for number, bucket in enumerate(buckets)
+        for parameter in bucket
+    ]
+    loss.backward()
+    for number, bucket in enumerate(buckets):
+        unflatten(leaving[number].result(), bucket)
+    for hook in hooks:
+        hook.remove()
+
+
 class Naive(Replica):
     """One all-reduce a parameter, after backward.
 

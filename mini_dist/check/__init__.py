@@ -11,7 +11,14 @@ import importlib
 
 from .exercise import CheckFailed, Exercise, Verdict
 
-_FILES = ("collectives", "data_parallel", "expert_parallel", "pipeline")  # one a lesson or two
+_FILES = (
+    "collectives",
+    "context_parallel",
+    "data_parallel",
+    "expert_parallel",
+    "fast_data_parallel",
+    "pipeline",
+)  # one a lesson or two
 
 __all__ = ["CheckFailed", "Exercise", "Verdict"]
 

@@ -1,0 +1,370 @@
+"""Exercises of lesson 05: gradients in buckets, and buckets that leave during backward.
+
+Right values are not enough: a bucket a parameter is no bucketing, and an all-reduce that backward
+waits for hides nothing. So calls, their sizes and the moment of handing over are judged, too.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..data_parallel import average_in_buckets, make_buckets, overlapped_backward
+from .exercise import Exercise, Line, Trial
+
+ALL_REDUCES = frozenset(
+    {"all_reduce", "mean"}
+    | {f"{way}_all_reduce" for way in ("star", "tree", "ring", "pipelined_ring", "doubling")}
+    | {"halving_doubling_all_reduce", "ring_reduce_scatter", "ring_all_gather"}
+    | {"star_reduce", "star_broadcast", "tree_reduce", "tree_broadcast"}
+    | {"recursive_halving_reduce_scatter", "recursive_doubling_all_gather"}
+)
+
+
+def reductions(run, rank: int) -> list:
+    """The all-reduces that a rank asked for, ours or the backend's, in order."""
+    top = [comm for comm in run.ledger.comms if comm.rank == rank and "all_reduce" in comm.op]
+    return [comm for comm in top if comm.parent is None or "all_reduce" not in comm.parent.op]
+
+
+def same(found, expected) -> bool:
+    return len(found) == len(expected) and all(
+        a is None
+        if b is None
+        else isinstance(a, torch.Tensor) and a.shape == b.shape and torch.allclose(a, b)
+        for a, b in zip(found, expected)
+    )
+
+
+def line(what: str, measured, expected) -> Line:
+    return Line(what, measured, expected, measured == expected)
+
+
+# ---- buckets ------------------------------------------------------------------------------------
+
+FROZEN = 2
+SHAPES = [(30, 10), (10,), (5,), (), (8, 5, 3), (200, 10), (6, 7), (7,)]
+
+
+@dataclass(frozen=True)
+class Buckets:
+    bucket_bytes: int
+
+    def __str__(self) -> str:
+        return f"8 parameters, one of them frozen, and bucket_bytes={self.bucket_bytes}"
+
+
+def gradients(rank: int) -> list[torch.Tensor | None]:
+    generator = torch.Generator().manual_seed(rank)
+    made = [torch.randint(-400, 400, shape, generator=generator) / 4 for shape in SHAPES]
+    return [None if number == FROZEN else grad for number, grad in enumerate(made)]
+
+
+def parameters_with(grads):
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    for parameter, grad in zip(parameters, grads):
+        parameter.grad = grad
+    return parameters
+
+
+def bucket_trial(fn, case: Buckets, group):
+    parameters = parameters_with(gradients(group.rank()))
+    fn(parameters, case.bucket_bytes, group)
+    return [parameter.grad for parameter in parameters]
+
+
+def judge_buckets(trials: list[Trial]) -> tuple[list[Line], str]:
+    lines: list[Line] = []
+    for number, one in enumerate(trials):
+        found, hint = judge_one_bucketing(one)
+        lines += [each for each in found if number == 0 or not each.ok]
+        if hint:
+            case = f"With {one.run.world_size} ranks, {one.case}: " * (number > 0)
+            return lines, case + hint
+    return lines, ""
+
+
+def judge_one_bucketing(one: Trial) -> tuple[list[Line], str]:
+    run, size, limit = one.run, one.run.world_size, one.case.bucket_bytes
+    everyones = [gradients(rank) for rank in range(size)]
+    totals = [None if grads[0] is None else torch.stack(grads).sum(0) for grads in zip(*everyones)]
+    means = [None if total is None else total / size for total in totals]
+    right = sum(same(result, means) for result in run.results)
+    have = [p for p in parameters_with(everyones[0]) if p.grad is not None]
+    wanted = [sum(p.nbytes for p in bucket) for bucket in make_buckets(have, limit)]
+    sizes = [comm.nbytes for comm in reductions(run, 0)]
+    total = 2 * (size - 1) * sum(p.nbytes for p in have)
+    lines = [
+        line("right gradients on", f"{right} of {size} ranks", f"{size} of {size} ranks"),
+        line("all-reduces", len(sizes), len(wanted)),
+        line("bytes in each, in order", sizes, wanted),
+        line("bytes sent by all ranks", run.ledger.total_bytes(), total),
+    ]
+    if all(each.ok for each in lines):
+        return lines, ""
+    return lines, bucketing_mistake(run.results, everyones, totals, means, sizes, wanted, limit)
+
+
+def bucketing_mistake(results, everyones, totals, means, sizes, wanted, limit) -> str:
+    if any(result[FROZEN] is not None for result in results):
+        return "A parameter whose grad was None has one now. Frozen parameters are left alone."
+    if len(results) > 1 and all(same(result, totals) for result in results):
+        return "These are sums: divide by the number of ranks, or all_reduce with op='mean'."
+    if len(results) > 1 and all(same(result, own) for result, own in zip(results, everyones)):
+        return (
+            "Nothing happened to the gradients: the parts of the averaged bucket must go back into "
+            "each parameter.grad, in its shape."
+        )
+    if not all(same(result, means) for result in results):
+        wrong = next(i for i, mean in enumerate(means) if not same([results[0][i]], [mean]))
+        return (
+            f"Parameter number {wrong} (counted from 0), of shape {list(SHAPES[wrong])}, has a "
+            "wrong gradient. Cut the bucket in the order and sizes in which you filled it; the "
+            "last bucket is sent, too, full or not."
+        )
+    if not sizes:
+        return "There is no all-reduce in the ledger: average with all_reduce(flat, group)."
+    if len(sizes) == len(everyones[0]) - 1 and len(wanted) < len(sizes):
+        return "An all-reduce for each parameter: that is the naive way. Join several, then send."
+    if max(sizes) > max(limit, *wanted):
+        return (
+            f"A bucket of {max(sizes)} bytes is more than bucket_bytes={limit}. Only a single "
+            "parameter that is larger may be: it has a bucket to itself."
+        )
+    if sizes == wanted[::-1] or (sum(sizes) == sum(wanted) and sizes[0] != wanted[0]):
+        return (
+            "The buckets begin with the first parameters. Backward makes the gradients of the last "
+            "ones first: go through the parameters in reverse, so that a bucket is ready early."
+        )
+    if len(sizes) > len(wanted):
+        return (
+            f"{len(sizes)} all-reduces where {len(wanted)} are enough: fill a bucket until the "
+            "next parameter would not fit."
+        )
+    return "More is sent than the gradients need: average each bucket once."
+
+
+# ---- overlap ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Overlap:
+    layers: int = 6
+
+    def __str__(self) -> str:
+        return f"{self.layers} layers, two of which share a weight"
+
+
+class Layers(nn.Module):
+    """Layers of one weight each; the first is used again after the third, as a tied weight is."""
+
+    def __init__(self, layers: int):
+        super().__init__()
+        self.weights = nn.ParameterList(
+            torch.linspace(0.5 + i / 10, 1, 4, dtype=torch.float64) for i in range(layers)
+        )
+
+    def forward(self, x):
+        for number, weight in enumerate(self.weights):
+            x = (x * weight).tanh()
+            if number == 2:
+                x = x * self.weights[0]
+        return x
+
+
+def losses(model, rank: int):
+    """A micro-batch whose gradients are there already, and one whose backward is the learner's."""
+    generator = torch.Generator().manual_seed(rank)
+    first, last = torch.randn(2, 3, 4, dtype=torch.float64, generator=generator)
+    return model(first).sum(), model(last).sum()
+
+
+class CountingSender(ThreadPoolExecutor):
+    """Notes, at each hand-over, how many gradients were complete, and whether backward ran."""
+
+    def __init__(self, complete: list):
+        super().__init__(max_workers=1)
+        self.complete, self.seen = complete, []
+
+    def submit(self, fn, /, *args, **kwargs):
+        in_backward = torch._C._current_graph_task_id() != -1
+        self.seen.append((len(self.complete), in_backward))
+        return super().submit(fn, *args, **kwargs)
+
+
+def overlap_trial(fn, case: Overlap, group):
+    model = Layers(case.layers)
+    first, last = losses(model, group.rank())
+    first.backward()
+    complete: list = []
+    for weight in model.weights:
+        weight.register_post_accumulate_grad_hook(complete.append)
+    buckets = make_buckets(list(model.weights), 2 * 4 * 8)  # two weights each
+    sender = CountingSender(complete)
+    fn(last, buckets, sender, group)
+    grads = [weight.grad.clone() for weight in model.weights]
+    again = model(torch.ones(1, 4, dtype=torch.float64)).sum()
+    handed_over = len(sender.seen)
+    again.backward()  # a hook that was left behind would send once more
+    sender.shutdown()
+    return grads, sender.seen[:handed_over], len(sender.seen) - handed_over, len(buckets)
+
+
+def judge_overlap(trials: list[Trial]) -> tuple[list[Line], str]:
+    lines: list[Line] = []
+    for number, one in enumerate(trials):
+        found, hint = judge_one_overlap(one)
+        lines += [each for each in found if number == 0 or not each.ok]
+        if hint:
+            return lines, f"With {one.run.world_size} ranks: " * (number > 0) + hint
+    return lines, ""
+
+
+def judge_one_overlap(one: Trial) -> tuple[list[Line], str]:
+    run, size, layers = one.run, one.run.world_size, one.case.layers
+    local: list[list] = []  # of each rank: the gradients of both micro-batches
+    for rank in range(size):
+        model = Layers(layers)
+        both = losses(model, rank)
+        local.append([torch.autograd.grad(loss, list(model.weights)) for loss in both])
+    totals = [sum(first) + sum(last) for first, last in zip(*map(zip_all, zip(*local)))]
+    means = [total / size for total in totals]
+    grads, seen, left_behind, count = zip(*run.results)
+    right = sum(same(result, means) for result in grads)
+    moments = [complete for complete, in_backward in seen[0] if in_backward]
+    wanted = [2 * number + 2 for number in range(count[0])]
+    lines = [
+        line("right gradients on", f"{right} of {size} ranks", f"{size} of {size} ranks"),
+        line(
+            "handed over during backward",
+            f"{len(moments)} of {count[0]} buckets",
+            f"{count[0]} of {count[0]} buckets",
+        ),
+        line("gradients complete at each hand-over", moments, wanted),
+        line("hooks left behind", any(left_behind), False),
+    ]
+    if all(each.ok for each in lines):
+        return lines, ""
+    return lines, overlap_mistake(
+        run, size, local, totals, means, grads, seen[0], moments, left_behind
+    )
+
+
+def zip_all(per_rank):
+    return list(zip(*per_rank))
+
+
+def overlap_mistake(run, size, local, totals, means, grads, seen, moments, left_behind) -> str:
+    firsts, lasts = (
+        [sum(grads) / size for grads in zip_all(rank[which] for rank in local)] for which in (0, 1)
+    )
+    if size > 1 and all(same(result, totals) for result in grads):
+        return "These are sums: hand over a function that averages, such as data_parallel.mean."
+    either = [
+        [first if same([grad], [first]) else mean for grad, first, mean in zip(*three)]
+        for three in ((result, firsts, means) for result in grads)
+    ]
+    wrong = not all(same(result, means) for result in grads)
+    if wrong and all(map(same, grads, either)):  # the last of each bucket, or all of them
+        return (
+            "The last micro-batch is missing: what left was .grad as it was before. A hook on the "
+            "parameter itself (register_hook) runs before its gradient is added to .grad; "
+            "register_post_accumulate_grad_hook runs after."
+        )
+    if all(same(result, lasts) for result in grads):
+        return (
+            "Only the last micro-batch was reduced: the earlier ones' gradients are in .grad "
+            "already, and the sum of all is what must leave. Send parameter.grad, in a "
+            "post-accumulate hook."
+        )
+    mixed = [[mine + last for mine, last in zip(rank[0], lasts)] for rank in local]
+    if size > 1 and all(same(result, own) for result, own in zip(grads, mixed)):
+        return (
+            "Only the last micro-batch was averaged; the earlier ones stay each rank's own, and "
+            "the ranks drift apart. Send parameter.grad, which holds the sum of all."
+        )
+    if not all(same(result, means) for result in grads):
+        return (
+            "Wrong gradients. A bucket may leave when the last of its parameters has its gradient, "
+            "not the first; and its mean goes back into .grad, part by part."
+        )
+    if not seen:
+        return (
+            "Nothing was handed to the sender: a call in the hook itself keeps backward waiting. "
+            "sender.submit(mean, flat, group) returns at once; wait with .result() after backward."
+        )
+    if not moments:
+        return (
+            "All buckets leave after backward: nothing is hidden. Let a hook on each parameter, "
+            "register_post_accumulate_grad_hook, hand over the bucket that it completes."
+        )
+    if len(moments) > len(seen) or len(seen) > len(set(seen)):
+        return "Several buckets leave at once: hand over each as soon as it is complete."
+    if any(left_behind):
+        return "Your hooks are still there in the next backward: keep the handles, .remove() them."
+    return "Each bucket leaves once, as soon as its own last gradient is there."
+
+
+EXERCISES = [
+    Exercise(
+        "average_in_buckets",
+        average_in_buckets,
+        bucket_trial,
+        [(3, Buckets(1300)), (3, Buckets(1)), (1, Buckets(1 << 20)), (4, Buckets(1 << 20))],
+        judge_buckets,
+        hints=[
+            "Go through reversed(parameters), those with a grad. Keep a list; before you add one "
+            "that would make it larger than bucket_bytes (p.grad.nbytes counts), send the list.",
+            "To send a list: flat = torch.cat([p.grad.flatten() for p in bucket]); flat = "
+            "all_reduce(flat, group, op='mean'); then parts = flat.split([p.numel() for p in "
+            "bucket]), and each p.grad = part.view_as(p). The last list is sent after the loop.",
+        ],
+        skeleton="""\
+def average_in_buckets(parameters, bucket_bytes, group):
+    def send(bucket):
+        flat = all_reduce(torch.cat(...), group, op="mean")
+        for p, part in zip(bucket, flat.split(...)):
+            p.grad = ...
+
+    bucket, held = [], 0
+    for p in reversed(...):
+        if bucket and held + p.grad.nbytes > bucket_bytes:
+            send(bucket)
+            bucket, held = [], 0
+        ...
+    if bucket:
+        send(bucket)""",
+        parts=ALL_REDUCES,
+    ),
+    Exercise(
+        "overlapped_backward",
+        overlapped_backward,
+        overlap_trial,
+        [(2, Overlap()), (3, Overlap()), (1, Overlap())],
+        judge_overlap,
+        hints=[
+            "p.register_post_accumulate_grad_hook(fn) calls fn(p) when p.grad is complete. Count "
+            "for each bucket how many are missing; at zero, sender.submit(mean, flatten(bucket), "
+            "group).",
+            "Keep what submit returns, by bucket. After loss.backward(): for each bucket, flat = "
+            "kept.result(), then unflatten(flat, bucket). Remove the hooks at the end.",
+        ],
+        skeleton="""\
+def overlapped_backward(loss, buckets, sender, group):
+    missing, leaving, hooks = [len(bucket) for bucket in buckets], {}, []
+    for number, bucket in enumerate(buckets):
+        def ready(p, number=number, bucket=bucket):
+            missing[number] -= 1
+            if ...:
+                leaving[number] = sender.submit(mean, flatten(bucket), group)
+        hooks += [p.register_post_accumulate_grad_hook(ready) for p in bucket]
+    loss.backward()
+    ...                                  # wait for each bucket, put its parts back
+    for hook in hooks:
+        hook.remove()""",
+        parts=ALL_REDUCES,
+    ),
+]

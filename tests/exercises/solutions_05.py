@@ -1,0 +1,44 @@
+"""Lesson 05, solved as a learner would."""
+
+import torch
+
+from mini_dist.collectives import all_reduce
+from mini_dist.data_parallel import flatten, mean, unflatten
+
+
+def average_in_buckets(parameters, bucket_bytes, group):
+    def send(bucket):
+        flat = all_reduce(torch.cat([p.grad.reshape(-1) for p in bucket]), group, op="mean")
+        start = 0
+        for p in bucket:
+            p.grad = flat[start : start + p.numel()].view(p.shape)
+            start += p.numel()
+
+    bucket, held = [], 0
+    for p in reversed(parameters):
+        if p.grad is None:
+            continue
+        if bucket and held + p.grad.nbytes > bucket_bytes:
+            send(bucket)
+            bucket, held = [], 0
+        bucket.append(p)
+        held += p.grad.nbytes
+    if bucket:
+        send(bucket)
+
+
+def overlapped_backward(loss, buckets, sender, group):
+    missing, leaving, hooks = [len(bucket) for bucket in buckets], {}, []
+    for number, bucket in enumerate(buckets):
+
+        def ready(p, number=number, bucket=bucket):
+            missing[number] -= 1
+            if missing[number] == 0:
+                leaving[number] = sender.submit(mean, flatten(bucket), group)
+
+        hooks += [p.register_post_accumulate_grad_hook(ready) for p in bucket]
+    loss.backward()
+    for number, bucket in enumerate(buckets):
+        unflatten(leaving[number].result(), bucket)
+    for hook in hooks:
+        hook.remove()
