@@ -8,6 +8,7 @@ nothing here overlaps with anything.
 
 from __future__ import annotations
 
+import ctypes
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -147,5 +148,6 @@ def from_file_(tensor: Tensor, path: Path, group) -> None:
         raise ValueError(f"{path} has {found} bytes of {tensor.nbytes}: it was cut off or replaced")
 
 
-def memory_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().view(torch.uint8).numpy())
+def memory_of(tensor: Tensor) -> ctypes.Array:
+    """Its bytes. (NumPy's view of them would forbid to resize the storage ever after.)"""
+    return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())

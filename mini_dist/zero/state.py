@@ -63,6 +63,8 @@ def join(shards: list[dict]) -> dict[str, dict[str, Tensor]]:
 
 
 def check_shards(shards: list[dict]) -> None:
+    if not shards:
+        raise ValueError("nothing to join: give the shards of all ranks")
     sizes, ranks = {shard["size"] for shard in shards}, [shard["rank"] for shard in shards]
     if len(sizes) != 1 or ranks != list(range(*sizes)):
         raise ValueError(
@@ -101,6 +103,12 @@ def load_state(model, state: dict[str, dict[str, Tensor]]) -> None:
             raise ValueError(
                 f"{name} is {found} in the state and {list(tensor.shape)} in the model"
             )
+    for unit in model.units:
+        first, *others = unit.names
+        for name in others:
+            for kind in state[first].keys() ^ state[name].keys():
+                without, other = (name, first) if kind in state[first] else (first, name)
+                raise ValueError(f"{without} has no {kind}, but {other} has")
     for name, tensor in untrained(model).items():
         tensor.copy_(state[name]["parameter"])
     for unit in model.units:

@@ -1,0 +1,210 @@
+"""Data parallelism and ZeRO: ours beside DDP, ZeroRedundancyOptimizer and FSDP2 on 4 ranks.
+
+Rows "step": one training step (forward, backward, AdamW) of the same GPT; all contestants take
+turns in the same processes, so that whatever else the machine does falls on all of them. Medians of
+the slowest rank.
+Rows "sent": bytes that rank 0 sends in a step, as the ledger counts them (a native collective: the
+least that any algorithm has to move). DDP and Overlapped send the same; ZeroRedundancyOptimizer
+all-reduces gradients and then broadcasts parameters, 3 where 2 do; FSDP2 gathers the root twice,
+ZeRO-3 once.
+Rows "on the sockets": the same as the kernel counts it. gloo's reduce-scatter is an all-reduce
+inside, and its broadcast a tree.
+Rows "memory": the most bytes allocated at once in making the model and two steps, on the rank that
+needs most.
+Losses of all contestants are compared in every run.
+"""
+
+import statistics
+import sys
+import time
+
+import torch
+from _form import Case, main
+
+from mini_dist import launch
+from mini_dist.config import ModelConfig
+from mini_dist.model import GPT, token_loss
+
+RANKS = 4
+CONFIG = ModelConfig(num_layers=4, d_model=256)  # 3.3 M parameters
+SEQUENCES = 2  # a rank
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def data(group):
+    generator = torch.Generator().manual_seed(group.rank())
+    shape = (SEQUENCES, CONFIG.seq_len + 1)
+    tokens = torch.randint(0, CONFIG.vocab_size, shape, generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+# Each makes a step: a function that trains once and returns the loss.
+
+
+def overlapped(group):
+    from mini_dist.data_parallel import Overlapped
+
+    model = Overlapped(GPT(CONFIG), group)
+    return plain_step(model, adamw(model.parameters()), group, model.finish)
+
+
+def ddp(group):
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(GPT(CONFIG), process_group=group)
+    return plain_step(model, adamw(model.parameters()), group)
+
+
+def zero_redundancy(group):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(GPT(CONFIG), process_group=group)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, process_group=group, lr=1e-3
+    )
+    return plain_step(model, optimizer, group)
+
+
+def fsdp2(group):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    gpt, mesh = GPT(CONFIG), DeviceMesh.from_group(group, "cpu")
+    for module in (*gpt.blocks, gpt):
+        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+    return plain_step(gpt, adamw(gpt.parameters()), group)
+
+
+def zero(stage, group):
+    from mini_dist import zero as stages
+
+    gpt = GPT(CONFIG)
+    model = getattr(stages, f"ZeRO{stage}")(gpt, group, adamw, units=gpt.blocks)
+    inputs, targets = data(group)
+
+    def step():
+        model.zero_grad()
+        loss = token_loss(model(inputs), targets).mean()
+        loss.backward()
+        model.step()
+        return loss.item()
+
+    return step
+
+
+def zero_1(group):
+    return zero(1, group)
+
+
+def zero_2(group):
+    return zero(2, group)
+
+
+def zero_3(group):
+    return zero(3, group)
+
+
+def plain_step(model, optimizer, group, finish=lambda: None):
+    inputs, targets = data(group)
+
+    def step():
+        optimizer.zero_grad()
+        loss = token_loss(model(inputs), targets).mean()
+        loss.backward()
+        finish()
+        optimizer.step()
+        return loss.item()
+
+    return step
+
+
+PAIRS = {  # ours, theirs, and what our step time may be of theirs
+    "Overlapped, DDP": (overlapped, ddp, 1.05),
+    "ZeRO-1, ZeroRedundancyOptimizer": (zero_1, zero_redundancy, 0.95),
+    "ZeRO-3, FSDP2": (zero_3, fsdp2, 0.7),
+}
+
+
+def in_turn(contestants, rounds, group):
+    """Seconds of every contestant's steps on this rank, and its first losses."""
+    steps = [make(group) for make in contestants]
+    losses = [[step() for _ in range(3)] for step in steps]
+    taken = [[] for _ in steps]
+    for turn in range(rounds):
+        order = list(range(len(steps)))
+        for i in order if turn % 2 else order[::-1]:
+            group.barrier().wait()
+            start = time.perf_counter()
+            steps[i]()
+            taken[i].append(time.perf_counter() - start)
+    return losses, taken
+
+
+def step_times(contestants, rounds):
+    """Milliseconds of a step, the slowest rank's, a median for each contestant."""
+    ranks = launch(in_turn, RANKS, (contestants, rounds), timeout=600, quiet=True).results
+    for losses, _ in ranks:
+        for other in losses[1:]:
+            torch.testing.assert_close(other, losses[0], rtol=1e-4, atol=0)
+    by_contestant = zip(*(taken for _, taken in ranks))
+    return [1e3 * statistics.median(map(max, zip(*rank))) for rank in by_contestant]
+
+
+def one_step(make, group):
+    """A second step, for what is sent in it; the first sets things up."""
+    step = make(group)
+    step()
+    group.recorder.phases.set("the counted step")
+    began = time.time()
+    step()
+    return began
+
+
+def sent_in_a_step(make):
+    """(by the ledger, on the sockets) in MB, rank 0's."""
+    run = launch(one_step, RANKS, (make,), quiet=True)
+    ledger = sum(c.sent for c in run.ledger.leaves(rank=0) if c.start >= run.results[0])
+    return ledger / 1e6
+
+
+def peak_on_a_rank(make, group):
+    """Allocated at once in making the model and two steps, MB."""
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step = make(group)
+        step()
+        step()
+    held = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak / 1e6
+
+
+def peak(make):
+    return max(launch(peak_on_a_rank, RANKS, (make,), timeout=300, quiet=True).results)
+
+
+def cases(long):
+    rounds = 40 if long else 15
+    contestants = [side for ours, theirs, _ in PAIRS.values() for side in (ours, theirs)]
+    times = iter(step_times(contestants, rounds))
+    for name, (_, _, bar) in PAIRS.items():
+        yield given(f"step, {name}", next(times), next(times), "ms", bar)
+    for name, (ours, theirs, _) in PAIRS.items():
+        yield given(f"sent, {name}", sent_in_a_step(ours), sent_in_a_step(theirs), "MB", 1.0)
+    for name, (ours, theirs, _) in PAIRS.items():
+        yield given(f"memory, {name}", peak(ours), peak(theirs), "MB", 1.0)
+
+
+def given(name, ours, theirs, unit, bar):
+    """A row whose two figures were taken together."""
+    return Case(name, lambda: ours, theirs, bar=bar, unit=unit, repeats=1, warmup=0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(cases, __doc__))
