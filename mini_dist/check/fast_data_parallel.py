@@ -270,8 +270,9 @@ def overlap_mistake(run, size, local, totals, means, grads, seen, moments, left_
     wrong = not all(same(result, means) for result in grads)
     if wrong and all(map(same, grads, either)):  # the last of each bucket, or all of them
         return (
-            "The last micro-batch is missing: what left was .grad as it was before. A hook on the "
-            "parameter itself (register_hook) runs before its gradient is added to .grad; "
+            "The last micro-batch is missing where a gradient came last in its bucket. Either the "
+            "bucket left with the first of its gradients, not the last; or your hook is on the "
+            "parameter itself (register_hook), which runs before its gradient is added to .grad: "
             "register_post_accumulate_grad_hook runs after."
         )
     if all(same(result, lasts) for result in grads):

@@ -198,7 +198,7 @@ def leaves_its_hooks_behind(loss, buckets, sender, group):
         unflatten(leaving[number].result(), bucket)
 
 
-@overlap_wrong("not the first")
+@overlap_wrong("with the first of its gradients, not the last")
 def leaves_with_the_first_gradient(loss, buckets, sender, group):
     leaving, hooks = {}, []
     for number, bucket in enumerate(buckets):
