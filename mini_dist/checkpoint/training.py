@@ -69,10 +69,11 @@ class Training:
             members = dist.get_process_group_ranks(group)
             self.group = dist.new_group(members, use_local_synchronization=True)
             self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        held = self.held()
+        shards = [unit.shard for model in self.models for unit in getattr(model, "units", ())]
+        known = {*self.places(), *shards}
         for optimizer in self.optimizers:
             for tensor in stepped(optimizer):
-                if tensor not in held:
+                if tensor not in known:
                     raise ValueError(
                         f"an optimizer steps a tensor of shape {list(tensor.shape)} that is in "
                         "none of the models: give the models that its parameters are from"

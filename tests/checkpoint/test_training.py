@@ -3,16 +3,19 @@
 import os
 import random
 import signal
+from functools import partial
 
 import pytest
 import torch
 
 from mini_dist import GPT, ModelConfig, RankError, launch
-from mini_dist.checkpoint import Training
+from mini_dist.checkpoint import CheckpointError, Training
 from mini_dist.collectives import all_reduce
 from mini_dist.data import Batches
 from mini_dist.data_parallel import Naive
+from mini_dist.mesh import Mesh
 from mini_dist.model import token_loss
+from mini_dist.tensor_parallel import GPT_PLAN, shard_model, vocab_parallel_cross_entropy
 from mini_dist.zero import ZeRO1, ZeRO2, ZeRO3
 
 CONFIG = ModelConfig(d_model=16, num_layers=2, num_heads=2, seq_len=8, tied_embedding=True)
@@ -30,40 +33,39 @@ def sgd(parameters):
 
 
 def make(strategy, group, config=CONFIG, dtype=torch.float64, optimizer=adamw):
-    """(model, optimizer, step): step() after backward of this rank's part of the batch."""
+    """(model, optimizer, dp group, loss function) of strategies joined by a "*"."""
     gpt = GPT(config, seed=0, dtype=dtype)
-    if strategy == "alone":
-        optimizer = optimizer(gpt.parameters())
-        return gpt, optimizer, optimizer.step
-    if strategy == "dp":
-        model = Naive(gpt, group)
-        optimizer = optimizer(model.parameters())
-
-        def step():
-            model.finish()
-            optimizer.step()
-
-        return model, optimizer, step
-    model = ZEROS[strategy](gpt, group, optimizer, units=gpt.blocks)
-    return model, model.optimizer, model.step
+    loss = token_loss
+    if strategy.startswith("tp*"):
+        mesh = Mesh(group, dp=group.size() // 2, tp=2)
+        shard_model(gpt, GPT_PLAN, mesh["tp"])
+        group, loss = mesh["dp"], partial(vocab_parallel_cross_entropy, group=mesh["tp"])
+    strategy = strategy.removeprefix("tp*")
+    if strategy in ZEROS:
+        model = ZEROS[strategy](gpt, group, optimizer, units=gpt.blocks)
+        return model, model.optimizer, group, loss
+    model = Naive(gpt, group)
+    return model, optimizer(model.parameters()), group, loss
 
 
 def train(directory, strategy, until, group, every=None, kill=None, background=False, **how):
     """Losses of the steps that were run, by number; saves at the end, and each `every` steps."""
-    model, optimizer, step = make(strategy, group, **how)
+    model, optimizer, dp, loss_of = make(strategy, group, **how)
     training = Training(model, optimizer, group, background=background)
     saved = training.resume(directory)
-    batches = Batches(TEXT, BATCH, CONFIG.seq_len, rank=group.rank(), size=group.size())
+    batches = Batches(TEXT, BATCH, CONFIG.seq_len, rank=dp.rank(), size=dp.size())
     losses = {}
     for number in range(saved.step if saved else 0, until):
         model.zero_grad()
         inputs, targets = batches.batch(number)
-        loss = token_loss(model(inputs), targets).mean()
+        loss = loss_of(model(inputs), targets).mean()
         loss.backward()
         if kill == (number, group.rank()):
             os.kill(os.getpid(), signal.SIGKILL)
-        step()
-        losses[number] = all_reduce(loss.detach().reshape(1), group, op="mean").item()
+        model.finish()
+        optimizer.step()
+        model.share()
+        losses[number] = all_reduce(loss.detach().reshape(1), dp, op="mean").item()
         if every and (number + 1) % every == 0 and number + 1 < until:
             training.save(directory, number + 1)
     training.save(directory, until)
@@ -77,7 +79,7 @@ def train(directory, strategy, until, group, every=None, kill=None, background=F
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory):
     """One process, never stopped."""
-    run = launch(train, 1, (str(tmp_path_factory.mktemp("oracle")), "alone", 6))
+    run = launch(train, 1, (str(tmp_path_factory.mktemp("oracle")), "dp", 6))
     return run.results[0]
 
 
@@ -97,10 +99,13 @@ def resumed(tmp_path, before, after, oracle):
     [
         (("dp", 2), ("dp", 4)),
         (("dp", 4), ("zero3", 3)),
-        (("zero3", 3), ("alone", 1)),
+        (("zero3", 3), ("dp", 1)),
         (("zero1", 2), ("zero3", 4)),
         (("zero2", 4), ("dp", 2)),
-        (("alone", 1), ("zero2", 2)),
+        (("dp", 1), ("zero2", 2)),
+        (("tp*zero1", 4), ("zero3", 2)),
+        (("zero2", 3), ("tp*dp", 4)),
+        (("tp*dp", 2), ("tp*zero3", 4)),
     ],
     ids=lambda layout: "-".join(map(str, layout)),
 )
@@ -174,3 +179,264 @@ def test_a_killed_rank_costs_time_and_nothing_else(kill_number, tmp_path):
     assert first in (begun - 2, begun)  # the one before, if the last was not yet on the disk
     for rank in range(ranks):
         assert parts[rank] == {number: whole[rank][number] for number in range(first, steps)}
+
+
+# --- what cannot be resumed ---------------------------------------------------------------------
+
+
+def other_optimizer(directory, group):
+    train(directory, "dp", 2, group)
+    train(directory, "zero1", 3, group, optimizer=sgd)
+
+
+def other_size(directory, group):
+    train(directory, "zero3", 2, group)
+    train(directory, "zero3", 3, group, config=CONFIG.replace(d_ffn=48))
+
+
+def more_layers(directory, group):
+    train(directory, "zero3", 2, group)
+    train(directory, "zero3", 3, group, config=CONFIG.replace(num_layers=3))
+
+
+def fewer_layers(directory, group):
+    train(directory, "zero3", 2, group)
+    train(directory, "zero3", 3, group, config=CONFIG.replace(num_layers=1))
+
+
+REFUSED = {
+    other_optimizer: "was saved with AdamW, this training has SGD",
+    other_size: r"its blocks\.0\.ffn\.up\.weight is \[64, 16\], this model's \[48, 16\]",
+    more_layers: r"it has no blocks\.2\.attn_norm\.weight \[16\], which this model has",
+    fewer_layers: r"it has blocks\.1\.attn_norm\.weight \[16\], which this model lacks",
+}
+
+
+@pytest.mark.parametrize("fn", REFUSED, ids=lambda fn: fn.__name__)
+def test_the_checkpoint_of_another_training_is_refused_by_name(fn, tmp_path):
+    with pytest.raises(RankError, match=REFUSED[fn]):
+        launch(fn, 2, (str(tmp_path),))
+
+
+def foreign_parameters(group):
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 3)
+    with pytest.raises(ValueError, match=r"a tensor of shape \[3, 2\] that is in none"):
+        Training(model, adamw(other.parameters()), group)
+
+
+def counts_differ(directory, group):
+    """One process steps only what has a gradient; in a ZeRO unit all are stepped together."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = adamw(model.parameters())
+    for trained in (model.weight, model.bias), (model.weight,):
+        optimizer.zero_grad()
+        for parameter in trained:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    Training(model, optimizer, group).save(directory, 2)
+    sharded = ZeRO1(torch.nn.Linear(2, 2), group, adamw)
+    with pytest.raises(ValueError, match="weight/step is 2 and bias/step is 1, but here one optim"):
+        Training(sharded, (), group).resume(directory)
+
+
+def test_what_would_be_lost_or_mixed_is_refused(tmp_path):
+    launch(foreign_parameters, 1)
+    launch(counts_differ, 1, (str(tmp_path),))
+
+
+# --- small things --------------------------------------------------------------------------------
+
+
+def buffers_frozen_and_extra(directory, strategy, group):
+    def make():
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
+        model[0].weight.requires_grad = False
+        if strategy == "dp":
+            return Naive(model, group), adamw([p for p in model.parameters() if p.requires_grad])
+        sharded = ZEROS[strategy](model, group, adamw)
+        return sharded, sharded.optimizer
+
+    torch.manual_seed(0)
+    model, optimizer = make()
+    for _ in range(2):
+        model(torch.rand(4, 3)).sum().backward()
+        model.finish()
+        optimizer.step()
+        model.share()
+        model.zero_grad()
+    before = {name: t.clone() for name, t in model.module.state_dict().items()}
+    Training(model, optimizer, group).save(directory, 2, {"tokens": 24, "note": "as JSON"})
+    again, optimizer = make()
+    saved = Training(again, optimizer, group).resume(directory)
+    after = again.module.state_dict()
+    equal = all(torch.equal(before[name], after[name]) for name in before)
+    return saved.extra, saved.step, equal, list(saved.tensors)
+
+
+@pytest.mark.parametrize("strategy", ["dp", "zero1"])
+def test_frozen_parameters_buffers_and_extra_are_in_it(strategy, tmp_path):
+    run = launch(buffers_frozen_and_extra, 2, (str(tmp_path), strategy))
+    for extra, step, equal, names in run.results:
+        assert extra == {"tokens": 24, "note": "as JSON"} and step == 2 and equal
+        assert {"0.weight", "0.bias", "0.bias/exp_avg", "1.running_mean"} <= set(names)
+        assert "0.weight/exp_avg" not in names  # it is frozen
+
+
+def offloaded(directory, folder, group):
+    def steps(model, count, start=0):
+        batches = Batches(TEXT, BATCH, CONFIG.seq_len, rank=group.rank(), size=group.size())
+        for number in range(start, start + count):
+            inputs, targets = batches.batch(number)
+            loss = token_loss(model(inputs), targets).mean()
+            loss.backward()
+            model.step()
+            model.zero_grad()
+        return loss.item()
+
+    def make(folder):
+        gpt = GPT(CONFIG, seed=0)
+        return ZeRO3(gpt, group, adamw, units=gpt.blocks, offload=folder)
+
+    model = make(f"{folder}/a")
+    steps(model, 2)
+    Training(model, (), group).save(directory, 2)
+    again = make(f"{folder}/b")
+    saved = Training(again, (), group).resume(directory)
+    return steps(model, 2, 2) == steps(again, 2, saved.step)
+
+
+def test_what_zero_has_offloaded_to_files_is_saved_and_resumed(tmp_path):
+    run = launch(offloaded, 2, (str(tmp_path / "saved"), str(tmp_path)))
+    assert run.results == [True, True]
+
+
+def draws(directory, group):
+    import random
+
+    import numpy as np
+
+    def draw():
+        return torch.rand(3).tolist(), np.random.randn(3).tolist(), random.gauss(0, 1)
+
+    draw()  # gauss and randn keep one number back
+    training = Training(torch.nn.Linear(1, 1), (), group)
+    training.save(directory, 1)
+    expected = draw()
+    draw()
+    training.resume(directory)
+    return draw() == expected, expected
+
+
+def test_every_rank_goes_on_with_its_own_random_numbers(tmp_path):
+    results = launch(draws, 3, (str(tmp_path),)).results
+    assert all(same for same, _ in results)
+    assert len({str(expected) for _, expected in results}) == 3
+
+
+def slow_save(directory, group):
+    """Save in the background, change everything at once, and save again before it is written."""
+    import time
+
+    import mini_dist.checkpoint.files as files
+
+    write_shard = files.write_shard
+
+    def slow(*args):
+        time.sleep(0.3)
+        return write_shard(*args)
+
+    files.write_shard = slow
+    weight = torch.nn.Linear(2, 2)
+    training = Training(weight, (), group, background=True)
+    for step in (1, 2):
+        with torch.no_grad():
+            weight.weight.fill_(step)
+        training.save(directory, step)
+        with torch.no_grad():
+            weight.weight.fill_(-1)
+        all_reduce(torch.ones(5), group)  # the training goes on, in its own group
+    training.wait()
+    values = []
+    for step in (1, 2):
+        training.resume(directory, step)
+        values.append(weight.weight[0, 0].item())
+    return values
+
+
+def test_in_the_background_what_is_saved_is_what_was_there_and_saves_do_not_overlap(tmp_path):
+    assert launch(slow_save, 2, (str(tmp_path),)).results == [[1.0, 2.0]] * 2
+
+
+def background_failure(directory, group):
+    training = Training(torch.nn.Linear(2, 2), (), group, background=True)
+    if group.rank() == 0:
+        open(directory, "w").close()  # a file where the directory should be
+    training.save(f"{directory}", 1)
+    with pytest.raises(CheckpointError, match="rank 0: cannot write"):
+        training.wait()
+
+
+def test_an_error_in_the_background_is_raised_when_waited_for(tmp_path):
+    launch(background_failure, 2, (str(tmp_path / "file"),))
+
+
+# --- beside production ---------------------------------------------------------------------------
+
+
+def both_save(ours, theirs, group):
+    """The same training by Training and by torch.distributed.checkpoint; what each gives back."""
+    import warnings
+
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    warnings.simplefilter("ignore")
+
+    def make(seed):
+        model = GPT(CONFIG, seed=seed)
+        optimizer = adamw(model.parameters())
+        inputs, targets = Batches(TEXT, BATCH, CONFIG.seq_len).batch(seed)
+        token_loss(model(inputs), targets).mean().backward()
+        optimizer.step()
+        return model, optimizer
+
+    def tensors(model, optimizer):
+        found = dict(model.named_parameters())
+        for name, parameter in model.named_parameters():
+            found |= {f"{name}/{key}": t for key, t in optimizer.state[parameter].items()}
+        return {name: tensor.detach().clone() for name, tensor in found.items()}
+
+    model, optimizer = make(0)
+    saved = tensors(model, optimizer)
+    Training(model, optimizer, group).save(ours, 1)
+    dcp.save(
+        dict(zip(("model", "optimizer"), get_state_dict(model, optimizer))), checkpoint_id=theirs
+    )
+
+    by_us = make(1)
+    Training(*by_us, group).resume(ours)
+    by_them = make(2)
+    state = dict(zip(("model", "optimizer"), get_state_dict(*by_them)))
+    dcp.load(state, checkpoint_id=theirs)
+    loaded = {}
+    for name, parameter in by_them[0].named_parameters():
+        loaded[name] = state["model"][name]
+        states = state["optimizer"]["state"][name]
+        loaded |= {f"{name}/{key}": tensor for key, tensor in states.items()}
+    return saved, tensors(*by_us), loaded
+
+
+def test_values_and_size_are_those_of_torchs_distributed_checkpoint(tmp_path):
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    run = launch(both_save, 2, (str(ours), str(theirs)))
+    for saved, by_us, by_them in run.results:
+        assert saved.keys() == by_us.keys() == by_them.keys()
+        for name, tensor in saved.items():
+            assert torch.equal(tensor, by_us[name]) and torch.equal(tensor, by_them[name]), name
+    sizes = [
+        sum(f.stat().st_size for f in path.rglob("*") if f.is_file()) for path in (ours, theirs)
+    ]
+    state = 12 * GPT(CONFIG).num_parameters()  # float32: parameters, averages, squares, each once
+    for size in sizes:  # and headers, manifest, 8 bytes a count, 2 ranks' generators
+        assert state < size < 2 * state
+    assert sizes[0] < sizes[1] * 1.2
