@@ -43,6 +43,7 @@ def launch(
     timeout: float = 60.0,
     seed: int = 0,
     memory: bool = False,
+    count: bool = False,
     start: str | None = None,
     quiet: bool = False,
 ) -> Run:
@@ -54,7 +55,8 @@ def launch(
     Under torchrun the call joins the world that torchrun made instead of making one.
 
     timeout: seconds until a run that is not done is ended. memory: record bytes held by kind.
-    start: "fork" (warm, the default on Linux) or "spawn". quiet: do not show the ranks' prints.
+    count: record every kernel, for mini_dist.replay (slower). start: "fork" (warm, the default
+    on Linux) or "spawn". quiet: do not show the ranks' prints.
 
     Raises RankError if a rank fails, RankTimeout after `timeout`, ValueError or TypeError for
     arguments that cannot work.
@@ -62,7 +64,9 @@ def launch(
     if not callable(fn):
         raise TypeError(f"fn must be a function to call on each rank, not {fn!r}")
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        return join_torchrun(fn, world_size, args, kwargs or {}, seed=seed, memory=memory)
+        return join_torchrun(
+            fn, world_size, args, kwargs or {}, seed=seed, memory=memory, count=count
+        )
     if inside_a_rank():
         raise RuntimeError(
             "launch was called inside a rank: ranks cannot start ranks of their own. "
@@ -73,7 +77,7 @@ def launch(
     check_call(fn, args, kwargs or {})
     blob = to_bytes((fn, tuple(args), kwargs or {}), "the function or an argument")
     device = "cuda" if count_gpus() >= world_size else "cpu"
-    job = Job(blob, seed, memory, os.getcwd(), sys.path, rank_environment())
+    job = Job(blob, seed, memory, count, os.getcwd(), sys.path, rank_environment())
     with LOCK:
         return run_job(job, world_size, device, timeout, start, quiet)
 

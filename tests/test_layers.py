@@ -1,6 +1,6 @@
 """The layers of mini_dist: arrows point down only, and two files speak to torch.distributed.
 
-L5  check  widgets  draw  sweep   views
+L5  check  widgets  draw  sweep  replay   views
 L4  parallelize  train  checkpoint
 L3  the strategies                siblings: they never import each other
 L2  ops  grad_norm  replicas      emulate  watch  schedule  calculators
@@ -25,7 +25,7 @@ LAYERS = [
     {"ops", "grad_norm", "replicas", "emulate", "watch", "schedule", "calculators"},
     STRATEGIES,
     {"parallelize", "train", "checkpoint"},
-    {"check", "widgets", "draw", "sweep"},
+    {"check", "widgets", "draw", "sweep", "replay"},
 ]
 LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
 WITHOUT_TORCH = {"config", "calculators", "schedule"}

@@ -73,6 +73,7 @@ class Ledger:
     wire_bytes: list[tuple[int, int] | None]
     span: list[tuple[float, float]]
     memory: Any = None
+    programs: Any = None  # with launch(count=True): for each rank what it did, see counting.py
 
     def leaves(self, op=None, axis=None, phase=None, rank=None) -> Iterator[Comm]:
         """Communications that moved bytes themselves.
@@ -164,6 +165,7 @@ class Ledger:
             [export["wire_bytes"] for export in exports],
             [(export["started"], export["stopped"]) for export in exports],
             [export["memory"] for export in exports],
+            [export["program"] for export in exports],
         )
 
 

@@ -35,10 +35,10 @@ class Recorder:
         self.axes: dict[str, str] = {}  # group name -> axis of a mesh
         self.comms: list[list] = []  # rows of FIELDS
         self.phases = Phases()
-        self.started = self.stopped = self._wire = self.memory = None
+        self.started = self.stopped = self._wire = self.memory = self.counter = None
         self._thread = threading.local()  # autograd's hooks may communicate from another thread
 
-    def start(self, memory: bool) -> None:
+    def start(self, memory: bool, count: bool = False) -> None:
         """Begin with an empty page: what torch itself exchanged to set up is not the learner's."""
         self.comms, self.phases, self.memory = [], Phases(), None
         self.phases.watch()
@@ -46,11 +46,17 @@ class Recorder:
             self.memory = MemoryRecorder(self.phases)
             self._recording = self.memory.recording()
             self._recording.__enter__()
+        if count:
+            from .counting import Counter
+
+            self.counter = Counter(self.phases).__enter__()
         self._wire = wire_bytes()
         self.started = time.time()
 
     def stop(self) -> None:
         self.stopped = time.time()
+        if self.counter:
+            self.counter.__exit__()
         now = wire_bytes()
         self._wire = now and (now[0] - self._wire[0], now[1] - self._wire[1])
         self.phases.unwatch()
@@ -68,16 +74,24 @@ class Recorder:
             "stopped": self.stopped,
             "wire_bytes": self._wire,
             "memory": self.memory and self.memory.export(),
+            "program": self.counter and self.counter.export(self.comms),
         }
 
-    def begin(self, op: str, group: str, tensors, detail=None) -> list:
+    def begin(self, op: str, group: str, tensors, detail=None, tag: int = 0, filled=()) -> list:
         """Note a communication as it starts. `detail`: peer, root or splits, as `op` needs."""
         nbytes = sum(tensor.nbytes for tensor in tensors)
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
         parent = getattr(self._thread, "parent", None)
         row = [op, group, dtype, nbytes, detail, time.time(), None, self.phases.now, parent]
         self.comms.append(row)
+        if self.counter and detail != "collective":
+            self.counter.begin(row, tag, filled)
         return row
+
+    def waits(self, row: list) -> None:
+        """The rank goes on only when this communication is over."""
+        if self.counter:
+            self.counter.wait(row)
 
     @contextmanager
     def collective(self, op: str, group: str, tensors):
@@ -181,13 +195,15 @@ class Phases:
 class RecordedWork(dist._Work):
     """The handle of what its caller waits for: it ends then. A message has no other sign of it."""
 
-    def __init__(self, work, row: list, flight, number: int):
+    def __init__(self, work, row: list, recorder: Recorder, number: int):
         super().__init__()
-        self._work, self._row, self._flight, self._number = work, row, flight, number
+        self._work, self._row, self._number = work, row, number
+        self._recorder, self._flight = recorder, recorder.flight
 
     def wait(self, timeout=timedelta(0)) -> bool:
         if self._flight and not timeout:  # with one, this rank will go on in any case
             self._flight.wait(self._number)
+        self._recorder.waits(self._row)
         try:
             return self._work.wait(timeout) if timeout else self._work.wait()
         finally:
@@ -262,7 +278,7 @@ class RecordingGroup(dist.ProcessGroup):
         return self._message("recv_anysource", tensors, None, tag, f"any {self.me} {tag}")
 
     def _message(self, op, tensors, peer, tag, route):
-        row = self.recorder.begin(op, self.name, tensors, peer)
+        row = self.recorder.begin(op, self.name, tensors, peer, tag)
         flight, number = self.recorder.flight, -1
         if flight:
             shape = f"{row[2]}{list(tensors[0].shape)}"
@@ -275,13 +291,14 @@ class RecordingGroup(dist.ProcessGroup):
             )
         call = getattr(self.inner, op)
         work = call(tensors, tag) if peer is None else call(tensors, peer, tag)
-        return RecordedWork(work, row, flight, number)
+        return RecordedWork(work, row, self.recorder, number)
 
     # -- collectives --------------------------------------------------------------------------
 
     def _collective(self, method: str, op: str, tensors, args, opts, detail=None):
         """Note a native collective whose volume is that of `tensors`, then pass it on."""
-        row = self.recorder.begin(op, self.name, tensors, detail)
+        filled = torch.utils._pytree.tree_leaves(args[:1]) if self.recorder.counter else ()
+        row = self.recorder.begin(op, self.name, tensors, detail, filled=filled)
         flight, number = self.recorder.flight, -1
         waits = not getattr(opts, "asyncOp", True)
         if flight:
@@ -302,7 +319,7 @@ class RecordingGroup(dist.ProcessGroup):
         if work is None:
             return None
         if waits:  # a callback would run in gloo's thread, and the two would fight for the GIL
-            return RecordedWork(work, row, flight, number)
+            return RecordedWork(work, row, self.recorder, number)
 
         def ended(_):
             end(row)
@@ -312,7 +329,9 @@ class RecordingGroup(dist.ProcessGroup):
         try:
             work.get_future().add_done_callback(ended)
         except RuntimeError:  # gloo's reduce_scatter has no future
-            return RecordedWork(work, row, flight, number)
+            return RecordedWork(work, row, self.recorder, number)
+        if self.recorder.counter:  # what matters then is who waits for it, and where
+            return RecordedWork(work, row, self.recorder, number)
         return work
 
     def allreduce(self, tensors, opts=None):

@@ -32,6 +32,7 @@ class Job:
     blob: bytes  # (fn, args, kwargs), pickled
     seed: int
     memory: bool
+    count: bool
     directory: str  # the parent's working directory, sys.path and environment
     path: list[str]
     environment: dict[str, str]
@@ -146,7 +147,7 @@ def run(job: Job, group) -> Report:
             torch.cuda.set_device(group.device)
         seed_everything(job.seed + group.rank())
         function, args, kwargs = pickle.loads(job.blob)
-        recorder.start(memory=job.memory)
+        recorder.start(job.memory, job.count)
         result = function(*args, group, **kwargs)
         recorder.stop()
         blob = to_bytes(result, f"the result of rank {group.rank()}")

@@ -6,7 +6,7 @@ import os
 import time
 
 
-def join_torchrun(fn, world_size: int, args, kwargs, *, seed: int, memory: bool):
+def join_torchrun(fn, world_size: int, args, kwargs, *, seed: int, memory: bool, count: bool):
     """Call `fn` in this process as one of torchrun's ranks; every rank gets the whole Run."""
     import torch
     import torch.distributed as dist
@@ -32,7 +32,7 @@ def join_torchrun(fn, world_size: int, args, kwargs, *, seed: int, memory: bool)
     group = dist.group.WORLD
     began = time.perf_counter()
     seed_everything(seed + group.rank())
-    group.recorder.start(memory=memory)
+    group.recorder.start(memory, count)
     result = fn(*args, group, **kwargs)
     group.recorder.stop()
     both = [None] * actual

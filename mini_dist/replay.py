@@ -1,0 +1,487 @@
+"""What ran here, on another machine: the same kernels and the same messages, other rates and links.
+
+    run = launch(train, world_size=8, count=True)         # count: note every kernel
+    replay(run, "h100")                                   # 8 H100s in one node, NVLink
+    replay(run, "h100", nodes=2)                          # the same ranks on 2 nodes, InfiniBand
+    elsewhere(run)                                        # both, and A100s on a slow network
+
+Of the run only the order is kept: what each rank computed, what it sent, what it waited for, what
+another thread did for it. A kernel takes the time of the roofline in calculators.kernels: matrices
+on measured GEMM ceilings, everything else at the memory's rate. A message takes latency + bytes /
+bandwidth, begins when both sides are there, and each rank sends one and receives one at a time.
+A native collective (DDP's, say) is a ring, timed as the planner times it.
+
+What is left out: the host. It takes 5 to 10 microseconds to start a kernel from Python, so small
+models run slower than this says, unless CUDA graphs start them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import statistics
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .calculators import Hardware, hardware, readable
+from .calculators.kernels import collective_seconds, gemm_seconds
+from .calculators.links import Link
+from .calculators.machines import FLASH_BACKWARD, FLASH_FORWARD, KERNEL_SECONDS
+from .launch import launch
+from .ledger import Ledger
+from .ledger.counting import Begin, Done, Give, Join, Kernel, Phase, Stated, Take, Wait
+from .ledger.table import Table
+
+SLOW_NETWORK = 1.25e9  # bytes/s a device: 10 Gb/s Ethernet
+# float32 products on tensor cores run as TF32, at half the rate of bf16 (A100: 156 of 312 TFLOP/s;
+# H100: 494.5 of 989).
+SLOWER_IN_FP32 = 2
+NATIVE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")  # others: as one message
+
+
+class Span(NamedTuple):
+    """Something in replayed time, in seconds. kind: product, attention, stream, wait or message."""
+
+    rank: int
+    kind: str
+    name: str
+    start: float
+    end: float
+    peer: int | None = None  # of a message, which stands in its sender's row
+
+
+@dataclass
+class Elsewhere:
+    """A machine for the replay: how long a kernel takes, and which link joins two ranks.
+
+    wider: as if every side of every matrix were that many times longer: bytes grow with its
+    square, FLOPs with its cube. So a small run shows what a large model of that program would do.
+    """
+
+    machine: Hardware
+    wider: float = 1.0
+
+    @property
+    def peak_flops(self) -> float:
+        return self.machine.device.peak_flops
+
+    def kernel_seconds(self, kernel: Kernel) -> float:
+        device, w = self.machine.device, self.wider
+        nbytes, flops = w**2 * kernel.nbytes, w**3 * kernel.flops
+        slower = SLOWER_IN_FP32 if kernel.itemsize >= 4 else 1
+        if kernel.kind == "product" and kernel.shape:
+            batch, m, n, k = kernel.shape
+            one = gemm_seconds(device, w * m, w * n, w * k) - KERNEL_SECONDS
+            return slower * batch * one + KERNEL_SECONDS
+        if kernel.kind == "attention":
+            speed = FLASH_BACKWARD if kernel.name.endswith("backward") else FLASH_FORWARD
+            computed = flops / 2 if kernel.causal else flops
+            moved = nbytes / device.stream_bandwidth
+            return max(slower * computed / (speed * device.gemm_rate), moved) + KERNEL_SECONDS
+        # On a GPU torch's optimizers update all tensors in a few kernels ("foreach").
+        start = 0.0 if kernel.phase == "step" else KERNEL_SECONDS
+        return max(slower * flops / device.gemm_rate, nbytes / device.stream_bandwidth) + start
+
+    def link(self, source: int, target: int) -> Link:
+        size = self.machine.devices_per_node
+        if source // size == target // size:
+            return self.machine.node_link("send")
+        return self.machine.network_link()
+
+    def message_seconds(self, nbytes: int, source: int, target: int) -> float:
+        return self.link(source, target).seconds(self.wider**2 * nbytes)
+
+    def collective_seconds(self, op: str, nbytes: float, ranks: tuple[int, ...]) -> float:
+        """nbytes: of the whole tensor, as calculators.links counts."""
+        nbytes *= self.wider**2
+        stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        if op in NATIVE:
+            return collective_seconds(self.machine, op, nbytes, len(ranks), stride)
+        far = max(ranks, key=lambda rank: rank // self.machine.devices_per_node)
+        rounds = math.ceil(math.log2(len(ranks))) if len(ranks) > 1 else 0
+        return self.link(ranks[0], far).seconds(nbytes if op != "barrier" else 0, rounds)
+
+
+@dataclass
+class Replay:
+    """A replayed run. Times in seconds; a step lasts from one forward's begin to the next one's."""
+
+    machine: str
+    spans: list[Span]
+    num_ranks: int
+    steps: list[tuple[float, float]]
+    flops: float  # of a step, all ranks together, counted in the run
+    total_bytes: int  # of the whole run: sent, all ranks together
+    peak_flops: float  # of one device
+
+    @property
+    def seconds(self) -> float:
+        """Of a step: the mean of all but the first, if there are several."""
+        lengths = [end - start for start, end in self.steps]
+        return sum(lengths[1:]) / len(lengths[1:]) if len(lengths) > 1 else lengths[0]
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of a step in which a rank computes nothing and waits; the mean over the ranks.
+
+        In a pipeline this holds the bubble, too.
+        """
+        start, end = self.steps[-1]
+        waited = sum(
+            max(0.0, min(span.end, end) - max(span.start, start))
+            for span in self.spans
+            if span.kind == "wait"
+        )
+        return waited / self.num_ranks
+
+    @property
+    def mfu(self) -> float:
+        """Counted FLOPs / (time * datasheet peak): with recompute it is what papers call HFU."""
+        return self.flops / (self.seconds * self.num_ranks * self.peak_flops)
+
+    def row(self) -> tuple:
+        share = self.exposed / self.seconds if self.seconds else 0.0
+        return (
+            self.machine,
+            readable(self.seconds, "s"),
+            readable(self.exposed, "s"),
+            f"{share:.0%}",
+            f"{self.mfu:.1%}",
+        )
+
+    def table(self) -> Table:
+        return Table(HEAD, [self.row()])
+
+    def timeline(self, title: str = ""):
+        """The last step as a picture: what each rank computes, and where it waits."""
+        from .draw import replayed
+
+        return replayed(self, title)
+
+    def __repr__(self) -> str:
+        return repr(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+
+HEAD = ["machine", "a step", "exposed", "of the step", "MFU"]
+
+
+def replay(
+    run, machine: Hardware | str | Elsewhere = "h100", *, nodes: int = 1, wider: float = 1.0
+) -> Replay:
+    """Play `run`, made by launch(..., count=True), on another machine.
+
+    machine: a name of calculators.HARDWARE, a Hardware, or anything with Elsewhere's functions
+    (`measure_here()`). nodes: over how many its ranks are spread, evenly; with 1 they share one,
+    however many they are. wider: see Elsewhere. Raises ValueError for a run that was not counted.
+    """
+    ledger: Ledger = run.ledger if hasattr(run, "ledger") else run
+    if not ledger.programs or ledger.programs[0] is None:
+        raise ValueError("this run's kernels were not counted: launch it with count=True.")
+    size = len(ledger.programs)
+    if isinstance(machine, str):
+        machine = hardware(machine)
+    if isinstance(machine, Hardware):
+        if nodes < 1 or size % nodes:
+            raise ValueError(f"nodes={nodes} does not divide the {size} ranks of the run.")
+        placed = machine.replace(devices_per_node=size // nodes)
+        name = f"{size} x {machine.device.name}" + (f" on {nodes} nodes" if nodes > 1 else "")
+        machine = Elsewhere(placed, wider)
+    else:
+        name = machine.name
+    player = Player(ledger, machine)
+    player.play()
+    flops = getattr(machine, "wider", 1.0) ** 3 * player.flops_of_a_step()
+    return Replay(
+        name, player.spans, size, player.steps(), flops, ledger.total_bytes(), machine.peak_flops
+    )
+
+
+def elsewhere(run, wider: float = 1.0) -> Table:
+    """One run on three machines: an H100 node, two of them, and A100s with 10 Gb/s between each."""
+    size = len(run.ledger.programs or [0])
+    slow = hardware("a100-80").replace(network_bandwidth=SLOW_NETWORK)
+    found = [replay(run, "h100", wider=wider)]
+    if size % 2 == 0:
+        found.append(replay(run, "h100", nodes=2, wider=wider))
+    apart = replay(run, slow, nodes=size, wider=wider)
+    apart.machine += ", 10 Gb/s"
+    rows = [each.row() for each in [*found, apart]]
+    return Table(HEAD, rows, "this program elsewhere" + (f", {wider:g} x wider" * (wider != 1)))
+
+
+# ---- this machine ----------------------------------------------------------------------------
+
+
+@dataclass
+class Here:
+    """This machine as the replay takes it: every kernel's own time, one link between all ranks.
+
+    host_seconds: what Python, autograd and the dispatcher take beside each kernel.
+    """
+
+    kernels: dict[tuple, float]
+    host_seconds: float
+    between: Link
+    name: str = "this machine, measured"
+    peak_flops: float = hardware("laptop").device.peak_flops / 2  # of one core
+
+    def kernel_seconds(self, kernel: Kernel) -> float:
+        return self.kernels[kernel.signature] + self.host_seconds
+
+    def link(self, source: int, target: int) -> Link:
+        return self.between
+
+    def message_seconds(self, nbytes: int, source: int, target: int) -> float:
+        return self.between.seconds(nbytes)
+
+    def collective_seconds(self, op: str, nbytes: float, ranks: tuple[int, ...]) -> float:
+        size = len(ranks)
+        rounds = (size - 1) * (2 if op == "all_reduce" else 1)
+        return self.between.seconds(nbytes / size if op != "barrier" else 0, rounds)
+
+
+def measure_here(run) -> Here:
+    """This machine's rates: of kernels as they were in a counted `run`, of links and of the host as
+    two small runs of their own find them. Good for as many ranks as there are cores."""
+    seconds: dict[tuple, list[float]] = defaultdict(list)
+    for program in run.ledger.programs:
+        for _, event in program:
+            if isinstance(event, Kernel):
+                seconds[event.signature].append(event.seconds)
+    kernels = {signature: statistics.median(found) for signature, found in seconds.items()}
+    return Here(kernels, measure_host(), measure_link())
+
+
+def measure_link(sizes=(8, 2**16, 2**20, 2**22), repeats: int = 20) -> Link:
+    """Latency and bandwidth of messages between two ranks, both directions busy at once."""
+    fastest = launch(exchange_each, 2, (sizes, repeats), quiet=True).results[0]
+    latency = fastest[0]
+    slopes = [(t - latency) / nbytes for nbytes, t in zip(sizes[1:], fastest[1:])]
+    return Link(latency, 1 / max(statistics.median(slopes), 1e-12))
+
+
+def exchange_each(sizes, repeats, group) -> list[float]:
+    import torch
+
+    from .collectives import exchange
+
+    found, peer = [], 1 - group.rank()
+    for nbytes in sizes:
+        x, times = torch.ones(max(1, nbytes // 4)), []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            exchange(x, peer, peer, group)
+            times.append(time.perf_counter() - began)
+        found.append(statistics.median(times))
+    return found
+
+
+def measure_host() -> float:
+    """Seconds a kernel that are not the kernel's, in steps of a model that is all host."""
+    run = launch(tiny_steps, 1, (20,), quiet=True)
+    counted = launch(tiny_steps, 1, (3,), count=True, quiet=True)
+    step = statistics.median(run.results[0][2:])
+    player = [event for _, event in counted.ledger.programs[0] if isinstance(event, Kernel)]
+    inside = sum(event.seconds for event in player)
+    # the kernels' own time in the counted run is that of three steps
+    return max(0.0, (step - inside / 3) / (len(player) / 3))
+
+
+def tiny_steps(steps: int, group) -> list[float]:
+    import torch
+
+    from .config import ModelConfig
+    from .model import GPT, token_loss
+
+    config = ModelConfig(vocab_size=8, seq_len=4, d_model=8, num_layers=2, num_heads=2)
+    model, times = GPT(config), []
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.zeros(1, 5, dtype=torch.long)
+    for _ in range(steps):
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        token_loss(model(tokens[:, :-1]), tokens[:, 1:]).mean().backward()
+        optimizer.step()
+        times.append(time.perf_counter() - began)
+    return times
+
+
+# ---- the player ----------------------------------------------------------------------------------
+
+
+class Line(NamedTuple):
+    """One line of execution: a rank's main thread (0), or another thread that works for it."""
+
+    rank: int
+    thread: int
+
+
+class Player:
+    """Runs every line of every rank in replayed time, the earliest first.
+
+    A line stops where it has to wait for something whose end is not known yet: a message whose
+    other side is not there, a task. Whoever finds out the end wakes it.
+    """
+
+    def __init__(self, ledger: Ledger, machine) -> None:
+        self.machine = machine
+        self.events: dict[Line, list] = {Line(rank, 0): [] for rank in range(len(ledger.programs))}
+        for rank, program in enumerate(ledger.programs):
+            for thread, event in program:
+                self.events.setdefault(Line(rank, thread), []).append(event)
+        self.comms: list[list] = [[] for _ in ledger.programs]
+        for comm in ledger.comms:
+            self.comms[comm.rank].append(comm)
+        self.place = dict.fromkeys(self.events, 0)  # in a line's events
+        self.clock = dict.fromkeys(self.events, 0.0)
+        self.ends: dict[tuple, float] = {}  # when something was over, as far as that is known
+        self.waiting: dict[tuple, list[Line]] = defaultdict(list)
+        self.sides: dict[tuple, dict] = defaultdict(dict)  # begun so far: rank -> (comm, moment)
+        self.numbers: dict[tuple, int] = defaultdict(int)
+        self.unwaited: dict[int, list] = defaultdict(list)  # native collectives of a rank
+        self.device_free = [0.0] * len(ledger.programs)
+        self.way_free: dict[tuple, float] = defaultdict(float)
+        self.phases: list[list[tuple[float, str]]] = [[] for _ in ledger.programs]
+        self.spans: list[Span] = []
+        self.ready: list[tuple[float, Line]] = []
+
+    def play(self) -> None:
+        for line in self.events:
+            self.wake(line)
+        while self.ready:  # one event, then it is another line's turn, if that is earlier
+            _, line = heapq.heappop(self.ready)
+            events, place = self.events[line], self.place[line]
+            if place < len(events) and self.goes_on(line, events[place]):
+                self.place[line] += 1
+                self.wake(line)
+        for line, place in self.place.items():
+            if place < len(self.events[line]):
+                raise ValueError(
+                    f"rank {line.rank} waits for ever at {self.events[line][place]}: its other "
+                    "side is not in the ledger."
+                )
+
+    def wake(self, line: Line) -> None:
+        heapq.heappush(self.ready, (self.clock[line], line))
+
+    def over(self, what: tuple, end: float) -> None:
+        self.ends[what] = end
+        for line in self.waiting.pop(what, ()):
+            self.wake(line)
+
+    def goes_on(self, line: Line, event) -> bool:
+        """Play one event; False if the line has to wait, for what it will be woken by."""
+        rank = line.rank
+        if isinstance(event, (Kernel, Stated)):
+            stated = isinstance(event, Stated)
+            seconds = event.seconds if stated else self.machine.kernel_seconds(event)
+            start = max(self.clock[line], self.device_free[rank])
+            self.clock[line] = self.device_free[rank] = start + seconds
+            kind = "stated" if stated else event.kind
+            self.spans.append(Span(rank, kind, event.name, start, start + seconds))
+        elif isinstance(event, Begin):
+            self.begin(line, event)
+        elif isinstance(event, Wait):
+            return self.wait(line, (rank, event.comm))
+        elif isinstance(event, Give):
+            self.over(("given", rank, event.task), self.clock[line])
+        elif isinstance(event, Take):
+            return self.wait(line, ("given", rank, event.task))
+        elif isinstance(event, Done):
+            self.over(("done", rank, event.task), self.clock[line])
+        elif isinstance(event, Join):
+            return self.wait(line, ("done", rank, event.task))
+        elif isinstance(event, Phase):
+            # whatever C++ waited for and nobody read: over when backward is
+            if event.name == "step":
+                for comm in self.unwaited[rank]:
+                    if not self.wait(line, (rank, comm)):
+                        return False
+                self.unwaited[rank].clear()
+            self.phases[rank].append((self.clock[line], event.name))
+        return True
+
+    def wait(self, line: Line, what: tuple) -> bool:
+        if what not in self.ends:
+            self.waiting[what].append(line)
+            return False
+        end = self.ends[what]
+        if end > self.clock[line]:
+            if line.thread == 0:
+                self.spans.append(Span(line.rank, "wait", str(what[0]), self.clock[line], end))
+            self.clock[line] = end
+        return True
+
+    def begin(self, line: Line, event: Begin) -> None:
+        """Note this side of a message or collective; when all sides are there it takes place."""
+        rank, comm = line.rank, self.comms[line.rank][event.comm]
+        if comm.op == "recv_anysource":
+            raise ValueError("a receive from any source has no other side that replay could know.")
+        if comm.op in ("send", "recv"):
+            (peer,) = comm.peers
+            ends = (rank, peer) if comm.op == "send" else (peer, rank)
+            name, needed = (comm.group, ends, event.tag), 2
+        else:
+            ends, name, needed = None, (comm.group,), len(comm.group)
+            self.unwaited[rank].append(event.comm)
+        # between two ranks those with the same name stay in order, and so do a group's collectives
+        key = (*name, self.numbers[rank, name])
+        self.numbers[rank, name] += 1
+        sides = self.sides[key]
+        sides[rank] = (event.comm, self.clock[line])
+        if len(sides) == needed:
+            self.takes_place(comm, ends, self.sides.pop(key))
+
+    def takes_place(self, comm, ends: tuple[int, int] | None, sides: dict) -> None:
+        begun = max(moment for _, moment in sides.values())
+        if ends:
+            source, target = ends
+            link = self.machine.link(source, target)
+            ways = [("out", source, link), ("in", target, link)]
+            seconds = self.machine.message_seconds(comm.nbytes, source, target)
+        else:
+            ways = [("collective", rank) for rank in comm.group]
+            gathered = comm.op in ("all_gather", "gather", "scatter")
+            nbytes = comm.nbytes * (len(comm.group) if gathered else 1)
+            seconds = self.machine.collective_seconds(comm.op, nbytes, comm.group)
+        start = max(begun, *(self.way_free[way] for way in ways))
+        for way in ways:
+            self.way_free[way] = start + seconds
+        for rank, (number, _) in sides.items():
+            self.over((rank, number), start + seconds)
+        row, peer = (ends[0], ends[1]) if ends else (comm.group[0], None)
+        self.spans.append(Span(row, "message", comm.op, start, start + seconds, peer))
+
+    # -- what came of it --
+
+    def end(self) -> float:
+        return max(self.clock.values())
+
+    def steps(self) -> list[tuple[float, float]]:
+        """Rank 0's steps: from the forward after an optimizer's step to the next one."""
+        starts = [
+            moment
+            for (_, before), (moment, phase) in zip([(0.0, ""), *self.phases[0]], self.phases[0])
+            if phase == "forward" and before in ("", "setup", "step")
+        ] or [0.0]
+        return list(zip(starts, [*starts[1:], self.end()]))
+
+    def flops_of_a_step(self) -> float:
+        """Counted FLOPs of the last step, all ranks together."""
+        total = 0.0
+        for line, events in self.events.items():
+            flops, before = 0.0, ""
+            for event in events:
+                if isinstance(event, Phase):
+                    if event.name == "forward" and before in ("", "setup", "step"):
+                        flops = 0.0
+                    before = event.name
+                elif isinstance(event, Kernel):
+                    flops += event.flops
+            total += flops if line.thread == 0 else 0.0
+        return total
