@@ -17,6 +17,7 @@ part of the batch.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -39,13 +40,12 @@ from .replicas import Replica
 from .schedule import Schedule, build
 from .tensor_parallel import (
     GPT_PLAN,
-    SEQUENCE,
+    SEQUENCE_AGAIN,
     TENSOR,
     ParallelMLP,
     add_up_parts,
     shard_model,
     vocab_parallel_cross_entropy,
-    who_adds_up,
 )
 from .train import Step, accumulate, count_tokens, over_ranks, update
 from .train import split as split_batch
@@ -86,7 +86,7 @@ def parallelize(
     for stage in stages.values():
         # tp cuts every matrix, and with sequence parallelism what it would leave whole.
         if layout.tp > 1:
-            pair = SEQUENCE if layout.sequence_parallel else TENSOR
+            pair = SEQUENCE_AGAIN if layout.sequence_parallel else TENSOR
             shard_model(stage, PLAN, mesh["tp"], pair=pair)
 
         # ep spreads the experts.
@@ -100,7 +100,9 @@ def parallelize(
     # dp cuts the batch. To a gradient it is all the same whether other tokens come from other rows
     # or from another part of the sequence, so cp belongs to the same group.
     replicas = replicate(stages, layout, mesh, make_optimizer)
-    return ParallelModel(config, layout, mesh, schedule, stages, replicas, make_optimizer, precision)
+    return ParallelModel(
+        config, layout, mesh, schedule, stages, replicas, make_optimizer, precision
+    )
 
 
 class ParallelModel(Replica):
@@ -110,16 +112,12 @@ class ParallelModel(Replica):
     """
 
     def __init__(
-        self, config, layout, mesh, schedule, stages, replicas, make_optimizer, precision
+        self, config, layout, mesh, schedule, stages, replicas, optimizer, precision
     ) -> None:
         super().__init__(nn.ModuleList(replicas))
         self.config, self.layout, self.mesh, self.precision = config, layout, mesh, precision
-        self.stages, self.replicas = stages, replicas
+        self.stages, self.replicas, self.optimizer = stages, replicas, optimizer
         self.group = mesh["dp", "cp"]
-        self.optimizer = Together(
-            replica.optimizer if isinstance(replica, ZeRO1) else make_optimizer(replica.trained())
-            for replica in replicas
-        )
         self.holders = holders(stages, replicas, layout, mesh)
         self.pipeline = None
         self.share_of_loss = 1.0
@@ -296,6 +294,9 @@ def replicate(
             # Micro-batches overlap in a stage, so nothing can stay from the start of one's forward
             # to the end of its backward: embedding and head are units, too, and there is no root.
             units += [part for part in (stage.embed, stage.head) if part is not None]
+        if layout.pp > 1 and layout.zero == 3:
+            # the embedding's forward has no input with a gradient: its hook is meant to run still
+            warnings.filterwarnings("ignore", message="Full backward hook is firing")
         wrap = partial(strategy(layout), make_optimizer=make_optimizer)
         replicas.append(wrap(stage, mesh["dp", "cp"], units=units, ignored=elsewhere))
         if len(experts):

@@ -98,7 +98,8 @@ def _dp(config, layout, how, pp_rank) -> list[Line]:
     """Gradients, and the parameters that ZeRO gathers ([ZeRO] section 7).
 
     ZeRO-3 gathers a layer once for forward and once for backward, but what is outside the layers
-    (embedding, head) only once a micro-batch: it stays from one to the other.
+    (embedding, head) only once a micro-batch: it stays from one to the other. Not in a pipeline,
+    where other micro-batches come in between: there it is a layer like any other.
     """
     held, outer = parameters_of_rank(config, layout, pp_rank), held_outside(config, layout, pp_rank)
     ways, m, g, e = (
@@ -107,11 +108,16 @@ def _dp(config, layout, how, pp_rank) -> list[Line]:
         how.reduce_bytes,
         how.activation_bytes,
     )
+    stays = layout.pp == 1
     formula, each, once = {
         0: ("2 g P", 2 * g, 0),
         1: ("g P + e P", g + e, 0),
         2: (f"{m} g P + e P", m * g + e, 0),
-        3: (f"{m} (g P + 2 e P - e P_outside)", m * (g + 2 * e), m * e),
+        3: (
+            f"{m} (g P + 2 e P{' - e P_outside' if stays else ''})",
+            m * (g + 2 * e),
+            m * e * stays,
+        ),
     }[layout.zero]
     lines = []
     for name, numel, outside, size in (
