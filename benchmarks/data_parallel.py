@@ -3,12 +3,12 @@
 Rows "step": one training step (forward, backward, AdamW) of the same GPT; all contestants take
 turns in the same processes, so that whatever else the machine does falls on all of them. Medians of
 the slowest rank.
-Rows "sent": bytes that rank 0 sends in a step, as the ledger counts them (a native collective: the
-least that any algorithm has to move). DDP and Overlapped send the same; ZeroRedundancyOptimizer
-all-reduces gradients and then broadcasts parameters, 3 where 2 do; FSDP2 gathers the root twice,
-ZeRO-3 once.
+Rows "sent": what rank 0 sends in a step, as the ledger counts it (a native collective: the least
+that any algorithm has to move). Overlapped and DDP send the same. ZeroRedundancyOptimizer
+all-reduces gradients and then broadcasts parameters, 3 where ZeRO-1's 2 do. FSDP2 gathers the root
+for forward and again for backward, ZeRO-3 once.
 Rows "on the sockets": the same as the kernel counts it. gloo's reduce-scatter is an all-reduce
-inside, and its broadcast a tree.
+inside, twice the bytes.
 Rows "memory": the most bytes allocated at once in making the model and two steps, on the rank that
 needs most.
 Losses of all contestants are compared in every run.
@@ -23,6 +23,7 @@ from _form import Case, main
 
 from mini_dist import launch
 from mini_dist.config import ModelConfig
+from mini_dist.ledger.wire import wire_bytes
 from mini_dist.model import GPT, token_loss
 
 RANKS = 4
@@ -67,6 +68,12 @@ def zero_redundancy(group):
         model.parameters(), torch.optim.AdamW, process_group=group, lr=1e-3
     )
     return plain_step(model, optimizer, group)
+
+
+def fsdp2_on_our_ring(group):
+    from mini_dist.backend import own_backend
+
+    return fsdp2(own_backend(group))
 
 
 def fsdp2(group):
@@ -126,6 +133,7 @@ PAIRS = {  # ours, theirs, and what our step time may be of theirs
     "Overlapped, DDP": (overlapped, ddp, 1.05),
     "ZeRO-1, ZeroRedundancyOptimizer": (zero_1, zero_redundancy, 0.95),
     "ZeRO-3, FSDP2": (zero_3, fsdp2, 0.7),
+    "FSDP2 on our ring, on gloo": (fsdp2_on_our_ring, fsdp2, None),
 }
 
 
@@ -155,20 +163,22 @@ def step_times(contestants, rounds):
 
 
 def one_step(make, group):
-    """A second step, for what is sent in it; the first sets things up."""
+    """When a second step began, and what the kernel counted in it; the first sets things up."""
     step = make(group)
     step()
-    group.recorder.phases.set("the counted step")
-    began = time.time()
+    group.barrier().wait()
+    began, before = time.time(), wire_bytes()
     step()
-    return began
+    group.barrier().wait()
+    return began, (wire_bytes()[0] - before[0] if before else 0)
 
 
 def sent_in_a_step(make):
-    """(by the ledger, on the sockets) in MB, rank 0's."""
+    """MB that rank 0 sent: by the ledger, and by the kernel."""
     run = launch(one_step, RANKS, (make,), quiet=True)
-    ledger = sum(c.sent for c in run.ledger.leaves(rank=0) if c.start >= run.results[0])
-    return ledger / 1e6
+    began, on_sockets = run.results[0]
+    ledger = sum(c.sent for c in run.ledger.leaves(rank=0) if c.start >= began)
+    return ledger / 1e6, on_sockets / 1e6
 
 
 def peak_on_a_rank(make, group):
@@ -196,7 +206,9 @@ def cases(long):
     for name, (_, _, bar) in PAIRS.items():
         yield given(f"step, {name}", next(times), next(times), "ms", bar)
     for name, (ours, theirs, _) in PAIRS.items():
-        yield given(f"sent, {name}", sent_in_a_step(ours), sent_in_a_step(theirs), "MB", 1.0)
+        counted = sent_in_a_step(ours), sent_in_a_step(theirs)
+        for what, our_mb, their_mb in zip(("sent", "on the sockets"), *counted):
+            yield given(f"{what}, {name}", our_mb, their_mb, "MB", None)
     for name, (ours, theirs, _) in PAIRS.items():
         yield given(f"memory, {name}", peak(ours), peak(theirs), "MB", 1.0)
 

@@ -3,7 +3,7 @@
 L5  check  widgets  draw  sweep  replay   views
 L4  parallelize  train  checkpoint
 L3  the strategies                siblings: they never import each other
-L2  ops  grad_norm  replicas      emulate  watch  schedule  calculators
+L2  ops  grad_norm  replicas  backend  emulate  watch  schedule  calculators
 L1  mesh  collectives
 L0  launch  ranks  ledger         config  model  data  lesson  lab
 """
@@ -22,7 +22,7 @@ STRATEGIES = {
 LAYERS = [
     {"launch", "ranks", "ledger", "config", "model", "data", "lesson", "lab"},
     {"mesh", "collectives"},
-    {"ops", "grad_norm", "replicas", "emulate", "watch", "schedule", "calculators"},
+    {"ops", "grad_norm", "replicas", "backend", "emulate", "watch", "schedule", "calculators"},
     STRATEGIES,
     {"parallelize", "train", "checkpoint"},
     {"check", "widgets", "draw", "sweep", "replay"},
