@@ -442,7 +442,7 @@ def rank_grid(grid, *axes, ranks_per_node: int = 0) -> Picture:
         )
     across = min(len(names), max(1, 24 // columns))
     down = -(-len(names) // across)
-    width, height = 0.4 + across * (0.5 + 0.36 * columns), down * (0.7 + 0.36 * rows)
+    width, height = 0.4 + across * (0.5 + 0.36 * columns), down * (0.5 + 0.36 * rows)
     figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
     panels = figure.subplots(down, across, squeeze=False).flatten()
     for panel in panels:
@@ -581,3 +581,35 @@ def devices(runs: dict[str, list[list]], scale: float = 1e3, unit: str = "ms") -
         said.append(label)
     panels[-1].set_xlabel(unit)
     return Picture(figure, "; ".join(said))
+
+
+def overlap(runs: dict[str, tuple[list, list]], scale: float = 1e3, unit: str = "ms") -> Picture:
+    """What a device computed and its network carried: a panel a run, computing above sending.
+
+    runs: name -> (the device's, the network's) emulate.Interval's, named F0, B3, R1 and so on.
+    """
+    last = max(done.end for both in runs.values() for row in both for done in row) * scale
+    figure = Figure(figsize=(9, 0.8 + 1.0 * len(runs)), dpi=110, layout="constrained")
+    panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
+    said = []
+    for axes, (name, both) in zip(panels, runs.items()):
+        end = max(done.end for row in both for done in row)
+        for lane, row in enumerate(both):
+            for done in row:
+                left, width = done.start * scale, (done.end - done.start) * scale
+                color = OVERLAP_COLORS[done.name[0]]
+                axes.barh(lane, width, 0.8, left, color=color, edgecolor="white", linewidth=0.6)
+                if width > last / 40:
+                    at = (left + width / 2, lane)
+                    axes.text(*at, done.name, ha="center", va="center", fontsize=8, color=INK)
+        axes.set_yticks([0, 1], ["computes", "sends"])
+        axes.set_ylim(1.5, -0.5)
+        axes.set_xlim(0, last)
+        axes.spines[["top", "right"]].set_visible(False)
+        said.append(f"{name}: {end * scale:.1f} {unit}")
+        axes.set_title(said[-1], fontsize=9, loc="left")
+    panels[-1].set_xlabel(unit)
+    return Picture(figure, "; ".join(said))
+
+
+OVERLAP_COLORS = {"F": PHASE_COLORS["forward"], "B": PHASE_COLORS["backward"], "R": "#9e9ac8"}
