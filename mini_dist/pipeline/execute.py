@@ -104,6 +104,7 @@ class Pipeline:
             for stage, function in stages.items()
         }
         self.spans: list[Span] = []  # of the last run, by this machine's monotonic clock
+        self.micro_losses: Tensor | None = None  # [m], of the last run, the same on all ranks
 
     # -- what a caller does -----------------------------------------------------------------------
 
@@ -120,12 +121,14 @@ class Pipeline:
             losses = self._run(self.training, inputs, targets)
         if self.shared is not None:
             self._add_up_shared_gradient()
-        return losses.on_all_ranks().mean()
+        self.micro_losses = losses.on_all_ranks()
+        return self.micro_losses.mean()
 
     def evaluate(self, inputs, targets=None) -> Tensor:
         """The mean loss of a batch, known to all; forwards only, nothing is kept."""
         with torch.no_grad():
-            return self._run(self.evaluation, inputs, targets).on_all_ranks().mean()
+            self.micro_losses = self._run(self.evaluation, inputs, targets).on_all_ranks()
+        return self.micro_losses.mean()
 
     # -- down the list ----------------------------------------------------------------------------
 
