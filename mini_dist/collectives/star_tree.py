@@ -125,9 +125,12 @@ def star_all_reduce(x: torch.Tensor, group, op: str = "sum") -> torch.Tensor:
     add = reduction(op, x)
     if group.rank() != 0:  # waiting for the result already while sending saves a round
         return exchange(x, 0, 0, group)
-    terms = [x.contiguous().clone(), *(empty(x) for _ in range(1, group.size()))]
+    terms = [x, *(empty(x) for _ in range(1, group.size()))]
     receive_all(terms, 0, group)
-    total = functools.reduce(add, terms)
+    # Each sum is written over the term that it took up last: no memory beside what was received.
+    total = functools.reduce(lambda total, term: add(total, term, out=term), terms)
+    if total is x:
+        return x.clone()
     wait(start(group, sends=[(total, peer) for peer in range(1, group.size())]))
     return total
 

@@ -1,0 +1,225 @@
+"""Tensor and sequence parallelism: ours beside DTensor's parallelize_module.
+
+The same GPT on 4 ranks. Theirs: ColwiseParallel and RowwiseParallel, with loss_parallel (or with
+full logits on every rank, which is what its users get without), and SequenceParallel. x is made a
+DTensor once for q, k and v, so that its gradient is reduced once, as in ours.
+Rows "step": forward, loss, backward and AdamW; both sides take turns in the same processes.
+Rows "bytes": what the ledger counts for one step, all ranks together. It counts DTensor's native
+collectives at the least that they need, so that gloo's real traffic is not held against them.
+Differences: with full logits theirs gathers them; with SP it reduces the norms' gradients inside
+the optimizer, tensor by tensor and use by use; gathering again costs ours a gather a region.
+Rows "memory": the most bytes that a second step has allocated at once, on the rank that needs most.
+On rank 0, where small tensors are added up, ours holds what it receives from the others.
+Both sides' losses and gradients are compared in every run.
+"""
+
+import statistics
+import sys
+import time
+
+import torch
+from _form import Case, main
+
+from mini_dist import GPT, ModelConfig, launch
+from mini_dist.model import token_loss
+from mini_dist.tensor_parallel import (
+    GPT_PLAN,
+    SEQUENCE,
+    SEQUENCE_AGAIN,
+    TENSOR,
+    finish_gradients,
+    full_state_dict,
+    shard_model,
+    vocab_parallel_cross_entropy,
+)
+
+RANKS = 4
+CONFIG = ModelConfig()  # 4 layers x 256, 128 tokens
+BATCH = 8
+OURS = {"TP": TENSOR, "TP + SP": SEQUENCE, "TP + SP, gathered again": SEQUENCE_AGAIN}
+
+
+def data(config):
+    generator = torch.Generator().manual_seed(0)
+    shape = (BATCH, config.seq_len + 1)
+    tokens = torch.randint(0, config.vocab_size, shape, generator=generator)
+    return tokens[:, :-1], tokens[:, 1:].contiguous()
+
+
+def our_step(config, pair, group):
+    model = shard_model(GPT(config), GPT_PLAN, group, pair=OURS[pair])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    inputs, targets = data(config)
+
+    def step():
+        optimizer.zero_grad()
+        loss = vocab_parallel_cross_entropy(model(inputs), targets, group).mean()
+        loss.backward()
+        finish_gradients(model)
+        optimizer.step()
+        return loss.item()
+
+    return step, lambda: gradients_of_ours(model)
+
+
+def gradients_of_ours(model):
+    """Every parameter's whole gradient, by its name."""
+    kept = [parameter.data for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
+    whole = full_state_dict(model)
+    for parameter, data in zip(model.parameters(), kept):
+        parameter.data = data
+    return whole
+
+
+def their_step(config, sequence, loss_parallel, group):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import parallel as tp
+
+    between = Shard(1) if sequence else Replicate()
+    enter = tp.PrepareModuleInput(
+        input_layouts=(between, None), desired_input_layouts=(Replicate(), None)
+    )
+    leave = tp.RowwiseParallel(output_layouts=between)
+    logits = Shard(-1) if loss_parallel else Replicate()
+    plan = {
+        "embed.token": tp.RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "blocks.*.attn": enter,
+        **{f"blocks.*.attn.{name}": tp.ColwiseParallel() for name in "qkv"},
+        "blocks.*.attn.o": leave,
+        "blocks.*.ffn": enter,
+        "blocks.*.ffn.up": tp.ColwiseParallel(),
+        "blocks.*.ffn.down": leave,
+        "head.out": tp.ColwiseParallel(
+            input_layouts=between, output_layouts=logits, use_local_output=not loss_parallel
+        ),
+    }
+    if sequence:
+        norms = ("blocks.*.attn_norm", "blocks.*.ffn_norm", "head.norm")
+        plan |= {name: tp.SequenceParallel() for name in norms}
+    model = GPT(config)
+    tp.parallelize_module(model, DeviceMesh.from_group(group, "cpu"), plan)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    inputs, targets = data(config)
+
+    def step():
+        optimizer.zero_grad()
+        if not loss_parallel:
+            loss = token_loss(model(inputs), targets).mean()
+            loss.backward()
+            optimizer.step()
+            return loss.item()
+        with tp.loss_parallel():
+            logits = model(inputs).flatten(0, -2)
+            loss = torch.nn.functional.cross_entropy(logits, targets.flatten())
+            loss.backward()
+        optimizer.step()
+        return loss.to_local().item() if hasattr(loss, "to_local") else loss.item()
+
+    def gradients():
+        whole = {}
+        for name, parameter in model.named_parameters():
+            grad = parameter.grad
+            whole[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        return whole
+
+    return step, gradients
+
+
+def both_on_a_rank(config, pair, loss_parallel, rounds, group):
+    """Our step and theirs in turn, in the same processes: seconds of each."""
+    sides = [
+        our_step(config, pair, group),
+        their_step(config, pair != "TP", loss_parallel, group),
+    ]
+    losses = [step() for step, _ in sides]  # the first step sets things up: not timed
+    assert abs(losses[0] - losses[1]) < 1e-5, losses
+    ours, theirs = (gradients() for _, gradients in sides)
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-6, msg=name)
+    taken = [[], []]
+    for turn in range(rounds):
+        for side in (0, 1) if turn % 2 else (1, 0):
+            group.barrier().wait()
+            start = time.perf_counter()
+            sides[side][0]()
+            taken[side].append(time.perf_counter() - start)
+    return taken
+
+
+def step_times(config, pair, loss_parallel, rounds):
+    """(ours, theirs) in ms: medians over the rounds of the slowest rank's time."""
+    args = (config, pair, loss_parallel, rounds)
+    ranks = launch(both_on_a_rank, RANKS, args, timeout=600, quiet=True).results
+    return [
+        1e3 * statistics.median(max(moment) for moment in zip(*[rank[side] for rank in ranks]))
+        for side in (0, 1)
+    ]
+
+
+def second_step(make, args, profiled, group):
+    """Run two steps; the peak in MiB of what the second allocated at once, if it is asked for."""
+    step, _ = make(*args, group)
+    step()
+    group.recorder.phases.set("second step")
+    group.recorder.comms.clear()
+    if not profiled:
+        step()
+        return None
+    with torch.profiler.profile(profile_memory=True) as profile:
+        step()
+    held = peak = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak / 2**20
+
+
+def sent(make, *args):
+    run = launch(second_step, RANKS, (make, args, False), timeout=300, quiet=True)
+    return run.ledger.total_bytes() / 2**20
+
+
+def peak(make, *args):
+    return max(launch(second_step, RANKS, (make, args, True), timeout=300, quiet=True).results)
+
+
+def cases(long):
+    config = CONFIG.replace(d_model=512, num_layers=6) if long else CONFIG
+    rounds = 30 if long else 12
+    for pair, loss_parallel, bar in (
+        ("TP", False, 0.6),
+        ("TP", True, 0.6),
+        ("TP + SP", True, 0.5),
+        ("TP + SP, gathered again", True, 0.5),
+    ):
+        theirs = (config, pair != "TP", loss_parallel)
+        name = f"{pair}{', their loss_parallel' if loss_parallel else ', their full logits'}"
+        ours_ms, theirs_ms = step_times(config, pair, loss_parallel, rounds)
+        yield Case(f"step, {name}", *(lambda v=v: v for v in (ours_ms, theirs_ms)), bar)
+        yield Case(
+            f"bytes, {name}",
+            lambda pair=pair: sent(our_step, config, pair),
+            lambda theirs=theirs: sent(their_step, *theirs),
+            1.0,
+            unit="MiB",
+            repeats=1,
+            warmup=0,
+        )
+        yield Case(
+            f"memory, {name}",
+            lambda pair=pair: peak(our_step, config, pair),
+            lambda theirs=theirs: peak(their_step, *theirs),
+            1.0,
+            unit="MiB",
+            repeats=1,
+            warmup=0,
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main(cases, __doc__))
