@@ -303,11 +303,11 @@ def tiny_steps(steps: int, group) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.zeros(1, 5, dtype=torch.long)
     for _ in range(steps):
-        began = time.perf_counter()
+        began = time.thread_time()
         optimizer.zero_grad()
         token_loss(model(tokens[:, :-1]), tokens[:, 1:]).mean().backward()
         optimizer.step()
-        times.append(time.perf_counter() - began)
+        times.append(time.thread_time() - began)
     return times
 
 

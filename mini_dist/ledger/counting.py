@@ -35,7 +35,7 @@ class Kernel(NamedTuple):
     itemsize: int
     causal: bool
     phase: str
-    seconds: float  # measured here, on this run: for `replay.measure_here` only
+    seconds: float  # of this thread on its core, measured: for `replay.measure_here` only
 
     @property
     def signature(self) -> tuple:
@@ -195,9 +195,9 @@ class KernelMode(TorchDispatchMode):
             return function(*args, **kwargs)
         if counter.coming:
             counter.read(args, kwargs)
-        began = time.perf_counter()
+        began = time.thread_time()
         result = function(*args, **kwargs)
-        seconds = time.perf_counter() - began
+        seconds = time.thread_time() - began
         kernel = kernel_of(function, args, kwargs, result, counter.phases.now, seconds)
         if kernel:
             counter.note(kernel)
