@@ -1,0 +1,65 @@
+"""The idea of each stage as one function, without the care that stages.py takes of real models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..collectives import all_gather, reduce_scatter
+from ..ledger.recording import recorded
+
+
+@recorded
+def sharded_step(flat: Tensor, gradient: Tensor, update: Callable, group) -> Tensor:
+    """ZeRO-1: everyone steps a part of the parameters, and all share the results.
+
+    flat [L]: the parameters, alike on all ranks. gradient [L]: this rank's. update: (shard [L/n],
+    mean gradient [L/n]) -> new shard. Returns the new parameters [L]; n divides L.
+    """
+    shard = flat.chunk(group.size())[group.rank()]
+    mean = reduce_scatter(gradient, group, op="mean")
+    return all_gather(update(shard, mean), group)
+
+
+@recorded
+def backward_in_units(loss: Tensor, units: list[list[Tensor]], group) -> list[Tensor]:
+    """ZeRO-2: run backward; scatter and free the gradients of each unit as soon as all are there.
+
+    units: of each the parameters, in the order in which forward uses them. Returns of each unit
+    this rank's part [L/n] of the mean gradient, flattened; n divides every L.
+    """
+    parts: list[Tensor] = [torch.empty(0)] * len(units)
+    hooks = []
+
+    def scatter_when_complete(number: int, unit: list[Tensor]) -> Callable:
+        def gradient_is_ready(_):
+            if all(parameter.grad is not None for parameter in unit):
+                whole = torch.cat([parameter.grad.flatten() for parameter in unit])
+                for parameter in unit:
+                    parameter.grad = None
+                parts[number] = reduce_scatter(whole, group, op="mean")
+
+        return gradient_is_ready
+
+    for number, unit in enumerate(units):
+        hook = scatter_when_complete(number, unit)
+        hooks += [p.register_post_accumulate_grad_hook(hook) for p in unit]
+    loss.backward()
+    for handle in hooks:
+        handle.remove()
+    return parts
+
+
+@recorded
+def forward_on_demand(x: Tensor, layers: list[Callable], shards: list[Tensor], group) -> Tensor:
+    """ZeRO-3: gather a layer's weight when it is needed, and let go of it after.
+
+    layers: each a function (x, weight [L]) -> x. shards: of each this rank's part [L/n].
+    """
+    for layer, shard in zip(layers, shards):
+        weight = all_gather(shard, group)
+        x = layer(x, weight)
+        del weight  # or it would live until the next one has arrived: two instead of one
+    return x

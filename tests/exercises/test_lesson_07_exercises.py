@@ -1,0 +1,213 @@
+"""Lesson 07: whoever shards in name only is told what is still whole."""
+
+import sys
+
+import cloudpickle
+import pytest
+import torch
+import torch.distributed as dist
+
+from mini_dist import check
+from mini_dist.collectives import all_gather, all_reduce, broadcast, reduce_scatter
+from tests.exercises import solutions_07
+from tests.exercises.wrong import Wrong
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that no rank imports pytest
+cloudpickle.register_pickle_by_value(solutions_07)
+
+wrong_step, wrong_backward, wrong_forward = Wrong(), Wrong(), Wrong()
+
+
+@wrong_step("Each rank steps its own 5 only")
+def steps_the_whole(flat, gradient, update, group):
+    return update(flat, all_reduce(gradient, group, op="mean"))
+
+
+@wrong_step("Each rank steps its own 5 only")
+def steps_the_whole_and_shares_parts(flat, gradient, update, group):
+    new = update(flat, all_reduce(gradient, group, op="mean"))
+    return all_gather(new.chunk(group.size())[group.rank()], group)
+
+
+@wrong_step("an all-reduce hands everyone the whole gradient")
+def all_reduces_the_gradient(flat, gradient, update, group):
+    mean = all_reduce(gradient, group, op="mean", algorithm="ring")
+    mine = [x.chunk(group.size())[group.rank()] for x in (flat, mean)]
+    return all_gather(update(*mine), group)
+
+
+@wrong_step("steps with sums")
+def steps_with_sums(flat, gradient, update, group):
+    shard = flat.chunk(group.size())[group.rank()]
+    return all_gather(update(shard, reduce_scatter(gradient, group)), group)
+
+
+@wrong_step("returns its shard only")
+def keeps_the_shard(flat, gradient, update, group):
+    shard = flat.chunk(group.size())[group.rank()]
+    return update(shard, reduce_scatter(gradient, group, op="mean"))
+
+
+@wrong_step("what is gathered are the shards that update has returned")
+def gathers_the_old_shards(flat, gradient, update, group):
+    shard = flat.chunk(group.size())[group.rank()]
+    update(shard, reduce_scatter(gradient, group, op="mean"))
+    return all_gather(shard, group)
+
+
+@wrong_step("Rank r owns chunk r")
+def steps_a_neighbours_shard(flat, gradient, update, group):
+    shard = flat.chunk(group.size())[group.rank() - 1]
+    return all_gather(update(shard, reduce_scatter(gradient, group, op="mean")), group)
+
+
+def scatter(unit, group):
+    whole = torch.cat([p.grad.flatten() for p in unit])
+    for p in unit:
+        p.grad = None
+    return reduce_scatter(whole, group, op="mean")
+
+
+def with_hooks(loss, units, ready, keep=False):
+    parts = [None] * len(units)
+    hooks = []
+    for number, unit in enumerate(units):
+
+        def hook(p, number=number, unit=unit):
+            if all(q.grad is not None for q in unit):
+                parts[number] = ready(unit)
+
+        hooks += [p.register_post_accumulate_grad_hook(hook) for p in unit]
+    loss.backward()
+    for handle in [] if keep else hooks:
+        handle.remove()
+    return parts
+
+
+@wrong_backward("8 gradients were there at once")
+def scatters_after_backward(loss, units, group):
+    loss.backward()
+    return [scatter(unit, group) for unit in units]
+
+
+@wrong_backward("8 gradients were there at once")
+def forgets_to_free(loss, units, group):
+    def ready(unit):
+        return reduce_scatter(torch.cat([p.grad.flatten() for p in unit]), group, op="mean")
+
+    return with_hooks(loss, units, ready)
+
+
+@wrong_backward("These are sums")
+def scatters_sums(loss, units, group):
+    return with_hooks(loss, units, lambda unit: scatter(unit, group) * group.size())
+
+
+@wrong_backward("in the order of backward")
+def returns_in_backward_order(loss, units, group):
+    return with_hooks(loss, units, lambda unit: scatter(unit, group))[::-1]
+
+
+@wrong_backward("still there in the next backward")
+def leaves_hooks_behind(loss, units, group):
+    return with_hooks(loss, units, lambda unit: scatter(unit, group), keep=True)
+
+
+@wrong_backward("an all-reduce sends twice that")
+def all_reduces_units(loss, units, group):
+    def ready(unit):
+        whole = torch.cat([p.grad.flatten() for p in unit])
+        for p in unit:
+            p.grad = None
+        whole = all_reduce(whole, group, op="mean", algorithm="ring")
+        return whole.chunk(group.size())[group.rank()]
+
+    return with_hooks(loss, units, ready)
+
+
+@wrong_backward("Wrong parts")
+def returns_whole_gradients(loss, units, group):
+    parts = with_hooks(loss, units, lambda unit: scatter(unit, group))
+    return [all_gather(part, group) for part in parts]
+
+
+@wrong_forward("All weights are gathered before the first layer")
+def gathers_everything_first(x, layers, shards, group):
+    weights = [all_gather(shard, group) for shard in shards]
+    for layer, weight in zip(layers, weights):
+        x = layer(x, weight)
+    return x
+
+
+@wrong_forward("holds the last one until the next has arrived")
+def keeps_the_name(x, layers, shards, group):
+    for layer, shard in zip(layers, shards):
+        weight = all_gather(shard, group)
+        x = layer(x, weight)
+    return x
+
+
+@wrong_forward("keep no list")
+def keeps_a_list(x, layers, shards, group):
+    kept = []
+    for layer, shard in zip(layers, shards):
+        kept.append(all_gather(shard, group))
+        x = layer(x, kept[-1])
+    return x
+
+
+@wrong_forward("was given a shard")
+def uses_the_shard(x, layers, shards, group):
+    for layer, shard in zip(layers, shards):
+        part = layer(x.chunk(group.size())[group.rank()], shard)
+        x = all_gather(part, group)
+    return x
+
+
+@wrong_forward("Wrong outputs")
+def gathers_the_inputs(x, layers, shards, group):
+    x = broadcast(x, 0, group)
+    for layer, shard in zip(layers, shards):
+        x = layer(x, all_gather(shard, group))
+    return x
+
+
+@wrong_forward("bytes were sent where")
+def gathers_twice(x, layers, shards, group):
+    for layer, shard in zip(layers, shards):
+        all_gather(shard, group)
+        x = layer(x, all_gather(shard, group))
+    return x
+
+
+@wrong_forward("bytes were sent where")
+def lets_the_backend_gather_in_double(x, layers, shards, group):
+    for layer, shard in zip(layers, shards):
+        parts = [torch.empty_like(shard, dtype=torch.float64) for _ in range(group.size())]
+        dist.all_gather(parts, shard.double(), group=group)
+        x = layer(x, torch.cat(parts).float())
+    return x
+
+
+KEPT = [
+    (name, fn, says)
+    for name, wrong in (
+        ("sharded_step", wrong_step),
+        ("backward_in_units", wrong_backward),
+        ("forward_on_demand", wrong_forward),
+    )
+    for fn, says in wrong.answers
+]
+
+
+@pytest.mark.parametrize("name, fn, says", KEPT, ids=[fn.__name__ for _, fn, _ in KEPT])
+def test_a_wrong_answer_is_refused_with_the_hint_that_helps(name, fn, says):
+    verdict = getattr(check, name).judge(fn)
+    assert verdict.state == "wrong", verdict
+    assert says in verdict.hint, verdict
+
+
+@pytest.mark.parametrize("name", ["sharded_step", "backward_in_units", "forward_on_demand"])
+def test_a_right_answer_is_right(name):
+    verdict = getattr(check, name).judge(getattr(solutions_07, name))
+    assert verdict.state == "right", verdict
