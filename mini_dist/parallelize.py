@@ -100,9 +100,11 @@ def parallelize(
     # dp cuts the batch. To a gradient it is all the same whether other tokens come from other rows
     # or from another part of the sequence, so cp belongs to the same group.
     replicas = replicate(stages, layout, mesh, make_optimizer)
-    return ParallelModel(
-        config, layout, mesh, schedule, stages, replicas, make_optimizer, precision
+    optimizer = Together(
+        replica.optimizer if isinstance(replica, ZeRO1) else make_optimizer(replica.trained())
+        for replica in replicas
     )
+    return ParallelModel(config, layout, mesh, schedule, stages, replicas, optimizer, precision)
 
 
 class ParallelModel(Replica):
@@ -239,6 +241,14 @@ class ParallelModel(Replica):
         for replica in self.replicas:
             replica.share()
 
+    def names_in_whole(self) -> dict[Tensor, str]:
+        """What each parameter here is called in the GPT of one process, for checkpoints."""
+        names = {p: name for stage in self.stages.values() for name, p in stage.named_parameters()}
+        tied = shared_parameter(self.stages, self.layout.num_stages)
+        if tied is not None:
+            names[tied] = "embed.token.weight"
+        return names
+
 
 # --- the strategies' meeting points ------------------------------------------------------------
 
@@ -366,6 +376,11 @@ class Together:
     def step(self) -> None:
         for optimizer in self.optimizers:
             optimizer.step()
+
+    def set_learning_rate(self, rate: float) -> None:
+        for optimizer in self.optimizers:
+            for parameters in optimizer.param_groups:
+                parameters["lr"] = rate
 
 
 # --- what cannot work ----------------------------------------------------------------------------

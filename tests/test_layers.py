@@ -24,7 +24,7 @@ LAYERS = [
     {"mesh", "collectives"},
     {"ops", "grad_norm", "replicas", "backend", "emulate", "watch", "schedule", "calculators"},
     STRATEGIES,
-    {"parallelize", "train", "checkpoint"},
+    {"parallelize", "train", "checkpoint", "trainer"},
     {"check", "widgets", "draw", "sweep", "replay"},
 ]
 LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}

@@ -292,11 +292,11 @@ class World:
                 os.kill(rank.pid, signal.SIGUSR1)
         deadline = time.monotonic() + 1
         while time.monotonic() < deadline:  # a rank writes its stack at once, if it is scheduled
-            if all("File" in paths[rank.number].read_text() for rank in alive):
+            if all("File" in text(paths[rank.number]) for rank in alive):
                 time.sleep(0.01)  # for the rest of the last one's lines
                 break
             time.sleep(0.005)
-        return [path.read_text() if path.exists() else "" for path in paths]
+        return [text(path) for path in paths]
 
     def end(self, wait: bool) -> None:
         """End every rank and remove what it left; `wait` until the processes are gone."""
@@ -307,6 +307,11 @@ class World:
             rank.read_output()
             rank.close()
         del self.keeper.worlds[self.number]
+
+
+def text(path: Path) -> str:
+    """What the file says; nothing, if its rank has not come so far as to make it."""
+    return path.read_text() if path.exists() else ""
 
 
 PREFIX = "mini_dist-"

@@ -1,0 +1,153 @@
+"""The trainer: one recipe anywhere, metrics that are measured, and crashes that change nothing."""
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from mini_dist import Layout, ModelConfig, RankError, launch
+from mini_dist.calculators import hardware, step_volume
+from mini_dist.calculators.flops import model_flops
+from mini_dist.trainer import Recipe, train, train_on_ranks
+
+MODEL = ModelConfig(d_model=32, num_layers=4, num_heads=4, seq_len=32, vocab_size=256)
+FOUR = Layout(pp=2, tp=2, micro_batch_size=2, num_micro_batches=4)
+RECIPE = Recipe(MODEL, FOUR, steps=6, save_every=2)
+
+
+def losses(run):
+    return [metrics.loss for metrics in run.results[0]]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted():
+    return losses(train_on_ranks(RECIPE))
+
+
+def test_the_loss_falls_and_all_ranks_report_the_same():
+    run = train_on_ranks(dataclasses.replace(RECIPE, steps=12, learning_rate=1e-2, warmup=3))
+    assert losses(run)[-1] < losses(run)[0] - 0.5
+    for result in run.results:
+        assert [(m.step, m.loss, m.norm) for m in result] == [
+            (m.step, m.loss, m.norm) for m in run.results[0]
+        ]
+
+
+def test_metrics_are_the_ledgers_and_the_calculators():
+    recipe = dataclasses.replace(RECIPE, steps=2, machine="laptop")
+    run = train_on_ranks(recipe, memory=True)
+    for rank, history in enumerate(run.results):
+        last = history[-1]
+        predicted = step_volume(MODEL, FOUR, "course", rank // 2)
+        assert last.bytes_sent["pp"] == pytest.approx(predicted["pp"], abs=32)  # and the loss
+        tokens = FOUR.global_batch_size * MODEL.seq_len
+        assert last.tokens_per_second == pytest.approx(tokens / last.seconds)
+        peak = hardware("laptop").device.peak_flops * 4
+        flops = model_flops(MODEL, FOUR.global_batch_size)
+        assert last.mfu == pytest.approx(flops / last.seconds / peak)
+        assert last.held_bytes > 0
+    for axis in ("pp", "tp"):
+        noted = sum(m.bytes_sent[axis] for result in run.results for m in result)
+        before = run.ledger.total_bytes(axis=axis, phase="setup")
+        assert noted == run.ledger.total_bytes(axis=axis) - before
+
+
+def dies_once(recipe, step, marker, group):
+    """A rank is killed in the middle of a run, the first time."""
+    from mini_dist import trainer
+
+    read = trainer.Meter.read
+
+    def read_or_die(self, at, done):
+        if at == step and group.rank() == 1 and not os.path.exists(marker):
+            open(marker, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return read(self, at, done)
+
+    trainer.Meter.read = read_or_die
+    return train(recipe, group)
+
+
+@pytest.mark.parametrize("step", [0, 3, 5])
+def test_after_a_kill_the_losses_are_those_of_the_uninterrupted_run(step, tmp_path, uninterrupted):
+    recipe = dataclasses.replace(RECIPE, checkpoints=str(tmp_path / "checkpoints"))
+    crash = (recipe, step, str(tmp_path / "died"))
+    with pytest.raises(RankError, match="rank 1"):
+        launch(dies_once, 4, crash)
+    resumed = launch(dies_once, 4, crash)
+    assert losses(resumed) == uninterrupted[step // 2 * 2 :]
+
+
+def test_a_run_goes_on_in_another_layout(tmp_path, uninterrupted):
+    recipe = dataclasses.replace(RECIPE, checkpoints=str(tmp_path / "checkpoints"))
+    begun = losses(train_on_ranks(dataclasses.replace(recipe, steps=3)))
+    other = Layout(dp=4, zero=3, micro_batch_size=2)
+    rest = losses(train_on_ranks(dataclasses.replace(recipe, layout=other)))
+    assert begun == uninterrupted[:3]
+    assert rest == pytest.approx(uninterrupted[3:], rel=1e-5)  # sums in another order
+
+
+def test_float16_goes_on_with_the_scale_that_it_had(tmp_path):
+    recipe = dataclasses.replace(
+        RECIPE, precision="float16", layout=Layout(dp=2, micro_batch_size=4), steps=4
+    )
+    whole = losses(train_on_ranks(recipe))
+    recipe = dataclasses.replace(recipe, checkpoints=str(tmp_path))
+    train_on_ranks(dataclasses.replace(recipe, steps=2))
+    assert losses(train_on_ranks(recipe)) == whole[2:]
+
+
+def test_restarts_begin_at_the_newest_checkpoint(tmp_path, uninterrupted, capsys):
+    recipe = dataclasses.replace(RECIPE, checkpoints=str(tmp_path / "checkpoints"))
+    with pytest.raises(RankError):  # every time, so the one restart is used up
+        train_on_ranks(recipe, restarts=1, timeout=0.01)
+    assert "starting again from the newest checkpoint" in capsys.readouterr().out
+    assert losses(train_on_ranks(recipe, restarts=1)) == uninterrupted
+
+
+def test_a_recipe_is_its_json():
+    recipe = dataclasses.replace(RECIPE, precision="bfloat16", checkpoints="somewhere")
+    assert Recipe.from_json(recipe.to_json()) == recipe
+    assert Recipe.from_json('{"steps": 3}') == Recipe(ModelConfig(), steps=3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"precision": "int8"}, "precision='int8' is not known"),
+        ({"steps": 0}, "steps=0 is no number of steps"),
+        ({"learning_rate": math.nan}, "learning_rate=nan learns nothing"),
+        ({"stepps": 3}, "'stepps' is no field of a recipe"),
+        ({"layout": {"tp": 3}}, "tp=3 does not divide num_heads"),
+    ],
+)
+def test_a_recipe_that_cannot_be_is_refused_in_one_sentence(fields, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        Recipe.from_json(json.dumps(fields))
+
+
+def test_restarts_need_checkpoints():
+    with pytest.raises(ValueError, match="give the recipe checkpoints"):
+        train_on_ranks(RECIPE, restarts=1)
+
+
+@pytest.mark.parametrize("torchrun", [False, True])
+def test_the_same_recipe_is_a_script_and_a_torchrun_job(torchrun, tmp_path, uninterrupted):
+    (tmp_path / "recipe.json").write_text(RECIPE.to_json())
+    runner = [sys.executable]
+    if torchrun:
+        runner += ["-m", "torch.distributed.run", "--nproc-per-node", "4"]
+    done = subprocess.run(
+        [*runner, "-m", "mini_dist.trainer", str(tmp_path / "recipe.json")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"step      5   loss {uninterrupted[5]:.4f}" in done.stdout
+    assert done.stdout.count("step      5") == 1
