@@ -139,19 +139,21 @@ def _each_message_has_two_ends(schedule: Schedule) -> None:
 
 
 def _no_deadlock(schedule: Schedule, rendezvous: bool) -> None:
-    done = set()
+    done, places = set(), None
     try:
         for _, _, action in walk(schedule, rendezvous=rendezvous):
             done.add(action.key)
     except Stuck as stuck:
-        waits, marks = [], []
-        for rank, place in enumerate(stuck.places):
-            if place == len(schedule.ranks[rank]):
-                continue
+        places = stuck.places
+    if places is None:
+        return
+    waits, marks = [], []
+    for rank, place in enumerate(places):
+        if place < len(schedule.ranks[rank]):
             item = schedule.ranks[rank][place]
             marks.append((rank, place))
             waits.append(f"rank {rank} at {item} waits for {_cause(schedule, item, done)}")
-        _refuse(schedule, "deadlock: " + "; ".join(waits), marks)
+    _refuse(schedule, "deadlock: " + "; ".join(waits), marks)
 
 
 def _cause(schedule: Schedule, item: Action | Fused, done: set) -> str:
