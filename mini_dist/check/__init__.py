@@ -19,6 +19,7 @@ _FILES = (
     "expert_parallel",
     "fast_data_parallel",
     "pipeline",
+    "planner",
     "zero",
 )  # one a lesson or two
 

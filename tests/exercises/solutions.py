@@ -13,6 +13,7 @@ from .solutions_11 import *  # noqa: F403
 from .solutions_12 import *  # noqa: F403
 from .solutions_13 import *  # noqa: F403
 from .solutions_14 import *  # noqa: F403
+from .solutions_17 import *  # noqa: F403
 from .solutions_16 import *  # noqa: F403
 
 # -- lesson 02 --------------------------------------------------------------------------------

@@ -1,0 +1,142 @@
+"""Lesson 17: whoever plans badly is told what costs most, and asking the planner does not count."""
+
+import sys
+
+import cloudpickle
+import pytest
+
+from mini_dist import check
+from mini_dist.calculators import model as model_preset
+from mini_dist.calculators import device_memory, hardware, peak_memory, plan, step_time
+from mini_dist.calculators.planner import layouts
+from mini_dist.config import Layout
+from tests.exercises import solutions_17 as solutions
+from tests.exercises.wrong import Wrong
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that no rank imports pytest
+cloudpickle.register_pickle_by_value(solutions)
+
+planned = Wrong()
+
+
+@planned("A dict came back")
+def a_dict():
+    return {"dp": 512}
+
+
+@planned("A NoneType came back")
+def nothing():
+    Layout(dp=512)
+
+
+@planned("With the other axes as they are dp would be 16")
+def too_few_devices():
+    return Layout(pp=4, dp=8, tp=8, sequence_parallel=True, zero=1, num_micro_batches=64)
+
+
+@planned("A step has 512")
+def twice_the_batch():
+    return Layout(pp=4, dp=16, tp=8, sequence_parallel=True, zero=1, num_micro_batches=64)
+
+
+@planned("tp=128 does not divide num_heads=64")
+def heads_cut_too_often():
+    return Layout(pp=1, dp=4, tp=128, sequence_parallel=True, zero=1, num_micro_batches=128)
+
+
+@planned("It does not fit. Most of it is gradients")
+def zero_1_and_nothing_else():
+    return Layout(dp=512, zero=1, recompute="full")
+
+
+@planned("It does not fit. Most of it is activations")
+def too_large_micro_batches():
+    return Layout(dp=64, tp=8, sequence_parallel=True, zero=2, micro_batch_size=8)
+
+
+@planned("What costs you most is pipeline bubble")
+def a_deep_pipeline_with_few_micro_batches():
+    return Layout(pp=16, dp=32, zero=1, num_micro_batches=16, recompute="full")
+
+
+@planned("sends activations over the network")
+def tp_across_nodes():
+    return Layout(dp=16, tp=32, sequence_parallel=True, zero=1, num_micro_batches=32)
+
+
+@planned("What costs you most is recomputed")
+def recompute_though_there_is_room():
+    return Layout(
+        dp=128, tp=4, sequence_parallel=True, zero=3, num_micro_batches=4, recompute="full"
+    )
+
+
+@planned("What costs you most is tp collectives")
+def the_layout_of_every_blog_post():
+    return Layout(pp=4, dp=16, tp=8, sequence_parallel=True, zero=1, num_micro_batches=32,
+                  schedule="interleaved", num_chunks=4)  # fmt: skip
+
+
+@pytest.mark.parametrize("fn, says", planned.answers, ids=planned.names())
+def test_a_bad_plan_is_refused_with_the_hint_that_names_it(fn, says):
+    verdict = check.plan.judge(fn)
+    assert verdict.state == "wrong", verdict
+    assert says in verdict.hint, verdict
+
+
+def test_the_solution_is_right():
+    verdict = check.plan.judge(solutions.layout_for_70b)
+    assert verdict.state == "right", verdict
+
+
+def test_asking_the_planner_is_the_librarys_work():
+    def asked():
+        return plan("llama3-70b", "h100", 512, 4 * 2**20).best.layout
+
+    assert check.plan.judge(asked).state == "still the library's"
+
+
+def test_another_good_layout_is_right_too():
+    def another():
+        return Layout(dp=512, zero=3, recompute="full")
+
+    verdict = check.plan.judge(another)
+    assert verdict.state == "right" and "7." in str(verdict.lines[-1].measured), verdict
+
+
+def fastest(fits):
+    """A planner of one's own: three layouts, the fastest of those that pass `fits`."""
+    config = model_preset("llama3-70b")
+    tried = [
+        Layout(dp=512 // tp, tp=tp, sequence_parallel=True, zero=3, num_micro_batches=tp)
+        for tp in (2, 4, 8)
+    ]
+    return min(filter(fits, tried), key=lambda layout: step_time(config, layout, "h100").seconds)
+
+
+def test_a_planner_of_ones_own_is_right():
+    def fits(layout):
+        peak = peak_memory(model_preset("llama3-70b"), layout).total
+        return device_memory(peak) <= hardware("h100").device.memory_bytes
+
+    assert check.plan.judge(lambda: fastest(fits)).state == "right"
+
+
+def test_who_looks_at_time_alone_is_told_of_memory():
+    verdict = check.plan.judge(lambda: fastest(lambda layout: True))
+    assert verdict.state == "wrong" and "It does not fit" in verdict.hint
+
+
+def test_no_layout_that_the_planner_tried_is_better_than_its_best():
+    from mini_dist.check import planner
+
+    task = planner.Task("llama3-70b", "h100", 512, 4 * 2**20)
+    best = planner.best_of(task).best
+    tried = list(layouts(task.config, 512, task.sequences, (1, 2), ("none", "full"), 8, 4, 1))
+    assert len(tried) > 50
+    for layout in tried:
+        lines, _ = planner.score(task, layout, [])
+        if lines[0].ok:  # it fits
+            assert step_time(task.config, layout, "h100", simulate=True).seconds >= (
+                best.time.seconds * (1 - 1e-9)
+            )
