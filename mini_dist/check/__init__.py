@@ -20,6 +20,7 @@ _FILES = (
     "fast_data_parallel",
     "pipeline",
     "planner",
+    "tensor_parallel",
     "zero",
 )  # one a lesson or two
 

@@ -1,0 +1,106 @@
+"""Lesson 16: a wrong diagnosis is refused with what speaks against it; symptoms are honest."""
+
+import pytest
+
+from mini_dist import check
+from mini_dist.check import clinic
+from tests.exercises import solutions_16
+
+RIGHT = solutions_16.diagnoses()
+
+
+def wrong(**changes):
+    return lambda: {**RIGHT, **changes}
+
+
+WRONG = {
+    "nothing": (lambda: None, "Patient A: give (disease, rank or ranks)"),
+    "one is missing": (
+        lambda: {name: answer for name, answer in RIGHT.items() if name != "D"},
+        "Patient D: give (disease, rank or ranks)",
+    ),
+    "an unknown disease": (wrong(B=("flu", 3)), "with one of"),
+    "no rank": (wrong(E="skipped collective"), "Patient E: give (disease, rank or ranks)"),
+    "A: the symptom for the cause": (
+        wrong(A=("skipped collective", 1)),
+        "does not have skipped collective. Somebody has returned",
+    ),
+    "A: one that waits": (wrong(A=("uneven batches", 0)), "has uneven batches, but not there"),
+    "B: took any disagreement for a skipped one": (
+        wrong(B=("skipped collective", 3)),
+        "The shapes that met are equal; read what stands before the brackets",
+    ),
+    "B: the rank that noticed": (wrong(B=("wrong dtype", 0)), "has wrong dtype, but not there"),
+    "C: what does not fail": (wrong(C=("uneven batches", 1)), "should have alike after each step"),
+    "C: another rank": (wrong(C=("diverged weights", 0)), "but not there"),
+    "D: took any wait for uneven batches": (
+        wrong(D=("uneven batches", 2)),
+        "nobody has returned, and no two ranks disagree",
+    ),
+    "D: one rank alone": (wrong(D=("swapped group order", 1)), "but not there"),
+    "D: neighbours": (wrong(D=("swapped group order", (0, 1))), "who waits for whom: it is a ring"),
+    "D: all": (wrong(D=("swapped group order", (0, 1, 2, 3))), "but not there"),
+    "E: another number of elements": (
+        wrong(E=("wrong dtype", 2)),
+        "met in one operation with different shapes",
+    ),
+    "E: the rank that waits": (wrong(E=("skipped collective", 0)), "which rank is already at"),
+}
+
+
+@pytest.mark.parametrize("answers, says", WRONG.values(), ids=WRONG)
+def test_a_wrong_diagnosis_is_refused_with_what_speaks_against_it(answers, says):
+    verdict = check.diagnoses.judge(answers)
+    assert verdict.state == "wrong"
+    assert says in verdict.hint
+
+
+def test_no_hint_names_the_right_disease():
+    for patient, sick in clinic.PATIENTS.items():
+        other = next(d for d in clinic.DISEASES if d != sick.disease)
+        hint = check.diagnoses.judge(wrong(**{patient: (other, 0)})).hint
+        assert sick.disease not in hint
+
+
+def test_the_solution_is_right_whichever_side_of_the_swap_is_named():
+    assert check.diagnoses.judge(solutions_16.diagnoses).state == "right"
+    assert check.diagnoses.judge(wrong(D=("swapped group order", [2, 1]))).state == "right"
+
+
+def test_as_shipped_nothing_is_told():
+    verdict = check.diagnoses.judge(clinic.diagnoses)
+    assert verdict.state == "still the library's" and verdict.lines == []
+
+
+SYMPTOMS = {
+    "A": ["deadlock: ranks 0, 2 and 3 wait", "rank 1 has returned"],
+    "B": ["do not agree on an operation", "rank 3 calls send(float64[1, 8]"],
+    "D": ["deadlock: ranks 0, 1, 2 and 3 wait", *(f"rank {r} has waited" for r in range(4))],
+    "E": ["do not agree on an operation", "recv(float32[1], from rank 2)", "send(float32[1, 8]"],
+}
+
+
+@pytest.mark.parametrize("patient", SYMPTOMS)
+def test_the_symptoms_tell_the_disease(patient):
+    told = str(clinic.visit(patient))
+    for symptom in SYMPTOMS[patient]:
+        assert symptom in told
+    assert "File" not in told and " s in" not in told  # the same on every machine
+
+
+def test_the_silent_patient_shows_only_where_ranks_should_be_alike():
+    seen = clinic.visit("C")
+    weights = [[weights for _, weights in step] for step in zip(*seen.results)]
+    assert [len(set(step)) for step in weights] == [1, 1, 2, 2, 2, 2]
+    assert weights[2][0] == weights[2][2] == weights[2][3] != weights[2][1]
+
+
+def test_a_healthy_training_has_no_symptoms():
+    """Else it would be the clinic that is ill."""
+    run = clinic.launch(clinic.train, clinic.RANKS, (clinic.average, {}))
+    assert len({tuple(w for _, w in steps) for steps in run.results}) == 1
+
+
+def test_an_unknown_patient_is_told():
+    with pytest.raises(KeyError, match="no patient 'F'; there are A, B, C, D, E"):
+        clinic.visit("F")
