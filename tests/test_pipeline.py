@@ -596,6 +596,10 @@ def misused(how, group):
         kwargs["activation"] = torch.empty(MICRO_BATCH, 8, 32, device="meta")
     if how == "batch":
         inputs = [x[:6] for x in inputs]
+    if how == "uneven batch":
+        inputs = [list(x[:7].split([2, 2, 2, 1])) for x in batch(4)]
+    if how == "too few":
+        inputs = [list(x.chunk(2)) for x in batch(4)]
     Pipeline(schedule, modules, group, **kwargs).step(*inputs)
 
 
@@ -607,6 +611,11 @@ def misused(how, group):
         ("activation", "activation: say shape and dtype"),
         ("shape", r"stage 0 made \[2, 8, 16\] torch.float32, but activation says \[2, 8, 32\]"),
         ("batch", r"6 rows do not split into 4 equal micro-batches; 1, 2, 3, 6 would work"),
+        (
+            "uneven batch",
+            r"micro-batch 3 of (inputs|targets) is \[1, 8\], the first is \[2, 8\]: all must",
+        ),
+        ("too few", r"the schedule has 4 micro-batches, .* 2"),
         ("optimizer", "PipeDream has optimizer steps: give the optimizer"),
     ],
 )

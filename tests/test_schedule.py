@@ -163,6 +163,8 @@ def test_fewer_micro_batches_than_ranks_and_one_rank_are_ordinary():
         (lambda: pipedream_2bw(4, 8, 3), r"8 in batches of 4 would work"),
         (lambda: pipedream_2bw(4, 9, 4), r"8 in batches of 4 would work"),
         (lambda: build("1f2b", 4, 8), r"unknown schedule '1f2b': there are naive, gpipe, 1f1b"),
+        (lambda: build("1f1b", 4, 8, chunks=2), r"'1f1b' takes no options, and was given chunks"),
+        (lambda: build("pipedream_2bw", 4, 8), r"takes micro_batches_a_step, and was given none"),
     ],
 )
 def test_what_cannot_be_built_says_what_could(call, says):
@@ -396,6 +398,44 @@ def test_early_receives_are_started_that_many_computations_before():
     actions = list(map(str, add_communication(one_f_one_b(3, 4), early=1).ranks[1]))
     assert actions[:6] == ["1RECV_F0", "1RECV_F1", "1F0", "1SEND_F0", "1RECV_B0", "1F1"]
     assert add_communication(one_f_one_b(3, 4)) == add_communication(one_f_one_b(3, 4), early=0)
+
+
+def receives(schedule, early):
+    """(messages that are sent before their receive is posted, the most receives open on a rank).
+
+    A receive is posted when the computation before it is over; a message leaves when its own is.
+    """
+    spans = simulate(schedule, Times(comm=0.1)).spans
+    over = {span.action.key: span.end for rank in spans for span in rank}
+    with_messages, too_late, most = add_communication(schedule, early), 0, 0
+    for rank in range(schedule.num_ranks):
+        free, waiting = 0.0, set()
+        for stage, kind, micro, _ in with_messages.actions(rank):
+            if kind.startswith("RECV"):
+                source = (stage - 1 if kind == "RECV_F" else stage + 1, kind[-1], micro)
+                too_late += free > over[source]
+                waiting.add((stage, kind[-1], micro))
+                most = max(most, len(waiting))
+            elif not kind.startswith("SEND"):
+                free = over[stage, kind, micro]
+                waiting.discard((stage, kind, micro))
+    return too_late, most
+
+
+def test_receives_two_computations_early_wait_for_their_messages():
+    """Why the executor posts them so: with one it is a few messages that wait for their receiver
+    instead, with none it is half of them or more; what it costs is buffers."""
+    for schedule, least in [(gpipe(4, 8), 1), (one_f_one_b(4, 8), 2), (zb_h1(4, 8), 2)]:
+        assert [receives(schedule, early)[0] == 0 for early in range(3)] == [
+            early >= least for early in range(3)
+        ]
+    assert [receives(one_f_one_b(4, 8), early) for early in range(4)] == [
+        (21, 1),
+        (3, 2),
+        (0, 3),
+        (0, 4),
+    ]
+    assert receives(interleaved(4, 8), 2)[0] <= 0.05 * 112  # few of its messages
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [(4, 8, 1), (4, 8, 2), (4, 8, 3)])

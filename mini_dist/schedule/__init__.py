@@ -18,6 +18,7 @@ Read in this order:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 from mini_dist.schedule.action import Action, Fused, Schedule, ScheduleError, timetable
@@ -86,4 +87,12 @@ def build(name: str, num_ranks: int, num_micro_batches: int, **options: int) -> 
     """The schedule of that name; options: `chunks` (interleaved), `micro_batches_a_step` (2BW)."""
     if name not in SCHEDULES:
         raise ScheduleError(f"unknown schedule {name!r}: there are {', '.join(SCHEDULES)}")
+    parameters = inspect.signature(SCHEDULES[name]).parameters.values()
+    takes = [p.name for p in parameters][2:]
+    missing = [p.name for p in parameters if p.default is p.empty and p.name in takes]
+    if not set(missing) <= set(options) <= set(takes):
+        raise ScheduleError(
+            f"schedule {name!r} takes {', '.join(takes) or 'no options'}, and was given "
+            f"{', '.join(options) or 'none'}"
+        )
     return SCHEDULES[name](num_ranks, num_micro_batches, **options)
