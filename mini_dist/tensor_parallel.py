@@ -106,6 +106,29 @@ class GatheredAgain:
         return view
 
 
+def column_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group, pair: Pair = TENSOR
+) -> Tensor:
+    """x [..., D] -> this rank's outputs [..., F/t], of weight [F/t, D]; backward adds up dx.
+
+    ("Column", because Megatron writes y = xA: a column of A is an output. torch stores A
+    transposed, so here they are rows.)
+    """
+    with region(x, group, pair) as x:
+        return functional.linear(x, weight, bias)
+
+
+def row_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, group, pair: Pair = TENSOR
+) -> Tensor:
+    """This rank's inputs x [..., F/t] -> the sum over ranks, [..., D], of weight [D, F/t].
+
+    The bias [D] is whole on every rank and added after the sum: before it, it would count t times.
+    """
+    y = pair.leave(functional.linear(x, weight), group)
+    return y if bias is None else y + bias
+
+
 # --- the cut modules ---------------------------------------------------------------------------
 
 
@@ -139,11 +162,10 @@ class Parallel(nn.Module):
 
 
 class ColumnParallelLinear(Parallel):
-    """A linear cut by its outputs: x [..., D] -> this rank's [..., F/t]. Backward adds up dx.
+    """A linear cut by its outputs, see `column_linear`: [..., D] -> [..., F/t].
 
-    ("Column", because Megatron writes y = xA: a column of A is an output. torch stores A
-    transposed, so here they are rows.) parts: how many different pieces there are; with fewer
-    than ranks, neighbours hold the same. Raises ValueError if they do not divide the outputs.
+    parts: how many different pieces there are; with fewer than ranks, neighbours hold the same.
+    Raises ValueError if they do not divide the outputs.
     """
 
     def __init__(self, linear: nn.Linear, group, *, pair: Pair = TENSOR, parts: int = 0):
@@ -153,14 +175,13 @@ class ColumnParallelLinear(Parallel):
         self.take("bias", linear.bias, 0, parts)  # [F/t]
 
     def forward(self, x: Tensor) -> Tensor:
-        with region(x, self.group, self.pair) as x:
-            return functional.linear(x, self.weight, self.bias)
+        return column_linear(x, self.weight, self.bias, self.group, self.pair)
 
 
 class RowParallelLinear(Parallel):
-    """A linear cut by its inputs: this rank's x [..., F/t] -> the sum over ranks, [..., D].
+    """A linear cut by its inputs, see `row_linear`: [..., F/t] -> [..., D]; the bias is whole.
 
-    The bias is whole on every rank and added after the sum: before it, it would count t times.
+    Raises ValueError if the number of ranks does not divide the inputs.
     """
 
     def __init__(self, linear: nn.Linear, group, *, pair: Pair = TENSOR):
@@ -170,8 +191,7 @@ class RowParallelLinear(Parallel):
         self.take("bias", linear.bias, None)  # [D]
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.pair.leave(functional.linear(x, self.weight), self.group)
-        return y if self.bias is None else y + self.bias
+        return row_linear(x, self.weight, self.bias, self.group, self.pair)
 
 
 class ParallelMLP(MLP):
