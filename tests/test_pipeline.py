@@ -167,6 +167,31 @@ def test_recomputing_changes_no_bit():
         assert_equal_in_bits(results, reference)
 
 
+def recomputing_some(group):
+    schedule, modules = (
+        build("interleaved", 1, 3, chunks=3),
+        cut_gpt(CONFIG, range(3), 3, seed=SEED),
+    )
+    pipeline = Pipeline(schedule, modules, group, loss_fn=loss_fn, recompute={1})
+    kept, forward = {}, pipeline.stages[2].forward
+
+    def seen(micro, *args, **kwargs):  # the last forward: all three hold this micro-batch after it
+        output = forward(micro, *args, **kwargs)
+        kept.update({n: type(s.held[micro]).__name__ for n, s in pipeline.stages.items()})
+        return output
+
+    pipeline.stages[2].forward = seen
+    pipeline.step(*batch(3))
+    return kept, {n: p.grad for module in modules.values() for n, p in module.named_parameters()}
+
+
+def test_recomputing_is_a_choice_for_each_stage():
+    ((kept, gradients),) = launch(recomputing_some, 1).results
+    assert kept == {0: "Held", 1: "Waiting", 2: "Held"}
+    _, expected = one_process(3, 1)
+    assert all(torch.equal(gradients[name], grad) for name, (grad, _) in expected.items())
+
+
 def test_recomputing_draws_the_same_dropout_and_disturbs_no_draw_after_it():
     module, x = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)), torch.randn(4, 8)
     outcomes = []
