@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from mini_dist import GPT, ModelConfig, RankError, launch
-from mini_dist.checkpoint import CheckpointError, Training
+from mini_dist.checkpoint import CheckpointError, Training, find
 from mini_dist.collectives import all_reduce
+from mini_dist.config import Layout
 from mini_dist.data import Batches
 from mini_dist.data_parallel import Naive
 from mini_dist.mesh import Mesh
 from mini_dist.model import token_loss
+from mini_dist.parallelize import parallelize
 from mini_dist.tensor_parallel import GPT_PLAN, shard_model, vocab_parallel_cross_entropy
 from mini_dist.zero import ZeRO1, ZeRO2, ZeRO3
 
@@ -113,6 +115,61 @@ def test_resumed_in_another_layout_losses_go_on_as_if_never_stopped(
     before, after, tmp_path, oracle
 ):
     resumed(tmp_path, before, after, oracle)
+
+
+DENSE = ModelConfig(
+    d_model=16, num_layers=4, num_heads=2, num_kv_heads=1, seq_len=8, tied_embedding=True
+)
+EXPERTS = DENSE.replace(num_experts=4, top_k=2, d_expert=16)
+GRIDS = {
+    "one process": Layout(micro_batch_size=8),
+    "tp2*pp2": Layout(tp=2, pp=2, num_micro_batches=4, micro_batch_size=2),
+    "dp4, zero3": Layout(dp=4, zero=3, micro_batch_size=2),
+    "pp2*dp2, zero1": Layout(pp=2, dp=2, zero=1, num_micro_batches=2, micro_batch_size=2),
+    "pp2*dp2*ep2, zero1": Layout(pp=2, dp=2, ep=2, zero=1, num_micro_batches=2, micro_batch_size=2),
+    "dp2*tp2*ep2": Layout(dp=2, tp=2, ep=2, sequence_parallel=True, micro_batch_size=4),
+}
+
+
+def train_grid(directory, config, layout, until, group):
+    options = {"balance_loss": 0.0} if config.num_experts else {}
+    model = parallelize(config, layout, group, adamw, **options)
+    optimizers = model.optimizer.optimizers
+    training = Training(model.replicas, optimizers, group, names=model.names_in_whole())
+    saved = training.resume(directory)
+    place = {"rank": model.mesh.index("dp"), "size": layout.dp}
+    batches = Batches(TEXT, 8, config.seq_len, **place)
+    losses = {}
+    for number in range(saved.step if saved else 0, until):
+        losses[number] = model.step(*batches.batch(number)).loss.item()
+    training.save(directory, until)
+    names = [name for name in find(directory, group).tensors if not name.startswith("rank ")]
+    return losses, sorted(names)
+
+
+@pytest.mark.parametrize(
+    "config, before, after",
+    [
+        (DENSE, "tp2*pp2", "dp4, zero3"),
+        (DENSE, "dp4, zero3", "pp2*dp2, zero1"),
+        (EXPERTS, "pp2*dp2*ep2, zero1", "dp2*tp2*ep2"),
+        (EXPERTS, "dp2*tp2*ep2", "one process"),
+    ],
+    ids=["dense", "dense back", "experts", "experts back"],
+)
+def test_all_axes_can_be_exchanged_for_others(config, before, after, tmp_path):
+    """Tied embedding on two stages, one kv head on two ranks, experts, each of them saved once."""
+    alone, before, after = GRIDS["one process"], GRIDS[before], GRIDS[after]
+    expected, names = launch(train_grid, 1, (str(tmp_path / "one"), config, alone, 6)).results[0]
+    here = str(tmp_path / "grid")
+    first = launch(train_grid, before.world_size, (here, config, before, 3))
+    then = launch(train_grid, after.world_size, (here, config, after, 6))
+    for rank in range(after.world_size):
+        losses, saved_names = then.results[rank]
+        assert saved_names == first.results[0][1] == names
+        assert sorted(losses) == [3, 4, 5]
+        for number, loss in losses.items():
+            assert loss == pytest.approx(expected[number], rel=1e-5)
 
 
 DROPOUT = {"config": CONFIG.replace(dropout=0.2), "dtype": torch.float32}
