@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mini_dist import GPT, Layout, ModelConfig
 from mini_dist.calculators import framework, rank_memory, step_flops
 from mini_dist.model import load_balance_loss, token_loss
-from mini_dist.recompute import recompute_blocks, recomputed
+from mini_dist.recompute import SavedBytes, recompute_blocks, recomputed
 
 CONFIG = ModelConfig(d_model=64, num_layers=4, num_heads=4, seq_len=64)
 TOKENS = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(1))
@@ -113,6 +113,28 @@ def test_blocks_keep_what_the_calculator_says(changes, attention, mode):
     assert saved_bytes(model) == pytest.approx(predicted, rel=0.03)
     if mode == "full":
         assert saved_bytes(model) == predicted == 4 * 4 * TOKENS.numel() * config.d_model
+
+
+def test_saved_bytes_follow_forward_and_backward():
+    """`now` is what the hooks above count; in backward a recomputed block comes and goes."""
+    blocks = {"none": 0, "full": 0}
+    for mode in blocks:
+        model = recompute_blocks(GPT(CONFIG), mode)
+        with SavedBytes(model) as saved:
+            x = model.embed(TOKENS)
+            for block in model.blocks:
+                x = block(x)
+            kept = saved.now
+            x.sum().backward()
+            assert saved.now == 0, "backward lets go of everything"
+        del x
+        blocks[mode] = saved.peak
+        assert kept == pytest.approx(saved_bytes(model), abs=8 * TOKENS.numel())  # (token indices)
+    # all inputs, and one block; its input counts once
+    one = saved_bytes(GPT(CONFIG.replace(num_layers=1)))
+    inputs = 4 * TOKENS.numel() * CONFIG.d_model * 4
+    assert blocks["full"] == pytest.approx(inputs + one, rel=0.05)
+    assert blocks["none"] == pytest.approx(4 * one, rel=0.01)
 
 
 def test_every_second_block_keeps_the_mean_of_none_and_full():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mini_dist import GPT, ModelConfig, launch
+from mini_dist import GPT, ModelConfig, launch, zero
 from mini_dist.data import Batches
 from mini_dist.data_parallel import Bucketed, Naive, Overlapped
 from mini_dist.model import IGNORE_INDEX, token_loss
@@ -117,6 +117,31 @@ def test_ranks_train_the_model_of_one_process(kind, size):
             assert all(map(torch.equal, parameters, first)), "ranks agree bitwise"
 
 
+def train_sharded(stage, cases, group):
+    """(losses, norms) of each case: ZeRO's optimizer is its own."""
+    found = []
+    for accumulation, max_norm, recompute in cases:
+        gpt = recompute_blocks(GPT(CONFIG, seed=group.rank(), dtype=torch.float64), *recompute)
+        model = getattr(zero, f"ZeRO{stage}")(gpt, group, OPTIMIZERS["adamw"], units=gpt.blocks)
+        done = []
+        for step in range(STEPS):
+            micro_batches = split(*batch(step, group.rank(), group.size()), accumulation)
+            done.append(train_step(model, model.optimizer, micro_batches, max_norm=max_norm))
+        found.append([[each[i] for each in done] for i in (0, 1)])
+    return found
+
+
+@pytest.mark.parametrize(("stage", "size"), [(1, 2), (2, 3), (3, 2), (3, 4)])
+def test_the_same_step_trains_a_sharded_model(stage, size):
+    """Losses and norms of five steps in float64: a parameter that went astray would show."""
+    for found in launch(train_sharded, size, (stage, CASES)).results:
+        for (losses, norms), (_, max_norm, _) in zip(found, CASES):
+            expected_losses, expected_norms, _ = alone(max_norm)
+            torch.testing.assert_close(losses, expected_losses, **close)
+            if max_norm is not None:
+                torch.testing.assert_close(norms, expected_norms, **close)
+
+
 def in_float32(kind, optimizer, group):
     return train(kind, CASES[-1:], group, torch.float32, optimizer)
 
@@ -217,19 +242,30 @@ def test_a_step_without_a_target_is_refused():
 # ---- precision ----------------------------------------------------------------------------------
 
 
-def skipping(group):
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def skipping(kind, group):
     """Rank 1's gradients overflow in step 1: what both ranks did, and their scales."""
     scaler = LossScaler(scale=2.0**10, growth_interval=2)
-    model = Overlapped(GPT(CONFIG), group)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    gpt = GPT(CONFIG)
+    if kind == "overlapped":
+        model = Overlapped(gpt, group)
+        optimizer = sgd(model.parameters())
+    else:  # the overflow is in one rank's shard, and the others cannot see it
+        model = zero.ZeRO2(gpt, group, sgd, units=gpt.blocks)
+        optimizer = model.optimizer
     seen = []
     for step in range(5):
-        before = [p.detach().clone() for p in model.parameters()]
+        before = [p.detach().clone() for p in gpt.parameters()]
 
         def loss(model, inputs, targets, step=step):
             found = token_loss(model(inputs), targets)
-            too_much = 1e36 if (step, group.rank()) == (1, 1) else 1.0
-            return found._replace(total=found.total * too_much)
+            if (step, group.rank()) == (1, 1):  # one element of one gradient: inf
+                first = gpt.blocks[0].attn.q.weight[0, 0]
+                found = found._replace(total=found.total + 1e38 * 1e3 * first)
+            return found
 
         done = train_step(
             model,
@@ -238,13 +274,14 @@ def skipping(group):
             precision=Precision(torch.float16, scaler),
             loss=loss,
         )
-        moved = not all(map(torch.equal, before, model.parameters()))
+        moved = not all(map(torch.equal, before, gpt.parameters()))
         seen.append((done.skipped, moved, scaler.scale))
-    return seen, [p.detach() for p in model.parameters()]
+    return seen, [p.detach() for p in gpt.parameters()]
 
 
-def test_an_overflow_on_one_rank_makes_all_skip_shrink_and_grow_together():
-    (first, parameters), (second, theirs) = launch(skipping, 2).results
+@pytest.mark.parametrize("kind", ["overlapped", "zero2"])
+def test_an_overflow_on_one_rank_makes_all_skip_shrink_and_grow_together(kind):
+    (first, parameters), (second, theirs) = launch(skipping, 2, (kind,)).results
     assert first == second
     assert first == [
         (False, True, 1024.0),
