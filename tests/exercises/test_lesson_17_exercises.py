@@ -6,8 +6,8 @@ import cloudpickle
 import pytest
 
 from mini_dist import check
-from mini_dist.calculators import model as model_preset
 from mini_dist.calculators import device_memory, hardware, peak_memory, plan, step_time
+from mini_dist.calculators import model as model_preset
 from mini_dist.calculators.planner import layouts
 from mini_dist.config import Layout
 from tests.exercises import solutions_17 as solutions
