@@ -6,6 +6,7 @@ Every function returns a Picture, which a notebook shows as PNG and `.save(path)
 from __future__ import annotations
 
 import io
+from collections import defaultdict
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
@@ -354,24 +355,20 @@ def lanes(axes, timeline: Timeline, last: float, scale: float = 1.0) -> set[str]
     """
     size, schedule = len(timeline.spans), timeline.schedule
     for rank, spans in enumerate(timeline.spans):
-        over = 0.0
+        over, bars = 0.0, defaultdict(list)  # bars of one color at once: much faster to draw
         for action, start, end in spans:
             chunk = min(schedule.stages_of[rank].index(action.stage), 3)
             start, over = max(start, over), end
             left, width = start * scale, (end - start) * scale
-            axes.barh(
-                rank,
-                width,
-                0.86,
-                left,
-                color=ACTION_COLORS[action.kind][chunk],
-                edgecolor="white",
-                linewidth=0.5,
-            )
+            bars[ACTION_COLORS[action.kind][chunk]].append((left, width))
             if width > 0.011 * last * len(str(action.micro)):
                 ink = "white" if chunk > 1 else INK
                 style = dict(ha="center", va="center", fontsize=7, color=ink)
                 axes.text(left + width / 2, rank, str(action.micro), **style)
+        for color, intervals in bars.items():
+            axes.broken_barh(
+                intervals, (rank - 0.43, 0.86), color=color, edgecolor="white", linewidth=0.5
+            )
     axes.set_yticks(range(size), [f"rank {rank}" for rank in range(size)], fontsize=8)
     axes.set_ylim(size - 0.45, -0.55)
     axes.set_xlim(0, 1.005 * last)

@@ -12,6 +12,17 @@ from mini_dist.collectives import pairwise_all_to_all, ring_all_reduce, star_all
 from mini_dist.ledger.replay import Flight
 from mini_dist.ledger.steps import messages
 from mini_dist.mesh import Grid
+from mini_dist.schedule import (
+    Action,
+    Span,
+    Timeline,
+    gpipe,
+    interleaved,
+    naive,
+    one_f_one_b,
+    simulate,
+    zb_h1,
+)
 from mini_dist.watch import watch
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that no rank imports pytest
@@ -246,3 +257,50 @@ def test_a_product_of_axes_has_a_panel_too_and_nodes_must_fit():
     assert [axes.get_title() for axes in picture.figure.axes] == ["dp*cp", "ep"]
     with pytest.raises(ValueError, match="ranks_per_node=3 does not fit rows of 8 ranks"):
         draw.rank_grid(grid, ranks_per_node=3)
+
+
+# -- pipelines ------------------------------------------------------------------------------------
+
+
+def bars_of(axes):
+    """(left, width) of every bar on a panel, in order."""
+    paths = [path for bars in axes.collections for path in bars.get_paths()]
+    boxes = [path.get_extents() for path in paths]
+    return sorted((round(box.x0, 6), round(box.width, 6), round(box.y0 + 0.43)) for box in boxes)
+
+
+def test_a_gantt_has_a_bar_for_each_action_at_its_time():
+    timelines = {"GPipe": simulate(gpipe(2, 3)), "ZB-H1": simulate(zb_h1(2, 3))}
+    picture = draw.gantt(timelines, "ms", scale=10)
+    for axes, timeline in zip(picture.figure.axes, timelines.values()):
+        assert bars_of(axes) == sorted(
+            (10 * start, 10 * (end - start), rank)
+            for rank, spans in enumerate(timeline.spans)
+            for _, start, end in spans
+        )
+        numbers = [text.get_text() for text in axes.texts]
+        micros = [str(span.action.micro) for spans in timeline.spans for span in spans]
+        assert sorted(numbers) == sorted(micros)
+    bubble = simulate(gpipe(2, 3)).bubble
+    assert picture.figure.axes[0].get_title(loc="left") == f"GPipe: bubble {100 * bubble:.1f} %"
+
+
+def test_a_rank_that_woke_late_and_caught_up_is_not_drawn_twice_at_once():
+    schedule = naive(1, 1)
+    spans = [Span(Action(0, "F", 0), 0.0, 4.0), Span(Action(0, "B", 0), 3.0, 5.0)]
+    (axes,) = draw.gantt({"": Timeline(schedule, (tuple(spans),))}).figure.axes
+    assert bars_of(axes) == [(0.0, 4.0, 0), (4.0, 1.0, 0)]
+
+
+def test_chunks_of_a_rank_have_colors_of_their_own():
+    (axes,) = draw.gantt({"": simulate(interleaved(2, 2, chunks=2))}).figure.axes
+    colors = {tuple(color) for bars in axes.collections for color in bars.get_facecolor()}
+    assert len(colors) == 2 * 2  # F and B of two chunks
+
+
+def test_held_steps_up_to_what_each_rank_holds_at_most():
+    timelines = {"GPipe": simulate(gpipe(3, 4)), "1F1B": simulate(one_f_one_b(3, 4))}
+    picture = draw.held(timelines)
+    for axes, timeline in zip(picture.figure.axes, timelines.values()):
+        assert [max(line.get_ydata()) for line in axes.lines] == timeline.peak_in_flight
+    assert repr(picture) == "activations held at most: GPipe [4, 4, 4]; 1F1B [3, 2, 1]"

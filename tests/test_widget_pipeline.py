@@ -88,3 +88,13 @@ def test_every_schedule_can_be_drawn(name):
             assert name == "dualpipe_v" and m < 2 * p
             continue
         assert shown.picture._repr_png_().startswith(b"\x89PNG")
+
+
+def test_a_moved_control_changes_picture_and_page():
+    grid, image, page = pipeline.explorer().view.children
+    controls = {control.description: control for control in grid.children}
+    before = image.value, page.value
+    controls["num micro batches"].value = 4
+    assert "42.9 %" in page.value and image.value != before[0]
+    controls["schedule"].value = "dualpipe_v"
+    assert "4 is too few, 8 or more would work" in page.value and "#c62828" in page.value
