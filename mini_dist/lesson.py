@@ -1,6 +1,7 @@
 """What a lesson's cells use on the page: show source, keep a guess, reveal the answer.
 
 show(ring_all_reduce)                   its source, highlighted
+show_diff(ZeRO1, ZeRO2)                 what a class changes in the one it inherits from
 predict("bytes sent", 3_000)            before the run
 reveal("bytes sent", 3_072, "bytes")    after it: guess beside measurement
 fold("Answer 1", f"{16 * P:,} bytes")   a computed answer, folded away at first
@@ -42,6 +43,33 @@ def show(*objects):
                 },
                 raw=True,
             )
+
+
+def show_diff(old, new):
+    """Display what the class `new` does otherwise than `old`, from which it inherits, as a diff.
+
+    A method that replaces the old one is shown against it; one that is new, or that begins by
+    calling the old one, is all new lines.
+    """
+    lines = []
+    for name, method in vars(new).items():
+        if not inspect.isfunction(method):
+            continue
+        after = inspect.getsource(method).rstrip().splitlines()
+        before = []
+        if hasattr(old, name) and "super()" not in inspect.getsource(method):
+            before = inspect.getsource(getattr(old, name)).rstrip().splitlines()
+        changed = difflib.ndiff(before, after)
+        lines += [*(line[:2] + line[6:] for line in changed if line[0] != "?"), ""]
+    source = "\n".join(lines).rstrip()
+    title = f"{old.__name__} -> {new.__name__}"
+    if _shell() is None:
+        print(f"# {title}\n{source}\n")
+    else:
+        from IPython.display import display
+
+        text = {"text/markdown": f"`{title}`\n```diff\n{source}\n```"}
+        display({**text, "text/plain": f"# {title}\n{source}"}, raw=True)
 
 
 def _unwrap(obj):

@@ -9,7 +9,7 @@ from nbclient import NotebookClient
 
 import mini_dist.config
 from mini_dist import lesson
-from mini_dist.lesson import predict, reveal, show
+from mini_dist.lesson import predict, reveal, show, show_diff
 
 
 @pytest.fixture(autouse=True)
@@ -161,3 +161,36 @@ def test_a_folded_answer_opens_on_the_page_and_is_plain_text_elsewhere(capsys):
     assert output.data["text/plain"] == "Answer\n16 bytes < 1 kB\nand more"
     lesson.fold("Answer", "16 bytes")
     assert capsys.readouterr().out == "Answer\n16 bytes\n"
+
+
+class Old:
+    def kept(self):
+        return 1
+
+    def replaced(self):
+        first = 1
+        return first
+
+
+class New(Old):
+    def kept(self):
+        return super().kept() + 1
+
+    def replaced(self):
+        first = 2
+        return first
+
+
+def test_show_diff_shows_what_a_class_replaces_and_what_it_adds(capsys):
+    show_diff(Old, New)
+    assert capsys.readouterr().out.splitlines() == [
+        "# Old -> New",
+        "+ def kept(self):",
+        "+     return super().kept() + 1",
+        "",
+        "  def replaced(self):",
+        "-     first = 1",
+        "+     first = 2",
+        "      return first",
+        "",
+    ]

@@ -341,14 +341,14 @@ def test_zero_3_holds_the_root_the_unit_that_computes_and_the_next():
         assert seen["forward"] == [list(range(7))] * 6
 
 
-LARGE = ModelConfig(num_layers=6, d_model=128, seq_len=32)  # blocks outweigh what else there is
+LARGE = ModelConfig(num_layers=6, d_model=128, seq_len=32)  # parameters outweigh activations
 
 
 def train_large(group):
     gpt = GPT(LARGE, seed=0)
     model = ZeRO3(gpt, group, adamw, units=gpt.blocks)
     for _ in range(2):
-        tokens = torch.zeros(2, LARGE.seq_len, dtype=torch.long)
+        tokens = torch.zeros(1, LARGE.seq_len, dtype=torch.long)
         token_loss(model(tokens), tokens).mean().backward()
         model.step()
         model.zero_grad()
@@ -364,10 +364,10 @@ def test_zero_3_peaks_at_states_two_units_gradients_in_flight_and_activations():
     parameters = root + 2 * block  # beside the shards: that which computes, and the next
     here = memory.peak_bytes("backward", "parameters")
     assert here == root + 2 * block + (root + 6 * block) / 4
-    in_flight = block + block  # this rank's, what came from the others and their sum
+    in_flight = block + 3 / 4 * block  # this rank's, and what came from the others
     complete = block + 4 * LARGE.vocab_size * LARGE.d_model  # the next block's, and the head's
     a_token = sum(s.bytes_per_token for s in layer_activations(LARGE, Layout(), "course"))
-    activations = 2 * LARGE.seq_len * (LARGE.num_layers - 2) * a_token
+    activations = LARGE.seq_len * (LARGE.num_layers - 2) * a_token
     expected = states + parameters + in_flight + complete + activations
     assert memory.peak_bytes() == pytest.approx(expected, rel=0.02)
 

@@ -50,16 +50,16 @@ def begin_all_gather_(whole: torch.Tensor, group) -> InFlight:
 def begin_reduce_scatter(whole: torch.Tensor, group, dtype: torch.dtype | None = None) -> InFlight:
     """Begin to send every rank its part of `whole`; `wait` returns the sum of all for this rank.
 
-    whole: [n L] on every rank -> [L], added up in rank order and in `dtype`, which may be wider
-    than what travels. Raises ValueError if n does not divide its length.
+    whole: [n L] on every rank -> [L], added up in the ring's order and in `dtype`, which may be
+    wider than what travels. Raises ValueError if n does not divide its length.
     """
     parts, rank, others = cut(whole, group)
-    terms = [empty(part) if other != rank else part for other, part in enumerate(parts)]
-    receives = [(terms[other], other) for other in others]
+    receives = [(empty(parts[rank]), other) for other in reversed(others)]
     sends = [(parts[other], other) for other in reversed(others)]
+    terms = [*(term for term, _ in receives), parts[rank]]  # the next rank's first, as in the ring
 
     def total() -> torch.Tensor:
-        result = terms[0].to(dtype or whole.dtype, copy=True)
+        result = terms[0].to(dtype or whole.dtype, copy=not receives)
         for term in terms[1:]:
             result += term
         return result

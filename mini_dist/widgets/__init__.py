@@ -8,6 +8,7 @@ from .planner import layout_planner
 from .published_runs import compare_with_published
 from .routing import expert_routing
 from .scaling import scaling_curve
+from .zero import zero_figure
 
 __all__ = [
     "Explorer",
@@ -18,4 +19,5 @@ __all__ = [
     "memory_waterfall",
     "rank_grid",
     "scaling_curve",
+    "zero_figure",
 ]
