@@ -22,6 +22,7 @@ from mini_dist.context_parallel import (
     online_softmax,
     positions_here,
     ring_attention,
+    run_ring_emulated,
     shard,
     share_of_mean,
     sum_gradients,
@@ -520,6 +521,34 @@ def test_no_rank_of_a_ring_ever_holds_all_keys_and_values(size):
         assert all(change <= 1.5 * own for *_, change in memory.events)  # q: 9 heads, to 3 + 3
     gathered = memory_of("all_gather", size, 64).memory[0]
     assert live_at_most(gathered, size * own, "forward") >= 1
+
+
+# -- on emulated devices ----------------------------------------------------------------------
+
+SECONDS_A_SCORE = 1e-5
+
+
+def emulated(placement, hop):
+    arguments = (PLACEMENTS[placement](48, 4), SECONDS_A_SCORE, hop)
+    return launch(run_ring_emulated, 4, arguments).results
+
+
+def test_on_emulated_devices_zigzag_has_no_gap_and_contiguous_waits_for_the_last():
+    """Hops shorter than a step cost nothing; the ends are the sums of the scores."""
+    steps = num_scores(zigzag(48, 4))[0]
+    for rank, done in enumerate(emulated("zigzag", 1e-5)):
+        assert [interval.name for interval in done] == [(rank - step) % 4 for step in range(4)]
+        assert done[-1].end == pytest.approx(sum(steps) * SECONDS_A_SCORE)
+    work = [sum(row) for row in num_scores(contiguous(48, 4))]
+    ends = [done[-1].end for done in emulated("contiguous", 1e-5)]
+    assert ends == pytest.approx([scores * SECONDS_A_SCORE for scores in work])
+
+
+def test_on_emulated_devices_a_slow_hop_shows():
+    """Then the keys are what everyone waits for: three hops, and the last block."""
+    last = num_scores(zigzag(48, 4))[0][-1]
+    for done in emulated("zigzag", 5e-3):
+        assert done[-1].end == pytest.approx(3 * 5e-3 + last * SECONDS_A_SCORE)
 
 
 # -- what cannot work -------------------------------------------------------------------------

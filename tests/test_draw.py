@@ -9,6 +9,7 @@ import torch
 from mini_dist import draw, launch
 from mini_dist.calculators.links import Link
 from mini_dist.collectives import pairwise_all_to_all, ring_all_reduce, star_all_reduce
+from mini_dist.emulate import Interval
 from mini_dist.ledger.replay import Flight
 from mini_dist.ledger.steps import messages
 from mini_dist.mesh import Grid
@@ -304,3 +305,37 @@ def test_held_steps_up_to_what_each_rank_holds_at_most():
     for axes, timeline in zip(picture.figure.axes, timelines.values()):
         assert [max(line.get_ydata()) for line in axes.lines] == timeline.peak_in_flight
     assert repr(picture) == "activations held at most: GPipe [4, 4, 4]; 1F1B [3, 2, 1]"
+
+
+# -- a sequence cut over ranks --------------------------------------------------------------------
+
+
+def test_scores_are_counted_and_coloured_by_the_rank_of_their_query():
+    placements = {"halves": [[0, 1], [2, 3]], "mirrored": [[0, 3], [1, 2]]}
+    picture = draw.scores(placements)
+    assert repr(picture).endswith("halves: 3, 7; mirrored: 5, 5")
+    for axes, table in zip(picture.figure.axes, placements.values()):
+        image = axes.images[0].get_array()
+        owner = {position: rank for rank, row in enumerate(table) for position in row}
+        for query in range(4):
+            own = [
+                tuple(image[query, key]) for key in range(query + 1) if owner[key] == owner[query]
+            ]
+            others = [
+                tuple(image[query, key]) for key in range(query) if owner[key] != owner[query]
+            ]
+            masked = [tuple(image[query, key]) for key in range(query + 1, 4)]
+            assert len(set(own)) == 1 and not set(own) & set(others)
+            assert set(masked) <= {(1.0, 1.0, 1.0)} and (1.0, 1.0, 1.0) not in own + others
+
+
+def test_devices_have_a_bar_for_each_interval_where_and_as_long_as_it_was():
+    rows = [[Interval(0, 0.0, 0.002, 0.0), Interval(1, 0.003, 0.004, 0.0)], []]
+    picture = draw.devices({"run": rows})
+    (axes,) = picture.figure.axes
+    bars = [
+        (bar.get_x(), bar.get_width(), bar.get_y() + bar.get_height() / 2) for bar in axes.patches
+    ]
+    assert bars == [pytest.approx((0, 2, 0)), pytest.approx((3, 1, 0))]
+    assert [text.get_text() for text in axes.texts] == ["0", "1"]
+    assert repr(picture) == "run: 4 ms, devices busy 38 %"  # 3 of 2 * 4 ms
