@@ -28,6 +28,7 @@ from mini_dist.expert_parallel import (
 from mini_dist.mesh import Mesh
 from mini_dist.model import MoE, load_balance_loss, token_loss, z_loss
 from mini_dist.pipeline.stage import Stage
+from mini_dist.recompute import recompute_blocks
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that no rank imports pytest
 
@@ -445,6 +446,24 @@ def test_a_backward_in_two_halves_gives_the_same_gradients():
         assert grads.keys() == later.keys()
         for name in grads:
             torch.testing.assert_close(grads[name], later[name])
+
+
+def recomputed_or_not(mode, group):
+    model = shard_experts(lively(CONFIG), group, balance_loss=0.1, z_loss=0.01)
+    recompute_blocks(model, mode)
+    inputs, targets = (part.chunk(group.size())[group.rank()] for part in batch())
+    token_loss(model(inputs), targets).mean().backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_recomputation_sends_again_and_attaches_the_losses_once():
+    """The forward that is thrown away routes, dispatches and combines, too."""
+    plain, full = (launch(recomputed_or_not, 2, (mode,)) for mode in ("none", "full"))
+    for mine, theirs in zip(plain.results, full.results):
+        for name in mine:
+            torch.testing.assert_close(mine[name], theirs[name], rtol=1e-12, atol=1e-14)
+    sent = [run.ledger.total_bytes(op="dispatch", rank=0) for run in (plain, full)]
+    assert sent[1] == 2 * sent[0] > 0
 
 
 def bias_moves(steps, group):
