@@ -1,18 +1,12 @@
 """Lesson 05, solved as a learner would."""
 
-import torch
-
 from mini_dist.collectives import all_reduce
 from mini_dist.data_parallel import flatten, mean, unflatten
 
 
 def average_in_buckets(parameters, bucket_bytes, group):
     def send(bucket):
-        flat = all_reduce(torch.cat([p.grad.reshape(-1) for p in bucket]), group, op="mean")
-        start = 0
-        for p in bucket:
-            p.grad = flat[start : start + p.numel()].view(p.shape)
-            start += p.numel()
+        unflatten(all_reduce(flatten(bucket), group, op="mean"), bucket)
 
     bucket, held = [], 0
     for p in reversed(parameters):
