@@ -8,10 +8,12 @@ from .planner import layout_planner
 from .published_runs import compare_with_published
 from .routing import expert_routing
 from .scaling import scaling_curve
+from .stepper import collective_stepper
 from .zero import zero_figure
 
 __all__ = [
     "Explorer",
+    "collective_stepper",
     "compare_with_published",
     "expert_routing",
     "layout_planner",
