@@ -31,7 +31,7 @@ from .calculators.links import Link
 from .calculators.machines import FLASH_BACKWARD, FLASH_FORWARD, KERNEL_SECONDS
 from .launch import launch
 from .ledger import Ledger
-from .ledger.counting import Begin, Done, Give, Join, Kernel, Phase, Stated, Take, Wait
+from .ledger.counting import Begin, Done, Give, Join, Kernel, Phase, Stated, Take, Updated, Wait
 from .ledger.table import Table
 
 SLOW_NETWORK = 1.25e9  # bytes/s a device: 10 Gb/s Ethernet
@@ -106,7 +106,7 @@ class Elsewhere:
 
 @dataclass
 class Replay:
-    """A replayed run. Times in seconds; a step lasts from one forward's begin to the next one's."""
+    """A replayed run. Times in seconds; steps are rank 0's, up to what follows its optimizer."""
 
     machine: str
     spans: list[Span]
@@ -346,7 +346,8 @@ class Player:
         self.unwaited: dict[int, list] = defaultdict(list)  # native collectives of a rank
         self.device_free = [0.0] * len(ledger.programs)
         self.way_free: dict[tuple, float] = defaultdict(float)
-        self.phases: list[list[tuple[float, str]]] = [[] for _ in ledger.programs]
+        self.begins = [begins(self.events[Line(rank, 0)]) for rank in range(len(ledger.programs))]
+        self.phases: list[list[tuple[float, bool]]] = [[] for _ in ledger.programs]
         self.spans: list[Span] = []
         self.ready: list[tuple[float, Line]] = []
 
@@ -403,7 +404,7 @@ class Player:
                     if not self.wait(line, (rank, comm)):
                         return False
                 self.unwaited[rank].clear()
-            self.phases[rank].append((self.clock[line], event.name))
+            self.phases[rank].append((self.clock[line], self.begins[rank][self.place[line]]))
         return True
 
     def wait(self, line: Line, what: tuple) -> bool:
@@ -463,25 +464,28 @@ class Player:
         return max(self.clock.values())
 
     def steps(self) -> list[tuple[float, float]]:
-        """Rank 0's steps: from the forward after an optimizer's step to the next one."""
-        starts = [
-            moment
-            for (_, before), (moment, phase) in zip([(0.0, ""), *self.phases[0]], self.phases[0])
-            if phase == "forward" and before in ("", "setup", "step")
-        ] or [0.0]
+        """Rank 0's steps, each up to what follows its optimizer; what went before has none."""
+        starts = [moment for moment, is_first in self.phases[0] if is_first] or [0.0]
         return list(zip(starts, [*starts[1:], self.end()]))
 
     def flops_of_a_step(self) -> float:
         """Counted FLOPs of the last step, all ranks together."""
         total = 0.0
         for line, events in self.events.items():
-            flops, before = 0.0, ""
-            for event in events:
-                if isinstance(event, Phase):
-                    if event.name == "forward" and before in ("", "setup", "step"):
-                        flops = 0.0
-                    before = event.name
-                elif isinstance(event, Kernel):
-                    flops += event.flops
+            flops = 0.0
+            for event, is_first in zip(events, begins(events)):
+                flops = 0.0 if is_first else flops
+                flops += event.flops if isinstance(event, Kernel) else 0.0
             total += flops if line.thread == 0 else 0.0
         return total
+
+
+def begins(events: list) -> list[bool]:
+    """Of each event whether it begins a step: a phase of training after setup, or after the
+    optimizer and what belongs to it (the gathering of ZeRO-1)."""
+    found, between = [], True
+    for event in events:
+        is_first = between and isinstance(event, Phase) and event.name not in ("setup", "step")
+        between = isinstance(event, Updated) or (between and not is_first)
+        found.append(is_first)
+    return found

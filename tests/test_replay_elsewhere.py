@@ -11,11 +11,12 @@ from mini_dist import launch
 from mini_dist.calculators import hardware, links, step_flops
 from mini_dist.calculators.kernels import collective_seconds, gemm_seconds
 from mini_dist.collectives import all_reduce, recv, send
-from mini_dist.config import ModelConfig
+from mini_dist.config import Layout, ModelConfig
 from mini_dist.data_parallel import Bucketed, Overlapped, ring_mean
 from mini_dist.emulate import Clock, Device, EmulatedStage
 from mini_dist.ledger.counting import Kernel, Stated
 from mini_dist.model import GPT, token_loss
+from mini_dist.parallelize import parallelize
 from mini_dist.pipeline import Pipeline
 from mini_dist.replay import Elsewhere, elsewhere, replay
 from mini_dist.schedule import Times, build, simulate
@@ -224,6 +225,23 @@ def test_steps_are_counted_and_a_later_one_is_taken():
     assert four.seconds == pytest.approx(two.seconds, rel=1e-6)
     assert two.flops == four.flops
     assert two.mfu == pytest.approx(two.flops / (two.seconds * 2 * 989e12))
+
+
+def test_steps_of_a_pipeline_are_found_though_its_phases_alternate():
+    layout = Layout(pp=2, dp=2, zero=1, num_micro_batches=4)
+    config = SMALL.replace(num_layers=4)
+
+    def train(steps, group):
+        made = parallelize(config, layout, group, lambda p: torch.optim.AdamW(p))
+        for _ in range(steps):
+            tokens = torch.randint(0, 256, (4, 33))
+            made.step(tokens[:, :-1], tokens[:, 1:])
+
+    two, three = (replay(launch(train, 4, (n,), count=True), "h100") for n in (2, 3))
+    assert (len(two.steps), len(three.steps)) == (2, 3)
+    scores = 8 * 32 * 32 * 64 * 2 * config.num_layers  # of the backward kernels, as above
+    assert three.flops == step_flops(config, 8).total + scores
+    assert three.steps[-1][1] - three.steps[-1][0] < 1.2 * two.steps[-1][1] / 2
 
 
 # ---- an emulated pipeline ------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -86,6 +87,10 @@ class Phase(NamedTuple):
     name: str
 
 
+class Updated(NamedTuple):
+    """An optimizer has made its step."""
+
+
 class Stated(NamedTuple):
     """Something that takes a stated time on any machine, as on an emulated device."""
 
@@ -118,10 +123,12 @@ class Counter:
             return counter._hand_over(pool, function, args, kwargs)
 
         ThreadPoolExecutor.submit = submit
+        self._hook = register_optimizer_step_post_hook(lambda *_: self.note(Updated()))
         return self
 
     def __exit__(self, *_) -> None:
         ThreadPoolExecutor.submit = self._submit
+        self._hook.remove()
         self._mode.__exit__(None, None, None)
 
     def note(self, event) -> None:
