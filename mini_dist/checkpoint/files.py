@@ -115,6 +115,7 @@ def check_whole(tensors: dict) -> None:
 
 def write(directory, step: int, mine: list[Piece], tensors: dict, group, extra, keep) -> Path:
     """Write, make sure that it is on the disk, and only then give it its name."""
+    extra = json.loads(json.dumps(extra or {}))  # as it will be read, or an error on all ranks
     final = Path(directory) / f"step-{step:08d}"
     writing = final.with_name(f"{final.name}.writing")
     first = group.rank() == 0
@@ -125,7 +126,7 @@ def write(directory, step: int, mine: list[Piece], tensors: dict, group, extra, 
         "format": FORMAT,
         "step": step,
         "world_size": group.size(),
-        "extra": extra or {},
+        "extra": extra,
         "files": {file_name(rank): shard for rank, shard in enumerate(shards) if shard},
         "tensors": tensors,
     }
@@ -296,7 +297,7 @@ def to_try(directory: Path) -> list[int]:
     """Newest first, from `latest` on; without a readable `latest`, all."""
     steps = steps_in(directory)
     latest = directory / "latest"
-    named = re.fullmatch(r"step-(\d+)\s*", latest.read_text()) if latest.is_file() else None
+    named = re.fullmatch(rb"step-(\d+)\s*", latest.read_bytes()) if latest.is_file() else None
     return [step for step in steps if not named or step <= int(named[1])]
 
 
@@ -325,12 +326,15 @@ def damage(folder: Path, manifest: dict, group) -> str | None:
     """What is wrong with this rank's share of the files."""
     for name in sorted(manifest["files"])[group.rank() :: group.size()]:
         about, path = manifest["files"][name], folder / name
-        if not path.is_file():
+        try:
+            if path.stat().st_size != about["bytes"]:
+                return f"{name} has {path.stat().st_size:,} bytes, not {about['bytes']:,}"
+            if sha256(path) != about["sha256"]:
+                return f"{name} has changed since it was written"
+        except FileNotFoundError:
             return f"{name} is missing"
-        if path.stat().st_size != about["bytes"]:
-            return f"{name} has {path.stat().st_size:,} bytes, not {about['bytes']:,}"
-        if sha256(path) != about["sha256"]:
-            return f"{name} has changed since it was written"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
     return None
 
 

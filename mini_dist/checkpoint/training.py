@@ -68,7 +68,6 @@ class Training:
             # In a group of its own it can speak while the training speaks in others.
             members = dist.get_process_group_ranks(group)
             self.group = dist.new_group(members, use_local_synchronization=True)
-            self.writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         shards = [unit.shard for model in self.models for unit in getattr(model, "units", ())]
         known = {*self.places(), *shards}
         for optimizer in self.optimizers:
@@ -101,7 +100,9 @@ class Training:
             mine, tensors = share_out(pieces, self.group)
             mine = [replace(each, tensor=each.tensor.detach().cpu().clone()) for each in mine]
         job = (directory, step, mine, tensors, self.group, extra, keep)
-        self.pending = self.writer.submit(write, *job)
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self.pending = thread.submit(write, *job)
+        thread.shutdown(wait=False)  # it ends when it has written
 
     def wait(self) -> None:
         """Return when the last save is on the disk."""
@@ -119,11 +120,12 @@ class Training:
         saved = find(directory, self.group, step)
         if saved is None:
             return None
-        if saved.extra["optimizers"] != self.kinds():
-            theirs, ours = (", ".join(kinds) for kinds in (saved.extra["optimizers"], self.kinds()))
+        theirs, ours = saved.extra.get("optimizers", []), self.kinds()
+        if theirs != ours:
             raise ValueError(
-                f"{saved.folder} was saved with {theirs or 'no optimizer'}, this training has "
-                f"{ours or 'none'}: the states of the one mean nothing to the other"
+                f"{saved.folder} was saved with {', '.join(theirs) or 'no optimizer'}, this "
+                f"training has {', '.join(ours) or 'none'}: the states of the one mean nothing to "
+                "the other"
             )
         generators = [p for p in random_pieces(self.group) if p.place.name in saved.tensors]
         generators = generators if saved.world_size == self.group.size() else []
@@ -134,7 +136,7 @@ class Training:
         for model in self.models:
             if isinstance(model, Replica):
                 model.share()
-        saved.extra = saved.extra["extra"]
+        saved.extra = saved.extra.get("extra", {})
         return saved
 
     # --- what there is ---

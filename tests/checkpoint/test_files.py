@@ -216,6 +216,20 @@ def test_if_one_rank_cannot_write_all_say_so_and_the_last_checkpoint_stays(tmp_p
     assert loaded_step(tmp_path) == (5, [])
 
 
+def with_extra(directory, group):
+    extra = {10: "ten", 9: ["nine", None, 0.1]}  # JSON has no such keys, and another order
+    save(directory, 3, [piece("w", torch.zeros(2))], group, extra)
+    found = find(directory, group).extra
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        save(directory, 4, [piece("w", torch.zeros(2))], group, {"w": torch.zeros(2)})
+    return found, find(directory, group).step
+
+
+def test_extra_comes_back_as_json_and_what_json_cannot_say_is_refused_by_all(tmp_path):
+    run = launch(with_extra, 2, (str(tmp_path),))
+    assert run.results == [({"10": "ten", "9": ["nine", None, 0.1]}, 3)] * 2
+
+
 def test_a_directory_that_cannot_be_made_is_told(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RankError, match="rank 0: cannot write: .*Not a directory"):
