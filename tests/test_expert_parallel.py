@@ -427,6 +427,28 @@ def test_the_layers_losses_are_scaled_like_the_main_loss():
     torch.testing.assert_close(one, four, rtol=1e-9, atol=1e-12)
 
 
+def two_micro_batches(group):
+    model = shard_experts(lively(CONFIG), group, balance_loss=0.3)
+    set_loss_scale(model, 1 / 2)
+    inputs, targets = (part.chunk(group.size())[group.rank()] for part in batch())
+    for x, y in zip(inputs.chunk(2), targets.chunk(2)):
+        (token_loss(model(x), y).mean() / 2).backward()
+    return all_reduce(layers_with_experts(model)[0].router.weight.grad, group, op="mean")
+
+
+def test_visits_are_counted_per_micro_batch_over_all_ranks():
+    model = lively(CONFIG)
+    inputs, targets = batch()
+    for rows in ([0, 2], [1, 3]):  # each rank's first sequence, then each rank's second
+        routing = []
+        loss = token_loss(model(inputs[rows], routing=routing), targets[rows]).mean()
+        ((loss + sum(0.3 * load_balance_loss(decision) for decision in routing)) / 2).backward()
+    for gradient in launch(two_micro_batches, 2).results:
+        torch.testing.assert_close(
+            gradient, model.blocks[1].ffn.router.weight.grad, rtol=1e-9, atol=1e-12
+        )
+
+
 def as_a_stage(split, group):
     """Forward and backward by the pipeline's Stage, weight gradients put off or not."""
     layer = ExpertParallel(lively(CONFIG).blocks[1].ffn, group, balance_loss=0.1)
