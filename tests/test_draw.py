@@ -166,10 +166,10 @@ def test_a_collective_has_an_arrow_for_each_message_and_a_box_for_each_number(fn
 
 def test_a_box_says_whose_terms_are_in_it(seen):
     shown = texts(draw.collective(seen[ring_all_reduce]))
-    assert shown.count("$a_{0}$") == 1  # rank 0's own, that nobody is sent: it joins at the end
-    assert shown.count("$a_{1}$") == 2  # rank 1's own, and what rank 2 receives in the first round
-    assert shown.count("$a_{123}$") == 1
-    assert shown.count("$a_{0123}$") == 3 + 4  # gathered by three, and in four results
+    assert shown.count("a₀") == 1  # rank 0's own, that nobody is sent: it joins at the end
+    assert shown.count("a₁") == 2  # rank 1's own, and what rank 2 receives in the first round
+    assert shown.count("a₁₂₃") == 1
+    assert shown.count("a₀₁₂₃") == 3 + 4  # gathered by three, and in four results
 
 
 def test_a_strong_edge_marks_the_sums_that_are_complete(seen):

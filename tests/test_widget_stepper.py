@@ -73,7 +73,7 @@ def test_picture_and_table_follow_the_step():
     shown.change(step=6)  # later than the last: the last
     assert "step 2 of 2" in repr(shown.picture)
     boxes = [text.get_text() for text in shown.picture.figure.axes[0].texts]
-    assert "has after step 2 of 2" in boxes and "$b_{1}$" in boxes
+    assert "has after step 2 of 2" in boxes and "b₁" in boxes
     with pytest.raises(ParameterError, match="num_ranks"):
         shown.change(num_ranks=5)
 

@@ -164,7 +164,10 @@ def words(shown: Film, size: int, step: int) -> str:
     ]
     head = ("message", "carries", "the receiver then has")
     note = "A letter and its colour: which chunk. Digits: whose terms are in the sum. Strong edge: "
-    note += "the sum is complete. Underlined in red: new in this step."
+    note += (
+        "the sum is complete. Underlined in red: new in this step. (A sum shows when it is first "
+    )
+    note += "sent, or in the end.)"
     return page.table(rows, head) + page.paragraph(note)
 
 
