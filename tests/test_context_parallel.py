@@ -231,6 +231,28 @@ def test_three_ranks_and_multi_query_work_in_the_ring():
             close(out, expected)
 
 
+def in_bfloat16(form, kernel, group):
+    q, k, v, d_out = (shard(x, group, dim=2).bfloat16() for x in whole())
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = FORMS[form](*inputs, group, placement="zigzag", kernel=kernel)
+    out.backward(d_out)
+    return [unshard(t.detach(), group, dim=2) for t in (out, *(x.grad for x in inputs))]
+
+
+@pytest.mark.parametrize("form", ["ring", "all_gather"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_bfloat16_in_bfloat16_out_with_its_own_precision(kernel, form):
+    """Rounding of 2^-8 in inputs and results, and a few sums."""
+    q, k, v, d_out = whole()
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = explicit_attention(*inputs)
+    out.backward(d_out)
+    results = launch(in_bfloat16, 4, (form, kernel)).results[0]
+    for ours, theirs in zip(results, (out.detach(), *(x.grad for x in inputs))):
+        assert ours.dtype == torch.bfloat16
+        assert (ours.double() - theirs).abs().max() < 0.03 * theirs.abs().max()
+
+
 # -- the model in training --------------------------------------------------------------------
 
 CONFIG = ModelConfig(
@@ -567,6 +589,8 @@ def refused(group):
         ulysses_attention(x, x[:, :2], x[:, :2], group)
     with pytest.raises(ValueError, match="placement='zig-zag' is unknown.*'zigzag'"):
         ring_attention(x, x, x, group, placement="zig-zag")
+    with pytest.raises(ValueError, match="kernel='flash' is unknown.*'fused'"):
+        ring_attention(x, x, x, group, kernel="flash")
     with pytest.raises(ValueError, match="form='rings' is unknown"):
         make_attention(group, "rings")
     attention = make_attention(group)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import all_gather, reduce_scatter
-from .online_softmax import KERNELS, at_least_float32
+from .online_softmax import at_least_float32, kernel_of
 from .placement import block_of, positions_of_ranks
 from .ring import add_block, add_block_backward
 
@@ -26,11 +26,11 @@ def all_gather_attention(
     *,
     placement: str = "zigzag",
     causal: bool = True,
-    kernel: str = "fused",
+    kernel: str | None = None,
 ) -> Tensor:
     """Attention over the whole sequence; arguments, shapes and errors as `ring_attention`."""
     positions = positions_of_ranks(placement, q.shape[-2] * group.size(), group.size())
-    return AllGatherAttention.apply(q, k, v, positions, causal, KERNELS[kernel], group)
+    return AllGatherAttention.apply(q, k, v, positions, causal, kernel_of(kernel, q), group)
 
 
 class AllGatherAttention(torch.autograd.Function):

@@ -11,7 +11,7 @@ tokens, k and v have T.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -150,11 +150,19 @@ def fused_attend_backward(d_out, q, k, v, out, lse, causal):
 
 
 class Kernel(NamedTuple):
-    forward: object  # like `attend`
-    backward: object  # like `attend_backward`
+    forward: Callable  # as `attend`
+    backward: Callable  # as `attend_backward`
 
 
 KERNELS = {
     "explicit": Kernel(attend, attend_backward),
     "fused": Kernel(fused_attend, fused_attend_backward),
 }
+
+
+def kernel_of(name: str | None, q: Tensor) -> Kernel:
+    """The kernel of this name; None: "fused" for tensors on a CPU, "explicit" elsewhere."""
+    name = name or ("fused" if q.device.type == "cpu" else "explicit")
+    if name not in KERNELS:
+        raise ValueError(f"kernel={name!r} is unknown: give {' or '.join(map(repr, KERNELS))}")
+    return KERNELS[name]

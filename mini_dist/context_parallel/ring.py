@@ -6,7 +6,8 @@ does it hold more than three ranks' keys and values: its own, those that leave, 
 
 Bytes a rank sends, in units of its own K and V: forward cp-1. Backward 2(cp-1): K and V go round
 again, and behind them their gradients, from the first rank that adds to them to the one they
-belong to. (A rank's own share of its own keys' gradient never travels, so it is cp-1, not cp.)
+belong to. (A rank's own share of its own keys' gradient never travels, so it is cp-1, not cp.) They
+travel and are summed in the dtype of K: in bfloat16 each hop rounds, as in our collectives.
 Legend: B batch, N heads, K key/value heads, S sequence, H head dim, cp ranks.
 """
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import collective, start, wait
-from .online_softmax import KERNELS, Kernel, Partial, at_least_float32, merge
+from .online_softmax import Kernel, Partial, at_least_float32, kernel_of, merge
 from .placement import Block, block_of, positions_of_ranks
 
 
@@ -28,16 +29,16 @@ def ring_attention(
     *,
     placement: str = "zigzag",
     causal: bool = True,
-    kernel: str = "fused",
+    kernel: str | None = None,
 ) -> Tensor:
     """Attention over the whole sequence, of which each rank holds S/cp tokens; differentiable.
 
     q [B, N, S/cp, H], k and v [B, K, S/cp, H] -> [B, N, S/cp, H]. placement: which tokens these
-    are (placement.py). kernel: "fused" (torch's, on a CPU) or "explicit" (ours, on any device).
-    Raises ValueError for an unknown placement, or one that this length cannot have.
+    are (placement.py). kernel: "fused" (torch's, for a CPU) or "explicit" (ours, for any device).
+    Raises ValueError for an unknown placement or kernel, or a length that cannot be placed so.
     """
     positions = positions_of_ranks(placement, q.shape[-2] * group.size(), group.size())
-    return RingAttention.apply(q, k, v, positions, causal, KERNELS[kernel], group)
+    return RingAttention.apply(q, k, v, positions, causal, kernel_of(kernel, q), group)
 
 
 class RingAttention(torch.autograd.Function):
