@@ -37,6 +37,7 @@ class FlightRecorder:
         os.ftruncate(fd, FILE_BYTES)
         self._map = mmap.mmap(fd, FILE_BYTES)
         os.close(fd)
+        self._lock = threading.Lock()  # a rank may speak from several threads
         self._written = 0
         self._counts: dict[str, int] = {}
         self._uncounted: set[str] = set()  # groups in which this rank received from any source
@@ -51,21 +52,22 @@ class FlightRecorder:
 
     def begin(self, channel: str, signature: str, text: str, waits: bool) -> int:
         """Note an operation as it is issued; `waits`: the caller blocks until it is complete."""
-        number = self._written
-        kind, group, *route = channel.split()
-        if "any" in route:
-            self._uncounted.add(group)
-        if kind == "message" and group in self._uncounted:
-            k = UNKNOWN  # which of a sender's messages this is depends on what "any" took
-        else:
-            k = self._counts[channel] = self._counts.get(channel, 0) + 1
-        ENTRY.pack_into(
-            self._map,
-            FIRST + number % ENTRIES * ENTRY.size,
-            *(number, k, 0, time.time()),
-            *(channel.encode(), signature.encode(), text.encode()),
-        )
-        self._written += 1
+        with self._lock:
+            number = self._written
+            kind, group, *route = channel.split()
+            if "any" in route:
+                self._uncounted.add(group)
+            if kind == "message" and group in self._uncounted:
+                k = UNKNOWN  # which of a sender's messages this is depends on what "any" took
+            else:
+                k = self._counts[channel] = self._counts.get(channel, 0) + 1
+            ENTRY.pack_into(
+                self._map,
+                FIRST + number % ENTRIES * ENTRY.size,
+                *(number, k, 0, time.time()),
+                *(channel.encode(), signature.encode(), text.encode()),
+            )
+            self._written += 1
         self.wait(number if waits else -1)
         return number
 
