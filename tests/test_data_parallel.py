@@ -161,6 +161,18 @@ def test_our_ring_and_the_backends_all_reduce_give_the_same_means_for_the_same_b
         assert [call.is_leaf for call in calls] == [reduce is backend_mean] * size, "native or ours"
 
 
+def large_mean(group):
+    x = torch.full((1_500_001,), float(group.rank()))
+    found = mean(x, group)
+    return found.unique().tolist(), x.unique().tolist()
+
+
+def test_a_large_bucket_goes_by_the_pipelined_ring_and_is_left_as_it_was():
+    run = launch(large_mean, 3)
+    assert run.results == [([1.0], [float(rank)]) for rank in range(3)]
+    assert run.ledger.total_bytes(op="pipelined_ring_all_reduce") == 2 * 2 * 4 * 1_500_001
+
+
 def backward_twice(group):
     model = Overlapped(nn.Linear(2, 2), group)
     model(torch.ones(2)).sum().backward()
