@@ -95,9 +95,9 @@ def timeline(ledger: Ledger, title: str = "") -> Picture:
     return Picture(figure, f"timeline of {size} ranks over {1e3 * (ended - began):.0f} ms")
 
 
-def traffic(ledger: Ledger, title: str = "") -> Picture:
-    """Who sent how much to whom: a matrix from row to column."""
-    matrix = ledger.traffic()
+def traffic(ledger: Ledger, title: str = "", axis: str | None = None) -> Picture:
+    """Who sent how much to whom, on all axes or on one: a matrix from row to column."""
+    matrix, title = ledger.traffic(axis), title or (axis or "")
     size = len(matrix)
     most = max(max(row) for row in matrix) or 1
     unit, name = next((u, n) for u, n in UNITS if most >= u)

@@ -106,11 +106,11 @@ class Ledger:
             and rank in (None, comm.rank)
         ]
 
-    def traffic(self) -> list[list[int]]:
-        """Bytes from each rank (row) to each rank (column)."""
+    def traffic(self, axis: str | None = None) -> list[list[int]]:
+        """Bytes from each rank (row) to each rank (column), of all axes or of one."""
         size = len(self.span)
         matrix = [[0] * size for _ in range(size)]
-        for comm in self.leaves():
+        for comm in self.leaves(axis=axis):
             for peer, nbytes in comm.sent_to.items():
                 matrix[comm.rank][peer] += nbytes
         return matrix

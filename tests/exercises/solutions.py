@@ -14,6 +14,7 @@ from .solutions_09 import *  # noqa: F403
 from .solutions_12 import *  # noqa: F403
 from .solutions_13 import *  # noqa: F403
 from .solutions_14 import *  # noqa: F403
+from .solutions_15 import *  # noqa: F403
 from .solutions_17 import *  # noqa: F403
 from .solutions_16 import *  # noqa: F403
 

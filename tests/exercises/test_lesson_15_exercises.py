@@ -1,0 +1,200 @@
+"""Lesson 15: who groups the ranks wrongly, or composes the axes wrongly, is told what is wrong."""
+
+import inspect
+import sys
+
+import cloudpickle
+import pytest
+import torch
+
+from mini_dist import check
+from tests.exercises import solutions_15 as solutions
+from tests.exercises.wrong import Wrong
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that no rank imports pytest
+cloudpickle.register_pickle_by_value(solutions)
+
+groups_wrong = Wrong()
+
+
+def with_sizes(pp, dp, cp, tp):
+    return {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
+
+
+@groups_wrong("tp has to be innermost")
+def outermost_last(pp, dp, cp, tp):
+    sizes = dict(reversed(with_sizes(pp, dp, cp, tp).items()))
+    return in_order(sizes)
+
+
+def in_order(sizes):
+    """The right way for any order of the axes, outermost first."""
+    groups = {}
+    for axis in sizes:
+        lists, number = {}, 1
+        for size in sizes.values():
+            number *= size
+        for rank in range(number):
+            place, left = {}, rank
+            for name in reversed(sizes):
+                left, place[name] = divmod(left, sizes[name])
+            del place[axis]
+            lists.setdefault(tuple(place.items()), []).append(rank)
+        groups[axis] = list(lists.values())
+    return groups
+
+
+@groups_wrong("which axis is the outermost")
+def dp_before_pp(pp, dp, cp, tp):
+    groups = solutions.groups_of_ranks(pp, dp, cp, tp)
+    return {**groups, "tp": groups["dp"], "dp": groups["tp"]}
+
+
+@groups_wrong("every rank is in exactly one group")
+def only_the_first_group(pp, dp, cp, tp):
+    return {k: v[:1] for k, v in solutions.groups_of_ranks(pp, dp, cp, tp).items()}
+
+
+@groups_wrong("each of its groups has 3 ranks")
+def dp_of_everyone(pp, dp, cp, tp):
+    groups = solutions.groups_of_ranks(pp, dp, cp, tp)
+    return {**groups, "dp": [list(range(pp * dp * cp * tp))]}
+
+
+@groups_wrong("Return a dict")
+def without_axes_of_one(pp, dp, cp, tp):
+    groups, sizes = solutions.groups_of_ranks(pp, dp, cp, tp), with_sizes(pp, dp, cp, tp)
+    return {axis: lists for axis, lists in groups.items() if sizes[axis] > 1}
+
+
+@groups_wrong("rising order")
+def falling(pp, dp, cp, tp):
+    groups = solutions.groups_of_ranks(pp, dp, cp, tp)
+    return {axis: [ranks[::-1] for ranks in lists] for axis, lists in groups.items()}
+
+
+@pytest.mark.parametrize(("fn", "hint"), groups_wrong.answers, ids=groups_wrong.names())
+def test_wrong_groups_get_the_right_hint(fn, hint):
+    verdict = check.groups_of_ranks.judge(fn)
+    assert verdict.state == "wrong" and hint in verdict.hint, verdict
+
+
+# ---- compose: the right solution with one line changed -------------------------------------------
+
+
+def changed(*pairs):
+    source = inspect.getsource(solutions.compose)
+    for old, new in pairs:
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    names = dict(vars(solutions), __name__="a learner's cell")
+    exec(source, names)
+    return names["compose"]
+
+
+LINES = {
+    "cp left out of the gradient's group": (
+        "over dp and cp together",
+        ('replica = Bucketed(stage, mesh["dp", "cp"])', 'replica = Bucketed(stage, mesh["dp"])'),
+    ),
+    "mean of means": (
+        "report different losses|mean of the ranks' means",
+        (
+            'tokens = all_reduce((targets != IGNORE_INDEX).sum(), mesh["dp", "cp"])',
+            "tokens = (targets != IGNORE_INDEX).sum() * layout.dp * layout.cp",
+        ),
+    ),
+    "sum for mean": (
+        "too large",
+        ("weight[0] = n * layout", "weight[0] = n * n * layout"),
+        ('mesh["dp", "cp"]) / n', 'mesh["dp", "cp"]) / n / n'),
+    ),
+    "targets stay where they were": (
+        "move with their tokens",
+        (
+            'inputs, targets = (cp.shard(x, mesh["cp"]) for x in (inputs, targets))',
+            'inputs = cp.shard(inputs, mesh["cp"])\n'
+            '            targets = cp.shard(targets, mesh["cp"], "contiguous")',
+        ),
+    ),
+    "norm counts copies": (
+        "too large",
+        (
+            'norm = all_reduce(squares, mesh["pp"]).sqrt()',
+            "norm = all_reduce(squares, group).sqrt()",
+        ),
+    ),
+    "norm of a stage": (
+        "different norms",
+        ('norm = all_reduce(squares, mesh["pp"]).sqrt()', "norm = squares.sqrt()"),
+    ),
+    "norm of own pieces": (
+        "different norms|too small",
+        ('squares = all_reduce(mine, mesh["tp"])', "squares = mine"),
+    ),
+    "norm gradients not added up": (
+        "too small|different norms|finish_gradients",
+        ("            finish_gradients(stage)\n", ""),
+    ),
+    "no clipping": (
+        "clip by the same norm",
+        ("p.grad *= min(1.0, 0.5 / (norm.item() + 1e-6))", "pass"),
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", LINES)
+def test_a_wrong_composition_gets_the_right_hint(mistake):
+    hints, *pairs = LINES[mistake]
+    verdict = check.compose.judge(changed(*pairs))
+    assert verdict.state == "wrong"
+    assert any(hint in verdict.hint for hint in hints.split("|")), verdict
+
+
+def everything_everywhere(config, layout, group):
+    """Right numbers: every rank fetches the whole batch and trains the whole model alone."""
+    from mini_dist import GPT
+    from mini_dist.collectives import all_gather
+    from mini_dist.mesh import Mesh
+    from mini_dist.model import token_loss
+
+    mesh, model = Mesh(group, **layout.axes), GPT(config)
+
+    def step(inputs, targets):
+        inputs, targets = (all_gather(x, mesh["dp"]) for x in (inputs, targets))
+        model.zero_grad()
+        loss = token_loss(model(inputs), targets).mean()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.5 * p.grad
+        return loss, norm
+
+    return step
+
+
+def test_the_whole_model_on_every_rank_is_no_composition():
+    verdict = check.compose.judge(everything_everywhere)
+    assert verdict.state == "wrong" and "hold and compute its own part only" in verdict.hint
+
+
+def test_the_librarys_own_are_recognised():
+    from mini_dist.mesh import axis_groups
+    from mini_dist.parallelize import parallelize
+
+    def groups_of_ranks(pp, dp, cp, tp):
+        return axis_groups(pp=pp, dp=dp, cp=cp, tp=tp)
+
+    def compose(config, layout, group):
+        model = parallelize(config, layout, group, lambda t: torch.optim.SGD(t, lr=0.5))
+        return lambda inputs, targets: model.step(inputs, targets, max_norm=0.5)[:2]
+
+    for fn in (groups_of_ranks, compose):
+        assert getattr(check, fn.__name__).judge(fn).state == "still the library's"
+
+
+def test_the_learners_solutions_are_right():
+    for name in ("groups_of_ranks", "compose"):
+        verdict = getattr(check, name).judge(getattr(solutions, name))
+        assert verdict.state == "right", verdict
