@@ -44,8 +44,7 @@ class Recompute(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
         ctx.then = Surroundings(inputs[0].device)
-        with ctx.then.autocast():
-            return fn(*args)
+        return fn(*args)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -59,7 +58,8 @@ class Recompute(torch.autograd.Function):
                 args[place] = tensor.view_as(tensor)  # no leaf: hooks on modules may refuse those
             outputs = ctx.fn(*args)
         outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
-        outputs, grads = zip(*(pair for pair in zip(outputs, grads) if pair[1] is not None))
+        asked = [(out, g) for out, g in zip(outputs, grads) if g is not None and out.requires_grad]
+        outputs, grads = zip(*asked)
         wanted = [t for t, need in zip([*inputs, *ctx.parameters], needed) if need]
         found = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
         return None, None, None, *(next(found) if need else None for need in needed)
@@ -130,18 +130,12 @@ class Surroundings:
         self.is_autocast = torch.is_autocast_enabled(device.type)
         self.dtype = torch.get_autocast_dtype(device.type)
 
-    def autocast(self):
-        """As it was, but without the cache of cast weights: one that was filled where no gradient
-        is wanted must not serve where one is."""
-        return torch.autocast(
-            self.device.type, self.dtype, enabled=self.is_autocast, cache_enabled=False
-        )
-
     @contextmanager
     def restored(self):
         """Inside, as it was when this was made; afterwards as if nothing had been drawn."""
         devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), self.autocast():
+        autocast = torch.autocast(self.device.type, self.dtype, enabled=self.is_autocast)
+        with torch.random.fork_rng(devices), autocast:
             torch.set_rng_state(self.cpu_random)
             if devices:
                 torch.cuda.set_rng_state(self.gpu_random, self.device)

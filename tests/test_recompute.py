@@ -181,12 +181,12 @@ def test_frozen_parameters_unused_outputs_and_one_inside_another():
     used, unused = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.tensor(7.0))
     inner = recomputed(lambda x: x * used, [used])
 
-    def two_outputs(x):
-        return inner(x).exp() * frozen, x + 1
+    def outputs(x):
+        return inner(x).exp() * frozen, x + 1, frozen * 2
 
     x = torch.tensor(0.5, requires_grad=True)
-    y, _ = recomputed(two_outputs, [used, unused, frozen])(x)
-    y.backward()
+    y, _, constant = recomputed(outputs, [used, unused, frozen])(x)
+    (y + constant).backward()
     assert used.grad == 0.5 * 5 * torch.tensor(1.0).exp()
     assert x.grad == 2 * 5 * torch.tensor(1.0).exp()
     assert unused.grad is None and frozen.grad is None
