@@ -339,3 +339,17 @@ def test_devices_have_a_bar_for_each_interval_where_and_as_long_as_it_was():
     assert bars == [pytest.approx((0, 2, 0)), pytest.approx((3, 1, 0))]
     assert [text.get_text() for text in axes.texts] == ["0", "1"]
     assert repr(picture) == "run: 4 ms, devices busy 38 %"  # 3 of 2 * 4 ms
+
+
+def test_overlap_draws_each_interval_where_it_was_computing_above_sending():
+    from mini_dist.emulate import Interval
+
+    computed = [Interval("F0", 0.0, 0.002, 0.0), Interval("B0", 0.002, 0.006, 0.0)]
+    sent = [Interval("R0", 0.004, 0.010, 0.0)]
+    picture = draw.overlap({"mine": (computed, sent)})
+    (panel,) = picture.figure.axes
+    bars = [(round(p.get_x(), 6), round(p.get_width(), 6)) for p in panel.patches]
+    assert bars == [(0, 2), (2, 4), (4, 6)]  # ms
+    rows = [round(p.get_y() + p.get_height() / 2) for p in panel.patches]
+    assert rows == [0, 0, 1]
+    assert repr(picture) == "mine: 10.0 ms"
