@@ -12,14 +12,18 @@ import sys
 from _form import Case, main
 
 from mini_dist.widgets import (
+    collective_stepper,
     compare_with_published,
+    expert_routing,
     layout_planner,
     memory_and_time,
     memory_waterfall,
     rank_grid,
     scaling_curve,
+    zero_figure,
 )
 from mini_dist.widgets.links import explorer as all_reduces
+from mini_dist.widgets.pipeline import explorer as pipelines
 from mini_dist.widgets.planner import search
 
 AT_ONCE = 100  # ms
@@ -31,6 +35,10 @@ MOVES = {
     scaling_curve: ("num_gpus", [2**k for k in range(5, 15)]),
     compare_with_published: ("straggler", [1 + k / 100 for k in range(50)]),
     all_reduces: ("num_bytes", [4**k for k in range(1, 16)]),
+    collective_stepper: ("step", range(1, 7)),
+    expert_routing: ("liking", [k / 10 for k in range(30)]),
+    pipelines: ("num_micro_batches", range(1, 33)),
+    zero_figure: ("ranks", [2**k for k in range(13)]),
 }
 
 
@@ -64,7 +72,7 @@ def plan_anew():
 def cases(long):
     repeats = 51 if long else 15
     for make, (name, values) in MOVES.items():
-        label = "all_reduces" if make is all_reduces else make.__name__
+        label = {all_reduces: "all_reduces", pipelines: "pipelines"}.get(make, make.__name__)
         yield Case(f"{label}: {name}", mover(make, name, values), AT_ONCE, 1.0, repeats=repeats)
     yield Case("layout_planner, a new question", plan_anew(), AT_ONCE, repeats=repeats)
 

@@ -36,14 +36,19 @@ EXPLORERS = {  # each with the slider that is moved
     "layout_planner": "num gpus",
     "scaling_curve": "num gpus",
     "compare_with_published": "straggler",
+    "collective_stepper": "step",
+    "expert_routing": "liking",
+    "zero_figure": "ranks",
     "all_reduces": "num bytes",
+    "pipelines": "num micro batches",
 }
 
 
 def notebook_of_explorers(path):
     """One explorer a cell, as a lesson shows it."""
     imports = "from mini_dist.widgets import *\n"
-    imports += "from mini_dist.widgets.links import explorer as all_reduces"
+    imports += "from mini_dist.widgets.links import explorer as all_reduces\n"
+    imports += "from mini_dist.widgets.pipeline import explorer as pipelines"
     cells = [imports, *(f"{name}()" for name in EXPLORERS)]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
     # without it JupyterLab asks which kernel to use
