@@ -69,12 +69,12 @@ def percent_off(kind):
 
 
 def bubble_off(name, options):
-    from tests.test_replay_elsewhere import Stopwatch, run_stated
+    from tests.test_replay_elsewhere import Hops, run_stated
 
-    schedule, times = build(name, 4, 8, **options), Times(1.0, 1.0, 1.0)
+    schedule, times = build(name, 4, 8, **options), Times(1.0, 1.0, 1.0, comm=0.25)
 
     def once():
-        played = replay(launch(run_stated, 4, (schedule, times), count=True), Stopwatch(0.0, 0.0))
+        played = replay(launch(run_stated, 4, (schedule, times), count=True), Hops(0.25))
         busy = sum(span.end - span.start for span in played.spans if span.kind == "stated")
         return 100 * abs(1 - busy / (4 * played.seconds) - simulate(schedule, times).bubble)
 

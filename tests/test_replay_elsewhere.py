@@ -270,14 +270,25 @@ def run_stated(schedule, times, group):
     pipeline.step([torch.zeros(1)] * schedule.num_micro_batches)
 
 
+class Hops(Stopwatch):
+    """Activations (here: one float64, a moment) take `comm`, what else is sent takes nothing."""
+
+    def __init__(self, comm):
+        super().__init__(kernel=0.0, byte=0.0)
+        self.comm = comm
+
+    def message_seconds(self, nbytes, source, target):
+        return self.comm if nbytes == 8 else 0.0
+
+
+@pytest.mark.parametrize("comm", [0.0, 0.25])
 @pytest.mark.parametrize(
-    "name, chunks", [("gpipe", {}), ("1f1b", {}), ("interleaved", {"chunks": 2}), ("zb_h1", {})]
+    "name, options", [("gpipe", {}), ("1f1b", {}), ("interleaved", {"chunks": 2}), ("zb_h1", {})]
 )
-def test_an_emulated_pipeline_has_the_simulators_bubble(name, chunks):
-    schedule = build(name, 4, 8, **chunks)
-    times = Times(forward=1.0, backward=1.0, weight=1.0)
-    run = launch(run_stated, 4, (schedule, times), count=True)
-    played = replay(run, Stopwatch(kernel=0.0, byte=0.0))
+def test_an_emulated_pipeline_has_the_simulators_bubble(name, options, comm):
+    schedule = build(name, 4, 8, **options)
+    times = Times(forward=1.0, backward=1.0, weight=1.0, comm=comm)
+    played = replay(launch(run_stated, 4, (schedule, times), count=True), Hops(comm))
     timeline = simulate(schedule, times)
     assert played.seconds == pytest.approx(timeline.makespan)
     busy = sum(span.end - span.start for span in played.spans if span.kind == "stated")
