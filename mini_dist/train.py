@@ -51,7 +51,7 @@ def train_step(
     """
     replica = model if isinstance(model, Replica) else Replica(model)
     micro_batches = list(micro_batches)
-    tokens = over_ranks(replica, count_tokens(micro_batches)).item()  # (1 / a tensor: float32)
+    tokens = over_ranks(replica, count_tokens(micro_batches))
     if not tokens:
         raise ValueError(f"no target of any rank counts: all are IGNORE_INDEX={IGNORE_INDEX}")
     replica.zero_grad()
@@ -67,13 +67,15 @@ def accumulate(replica, micro_batches, tokens, precision, loss) -> Tensor:
     the tokens of all ranks the gradient of the whole batch's mean, however tokens are spread.
     """
     size = 1 if replica.group is None else replica.group.size()
-    total = torch.zeros(())
+    share = precision.scale * size / int(tokens)  # (by a tensor: rounded to float32)
+    parameter = next(replica.parameters())
+    total = torch.zeros((), dtype=torch.promote_types(parameter.dtype, torch.float32))
     for number, (inputs, targets) in enumerate(micro_batches):
         is_last = number == len(micro_batches) - 1
         with nullcontext() if is_last else replica.no_sync():
             with precision.autocast(inputs.device.type):
                 summed = loss(replica, inputs, targets).total
-            (precision.scale * size / tokens * summed).backward()
+            (share * summed).backward()
         total = total + summed.detach().cpu()
     return total
 
@@ -119,9 +121,7 @@ def split(inputs: Tensor, targets: Tensor, num_micro_batches: int) -> list[tuple
 
 
 def count_tokens(micro_batches) -> Tensor:
-    return sum(
-        (targets != IGNORE_INDEX).sum().cpu() for _, targets in micro_batches
-    ) + torch.tensor(0)
+    return torch.tensor(sum(int((targets != IGNORE_INDEX).sum()) for _, targets in micro_batches))
 
 
 def over_ranks(replica: Replica, value: Tensor) -> Tensor:
