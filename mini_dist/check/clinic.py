@@ -188,8 +188,11 @@ class Clinic(Exercise):
         return Verdict(self.name, WRONG if hint else RIGHT, [line for line, _ in graded], hint)
 
     def solution(self) -> None:
+        print("def diagnoses():\n    return {")
         for name, (disease, ranks) in diagnoses().items():
-            print(f"{name}: {disease}, {ranks_text(ranks)}. {DISEASES[disease].capitalize()}.")
+            answer = (disease, ranks[0] if len(ranks) == 1 else ranks)
+            print(f'        "{name}": {answer},  # {DISEASES[disease]}')
+        print("    }")
 
 
 def grade(name: str, sick: Patient, answer) -> tuple[Line, str]:
