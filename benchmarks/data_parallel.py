@@ -2,7 +2,8 @@
 
 Rows "step": one training step (forward, backward, AdamW) of the same GPT; all contestants take
 turns in the same processes, so that whatever else the machine does falls on all of them. Medians of
-the slowest rank.
+the slowest rank. With 32 tokens a rank it is mostly communication, which is what the bars are
+about; with 256 tokens most of it is the same arithmetic on both sides.
 Rows "sent": what rank 0 sends in a step, as the ledger counts it (a native collective: the least
 that any algorithm has to move). Overlapped and DDP send the same. ZeroRedundancyOptimizer
 all-reduces gradients and then broadcasts parameters, 3 where ZeRO-1's 2 do. FSDP2 gathers the root
@@ -28,38 +29,38 @@ from mini_dist.model import GPT, token_loss
 
 RANKS = 4
 CONFIG = ModelConfig(num_layers=4, d_model=256)  # 3.3 M parameters
-SEQUENCES = 2  # a rank
+FEW, MANY = (1, 32), (2, 128)  # sequences of tokens a rank
 
 
 def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3)
 
 
-def data(group):
+def data(shape, group):
     generator = torch.Generator().manual_seed(group.rank())
-    shape = (SEQUENCES, CONFIG.seq_len + 1)
-    tokens = torch.randint(0, CONFIG.vocab_size, shape, generator=generator)
+    sequences, length = shape
+    tokens = torch.randint(0, CONFIG.vocab_size, (sequences, length + 1), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
 
 
 # Each makes a step: a function that trains once and returns the loss.
 
 
-def overlapped(group):
+def overlapped(shape, group):
     from mini_dist.data_parallel import Overlapped
 
     model = Overlapped(GPT(CONFIG), group)
-    return plain_step(model, adamw(model.parameters()), group, model.finish)
+    return plain_step(model, adamw(model.parameters()), shape, group, model.finish)
 
 
-def ddp(group):
+def ddp(shape, group):
     from torch.nn.parallel import DistributedDataParallel
 
     model = DistributedDataParallel(GPT(CONFIG), process_group=group)
-    return plain_step(model, adamw(model.parameters()), group)
+    return plain_step(model, adamw(model.parameters()), shape, group)
 
 
-def zero_redundancy(group):
+def zero_redundancy(shape, group):
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.nn.parallel import DistributedDataParallel
 
@@ -67,31 +68,31 @@ def zero_redundancy(group):
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.AdamW, process_group=group, lr=1e-3
     )
-    return plain_step(model, optimizer, group)
+    return plain_step(model, optimizer, shape, group)
 
 
-def fsdp2_on_our_ring(group):
+def fsdp2_on_our_ring(shape, group):
     from mini_dist.backend import own_backend
 
-    return fsdp2(own_backend(group))
+    return fsdp2(shape, own_backend(group))
 
 
-def fsdp2(group):
+def fsdp2(shape, group):
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
     gpt, mesh = GPT(CONFIG), DeviceMesh.from_group(group, "cpu")
     for module in (*gpt.blocks, gpt):
         fully_shard(module, mesh=mesh, reshard_after_forward=True)
-    return plain_step(gpt, adamw(gpt.parameters()), group)
+    return plain_step(gpt, adamw(gpt.parameters()), shape, group)
 
 
-def zero(stage, group):
+def zero(stage, shape, group):
     from mini_dist import zero as stages
 
     gpt = GPT(CONFIG)
     model = getattr(stages, f"ZeRO{stage}")(gpt, group, adamw, units=gpt.blocks)
-    inputs, targets = data(group)
+    inputs, targets = data(shape, group)
 
     def step():
         model.zero_grad()
@@ -103,20 +104,20 @@ def zero(stage, group):
     return step
 
 
-def zero_1(group):
-    return zero(1, group)
+def zero_1(shape, group):
+    return zero(1, shape, group)
 
 
-def zero_2(group):
-    return zero(2, group)
+def zero_2(shape, group):
+    return zero(2, shape, group)
 
 
-def zero_3(group):
-    return zero(3, group)
+def zero_3(shape, group):
+    return zero(3, shape, group)
 
 
-def plain_step(model, optimizer, group, finish=lambda: None):
-    inputs, targets = data(group)
+def plain_step(model, optimizer, shape, group, finish=lambda: None):
+    inputs, targets = data(shape, group)
 
     def step():
         optimizer.zero_grad()
@@ -137,9 +138,9 @@ PAIRS = {  # ours, theirs, and what our step time may be of theirs
 }
 
 
-def in_turn(contestants, rounds, group):
+def in_turn(contestants, shape, rounds, group):
     """Seconds of every contestant's steps on this rank, and its first losses."""
-    steps = [make(group) for make in contestants]
+    steps = [make(shape, group) for make in contestants]
     losses = [[step() for _ in range(3)] for step in steps]
     taken = [[] for _ in steps]
     for turn in range(rounds):
@@ -152,9 +153,9 @@ def in_turn(contestants, rounds, group):
     return losses, taken
 
 
-def step_times(contestants, rounds):
+def step_times(contestants, shape, rounds):
     """Milliseconds of a step, the slowest rank's, a median for each contestant."""
-    ranks = launch(in_turn, RANKS, (contestants, rounds), timeout=600, quiet=True).results
+    ranks = launch(in_turn, RANKS, (contestants, shape, rounds), timeout=600, quiet=True).results
     for losses, _ in ranks:
         for other in losses[1:]:
             torch.testing.assert_close(other, losses[0], rtol=1e-4, atol=0)
@@ -164,7 +165,7 @@ def step_times(contestants, rounds):
 
 def one_step(make, group):
     """When a second step began, and what the kernel counted in it; the first sets things up."""
-    step = make(group)
+    step = make(MANY, group)
     step()
     group.barrier().wait()
     began, before = time.time(), wire_bytes()
@@ -184,7 +185,7 @@ def sent_in_a_step(make):
 def peak_on_a_rank(make, group):
     """Allocated at once in making the model and two steps, MB."""
     with torch.profiler.profile(profile_memory=True) as profile:
-        step = make(group)
+        step = make(MANY, group)
         step()
         step()
     held = peak = 0
@@ -201,10 +202,13 @@ def peak(make):
 
 def cases(long):
     rounds = 40 if long else 15
-    contestants = [side for ours, theirs, _ in PAIRS.values() for side in (ours, theirs)]
-    times = iter(step_times(contestants, rounds))
-    for name, (_, _, bar) in PAIRS.items():
-        yield given(f"step, {name}", next(times), next(times), "ms", bar)
+    contestants = list(dict.fromkeys(side for *pair, _ in PAIRS.values() for side in pair))
+    for shape in (FEW, MANY):
+        times = dict(zip(contestants, step_times(contestants, shape, rounds)))
+        for name, (ours, theirs, bar) in PAIRS.items():
+            what = f"step of {shape[0]} x {shape[1]} tokens, {name}"
+            bar = bar if shape == FEW else None
+            yield given(what, times[ours], times[theirs], "ms", bar)
     for name, (ours, theirs, _) in PAIRS.items():
         counted = sent_in_a_step(ours), sent_in_a_step(theirs)
         for what, our_mb, their_mb in zip(("sent", "on the sockets"), *counted):
