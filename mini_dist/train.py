@@ -125,7 +125,11 @@ def count_tokens(micro_batches) -> Tensor:
 
 
 def over_ranks(replica: Replica, value: Tensor) -> Tensor:
-    return value if replica.group is None else all_reduce(value, replica.group)
+    """The sum over the ranks that share the batch."""
+    if replica.group is None:
+        return value
+    device = next(replica.parameters()).device  # NCCL carries nothing that is on the CPU
+    return all_reduce(value.to(device), replica.group).cpu()
 
 
 def unscale_(parameters: Iterable[Tensor], scale: float) -> None:
