@@ -233,7 +233,7 @@ EXERCISES = [
         skeleton="""\
 def diagnoses():
     return {
-        "A": ("uneven batches", 3),          # (one of clinic.DISEASES, the rank at fault)
+        "A": ("wrong dtype", 0),             # (one of clinic.DISEASES, the rank at fault)
         "B": ...,
         "D": ("...", (0, 1)),                # or all the ranks at fault
     }""",
