@@ -30,7 +30,7 @@ class Framework:
     optimizer_bytes: float = 12  # K: fp32 copy and Adam's two moments
     shard_bytes: float = 0  # of the shard that ZeRO-1 and 2 step beside the whole; often in K
     activation_bytes: float = 2
-    mask_bytes: float = 1  # of an element's dropout; torch on a CPU keeps a factor of the full width
+    mask_bytes: float = 1  # of an element's dropout; torch on a CPU keeps a full-width factor
     flash_attention: bool = True
     # Fused elementwise kernels: gate, up and their product are kept, not silu(gate) as well, and
     # memory is passed over half as often.

@@ -172,9 +172,7 @@ def later() -> list[Run]:
     # "About 150 TFLOP/s" counts what is recomputed, as Megatron's logs do.
     seconds = step_flops(bloom, 2048, "full").total / (384 * 150e12)
     source = "BigScience 2022, about 150 TFLOP/s a GPU"
-    runs.append(
-        Run("BLOOM-176B", bloom, layout, "jean-zay", "megatron-deepspeed", seconds, source)
-    )
+    runs.append(Run("BLOOM-176B", bloom, layout, "jean-zay", "megatron-deepspeed", seconds, source))
     rows = [  # name, heads, hidden, layers, sequence, GPUs, micro-batch, micro-batches, tokens/s
         ("MPT-7B", 32, 4096, 32, 8192, 8, 8, 2, 25655),
         ("MPT-30B", 56, 7168, 48, 2048, 8, 3, 21, 7330),

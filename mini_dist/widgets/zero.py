@@ -1,4 +1,4 @@
-"""Explorer of lesson 07: figure 1 of the ZeRO paper for any model, optimizer and number of ranks."""
+"""Explorer of lesson 07: the ZeRO paper's figure 1 for any model, optimizer, number of ranks."""
 
 from __future__ import annotations
 

@@ -9,14 +9,14 @@ from mini_dist.collectives import exchange, gather, star_broadcast
 
 from .solutions_05 import *  # noqa: F403
 from .solutions_07 import *  # noqa: F403
-from .solutions_11 import *  # noqa: F403
 from .solutions_09 import *  # noqa: F403
+from .solutions_11 import *  # noqa: F403
 from .solutions_12 import *  # noqa: F403
 from .solutions_13 import *  # noqa: F403
 from .solutions_14 import *  # noqa: F403
 from .solutions_15 import *  # noqa: F403
-from .solutions_17 import *  # noqa: F403
 from .solutions_16 import *  # noqa: F403
+from .solutions_17 import *  # noqa: F403
 
 # -- lesson 02 --------------------------------------------------------------------------------
 
