@@ -53,6 +53,13 @@ def overlapped(shape, group):
     return plain_step(model, adamw(model.parameters()), shape, group, model.finish)
 
 
+def overlapped_on_gloo(shape, group):
+    from mini_dist.data_parallel import Overlapped, backend_mean
+
+    model = Overlapped(GPT(CONFIG), group, backend_mean)
+    return plain_step(model, adamw(model.parameters()), shape, group, model.finish)
+
+
 def ddp(shape, group):
     from torch.nn.parallel import DistributedDataParallel
 
@@ -132,6 +139,7 @@ def plain_step(model, optimizer, shape, group, finish=lambda: None):
 
 PAIRS = {  # ours, theirs, and what our step time may be of theirs
     "Overlapped, DDP": (overlapped, ddp, 1.05),
+    "Overlapped on gloo's all-reduce, DDP": (overlapped_on_gloo, ddp, 1.05),
     "ZeRO-1, ZeroRedundancyOptimizer": (zero_1, zero_redundancy, 0.95),
     "ZeRO-3, FSDP2": (zero_3, fsdp2, 0.7),
     "FSDP2 on our ring, on gloo": (fsdp2_on_our_ring, fsdp2, None),
