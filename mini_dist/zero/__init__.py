@@ -3,6 +3,7 @@
     unit.py      parameters that are flattened, cut, gathered, reduced and freed together
     stages.py    ZeRO1 cuts optimizer states, ZeRO2 gradients, too, ZeRO3 parameters, too
     offload.py   what the optimizer holds, on the host or in files
+    ideas.py     each stage's idea as one function, for lesson 07
     state.py     the whole from all ranks' shards, and back on any number of ranks
 
 Each stage is the one before with a small change (Rajbhandari et al. 2020, section 5). All are used
