@@ -183,7 +183,7 @@ class PlannerExercise(Exercise):
 
 EXERCISES = [
     PlannerExercise(
-        "plan",
+        "layout_for_70b",
         calculators.plan,
         trial,
         [(1, Task("llama3-70b", "h100", 512, 4 * 2**20))],

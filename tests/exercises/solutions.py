@@ -7,7 +7,6 @@ import torch
 
 from mini_dist.collectives import exchange, gather, star_broadcast
 
-from . import solutions_09
 from .solutions_05 import *  # noqa: F403
 from .solutions_07 import *  # noqa: F403
 from .solutions_09 import *  # noqa: F403
@@ -18,9 +17,6 @@ from .solutions_14 import *  # noqa: F403
 from .solutions_15 import *  # noqa: F403
 from .solutions_16 import *  # noqa: F403
 from .solutions_17 import *  # noqa: F403
-
-# (lesson 15 imports the library's, and a star exports that, too)
-vocab_parallel_cross_entropy = solutions_09.vocab_parallel_cross_entropy
 
 # -- lesson 02 --------------------------------------------------------------------------------
 

@@ -19,6 +19,8 @@ from mini_dist.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 
+__all__ = ["compose", "groups_of_ranks"]
+
 
 def groups_of_ranks(pp, dp, cp, tp):
     sizes = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}

@@ -79,13 +79,13 @@ def the_layout_of_every_blog_post():
 
 @pytest.mark.parametrize("fn, says", planned.answers, ids=planned.names())
 def test_a_bad_plan_is_refused_with_the_hint_that_names_it(fn, says):
-    verdict = check.plan.judge(fn)
+    verdict = check.layout_for_70b.judge(fn)
     assert verdict.state == "wrong", verdict
     assert says in verdict.hint, verdict
 
 
 def test_the_solution_is_right():
-    verdict = check.plan.judge(solutions.layout_for_70b)
+    verdict = check.layout_for_70b.judge(solutions.layout_for_70b)
     assert verdict.state == "right", verdict
 
 
@@ -93,14 +93,14 @@ def test_asking_the_planner_is_the_librarys_work():
     def asked():
         return plan("llama3-70b", "h100", 512, 4 * 2**20).best.layout
 
-    assert check.plan.judge(asked).state == "still the library's"
+    assert check.layout_for_70b.judge(asked).state == "still the library's"
 
 
 def test_another_good_layout_is_right_too():
     def another():
         return Layout(dp=512, zero=3, recompute="full")
 
-    verdict = check.plan.judge(another)
+    verdict = check.layout_for_70b.judge(another)
     assert verdict.state == "right" and "7." in str(verdict.lines[-1].measured), verdict
 
 
@@ -119,11 +119,11 @@ def test_a_planner_of_ones_own_is_right():
         peak = peak_memory(model_preset("llama3-70b"), layout).total
         return device_memory(peak) <= hardware("h100").device.memory_bytes
 
-    assert check.plan.judge(lambda: fastest(fits)).state == "right"
+    assert check.layout_for_70b.judge(lambda: fastest(fits)).state == "right"
 
 
 def test_who_looks_at_time_alone_is_told_of_memory():
-    verdict = check.plan.judge(lambda: fastest(lambda layout: True))
+    verdict = check.layout_for_70b.judge(lambda: fastest(lambda layout: True))
     assert verdict.state == "wrong" and "It does not fit" in verdict.hint
 
 
