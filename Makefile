@@ -32,7 +32,7 @@ test: $(INSTALLED)
 	$(PYTEST) -m alone tests || status=1; \
 	$(PYTEST) -n 2 --dist loadfile $(NBVAL) notebooks || status=1; \
 	exit $$status
-NBVAL := --nbval-lax --nbval-current-env --nbval-cell-timeout=40
+NBVAL := --nbval-lax --nbval-current-env --nbval-cell-timeout=90
 
 notebooks: $(INSTALLED)
 	$(BIN)/python tools/build_notebooks.py

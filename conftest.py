@@ -20,8 +20,8 @@ def pytest_addoption(parser):
     parser.addoption(
         "--notebook-limit",
         type=float,
-        default=40.0,
-        help="wall seconds a whole notebook may take, kernel start included (default 40)",
+        default=90.0,
+        help="wall seconds a whole notebook may take, kernel start included (default 90)",
     )
     parser.addoption(
         "--long", action="store_true", help="more rounds of the tests that work by repetition"

@@ -31,7 +31,7 @@ from nbclient.exceptions import CellExecutionError
 
 ROOT = Path(__file__).resolve().parent.parent
 STAMP = "mini_dist"  # our key in a notebook's metadata
-SETTINGS = {"build": 1, "cell_timeout_s": 60, "notebook_limit_s": 40}  # part of every stamp
+SETTINGS = {"build": 1, "cell_timeout_s": 60, "notebook_limit_s": 90}  # part of every stamp
 KERNELSPEC = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 
 
