@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,7 +13,7 @@ from ..calculators import step_volume
 from ..config import Layout, ModelConfig
 from ..mesh import AXES, Grid, axis_groups
 from ..model import GPT, IGNORE_INDEX, token_loss
-from .exercise import Exercise, Line, Trial
+from .exercise import Exercise, Line, Trial, calls_of
 
 # --- who is in one group with whom ---------------------------------------------------------------
 
@@ -23,27 +21,9 @@ GRIDS = [dict(zip(AXES, sizes)) for sizes in ((1, 3, 1, 2), (4, 2, 1, 2), (2, 2,
 
 
 def call_with_sizes(fn: Callable, sizes: dict[str, int], group):
-    with called_in(mesh, "groups") as called:
+    with calls_of({"axis_groups", "groups"}, mesh) as called:
         returned = fn(**sizes)
     return returned, called
-
-
-@contextmanager
-def called_in(module, name: str) -> Iterator[set[str]]:
-    """Holds `name` if this function of the module was called inside."""
-    called: set[str] = set()
-
-    def note(frame, event, _):
-        code = frame.f_code
-        if event == "call" and code.co_name == name and code.co_filename == module.__file__:
-            called.add(name)
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        yield called
-    finally:
-        sys.setprofile(before)
 
 
 def judge_groups(trials: list[Trial]) -> tuple[list[Line], str]:
@@ -121,7 +101,7 @@ def train(fn: Callable, layout: Layout, group):
     dp = Grid(**layout.axes).place(group.rank())["dp"]
     batches = [whole_batch(step, layout.global_batch_size) for step in range(STEPS)]
     done = []
-    with called_in(all_axes, "parallelize") as called:
+    with calls_of({"parallelize"}, all_axes) as called:
         step = fn(CONFIG, layout, group)
         group.recorder.phases.set("forward")  # what came before was setting up
         for batch in batches:
@@ -256,7 +236,8 @@ class Watched(Exercise):
     (what came of it, the library's functions that it called)."""
 
     def used(self, trials: list[Trial]) -> set[str]:
-        return {name for trial in trials for _, called in trial.run.results for name in called}
+        called = any(called for trial in trials for _, called in trial.run.results)
+        return {self._solution.__name__} if called else set()
 
 
 EXERCISES = [

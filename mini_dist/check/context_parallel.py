@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,7 +15,10 @@ from ..context_parallel.placement import block_of, positions_of_ranks
 from ..context_parallel.ring import add_block
 from ..launch import RankError
 from ..model import explicit_attention
-from .exercise import WRONG, Exercise, Line, Trial, Verdict
+from .exercise import WRONG, Exercise, Line, Trial, Verdict, calls_of
+
+RING_STEPS = {"ring_step", "ring_attention", "all_gather_attention"}
+PLACERS = {"zigzag", "contiguous", "positions_of_ranks", "positions_here"}
 
 
 class NotedExercise(Exercise):
@@ -33,26 +33,6 @@ class NotedExercise(Exercise):
             return super()._failed(trials, world_size, case, error)
         lines, hint = self._judge(trials) if trials else ([], "")  # no ranks to speak of
         return Verdict(self.name, WRONG, lines, hint or f"With {case}: {error}")
-
-
-@contextmanager
-def noting(*names: str) -> Iterator[set[str]]:
-    """Those of the named functions of the library that are called from outside it."""
-    folder = str(Path(library.__file__).parent)
-    called: set[str] = set()
-
-    def note(frame, event, _):
-        code, caller = frame.f_code, frame.f_back
-        if event == "call" and code.co_name in names and code.co_filename.startswith(folder):
-            if caller is None or not caller.f_code.co_filename.startswith(folder):
-                called.add(code.co_name)
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        yield called
-    finally:
-        sys.setprofile(before)
 
 
 # -- merge ------------------------------------------------------------------------------------
@@ -99,7 +79,7 @@ def partials(case: MergeCase):
 def try_merge(fn: Callable, case: MergeCase, group) -> Merged:
     a, b, _ = partials(case)
     given = [tensor.clone() for tensor in (*a, *b)]
-    with noting("merge") as borrowed:
+    with calls_of({"merge"}, library) as borrowed:
         came = fn(a, b)
     kept = all(torch.equal(now, then) for now, then in zip((*a, *b), given))
     is_pair = isinstance(came, tuple) and len(came) == 2
@@ -237,7 +217,7 @@ def try_ring_step(fn: Callable, case: RingCase, group) -> Ringed:
 
     kernel = library.Kernel(forward, None)
     q, kv, total = q[:, :, positions[rank]], pieces[rank].clone(), None
-    with noting("ring_step", "ring_attention", "all_gather_attention") as result.borrowed:
+    with calls_of(RING_STEPS, library) as result.borrowed:
         for step in range(size - 1):
             block = block_of(positions, rank, (rank - step) % size, case.causal)
             total, kv = fn(total, q, kv, block, kernel, group)
@@ -385,7 +365,7 @@ class Ordered:
 
 
 def try_zigzag(fn: Callable, case: OrderCase, group) -> Ordered:
-    with noting("zigzag", "contiguous", "positions_of_ranks", "positions_here") as borrowed:
+    with calls_of(PLACERS, library) as borrowed:
         came = fn(case.seq_len, case.size)
     try:
         table = [[int(position) for position in row] for row in came]

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import ModuleType
 
 from ..launch import RankError, Run, launch
 from ..ledger.table import Table
@@ -158,6 +161,28 @@ class Exercise:
     def solution(self) -> None:
         """Show the library's own source."""
         show(self._solution)
+
+
+@contextmanager
+def calls_of(names: Collection[str], library: ModuleType) -> Iterator[set[str]]:
+    """Those of the named functions of a module or package that are called from outside it.
+
+    For what leaves nothing in the ledger: functions that send nothing, or that set things up.
+    """
+    home, called = library.__file__.removesuffix("__init__.py"), set()
+
+    def note(frame, event, _):
+        code, caller = frame.f_code, frame.f_back
+        if event == "call" and code.co_name in names and code.co_filename.startswith(home):
+            if caller is None or not caller.f_code.co_filename.startswith(home):
+                called.add(code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield called
+    finally:
+        sys.setprofile(before)
 
 
 def advice(error: RankError) -> str:

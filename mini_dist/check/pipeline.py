@@ -6,11 +6,8 @@ Then it runs, on ranks with small stages, and its gradients must be those of one
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch.nn import functional
@@ -19,7 +16,7 @@ from .. import schedule as library
 from ..pipeline import Pipeline
 from ..schedule import Action, Schedule, ScheduleError, Times, simulate, validate
 from ..schedule.action import COMMUNICATION, Key
-from .exercise import Exercise, Line, Trial
+from .exercise import Exercise, Line, Trial, calls_of
 
 LAYERS = 8  # of the small model that every schedule runs, cut evenly into its stages
 TIMES = Times(forward=1, backward=1, weight=1)  # of a rank's whole share of the model
@@ -56,7 +53,7 @@ class Answer:
 
 
 def trial(fn: Callable, case: Case, group) -> Answer:
-    with written_by_the_library() as borrowed:
+    with calls_of(WRITERS, library) as borrowed:
         returned = fn(*case.arguments)
     try:
         schedule = read(returned, case)
@@ -66,27 +63,10 @@ def trial(fn: Callable, case: Case, group) -> Answer:
     return Answer(schedule, "", borrowed, runs_right(schedule, group))
 
 
-@contextmanager
-def written_by_the_library() -> Iterator[set[str]]:
-    """The names of the library's functions, called from outside it, that make or change lists."""
-    folder = str(Path(library.__file__).parent)
-    writers = {fn.__name__ for fn in library.SCHEDULES.values()} | {
-        *("build", "in_turn", "looped", "add_communication", "fuse_communication", "from_csv")
-    }
-    called: set[str] = set()
-
-    def note(frame, event, _):
-        code, caller = frame.f_code, frame.f_back
-        if event == "call" and code.co_name in writers and code.co_filename.startswith(folder):
-            if caller is None or not caller.f_code.co_filename.startswith(folder):
-                called.add(code.co_name)
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        yield called
-    finally:
-        sys.setprofile(before)
+# The library's functions that make or change lists.
+WRITERS = {fn.__name__ for fn in library.SCHEDULES.values()} | {
+    *("build", "in_turn", "looped", "add_communication", "fuse_communication", "from_csv")
+}
 
 
 def read(returned, case: Case) -> Schedule:

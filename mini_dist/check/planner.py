@@ -7,7 +7,6 @@ error of predicted step times (benchmarks/planner.py).
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,7 +15,7 @@ from typing import Any
 from .. import calculators
 from ..calculators import Plan, device_memory, peak_memory, readable, step_time
 from ..config import Layout, ModelConfig
-from .exercise import Exercise, Line, Trial
+from .exercise import Exercise, Line, Trial, calls_of
 
 REGRET = 0.10
 
@@ -51,19 +50,9 @@ class Answer:
 
 
 def trial(fn: Callable, task: Task, group) -> Answer:
-    asked = False
-
-    def note(frame, event, _):
-        nonlocal asked
-        asked |= event == "call" and frame.f_code is calculators.plan.__code__
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
+    with calls_of({"plan"}, calculators) as called:
         returned = fn()
-    finally:
-        sys.setprofile(before)
-    return Answer(returned, asked)
+    return Answer(returned, bool(called))
 
 
 @lru_cache
