@@ -132,6 +132,42 @@ def test_with_experts_too(case):
         torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-12)
 
 
+def one_process_with_balance(config, layout, weight, group):
+    """The oracle with a balance loss: the mean of the micro-batches', each over all replicas."""
+    from mini_dist.model import load_balance_loss
+
+    model = GPT(config, seed=0).double()
+    optimizer, done = adamw(model.parameters()), []
+    m, size = layout.num_micro_batches, layout.micro_batch_size
+    batches = batches_of(config, layout.global_batch_size)
+    for step in range(STEPS):
+        inputs, targets = batches.batch(step)  # replica by replica, and in each micro by micro
+        optimizer.zero_grad()
+        total = 0.0
+        for micro in range(m):
+            rows = [r * m * size + micro * size + i for r in range(layout.dp) for i in range(size)]
+            routing = []
+            loss = token_loss(model(inputs[rows], routing=routing), targets[rows]).mean() / m
+            (loss + weight * sum(map(load_balance_loss, routing)) / m).backward()
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        done.append((total, norm.item()))
+    return done
+
+
+@pytest.mark.parametrize("case", [dict(dp=2, cp=2, ep=2), dict(pp=2, dp=2, tp=2, ep=2, zero=1)])
+def test_the_balance_loss_counts_alike_on_every_grid(case):
+    layout, config = layout_of(**case), ModelConfig(**DENSE, **EXPERTS)
+    weight = 0.5  # so large that forgetting it, or a wrong scale, could not be overlooked
+    expected = launch(one_process_with_balance, 1, (config, layout, weight)).results[0]
+    plain = oracle(config, layout.global_batch_size)
+    assert abs(expected[0][1] - plain[0][1]) > 1e-3, "the balance loss would not be seen"
+    options = {"balance_loss": weight}
+    for result in launch(many_ranks, layout.world_size, (config, layout, options)).results:
+        torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-12)
+
+
 # ---- the norm, told apart from what is nearly it -------------------------------------------------
 
 

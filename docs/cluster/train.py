@@ -35,9 +35,13 @@ def train(directory, steps, every, kill, group):
     if group.rank() == 0:
         print(f"{group.size()} ranks, from step {first}", flush=True)
     for step in range(first, steps):
-        if step == kill and group.rank() == group.size() - 1 and first == 0:
-            print(f"rank {group.rank()} kills itself at step {step}", flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
+        if step == kill and first == 0:
+            # Whoever is faster: every rank has shown its last step, and its checkpoint is whole.
+            training.wait()
+            dist.barrier(group)
+            if group.rank() == group.size() - 1:
+                print(f"rank {group.rank()} kills itself at step {step}", flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
         done = train_step(model, model.optimizer, [batches.batch(step)], max_norm=1.0)
         if group.rank() == 0:
             print(f"step {step}: loss {done.loss:.4f}", flush=True)
