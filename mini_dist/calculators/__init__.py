@@ -26,7 +26,7 @@ from .export import (
     layout_source,
     megatron_arguments,
     torchrun_line,
-    torchtitan_toml,
+    torchtitan_config,
 )
 from .flops import forward_flops, model_flops, step_flops, training_time
 from .frameworks import FRAMEWORKS, Framework, framework
@@ -92,6 +92,6 @@ __all__ = [
     "step_time",
     "step_volume",
     "torchrun_line",
-    "torchtitan_toml",
+    "torchtitan_config",
     "training_time",
 ]

@@ -24,6 +24,12 @@ def megatron_arguments(config: ModelConfig, layout: Layout) -> list[str]:
     Raises ValueError for what Megatron-LM has no argument for.
     """
     layout.check(config)
+    if config.positions == "alibi" or config.embedding_norm:
+        what = "positions='alibi'" if config.positions == "alibi" else "embedding_norm=True"
+        raise ValueError(
+            f"{what} is not one of Megatron-LM's arguments, only of its BigScience fork: give "
+            "'rotary' or 'learned' positions, and no norm after the embedding."
+        )
     if layout.schedule not in ("1f1b", "interleaved") and layout.pp > 1:
         raise ValueError(
             f"schedule={layout.schedule!r} is not one of Megatron-LM's: give "
@@ -34,11 +40,7 @@ def megatron_arguments(config: ModelConfig, layout: Layout) -> list[str]:
             f"zero={layout.zero} is not what Megatron-LM's distributed optimizer "
             "does: give 1, or export to DeepSpeed or torchtitan."
         )
-    if layout.pp > 1 and config.num_layers % layout.num_stages:
-        raise ValueError(
-            f"pp*num_chunks={layout.num_stages} does not divide num_layers="
-            f"{config.num_layers}, as Megatron-LM's arguments ask."
-        )
+    shorter = ends_are_shorter(config, layout)
     arguments = {
         "num-layers": config.num_layers,
         "hidden-size": config.d_model,
@@ -55,7 +57,9 @@ def megatron_arguments(config: ModelConfig, layout: Layout) -> list[str]:
         "bf16": True,
     }
     if layout.num_chunks > 1:
-        arguments["num-layers-per-virtual-pipeline-stage"] = config.num_layers // layout.num_stages
+        arguments["num-layers-per-virtual-pipeline-stage"] = layers_per_stage(config, layout)
+    arguments["account-for-embedding-in-pipeline-split"] = shorter
+    arguments["account-for-loss-in-pipeline-split"] = shorter
     arguments["sequence-parallel"] = layout.sequence_parallel
     arguments["use-distributed-optimizer"] = layout.zero == 1
     if layout.recompute == "full":
@@ -71,13 +75,13 @@ def megatron_arguments(config: ModelConfig, layout: Layout) -> list[str]:
     arguments |= {
         "swiglu": config.activation == "swiglu",
         "disable-bias-linear": not config.bias,
+        "add-qkv-bias": config.qkv_bias and not config.bias,
+        "qk-layernorm": config.qk_norm,
         "untie-embeddings-and-output-weights": not config.tied_embedding,
         "normalization": "RMSNorm" if config.norm == "rmsnorm" else "LayerNorm",
-        "position-embedding-type": {
-            "rotary": "rope",
-            "learned": "learned_absolute",
-            "alibi": "alibi",
-        }[config.positions],
+        "position-embedding-type": {"rotary": "rope", "learned": "learned_absolute"}[
+            config.positions
+        ],
     }
     if config.num_experts:
         arguments |= {
@@ -86,6 +90,17 @@ def megatron_arguments(config: ModelConfig, layout: Layout) -> list[str]:
             "moe-ffn-hidden-size": config.d_expert,
             "expert-model-parallel-size": layout.ep,
         }
+        if config.first_dense_layers:
+            dense = config.first_dense_layers
+            arguments["moe-layer-freq"] = f"([0]*{dense}+[1]*{config.num_layers - dense})"
+        if config.num_shared_experts:
+            shared = config.num_shared_experts * config.d_expert
+            arguments["moe-shared-expert-intermediate-size"] = shared
+        if config.router == "sigmoid":
+            arguments |= {
+                "moe-router-score-function": "sigmoid",
+                "moe-router-enable-expert-bias": True,
+            }
     if config.is_mla:
         arguments |= {
             "multi-latent-attention": True,
@@ -105,8 +120,36 @@ def megatron_arguments(config: ModelConfig, layout: Layout) -> list[str]:
     return words
 
 
+def ends_are_shorter(config: ModelConfig, layout: Layout) -> bool:
+    """Whether embedding and head count as a layer each, so that the stages come out even.
+
+    False where the layers alone do. Raises ValueError where neither is so.
+    """
+    if layout.pp == 1 or config.num_layers % layout.num_stages == 0:
+        return False
+    if (config.num_layers + 2) % layout.num_stages == 0:
+        return True
+    raise ValueError(
+        f"pp*num_chunks={layout.num_stages} does not divide num_layers={config.num_layers}, nor "
+        f"{config.num_layers + 2} with the embedding and the head: the stages would be uneven."
+    )
+
+
+def layers_per_stage(config: ModelConfig, layout: Layout) -> int:
+    """With the embedding and the head, where they count as layers."""
+    return (config.num_layers + 2 * ends_are_shorter(config, layout)) // layout.num_stages
+
+
 def deepspeed_json(layout: Layout) -> str:
-    """A DeepSpeed config: its batch sizes and ZeRO stage.  tp and pp are set outside of it."""
+    """A DeepSpeed config: its batch sizes and ZeRO stage.  tp and pp are set outside of it.
+
+    Raises ValueError for ZeRO-2 and 3 in a pipeline, which DeepSpeed's pipeline engine refuses.
+    """
+    if layout.pp > 1 and layout.zero > 1:
+        raise ValueError(
+            f"zero={layout.zero} does not go with pp={layout.pp} in DeepSpeed: give zero=1, or "
+            "pp=1."
+        )
     return json.dumps(
         {
             "train_batch_size": layout.global_batch_size,
@@ -119,51 +162,75 @@ def deepspeed_json(layout: Layout) -> str:
     )
 
 
-def torchtitan_toml(config: ModelConfig, layout: Layout) -> str:
-    """torchtitan's job config: parallelism, batch and recompute.  The model is its `flavor`.
+def torchtitan_config(config: ModelConfig, layout: Layout) -> str:
+    """torchtitan's Trainer.Config, as Python (version 0.3.0): batch, cuts and recompute.
 
-    Raises ValueError for a schedule that torch.distributed.pipelining does not have.
+    The model and the data are other fields of it. "Sharded" is fully_shard. With zero=3 it gathers
+    parameters for each forward, else it keeps them until the step is over. Gradients are reduced
+    in every micro-batch, as ZeRO-2 and 3 do; in a pipeline once a step, as ZeRO-1 does. Raises
+    ValueError for what torchtitan would do in another way.
     """
     layout.check(config)
     if layout.pp > 1 and _SCHEDULES[layout.schedule] is None:
         known = ", ".join(repr(name) for name, theirs in _SCHEDULES.items() if theirs)
         raise ValueError(f"schedule={layout.schedule!r} is not one of torchtitan's: give {known}.")
-    sharded = layout.zero > 0  # fully_shard: ZeRO-3, or 2 when it does not reshard after forward
+    if layout.recompute == "selective":
+        raise ValueError(
+            "recompute='selective' is the core of attention; torchtitan's SelectiveAC chooses "
+            "other operations: give 'none' or 'full'."
+        )
+    if config.num_experts and layout.tp > 1:
+        raise ValueError(
+            f"tp={layout.tp} cuts each expert here; torchtitan's expert_parallel_degree spreads "
+            "whole experts over the tp ranks, too: give tp=1."
+        )
+    # A pipeline cuts its local batch into micro-batches; without one they are accumulated.
+    local = layout.micro_batch_size * (layout.num_micro_batches if layout.pp > 1 else 1)
+    training = {
+        "local_batch_size": local,
+        "global_batch_size": layout.global_batch_size,
+        "seq_len": config.seq_len,
+    }
+    sharded = layout.zero > 0
     parallelism = {
         "data_parallel_replicate_degree": 1 if sharded else layout.dp,
         "data_parallel_shard_degree": layout.dp if sharded else 1,
-        "fsdp_reshard_after_forward": '"always"' if layout.zero == 3 else '"never"',
+        "fsdp_reshard_after_forward": "always" if layout.zero == 3 else "never",
         "tensor_parallel_degree": layout.tp,
         "context_parallel_degree": layout.cp,
         "pipeline_parallel_degree": layout.pp,
     }
+    if layout.tp > 1:
+        parallelism["enable_sequence_parallel"] = layout.sequence_parallel
     if layout.pp > 1:
-        parallelism["pipeline_parallel_schedule"] = f'"{_SCHEDULES[layout.schedule]}"'
-        parallelism["pipeline_parallel_microbatch_size"] = layout.micro_batch_size
+        shorter = int(ends_are_shorter(config, layout))
+        parallelism |= {
+            "pipeline_parallel_schedule": _SCHEDULES[layout.schedule],
+            "pipeline_parallel_microbatch_size": layout.micro_batch_size,
+            "pipeline_parallel_layers_per_stage": layers_per_stage(config, layout),
+            "pipeline_parallel_first_stage_less_layers": shorter,
+            "pipeline_parallel_last_stage_less_layers": shorter,
+        }
     if config.num_experts:
         parallelism["expert_parallel_degree"] = layout.ep
-    # A pipeline cuts its local batch into micro-batches; without one they are accumulated.
-    local = layout.micro_batch_size * (layout.num_micro_batches if layout.pp > 1 else 1)
-    sections = {
-        "training": {
-            "local_batch_size": local,
-            "global_batch_size": layout.global_batch_size,
-            "seq_len": config.seq_len,
-        },
-        "parallelism": parallelism,
-        "activation_checkpoint": {"mode": f'"{layout.recompute}"'},
-    }
+    recompute = "FullAC.Config()" if layout.recompute == "full" else "None"
     return (
-        "\n\n".join(
-            f"[{name}]\n" + "\n".join(f"{key} = {value}" for key, value in body.items())
-            for name, body in sections.items()
-        )
-        + "\n"
+        "Trainer.Config(\n"
+        f"    training=TrainingConfig({_keywords(training)}),\n"
+        f"    parallelism=ParallelismConfig({_keywords(parallelism)}),\n"
+        f"    activation_checkpoint={recompute},\n"
+        ")\n"
     )
 
 
+def _keywords(fields: dict) -> str:
+    """One keyword argument a line, two levels deep."""
+    lines = "".join(f"        {name}={value!r},\n" for name, value in fields.items())
+    return f"\n{lines}    "
+
+
 def torchrun_line(layout: Layout, devices_per_node: int, script: str = "train.py") -> str:
-    """What each node runs; RANK and HEAD are the node's number and the first node's address."""
+    """What each node runs; HEAD is the first node's address, JOB a name that all nodes give."""
     if layout.world_size <= devices_per_node:
         return f"torchrun --standalone --nproc-per-node={layout.world_size} {script}"
     if layout.world_size % devices_per_node:
@@ -173,8 +240,8 @@ def torchrun_line(layout: Layout, devices_per_node: int, script: str = "train.py
         )
     return (
         f"torchrun --nnodes={layout.world_size // devices_per_node} "
-        f"--nproc-per-node={devices_per_node} --node-rank=$RANK "
-        f"--rdzv-backend=c10d --rdzv-endpoint=$HEAD:29500 {script}"
+        f"--nproc-per-node={devices_per_node} "
+        f"--rdzv-backend=c10d --rdzv-id=$JOB --rdzv-endpoint=$HEAD:29500 {script}"
     )
 
 

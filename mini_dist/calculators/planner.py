@@ -9,6 +9,7 @@ with the reason; rank the rest by the closed form of step_time; simulate the pip
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from .export import (
     layout_source,
     megatron_arguments,
     torchrun_line,
-    torchtitan_toml,
+    torchtitan_config,
 )
 from .frameworks import Framework, framework
 from .lines import Breakdown, readable
@@ -142,9 +143,9 @@ class Plan:
         """The best layout for each framework; where one cannot say it, the reason."""
         config, layout = self.model, self.best.layout
         makers = {
-            "Megatron-LM": lambda: " ".join(megatron_arguments(config, layout)),
+            "Megatron-LM": lambda: shlex.join(megatron_arguments(config, layout)),
             "DeepSpeed": lambda: deepspeed_json(layout),
-            "torchtitan": lambda: torchtitan_toml(config, layout),
+            "torchtitan": lambda: torchtitan_config(config, layout),
             "torchrun": lambda: torchrun_line(layout, self.machine.devices_per_node),
             "mini_dist": lambda: layout_source(layout),
         }

@@ -1,7 +1,9 @@
 """plan(): every layout accounted for, the best first, the reasons said; and its exports."""
 
 import json
+import math
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +17,7 @@ from mini_dist.calculators import (
     peak_memory,
     plan,
     torchrun_line,
-    torchtitan_toml,
+    torchtitan_config,
 )
 from mini_dist.calculators.frameworks import FRAMEWORKS
 from mini_dist.calculators.memory import SHARDED_FROM, rank_memory, states_of_all
@@ -188,7 +190,24 @@ def test_megatron_arguments_say_the_layout_and_the_model():
     assert dict(zip(moe, moe[1:]))["--expert-model-parallel-size"] == "8"
 
 
-def test_deepspeed_and_torchtitan_configs_parse_and_multiply_up():
+def test_megatron_counts_embedding_and_head_as_layers_where_the_layers_alone_are_uneven():
+    bloom = model("bloom-176b").replace(positions="rotary", embedding_norm=False)
+    words = megatron_arguments(bloom, Layout(pp=12, tp=4, dp=8, num_micro_batches=12))
+    both = {"--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"}
+    assert both <= set(words)  # 70 + 2 layers in 12 stages
+    assert not both & set(megatron_arguments(bloom, Layout(pp=10, num_micro_batches=10)))
+
+
+def test_megatron_arguments_keep_every_part_of_a_mixture_of_experts():
+    words = megatron_arguments(model("deepseek-v3"), Layout(dp=8, ep=8, zero=1))
+    said = dict(zip(words, words[1:]))
+    assert said["--moe-layer-freq"] == "([0]*3+[1]*58)"  # 61 layers, the first three dense
+    assert said["--moe-shared-expert-intermediate-size"] == "2048"
+    assert said["--moe-router-score-function"] == "sigmoid"
+    assert "--moe-router-enable-expert-bias" in words
+
+
+def test_deepspeed_config_multiplies_up():
     config = json.loads(deepspeed_json(LAYOUT))
     assert (
         config["train_batch_size"]
@@ -197,27 +216,32 @@ def test_deepspeed_and_torchtitan_configs_parse_and_multiply_up():
         * LAYOUT.dp
     )
     assert config["zero_optimization"]["stage"] == 1
-    tomllib = pytest.importorskip("tomllib")
-    titan = tomllib.loads(torchtitan_toml(model("llama3-70b"), LAYOUT))
+
+
+def evaluated(source: str) -> dict:
+    """torchtitan's classes as dictionaries of what they are given."""
+    names = dict.fromkeys(("TrainingConfig", "ParallelismConfig"), dict)
+    names |= {"Trainer": SimpleNamespace(Config=dict), "FullAC": SimpleNamespace(Config=dict)}
+    return eval(source, names)
+
+
+def test_torchtitan_config_evaluates_and_multiplies_up():
+    titan = evaluated(torchtitan_config(model("llama3-70b"), LAYOUT))
     parallelism = titan["parallelism"]
-    assert parallelism["tensor_parallel_degree"] == 8
     assert parallelism["pipeline_parallel_schedule"] == "Interleaved1F1B"
+    assert parallelism["pipeline_parallel_layers_per_stage"] == 4  # 80 layers, 20 stages
+    assert parallelism["pipeline_parallel_first_stage_less_layers"] == 0
+    assert parallelism["enable_sequence_parallel"] == LAYOUT.sequence_parallel
     assert titan["training"]["local_batch_size"] == 32  # the pipeline cuts it into 16 x 2
-    assert titan["activation_checkpoint"]["mode"] == "full"
+    assert titan["activation_checkpoint"] == {}  # FullAC's, as it is by default
+    ways = ("data_parallel_replicate", "data_parallel_shard", "context_parallel")
     degrees = [
-        parallelism[f"{name}_degree"]
-        for name in (
-            "data_parallel_replicate",
-            "data_parallel_shard",
-            "tensor_parallel",
-            "context_parallel",
-            "pipeline_parallel",
-        )
+        parallelism[f"{way}_degree"] for way in (*ways, "tensor_parallel", "pipeline_parallel")
     ]
-    product = 1
-    for degree in degrees:
-        product *= degree
-    assert product == LAYOUT.world_size
+    assert math.prod(degrees) == LAYOUT.world_size and parallelism["tensor_parallel_degree"] == 8
+    alone = evaluated(torchtitan_config(model("llama3-8b"), Layout(dp=4, num_micro_batches=2)))
+    assert alone["activation_checkpoint"] is None  # left out, it would be SelectiveAC
+    assert alone["parallelism"]["data_parallel_replicate_degree"] == 4
 
 
 def test_the_schedule_names_are_those_of_torch():
@@ -255,7 +279,15 @@ def test_a_layout_s_source_evaluates_to_it():
         (lambda c: megatron_arguments(c, Layout(dp=2, zero=3)), "zero=3 is not what Megatron"),
         (lambda c: megatron_arguments(c, Layout(pp=2, schedule="gpipe")), "schedule='gpipe'"),
         (lambda c: megatron_arguments(c, Layout(pp=3)), "pp*num_chunks=3 does not divide"),
-        (lambda c: torchtitan_toml(c, Layout(pp=2, schedule="zb_h1")), "schedule='zb_h1'"),
+        (lambda c: megatron_arguments(c.replace(positions="alibi"), Layout()), "positions='alibi'"),
+        (lambda c: deepspeed_json(Layout(pp=2, zero=2)), "zero=2 does not go with pp=2"),
+        (lambda c: torchtitan_config(c, Layout(pp=3)), "pp*num_chunks=3 does not divide"),
+        (lambda c: torchtitan_config(c, Layout(recompute="selective")), "recompute='selective'"),
+        (
+            lambda c: torchtitan_config(model("mixtral-8x7b"), Layout(dp=2, tp=2, ep=2)),
+            "tp=2 cuts each expert",
+        ),
+        (lambda c: torchtitan_config(c, Layout(pp=2, schedule="zb_h1")), "schedule='zb_h1'"),
         (lambda c: torchrun_line(Layout(dp=12), 8), "devices_per_node=8 does not divide"),
     ],
 )
