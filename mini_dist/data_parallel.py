@@ -33,7 +33,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from .collectives import all_reduce, gather, ring_all_reduce, star_broadcast
+from .collectives import (
+    all_reduce,
+    gather,
+    pipelined_ring_all_reduce,
+    ring_all_reduce,
+    star_broadcast,
+)
 from .ledger.recording import recorded
 from .replicas import Replica, broadcast_state, gradient
 
@@ -65,7 +71,7 @@ def average_in_buckets(parameters: Iterable[Tensor], bucket_bytes: int, group) -
     """
     have = [parameter for parameter in parameters if parameter.grad is not None]
     for bucket in make_buckets(have, bucket_bytes):
-        unflatten(mean(flatten(bucket), group), bucket)
+        unflatten(mean_(flatten(bucket), group), bucket)
 
 
 @recorded
@@ -81,7 +87,7 @@ def overlapped_backward(loss: Tensor, buckets: list[list[Tensor]], sender, group
         def gradient_is_ready(parameter):
             missing[number] -= 1
             if missing[number] == 0:
-                leaving[number] = sender.submit(mean, flatten(buckets[number]), group)
+                leaving[number] = sender.submit(mean_, flatten(buckets[number]), group)
 
         return gradient_is_ready
 
@@ -100,8 +106,8 @@ def overlapped_backward(loss: Tensor, buckets: list[list[Tensor]], sender, group
 class Naive(Replica):
     """One all-reduce a parameter, after backward.
 
-    reduce: (tensor, group) -> its mean over the group, a new tensor: `mean` unless given,
-    `ring_mean`, `backend_mean`, or your own. A parameter that a rank did not use counts as zeros
+    reduce: (tensor, group) -> its mean over the group: `mean_` unless given, `ring_mean`,
+    `backend_mean`, or your own. The tensor is not read again, so its memory may be used. A parameter that a rank did not use counts as zeros
     there, so that it has a gradient, if only zeros, on all of them.
     ignored: parameters that another wrapper takes care of.
     Raises ValueError if there is nothing to train.
@@ -115,7 +121,7 @@ class Naive(Replica):
         ignored: Iterable[Tensor] = (),
     ):
         super().__init__(module)
-        self.group, self.reduce, self.ignored = group, reduce or mean, set(ignored)
+        self.group, self.reduce, self.ignored = group, reduce or mean_, set(ignored)
         self.parameters_to_average = self.trained()
         if not self.parameters_to_average:
             raise ValueError("no parameter requires a gradient: there is nothing to train")
@@ -190,9 +196,10 @@ class Overlapped(Bucketed):
     def leave(self) -> None:
         """Send the next bucket off."""
         bucket = self.buckets[len(self.leaving)]
-        self.leaving.append(self.sender.submit(self.reduce, flatten(bucket), self.group))
+        flat = flatten(bucket)
         for parameter in bucket:
             parameter.grad = None  # the bucket has a copy: hold one, not two
+        self.leaving.append(self.sender.submit(self.reduce, flat, self.group))
 
     def finish(self) -> None:
         while len(self.leaving) < len(self.buckets):  # parameters that this rank did not use
@@ -209,16 +216,23 @@ def mean(x: Tensor, group) -> Tensor:
     return all_reduce(x, group, algorithm=algorithm).div_(group.size())
 
 
+def mean_(x: Tensor, group) -> Tensor:
+    """The same; where x is large, in its own memory. A bucket is a copy, and one is enough."""
+    if x.nbytes <= LARGE:
+        return mean(x, group)
+    return pipelined_ring_all_reduce(x, group, out=x).div_(group.size())
+
+
 def ring_mean(x: Tensor, group) -> Tensor:
     """By the ring of lesson 03: 2(n-1)/n of x on every link, whatever its size."""
-    return ring_all_reduce(x, group) / group.size()
+    return ring_all_reduce(x, group).div_(group.size())
 
 
 def backend_mean(x: Tensor, group) -> Tensor:
     """By the all-reduce that gloo or NCCL brings along."""
     total = x.clone()
     group.allreduce([total]).wait()
-    return total / group.size()
+    return total.div_(group.size())
 
 
 def make_buckets(parameters: list[Tensor], bucket_bytes: int) -> list[list[Tensor]]:

@@ -15,6 +15,7 @@ from mini_dist.data_parallel import (
     backend_mean,
     make_buckets,
     mean,
+    mean_,
     ring_mean,
 )
 from mini_dist.emulate import Clock, Device, EmulatedAllReduce, EmulatedModel
@@ -171,6 +172,19 @@ def test_a_large_bucket_goes_by_the_pipelined_ring_and_is_left_as_it_was():
     run = launch(large_mean, 3)
     assert run.results == [([1.0], [float(rank)]) for rank in range(3)]
     assert run.ledger.total_bytes(op="pipelined_ring_all_reduce") == 2 * 2 * 4 * 1_500_001
+
+
+def mean_in_place(elements, group):
+    x = torch.full((elements,), float(group.rank()))
+    found = mean_(x, group)
+    return found.unique().tolist(), found.data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_large_bucket_is_averaged_in_its_own_memory(size):
+    expected = [(size - 1) / 2]
+    assert launch(mean_in_place, size, (1_500_001,)).results == [(expected, True)] * size
+    assert [found for found, _ in launch(mean_in_place, size, (1001,)).results] == [expected] * size
 
 
 def backward_twice(group):

@@ -26,18 +26,24 @@ LANES = 2  # pieces of a chunk under way at once
 
 @collective
 def pipelined_ring_all_reduce(
-    x: torch.Tensor, group, op: str = "sum", piece_bytes: int = PIECE_BYTES
+    x: torch.Tensor,
+    group,
+    op: str = "sum",
+    piece_bytes: int = PIECE_BYTES,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Reduce x over the group round a ring, in pieces of about `piece_bytes`.
 
     x: any shape -> the same, equal to the last bit to `ring_all_reduce`, with the same bytes.
+    out: where the result goes, contiguous; it may be x, of which every piece is read before its sum
+    comes. A new tensor unless given.
     """
     rank, size, add = group.rank(), group.size(), reduction(op, x)
+    result = empty(x) if out is None else out
     if size == 1:
-        return x.clone()
+        return result.copy_(x)
     after, before = (rank + 1) % size, (rank - 1) % size
     x = x.contiguous()
-    result = empty(x)
     num_pieces = LANES * max(1, round(x.nbytes / size / piece_bytes / LANES))
     terms, sums = cut(x, size, num_pieces), cut(result, size, num_pieces)
     buffers = [empty(terms[0][0]) for _ in range(2 * LANES)]  # received into, then sent from
