@@ -277,8 +277,8 @@ def link_fit(sizes: list[int], seconds: list[float], link, title: str = "") -> P
 
 
 def flights(runs: dict[str, list], size: int, unit: float = 1.0, name: str = "rounds") -> Picture:
-    """Space and time, one panel a run: each replayed message is a line from its sender and start
-    to its receiver and end, as thick as it has bytes."""
+    """Space and time, one panel a run: each message of play_messages is a line from its sender
+    and start to its receiver and end, as thick as it has bytes."""
     figure = Figure(figsize=(9.2, 0.9 + 0.42 * size), dpi=110, layout="constrained")
     panels = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
     most = max(flight.nbytes for run in runs.values() for flight in run)

@@ -10,7 +10,7 @@ from mini_dist import draw, launch
 from mini_dist.calculators.links import Link
 from mini_dist.collectives import pairwise_all_to_all, ring_all_reduce, star_all_reduce
 from mini_dist.emulate import Interval
-from mini_dist.ledger.replay import Flight
+from mini_dist.ledger.flights import Flight
 from mini_dist.ledger.steps import messages
 from mini_dist.mesh import Grid
 from mini_dist.schedule import (

@@ -1,12 +1,13 @@
-"""Replay the messages of a run over links of your choice: the same messages, another machine.
+"""Play the messages of a run over links of your choice: the same messages, another network.
 
-    flights = replay(run.ledger, links.Link(latency=5e-6, bandwidth=50e9))
+    flights = play_messages(run.ledger, links.Link(latency=5e-6, bandwidth=50e9))
     seconds = max(flight.end for flight in flights)
 
 What is kept of the run is who sent how much to whom, and what each rank had waited for before it
 began a message. What is replaced is time: a rank sends one message at a time and receives one at a
 time, each message takes what its link says, and everything else (adding, copying, the operating
 system) takes none. So the result says what these links would need, and is the same on any machine.
+`mini_dist.replay` plays a whole program, its kernels included.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .steps import messages
 
 
 class Flight(NamedTuple):
-    """A message in replayed time; ranks are world ranks, times seconds."""
+    """A message in played time; ranks are world ranks, times seconds."""
 
     source: int
     target: int
@@ -28,21 +29,21 @@ class Flight(NamedTuple):
     end: float
 
 
-def replay(ledger: Ledger, link, scale: float = 1.0) -> list[Flight]:
+def play_messages(ledger: Ledger, link, scale: float = 1.0) -> list[Flight]:
     """Every message of `ledger` as it would fly over `link`, in order of start.
 
     link: anything with `seconds(nbytes)`, or a function (source, target) -> such a link.
-    scale: bytes of the replay / bytes of the run, so that a small run stands for a large one.
+    scale: bytes that are played / bytes of the run, so that a small run stands for a large one.
     Raises ValueError where torch's own collectives are in the ledger: what they send is not seen.
     """
     for comm in ledger.leaves():
         if comm.op not in ("send", "recv"):
             raise ValueError(
-                f"{comm.op} is not made of messages that the ledger sees; replay can follow "
+                f"{comm.op} is not made of messages that the ledger sees; play_messages can follow "
                 "send, recv and the collectives of mini_dist"
             )
     link_of = (lambda source, target: link) if hasattr(link, "seconds") else link
-    done = defaultdict(list)  # rank -> (when it had waited for a message in the run, in the replay)
+    done = defaultdict(list)  # rank -> (when it had waited for a message in the run, as played)
     sender_free, receiver_free = defaultdict(float), defaultdict(float)
     flights = []
     # Neither side can finish a message that the other has not turned to yet, so this order is safe.

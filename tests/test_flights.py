@@ -1,4 +1,4 @@
-"""The replay of a run over stated links, against the formulas of calculators.links."""
+"""The messages of a run played over stated links, against the formulas of calculators.links."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from mini_dist import launch
 from mini_dist.calculators import links
 from mini_dist.collectives import all_reduce, exchange, recv, send
-from mini_dist.ledger.replay import replay
+from mini_dist.ledger.flights import play_messages
 from mini_dist.ledger.steps import count_rounds
 
 FAR = links.Link(latency=5e-6, bandwidth=50e9)
@@ -19,12 +19,12 @@ def reduce_by(algorithm, numel, ranks_per_node, group):
 
 
 def seconds(ledger, link, **how):
-    return max(flight.end for flight in replay(ledger, link, **how))
+    return max(flight.end for flight in play_messages(ledger, link, **how))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("size, ranks_per_node", [(3, 1), (4, 2), (8, 4)])
-def test_a_replayed_all_reduce_takes_the_rounds_and_seconds_of_the_formula(
+def test_a_played_all_reduce_takes_the_rounds_and_seconds_of_the_formula(
     algorithm, size, ranks_per_node
 ):
     numel = 24 * 10
@@ -55,7 +55,7 @@ def test_messages_of_one_rank_wait_for_each_other_and_others_do_not():
         for _ in range(2 if rank < 2 else 1):
             send(x, rank + 1, group) if rank % 2 == 0 else recv(x, rank - 1, group)
 
-    flights = replay(launch(two_pairs, 4).ledger, links.Link(1.0, 4.0))
+    flights = play_messages(launch(two_pairs, 4).ledger, links.Link(1.0, 4.0))
     assert [(f.source, f.target, f.start, f.end) for f in flights if f.source == 0] == [
         (0, 1, 0.0, 2.0),
         (0, 1, 2.0, 4.0),
@@ -78,7 +78,7 @@ def test_an_exchange_goes_both_ways_at_once():
     def swap(group):
         exchange(torch.ones(1), 1 - group.rank(), 1 - group.rank(), group)
 
-    flights = replay(launch(swap, 2).ledger, links.Link(1.0, 4.0))
+    flights = play_messages(launch(swap, 2).ledger, links.Link(1.0, 4.0))
     assert [(f.start, f.end) for f in flights] == [(0.0, 2.0), (0.0, 2.0)]
 
 
@@ -86,15 +86,17 @@ def test_two_messages_to_one_rank_queue_though_it_posted_both_receives_at_once()
     def star(group):
         all_reduce(torch.ones(1), group, algorithm="star")
 
-    inward = [f for f in replay(launch(star, 3).ledger, links.Link(1.0, 4.0)) if f.target == 0]
+    inward = [
+        f for f in play_messages(launch(star, 3).ledger, links.Link(1.0, 4.0)) if f.target == 0
+    ]
     assert [(f.start, f.end) for f in inward] == [(0.0, 2.0), (2.0, 4.0)]
 
 
 def test_a_run_without_messages_has_no_flights():
-    assert replay(launch(lambda group: None, 2).ledger, FAR) == []
+    assert play_messages(launch(lambda group: None, 2).ledger, FAR) == []
 
 
 def test_torchs_own_collectives_are_refused_for_nobody_sees_their_messages():
     run = launch(lambda group: torch.distributed.all_reduce(torch.ones(1), group=group), 2)
     with pytest.raises(ValueError, match="all_reduce is not made of messages"):
-        replay(run.ledger, FAR)
+        play_messages(run.ledger, FAR)
