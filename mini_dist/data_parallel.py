@@ -107,8 +107,10 @@ class Naive(Replica):
     """One all-reduce a parameter, after backward.
 
     reduce: (tensor, group) -> its mean over the group: `mean_` unless given, `ring_mean`,
-    `backend_mean`, or your own. The tensor is not read again, so its memory may be used. A parameter that a rank did not use counts as zeros
-    there, so that it has a gradient, if only zeros, on all of them.
+    `backend_mean`, or your own. The tensor is not read again, so its memory may be used.
+    A parameter that a rank did not use counts as zeros there, so that it has a gradient, if only
+    zeros, on all of them: weight decay and momentum still move what no rank used. (DDP with
+    find_unused_parameters=True leaves such a gradient as it was: None.)
     ignored: parameters that another wrapper takes care of.
     Raises ValueError if there is nothing to train.
     """

@@ -582,6 +582,10 @@ def bad_inputs(file, group):
         ZeRO1(nn.Linear(2, 2), group, torch.optim.LBFGS)
     with pytest.raises(ValueError, match="no parameter requires a gradient"):
         ZeRO2(nn.ReLU(), group, adamw)
+    linear = nn.Linear(2, 2)
+    decay = [{"params": [linear.weight]}, {"params": [linear.bias], "weight_decay": 0.0}]
+    with pytest.raises(ValueError, match="with 1 shards, one a unit, and its optimizer steps 2"):
+        ZeRO1(linear, group, lambda shards: torch.optim.AdamW(decay))
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float64))
     with pytest.raises(ValueError, match="0.weight to 1.bias are torch.float32 and torch.float64"):
         ZeRO3(mixed, group, adamw)

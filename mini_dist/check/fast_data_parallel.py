@@ -182,17 +182,38 @@ def losses(model, rank: int):
     return model(first).sum(), model(last).sum()
 
 
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
 class CountingSender(ThreadPoolExecutor):
-    """Notes, at each hand-over, how many gradients were complete, and whether backward ran."""
+    """Notes, at each hand-over, how many gradients were complete, and whether backward ran; and
+    how often backward was made to wait for a bucket."""
 
     def __init__(self, complete: list):
         super().__init__(max_workers=1)
-        self.complete, self.seen = complete, []
+        self.complete, self.seen, self.waits = complete, [], 0
 
     def submit(self, fn, /, *args, **kwargs):
-        in_backward = torch._C._current_graph_task_id() != -1
-        self.seen.append((len(self.complete), in_backward))
-        return super().submit(fn, *args, **kwargs)
+        self.seen.append((len(self.complete), in_backward()))
+        future = super().submit(fn, *args, **kwargs)
+        wait = future.result
+
+        def result(timeout=None):
+            self.waits += in_backward()
+            return wait(timeout)
+
+        future.result = result
+        return future
+
+
+def hooks_of(parameters) -> int:
+    """Those of either kind that are registered now."""
+    return sum(
+        len(hooks or ())
+        for p in parameters
+        for hooks in (p._backward_hooks, p._post_accumulate_grad_hooks)
+    )
 
 
 def overlap_trial(fn, case: Overlap, group):
@@ -203,14 +224,11 @@ def overlap_trial(fn, case: Overlap, group):
     for weight in model.weights:
         weight.register_post_accumulate_grad_hook(complete.append)
     buckets = make_buckets(list(model.weights), 2 * 4 * 8)  # two weights each
-    sender = CountingSender(complete)
+    sender, before = CountingSender(complete), hooks_of(model.weights)
     fn(last, buckets, sender, group)
-    grads = [weight.grad.clone() for weight in model.weights]
-    again = model(torch.ones(1, 4, dtype=torch.float64)).sum()
-    handed_over = len(sender.seen)
-    again.backward()  # a hook that was left behind would send once more
     sender.shutdown()
-    return grads, sender.seen[:handed_over], len(sender.seen) - handed_over, len(buckets)
+    left_behind = hooks_of(model.weights) - before
+    return [w.grad.clone() for w in model.weights], sender.seen, sender.waits, left_behind
 
 
 def judge_overlap(trials: list[Trial]) -> tuple[list[Line], str]:
@@ -232,24 +250,25 @@ def judge_one_overlap(one: Trial) -> tuple[list[Line], str]:
         local.append([torch.autograd.grad(loss, list(model.weights)) for loss in both])
     totals = [sum(first) + sum(last) for first, last in zip(*map(zip_all, zip(*local)))]
     means = [total / size for total in totals]
-    grads, seen, left_behind, count = zip(*run.results)
+    grads, seen, waits, left_behind = zip(*run.results)
     right = sum(same(result, means) for result in grads)
-    moments = [complete for complete, in_backward in seen[0] if in_backward]
-    wanted = [2 * number + 2 for number in range(count[0])]
+    moments = [complete for complete, during in seen[0] if during]
+    wanted = list(range(2, layers + 1, 2))  # two weights a bucket
     lines = [
         line("right gradients on", f"{right} of {size} ranks", f"{size} of {size} ranks"),
         line(
             "handed over during backward",
-            f"{len(moments)} of {count[0]} buckets",
-            f"{count[0]} of {count[0]} buckets",
+            f"{len(moments)} of {len(wanted)} buckets",
+            f"{len(wanted)} of {len(wanted)} buckets",
         ),
         line("gradients complete at each hand-over", moments, wanted),
-        line("hooks left behind", any(left_behind), False),
+        line("times backward waited for a bucket", max(waits), 0),
+        line("hooks left behind", max(left_behind), 0),
     ]
     if all(each.ok for each in lines):
         return lines, ""
     return lines, overlap_mistake(
-        run, size, local, totals, means, grads, seen[0], moments, left_behind
+        size, local, totals, means, grads, seen[0], moments, max(waits), max(left_behind)
     )
 
 
@@ -257,7 +276,7 @@ def zip_all(per_rank):
     return list(zip(*per_rank))
 
 
-def overlap_mistake(run, size, local, totals, means, grads, seen, moments, left_behind) -> str:
+def overlap_mistake(size, local, totals, means, grads, seen, moments, waits, left_behind) -> str:
     firsts, lasts = (
         [sum(grads) / size for grads in zip_all(rank[which] for rank in local)] for which in (0, 1)
     )
@@ -304,7 +323,12 @@ def overlap_mistake(run, size, local, totals, means, grads, seen, moments, left_
         )
     if len(moments) > len(seen) or len(seen) > len(set(seen)):
         return "Several buckets leave at once: hand over each as soon as it is complete."
-    if any(left_behind):
+    if waits:
+        return (
+            "A hook calls .result(): backward stands still until that bucket is averaged, and "
+            "nothing is hidden. Keep what submit returns, and wait after loss.backward()."
+        )
+    if left_behind:
         return "Your hooks are still there in the next backward: keep the handles, .remove() them."
     return "Each bucket leaves once, as soon as its own last gradient is there."
 

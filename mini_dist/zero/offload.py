@@ -3,7 +3,7 @@
 What moves is in the ledger with its bytes, as `to_host`, `to_device_`, `to_file_`, `from_file_`.
 This is ZeRO-Offload (Ren et al. 2021, section 3: states and step on the host; 2 + 2 bytes a
 parameter move) and ZeRO-Infinity (Rajbhandari et al. 2021, section 5: in files) in miniature:
-nothing here overlaps with anything.
+nothing here overlaps with anything, so a step is longer by all of these transfers.
 """
 
 from __future__ import annotations

@@ -27,14 +27,19 @@ ELEMENTWISE = (
 class ZeRO1(Replica):
     """Optimizer states are sharded: scatter the gradients, step the own part, gather parameters.
 
-    make_optimizer: (shards) -> a torch optimizer over them, one that treats every element alone.
+    make_optimizer: (shards) -> a torch optimizer over them, one that treats every element alone. A
+    shard is cut from a whole unit, so one setting holds for all of a unit: weight decay for
+    matrices but not for biases, say, is not possible here.
     units: modules inside `module` that share no parameter, in the order in which forward uses them,
     as the blocks of a GPT; what is in none of them is one unit more, the root.
     master_dtype: of the shards, e.g. float32 for a bfloat16 model; gradients travel in the model's.
     offload: "cpu" keeps shards and optimizer states on the host, a directory in files there.
     ignored: parameters that another wrapper takes care of. Frozen ones stay whole on every rank.
+    A parameter that no rank used in a step has a gradient of zeros, not None: weight decay and
+    momentum still move it.
 
-    Raises ValueError for an optimizer that cannot be sharded and for nothing to train.
+    Raises ValueError for an optimizer that cannot be sharded or was given anything but the shards,
+    and for nothing to train.
     """
 
     def __init__(
@@ -70,6 +75,13 @@ class ZeRO1(Replica):
             raise ValueError(
                 f"{type(self.optimizer).__name__} cannot be sharded: its update of an element may "
                 f"depend on others, which are on other ranks. These can: {known}"
+            )
+        stepped = [p for each in self.optimizer.param_groups for p in each["params"]]
+        if set(stepped) != set(self.trained()):
+            raise ValueError(
+                f"make_optimizer was called with {len(self.units)} shards, one a unit, and its "
+                f"optimizer steps {len(stepped)} tensors that are not these: give it the shards. "
+                "Groups of parameters with settings of their own cannot be kept apart inside a unit"
             )
         self.place.take_over(self.optimizer)
 
@@ -159,7 +171,8 @@ class ZeRO3(ZeRO2):
     """Parameters are sharded, too: gathered for a unit's forward and backward, freed after each.
 
     While a unit computes, the next `prefetch` ones are on their way. The root has no single place
-    in the model: it is there from the start of forward to the end of its backward.
+    in the model: it is there from the start of forward to the end of its backward. All ranks must
+    run the same units in the same order: who leaves one out keeps the others waiting in its gather.
     """
 
     def __init__(self, *args, prefetch: int = 1, **kwargs):

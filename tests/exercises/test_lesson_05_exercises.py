@@ -181,6 +181,20 @@ def waits_in_the_hook(loss, buckets, sender, group):
     overlap(AFTER, lambda b: Done(mean(flatten(b), group)), loss, buckets)
 
 
+@overlap_wrong("A hook calls .result()")
+def waits_for_the_sender_in_the_hook(loss, buckets, sender, group):
+    def leave(bucket):
+        return Done(sender.submit(mean, flatten(bucket), group).result())
+
+    overlap(AFTER, leave, loss, buckets)
+
+
+@overlap_wrong("Your hooks are still there")
+def leaves_hooks_that_would_send_nothing(loss, buckets, sender, group):
+    leave = lambda b: sender.submit(mean, flatten(b), group)  # noqa: E731
+    overlap(AFTER, leave, loss, buckets, remove=False)
+
+
 @overlap_wrong("Your hooks are still there")
 def leaves_its_hooks_behind(loss, buckets, sender, group):
     missing, leaving = [len(bucket) for bucket in buckets], {}

@@ -29,6 +29,11 @@ def steps_the_whole_and_shares_parts(flat, gradient, update, group):
     return all_gather(new.chunk(group.size())[group.rank()], group)
 
 
+@wrong_step("given (20, 5) elements")
+def steps_the_whole_with_its_part(flat, gradient, update, group):
+    return all_gather(update(flat, reduce_scatter(gradient, group, op="mean")), group)
+
+
 @wrong_step("an all-reduce hands everyone the whole gradient")
 def all_reduces_the_gradient(flat, gradient, update, group):
     mean = all_reduce(gradient, group, op="mean", algorithm="ring")
@@ -113,6 +118,24 @@ def leaves_hooks_behind(loss, units, group):
     return with_hooks(loss, units, lambda unit: scatter(unit, group), keep=True)
 
 
+@wrong_backward("still there in the next backward")
+def leaves_hooks_that_would_send_nothing(loss, units, group):
+    left = {id(unit): len(unit) for unit in units}
+    number = {p: (i, unit) for i, unit in enumerate(units) for p in unit}
+    parts = [None] * len(units)
+
+    def ready(p):
+        i, unit = number[p]
+        left[id(unit)] -= 1
+        if not left[id(unit)]:
+            parts[i] = scatter(unit, group)
+
+    for p in number:
+        p.register_post_accumulate_grad_hook(ready)
+    loss.backward()
+    return parts
+
+
 @wrong_backward("an all-reduce sends twice that")
 def all_reduces_units(loss, units, group):
     def ready(unit):
@@ -161,6 +184,13 @@ def uses_the_shard(x, layers, shards, group):
     for layer, shard in zip(layers, shards):
         part = layer(x.chunk(group.size())[group.rank()], shard)
         x = all_gather(part, group)
+    return x
+
+
+@wrong_forward("was given a shard")
+def forgets_to_gather(x, layers, shards, group):
+    for layer, shard in zip(layers, shards):
+        x = layer(x, shard)
     return x
 
 
