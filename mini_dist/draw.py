@@ -107,7 +107,7 @@ def traffic(ledger: Ledger, title: str = "", axis: str | None = None) -> Picture
     for source, row in enumerate(matrix):
         for target, nbytes in enumerate(row):
             if nbytes:
-                text = f"{nbytes / unit:.3g}"
+                text = f"{nbytes / unit:.3g}" if nbytes > 1e-3 * most else "≈ 0"
                 ink = "white" if nbytes > 0.7 * most else INK
                 axes.text(target, source, text, ha="center", va="center", fontsize=8, color=ink)
     axes.set_xticks(range(size))

@@ -129,21 +129,21 @@ def judge_steps(trials: list[Trial]) -> tuple[list[Line], str]:
         layout, results = trial.case, [answer for answer, _ in trial.run.results]
         name = " ".join(f"{axis} {n}" for axis, n in layout.axes.items() if n > 1)
         expected = results[0][1]
-        wrong = None  # (step, 0 for the loss or 1 for the norm), the first that is
-        for step in range(STEPS):
-            for what in (0, 1):
-                found = {round(done[step][what], 6) for done, _ in results}
-                if wrong is None and found != {round(expected[step][what], 6)}:
-                    wrong = step, what
+        wrong = [  # (step, 0 for the loss or 1 for the norm), in the order in which they are made
+            (step, what)
+            for step in range(STEPS)
+            for what in (0, 1)
+            if {round(done[step][what], 6) for done, _ in results}
+            != {round(expected[step][what], 6)}
+        ]
         for what, word in enumerate(("losses", "gradient norms")):
             rows = {tuple(round(pair[what], 4) for pair in done) for done, _ in results}
             right = tuple(round(pair[what], 4) for pair in expected)
             said = " or ".join(map(listed, sorted(rows)[:2]))
-            lines.append(
-                Line(f"{name}: {word}", said, listed(right), not wrong or wrong[1] != what)
-            )
+            ok = all(which != what for _, which in wrong)
+            lines.append(Line(f"{name}: {word}", said, listed(right), ok))
         if wrong:
-            hint = hint or about_values(layout, wrong, results, expected)
+            hint = hint or about_values(layout, wrong[0], results, expected)
             break
         traffic, advice = judge_traffic(name, trial)
         lines += traffic
@@ -163,7 +163,14 @@ def about_values(layout: Layout, wrong, results, expected) -> str:
         if len(values) > 1:
             return (
                 "The ranks report different losses: the loss of the batch is the sum over all its "
-                "tokens, over dp, cp and micro-batches, divided by how many count."
+                "tokens, over dp, cp and micro-batches, divided by how many count. Who has other "
+                "tokens? All of dp and cp: is each sum taken over both?"
+            )
+        micros = layout.num_micro_batches
+        if micros > 1 and round(micros * min(values), 5) == round(right, 5):
+            return (
+                f"The loss is 1/{micros} of what it should be: a pipeline returns the *mean* of "
+                f"its {micros} micro-batches, and each of these is already a share of the sum."
             )
         return (
             "All ranks agree, but on another loss. Rows end in padding, so ranks have different "
@@ -177,7 +184,21 @@ def about_values(layout: Layout, wrong, results, expected) -> str:
                     "The ranks have different norms. With cp, a rank has the gradients of its own "
                     "tokens only: is the mean taken over dp and cp together?"
                 )
-            return "The ranks have different norms, so they would clip differently: sum over all."
+            return (
+                "The ranks have different norms, so they would clip differently: sum over all that "
+                "hold other parameters, tp for what for_grad_norm calls cut, and pp."
+                + (
+                    " And with sequence parallelism a norm's weight has seen S/tp of the tokens: "
+                    "finish_gradients adds up."
+                    if layout.sequence_parallel
+                    else ""
+                )
+            )
+        if step > 0 and values and min(values) > right:
+            return (
+                "The first norm is right, and a later one is too large: gradients of the step "
+                "before are still there. Set them to zero first."
+            )
         if values.pop() < right:
             return (
                 "The norm is too small: part of the gradients is missing. Is the mean over dp "

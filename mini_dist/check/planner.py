@@ -78,10 +78,16 @@ def judge(trials: list[Trial]) -> tuple[list[Line], str]:
         ),
     ]
     if not lines[0].ok:
+        others = layout.world_size // layout.dp
+        dp, left = divmod(task.num_devices, others)
         return lines, (
             f"pp * dp * cp * tp = {layout.pp} * {layout.dp} * {layout.cp} * {layout.tp} = "
-            f"{layout.world_size}, and there are {task.num_devices} devices. With the other axes "
-            f"as they are dp would be {task.num_devices / (layout.world_size / layout.dp):g}."
+            f"{layout.world_size}, and there are {task.num_devices} devices. "
+            + (
+                f"{others} does not divide that, so no dp will do: change another axis."
+                if left
+                else f"With the other axes as they are dp would be {dp}."
+            )
         )
     if not lines[1].ok:
         return lines, (

@@ -132,8 +132,16 @@ LINES = {
         "different norms|too small",
         ('squares = all_reduce(mine, mesh["tp"])', "squares = mine"),
     ),
+    "micro-batches averaged twice": (
+        "1/2 of what it should be",
+        ("weight[0] = n * layout.num_micro_batches / tokens", "weight[0] = n / tokens"),
+    ),
+    "gradients of the step before": (
+        "Set them to zero first",
+        ("        replica.zero_grad()\n", ""),
+    ),
     "norm gradients not added up": (
-        "too small|different norms|finish_gradients",
+        "finish_gradients adds up",
         ("            finish_gradients(stage)\n", ""),
     ),
     "no clipping": (
@@ -149,6 +157,13 @@ def test_a_wrong_composition_gets_the_right_hint(mistake):
     verdict = check.compose.judge(changed(*pairs))
     assert verdict.state == "wrong"
     assert any(hint in verdict.hint for hint in hints.split("|")), verdict
+
+
+def test_no_line_is_called_right_whose_numbers_are_wrong():
+    _, old_and_new = LINES["cp left out of the gradient's group"]
+    verdict = check.compose.judge(changed(old_and_new))
+    right = {line.what: line.measured == line.expected for line in verdict.lines}
+    assert right == {line.what: line.ok for line in verdict.lines}
 
 
 def everything_everywhere(config, layout, group):

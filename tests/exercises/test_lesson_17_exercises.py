@@ -34,6 +34,11 @@ def too_few_devices():
     return Layout(pp=4, dp=8, tp=8, sequence_parallel=True, zero=1, num_micro_batches=64)
 
 
+@planned("448, and there are 512 devices. 56 does not divide that")
+def no_dp_will_do():
+    return Layout(pp=7, dp=8, tp=8, sequence_parallel=True, zero=1, num_micro_batches=64)
+
+
 @planned("A step has 512")
 def twice_the_batch():
     return Layout(pp=4, dp=16, tp=8, sequence_parallel=True, zero=1, num_micro_batches=64)
