@@ -38,7 +38,7 @@ class Framework:
     keeps_gathered: bool = False  # what sequence parallel gathered for a matrix is kept
     loss_bytes: float = 4
     weight_gradients: str = "none"  # kept beside the gradients: "none", "largest", "one_layer"
-    gradient_buffers: bool = True  # False: they appear in backward and are gone after the step
+    own_runs: bool = False  # this library's: moments.py goes through its step
     prefetch: int = 1  # layers whose parameters ZeRO-3 gathers ahead
     plain_modules: bool = False  # torch's, unfused: memory._plain_modules says what they keep
     backward: bool = True  # count one layer's backward at the peak
@@ -192,7 +192,7 @@ FRAMEWORKS = {
         mask_bytes=4,
         fused_activation=False,
         loss_bytes=12,
-        gradient_buffers=False,
+        own_runs=True,
         plain_modules=True,
         source="mini_dist/model.py and zero/",
     ),

@@ -17,16 +17,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
 from ..config import Layout, ModelConfig
+from .activations import (
+    cut_of_whole,
+    kept_of_layer,
+    layer_activations,
+    tokens_of_micro_batch,
+)
 from .frameworks import Framework, framework
 from .lines import Breakdown, Line
+from .moments import course_memory
 from .parameters import (
-    held_by_layer,
     held_outside,
     layer_weights,
     layers_of_stage,
@@ -66,116 +71,6 @@ def model_states(
             )
         )
     return Breakdown("model states", tuple(lines))
-
-
-@dataclass(frozen=True)
-class Saved:
-    """One tensor that forward keeps for backward, in bytes a token of this rank."""
-
-    name: str
-    bytes_per_token: float
-    formula: str
-    is_scores: bool = False  # selective recompute does not keep it
-
-
-def layer_activations(
-    config: ModelConfig, layout: Layout, how: str | Framework = "megatron-core", moe: bool = False
-) -> tuple[Saved, ...]:
-    """What one layer keeps without recompute ([K22] section 4, generalised).
-
-    For GPT (K = N, F = 4 D, gelu, dropout, eager attention) the sum is [K22]'s
-    s b h (34 + 5 a s / h), and with tp and sequence parallel its table 2.
-    """
-    return _layer_activations(config, layout.tp, layout.sequence_parallel, framework(how), moe)
-
-
-@lru_cache(maxsize=4096)
-def _layer_activations(config, tp, sequence_parallel, how, moe) -> tuple[Saved, ...]:
-    e, t = how.activation_bytes, tp
-    D, N, K, H, S = (
-        config.d_model,
-        config.num_heads,
-        config.num_kv_heads,
-        config.head_dim,
-        config.seq_len,
-    )
-    t_kv = min(t, K)
-    whole = t if sequence_parallel else 1  # tp leaves these whole unless the sequence is cut
-    cut = "/t" if whole > 1 else ""
-    mask = how.mask_bytes if config.dropout else 0
-    inputs, cut_in = (1, "") if how.keeps_gathered else (whole, cut)
-    saved = [
-        Saved("norm inputs", 2 * e * D / whole, f"2 e D{cut}"),
-        Saved("attention input", e * D / inputs, f"e D{cut_in}"),
-    ]
-    if config.is_mla:
-        R, Hv, latent = config.rope_head_dim, config.v_head_dim, config.kv_lora_rank
-        saved += [
-            Saved(
-                "latents",
-                e * (2 * config.q_lora_rank + 2 * latent + R) / whole,
-                f"e (2 r_q + 2 r_kv + R){cut}, before and after their norms",
-            ),
-            Saved("queries, keys", 2 * e * N * (H + R) / t, "2 e N (H + R)/t"),
-            Saved("values", e * N * Hv / t, "e N Hv/t"),
-        ]
-        out = N * Hv
-    else:
-        saved += [
-            Saved("queries, keys", e * (N * H / t + K * H / t_kv), "e (N + K) H/t"),
-            Saved("values", e * K * H / t_kv, "e K H/t"),
-        ]
-        out = N * H
-    if how.flash_attention:
-        saved.append(Saved("softmax statistics", 4 * N / t, "4 N/t [Flash]", is_scores=True))
-    else:
-        each = e + (e + mask if config.dropout else 0)
-        saved.append(Saved("attention scores", each * N * S / t, f"{each:g} N S/t", is_scores=True))
-    saved.append(Saved("attention output", e * out / t, "e N H/t"))
-
-    def ffn(name: str, d_ffn: float, visits: float = 1) -> list[Saved]:
-        inner = 1 if config.activation == "gelu" else 2 if how.fused_activation else 3
-        k = f"{visits:g} " if visits != 1 else ""
-        return [
-            Saved(f"{name} hidden", visits * inner * e * d_ffn / t, f"{k}{inner} e F/t"),
-            Saved(f"{name} activated", visits * e * d_ffn / t, f"{k}e F/t"),
-        ]
-
-    saved.append(Saved("ffn input", e * D / inputs, f"e D{cut_in}"))
-    if moe:
-        k = config.top_k
-        # Balanced routing: a rank's experts see as many token copies as the rank sent out.
-        saved += [
-            Saved("router", 3 * 4 * config.num_experts / whole, f"3 * 4 E{cut}, in fp32"),
-            Saved("dispatched tokens", e * k * D / whole, f"e k D{cut}"),
-            *ffn("experts", config.d_expert, k),
-            Saved("expert outputs", e * k * D / whole, f"e k D{cut}"),
-        ]
-        if config.num_shared_experts:
-            saved += ffn("shared experts", config.num_shared_experts * config.d_expert)
-    else:
-        saved += ffn("ffn", config.d_ffn)
-    if mask:
-        saved.append(Saved("dropout masks", mask * 2 * D / whole, f"{2 * mask:g} D{cut}"))
-    if how.plain_modules:
-        saved += _plain_modules(config, how, whole, t, moe)
-    return tuple(saved)
-
-
-def _plain_modules(config, how, whole, t, moe) -> list[Saved]:
-    """What fused kernels would not keep, found by the ledger of the course's own model."""
-    saved, e = [], how.activation_bytes
-    if config.norm == "rmsnorm":
-        saved.append(Saved("normalised inputs", 2 * e * config.d_model / whole, "2 e D"))
-    if config.positions == "rotary" and how.flash_attention:
-        # Of turned heads the kernel keeps its output head by head, beside the rows made from it.
-        each = e * config.num_heads * config.head_dim / t
-        saved.append(Saved("output by heads", each, "e N H/t", is_scores=True))
-    if moe:
-        saved.append(
-            Saved("weighted expert outputs", e * config.top_k * config.d_model / whole, "e k D")
-        )
-    return saved
 
 
 def micro_batches_in_flight(layout: Layout, pp_rank: int) -> float:
@@ -218,11 +113,13 @@ def rank_memory(
         )
     how = framework(how)
     states = _states(config, layout, how, pp_rank)
+    if how.own_runs:
+        return course_memory(config, layout, how, pp_rank, states)
+    if layout.zero == 3 and layout.dp * layout.cp > 1:
+        states.append(_unsharded(config, layout, how, pp_rank))
     running = _saved_activations(config, layout, how, pp_rank) + _worst_moment(
         config, layout, how, pp_rank
     )
-    if not how.gradient_buffers and layout.num_micro_batches == 1:
-        states, running = _gradients_in_turn(config, layout, how, states, running)
     return Breakdown(f"memory of pipeline rank {pp_rank}", (*states, *running))
 
 
@@ -285,21 +182,6 @@ def device_memory(allocated: float, how: str | Framework = "megatron-core") -> f
     return allocated * (1 + how.fragmentation) + how.outside
 
 
-def _kept(config, layout, how, moe) -> float:
-    """Bytes a token that one layer keeps under the layout's recompute."""
-    if layout.recompute == "full":  # its input
-        return (
-            0.0
-            if how.offload_activations
-            else how.activation_bytes * config.d_model / _whole(layout)
-        )
-    return sum(
-        item.bytes_per_token
-        for item in layer_activations(config, layout, how, moe)
-        if layout.recompute == "none" or not item.is_scores
-    )
-
-
 def _states(config, layout, how, pp_rank) -> list[Line]:
     held = parameters_of_rank(config, layout, pp_rank)
     ways = layout.dp * layout.cp
@@ -315,29 +197,29 @@ def _states(config, layout, how, pp_rank) -> list[Line]:
             if line.name == "optimizer" and how.offload_optimizer:
                 continue
             lines.append(dataclasses.replace(line, name=line.name + what))
-    if layout.zero == 3 and ways > 1:
-        # The layer that computes and those on their way; and, all the time, what is outside.
-        n = 1 + how.prefetch
-        whole = n * held.largest_layer + held_outside(config, layout, pp_rank).total
-        lines.append(
-            Line(
-                "unsharded parameters",
-                how.activation_bytes * float(whole),
-                "bytes",
-                f"{how.activation_bytes:g} ({n} P_layer + P_outside)",
-                how.source,
-            )
-        )
     return lines
+
+
+def _unsharded(config, layout, how, pp_rank) -> Line:
+    """ZeRO-3: the layer that computes, those on their way and, all the time, what is outside."""
+    held, n = parameters_of_rank(config, layout, pp_rank), 1 + how.prefetch
+    whole = n * held.largest_layer + held_outside(config, layout, pp_rank).total
+    return Line(
+        "unsharded parameters",
+        how.activation_bytes * float(whole),
+        "bytes",
+        f"{how.activation_bytes:g} ({n} P_layer + P_outside)",
+        how.source,
+    )
 
 
 def _saved_activations(config, layout, how, pp_rank) -> list[Line]:
     """What forward keeps for backward, of all micro-batches in flight."""
-    tokens, whole = _tokens(config, layout), _whole(layout)
+    tokens, whole = tokens_of_micro_batch(config, layout), cut_of_whole(layout)
     stages, flight = stages_of_rank(layout, pp_rank), micro_batches_in_flight(layout, pp_rank)
     kinds = [pair for stage in stages for pair in layers_of_stage(config, layout, stage)]
     layers = sum(count for _, count in kinds)
-    each = sum(count * _kept(config, layout, how, moe) for moe, count in kinds)
+    each = sum(count * kept_of_layer(config, layout, how, moe) for moe, count in kinds)
     lines = [
         Line(
             "activations",
@@ -362,7 +244,7 @@ def _saved_activations(config, layout, how, pp_rank) -> list[Line]:
 
 def _worst_moment(config, layout, how, pp_rank) -> list[Line]:
     """What comes on top when most is held: the loss on the last stage, or one layer's backward."""
-    tokens, whole = _tokens(config, layout), _whole(layout)
+    tokens, whole = tokens_of_micro_batch(config, layout), cut_of_whole(layout)
     e, D, V, t = how.activation_bytes, config.d_model, config.vocab_size, layout.tp
     is_last = layout.num_stages - 1 in stages_of_rank(layout, pp_rank)
     loss = Line(
@@ -381,27 +263,8 @@ def _worst_moment(config, layout, how, pp_rank) -> list[Line]:
         "largest moment of backward [code]",
     )
     in_layer, of_head = _weight_gradients(config, layout, how, is_last)
-    # Without gradient buffers the first gradients come with the layer.
-    early = (
-        0.0
-        if how.gradient_buffers or layout.num_micro_batches > 1
-        else how.gradient_bytes * sum(_gradient_sizes(config, layout, is_last))
-    )
-    at_loss = loss.value + of_head > layer.value + early
+    at_loss = loss.value + of_head > layer.value
     lines = [loss if at_loss else layer]
-    if early and not at_loss:
-        lines.append(
-            Line(
-                "gradients",
-                early,
-                "bytes",
-                "the head's and one matrix's: the others come as activations go",
-                "autograd [code]",
-            )
-        )
-    scattered = _scattering(config, layout, how, is_last)
-    if scattered.value > sum(line.value for line in lines):
-        lines = [scattered]
     if t > 1 and layout.sequence_parallel and how.backward:
         lines.append(
             Line(
@@ -426,54 +289,6 @@ def _worst_moment(config, layout, how, pp_rank) -> list[Line]:
     return [line for line in lines if line.value]
 
 
-def _scattering(config, layout, how, is_last) -> Line:
-    """ZeRO-2 and 3 without buffers: a layer's gradients, their flat copy and its reduction, at the
-    moment when the layer's own activations are gone."""
-    value = 0.0
-    if layout.zero >= 2 and not how.gradient_buffers:
-        moe = config.is_moe_layer(config.num_layers - 1)
-        layer = float(held_by_layer(config, layout, moe).total)
-        _, head = _gradient_sizes(config, layout, is_last)
-        value = how.gradient_bytes * (3 * layer + head) - _tokens(config, layout) * _kept(
-            config, layout, how, moe
-        )
-    return Line(
-        "a layer's gradients, scattered",
-        max(0.0, value),
-        "bytes",
-        "3 g P_layer + g P_head - the layer's activations",
-        "mini_dist/zero.py",
-    )
-
-
-def _gradients_in_turn(config, layout, how, states, running) -> tuple[list[Line], list[Line]]:
-    """Without buffers gradients come as activations go: most is held either when backward begins,
-    or in the optimizer step, when all gradients are there and no activations."""
-    others = [line for line in states if not line.name.startswith("gradients")]
-    gradients = sum(line.value for line in states) - sum(line.value for line in others)
-    largest, head = _gradient_sizes(config, layout, is_last=True)
-    step = Line(
-        "optimizer's temporaries",
-        2 * how.gradient_bytes * max(largest, head),
-        "bytes",
-        "2 * largest matrix",
-        "torch.optim [code]",
-    )
-    if gradients + step.value > sum(line.value for line in running):
-        return states, [step]
-    return others, running
-
-
-def _tokens(config, layout) -> float:
-    """Tokens of one micro-batch on one rank."""
-    return layout.micro_batch_size * config.seq_len / layout.cp
-
-
-def _whole(layout) -> int:
-    """What divides activations that tp leaves whole: only sequence parallel does."""
-    return layout.tp if layout.sequence_parallel else 1
-
-
 def _backward_of_layer(config, layout, how) -> float:
     """Bytes a token while one layer runs backward, beyond what forward saved."""
     e, t = how.activation_bytes, layout.tp
@@ -481,7 +296,7 @@ def _backward_of_layer(config, layout, how) -> float:
     hidden = config.d_ffn if config.num_moe_layers < config.num_layers else 0
     if config.num_moe_layers:
         hidden = max(hidden, config.top_k * config.d_expert)
-    extra = inner * e * hidden / t + e * config.d_model / _whole(layout)
+    extra = inner * e * hidden / t + e * config.d_model / cut_of_whole(layout)
     if not how.flash_attention:
         extra = max(extra, 2 * e * config.num_heads * config.seq_len / t)
     if layout.recompute == "full":

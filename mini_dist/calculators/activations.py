@@ -1,0 +1,148 @@
+"""What forward keeps of a layer for its backward, tensor by tensor, in bytes a token.
+
+Sources: [K22] Korthikanti et al. 2022, "Reducing activation recomputation"; [Flash] Dao et al.
+2022; for the course's own model its ledger.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ..config import Layout, ModelConfig
+from .frameworks import Framework, framework
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One tensor that forward keeps for backward, in bytes a token of this rank."""
+
+    name: str
+    bytes_per_token: float
+    formula: str
+    is_scores: bool = False  # selective recompute does not keep it
+
+
+def layer_activations(
+    config: ModelConfig, layout: Layout, how: str | Framework = "megatron-core", moe: bool = False
+) -> tuple[Saved, ...]:
+    """What one layer keeps without recompute ([K22] section 4, generalised).
+
+    For GPT (K = N, F = 4 D, gelu, dropout, eager attention) the sum is [K22]'s
+    s b h (34 + 5 a s / h), and with tp and sequence parallel its table 2.
+    """
+    return _layer_activations(config, layout.tp, layout.sequence_parallel, framework(how), moe)
+
+
+@lru_cache(maxsize=4096)
+def _layer_activations(config, tp, sequence_parallel, how, moe) -> tuple[Saved, ...]:
+    e, t = how.activation_bytes, tp
+    D, N, K, H, S = (
+        config.d_model,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        config.seq_len,
+    )
+    t_kv = min(t, K)
+    whole = t if sequence_parallel else 1  # tp leaves these whole unless the sequence is cut
+    cut = "/t" if whole > 1 else ""
+    mask = how.mask_bytes if config.dropout else 0
+    inputs, cut_in = (1, "") if how.keeps_gathered else (whole, cut)
+    saved = [
+        Saved("norm inputs", 2 * e * D / whole, f"2 e D{cut}"),
+        Saved("attention input", e * D / inputs, f"e D{cut_in}"),
+    ]
+    if config.is_mla:
+        R, Hv, latent = config.rope_head_dim, config.v_head_dim, config.kv_lora_rank
+        saved += [
+            Saved(
+                "latents",
+                e * (2 * config.q_lora_rank + 2 * latent + R) / whole,
+                f"e (2 r_q + 2 r_kv + R){cut}, before and after their norms",
+            ),
+            Saved("queries, keys", 2 * e * N * (H + R) / t, "2 e N (H + R)/t"),
+            Saved("values", e * N * Hv / t, "e N Hv/t"),
+        ]
+        out = N * Hv
+    else:
+        saved += [
+            Saved("queries, keys", e * (N * H / t + K * H / t_kv), "e (N + K) H/t"),
+            Saved("values", e * K * H / t_kv, "e K H/t"),
+        ]
+        out = N * H
+    if how.flash_attention:
+        saved.append(Saved("softmax statistics", 4 * N / t, "4 N/t [Flash]", is_scores=True))
+    else:
+        each = e + (e + mask if config.dropout else 0)
+        saved.append(Saved("attention scores", each * N * S / t, f"{each:g} N S/t", is_scores=True))
+    saved.append(Saved("attention output", e * out / t, "e N H/t"))
+
+    def ffn(name: str, d_ffn: float, visits: float = 1) -> list[Saved]:
+        inner = 1 if config.activation == "gelu" else 2 if how.fused_activation else 3
+        k = f"{visits:g} " if visits != 1 else ""
+        return [
+            Saved(f"{name} hidden", visits * inner * e * d_ffn / t, f"{k}{inner} e F/t"),
+            Saved(f"{name} activated", visits * e * d_ffn / t, f"{k}e F/t"),
+        ]
+
+    saved.append(Saved("ffn input", e * D / inputs, f"e D{cut_in}"))
+    if moe:
+        k = config.top_k
+        # Balanced routing: a rank's experts see as many token copies as the rank sent out.
+        saved += [
+            Saved("router", 3 * 4 * config.num_experts / whole, f"3 * 4 E{cut}, in fp32"),
+            Saved("dispatched tokens", e * k * D / whole, f"e k D{cut}"),
+            *ffn("experts", config.d_expert, k),
+            Saved("expert outputs", e * k * D / whole, f"e k D{cut}"),
+        ]
+        if config.num_shared_experts:
+            saved += ffn("shared experts", config.num_shared_experts * config.d_expert)
+    else:
+        saved += ffn("ffn", config.d_ffn)
+    if mask:
+        saved.append(Saved("dropout masks", mask * 2 * D / whole, f"{2 * mask:g} D{cut}"))
+    if how.plain_modules:
+        saved += _plain_modules(config, how, whole, t, moe)
+    return tuple(saved)
+
+
+def _plain_modules(config, how, whole, t, moe) -> list[Saved]:
+    """What fused kernels would not keep, found by the ledger of the course's own model."""
+    saved, e = [], how.activation_bytes
+    if config.norm == "rmsnorm":
+        saved.append(Saved("normalised inputs", 2 * e * config.d_model / whole, "2 e D"))
+    if config.positions == "rotary" and how.flash_attention:
+        # Of turned heads the kernel keeps its output head by head, beside the rows made from it.
+        each = e * config.num_heads * config.head_dim / t
+        saved.append(Saved("output by heads", each, "e N H/t", is_scores=True))
+    if moe:
+        saved.append(
+            Saved("weighted expert outputs", e * config.top_k * config.d_model / whole, "e k D")
+        )
+    return saved
+
+
+def kept_of_layer(config, layout, how, moe) -> float:
+    """Bytes a token that one layer keeps under the layout's recompute."""
+    if layout.recompute == "full":  # its input
+        return (
+            0.0
+            if how.offload_activations
+            else how.activation_bytes * config.d_model / cut_of_whole(layout)
+        )
+    return sum(
+        item.bytes_per_token
+        for item in layer_activations(config, layout, how, moe)
+        if layout.recompute == "none" or not item.is_scores
+    )
+
+
+def tokens_of_micro_batch(config, layout) -> float:
+    """Tokens of one micro-batch on one rank."""
+    return layout.micro_batch_size * config.seq_len / layout.cp
+
+
+def cut_of_whole(layout) -> int:
+    """What divides activations that tp leaves whole: only sequence parallel does."""
+    return layout.tp if layout.sequence_parallel else 1

@@ -1,0 +1,523 @@
+"""What a rank of this library holds at each moment of a training step, and when it holds most.
+
+A framework's memory is known from outside, by a formula or two (memory.py). Our own programs can be
+read: `course_memory` goes down the list of actions that the pipeline's executor goes down, and in
+each backward down the layers, and writes at every moment that can be the worst what is alive then.
+The answer is the fullest of these moments. Nothing here is measured, and nothing fitted.
+
+What makes a moment, as torch's autograd and our files have it:
+
+  * a parameter's gradient is new in the first backward of a step. Later ones make it a second time
+    and add it up: then it is "in passing". Under ZeRO-2 and 3 every backward makes it new;
+  * a node of the graph lets go of what it saved when it has run, before the next one runs;
+  * messages of a pipeline arrive in buffers that wait two computations long, and what was sent is
+    kept until the peer has used it (pipeline/execute.py);
+  * ZeRO flattens a unit's gradients, and has one unit under way while the next computes its own;
+    ZeRO-3 has the unit that computes, the next one, and what is in no unit (zero/stages.py).
+
+Not counted, because small: indices and masks of tokens, losses, vectors of biases in passing, and
+what a collective within tp needs while activations are few. Attention under cp is the ring's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..config import Layout, ModelConfig
+from ..schedule import Schedule, add_communication, build
+from ..schedule.action import receive_of, send_of
+from .activations import (
+    cut_of_whole,
+    kept_of_layer,
+    layer_activations,
+    tokens_of_micro_batch,
+)
+from .frameworks import Framework
+from .lines import Breakdown, Line
+from .parameters import (
+    Held,
+    held_by_layer,
+    held_outside,
+    layer_weights,
+    layers_of_stage,
+    parameters_of_rank,
+    stages_of_rank,
+)
+
+EARLY = 2  # computations that a receive is posted ahead (pipeline/execute.py, _Plan)
+BUCKET_BYTES = 25 << 20  # of averaged gradients (data_parallel.py)
+IN_PLACE = 4 << 20  # a larger bucket is averaged in its own memory (data_parallel.py, mean_)
+
+
+class Moment(NamedTuple):
+    when: str
+    lines: dict[str, float]  # name -> bytes
+
+    @property
+    def total(self) -> float:
+        return sum(self.lines.values())
+
+
+def course_memory(
+    config: ModelConfig, layout: Layout, how: Framework, pp_rank: int, states: list[Line]
+) -> Breakdown:
+    """The fullest moment of one rank, as a waterfall of lines. states: between two steps."""
+    rank = Rank(config, layout, how, pp_rank, states)
+    fullest = max(rank.moments(), key=lambda moment: moment.total)
+    known = {line.name: line for line in states}
+    lines = [
+        Line(name, value, "bytes", *rank.why(name, value, known))
+        for name, value in fullest.lines.items()
+        if value
+    ]
+    return Breakdown(f"memory of pipeline rank {pp_rank}, fullest {fullest.when}", tuple(lines))
+
+
+# --- what is in flight between two computations --------------------------------------------------
+
+
+class Flight(NamedTuple):
+    """What a rank holds besides, when it computes a backward (or weight gradients)."""
+
+    stage: int
+    again: bool  # the stage has gradients of an earlier micro-batch
+    forwards: tuple[int, ...]  # of other micro-batches, by this rank's stages
+    put_off: tuple[int, ...]  # whose weight gradients are still to come
+    messages: int  # buffers of an activation's size
+
+
+def flights(schedule: Schedule, rank: int) -> set[Flight]:
+    """The different situations in which this rank's backwards run."""
+    schedule = add_communication(schedule, early=EARLY)
+    mine, last = schedule.stages_of[rank], schedule.num_stages - 1
+    place = {
+        action.key: i
+        for peer in range(schedule.num_ranks)
+        for i, action in enumerate(schedule.actions(peer))
+    }
+    forwards, put_off = dict.fromkeys(mine, 0), dict.fromkeys(mine, 0)
+    had_backward, arriving, sent, local = set(), 0, {}, 0
+    found = set()
+    for action in schedule.actions(rank):
+        stage, kind, micro = action.key
+        if kind.startswith("RECV"):
+            arriving += 1
+        elif kind.startswith("SEND"):
+            receive = receive_of(action)
+            local -= 1  # it was kept as a value until now
+            used = place[receive.stage, kind[-1], micro]
+            sent.setdefault(schedule.rank_of[receive.stage], []).append(used)
+        elif kind in "FB":
+            source = stage - 1 if kind == "F" else stage + 1
+            if source in mine:
+                local -= 1
+            elif 0 <= source <= last:
+                arriving -= 1
+                send = send_of(action._replace(kind=f"RECV_{kind}"))
+                now, peer = place[send.key], schedule.rank_of[source]
+                sent[peer] = [used for used in sent.get(peer, []) if used >= now]
+            if kind == "B":
+                forwards[stage] -= 1
+                messages = arriving + local + sum(map(len, sent.values()))
+                again = stage in had_backward
+                held = tuple(forwards.values()), tuple(put_off.values())
+                found.add(Flight(stage, again, *held, messages))
+                had_backward.add(stage)
+                put_off[stage] += (stage, micro) in schedule.split
+                local += stage > 0
+            else:
+                forwards[stage] += 1
+                local += stage < last
+        elif kind == "W":
+            put_off[stage] -= 1
+    return found
+
+
+# --- one rank ------------------------------------------------------------------------------------
+
+
+class Rank:
+    """Sizes of one rank, and its moments. All in bytes."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layout: Layout,
+        how: Framework,
+        pp_rank: int,
+        states: list[Line],
+    ) -> None:
+        self.config, self.layout, self.how, self.pp_rank = config, layout, how, pp_rank
+        self.states = {line.name: line.value for line in states}
+        self.tokens = tokens_of_micro_batch(config, layout)
+        self.stages = stages_of_rank(layout, pp_rank)
+        self.last = layout.num_stages - 1
+        self.ways = layout.dp * layout.cp  # what ZeRO divides by
+        e, t = how.activation_bytes, layout.tp
+        self.whole_x = self.tokens * e * config.d_model  # [b, S/cp, D]
+        self.x = self.whole_x / cut_of_whole(layout)  # with sequence parallelism S/(cp tp)
+        self.heads = self.tokens * e * config.num_heads * config.head_dim / t  # q, [b, N/t, S, H]
+        kv_ways = min(t, config.num_kv_heads)
+        self.keys = self.tokens * e * config.num_kv_heads * config.head_dim / kv_ways  # k, or v
+        self.logits = self.tokens * 4 * config.vocab_size / t  # in float32
+        self.table = how.gradient_bytes * config.vocab_size * config.d_model / t
+        self.gathered = self.whole_x if layout.sequence_parallel and t > 1 else 0.0
+        self.head_keeps = 2 * self.x + self.logits  # its norm's input and output, and for the loss
+
+    # -- all moments ------------------------------------------------------------------------------
+
+    def moments(self) -> Iterator[Moment]:
+        for flight in self.flights():
+            yield from self.backward(flight)
+        yield from self.after_backward()
+
+    def flights(self) -> set[Flight]:
+        layout = self.layout
+        if layout.pp == 1:
+            both = {False, layout.num_micro_batches > 1}
+            return {Flight(0, again, (0,), (0,), 0) for again in both}
+        options = {"chunks": layout.num_chunks} if layout.schedule == "interleaved" else {}
+        schedule = build(layout.schedule, layout.pp, layout.num_micro_batches, **options)
+        return flights(schedule, self.pp_rank)
+
+    def backward(self, flight: Flight) -> Iterator[Moment]:
+        """From the loss down to the embedding, as far as this stage has them."""
+        base = self.base(flight)
+        stage, again = flight.stage, flight.again
+        layers = [moe for moe, count in self.layers(stage) for _ in range(count)]
+        has_head, has_embedding = stage == self.last, stage == 0
+        split = self.layout.schedule in SPLIT and self.layout.pp > 1
+        sharded = self.layout.zero >= 2
+        new = sharded or not again  # do gradients come as new tensors?
+        root = self.layout.pp == 1  # with ZeRO embedding and head are the root, else units
+        fresh = 0.0  # gradients that are there in whole, and not in the line "gradients"
+        leaving = 0.0  # of the unit that ZeRO is scattering
+        put_off = 0.0
+        kept = sum(self.kept(moe) for moe in layers)
+        # of the last stage's received gradient only a number is left
+        received = 0.0 if has_head else self.x
+
+        def moment(when: str, kept: float, whole_units: float, now: dict[str, float]) -> Moment:
+            held = dict(base)
+            held["activations"] += kept
+            held["statistics and angles"] += kept and self.small * len_now
+            held["unsharded parameters"] = self.unsharded(whole_units, root)
+            held["whole gradients"] = fresh
+            held["gradients on their way"] = leaving
+            held["put off"] += put_off
+            held["received gradient"] = received
+            return Moment(when, {**held, **now})
+
+        len_now = len(layers)
+        if has_head:
+            loss = self.head_keeps + (3 if self.layout.tp > 1 else 2) * self.logits
+            yield moment("at the loss", kept, 0.0, {"loss and logits": loss})
+            # the loss has let go of what it kept, unless that is what the head gave it
+            passing = 0.0 if split else self.table
+            on_top = 2 * self.x + self.logits + self.whole_x + self.gathered
+            yield moment(
+                "in the head's backward",
+                kept,
+                self.head + self.unit(layers[-1]),
+                {"loss and logits": on_top, "weight gradients in passing": passing},
+            )
+            if new and not split:
+                fresh += self.head
+                if sharded and not root:
+                    fresh, leaving = 0.0, self.scattered(self.head)
+            put_off += split and self.logits + self.x
+
+        for number in reversed(range(len(layers))):
+            moe = layers[number]
+            len_now = number + 1
+            below = self.unit(layers[number - 1]) if number else 0.0 if root else self.embedding
+            here = self.unit(moe) + below
+            mine = self.kept(moe)
+            passes = self.x if number < len(layers) - 1 or has_head else 0.0  # the gradient of x
+            if self.layout.recompute == "full":
+                again_kept = self.kept(moe, recompute="none")
+            else:
+                again_kept = 0.0
+            for name, freed, gradients, on_top, matrix in self.of_layer(moe):
+                yield moment(
+                    name,
+                    kept + again_kept - freed,
+                    here,
+                    {
+                        "one layer's backward": on_top + passes,
+                        "gathered sequence": self.gathered if name != CORE else 0.0,
+                        "weight gradients in passing": 0.0 if split else matrix,
+                        "a layer's gradients": gradients if new and not split else 0.0,
+                    },
+                )
+            kept -= mine
+            len_now = number
+            unit = self.how.gradient_bytes * float(self.held(moe).dense)
+            of_experts = self.how.gradient_bytes * self.one_expert(moe)
+            if split:
+                put_off += self.put_off(moe)
+            elif self.layout.recompute == "full":  # one node gives back all of a block's gradients
+                yield moment(
+                    "when a recomputed layer's gradients are there",
+                    kept,
+                    here,
+                    {
+                        "one layer's backward": passes + self.x,
+                        "a layer's gradients": self.how.gradient_bytes
+                        * float(self.held(moe).total),
+                    },
+                )
+            if sharded:
+                for complete, under_way in ((unit, leaving), (2 * unit, 0.0)):
+                    leaving = under_way
+                    yield moment(
+                        "when a layer's gradients are complete",
+                        kept,
+                        here,
+                        {
+                            "one layer's backward": self.x,
+                            "a layer's gradients": complete + of_experts,
+                        },
+                    )
+                leaving = self.scattered(unit) + self.scattered(of_experts)
+            elif new:
+                fresh += self.how.gradient_bytes * float(self.held(moe).total)
+
+        len_now = 0
+        if has_embedding:
+            yield moment(
+                "in the embedding's backward",
+                0.0,
+                0.0 if root else self.embedding,
+                {"one layer's backward": self.whole_x, "a layer's gradients": self.table},
+            )
+        if sharded and root:  # what is in no unit is scattered when backward is over
+            whole = self.how.gradient_bytes * self.outside
+            fresh = leaving = 0.0
+            yield moment("when backward is over", 0.0, 0.0, {"a layer's gradients": 2 * whole})
+
+    def after_backward(self) -> Iterator[Moment]:
+        """Averaging what is not sharded yet, and the optimizer's step."""
+        states, how, layout = self.resting(), self.how, self.layout
+        gradients = how.gradient_bytes * float(self.parameters.total)
+        largest = how.gradient_bytes * self.largest_matrix()
+        if layout.zero == 0 and self.ways > 1:
+            bucket = min(gradients, BUCKET_BYTES)
+            # The flat copy, and the mean beside it. `Overlapped` drops gradients for their copy.
+            mean = bucket if bucket <= IN_PLACE else 2 * bucket / self.ways
+            both = max(bucket, mean) if layout.pp == 1 else bucket + mean
+            yield Moment("while gradients are averaged", {**states, "flat gradients": both})
+        if layout.zero == 1:
+            layers = [moe for stage in self.stages for moe, _ in self.layers(stage)]
+            flat = how.gradient_bytes * max(float(self.held(moe).dense) for moe in layers)
+            held = {**states, "gradients": 0.0, "gradients of experts": 0.0}
+            held |= {"whole gradients": gradients, "gradients on their way": flat}
+            yield Moment("while gradients are scattered", held)
+        if layout.zero:
+            units = [self.held(moe).dense for stage in self.stages for moe, _ in self.layers(stage)]
+            outer = self.outside if layout.pp == 1 else max(self.embedding, self.head) / 4
+            largest = how.gradient_bytes * max(*map(float, units), outer) / self.ways
+        yield Moment("in the optimizer's step", {**states, "optimizer's temporaries": 2 * largest})
+
+    # -- what is there all the time ---------------------------------------------------------------
+
+    def resting(self) -> dict[str, float]:
+        """Between two steps, but for gradients, which are zeroed then."""
+        inputs = 2 * 8 * self.layout.num_micro_batches * self.layout.micro_batch_size
+        tokens = (
+            inputs * self.config.seq_len * (1 + (1 / self.layout.cp if self.layout.cp > 1 else 0))
+        )
+        return {**self.states, "tokens and targets": tokens}
+
+    def base(self, flight: Flight) -> dict[str, float]:
+        """Beside the micro-batch whose backward runs."""
+        held = self.resting()
+        if not flight.again:
+            held |= {name: 0.0 for name in held if name.startswith("gradients")}
+        kept = small = loss = put_off = 0.0
+        for stage, forwards, waiting in zip(self.stages, flight.forwards, flight.put_off):
+            layers = [moe for moe, count in self.layers(stage) for _ in range(count)]
+            kept += forwards * sum(map(self.kept, layers))
+            small += forwards * len(layers) * self.small
+            put_off += waiting * sum(map(self.put_off, layers))
+            if stage == self.last:
+                loss += forwards * self.head_keeps
+                put_off += waiting * (self.logits + self.x)
+        return {
+            **held,
+            "activations": kept,
+            "statistics and angles": small,
+            "loss and logits of others": loss,
+            "put off": put_off,
+            "messages": flight.messages * self.x,
+        }
+
+    def unsharded(self, units: float, root: bool) -> float:
+        if self.layout.zero < 3 or self.ways == 1:
+            return 0.0
+        return units + (self.how.parameter_bytes * self.outside if root else 0.0)
+
+    # -- sizes of parts ---------------------------------------------------------------------------
+
+    def layers(self, stage: int):
+        return layers_of_stage(self.config, self.layout, stage)
+
+    def held(self, moe: bool) -> Held:
+        return held_by_layer(self.config, self.layout, moe)
+
+    @property
+    def parameters(self) -> Held:
+        return parameters_of_rank(self.config, self.layout, self.pp_rank)
+
+    @property
+    def outside(self) -> float:
+        return float(held_outside(self.config, self.layout, self.pp_rank).total)
+
+    @property
+    def head(self) -> float:
+        """Bytes of its parameters (and of their gradients)."""
+        tied = self.config.tied_embedding and 0 in self.stages
+        norm = 2 if self.config.norm == "layernorm" and self.config.bias else 1
+        return (0.0 if tied else self.table) + self.how.gradient_bytes * norm * self.config.d_model
+
+    @property
+    def embedding(self) -> float:
+        positions = self.config.seq_len if self.config.positions == "learned" else 0
+        return self.table + self.how.gradient_bytes * positions * self.config.d_model
+
+    def unit(self, moe: bool) -> float:
+        """What ZeRO-3 gathers for a layer: of its experts the one that computes, and the next."""
+        return self.how.parameter_bytes * (float(self.held(moe).dense) + self.one_expert(moe))
+
+    def one_expert(self, moe: bool) -> float:
+        if not moe:
+            return 0.0
+        return float(self.held(moe).experts) * self.layout.ep / self.config.num_experts
+
+    def scattered(self, unit: float) -> float:
+        """A unit's gradients on their way: the flat copy, and what the others sent."""
+        return unit * (2 - 1 / self.ways)
+
+    def kept(self, moe: bool, recompute: str | None = None) -> float:
+        layout = self.layout.replace(recompute=recompute) if recompute else self.layout
+        return self.tokens * kept_of_layer(self.config, layout, self.how, moe)
+
+    @property
+    def small(self) -> float:
+        """Of a layer: mean and deviation of each norm; cos and sin of each angle, for q and k."""
+        if self.layout.recompute == "full":
+            return 0.0
+        numbers = 2 if self.config.norm == "layernorm" else 1
+        norms = 2 * numbers * 4 * self.tokens / cut_of_whole(self.layout)
+        angles = 2 * 4 * self.config.head_dim * self.config.seq_len / self.layout.cp
+        return norms + (angles if self.config.positions == "rotary" else 0.0)
+
+    def put_off(self, moe: bool) -> float:
+        """What a split backward leaves for later: inputs of linears, gradients of outputs."""
+        items = {
+            item.name: item.bytes_per_token * self.tokens
+            for item in layer_activations(self.config, self.layout, self.how, moe)
+        }
+        inputs = ("attention input", "attention output", "ffn input", "ffn activated")
+        outputs = 2 * self.x + self.heads + 2 * self.keys + items.get("ffn activated", 0.0)
+        return sum(items.get(name, 0.0) for name in inputs) + outputs
+
+    def largest_matrix(self) -> float:
+        layers = {moe for stage in self.stages for moe, _ in self.layers(stage)}
+        matrices = [self.matrix(moe, "down") for moe in layers]
+        if self.outside:
+            matrices.append(self.table / self.how.gradient_bytes)
+        return max(matrices)
+
+    def matrix(self, moe: bool, name: str) -> float:
+        """Numbers of this matrix on this rank; of experts, one's."""
+        for weight in layer_weights(self.config, moe):
+            if weight.name == name:
+                per_rank = weight.numel_per_rank(self.layout.tp, 1, self.config.num_kv_heads)
+                return float(per_rank) / weight.experts
+        raise KeyError(name)
+
+    # -- one layer's backward ---------------------------------------------------------------------
+
+    def of_layer(self, moe: bool) -> Iterator[tuple[str, float, float, float, float]]:
+        """The moments in a layer that can be the worst: (when, activations let go of by then,
+        gradients that are there, bytes on top, bytes of the matrix' gradient that comes)."""
+        config, layout, g = self.config, self.layout, self.how.gradient_bytes
+        items = {
+            item.name: item.bytes_per_token * self.tokens
+            for item in layer_activations(config, layout, self.how, moe)
+        }
+        gated = config.activation == "swiglu"
+        down, up = (g * self.matrix(moe, name) for name in ("down", "up"))
+        if moe:  # expert after expert: each has its share of the rows
+            share = layout.ep / config.num_experts
+            hidden = self.how.activation_bytes * self.tokens * config.top_k * config.d_expert
+            hidden *= share / layout.tp
+            rows = 2 * config.top_k * self.whole_x  # gradients of the answers, weighted and not
+            ffn = sum(value for name, value in items.items() if "expert" in name)
+        else:
+            hidden, rows = items["ffn activated"], 0.0
+            ffn = items["ffn activated"] + items["ffn hidden"]
+        mask = self.x if config.dropout else 0.0
+        if layout.recompute == "full":
+            mask += self.x  # the layer's output, made again
+        yield "in the ffn's backward", 0.0, 0.0, rows + mask + hidden, down
+        if gated:
+            yield "in the ffn's backward", 0.0, down, rows + mask + 2 * hidden, 0.0
+        if not moe:
+            coming = (2 if gated else 1) * hidden + self.whole_x
+            yield "in the ffn's backward", ffn, down, mask + coming, up
+        # Attention, when the ffn and its norm are through.
+        through = ffn + items.get("ffn input", 0.0) + items.get("dispatched tokens", 0.0)
+        through += items["norm inputs"] / 2
+        gradients = g * (down + (2 if gated else 1) * up) / g if not moe else 0.0
+        core = self.heads + self.heads + 2 * self.keys  # of the output, of q, k and v
+        if layout.cp > 1:
+            core += self.heads + self.ring()
+        yield CORE, through, gradients, mask + core, 0.0
+
+    def ring(self) -> float:
+        """Keys and values, and gradients of theirs, that ring attention's backward has at once
+        besides: those that are here, that arrive, whose gradients are computed; our own; and, once
+        gradients travel, those that leave and those that arrive (context_parallel/ring.py)."""
+        return 2 * self.keys * {2: 3, 3: 5}.get(self.layout.cp, 6)
+
+    # -- in words ---------------------------------------------------------------------------------
+
+    def why(self, name: str, value: float, states: dict[str, Line]) -> tuple[str, str]:
+        if name in states:
+            return states[name].formula, states[name].source
+        if name == "activations":
+            moe = self.layers(self.stages[-1])[-1][0]
+            each = self.kept(moe) / self.tokens
+            layers = value / self.tokens / each if each else 0.0
+            formula = f"{layers:.4g} layers' * {self.tokens:g} tokens * {each:.0f}"
+            return formula, "[K22] section 4, table 2"
+        return WHY[name]
+
+
+CORE = "in the core of attention's backward"
+SPLIT = ("zb_h1", "zb_h2", "zb_v", "dualpipe_v")
+
+WHY = {
+    "unsharded parameters": (
+        "the unit that computes, the next, and what is in none",
+        "zero/stages.py",
+    ),
+    "whole gradients": ("new ones, not yet added up or scattered", "autograd, zero/stages.py"),
+    "gradients on their way": ("flat copy g P_unit + g P_unit (n-1)/n received", "zero/unit.py"),
+    "a layer's gradients": ("new ones of the unit that computes", "autograd, zero/unit.py"),
+    "flat gradients": ("a bucket's copy and its mean", "data_parallel.py"),
+    "optimizer's temporaries": ("2 * largest tensor", "torch.optim [code]"),
+    "statistics and angles": ("in float32: 2 a norm and token; 2 S H/cp a layer", "model.py"),
+    "loss and logits": ("kept: 2 e D + 4 V/t a token; on top 8 V, cut 12 V/t", "model.py"),
+    "loss and logits of others": ("kept: 2 e D + 4 V/t a token", "model.py"),
+    "put off": ("inputs of linears and gradients of their outputs", "pipeline/stage.py"),
+    "messages": ("e b S D: arriving early, sent and not yet used", "pipeline/execute.py"),
+    "received gradient": ("e b S D", "pipeline/execute.py"),
+    "one layer's backward": ("gradients of x and of what is computed now", "autograd [code]"),
+    "gathered sequence": ("e D tokens", "[K22] section 4.2.2"),
+    "weight gradients in passing": ("of the matrix just now, then added up", "autograd [code]"),
+    "tokens and targets": ("8 a token, of all micro-batches", "torch.int64"),
+}
