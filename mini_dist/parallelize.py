@@ -25,14 +25,14 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from .collectives import all_reduce
+from .collectives import all_gather, all_reduce
 from .config import Layout, ModelConfig
 from .context_parallel import make_attention, positions_here, shard
 from .data_parallel import Bucketed, Overlapped
-from .expert_parallel import ExpertParallel, layers_with_experts, set_loss_scale, shard_experts
+from .expert_parallel import layers_with_experts, set_loss_scale, shard_experts
 from .mesh import Mesh
 from .model import MoE, TokenLoss, token_loss
-from .ops import gather, split
+from .ops import all_to_all
 from .pipeline import GPTStage, Pipeline, cut_gpt, shared_parameter
 from .precision import FULL, Precision
 from .recompute import recompute_blocks
@@ -42,6 +42,7 @@ from .tensor_parallel import (
     GPT_PLAN,
     SEQUENCE_AGAIN,
     TENSOR,
+    Pair,
     ParallelMLP,
     add_up_parts,
     shard_model,
@@ -91,9 +92,8 @@ def parallelize(
 
         # ep spreads the experts.
         if any(isinstance(module, MoE) for module in stage.modules()):
-            shard_experts(stage, mesh["ep"], balance_group=mesh["dp", "cp"], **expert_options)
-            if layout.sequence_parallel and layout.tp > 1:
-                whole_sequence_for_experts(stage, mesh["tp"])
+            cutting_tokens = ("dp", "cp", "tp") if layout.sequence_parallel else ("dp", "cp")
+            shard_experts(stage, mesh["ep"], balance_group=mesh[cutting_tokens], **expert_options)
 
         recompute_blocks(stage, layout.recompute)
 
@@ -151,8 +151,10 @@ class ParallelModel(Replica):
         micro_batches = split_batch(inputs, targets, layout.num_micro_batches)  # [b, S/cp] each
         tokens = over_ranks(self, count_tokens(micro_batches))
         self.zero_grad()
+        # A rank's gradients of a sequence cut by tp are added up, where others are averaged.
+        parts = layout.num_micro_batches * (layout.tp if layout.sequence_parallel else 1)
         for stage in self.stages.values():
-            set_loss_scale(stage, self.precision.scale / layout.num_micro_batches)
+            set_loss_scale(stage, self.precision.scale / parts)
         if self.pipeline is None:
             total = accumulate(self, micro_batches, tokens, self.precision, self.next_token_loss)
         else:
@@ -261,29 +263,42 @@ def schedule_of(layout: Layout) -> Schedule:
 def parallel_ffn(ffn: nn.Module, group, *, pair) -> nn.Module:
     """For the tensor-parallel plan: an MLP is cut; of experts each is, and the router stays whole.
 
-    Experts get tokens of any position, so their sequence is not cut: see the next function.
+    Where the sequence is cut, a rank routes and dispatches its own part of it.
     """
     if not isinstance(ffn, MoE):
         return ParallelMLP(ffn, group, pair=pair)
-    ffn.experts = nn.ModuleList(ParallelMLP(expert, group, pair=TENSOR) for expert in ffn.experts)
+    ffn.experts = nn.ModuleList(
+        ParallelMLP(expert, group, pair=visitors() if pair.cuts_sequence else TENSOR)
+        for expert in ffn.experts
+    )
     if ffn.shared is not None:
-        ffn.shared = ParallelMLP(ffn.shared, group, pair=TENSOR)
+        ffn.shared = ParallelMLP(ffn.shared, group, pair=pair)
     return ffn
 
 
 PLAN = {**GPT_PLAN, "blocks.*.ffn": parallel_ffn}
 
 
-def whole_sequence_for_experts(stage: nn.Module, group) -> None:
-    """Routing and dispatch are done alike by all tp ranks, so they see the whole sequence.
+def visitors() -> Pair:
+    """How the rows [r, D] that tp ranks have for an expert enter and leave it: gathered from all,
+    [R, D], and added up for each. Like SEQUENCE, but that r differs from rank to rank.
 
-    What is alike in forward is alike in backward: nothing of these layers is left to add up.
+    An all-to-all does it: whoever sends everyone the same gathers, and who adds up what comes, sums.
     """
-    for name, layer in stage.named_modules():
-        if isinstance(layer, ExpertParallel):
-            layer.register_forward_pre_hook(lambda _, args: (gather(args[0], group, dim=1),))
-            layer.register_forward_hook(lambda *call: split(call[-1], group, dim=1))
-            stage.sharding.alike.append(name)
+    rows: list[int] = []  # of each rank, in this forward
+
+    def enter(x: Tensor, group) -> Tensor:
+        nonlocal rows
+        mine = torch.tensor([len(x)], device=x.device)
+        rows = all_gather(mine, group).tolist()
+        return all_to_all(x.repeat(group.size(), 1), group, [len(x)] * group.size(), rows)
+
+    def leave(y: Tensor, group) -> Tensor:
+        mine = rows[group.rank()]
+        terms = all_to_all(y, group, rows, [mine] * group.size())  # [t r, D]
+        return terms.view(group.size(), mine, y.shape[-1]).sum(0)
+
+    return Pair(enter, leave)
 
 
 def replicate(

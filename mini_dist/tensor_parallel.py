@@ -375,8 +375,6 @@ class Sharding:
     pair: Pair
     tied: list[list[str]]  # full names of parameters that are one
     cuts: dict[str, Cut] = field(default_factory=dict)  # full parameter name -> Cut
-    # modules that get the whole sequence although `pair` cuts it: all ranks use them alike
-    alike: list[str] = field(default_factory=list)
 
 
 def shard_model(
@@ -442,8 +440,7 @@ def who_adds_up(sharding: Sharding, name: str) -> tuple[int, ...]:
     """The ranks whose gradients of this parameter are parts of one; this rank alone if none are."""
     rank, size, cut = sharding.group.rank(), sharding.group.size(), sharding.cuts.get(name)
     if cut is None:
-        is_alike = any(name.startswith(f"{module}.") for module in sharding.alike)
-        return tuple(range(size)) if sharding.pair.cuts_sequence and not is_alike else (rank,)
+        return tuple(range(size)) if sharding.pair.cuts_sequence else (rank,)
     sharers = size // cut.parts  # neighbours that hold the same piece
     return tuple(range(cut.part * sharers, (cut.part + 1) * sharers))
 

@@ -156,7 +156,15 @@ def one_process_with_balance(config, layout, weight, group):
     return done
 
 
-@pytest.mark.parametrize("case", [dict(dp=2, cp=2, ep=2), dict(pp=2, dp=2, tp=2, ep=2, zero=1)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(dp=2, cp=2, ep=2),
+        dict(pp=2, dp=2, tp=2, ep=2, zero=1),
+        dict(dp=2, tp=2, ep=2, zero=3, sequence_parallel=True),
+    ],
+    ids=name_of,
+)
 def test_the_balance_loss_counts_alike_on_every_grid(case):
     layout, config = layout_of(**case), ModelConfig(**DENSE, **EXPERTS)
     weight = 0.5  # so large that forgetting it, or a wrong scale, could not be overlooked
@@ -248,6 +256,29 @@ def test_bytes_by_axis_equal_the_calculators(case):
             shards = layout.dp * layout.cp if layout.zero else 1
             predicted["tp"] += each * whole * layout.dp * layout.cp // shards
     assert measured == predicted
+
+
+def test_with_experts_tp_ranks_send_each_copy_once():
+    """Routed rows are cut by tp like the sequence: ep carries a t-th of what it does without."""
+    config, tp, ep = ModelConfig(**DENSE, **EXPERTS), {}, {}
+    for sequence_parallel in (False, True):
+        layout = layout_of(dp=2, tp=2, ep=2, sequence_parallel=sequence_parallel)
+        measured, _ = bytes_of_a_step(config, layout)
+        tokens = layout.num_micro_batches * layout.micro_batch_size * config.seq_len
+        moe_layers = config.num_layers - config.first_dense_layers
+        predicted = {line.name: line.value for line in step_volume(config, layout, "course")}
+        predicted["tp"] = 4 * predicted["tp"] + 2 * 8 * 3 * tokens  # as above: the loss
+        if sequence_parallel:  # norms, biases after sums, routers: added up over tp
+            D, E = config.d_model, config.num_experts
+            layer = 2 * 2 * D + D
+            whole = config.num_layers * layer + 2 * D + config.first_dense_layers * D
+            whole += moe_layers * (E * D + E // 2 * D + D)
+            predicted["tp"] += 2 * 8 * whole
+        assert measured["tp"] == predicted["tp"]
+        # what comes before each dispatch: the counts of two experts, to the one other rank
+        counts = layout.num_micro_batches * moe_layers * 4 * 8 * config.num_experts // 2
+        ep[sequence_parallel] = measured["ep"] - counts
+    assert ep[True] * 2 == ep[False] > 0
 
 
 # ---- what random numbers do ----------------------------------------------------------------------

@@ -35,12 +35,15 @@ def step_volume(
     lines = _dp(config, layout, how, pp_rank)
 
     if t > 1:
-        # Two pairs of operators a layer, each an all-reduce (or gather and scatter) each way; the
-        # embedding's and the head's have one way only. One gather or scatter is a "pass".
+        # Two regions a layer, entered and left by an all-reduce (or a gather and a scatter) each
+        # way; embedding and head have one way only. One gather or scatter is a "pass". Experts that
+        # are cut get the rows that all ranks have for them, k a token.
         first, last = 0 in stages, layout.num_stages - 1 in stages
-        passes = 2 * ((4 + 2 * again) * layers + first + last)
+        shared = moe_layers if config.num_shared_experts else 0
+        regions = 2 * layers - moe_layers + shared
+        passes = 2 * ((2 + again) * (regions + moe_layers * config.top_k) + first + last)
         if layout.sequence_parallel and not how.keeps_gathered:
-            passes += 2 * layers + last  # backward gathers what the matrices need once more
+            passes += regions + last  # backward gathers what the matrices need once more
         lines.append(
             Line(
                 "tp",
