@@ -188,6 +188,8 @@ class Ringed:
     sources: list[int]  # whose keys the kernel was called with, in turn; -1: nobody's
     came: list[int]  # whose keys and values each step returned
     kernel_spans: list[tuple[float, float]]
+    mistake: str = ""  # something came back that no next step could use
+    kept: bool = True  # what was given to each step, the step left as it was
     borrowed: set[str] = field(default_factory=set)
 
 
@@ -220,12 +222,25 @@ def try_ring_step(fn: Callable, case: RingCase, group) -> Ringed:
     with calls_of(RING_STEPS, library) as result.borrowed:
         for step in range(size - 1):
             block = block_of(positions, rank, (rank - step) % size, case.causal)
-            total, kv = fn(total, q, kv, block, kernel, group)
+            given = kv.clone()
+            came = fn(total, q, kv, block, kernel, group)
+            result.kept = result.kept and torch.equal(kv, given)
+            if mistake := not_a_step(came):
+                result.mistake = mistake
+                return result
+            total, kv = came
             whose = [s for s, piece in enumerate(pieces) if torch.equal(kv, piece)]
             result.came.append(whose[0] if whose else -1)
     block = block_of(positions, rank, (rank + 1) % size, case.causal)
     result.out = add_block(total, q, kv, block, kernel).out
     return result
+
+
+def not_a_step(came) -> str:
+    is_pair = isinstance(came, tuple) and len(came) == 2
+    if is_pair and isinstance(came[0], tuple) and isinstance(came[1], Tensor):
+        return ""
+    return "Return two things, in this order: what add_block gave you, and what has arrived."
 
 
 def judge_ring(trials: list[Trial]) -> tuple[list[Line], str]:
@@ -255,6 +270,7 @@ def judge_one_ring(one: Trial) -> tuple[list[Line], str]:
     pairs = {(comm.rank, peer) for comm in run.ledger.leaves() for peer in comm.sent_to}
     ring = {(rank, (rank + 1) % size) for rank in range(size)}
     native = sorted({c.op for c in run.ledger.leaves() if c.op not in ("send", "recv")})
+    kept = all(result.kept for result in run.results)
     overlapped = all(travels_while_computing(run.ledger, i, r) for i, r in enumerate(run.results))
     count = f"{size} of {size} ranks"
     wanted = (size - 1) * one_kv
@@ -264,6 +280,7 @@ def judge_one_ring(one: Trial) -> tuple[list[Line], str]:
         Line("bytes sent by a rank", max(sent), wanted, set(sent) == {wanted}),
         Line("who sends to whom", arrows(pairs), arrows(ring), pairs == ring),
         Line("calls of the backend's collectives", ", ".join(native) or "none", "none", not native),
+        Line("what it was given is untouched", kept, True, kept),
         Line("they travel while the kernel works", overlapped, True, overlapped),
     ]
     if all(line.ok for line in lines):
@@ -284,6 +301,8 @@ def arrows(pairs) -> str:
 
 def ring_mistake(run, size, outputs, came, sent, wanted, pairs, ring, native) -> str:
     results = run.results
+    if results[0].mistake:
+        return results[0].mistake
     if native:
         return (
             f"The work is done by the backend's own {' and '.join(native)}. A step of the ring is "
@@ -306,6 +325,11 @@ def ring_mistake(run, size, outputs, came, sent, wanted, pairs, ring, native) ->
         )
     if any(s < wanted for s in sent):
         return f"A rank sent {min(sent)} bytes instead of {wanted}: kv holds keys *and* values."
+    if not all(result.kept for result in results):  # here: which of the numbers fail is chance
+        return (
+            "You received into kv itself. It is still being attended to, and still on its way to "
+            "the rank after: receive into a tensor of its own, torch.empty_like(kv)."
+        )
     if not all(came):
         rank = came.index(False)
         if results[rank].came[0] == rank:

@@ -98,6 +98,11 @@ def read(returned, case: Case) -> Schedule:
             "weights than one process would have, and this is to be the same training"
         )
     if schedule.num_stages and schedule.num_micro_batches != case.num_micro_batches:
+        if (schedule.num_micro_batches, schedule.num_stages) == case.arguments:
+            raise ScheduleError(
+                "stage and micro-batch have changed places: 1F0 is the forward of micro-batch 0 on "
+                "stage 1"
+            )
         raise ScheduleError(
             f"the micro-batches are 0 to {schedule.num_micro_batches - 1}, asked for are "
             f"0 to {case.num_micro_batches - 1}"
@@ -220,6 +225,8 @@ def refusal(m: Measured, if_stuck: str) -> str:
     said = m.refused.splitlines()[0]
     if "deadlock" in said:
         said += f". {if_stuck}".rstrip()
+    if "SEND_W" in said or "RECV_W" in said:
+        said += ". Nobody waits for W: only F and B hand something over."
     if "has no other end" in said:
         said += (
             ". Two stages on the same rank hand over in memory, the first stage reads its input "
@@ -500,7 +507,7 @@ def gpipe(num_ranks, num_micro_batches):
         "one_f_one_b",
         library.one_f_one_b,
         trial,
-        sizes((4, 8), (3, 2), (1, 4)),
+        sizes((4, 8), (3, 1), (1, 4)),
         judge(
             describe_order(held_by_1f1b),
             one_f_one_b_mistake,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from .. import collectives, ops
 from .. import tensor_parallel as library
@@ -465,7 +466,12 @@ def judge_loss(one: Trial) -> tuple[list[Line], str]:
             "The loss is right, its gradient is not: a sum over ranks has to be one that autograd "
             "knows (ops.reduce). Only the maximum needs no gradient."
         )
-    return lines, "Right, but the bytes are not those of a maximum and two sums, forward only."
+    if sent(one.run, "forward") < 2 * (size - 1) * 3 * tokens * ITEM:
+        return lines, (
+            "Right for these small logits, but fewer than three numbers a token were sent: is the "
+            "largest logit of all ranks among them? Without it exp overflows for large logits."
+        )
+    return lines, "Right, but bytes were sent in backward, too: it needs none."
 
 
 # --- lesson 10: the swap -----------------------------------------------------------------------
@@ -481,6 +487,19 @@ class Sequence:
 
 # (Three ranks fold their gathers to a power of two, which costs bytes: see halving_doubling.py.)
 SWAPS = [(4, Sequence()), (2, Sequence()), (1, Sequence())]
+
+
+class WatchedGELU(TorchFunctionMode):
+    """Inside it, what enters a GELU leaves its shape here."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes: list[tuple] = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", "") == "gelu":
+            self.shapes.append(tuple(args[0].shape))
+        return func(*args, **(kwargs or {}))
 
 
 class WatchedNorm(torch.nn.RMSNorm):
@@ -511,8 +530,9 @@ def swap_trial(fn: Callable, case: Sequence, group):
     for leaf in leaves.values():
         leaf.requires_grad_()
     leaves["norm"] = norm.weight
-    y = fn(x, norm, up, down, bias, group)
-    return seen(y, leaves, dy, before, norm.shapes)
+    with WatchedGELU() as gelu:
+        y = fn(x, norm, up, down, bias, group)
+    return seen(y, leaves, dy, before, (norm.shapes, gelu.shapes))
 
 
 def judge_swap(one: Trial) -> tuple[list[Line], str]:
@@ -538,9 +558,12 @@ def judge_swap(one: Trial) -> tuple[list[Line], str]:
         right = all(isinstance(p, Tensor) for p in parts) and same(sum(parts), gradient)
         lines.append(Line(f"gradients of {name} add up", right, True, right))
     part = [(B, S // size, D)]
-    shapes = [mine.extra for mine in results]
+    shapes = [normed for normed, _ in (mine.extra for mine in results)]
     on_part = all(found == part for found in shapes)
     lines.append(Line("the norm works on", shapes[0], part, on_part))
+    hidden = results[0].extra[1]  # nothing if GELU was written out
+    in_order = hidden in ([], [(B, S, F // size)])
+    lines.append(Line("GELU works on", hidden, [(B, S, F // size)], in_order))
     if all(line.ok for line in lines):
         return lines, ""
     ok = {line.what: line.ok for line in lines}
@@ -555,6 +578,12 @@ def judge_swap(one: Trial) -> tuple[list[Line], str]:
         return lines, (
             f"The norm worked on {shapes[0]}: each rank should norm its own part of the sequence "
             "only. Enter the region after it."
+        )
+    if hidden and hidden[0][:2] == (size * B, S // size) and size > 1:
+        return lines, (
+            f"GELU worked on {hidden[0]}: the parts were put together along dim 0, as if they were "
+            "other sequences. An MLP, which takes each token alone, does not mind; attention "
+            "would. The sequence is dim 1."
         )
     if not ok["right results on"]:
         if all(same(m.y - (size - 1) * bias.detach(), w.y) for m, w in zip(results, wanted)):

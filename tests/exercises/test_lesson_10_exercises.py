@@ -4,6 +4,7 @@ import sys
 
 import cloudpickle
 import pytest
+import torch
 from torch.nn import functional
 
 from mini_dist import check, ops
@@ -56,7 +57,13 @@ def still_tensor_parallel(x, norm, up, down, bias, group):
     return ops.reduce(inside(ops.copy(norm(whole), group), up, down), group) + bias
 
 
-@swap("norm, gather the sequence, up")
+@swap("The sequence is dim 1")
+def puts_the_parts_together_as_other_sequences(x, norm, up, down, bias, group):
+    entered = ops.all_gather(norm(x), group, dim=0)
+    return ops.reduce_scatter(inside(entered, up, down), group, dim=0) + bias
+
+
+@swap("The sequence is dim 1")
 def gathers_along_the_batch(x, norm, up, down, bias, group):
     entered = ops.all_gather(norm(x), group, dim=0)
     return ops.reduce_scatter(inside(entered, up, down), group, dim=0) * 2 + bias
@@ -72,6 +79,16 @@ def test_a_wrong_swap_is_refused_with_the_hint_that_names_it(fn, says):
 def test_the_solution_is_right():
     verdict = check.sequence_parallel_mlp.judge(solutions.sequence_parallel_mlp)
     assert verdict.state == "right", verdict
+
+
+def writes_gelu_out(x, norm, up, down, bias, group):
+    before = functional.linear(ops.all_gather(norm(x), group, dim=1), up)
+    hidden = before * torch.special.ndtr(before)
+    return ops.reduce_scatter(functional.linear(hidden, down), group, dim=1) + bias
+
+
+def test_a_gelu_written_out_is_right_too():
+    assert check.sequence_parallel_mlp.judge(writes_gelu_out).state == "right"
 
 
 def as_shipped(*args):

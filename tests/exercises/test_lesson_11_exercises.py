@@ -133,6 +133,26 @@ def returns_the_old_ones(total, q, kv, block, kernel, group):
     return solutions_11.ring_step(total, q, kv, block, kernel, group)[0], kv
 
 
+@wrong_step("Return two things, in this order")
+def returns_them_in_the_other_order(*args):
+    return solutions_11.ring_step(*args)[::-1]
+
+
+@wrong_step("Return two things, in this order")
+def returns_the_attention_only(*args):
+    return solutions_11.ring_step(*args)[0]
+
+
+@wrong_step("receive into a tensor of its own")
+def receives_into_what_it_attends_to(total, q, kv, block, kernel, group):
+    after, before = neighbours(group)
+    leaving = kv.clone()
+    handles = start(group, receives=[(kv, before)], sends=[(leaving, after)])
+    total = add_block(total, q, leaving, block, kernel)
+    wait(handles)
+    return total, kv
+
+
 @wrong_step("is what was in `total` still in")
 def forgets_what_came_before(total, q, kv, block, kernel, group):
     total, kv = solutions_11.ring_step(None, q, kv, block, kernel, group)

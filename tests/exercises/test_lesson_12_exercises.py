@@ -45,6 +45,11 @@ def one_at_a_time(p, m):
     return [[f"{r}{kind}{k}" for k in range(m) for kind in "FB"] for r in range(p)]
 
 
+@gpipe("and micro-batch have changed places")
+def micro_batch_before_stage(p, m):
+    return [[f"{k}{kind}{r}" for kind in "FB" for k in range(m)] for r in range(p)]
+
+
 @gpipe("To hold fewer is the next exercise")
 def as_1f1b(p, m):
     return taking_turns(p, m, lambda rank: p - 1 - rank)
@@ -184,6 +189,19 @@ def waits_for_two(p, m):
 
 
 @one_f_one_b("Right with 4 ranks, not with 3")
+def warms_up_as_if_there_were_enough(p, m):
+    """With one micro-batch on three ranks, rank 0 has no two to warm up with."""
+    lists = []
+    for r in range(p):
+        warmup = p - 1 - r
+        actions = [f"{r}F{k}" for k in range(warmup)]
+        for k in range(warmup, m):
+            actions += [f"{r}F{k}", f"{r}B{k - warmup}"]
+        lists.append(actions + [f"{r}B{k}" for k in range(max(0, m - warmup), m)])
+    return lists
+
+
+@one_f_one_b("Right with 4 ranks, not with 3")
 def only_with_many_micro_batches(p, m):
     """m < p: warms up with micro-batches that do not exist, and leaves their forwards out twice."""
     lists = []
@@ -234,6 +252,15 @@ def elsewhere(schedule, stage, rank):
 @messages("put them in")
 def nothing(schedule):
     return schedule.ranks
+
+
+@messages("Nobody waits for W")
+def sends_the_weight_gradients_too(schedule):
+    lists = added(schedule)
+    return [
+        [b for a in actions for b in ([a, f"{a.stage}SEND_W{a.micro}"] if a.kind == "W" else [a])]
+        for actions in lists
+    ]
 
 
 @messages("is missing")
