@@ -405,12 +405,12 @@ def holdings(axes, timeline: Timeline) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-RANK_COLORS = [
+RANK_COLORS = [  # the first four still differ when paled, as `scores` does
     "#08519c",
-    "#6baed6",
-    "#31a354",
     "#d95f02",
+    "#31a354",
     "#756bb1",
+    "#6baed6",
     "#de2d26",
     "#999999",
     "#333333",
