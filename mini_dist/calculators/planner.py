@@ -130,10 +130,12 @@ class Plan:
         return words
 
     def table(self, rows: int = 10) -> str:
-        lines = [f"{'layout':<52} {'step':>9} {'low':>9} {'high':>9} {'memory':>10} {'MFU':>6}"]
-        for c in self.candidates[:rows]:
+        shown = self.candidates[:rows]
+        wide = max([len("layout"), *(len(short(c.layout)) for c in shown)])
+        lines = [f"{'layout':<{wide}} {'step':>9} {'low':>9} {'high':>9} {'memory':>10} {'MFU':>6}"]
+        for c in shown:
             lines.append(
-                f"{short(c.layout):<52} {readable(c.time.seconds, 's'):>9} "
+                f"{short(c.layout):<{wide}} {readable(c.time.seconds, 's'):>9} "
                 f"{readable(c.time.low, 's'):>9} {readable(c.time.high, 's'):>9} "
                 f"{readable(c.device_bytes, 'bytes'):>10} {c.time.mfu:>6.1%}"
             )
