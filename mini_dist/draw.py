@@ -7,11 +7,20 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
+from collections.abc import Iterable
+from functools import lru_cache
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PathCollection
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.markers import TICKDOWN, TICKLEFT
 from matplotlib.patches import Patch, Rectangle
+from matplotlib.path import Path
+from matplotlib.textpath import TextPath
+from matplotlib.ticker import MaxNLocator
+from matplotlib.transforms import Affine2D
 
 from .ledger import Ledger
 from .ledger.steps import steps
@@ -52,6 +61,87 @@ def canvas(width: float, height: float):
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
+
+
+# -- labels ---------------------------------------------------------------------------------------
+# matplotlib lays a Text out anew for every picture, and a tick is two Texts and three lines: most
+# of a small picture's time. Here a label is the outline of its letters, made once, and many labels
+# are one collection, as the dots of a scatter are. No layout engine knows of their size.
+
+LABEL, MARK, GAP = 8, 3.5, 3.5  # points: size of labels, of the marks of ticks, between them
+CAPITAL = 0.73  # height of a digit or capital letter in DejaVu Sans, in sizes
+
+
+class Labels(PathCollection):
+    """Words in a picture; `labels` are they."""
+
+    def __init__(self, labels: list[str], outlines: list[Path], **style):
+        super().__init__(outlines, **style)
+        self.labels = labels
+        self.set_in_layout(False)
+
+
+def write(axes, labels: Iterable[str], xs, ys, *, size=LABEL, color=INK, ha="center", va="center",
+          transform=None, shift=(0.0, 0.0)) -> None:  # fmt: skip
+    """Labels of one line at these places. color: one, or one for each; shift: in points."""
+    labels = list(labels)
+    style = dict(
+        offsets=list(zip(xs, ys)),
+        offset_transform=transform or axes.transData,
+        transform=Affine2D().translate(*shift).scale(1 / 72) + axes.figure.dpi_scale_trans,
+        facecolors=color,
+        linewidths=0,
+        clip_on=False,
+        zorder=3,
+    )
+    axes.add_artist(Labels(labels, [outline(label, size, ha, va) for label in labels], **style))
+
+
+@lru_cache(maxsize=4096)
+def outline(label: str, size: float, ha: str, va: str) -> Path:
+    """The letters of a label around its place, in points."""
+    path = TextPath((0, 0), label, size)
+    right = path.get_extents().x1 if label.strip() else 0.0
+    left = {"left": 0.0, "center": -right / 2, "right": -right}[ha]
+    low = {"bottom": 0.0, "center": -CAPITAL * size / 2, "top": -CAPITAL * size}[va]
+    return Affine2D().translate(left, low).transform_path(path)
+
+
+def ticks(axes, x: dict[float, str] | None = None, y: dict[float, str] | None = None) -> None:
+    """Mark these places of the axes with these labels, instead of matplotlib's ticks."""
+
+    def mark(xs, ys, marker, transform):
+        style = dict(linestyle="", marker=marker, markersize=MARK, markeredgewidth=0.8)
+        axes.add_artist(Line2D(xs, ys, color=INK, clip_on=False, transform=transform, **style))
+
+    axes.set_xticks([])
+    axes.set_yticks([])
+    if x:
+        places, edge, along = list(x), [0] * len(x), axes.get_xaxis_transform()
+        mark(places, edge, TICKDOWN, along)
+        below = dict(va="top", transform=along, shift=(0, -MARK - GAP))
+        write(axes, x.values(), places, edge, **below)
+        axes.xaxis.labelpad += MARK + GAP + LABEL
+    if y:
+        places, edge, along = list(y), [0] * len(y), axes.get_yaxis_transform()
+        mark(edge, places, TICKLEFT, along)
+        beside = dict(ha="right", transform=along, shift=(-MARK - GAP, 0))
+        write(axes, y.values(), edge, places, **beside)
+        axes.yaxis.labelpad += MARK + GAP + 0.6 * LABEL * max(map(len, y.values()))
+
+
+def numbered(places: Iterable[float]) -> dict[float, str]:
+    """Places that are their own labels."""
+    return {place: f"{place:g}" for place in places}
+
+
+def round_places(least: float, most: float, intervals: int = 9) -> list[float]:
+    """Round numbers from `least` to `most`, that many steps at most, as matplotlib chooses them."""
+    places = MaxNLocator(nbins=intervals, steps=[1, 2, 5, 10]).tick_values(least, most)
+    return [float(place) for place in places if least <= place <= most]
+
+
+# -- ledgers --------------------------------------------------------------------------------------
 
 
 def timeline(ledger: Ledger, title: str = "") -> Picture:
@@ -338,6 +428,9 @@ def gantt(timelines: dict[str, Timeline], unit: str = "", scale: float = 1.0) ->
     kinds: set[str] = set()
     for axes, (label, timeline) in zip(panels, timelines.items()):
         kinds |= lanes(axes, timeline, last, scale)
+        ranks = range(len(timeline.spans))
+        axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks], fontsize=8)
+        axes.tick_params(axis="x", labelsize=8)
         said = f"bubble {timeline.bubble:.1%}".replace("%", " %")
         axes.set_title(f"{label}: {said}" if label else said, fontsize=9, loc="left")
     panels[-1].set_xlabel(unit)
@@ -355,6 +448,7 @@ def lanes(axes, timeline: Timeline, last: float, scale: float = 1.0) -> set[str]
     Where a measured rank woke up late and caught up, its next bar is cut to begin after that.
     """
     size, schedule = len(timeline.spans), timeline.schedule
+    numbers = []  # (micro-batch, place, rank, ink)
     for rank, spans in enumerate(timeline.spans):
         over, bars = 0.0, defaultdict(list)  # bars of one color at once: much faster to draw
         for action, start, end in spans:
@@ -364,16 +458,16 @@ def lanes(axes, timeline: Timeline, last: float, scale: float = 1.0) -> set[str]
             bars[ACTION_COLORS[action.kind][chunk]].append((left, width))
             if width > 0.011 * last * len(str(action.micro)):
                 ink = "white" if chunk > 1 else INK
-                style = dict(ha="center", va="center", fontsize=7, color=ink)
-                axes.text(left + width / 2, rank, str(action.micro), **style)
+                numbers.append((str(action.micro), left + width / 2, rank, ink))
         for color, intervals in bars.items():
             axes.broken_barh(
                 intervals, (rank - 0.43, 0.86), color=color, edgecolor="white", linewidth=0.5
             )
-    axes.set_yticks(range(size), [f"rank {rank}" for rank in range(size)], fontsize=8)
+    if numbers:
+        labels, xs, ys, inks = zip(*numbers)
+        write(axes, labels, xs, ys, size=7, color=inks)
     axes.set_ylim(size - 0.45, -0.55)
     axes.set_xlim(0, 1.005 * last)
-    axes.tick_params(axis="x", labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     return {span.action.kind for spans in timeline.spans for span in spans}
 

@@ -3,6 +3,7 @@
 import sys
 
 import cloudpickle
+import numpy as np
 import pytest
 import torch
 
@@ -263,9 +264,17 @@ def test_a_product_of_axes_has_a_panel_too_and_nodes_must_fit():
 # -- pipelines ------------------------------------------------------------------------------------
 
 
+def written(axes):
+    return [each for each in axes.collections if isinstance(each, draw.Labels)]
+
+
+def drawn(axes):
+    return [each for each in axes.collections if not isinstance(each, draw.Labels)]
+
+
 def bars_of(axes):
     """(left, width) of every bar on a panel, in order."""
-    paths = [path for bars in axes.collections for path in bars.get_paths()]
+    paths = [path for bars in drawn(axes) for path in bars.get_paths()]
     boxes = [path.get_extents() for path in paths]
     return sorted((round(box.x0, 6), round(box.width, 6), round(box.y0 + 0.43)) for box in boxes)
 
@@ -279,9 +288,13 @@ def test_a_gantt_has_a_bar_for_each_action_at_its_time():
             for rank, spans in enumerate(timeline.spans)
             for _, start, end in spans
         )
-        numbers = [text.get_text() for text in axes.texts]
-        micros = [str(span.action.micro) for spans in timeline.spans for span in spans]
-        assert sorted(numbers) == sorted(micros)
+        (numbers,) = written(axes)
+        micros = [
+            (str(action.micro), [5 * (start + end), rank])
+            for rank, spans in enumerate(timeline.spans)
+            for action, start, end in spans
+        ]
+        assert list(zip(numbers.labels, numbers.get_offsets().tolist())) == micros
     bubble = simulate(gpipe(2, 3)).bubble
     assert picture.figure.axes[0].get_title(loc="left") == f"GPipe: bubble {100 * bubble:.1f} %"
 
@@ -295,7 +308,7 @@ def test_a_rank_that_woke_late_and_caught_up_is_not_drawn_twice_at_once():
 
 def test_chunks_of_a_rank_have_colors_of_their_own():
     (axes,) = draw.gantt({"": simulate(interleaved(2, 2, chunks=2))}).figure.axes
-    colors = {tuple(color) for bars in axes.collections for color in bars.get_facecolor()}
+    colors = {tuple(color) for bars in drawn(axes) for color in bars.get_facecolor()}
     assert len(colors) == 2 * 2  # F and B of two chunks
 
 
@@ -353,3 +366,42 @@ def test_overlap_draws_each_interval_where_it_was_computing_above_sending():
     rows = [round(p.get_y() + p.get_height() / 2) for p in panel.patches]
     assert rows == [0, 0, 1]
     assert repr(picture) == "mine: 10.0 ms"
+
+
+# -- labels ---------------------------------------------------------------------------------------
+
+
+def box(put, **bare):
+    """The dots that `put` draws on axes of fixed place: lowest and highest row and column."""
+    figure = draw.Figure(figsize=(3, 2), dpi=100)
+    axes = figure.add_axes((0.3, 0.3, 0.6, 0.6), xlim=(0, 10), ylim=(0, 5), **bare)
+    axes.spines[:].set_visible(False)
+    put(axes)
+    canvas = draw.FigureCanvasAgg(figure)
+    canvas.draw()
+    rows, columns = np.nonzero(np.asarray(canvas.buffer_rgba())[::-1, :, :3].min(-1) < 200)
+    return np.array([rows.min(), rows.max(), columns.min(), columns.max()])
+
+
+@pytest.mark.parametrize("ha", ["left", "center", "right"])
+def test_a_label_is_where_a_text_would_be(ha):
+    bare = dict(xticks=[], yticks=[])
+    here = box(lambda axes: draw.write(axes, ["137"], [7], [2], ha=ha), **bare)
+    text = dict(fontsize=8, ha=ha, va="center")
+    assert abs(here - box(lambda axes: axes.text(7, 2, "137", **text), **bare)).max() <= 2
+
+
+def test_ticks_are_where_matplotlibs_are():
+    def theirs(axes):
+        axes.set_xticks([2, 8], ["2", "eight"])
+        axes.set_yticks([1, 4], ["one", "4"])
+        axes.tick_params(labelsize=8)
+
+    ours = box(lambda axes: draw.ticks(axes, {2: "2", 8: "eight"}, {1: "one", 4: "4"}))
+    assert abs(ours - box(theirs)).max() <= 2
+
+
+def test_round_places_are_inside_and_few():
+    assert draw.round_places(0, 165) == [0, 20, 40, 60, 80, 100, 120, 140, 160]
+    assert draw.round_places(0, 4.2, 3) == [0, 2, 4]
+    assert draw.numbered([0, 0.5]) == {0: "0", 0.5: "0.5"}

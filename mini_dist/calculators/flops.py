@@ -13,6 +13,8 @@ Conventions, because published utilisations differ by them:
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from ..config import RECOMPUTE, ModelConfig
 from .lines import Breakdown, Line
 from .machines import Hardware, hardware
@@ -21,6 +23,7 @@ from .parameters import layer_weights, num_active_parameters, outer_weights
 YEAR = 365.25 * 86400
 
 
+@lru_cache(maxsize=256)
 def forward_flops(
     config: ModelConfig, causal: bool = False, seq_len: int | None = None
 ) -> Breakdown:

@@ -153,24 +153,14 @@ class Held:
 
 def parameters_of_rank(config: ModelConfig, layout: Layout, pp_rank: int = 0) -> Held:
     """The parameters that one rank of pipeline position `pp_rank` computes with, before ZeRO."""
-    held = held_outside(config, layout, pp_rank)
-    for stage in stages_of_rank(layout, pp_rank):
-        for moe, count in layers_of_stage(config, layout, stage):
-            layer = held_by_layer(config, layout, moe)
-            held += Held(count * layer.dense, count * layer.experts, layer.largest_layer)
-    return held
+    stages = tuple(stages_of_rank(layout, pp_rank))
+    return _held_by_stages(config, layout.tp, layout.ep, layout.num_stages, stages)
 
 
 def held_outside(config: ModelConfig, layout: Layout, pp_rank: int = 0) -> Held:
     """The part of that outside the layers: embedding on the first stage, head on the last."""
-    stages, held = stages_of_rank(layout, pp_rank), Held()
-    if 0 in stages:
-        held += _held(config, "first", layout.tp, layout.ep)
-    if layout.num_stages - 1 in stages:
-        # A tied head on the embedding's own rank is there already; elsewhere it is a copy.
-        shared = config.tied_embedding and 0 in stages
-        held += _held(config, "last, head elsewhere" if shared else "last", layout.tp, layout.ep)
-    return held
+    stages = tuple(stages_of_rank(layout, pp_rank))
+    return _held_outside(config, layout.tp, layout.ep, layout.num_stages, stages)
 
 
 def held_by_layer(config: ModelConfig, layout: Layout, moe: bool) -> Held:
@@ -180,10 +170,47 @@ def held_by_layer(config: ModelConfig, layout: Layout, moe: bool) -> Held:
 
 def layers_of_stage(config: ModelConfig, layout: Layout, stage: int) -> list[tuple[bool, int]]:
     """(with experts?, how many) of the layers of one stage; kinds it has none of are left out."""
-    counts = split_layers(config.num_layers, layout.num_stages)
+    return list(_layers_of_stage(config, layout.num_stages, stage))
+
+
+# The planner asks for the same parts of a model in hundreds of layouts.
+
+
+@lru_cache(maxsize=4096)
+def _held_by_stages(
+    config: ModelConfig, tp: int, ep: int, num_stages: int, stages: tuple[int, ...]
+) -> Held:
+    held = _held_outside(config, tp, ep, num_stages, stages)
+    for stage in stages:
+        for moe, count in _layers_of_stage(config, num_stages, stage):
+            layer = _held(config, "moe" if moe else "dense", tp, ep)
+            held += Held(count * layer.dense, count * layer.experts, layer.largest_layer)
+    return held
+
+
+@lru_cache(maxsize=4096)
+def _held_outside(
+    config: ModelConfig, tp: int, ep: int, num_stages: int, stages: tuple[int, ...]
+) -> Held:
+    held = Held()
+    if 0 in stages:
+        held += _held(config, "first", tp, ep)
+    if num_stages - 1 in stages:
+        # A tied head on the embedding's own rank is there already; elsewhere it is a copy.
+        shared = config.tied_embedding and 0 in stages
+        held += _held(config, "last, head elsewhere" if shared else "last", tp, ep)
+    return held
+
+
+@lru_cache(maxsize=4096)
+def _layers_of_stage(
+    config: ModelConfig, num_stages: int, stage: int
+) -> tuple[tuple[bool, int], ...]:
+    counts = split_layers(config.num_layers, num_stages)
     start = sum(counts[:stage])
     dense = max(0, min(start + counts[stage], config.num_layers - config.num_moe_layers) - start)
-    return [(moe, count) for moe, count in ((False, dense), (True, counts[stage] - dense)) if count]
+    kinds = ((False, dense), (True, counts[stage] - dense))
+    return tuple((moe, count) for moe, count in kinds if count)
 
 
 @lru_cache(maxsize=4096)

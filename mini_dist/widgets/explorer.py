@@ -13,10 +13,12 @@ which keeps no live state, and where ipywidgets is not installed, the picture is
 from __future__ import annotations
 
 import base64
+import gc
 import html
 import inspect
 import math
 from collections.abc import Callable
+from contextlib import contextmanager
 
 from ..lab import Choice, Flag, Number, Parameter, Text, check
 
@@ -77,21 +79,35 @@ class Explorer:
         page = widgets.HTML(self.html)
 
         def moved(_):
-            try:
-                self.change(**{name: control.value for name, control in controls.items()})
-            except Exception as error:  # nobody sees a traceback that is raised here
-                message = html.escape(str(error) or type(error).__name__)
-                page.value = (
-                    f'<p style="color:#c62828"><b>{message}</b></p>'
-                    "<p>The picture is the last one that could be drawn.</p>"
-                )
-            else:
-                image.value, page.value = self.picture._repr_png_(), self.html
+            with garbage_stays():
+                try:
+                    self.change(**{name: control.value for name, control in controls.items()})
+                except Exception as error:  # nobody sees a traceback that is raised here
+                    message = html.escape(str(error) or type(error).__name__)
+                    page.value = (
+                        f'<p style="color:#c62828"><b>{message}</b></p>'
+                        "<p>The picture is the last one that could be drawn.</p>"
+                    )
+                else:
+                    image.value, page.value = self.picture._repr_png_(), self.html
 
         for each in controls.values():
             each.observe(moved, names="value")
         grid = widgets.Layout(grid_template_columns="repeat(2, minmax(280px, 440px))")
         return widgets.VBox([widgets.GridBox(list(controls.values()), layout=grid), image, page])
+
+
+@contextmanager
+def garbage_stays():
+    """Python collects its garbage later: with torch and matplotlib loaded that takes some tenths of
+    a second, and an old picture is much garbage. The new one is to be seen first."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def control(name: str, parameter: Parameter, value):

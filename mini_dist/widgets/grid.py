@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..calculators import Layout, hardware, readable, step_volume
 from ..calculators import model as model_preset
-from ..draw import INK, Picture
+from ..draw import Picture, numbered, ticks
 from ..lab import ParameterError, choice, whole
 from ..mesh import Grid
 from . import page
@@ -149,8 +149,8 @@ def draw(grid: Grid, axis: str, rank: int, ranks_per_node: int) -> Picture:
         edge = node * ranks_per_node - 0.5
         right.axhline(edge, color="#bbbbbb", linewidth=0.6)
         right.axvline(edge, color="#bbbbbb", linewidth=0.6)
-    right.set_xticks([0, grid.size - 1])
-    right.set_yticks([0, grid.size - 1])
+    ends = numbered([0, grid.size - 1])
+    ticks(right, ends, ends)
     right.set_title("who talks to whom", fontsize=9)
     used = [name for name, size in grid.axes.items() if size > 1]
     used += [axis] if axis not in grid.axes else []
@@ -165,7 +165,6 @@ def draw(grid: Grid, axis: str, rank: int, ranks_per_node: int) -> Picture:
             ha="center",
             weight="bold" if name == axis else "normal",
         )
-    right.tick_params(labelsize=8, colors=INK)
     said = f"{grid.size} ranks, along {axis}: rank {rank} is in {mine}"
     return Picture(figure, said)
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from ..calculators.links import Cost, Hierarchy, Link, all_reduce
 from ..calculators.machines import hardware
-from ..draw import INK, Picture
+from ..draw import INK, Picture, numbered, round_places, ticks
 from ..lab import ParameterError, choice, whole
 from . import page
 from .explorer import Explorer
@@ -165,9 +165,12 @@ def draw(machine: str, num_ranks: int, num_bytes: int, link) -> Picture:
         left.broken_barh(places, (bottom, height), color=COLORS[algorithm], linewidth=0)
     left.axvline(math.log2(num_bytes), color=INK, linestyle=":", linewidth=1)
     left.set(ylim=(lowest - 0.5, highest), xlim=(xs[0] - 1, xs[-1] + 1))
-    left.set_xticks([3, 10, 20, 30], ["8 B", "1 KiB", "1 MiB", "1 GiB"])
-    ticks = range(math.ceil(lowest), math.floor(highest) + 1, 2)
-    left.set_yticks(list(ticks), [time_name(10.0**tick) for tick in ticks])
+    powers = range(math.ceil(lowest), math.floor(highest) + 1, 2)
+    ticks(
+        left,
+        {3: "8 B", 10: "1 KiB", 20: "1 MiB", 30: "1 GiB"},
+        {power: time_name(10.0**power) for power in powers},
+    )
     for row, algorithm in enumerate(candidates(num_ranks, link)):
         left.text(0.03, 0.94 - 0.07 * row, algorithm, color=COLORS[algorithm], fontsize=8,
                   transform=left.transAxes)  # fmt: skip
@@ -183,13 +186,12 @@ def draw(machine: str, num_ranks: int, num_bytes: int, link) -> Picture:
         end = min(each.seconds, most) / unit
         right.text(end, row, f" {time_name(each.seconds)}", va="center", fontsize=8, clip_on=False)
     right.set_xlim(0, most / unit)
-    right.set_yticks(range(len(here)), here)
     right.invert_yaxis()
+    ticks(right, numbered(round_places(0, most / unit)), dict(enumerate(here)))
     right.set_xlabel(f"{name}  (grey: latency)")
     right.set_title(f"{size_name(num_bytes)}", fontsize=9)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=8, colors=INK)
     best = " = ".join(winners(here))
     said = f"{machine}, {num_ranks} ranks, {size_name(num_bytes)}: {best} the fastest"
     return Picture(figure, said)

@@ -17,7 +17,7 @@ from ..calculators import (
     readable,
 )
 from ..calculators import model as model_preset
-from ..draw import INK, Picture
+from ..draw import Picture, numbered, ticks
 from ..lab import choice, flag, whole
 from . import page
 from .explorer import Explorer
@@ -162,8 +162,7 @@ def draw(title, config, layout, program, fullest: Breakdown, has: float) -> Pict
         left.text(end, row, f" {size:,.1f}", va="center", fontsize=8)
     left.axvline(has / GIB, color="#de2d26", linestyle="--")
     left.text(has / GIB, -0.8, " the device", fontsize=8, color="#de2d26")
-    left.set_yticks(rows, [*names, "sum"])
-    left.set_xticks([])  # the numbers stand at the bars, and ticks cost more than bars
+    ticks(left, y=dict(enumerate([*names, "sum"])))  # (the numbers stand at the bars)
     most = max(needed, has) / GIB
     left.set(ylim=(len(bars) + 0.6, -1.3), xlim=(0, 1.18 * most), xlabel="GiB")
 
@@ -182,12 +181,10 @@ def draw(title, config, layout, program, fullest: Breakdown, has: float) -> Pict
         floors = tops
     right.axhline(has / GIB, color="#de2d26", linestyle="--")
     right.set(ylim=(0, 1.1 * most), xlim=(-0.5, layout.pp - 0.5), xlabel="pipeline rank")
-    right.set_xticks(sorted({0, layout.pp - 1}))
-    right.set_yticks([0, round(has / GIB)])
+    ticks(right, numbered(sorted({0, layout.pp - 1})), numbered([0, round(has / GIB)]))
     right.set_title("allocated", fontsize=9)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=8, colors=INK)
     figure.text(0.02, 0.95, title, fontsize=10, color="#a50f15" if needed > has else "#006d2c")
     return Picture(figure, title)
 

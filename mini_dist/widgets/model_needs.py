@@ -13,7 +13,7 @@ from ..calculators import (
     training_time,
 )
 from ..calculators import model as model_preset
-from ..draw import INK, Picture
+from ..draw import Picture, ticks
 from ..lab import choice, real, whole
 from . import page
 from .explorer import Explorer
@@ -103,8 +103,7 @@ def draw(model, each, states: Breakdown, machine, time: Breakdown, num_gpus: int
     left.text(start, len(each), f" {start:,.0f}", va="center", fontsize=8, weight="bold")
     left.axvline(one, color="#de2d26", linestyle="--")
     left.text(one, -0.75, " one GPU", fontsize=8, color="#de2d26")
-    left.set_yticks(range(len(each) + 1), [*KINDS, "sum"])
-    left.set_xticks([])  # the numbers stand at the bars, and ticks cost more than bars
+    ticks(left, y=dict(enumerate([*KINDS, "sum"])))  # (the numbers stand at the bars)
     left.set(ylim=(len(each) + 0.6, -1.2), xlim=(0, 1.3 * max(start, one)), xlabel="GiB")
     count = start / one
     left.set_title(f"{model}: model states = {count:,.2g} × {machine.device.name}", fontsize=9)
@@ -117,14 +116,12 @@ def draw(model, each, states: Breakdown, machine, time: Breakdown, num_gpus: int
     for name, span in SPANS.items():
         right.axhline(log10(span), color="#d9d9d9", linewidth=0.8, zorder=0)
         right.text(most, log10(span), name, ha="right", va="bottom", fontsize=7, color="#737373")
-    right.set_xticks([log10(8**k) for k in range(6)], [f"{8**k:,}" for k in range(6)])
-    right.set_yticks([])
+    ticks(right, {log10(8**k): f"{8**k:,}" for k in range(6)})
     right.set(ylim=(-3.3, 3.3), xlim=(-0.1, most + 0.1), xlabel="GPUs")
     said = readable(time["time"], "s")
     right.set_title(f"training: {said} on {num_gpus:,} GPU{'s' * (num_gpus > 1)}", fontsize=9)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=8, colors=INK)
     return Picture(figure, f"{model}: {start:,.0f} GiB of model states; {said} on {num_gpus} GPUs")
 
 

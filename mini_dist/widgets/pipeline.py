@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from ..calculators.step_time import bubble_seconds
 from ..config import Layout
-from ..draw import ACTION_COLORS, ACTION_NAMES, Picture, holdings, lanes
+from ..draw import (
+    ACTION_COLORS,
+    ACTION_NAMES,
+    RANK_COLORS,
+    Picture,
+    holdings,
+    lanes,
+    numbered,
+    round_places,
+    ticks,
+    write,
+)
 from ..lab import choice, flag, real, whole
 from ..launch import launch
 from ..schedule import SCHEDULES, Schedule, Timeline, Times, build, simulate, versions_held
@@ -111,32 +122,38 @@ def explorer(**start) -> Explorer:
 
 def draw(schedule: Schedule, shown: dict[str, Timeline]) -> Picture:
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
     heights = [0.6 + 0.24 * schedule.num_ranks] * len(shown) + [1.5]  # inches
     total = sum(heights) + 0.35
     figure = Figure(figsize=(9.4, total), dpi=100)
     last = max(timeline.makespan for timeline in shown.values())
+    ranks = [f"rank {rank}" for rank in range(schedule.num_ranks)]
     # Fixed places: matplotlib's own layout engines take longer than all the rest.
     top = total - 0.35
     for (label, timeline), height in zip(shown.items(), heights):
         axes = figure.add_axes((0.08, (top - height + 0.2) / total, 0.9, (height - 0.5) / total))
         lanes(axes, timeline, last)
+        ticks(axes, numbered(round_places(0, last)), dict(enumerate(ranks)))
         axes.set_title(f"{label}: bubble {percent(timeline.bubble)}", fontsize=9, loc="left")
         top -= height
     axes = figure.add_axes((0.08, 0.4 / total, 0.9, 0.85 / total))
     holdings(axes, shown["simulated"])
     axes.set_xlim(0, 1.005 * last)
+    ticks(axes, numbered(round_places(0, last)), numbered(round_places(0, axes.get_ylim()[1], 3)))
     axes.set_xlabel("ms", fontsize=8)
     axes.set_title("activations held, micro-batches", fontsize=9, loc="left")
-    legend = dict(ncols=8, loc="lower right", bbox_to_anchor=(1, 0.98))
-    axes.legend(frameon=False, fontsize=7, handlelength=1, columnspacing=1, **legend)
-    axes.tick_params(labelsize=8)
+    # legends of matplotlib take as long as the bars that they explain
+    places = [1 - 0.07 * (len(ranks) - rank - 0.5) for rank in range(len(ranks))]
+    above = dict(va="bottom", transform=axes.transAxes, color=RANK_COLORS[: len(ranks)])
+    write(axes, ranks, places, [1.06] * len(ranks), **above)
     kinds = {action.kind for action in schedule.all_actions}
-    patches = [
-        Patch(color=ACTION_COLORS[k][0], label=ACTION_NAMES[k]) for k in "FBWS" if k in kinds
-    ]
-    figure.legend(handles=patches, loc="upper right", ncols=4, frameon=False, fontsize=8)
+    kinds = [kind for kind in "FBWS" if kind in kinds]
+    places = [0.98 - 0.12 * (len(kinds) - number) for number in range(len(kinds))]
+    at_top = dict(ha="left", transform=figure.transFigure)
+    tops = [1 - 0.15 / total] * len(kinds)
+    write(axes, "■" * len(kinds), places, tops, size=14,
+          color=[ACTION_COLORS[kind][0] for kind in kinds], **at_top)  # fmt: skip
+    write(axes, [ACTION_NAMES[kind] for kind in kinds], places, tops, shift=(14, 0), **at_top)
     said = ", ".join(f"{label} {percent(t.bubble)}" for label, t in shown.items())
     return Picture(figure, f"{schedule.name}, {schedule.num_ranks} ranks: bubble {said}")
 

@@ -18,7 +18,7 @@ from ..calculators import (
 )
 from ..calculators import model as model_preset
 from ..calculators.planner import short
-from ..draw import INK, Picture
+from ..draw import Picture, ticks, write
 from ..lab import choice, whole
 from . import page
 from .explorer import Explorer
@@ -122,14 +122,13 @@ def draw(title: str, found: Plan, cells: dict, tp: int, pp: int) -> Picture:
     best = found.best.time.mfu
     left.set_facecolor("#eeeeee")
     left.imshow(mfu, cmap="YlGn", vmin=0, vmax=1.25 * best, aspect="auto")
-    for row, t in enumerate(TP):
-        for column, p in enumerate(PP):
-            if (t, p) in cells:
-                left.text(column, row, f"{100 * mfu[row][column]:.0f}", ha="center", va="center")
+    shown = [(TP.index(t), PP.index(p)) for t, p in cells]
+    rows, columns = zip(*shown)
+    write(left, [f"{100 * mfu[row][column]:.0f}" for row, column in shown], columns, rows,
+          size=10, color="black")  # fmt: skip
     place = (PP.index(pp), TP.index(tp))
     left.plot(*place, "s", markersize=34, markerfacecolor="none", markeredgecolor="#d62728", mew=2)
-    left.set_xticks(range(len(PP)), map(str, PP))
-    left.set_yticks(range(len(TP)), map(str, TP))
+    ticks(left, dict(enumerate(map(str, PP))), dict(enumerate(map(str, TP))))
     left.set(xlabel="pp", ylabel="tp")
     left.set_title("MFU in %, best layout of each tp and pp (grey: none fits)", fontsize=9)
 
@@ -146,14 +145,11 @@ def draw(title: str, found: Plan, cells: dict, tp: int, pp: int) -> Picture:
         right.barh(places, values, height, color=color)
         right.text(0.98, 0.05 + 0.09 * number, label, color=color, ha="right", fontsize=9,
                    transform=right.transAxes)  # fmt: skip
-    right.set_yticks(range(len(names)), names)
     right.invert_yaxis()
-    right.set_xticks([])
+    ticks(right, y=dict(enumerate(names)))
     longest = max(value_of(c, name) for c in compared.values() for name in names)
     right.set_xlabel(f"longest bar {readable(longest, 's')}", fontsize=8)
     right.set_title("where a step's time goes", fontsize=9)
-    for axes in (left, right):
-        axes.tick_params(labelsize=8, colors=INK)
     right.spines[["top", "right"]].set_visible(False)
     said = f"{title}: {short(found.best.layout)}, MFU {best:.1%}"
     figure.text(0.02, 0.95, said, fontsize=10)

@@ -7,7 +7,7 @@ from functools import lru_cache
 from ..calculators import StepTime, hardware, readable, step_time
 from ..calculators.planner import short
 from ..calculators.published import Run, korthikanti_2022, later, megatron_2021
-from ..draw import INK, Picture
+from ..draw import INK, Picture, numbered, ticks
 from ..lab import choice, real
 from . import page
 from .explorer import Explorer
@@ -101,8 +101,7 @@ def draw(name: str, predicted: dict[str, StepTime]) -> Picture:
     for row, (label, (_, color)) in enumerate(SETS.items()):
         left.text(0.02, 0.95 - 0.07 * row, label, color=color, fontsize=8, transform=left.transAxes)
     left.set(ylim=(0.6, 1.6), xlim=(-1, len(names)), xlabel="runs")
-    left.set_xticks([])
-    left.set_yticks([0.8, 0.9, 1, 1.1, 1.2])
+    ticks(left, y=numbered([0.8, 0.9, 1, 1.1, 1.2]))
     left.set_title("step time, predicted / measured (bars: the stated interval)", fontsize=9)
 
     run, time = RUNS[name][0], predicted[name]
@@ -115,16 +114,12 @@ def draw(name: str, predicted: dict[str, StepTime]) -> Picture:
     right.barh(rows, [line.value for line in lines], 0.75, starts, color="#74c476")
     right.barh(len(lines), time.seconds, 0.75, color="#31a354")
     right.barh(len(lines) + 1, run.seconds, 0.75, color="#636363")
-    right.set_yticks(
-        range(len(lines) + 2), [*(line.name for line in lines), "predicted", "measured"]
-    )
     right.invert_yaxis()
-    right.set_xticks([])
+    ticks(right, y=dict(enumerate([*(line.name for line in lines), "predicted", "measured"])))
     right.set_xlabel(f"measured {readable(run.seconds, 's')}", fontsize=8)
     right.set_title(name, fontsize=9)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=8, colors=INK)
     off = time.seconds / run.seconds - 1
     return Picture(figure, f"{name}: predicted {off:+.1%} of measured")
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..calculators import readable
-from ..draw import INK, Picture
+from ..draw import INK, Picture, numbered, round_places, ticks, write
 from ..expert_parallel import capacity_of, choose_copies
 from ..lab import ParameterError, choice, real
 from ..model import route
@@ -91,13 +92,14 @@ def draw(shown: Traffic) -> Picture:
     left.axhline(mean, color=INK, linestyle=":", linewidth=1)
     left.text(num_experts - 0.5, mean, " mean", fontsize=8, va="center", color=INK)
     per_rank = num_experts // num_ranks
-    for rank in range(num_ranks):
-        if rank:
-            left.axvline(rank * per_rank - 0.5, color="#cccccc", linewidth=0.8)
-        middle = (rank + 0.5) * per_rank - 0.5
-        name = f"rank {rank}" if num_ranks < 8 else str(rank)
-        left.text(middle, 1.02, name, ha="center", fontsize=8, transform=left.get_xaxis_transform())
-    left.set_xticks(places)
+    borders = [rank * per_rank - 0.5 for rank in range(num_ranks + 1)]
+    left.vlines(borders[1:-1], 0, 1, color="#cccccc", linewidth=0.8,
+                transform=left.get_xaxis_transform())  # fmt: skip
+    names = [f"rank {rank}" if num_ranks < 8 else str(rank) for rank in range(num_ranks)]
+    middles = [border + per_rank / 2 for border in borders[:-1]]
+    write(left, names, middles, [1.02] * num_ranks, va="bottom",
+          transform=left.get_xaxis_transform())  # fmt: skip
+    ticks(left, numbered(places), numbered(round_places(*left.get_ylim())))
     left.set_xlabel("expert")
     left.set_ylabel("copies, all ranks")
     if sum(went) < sum(wanted):
@@ -106,19 +108,16 @@ def draw(shown: Traffic) -> Picture:
     rows = between_ranks(shown)
     most = max(rows.max().item(), 1)
     right.imshow(rows.tolist(), cmap="Purples", vmin=0, vmax=1.3 * most)
-    for source in range(num_ranks):
-        for target in range(num_ranks):
-            count = rows[source, target].item()
-            ink = "white" if count > 0.7 * most else INK
-            right.text(target, source, count, ha="center", va="center", fontsize=8, color=ink)
-    right.set_xticks(range(num_ranks))
-    right.set_yticks(range(num_ranks))
+    sources, targets = zip(*product(range(num_ranks), repeat=2))
+    counts = rows.flatten().tolist()
+    inks = ["white" if count > 0.7 * most else INK for count in counts]
+    write(right, map(str, counts), targets, sources, color=inks)
+    ticks(right, numbered(range(num_ranks)), numbered(range(num_ranks)))
     right.set_xlabel("to rank")
     right.set_ylabel("from rank")
     right.set_title("rows that dispatch carries", fontsize=9)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=8, colors=INK)
     said = f"{num_experts} experts on {num_ranks} ranks: {went} of {wanted} copies answered"
     return Picture(figure, said)
 

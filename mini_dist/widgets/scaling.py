@@ -17,7 +17,7 @@ from ..calculators import (
 )
 from ..calculators import model as model_preset
 from ..calculators.kernels import COMMUNICATION
-from ..draw import INK, Picture
+from ..draw import INK, Picture, ticks
 from ..lab import ParameterError, choice, whole
 from . import page
 from .explorer import Explorer
@@ -183,11 +183,10 @@ def draw(title: str, both: dict, scaling: str, num_gpus: int) -> Picture:
         here = log2(points[num_gpus].tokens_per_second)
         left.plot(log2(num_gpus), here, "o", markersize=10, markerfacecolor="none",
                   markeredgecolor=INK)  # fmt: skip
-    left.set_xticks([log2(n) for n in SIZES[::2]], [f"{n:,}" for n in SIZES[::2]])
     low, high = left.get_ylim()
-    ticks = [10**k for k in range(3, 10) if low < log2(10**k) < high]
-    left.set_yticks([log2(t) for t in ticks], [readable(t) for t in ticks])
-    left.set(xlabel="GPUs", xlim=(ends[0] - 0.3, ends[1] + 1.2))
+    left.set(xlabel="GPUs", xlim=(ends[0] - 0.3, ends[1] + 1.2), ylim=(low, high))
+    powers = [10**k for k in range(3, 10) if low < log2(10**k) < high]
+    ticks(left, {log2(n): f"{n:,}" for n in SIZES[::2]}, {log2(n): readable(n) for n in powers})
     left.set_title("tokens a second", fontsize=9)
 
     xs = [log2(size) for size in points]
@@ -200,13 +199,11 @@ def draw(title: str, both: dict, scaling: str, num_gpus: int) -> Picture:
                    transform=right.transAxes)  # fmt: skip
         floors = tops
     right.axvline(log2(num_gpus), color=INK, linestyle=":", linewidth=1)
-    right.set_xticks([log2(n) for n in SIZES[::4]], [f"{n:,}" for n in SIZES[::4]])
-    right.set_yticks([0, 0.5, 1], ["0", "50 %", "100 %"])
+    ticks(right, {log2(n): f"{n:,}" for n in SIZES[::4]}, {0: "0", 0.5: "50 %", 1: "100 %"})
     right.set(xlim=ends, ylim=(0, 1), xlabel="GPUs")
     right.set_title("where a step's time goes", fontsize=9)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=8, colors=INK)
     figure.text(0.02, 0.95, f"{title}, {scaling}", fontsize=10)
     last = max(points)
     said = f"{title}, {scaling}: {readable(points[last].tokens_per_second, 'tokens/s')} on {last:,}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..calculators import hardware, model_states
-from ..draw import INK, Picture
+from ..draw import INK, Picture, numbered, round_places, ticks
 from ..lab import choice, real, whole
 from . import page
 from .explorer import Explorer
@@ -64,8 +64,8 @@ def draw(states, memory: float, title: str, gpu: str) -> Picture:
     if memory / 1e9 < 1.2 * most:
         axes.axvline(memory / 1e9, color="#de2d26", linestyle="--")
         axes.text(memory / 1e9, -0.62, f" {gpu}", fontsize=8, color="#de2d26")
-    axes.set_yticks(range(4), STAGES)
     axes.set(ylim=(3.6, -0.8), xlim=(0, 1.2 * most), xlabel="GB on each rank")
+    ticks(axes, numbered(round_places(0, 1.2 * most)), dict(enumerate(STAGES)))
     axes.set_title(title, fontsize=10)
     axes.legend(frameon=False, fontsize=8, loc="lower right")
     axes.spines[["top", "right"]].set_visible(False)
