@@ -74,6 +74,24 @@ def _once(function):
     return float(value) if isinstance(value, Real) else elapsed_ms
 
 
+def peak_allocated(run: Callable) -> int:
+    """The most bytes that `run()` has allocated at once, above those held before it.
+
+    Of the main thread and of autograd's: torch's profiler does not see into a thread that Python
+    started.
+    """
+    from torch.profiler import profile
+
+    with profile(profile_memory=True) as seen:
+        run()
+    held = peak = 0
+    for event in seen.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
 def machine() -> dict:
     """What the figures belong to: cores, memory, versions, and how busy it was."""
     return {

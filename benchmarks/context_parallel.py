@@ -19,7 +19,7 @@ import sys
 import time
 
 import torch
-from _form import Case, main
+from _form import Case, main, peak_allocated
 
 from mini_dist import launch
 from mini_dist.context_parallel import FORMS
@@ -109,14 +109,7 @@ def peak_on_a_rank(side, form, tokens, group):
     """The most bytes allocated at once in a second step, above those held before it."""
     step = SIDES[side](form, tokens, group)
     step()
-    with torch.profiler.profile(profile_memory=True) as profile:
-        step()
-    held = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak / 2**20
+    return peak_allocated(step) / 2**20
 
 
 def peak(side, form, tokens):

@@ -22,7 +22,7 @@ import time
 from concurrent.futures import Executor, Future
 
 import torch
-from _form import Case, main
+from _form import Case, main, peak_allocated
 
 from mini_dist import data_parallel, launch
 from mini_dist.config import ModelConfig
@@ -207,16 +207,13 @@ class AtOnce(Executor):
 def peak_on_a_rank(make, group):
     """Allocated at once in making the model and two steps, MB."""
     data_parallel.ThreadPoolExecutor = AtOnce
-    with torch.profiler.profile(profile_memory=True) as profile:
+
+    def make_and_train():
         step = make(MANY, group)
         step()
         step()
-    held = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak / 1e6
+
+    return peak_allocated(make_and_train) / 1e6
 
 
 def peak(make):

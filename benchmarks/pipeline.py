@@ -15,7 +15,7 @@ import sys
 import time
 
 import torch
-from _form import Case, main
+from _form import Case, main, peak_allocated
 
 from mini_dist import launch
 from mini_dist.config import ModelConfig
@@ -120,16 +120,13 @@ def peak_on_a_rank(make_step, name, group):
     for module in modules.values():
         for parameter in module.parameters():
             parameter.grad = torch.zeros_like(parameter)
-    with torch.profiler.profile(profile_memory=True) as profile:
+
+    def make_and_train():
         step = make_step(schedule, modules, group)
         step()
         step()
-    held = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak / 2**20
+
+    return peak_allocated(make_and_train) / 2**20
 
 
 def peaks(make_step, name):

@@ -19,7 +19,7 @@ import sys
 import time
 
 import torch
-from _form import Case, main
+from _form import Case, main, peak_allocated
 
 from mini_dist import GPT, ModelConfig, launch
 from mini_dist.model import token_loss
@@ -170,17 +170,7 @@ def second_step(make, args, profiled, group):
     step()
     group.recorder.phases.set("second step")
     group.recorder.comms.clear()
-    if not profiled:
-        step()
-        return None
-    with torch.profiler.profile(profile_memory=True) as profile:
-        step()
-    held = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak / 2**20
+    return peak_allocated(step) / 2**20 if profiled else step()
 
 
 def sent(make, *args):
