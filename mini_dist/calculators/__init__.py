@@ -12,7 +12,9 @@ Read in this order:
     machines.py    datasheets beside measurements
     links.py       rounds, bytes and seconds of each collective algorithm
     frameworks.py  what a framework adds to the mathematics: the assumptions
-    memory.py      what fills a device
+    activations.py what forward keeps of a layer
+    memory.py      what fills a device, under a framework that one knows from outside
+    moments.py     the same for this library: its own step, moment by moment
     volume.py      what each axis sends
     kernels.py     how long the parts of a layer last
     step_time.py   what a step waits for

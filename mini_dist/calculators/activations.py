@@ -112,8 +112,9 @@ def _plain_modules(config, how, whole, t, moe) -> list[Saved]:
     saved, e = [], how.activation_bytes
     if config.norm == "rmsnorm":
         saved.append(Saved("normalised inputs", 2 * e * config.d_model / whole, "2 e D"))
-    if config.positions == "rotary" and how.flash_attention:
-        # Of turned heads the kernel keeps its output head by head, beside the rows made from it.
+    if config.positions == "rotary" and how.flash_attention and config.num_heads > t:
+        # Of turned heads the kernel keeps its output head by head, beside the rows made from it:
+        # of one head these are the same memory.
         each = e * config.num_heads * config.head_dim / t
         saved.append(Saved("output by heads", each, "e N H/t", is_scores=True))
     if moe:

@@ -63,6 +63,8 @@ def course_memory(
     config: ModelConfig, layout: Layout, how: Framework, pp_rank: int, states: list[Line]
 ) -> Breakdown:
     """The fullest moment of one rank, as a waterfall of lines. states: between two steps."""
+    if config.dropout:  # torch's fused attention for CPUs has none: the scores are kept
+        how = how.replace(flash_attention=False)
     rank = Rank(config, layout, how, pp_rank, states)
     fullest = max(rank.moments(), key=lambda moment: moment.total)
     known = {line.name: line for line in states}
@@ -134,6 +136,17 @@ def flights(schedule: Schedule, rank: int) -> set[Flight]:
     return found
 
 
+class Part(NamedTuple):
+    """A moment inside a layer's backward; bytes."""
+
+    when: str
+    freed: float = 0.0  # of the layer's activations, by then
+    on_top: float = 0.0  # gradients of what is computed here
+    matrix: float = 0.0  # the weight gradient that comes just now
+    gradients: float = 0.0  # of the layer's weights, there by now if they come new
+    gathered: float = 0.0  # by sequence parallelism
+
+
 # --- one rank ------------------------------------------------------------------------------------
 
 
@@ -169,7 +182,7 @@ class Rank:
 
     def moments(self) -> Iterator[Moment]:
         for flight in self.flights():
-            yield from self.backward(flight)
+            yield from Backward(self, flight).moments()
         yield from self.after_backward()
 
     def flights(self) -> set[Flight]:
@@ -180,122 +193,6 @@ class Rank:
         options = {"chunks": layout.num_chunks} if layout.schedule == "interleaved" else {}
         schedule = build(layout.schedule, layout.pp, layout.num_micro_batches, **options)
         return flights(schedule, self.pp_rank)
-
-    def backward(self, flight: Flight) -> Iterator[Moment]:
-        """From the loss down to the embedding, as far as this stage has them."""
-        base = self.base(flight)
-        stage, again = flight.stage, flight.again
-        layers = [moe for moe, count in self.layers(stage) for _ in range(count)]
-        has_head, has_embedding = stage == self.last, stage == 0
-        split = self.layout.schedule in SPLIT and self.layout.pp > 1
-        sharded = self.layout.zero >= 2
-        new = sharded or not again  # do gradients come as new tensors?
-        root = self.layout.pp == 1  # with ZeRO embedding and head are the root, else units
-        fresh = 0.0  # gradients that are there in whole, and not in the line "gradients"
-        leaving = 0.0  # of the unit that ZeRO is scattering
-        put_off = 0.0
-        kept = sum(self.kept(moe) for moe in layers)
-        # of the last stage's received gradient only a number is left
-        received = 0.0 if has_head else self.x
-
-        def moment(when: str, kept: float, whole_units: float, now: dict[str, float]) -> Moment:
-            held = dict(base)
-            held["activations"] += kept
-            held["statistics and angles"] += kept and self.small * len_now
-            held["unsharded parameters"] = self.unsharded(whole_units, root)
-            held["whole gradients"] = fresh
-            held["gradients on their way"] = leaving
-            held["put off"] += put_off
-            held["received gradient"] = received
-            return Moment(when, {**held, **now})
-
-        len_now = len(layers)
-        if has_head:
-            loss = self.head_keeps + (3 if self.layout.tp > 1 else 2) * self.logits
-            yield moment("at the loss", kept, 0.0, {"loss and logits": loss})
-            # the loss has let go of what it kept, unless that is what the head gave it
-            passing = 0.0 if split else self.table
-            on_top = 2 * self.x + self.logits + self.whole_x + self.gathered
-            yield moment(
-                "in the head's backward",
-                kept,
-                self.head + self.unit(layers[-1]),
-                {"loss and logits": on_top, "weight gradients in passing": passing},
-            )
-            if new and not split:
-                fresh += self.head
-                if sharded and not root:
-                    fresh, leaving = 0.0, self.scattered(self.head)
-            put_off += split and self.logits + self.x
-
-        for number in reversed(range(len(layers))):
-            moe = layers[number]
-            len_now = number + 1
-            below = self.unit(layers[number - 1]) if number else 0.0 if root else self.embedding
-            here = self.unit(moe) + below
-            mine = self.kept(moe)
-            passes = self.x if number < len(layers) - 1 or has_head else 0.0  # the gradient of x
-            if self.layout.recompute == "full":
-                again_kept = self.kept(moe, recompute="none")
-            else:
-                again_kept = 0.0
-            for name, freed, gradients, on_top, matrix in self.of_layer(moe):
-                yield moment(
-                    name,
-                    kept + again_kept - freed,
-                    here,
-                    {
-                        "one layer's backward": on_top + passes,
-                        "gathered sequence": self.gathered if name != CORE else 0.0,
-                        "weight gradients in passing": 0.0 if split else matrix,
-                        "a layer's gradients": gradients if new and not split else 0.0,
-                    },
-                )
-            kept -= mine
-            len_now = number
-            unit = self.how.gradient_bytes * float(self.held(moe).dense)
-            of_experts = self.how.gradient_bytes * self.one_expert(moe)
-            if split:
-                put_off += self.put_off(moe)
-            elif self.layout.recompute == "full":  # one node gives back all of a block's gradients
-                yield moment(
-                    "when a recomputed layer's gradients are there",
-                    kept,
-                    here,
-                    {
-                        "one layer's backward": passes + self.x,
-                        "a layer's gradients": self.how.gradient_bytes
-                        * float(self.held(moe).total),
-                    },
-                )
-            if sharded:
-                for complete, under_way in ((unit, leaving), (2 * unit, 0.0)):
-                    leaving = under_way
-                    yield moment(
-                        "when a layer's gradients are complete",
-                        kept,
-                        here,
-                        {
-                            "one layer's backward": self.x,
-                            "a layer's gradients": complete + of_experts,
-                        },
-                    )
-                leaving = self.scattered(unit) + self.scattered(of_experts)
-            elif new:
-                fresh += self.how.gradient_bytes * float(self.held(moe).total)
-
-        len_now = 0
-        if has_embedding:
-            yield moment(
-                "in the embedding's backward",
-                0.0,
-                0.0 if root else self.embedding,
-                {"one layer's backward": self.whole_x, "a layer's gradients": self.table},
-            )
-        if sharded and root:  # what is in no unit is scattered when backward is over
-            whole = self.how.gradient_bytes * self.outside
-            fresh = leaving = 0.0
-            yield moment("when backward is over", 0.0, 0.0, {"a layer's gradients": 2 * whole})
 
     def after_backward(self) -> Iterator[Moment]:
         """Averaging what is not sharded yet, and the optimizer's step."""
@@ -312,7 +209,7 @@ class Rank:
             layers = [moe for stage in self.stages for moe, _ in self.layers(stage)]
             flat = how.gradient_bytes * max(float(self.held(moe).dense) for moe in layers)
             held = {**states, "gradients": 0.0, "gradients of experts": 0.0}
-            held |= {"whole gradients": gradients, "gradients on their way": flat}
+            held |= {"whole gradients": gradients, "leaving gradients": flat}
             yield Moment("while gradients are scattered", held)
         if layout.zero:
             units = [self.held(moe).dense for stage in self.stages for moe, _ in self.layers(stage)]
@@ -353,11 +250,6 @@ class Rank:
             "messages": flight.messages * self.x,
         }
 
-    def unsharded(self, units: float, root: bool) -> float:
-        if self.layout.zero < 3 or self.ways == 1:
-            return 0.0
-        return units + (self.how.parameter_bytes * self.outside if root else 0.0)
-
     # -- sizes of parts ---------------------------------------------------------------------------
 
     def layers(self, stage: int):
@@ -365,6 +257,10 @@ class Rank:
 
     def held(self, moe: bool) -> Held:
         return held_by_layer(self.config, self.layout, moe)
+
+    def gradients(self, moe: bool) -> Held:
+        held, g = self.held(moe), self.how.gradient_bytes
+        return Held(g * float(held.dense), g * float(held.experts))
 
     @property
     def parameters(self) -> Held:
@@ -394,10 +290,6 @@ class Rank:
         if not moe:
             return 0.0
         return float(self.held(moe).experts) * self.layout.ep / self.config.num_experts
-
-    def scattered(self, unit: float) -> float:
-        """A unit's gradients on their way: the flat copy, and what the others sent."""
-        return unit * (2 - 1 / self.ways)
 
     def kept(self, moe: bool, recompute: str | None = None) -> float:
         layout = self.layout.replace(recompute=recompute) if recompute else self.layout
@@ -436,46 +328,70 @@ class Rank:
             if weight.name == name:
                 per_rank = weight.numel_per_rank(self.layout.tp, 1, self.config.num_kv_heads)
                 return float(per_rank) / weight.experts
-        raise KeyError(name)
+        return 0.0  # latent attention has no such matrix; our GPT has no latent attention
 
     # -- one layer's backward ---------------------------------------------------------------------
 
-    def of_layer(self, moe: bool) -> Iterator[tuple[str, float, float, float, float]]:
-        """The moments in a layer that can be the worst: (when, activations let go of by then,
-        gradients that are there, bytes on top, bytes of the matrix' gradient that comes)."""
-        config, layout, g = self.config, self.layout, self.how.gradient_bytes
+    def parts(self, moe: bool, splits: bool) -> Iterator[Part]:
+        """The moments in a layer's backward that can be the worst, in their order.
+
+        splits: what W will need of the activations is not let go of.
+        """
+        config, g = self.config, self.how.gradient_bytes
         items = {
             item.name: item.bytes_per_token * self.tokens
-            for item in layer_activations(config, layout, self.how, moe)
+            for item in layer_activations(config, self.layout, self.how, moe)
         }
-        gated = config.activation == "swiglu"
+        mask = self.x if config.dropout else 0.0  # the gradient before its dropout, and after
         down, up = (g * self.matrix(moe, name) for name in ("down", "up"))
+        inner = 2 if config.activation == "swiglu" else 1
         if moe:  # expert after expert: each has its share of the rows
-            share = layout.ep / config.num_experts
-            hidden = self.how.activation_bytes * self.tokens * config.top_k * config.d_expert
-            hidden *= share / layout.tp
-            rows = 2 * config.top_k * self.whole_x  # gradients of the answers, weighted and not
-            ffn = sum(value for name, value in items.items() if "expert" in name)
+            share = self.layout.ep / config.num_experts
+            rows = self.tokens * config.top_k * share
+            hidden = self.how.activation_bytes * rows * config.d_expert / self.layout.tp
+            answers = 2 * config.top_k * self.whole_x + mask  # their gradients, weighted and not
+            yield Part(
+                "in an expert's backward", on_top=answers + hidden * (1 + splits), matrix=down
+            )
+            yield Part("in an expert's backward", on_top=answers + hidden * inner, gradients=down)
+            through = sum(items[name] for name in items if "expert" in name)
+            through += items["dispatched tokens"]
+            gradients = 0.0  # an expert's leave, or are there, when it is through
         else:
-            hidden, rows = items["ffn activated"], 0.0
-            ffn = items["ffn activated"] + items["ffn hidden"]
-        mask = self.x if config.dropout else 0.0
-        if layout.recompute == "full":
-            mask += self.x  # the layer's output, made again
-        yield "in the ffn's backward", 0.0, 0.0, rows + mask + hidden, down
-        if gated:
-            yield "in the ffn's backward", 0.0, down, rows + mask + 2 * hidden, 0.0
-        if not moe:
-            coming = (2 if gated else 1) * hidden + self.whole_x
-            yield "in the ffn's backward", ffn, down, mask + coming, up
-        # Attention, when the ffn and its norm are through.
-        through = ffn + items.get("ffn input", 0.0) + items.get("dispatched tokens", 0.0)
-        through += items["norm inputs"] / 2
-        gradients = g * (down + (2 if gated else 1) * up) / g if not moe else 0.0
-        core = self.heads + self.heads + 2 * self.keys  # of the output, of q, k and v
-        if layout.cp > 1:
+            hidden = items["ffn activated"]
+            first = mask + hidden * (1 + splits)
+            yield Part("in the ffn's backward", on_top=first, matrix=down, gathered=self.gathered)
+            yield Part(
+                "in the ffn's backward", on_top=mask + hidden * (inner + splits), gradients=down
+            )
+            through = items["ffn hidden"] + hidden
+            second = mask + hidden * inner + self.whole_x
+            yield Part(
+                "in the ffn's backward",
+                through,
+                second,
+                matrix=up,
+                gradients=down,
+                gathered=self.gathered,
+            )
+            gradients = down + inner * up
+        through += items["ffn input"] + items["norm inputs"] / 2
+        core = 2 * self.heads + 2 * self.keys  # gradients of the output, of q, k and v
+        if self.layout.cp > 1:
             core += self.heads + self.ring()
-        yield CORE, through, gradients, mask + core, 0.0
+        if not self.how.flash_attention:
+            core += 2 * items["attention scores"] / (3 if config.dropout else 1)
+        yield Part("in attention's backward", through, core, gradients=gradients)
+        through += sum(items.get(name, 0.0) for name in OF_CORE)
+        query = g * self.matrix(moe, "q")
+        yield Part(
+            "in the queries' backward",
+            through,
+            self.heads + 2 * self.whole_x,  # of q; of the input, so far and from q
+            matrix=query,
+            gradients=self.gradients(moe).dense - query,
+            gathered=self.gathered,
+        )
 
     def ring(self) -> float:
         """Keys and values, and gradients of theirs, that ring attention's backward has at once
@@ -497,7 +413,149 @@ class Rank:
         return WHY[name]
 
 
-CORE = "in the core of attention's backward"
+# --- one backward --------------------------------------------------------------------------------
+
+
+class Backward:
+    """Down one stage, from the loss to the embedding, with what comes and goes on the way."""
+
+    def __init__(self, rank: Rank, flight: Flight) -> None:
+        self.rank, self.base = rank, rank.base(flight)
+        layout = rank.layout
+        self.layers = [moe for moe, count in rank.layers(flight.stage) for _ in range(count)]
+        self.has_head = flight.stage == layout.num_stages - 1
+        self.has_embedding = flight.stage == 0
+        self.splits = layout.pp > 1 and layout.schedule in SPLIT  # into B and W
+        self.scatters = layout.zero >= 2
+        self.is_new = self.scatters or not flight.again  # gradients come as new tensors
+        self.first = not flight.again
+        # without a pipeline embedding and head are no units but the root
+        self.has_root = layout.pp == 1
+        self.left = len(self.layers)  # layers whose activations are there
+        self.fresh = 0.0  # new gradients that are complete and whole
+        self.leaving = 0.0  # bytes of the unit whose gradients are on their way
+        self.shards = 0.0  # of gradients that came home in a first backward
+        self.put_off = 0.0
+
+    def moments(self) -> Iterator[Moment]:
+        if self.has_head:
+            yield from self.head()
+        while self.left:
+            yield from self.layer(self.layers[self.left - 1])
+        yield from self.end()
+
+    def moment(self, when: str, freed: float = 0.0, units: float = 0.0, **lines: float) -> Moment:
+        """freed: of the activations of layers that are left. units: whole ones under ZeRO-3."""
+        rank, held = self.rank, dict(self.base)
+        held["activations"] += sum(map(rank.kept, self.layers[: self.left])) - freed
+        held["statistics and angles"] += self.left * rank.small
+        held["gradients"] += self.shards
+        held["put off"] += self.put_off
+        held["whole gradients"] = self.fresh
+        held["leaving gradients"] = self.leaving * (2 - 1 / rank.ways)  # flat; the others' parts
+        held["received gradient"] = 0.0 if self.has_head else rank.x  # until the stage is through
+        if rank.layout.zero == 3 and rank.ways > 1:
+            root = rank.how.parameter_bytes * rank.outside if self.has_root else 0.0
+            held["unsharded parameters"] = units + root
+        return Moment(when, {**held, **{name.replace("_", " "): lines[name] for name in lines}})
+
+    def head(self) -> Iterator[Moment]:
+        rank = self.rank
+        # Backward's own: the loss and its gradient; cut, there are two ways from it to the logits.
+        softmax = (3 if rank.layout.tp > 1 else 2) * rank.logits
+        yield self.moment("at the loss", loss_and_logits=rank.head_keeps + softmax)
+        yield self.moment(
+            "in the head's backward",
+            units=rank.head + rank.unit(self.layers[-1]),
+            loss_and_logits=2 * rank.x + rank.logits + rank.whole_x + rank.gathered,
+            weight_gradients_in_passing=0.0 if self.splits else rank.table,
+        )
+        if self.splits:
+            self.put_off += rank.logits + rank.x
+        elif self.is_new:
+            self.done(rank.head, scatter=self.scatters and not self.has_root)
+
+    def done(self, unit: float, scatter: bool) -> None:
+        """A unit's new gradients are complete: they stay, or leave when those before are home."""
+        if scatter:
+            self.come_home()
+            self.leaving = unit
+        else:
+            self.fresh += unit
+
+    def come_home(self) -> None:
+        if self.first:  # later ones are added to what is there
+            self.shards += self.leaving / self.rank.ways
+        self.leaving = 0.0
+
+    def layer(self, moe: bool) -> Iterator[Moment]:
+        rank, number = self.rank, self.left - 1
+        passes = rank.x if self.has_head or self.left < len(self.layers) else 0.0  # gradient of x
+        if number:
+            next_unit = rank.unit(self.layers[number - 1])
+        else:
+            next_unit = rank.embedding if self.has_embedding and not self.has_root else 0.0
+        units = rank.unit(moe) + next_unit
+        recomputes = rank.layout.recompute == "full"
+        remade = rank.kept(moe, recompute="none") + rank.x if recomputes else 0.0
+        for part in rank.parts(moe, self.splits):
+            yield self.moment(
+                part.when,
+                freed=part.freed - remade,
+                units=units,
+                activation_gradients=passes + part.on_top,
+                gathered_sequence=part.gathered,
+                new_gradients=part.gradients if self.is_new and not self.splits else 0.0,
+                weight_gradients_in_passing=0.0 if self.splits else part.matrix,
+            )
+        held, experts = rank.gradients(moe), rank.how.gradient_bytes * rank.one_expert(moe)
+        unit = held.dense + (experts if self.scatters else held.experts)
+        self.left -= 1
+        if self.splits:
+            self.put_off += rank.put_off(moe)
+            return
+        if recomputes:  # one node of the graph gives back all of a layer's gradients
+            yield self.moment(
+                "when a recomputed layer is through",
+                units=units,
+                activation_gradients=passes + rank.x,
+                new_gradients=unit,
+            )
+        if self.scatters:  # beside them their flat copy; those before are home
+            self.come_home()
+            yield self.moment(
+                "when a layer's gradients leave",
+                units=units,
+                activation_gradients=2 * rank.x,
+                new_gradients=2 * held.dense + experts,
+            )
+        if self.is_new:
+            self.done(unit, self.scatters)
+
+    def end(self) -> Iterator[Moment]:
+        rank = self.rank
+        if self.has_embedding:
+            yield self.moment(
+                "in the embedding's backward",
+                units=0.0 if self.has_root else rank.embedding,
+                activation_gradients=rank.whole_x,
+                weight_gradients_in_passing=rank.table,
+            )
+        if self.scatters and self.has_root:
+            self.come_home()
+            self.fresh = 0.0
+            outside = rank.how.gradient_bytes * rank.outside
+            yield self.moment("when the root's gradients leave", new_gradients=2 * outside)
+
+
+OF_CORE = (
+    "queries, keys",
+    "values",
+    "softmax statistics",
+    "attention scores",
+    "attention output",
+    "output by heads",
+)
 SPLIT = ("zb_h1", "zb_h2", "zb_v", "dualpipe_v")
 
 WHY = {
@@ -506,8 +564,8 @@ WHY = {
         "zero/stages.py",
     ),
     "whole gradients": ("new ones, not yet added up or scattered", "autograd, zero/stages.py"),
-    "gradients on their way": ("flat copy g P_unit + g P_unit (n-1)/n received", "zero/unit.py"),
-    "a layer's gradients": ("new ones of the unit that computes", "autograd, zero/unit.py"),
+    "leaving gradients": ("flat copy g P_unit + g P_unit (n-1)/n received", "zero/unit.py"),
+    "new gradients": ("of the layer that computes; leaving, with a flat copy", "zero/unit.py"),
     "flat gradients": ("a bucket's copy and its mean", "data_parallel.py"),
     "optimizer's temporaries": ("2 * largest tensor", "torch.optim [code]"),
     "statistics and angles": ("in float32: 2 a norm and token; 2 S H/cp a layer", "model.py"),
@@ -516,7 +574,7 @@ WHY = {
     "put off": ("inputs of linears and gradients of their outputs", "pipeline/stage.py"),
     "messages": ("e b S D: arriving early, sent and not yet used", "pipeline/execute.py"),
     "received gradient": ("e b S D", "pipeline/execute.py"),
-    "one layer's backward": ("gradients of x and of what is computed now", "autograd [code]"),
+    "activation gradients": ("gradients of x and of what is computed now", "autograd [code]"),
     "gathered sequence": ("e D tokens", "[K22] section 4.2.2"),
     "weight gradients in passing": ("of the matrix just now, then added up", "autograd [code]"),
     "tokens and targets": ("8 a token, of all micro-batches", "torch.int64"),
