@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from .collectives import all_gather, all_reduce
 from .config import Layout, ModelConfig
 from .context_parallel import make_attention, positions_here, shard
-from .data_parallel import Bucketed, Overlapped
+from .data_parallel import Bucketed, Naive, Overlapped
 from .expert_parallel import layers_with_experts, set_loss_scale, shard_experts
 from .mesh import Mesh
 from .model import MoE, TokenLoss, token_loss
@@ -318,7 +318,7 @@ def replicate(
         if layout.pp > 1:
             # Micro-batches overlap in a stage, so nothing can stay from the start of one's forward
             # to the end of its backward: embedding and head are units, too, and there is no root.
-            units += [part for part in (stage.embed, stage.head) if part is not None]
+            units = [unit for unit in (stage.embed, *units, stage.head) if unit is not None]
         if layout.pp > 1 and layout.zero == 3:
             # the embedding's forward has no input with a gradient: its hook is meant to run still
             warnings.filterwarnings("ignore", message="Full backward hook is firing")
@@ -333,10 +333,15 @@ def replicate(
 def strategy(layout: Layout) -> Callable[..., Replica]:
     if layout.zero:
         return {1: ZeRO1, 2: ZeRO2, 3: ZeRO3}[layout.zero]
-    averaging = Overlapped if layout.pp == 1 else Bucketed  # a schedule has many last backwards
-    return lambda module, group, *, make_optimizer, units, ignored: averaging(
-        module, group, ignored=ignored
-    )
+
+    def average(module, group, *, make_optimizer, units, ignored) -> Replica:
+        if group.size() == 1:
+            return Naive(module, group, ignored=ignored)  # nothing travels: no buckets, no copies
+        # a schedule has many last backwards
+        averaging = Overlapped if layout.pp == 1 else Bucketed
+        return averaging(module, group, ignored=ignored)
+
+    return average
 
 
 def pieces_of(replica: Replica) -> Iterator[tuple[Tensor, Tensor]]:
