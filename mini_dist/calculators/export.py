@@ -21,6 +21,7 @@ _SCHEDULES = {  # ours: Megatron-LM has 1F1B and interleaved; torch.distributed.
 def megatron_arguments(config: ModelConfig, layout: Layout) -> list[str]:
     """The arguments of Megatron-LM's pretrain_gpt.py that say the model and the layout.
 
+    The vocabulary is the tokenizer's, and not among them.
     Raises ValueError for what Megatron-LM has no argument for.
     """
     layout.check(config)
@@ -49,6 +50,8 @@ def megatron_arguments(config: ModelConfig, layout: Layout) -> list[str]:
         "kv-channels": config.head_dim,
         "seq-length": config.seq_len,
         "max-position-embeddings": config.seq_len,
+        "attention-dropout": config.dropout,  # 0.1 where it is not said
+        "hidden-dropout": config.dropout,
         "micro-batch-size": layout.micro_batch_size,
         "global-batch-size": layout.global_batch_size,
         "tensor-model-parallel-size": layout.tp,

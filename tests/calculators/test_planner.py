@@ -175,6 +175,7 @@ def test_megatron_arguments_say_the_layout_and_the_model():
     assert said["--pipeline-model-parallel-size"] == "4"
     assert said["--num-layers-per-virtual-pipeline-stage"] == "4"  # 80 layers, 20 stages
     assert said["--global-batch-size"] == str(8 * 16 * 2) and said["--micro-batch-size"] == "2"
+    assert said["--hidden-dropout"] == said["--attention-dropout"] == "0.0"  # else theirs is 0.1
     assert said["--num-query-groups"] == "8" and said["--recompute-granularity"] == "full"
     for flag in (
         "sequence-parallel",
