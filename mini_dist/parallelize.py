@@ -44,7 +44,7 @@ from .tensor_parallel import (
     TENSOR,
     Pair,
     ParallelMLP,
-    add_up_parts,
+    add_up_parts_,
     shard_model,
     vocab_parallel_cross_entropy,
 )
@@ -214,7 +214,7 @@ class ParallelModel(Replica):
         if self.layout.tp > 1:
             for stage in self.stages.values():
                 names = {parameter: name for name, parameter in stage.named_parameters()}
-                add_up_parts(
+                add_up_parts_(
                     stage.sharding,
                     [
                         (names[parameter], gradient)

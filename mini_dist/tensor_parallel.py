@@ -418,11 +418,11 @@ def finish_gradients(model: nn.Module) -> None:
         if parameter.requires_grad and len(who_adds_up(sharding, name)) > 1:
             parameter.grad = gradient(parameter)  # zeros, where only others have one
             partial_gradients.append((name, parameter.grad))
-    add_up_parts(sharding, partial_gradients)
+    add_up_parts_(sharding, partial_gradients)
 
 
 @torch.no_grad()
-def add_up_parts(sharding: Sharding, gradients: Iterable[tuple[str, Tensor]]) -> None:
+def add_up_parts_(sharding: Sharding, gradients: Iterable[tuple[str, Tensor]]) -> None:
     """The same for (parameter name, its gradient or an equal part of it on all ranks), in place."""
     parts: dict[tuple, list[Tensor]] = {}
     for name, part in gradients:
