@@ -1,10 +1,11 @@
 """Replay beside the clock: a training step on this machine, replayed with its own measured rates.
 
 Rows "step": 2 ranks, one a core. `ours` is how far the replayed step lies from the measured one, in
-percent; `theirs` the 20 % that are allowed. Kernels have the times they took in a counted run,
-messages a latency and a bandwidth from an exchange between 2 ranks, and everything else (Python,
-autograd, the dispatcher) one time a kernel, from a model that is all host. Nothing is fitted to the
-step that is predicted. All three come anew for each repeat, so that a busy minute falls on both.
+percent; `theirs` the 20 % that are allowed. Kernels and the host's pace between them have the CPU
+time they took in a counted run; messages the time they take between ranks that do nothing else, and
+what they cost the cores (see `measure_here`). Nothing is fitted to the step that is predicted.
+A round is a run, a counted run and the measuring of the rates; rounds of all programs take turns,
+so that a busy minute falls on all of it. Compared are the medians over the rounds.
 Rows "bubble": an emulated pipeline, replayed, beside the simulator: points of difference, and the
 half point that is allowed.
 """
@@ -12,6 +13,7 @@ half point that is allowed.
 import statistics
 import sys
 import time
+from functools import lru_cache, partial
 from pathlib import Path
 
 import cloudpickle
@@ -19,9 +21,10 @@ import torch
 from _form import Case, main
 
 from mini_dist import launch
-from mini_dist.config import ModelConfig
-from mini_dist.data_parallel import Bucketed, Overlapped, ring_mean
+from mini_dist.config import Layout, ModelConfig
+from mini_dist.data_parallel import Bucketed, Naive, Overlapped, ring_mean
 from mini_dist.model import GPT, token_loss
+from mini_dist.parallelize import parallelize
 from mini_dist.replay import measure_here, replay
 from mini_dist.schedule import Times, build, simulate
 
@@ -31,41 +34,75 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-def train(kind, steps, group):
+def ddp(model, group):
+    return torch.nn.parallel.DistributedDataParallel(model, process_group=group)
+
+
+DATA_PARALLEL = {
+    "naive ring": partial(Naive, reduce=ring_mean),
+    "bucketed ring": partial(Bucketed, reduce=ring_mean, bucket_bytes=2**20),
+    "overlapped ring": partial(Overlapped, reduce=ring_mean, bucket_bytes=2**20),
+    "DDP": ddp,
+}
+LAYOUTS = {
+    "ZeRO-1": Layout(dp=2, zero=1, micro_batch_size=BATCH),
+    "ZeRO-3": Layout(dp=2, zero=3, micro_batch_size=BATCH),
+    "TP 2": Layout(tp=2, micro_batch_size=BATCH),
+    "pipeline of 2, 1F1B": Layout(pp=2, num_micro_batches=4, micro_batch_size=BATCH // 4),
+}
+PROGRAMS = (*DATA_PARALLEL, *LAYOUTS)
+
+
+def train(program, steps, group):
     """Seconds of each step on this rank."""
-    model = GPT(CONFIG)
-    if kind == "DDP":
-        replica = torch.nn.parallel.DistributedDataParallel(model, process_group=group)
+    tokens = torch.randint(0, CONFIG.vocab_size, (BATCH, CONFIG.seq_len + 1),
+                           generator=torch.Generator().manual_seed(0))  # fmt: skip
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    if program in LAYOUTS:
+        model = parallelize(CONFIG, LAYOUTS[program], group, torch.optim.AdamW)
+        step = partial(model.step, inputs, targets)
     else:
-        strategy = {"bucketed ring": Bucketed, "overlapped ring": Overlapped}[kind]
-        replica = strategy(model, group, reduce=ring_mean, bucket_bytes=2**20)
-    optimizer = torch.optim.AdamW(model.parameters())
-    tokens = torch.randint(0, CONFIG.vocab_size, (BATCH, CONFIG.seq_len + 1))
+        model = DATA_PARALLEL[program](GPT(CONFIG), group)
+        optimizer = torch.optim.AdamW(model.parameters())
+
+        def step():
+            optimizer.zero_grad()
+            token_loss(model(inputs), targets).mean().backward()
+            if hasattr(model, "finish"):
+                model.finish()
+            optimizer.step()
+
     seconds = []
     for _ in range(steps):
         began = time.perf_counter()
-        optimizer.zero_grad()
-        token_loss(replica(tokens[:, :-1]), tokens[:, 1:]).mean().backward()
-        if hasattr(replica, "finish"):
-            replica.finish()
-        optimizer.step()
+        step()
         seconds.append(time.perf_counter() - began)
     return seconds
 
 
-def percent_off(kind):
-    def once():
-        run = launch(train, 2, (kind, STEPS), quiet=True)
-        measured = statistics.median(max(pair) for pair in zip(*run.results))
-        counted = launch(train, 2, (kind, 3), count=True, quiet=True)
-        replayed = replay(counted, measure_here(counted)).seconds
-        print(
-            f"  {kind}: measured {1e3 * measured:.1f} ms, replayed {1e3 * replayed:.1f} ms",
-            file=sys.stderr,
-        )
-        return 100 * abs(replayed / measured - 1)
+@lru_cache
+def compared(rounds):
+    """{program: (measured, replayed) seconds of a step}, medians over the rounds."""
+    found = {program: [] for program in PROGRAMS}
+    for program in rounds * PROGRAMS:
+        run = launch(train, 2, (program, STEPS), quiet=True)
+        measured = statistics.median(max(pair) for pair in list(zip(*run.results))[1:])
+        counted = launch(train, 2, (program, 4), count=True, quiet=True)
+        replayed = replay(counted, measure_here(counted))
+        found[program].append((measured, replayed.seconds, replayed.exposed))
+    return {
+        program: [statistics.median(part) for part in zip(*each)] for program, each in found.items()
+    }
 
-    return once
+
+def percent_off(program, rounds):
+    measured, replayed, exposed = compared(rounds)[program]
+    print(
+        f"  {program}: measured {1e3 * measured:.1f} ms, replayed {1e3 * replayed:.1f} ms "
+        f"({replayed / measured - 1:+.1%}), {1e3 * exposed:.1f} of them exposed",
+        file=sys.stderr,
+    )
+    return 100 * abs(replayed / measured - 1)
 
 
 def bubble_off(name, options):
@@ -82,10 +119,9 @@ def bubble_off(name, options):
 
 
 def cases(long):
-    for kind in ("bucketed ring", "overlapped ring", "DDP"):
-        repeats = 15 if long else 5
-        bar = None if kind == "overlapped ring" else 1.0  # its thread takes turns with backward
-        yield Case(f"step, {kind}", percent_off(kind), 20, bar, "%", repeats=repeats, warmup=1)
+    for program in PROGRAMS:
+        off = partial(percent_off, program, 15 if long else 3)
+        yield Case(f"step, {program}", off, 20, 1.0, "%", repeats=1, warmup=0)
     for name, options in (("gpipe", {}), ("1f1b", {}), ("interleaved", {"chunks": 2})):
         yield Case(f"bubble, {name}", bubble_off(name, options), 0.5, 1.0, "points", 1, warmup=0)
 

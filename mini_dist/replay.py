@@ -31,7 +31,19 @@ from .calculators.links import Link
 from .calculators.machines import FLASH_BACKWARD, FLASH_FORWARD, KERNEL_SECONDS
 from .launch import launch
 from .ledger import Ledger
-from .ledger.counting import Begin, Done, Give, Join, Kernel, Phase, Stated, Take, Updated, Wait
+from .ledger.counting import (
+    Begin,
+    Done,
+    Give,
+    Host,
+    Join,
+    Kernel,
+    Phase,
+    Stated,
+    Take,
+    Updated,
+    Wait,
+)
 from .ledger.table import Table
 
 SLOW_NETWORK = 1.25e9  # bytes/s a device: 10 Gb/s Ethernet
@@ -83,6 +95,12 @@ class Elsewhere:
         # On a GPU torch's optimizers update all tensors in a few kernels ("foreach").
         start = 0.0 if kernel.phase == "step" else KERNEL_SECONDS
         return max(slower * flops / device.gemm_rate, nbytes / device.stream_bandwidth) + start
+
+    def host_seconds(self, host: Host) -> float:
+        return 0.0
+
+    def busy_seconds(self, op: str, nbytes: float) -> float:
+        return 0.0  # network cards carry messages, and the devices compute
 
     def link(self, source: int, target: int) -> Link:
         size = self.machine.devices_per_node
@@ -217,95 +235,172 @@ def elsewhere(run, wider: float = 1.0) -> Table:
 # ---- this machine ----------------------------------------------------------------------------
 
 
-@dataclass
-class Here:
-    """This machine as the replay takes it: every kernel's own time, one link between all ranks.
+class Cost(NamedTuple):
+    """Of a message or a native collective on this machine, in seconds.
 
-    host_seconds: what Python, autograd and the dispatcher take beside each kernel.
+    seconds: from begin to end. busy: what the backend's own threads compute on a rank's core
+    meanwhile. There is no network card here: the cores themselves carry every byte.
     """
 
+    seconds: float
+    busy: float
+
+
+@dataclass
+class Here:
+    """This machine as the replay takes it: every kernel's and every message's own time, and the
+    host's. operator, event: CPU seconds that counting one added to the host's."""
+
     kernels: dict[tuple, float]
-    host_seconds: float
-    between: Link
+    communications: dict[tuple[str, int], Cost]
+    operator: float
+    event: float
     name: str = "this machine, measured"
     peak_flops: float = hardware("laptop").device.peak_flops / 2  # of one core
 
     def kernel_seconds(self, kernel: Kernel) -> float:
-        return self.kernels[kernel.signature] + self.host_seconds
+        return self.kernels[kernel.signature]
 
-    def link(self, source: int, target: int) -> Link:
-        return self.between
+    def host_seconds(self, host: Host) -> float:
+        return max(0.0, host.seconds - self.operator * host.operators - self.event)
+
+    def link(self, source: int, target: int) -> str:
+        return "loopback"
 
     def message_seconds(self, nbytes: int, source: int, target: int) -> float:
-        return self.between.seconds(nbytes)
+        return self.communications["message", nbytes].seconds
 
     def collective_seconds(self, op: str, nbytes: float, ranks: tuple[int, ...]) -> float:
-        size = len(ranks)
-        rounds = (size - 1) * (2 if op == "all_reduce" else 1)
-        return self.between.seconds(nbytes / size if op != "barrier" else 0, rounds)
+        return self.communications[op, nbytes].seconds
+
+    def busy_seconds(self, op: str, nbytes: float) -> float:
+        """For one rank's side of it."""
+        return self.communications[op, nbytes].busy
 
 
-def measure_here(run) -> Here:
-    """This machine's rates: of kernels as they were in a counted `run`, of links and of the host as
-    two small runs of their own find them. Good for as many ranks as there are cores."""
+def measure_here(run, repeats: int = 9) -> Here:
+    """This machine's rates for a run that was counted on it, with at most as many ranks as cores.
+
+    Kernels: the median CPU time of each in that run. Host: as noted there, less the counting.
+    Communications: timed here, at the sizes of the run, between ranks that do nothing else.
+    """
     seconds: dict[tuple, list[float]] = defaultdict(list)
     for program in run.ledger.programs:
         for _, event in program:
             if isinstance(event, Kernel):
                 seconds[event.signature].append(event.seconds)
     kernels = {signature: statistics.median(found) for signature, found in seconds.items()}
-    return Here(kernels, measure_host(), measure_link())
+    size = len(run.ledger.programs)
+    asked = sorted({asked_for(comm) for comm in run.ledger.leaves()})
+    measured = launch(communicate_each, size, (asked, repeats), quiet=True).results
+    return Here(kernels, dict(zip(asked, measured[0])), *measure_counting(size))
 
 
-def measure_link(sizes=(8, 2**16, 2**20, 2**22), repeats: int = 20) -> Link:
-    """Latency and bandwidth of messages between two ranks, both directions busy at once."""
-    fastest = launch(exchange_each, 2, (sizes, repeats), quiet=True).results[0]
-    latency = fastest[0]
-    slopes = [(t - latency) / nbytes for nbytes, t in zip(sizes[1:], fastest[1:])]
-    return Link(latency, 1 / max(statistics.median(slopes), 1e-12))
+def asked_for(comm) -> tuple[str, int]:
+    """Which measurement a communication needs: message or op, and the bytes of a whole tensor."""
+    if comm.op in ("send", "recv"):
+        return "message", comm.nbytes
+    parts = len(comm.group) if comm.op in ("all_gather", "gather", "scatter") else 1
+    return comm.op, comm.nbytes * parts
 
 
-def exchange_each(sizes, repeats, group) -> list[float]:
+def communicate_each(asked, repeats, group) -> list[Cost]:
+    """Each of `asked`, on this machine, through the ledger's group as in any run."""
     import torch
+    import torch.distributed as dist
 
     from .collectives import exchange
 
-    found, peer = [], 1 - group.rank()
-    for nbytes in sizes:
-        x, times = torch.ones(max(1, nbytes // 4)), []
+    rank, size = group.rank(), group.size()
+    after, before = (rank + 1) % size, (rank - 1) % size
+    calls = {  # whole: the whole tensor; part: a rank's part of it. Native ones as DDP calls them
+        "message": lambda whole, part: exchange(whole, after, before, group),
+        "all_reduce": lambda whole, part: group.allreduce([whole]).wait(),
+        "all_gather": lambda whole, part: group._allgather_base(whole, part).wait(),
+        "reduce_scatter": lambda whole, part: group._reduce_scatter_base(part, whole).wait(),
+        "all_to_all": lambda whole, part: group.alltoall_base(whole.clone(), whole, [], []).wait(),
+        "broadcast": lambda whole, part: group.broadcast([whole], dist.BroadcastOptions()).wait(),
+        "reduce": lambda whole, part: group.reduce([whole], dist.ReduceOptions()).wait(),
+        "barrier": lambda whole, part: group.barrier().wait(),
+    }
+    other = torch.zeros(4 << 20)  # what a rank computes with between two communications
+
+    def tensors(op, nbytes):
+        part = torch.zeros(max(1, nbytes // 4 // size))
+        return torch.zeros(len(part) * size if op != "message" else max(1, nbytes // 4)), part
+
+    def times(call, *given) -> tuple[float, float, float]:
+        """Seconds of a call on the clock and in this thread, medians; the backend's, a mean."""
+        walls, own, backend = [], [], 0.0
         for _ in range(repeats):
-            began = time.perf_counter()
-            exchange(x, peer, peer, group)
-            times.append(time.perf_counter() - began)
-        found.append(statistics.median(times))
-    return found
+            other.add_(1)
+            exchange(torch.zeros(2), after, before, group)  # so that all begin at once
+            backend -= time.process_time() - time.thread_time()
+            wall, thread = time.perf_counter(), time.thread_time()
+            call(*given)
+            walls.append(time.perf_counter() - wall)
+            own.append(time.thread_time() - thread)
+            time.sleep(1e-3)  # its threads finish
+            backend += time.process_time() - time.thread_time()
+        return statistics.median(walls), statistics.median(own), max(0.0, backend / repeats)
+
+    times(calls["message"], *tensors("message", 8))  # the first of all makes connections
+    _, calling, _ = times(calls["message"], *tensors("message", 8))  # Python: the host's already
+    costs = []
+    for op, nbytes in asked:
+        wall, _, busy = times(calls[op], *tensors(op, nbytes))
+        sides = 2 if op == "message" else 1  # an exchange is two of them
+        costs.append(Cost(max(0.0, wall - calling), busy / sides))
+    return costs
 
 
-def measure_host() -> float:
-    """Seconds a kernel that are not the kernel's, in steps of a model that is all host."""
-    run = launch(tiny_steps, 1, (20,), quiet=True)
-    counted = launch(tiny_steps, 1, (3,), count=True, quiet=True)
-    step = statistics.median(run.results[0][2:])
-    player = [event for _, event in counted.ledger.programs[0] if isinstance(event, Kernel)]
-    inside = sum(event.seconds for event in player)
-    # the kernels' own time in the counted run is that of three steps
-    return max(0.0, (step - inside / 3) / (len(player) / 3))
+def measure_counting(size: int, steps: int = 24) -> tuple[float, float]:
+    """CPU seconds that counting an operator takes, and an event: a small model's steps, counted and
+    not. Every other one has messages, with their many events.
+
+    On as many ranks as the run has, since cores that are all busy may be slower.
+    """
+    plain = launch(tiny_steps, size, (steps,), quiet=True).results[0]
+    program = launch(tiny_steps, size, (steps,), count=True, quiet=True).ledger.programs[0]
+    counted = []  # of each step: CPU seconds, operators, events
+    step = [0.0, 0, 0]
+    for _, event in program:
+        if isinstance(event, (Kernel, Host)):
+            step[0] += event.seconds
+        if isinstance(event, Host):
+            step[1:] = step[1] + event.operators, step[2] + 1
+        if isinstance(event, Updated):
+            counted.append(step)
+            step = [0.0, 0, 0]
+
+    def median_of_every_other(first):
+        more = [with_it[0] - without for with_it, without in zip(counted, plain)]
+        return statistics.median(more[first::2]), *counted[first][1:]
+
+    alone, operators, _ = median_of_every_other(2)  # (steps 0 and 1 are everything's first)
+    with_messages, as_well, events = median_of_every_other(3)
+    operator = max(0.0, alone / operators)
+    return operator, max(0.0, (with_messages - operator * as_well) / events)
 
 
 def tiny_steps(steps: int, group) -> list[float]:
+    """CPU seconds of each step of a model that is all host, in this thread."""
     import torch
 
     from .config import ModelConfig
+    from .data_parallel import Naive, ring_mean
     from .model import GPT, token_loss
 
     config = ModelConfig(vocab_size=8, seq_len=4, d_model=8, num_layers=2, num_heads=2)
-    model, times = GPT(config), []
+    model, times = Naive(GPT(config), group, reduce=ring_mean), []
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.zeros(1, 5, dtype=torch.long)
-    for _ in range(steps):
+    for number in range(steps):
         began = time.thread_time()
         optimizer.zero_grad()
         token_loss(model(tokens[:, :-1]), tokens[:, 1:]).mean().backward()
+        if number % 2:
+            model.finish()
         optimizer.step()
         times.append(time.thread_time() - began)
     return times
@@ -345,6 +440,7 @@ class Player:
         self.numbers: dict[tuple, int] = defaultdict(int)
         self.unwaited: dict[int, list] = defaultdict(list)  # native collectives of a rank
         self.device_free = [0.0] * len(ledger.programs)
+        self.carried: list[list] = [[] for _ in ledger.programs]  # messages' begin, device's work
         self.way_free: dict[tuple, float] = defaultdict(float)
         self.begins = [begins(self.events[Line(rank, 0)]) for rank in range(len(ledger.programs))]
         self.phases: list[list[tuple[float, bool]]] = [[] for _ in ledger.programs]
@@ -378,13 +474,16 @@ class Player:
     def goes_on(self, line: Line, event) -> bool:
         """Play one event; False if the line has to wait, for what it will be woken by."""
         rank = line.rank
-        if isinstance(event, (Kernel, Stated)):
+        if isinstance(event, Host):
+            if seconds := self.machine.host_seconds(event):
+                self.compute(line, seconds)
+        elif isinstance(event, (Kernel, Stated)):
             stated = isinstance(event, Stated)
-            seconds = event.seconds if stated else self.machine.kernel_seconds(event)
-            start = max(self.clock[line], self.device_free[rank])
-            self.clock[line] = self.device_free[rank] = start + seconds
+            start = self.compute(
+                line, event.seconds if stated else self.machine.kernel_seconds(event)
+            )
             kind = "stated" if stated else event.kind
-            self.spans.append(Span(rank, kind, event.name, start, start + seconds))
+            self.spans.append(Span(rank, kind, event.name, start, self.clock[line]))
         elif isinstance(event, Begin):
             self.begin(line, event)
         elif isinstance(event, Wait):
@@ -406,6 +505,23 @@ class Player:
                 self.unwaited[rank].clear()
             self.phases[rank].append((self.clock[line], self.begins[rank][self.place[line]]))
         return True
+
+    def compute(self, line: Line, seconds: float) -> float:
+        """Move this line on by that much work of its device, and return when it began.
+
+        Messages that the device itself carries interrupt it, and delay it if it had been idle.
+        """
+        carried, free, longer = self.carried[line.rank], self.device_free[line.rank], 0.0
+        start = max(self.clock[line], free)
+        while carried and carried[0][0] < start + seconds + longer:
+            begun, busy = heapq.heappop(carried)
+            if begun <= start:
+                free = max(free, begun) + busy
+                start = max(self.clock[line], free)
+            else:
+                longer += busy
+        self.clock[line] = self.device_free[line.rank] = start + seconds + longer
+        return start
 
     def wait(self, line: Line, what: tuple) -> bool:
         if what not in self.ends:
@@ -442,6 +558,7 @@ class Player:
         begun = max(moment for _, moment in sides.values())
         if ends:
             source, target = ends
+            busy = self.machine.busy_seconds("message", comm.nbytes)
             link = self.machine.link(source, target)
             ways = [("out", source, link), ("in", target, link)]
             seconds = self.machine.message_seconds(comm.nbytes, source, target)
@@ -450,9 +567,12 @@ class Player:
             gathered = comm.op in ("all_gather", "gather", "scatter")
             nbytes = comm.nbytes * (len(comm.group) if gathered else 1)
             seconds = self.machine.collective_seconds(comm.op, nbytes, comm.group)
+            busy = self.machine.busy_seconds(comm.op, nbytes)
         start = max(begun, *(self.way_free[way] for way in ways))
         for way in ways:
             self.way_free[way] = start + seconds
+        for rank in sides if busy else ():
+            heapq.heappush(self.carried[rank], (start, busy))
         for rank, (number, _) in sides.items():
             self.over((rank, number), start + seconds)
         row, peer = (ends[0], ends[1]) if ends else (comm.group[0], None)

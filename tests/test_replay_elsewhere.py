@@ -14,11 +14,11 @@ from mini_dist.collectives import all_reduce, recv, send
 from mini_dist.config import Layout, ModelConfig
 from mini_dist.data_parallel import Bucketed, Overlapped, ring_mean
 from mini_dist.emulate import Clock, Device, EmulatedStage
-from mini_dist.ledger.counting import Kernel, Stated
+from mini_dist.ledger.counting import Host, Kernel, Stated
 from mini_dist.model import GPT, token_loss
 from mini_dist.parallelize import parallelize
 from mini_dist.pipeline import Pipeline
-from mini_dist.replay import Elsewhere, elsewhere, replay
+from mini_dist.replay import Elsewhere, Here, elsewhere, measure_here, replay
 from mini_dist.schedule import Times, build, simulate
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that no rank imports pytest
@@ -31,11 +31,17 @@ class Stopwatch:
 
     name, peak_flops = "stopwatch", 1.0
 
-    def __init__(self, kernel=1.0, byte=1.0):
-        self.kernel, self.byte = kernel, byte
+    def __init__(self, kernel=1.0, byte=1.0, host=0.0, busy=0.0):
+        self.kernel, self.byte, self.host, self.busy = kernel, byte, host, busy
 
     def kernel_seconds(self, kernel):
         return self.kernel
+
+    def host_seconds(self, host):
+        return self.host * host.operators
+
+    def busy_seconds(self, op, nbytes):
+        return self.busy
 
     def link(self, source, target):
         return "the only one"
@@ -106,6 +112,58 @@ def test_counting_changes_no_byte(kind):
     for machine in ("h100", "a100-80"):
         for nodes in (1, 2):
             assert replay(counted, machine, nodes=nodes).total_bytes == plain.ledger.total_bytes()
+
+
+def train_fsdp2(group):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, mesh = GPT(SMALL), DeviceMesh.from_group(group, "cpu")
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tokens = torch.randint(0, 256, (4, 33))
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(tokens[:, :-1]).square().mean().backward()
+        optimizer.step()
+
+
+def train_dtensor(group):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    mesh = DeviceMesh.from_group(group, "cpu")
+    linear = [torch.nn.Linear(*sides, bias=False) for sides in ((64, 128), (128, 64))]
+    model = torch.nn.Sequential(*linear)
+    parallelize_module(model, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(32, 64, requires_grad=True)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("program", [train_fsdp2, train_dtensor])
+def test_torchs_own_sharding_is_counted_and_played_and_no_byte_changes(program):
+    plain, counted = (launch(program, 2, count=c) for c in (False, True))
+    assert counted.ledger.traffic() == plain.ledger.traffic()
+    native, slow = replay(counted, "h100"), replay(counted, Stopwatch(kernel=0.0))
+    assert native.total_bytes == slow.total_bytes == plain.ledger.total_bytes()
+    # Each byte takes a second: whoever needs a collective waits for the whole of it.
+    collectives = [comm for comm in counted.ledger.leaves(rank=0) if comm.phase != "setup"]
+    assert len(native.steps) == 2 and slow.exposed > 0
+    assert slow.seconds >= sum(comm.nbytes for comm in collectives) / 2
+
+
+def test_flops_of_dtensors_are_those_of_a_ranks_parts():
+    counted = launch(train_dtensor, 2, count=True)
+    # two products forward, four backward, each 32 x 64 x 128; half of it on each of two ranks
+    assert replay(counted, "h100").flops == 6 * 2 * 32 * 64 * 128
 
 
 def test_an_uncounted_run_is_refused():
@@ -211,6 +269,28 @@ def test_overlapped_hides_what_bucketed_exposes():
     assert seconds["overlapped"] < seconds["bucketed"]
 
 
+def test_on_a_machine_without_network_cards_messages_take_the_cores_time():
+    """What is hidden is paid for; while everyone waits for a message, its work costs no more."""
+    for kind in ("bucketed", "overlapped", "ddp"):
+        run = launch(train, 2, (kind, 2), count=True)
+        cards, cores = (replay(run, Stopwatch(byte=1e-4, busy=busy)) for busy in (0.0, 0.01))
+        longer = cores.seconds - cards.seconds
+        assert longer == pytest.approx(0, abs=1e-9) if kind == "bucketed" else longer > 0.009
+
+
+def test_the_hosts_time_is_noted_and_takes_its_turn_with_the_kernels():
+    run = launch(train, 1, ("alone", 3), count=True)
+    host = [event for _, event in run.ledger.programs[0] if isinstance(event, Host)]
+    kernels = [event for _, event in run.ledger.programs[0] if isinstance(event, Kernel)]
+    assert sum(event.operators for event in host) > len(kernels)  # views are operators, too
+    assert all(event.seconds > 0 for event in host)
+    only_kernels, only_host, both = (
+        replay(run, Stopwatch(kernel=kernel, host=host)).seconds
+        for kernel, host in ((1.0, 0.0), (0.0, 0.5), (1.0, 0.5))
+    )
+    assert both == pytest.approx(only_kernels + only_host) and only_host > 0.5 * len(kernels) / 3
+
+
 def test_what_was_overlapped_waits_where_it_is_used_even_on_slow_links():
     for kind in ("overlapped", "ddp"):
         run = launch(train, 2, (kind, 2), count=True)
@@ -242,6 +322,43 @@ def test_steps_of_a_pipeline_are_found_though_its_phases_alternate():
     scores = 8 * 32 * 32 * 64 * 2 * config.num_layers  # of the backward kernels, as above
     assert three.flops == step_flops(config, 8).total + scores
     assert three.steps[-1][1] - three.steps[-1][0] < 1.2 * two.steps[-1][1] / 2
+
+
+# ---- this machine --------------------------------------------------------------------------------
+
+
+def all_kinds(group):
+    """Each kind of communication that a ledger may have, twice, and a kernel."""
+    part, whole = torch.ones(500), torch.ones(1000)
+    for _ in range(2):
+        all_reduce(whole * 2, group, algorithm="ring")
+        dist.all_reduce(whole, group=group)
+        dist.all_gather_into_tensor(whole, part, group=group)
+        dist.all_gather([part, part.clone()], part, group=group)
+        dist.reduce_scatter_tensor(part, whole, group=group)
+        dist.all_to_all_single(torch.empty(1000), whole, group=group)
+        dist.broadcast(whole, 0, group=group)
+        dist.reduce(whole, 0, group=group)
+        dist.barrier(group=group)
+
+
+def test_this_machines_rates_are_found_for_all_that_a_run_did():
+    run = launch(all_kinds, 2, count=True)
+    here = measure_here(run, repeats=2)
+    whole = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce")
+    assert set(here.communications) == {
+        ("message", 2000), ("barrier", 0), *((op, 4000) for op in whole)
+    }  # fmt: skip
+    played = replay(run, here)
+    assert played.seconds > 0 and played.total_bytes == run.ledger.total_bytes()
+    kernels = {span.name for span in played.spans if span.kind == "stream"}
+    assert "mul" in kernels and all(seconds > 0 for seconds in here.kernels.values())
+
+
+def test_what_counting_took_is_taken_off_the_host():
+    here = Here(kernels={}, communications={}, operator=2.0, event=3.0)
+    assert here.host_seconds(Host(seconds=20.0, operators=4)) == 20 - 4 * 2 - 3
+    assert here.host_seconds(Host(seconds=1.0, operators=4)) == 0
 
 
 # ---- an emulated pipeline ------------------------------------------------------------------------

@@ -3,8 +3,9 @@
     run = launch(train, world_size=2, count=True)
     run.ledger.programs[0]      # what rank 0 did, in order: kernels, messages begun and waited for
 
-Only order is taken from the run, no time: so a busy machine, and the counting itself, change
-nothing. `mini_dist.replay` plays these programs through another machine's rates and links.
+`mini_dist.replay` plays these programs through another machine's rates and links. For that only
+order is taken from the run, no time: so a busy machine, and the counting itself, change nothing.
+What kernels and host took is noted for one purpose: the rates of this machine (`measure_here`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -36,12 +37,22 @@ class Kernel(NamedTuple):
     itemsize: int
     causal: bool
     phase: str
-    seconds: float  # of this thread on its core, measured: for `replay.measure_here` only
+    seconds: float  # CPU time of this thread, measured: for `replay.measure_here` only
 
     @property
     def signature(self) -> tuple:
         """The same for calls that cost the same."""
         return self[:-2]
+
+
+class Host(NamedTuple):
+    """Beside the kernels since the last event that was none: Python, autograd, the dispatcher.
+
+    seconds: CPU time of this thread, with what the counting of `operators` and of one event took.
+    """
+
+    seconds: float
+    operators: int
 
 
 class Begin(NamedTuple):
@@ -98,6 +109,28 @@ class Stated(NamedTuple):
     seconds: float
 
 
+class HostClock(threading.local):
+    """CPU time of this thread that is neither a kernel's nor the counter's own."""
+
+    seconds, operators, since = 0.0, 0, None
+
+    def stop(self) -> float:
+        now = time.thread_time()
+        if self.since is not None:
+            self.seconds += now - self.since
+        self.since = None
+        return now
+
+    def start(self) -> None:
+        self.since = time.thread_time()
+
+    def read(self) -> Host:
+        """What it shows; it begins again at nothing."""
+        shown = Host(self.seconds, self.operators)
+        self.seconds, self.operators = 0.0, 0
+        return shown
+
+
 class Counter:
     """One rank's programs, a line a thread: 0 is the main thread, others work in its pools.
 
@@ -108,6 +141,7 @@ class Counter:
         self.phases = phases
         self.rows: list[tuple[int, object]] = []
         self._line = threading.local()  # this thread's number
+        self.host = HostClock()
         self._threads, self._tasks = itertools.count(1), itertools.count()
         self._submit = ThreadPoolExecutor.submit
         self._phase = ""
@@ -132,11 +166,16 @@ class Counter:
         self._mode.__exit__(None, None, None)
 
     def note(self, event) -> None:
+        self.host.stop()
         line = getattr(self._line, "number", 0)  # autograd's own threads work for the main one
-        if line == 0 and (phase := self.phases.now) != self._phase:
-            self._phase = phase
-            self.rows.append((0, Phase(phase)))
+        changes = line == 0 and self.phases.now != self._phase
+        if changes or not isinstance(event, Kernel):
+            self.rows.append((line, self.host.read()))
+        if changes:
+            self._phase = self.phases.now
+            self.rows.append((0, Phase(self._phase)))
         self.rows.append((line, event))
+        self.host.start()
 
     def begin(self, row: list, tag: int, filled=()) -> None:
         self.note((Begin, row, tag))
@@ -197,17 +236,23 @@ class KernelMode(TorchDispatchMode):
         self.counter = counter
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs, counter = kwargs or {}, self.counter
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # a DTensor: first it becomes operators on this rank's part
+        kwargs, counter, host = kwargs or {}, self.counter, self.counter.host
+        host.operators += 1
         if function.is_view or function.namespace != "aten":
             return function(*args, **kwargs)
         if counter.coming:
             counter.read(args, kwargs)
-        began = time.thread_time()
+        began = host.stop()
         result = function(*args, **kwargs)
         seconds = time.thread_time() - began
         kernel = kernel_of(function, args, kwargs, result, counter.phases.now, seconds)
         if kernel:
             counter.note(kernel)
+        else:
+            host.seconds += seconds
+            host.start()
         return result
 
 

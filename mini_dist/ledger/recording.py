@@ -18,6 +18,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions  # (not in torch.distributed)
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .memory import MemoryRecorder
@@ -357,21 +358,21 @@ class RecordingGroup(dist.ProcessGroup):
         return self._collective("scatter", "scatter", outputs, args, opts, opts.rootRank)
 
     def allgather(self, outputs, inputs, opts=None):
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or AllgatherOptions()
         return self._collective("allgather", "all_gather", inputs, [outputs, inputs], opts)
 
     def allgather_coalesced(self, outputs, inputs, opts=None):
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or AllgatherOptions()
         args = [outputs, inputs]
         return self._collective("allgather_coalesced", "all_gather", inputs, args, opts)
 
     def all_gather_single(self, output, input, opts=None):
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or AllgatherOptions()
         args = [output, input]
         return self._collective("all_gather_single", "all_gather", [input], args, opts)
 
     def all_gather_single_coalesced(self, outputs, inputs, opts=None):
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or AllgatherOptions()
         args = [outputs, inputs]
         return self._collective("all_gather_single_coalesced", "all_gather", inputs, args, opts)
 
