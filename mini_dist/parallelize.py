@@ -283,7 +283,7 @@ def visitors() -> Pair:
     """How the rows [r, D] that tp ranks have for an expert enter and leave it: gathered from all,
     [R, D], and added up for each. Like SEQUENCE, but that r differs from rank to rank.
 
-    An all-to-all does it: whoever sends everyone the same gathers, and who adds up what comes, sums.
+    An all-to-all does it: to send everyone the same is to gather, to add up what comes is to sum.
     """
     rows: list[int] = []  # of each rank, in this forward
 

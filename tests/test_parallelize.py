@@ -262,7 +262,7 @@ def test_bytes_by_axis_equal_the_calculators(case):
 
 def test_with_experts_tp_ranks_send_each_copy_once():
     """Routed rows are cut by tp like the sequence: ep carries a t-th of what it does without."""
-    config, tp, ep = ModelConfig(**DENSE, **EXPERTS), {}, {}
+    config, ep = ModelConfig(**DENSE, **EXPERTS), {}
     for sequence_parallel in (False, True):
         layout = layout_of(dp=2, tp=2, ep=2, sequence_parallel=sequence_parallel)
         measured, _ = bytes_of_a_step(config, layout)
