@@ -16,6 +16,9 @@ gradients from the tokens of all ranks of its ep group. In backward the layer di
 size of that group, so that they, too, only want the mean over who holds the same experts:
 mesh["edp"].
 
+With sequence parallelism a rank routes its part of the sequence, so balance_group has tp in it, too
+(and the layers' own losses count 1/tp: over tp, gradients are added up). See parallelize.py.
+
 Legend: T tokens of this rank, k experts a token visits, E experts, n ranks of the group; a *copy*
 is one token for one of its experts, so there are k T before any are dropped.
 Sources: GShard (Lepikhin et al. 2020, section 3.2), Switch (Fedus et al. 2021, section 2).
