@@ -501,8 +501,9 @@ class Backward:
         for part in rank.parts(moe, self.splits):
             yield self.moment(
                 part.when,
-                freed=part.freed - remade,
+                freed=0.0 if recomputes else part.freed,
                 units=units,
+                recomputed_layer=remade - part.freed if recomputes else 0.0,
                 activation_gradients=passes + part.on_top,
                 gathered_sequence=part.gathered,
                 new_gradients=part.gradients if self.is_new and not self.splits else 0.0,
@@ -568,6 +569,7 @@ WHY = {
     "new gradients": ("of the layer that computes; leaving, with a flat copy", "zero/unit.py"),
     "flat gradients": ("a bucket's copy and its mean", "data_parallel.py"),
     "optimizer's temporaries": ("2 * largest tensor", "torch.optim [code]"),
+    "recomputed layer": ("all that it keeps, and its output", "recompute.py"),
     "statistics and angles": ("in float32: 2 a norm and token; 2 S H/cp a layer", "model.py"),
     "loss and logits": ("kept: 2 e D + 4 V/t a token; on top 8 V, cut 12 V/t", "model.py"),
     "loss and logits of others": ("kept: 2 e D + 4 V/t a token", "model.py"),
