@@ -9,7 +9,9 @@ import io
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import lru_cache
+from itertools import accumulate
 
+import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PathCollection
 from matplotlib.colors import to_rgb
@@ -100,11 +102,22 @@ def write(axes, labels: Iterable[str], xs, ys, *, size=LABEL, color=INK, ha="cen
 @lru_cache(maxsize=4096)
 def outline(label: str, size: float, ha: str, va: str) -> Path:
     """The letters of a label around its place, in points."""
-    path = TextPath((0, 0), label, size)
-    right = path.get_extents().x1 if label.strip() else 0.0
-    left = {"left": 0.0, "center": -right / 2, "right": -right}[ha]
-    low = {"bottom": 0.0, "center": -CAPITAL * size / 2, "top": -CAPITAL * size}[va]
-    return Affine2D().translate(left, low).transform_path(path)
+    letters = [letter(each) for each in label]
+    starts = [0.0, *accumulate(advance for _, advance in letters)]
+    width = starts[-1]
+    left = {"left": 0.0, "center": -width / 2, "right": -width}[ha]
+    low = {"bottom": 0.0, "center": -CAPITAL / 2, "top": -CAPITAL}[va]
+    placed = [path.vertices + (start + left, low) for (path, _), start in zip(letters, starts)]
+    codes = [path.codes for path, _ in letters]
+    return Path(size * np.concatenate(placed), np.concatenate(codes))
+
+
+@lru_cache(maxsize=1024)
+def letter(each: str) -> tuple[Path, float]:
+    """Its outline at size 1, and how far behind it the next one stands."""
+    before, bar = (TextPath((0, 0), text, 1).get_extents().x1 for text in (each + "|", "|"))
+    nothing = Path(np.empty((0, 2)), np.empty(0, Path.code_type))
+    return nothing if each.isspace() else TextPath((0, 0), each, 1), before - bar
 
 
 def ticks(axes, x: dict[float, str] | None = None, y: dict[float, str] | None = None) -> None:

@@ -12,7 +12,9 @@ bandwidth, begins when both sides are there, and each rank sends one and receive
 A native collective (DDP's, say) is a ring, timed as the planner times it.
 
 What is left out: the host. It takes 5 to 10 microseconds to start a kernel from Python, so small
-models run slower than this says, unless CUDA graphs start them.
+models run slower than this says, unless CUDA graphs start them. For this machine the host's time is
+measured, as all other rates are, and no card carries its messages (`measure_here`): so the replay
+of a run can be held against the clock (benchmarks/replay.py).
 """
 
 from __future__ import annotations
@@ -331,6 +333,7 @@ def communicate_each(asked, repeats, group) -> list[Cost]:
 
     def times(call, *given) -> tuple[float, float, float]:
         """Seconds of a call on the clock and in this thread, medians; the backend's, a mean."""
+        call(*given)  # the first one makes connections
         walls, own, backend = [], [], 0.0
         for _ in range(repeats):
             other.add_(1)
@@ -344,7 +347,6 @@ def communicate_each(asked, repeats, group) -> list[Cost]:
             backend += time.process_time() - time.thread_time()
         return statistics.median(walls), statistics.median(own), max(0.0, backend / repeats)
 
-    times(calls["message"], *tensors("message", 8))  # the first of all makes connections
     _, calling, _ = times(calls["message"], *tensors("message", 8))  # Python: the host's already
     costs = []
     for op, nbytes in asked:
