@@ -89,10 +89,11 @@ def _layer_activations(config, tp, sequence_parallel, how, moe) -> tuple[Saved, 
     saved.append(Saved("ffn input", e * D / inputs, f"e D{cut_in}"))
     if moe:
         k = config.top_k
+        rows = 1 if how.plain_modules else whole  # ours keep what tp gathered for an expert
         # Balanced routing: a rank's experts see as many token copies as the rank sent out.
         saved += [
             Saved("router", 3 * 4 * config.num_experts / whole, f"3 * 4 E{cut}, in fp32"),
-            Saved("dispatched tokens", e * k * D / whole, f"e k D{cut}"),
+            Saved("dispatched tokens", e * k * D / rows, f"e k D{cut if rows > 1 else ''}"),
             *ffn("experts", config.d_expert, k),
             Saved("expert outputs", e * k * D / whole, f"e k D{cut}"),
         ]

@@ -40,7 +40,7 @@ class Framework:
     weight_gradients: str = "none"  # kept beside the gradients: "none", "largest", "one_layer"
     own_runs: bool = False  # this library's: moments.py goes through its step
     prefetch: int = 1  # layers whose parameters ZeRO-3 gathers ahead
-    plain_modules: bool = False  # torch's, unfused: memory._plain_modules says what they keep
+    plain_modules: bool = False  # torch's, unfused: activations._plain_modules says what they keep
     backward: bool = True  # count one layer's backward at the peak
     outside: float = 0.0  # bytes
     fragmentation: float = 0.0  # share of the allocator's count

@@ -7,7 +7,7 @@
 
 `rank_memory` does this for one rank, `peak_memory` for the fullest rank of the pipeline.  Bytes
 here are the allocator's (torch.cuda.max_memory_allocated); `device_memory` adds what nvidia-smi
-sees on top.
+sees on top.  Of this library's own runs ("course") more is known: moments.py.
 
 Sources: [ZeRO] Rajbhandari et al. 2020; [K22] Korthikanti et al. 2022, "Reducing activation
 recomputation"; [N21] Narayanan et al. 2021; [Flash] Dao et al. 2022; [code] the framework's source.

@@ -213,19 +213,17 @@ class Rank:
             yield Moment("while gradients are scattered", held)
         if layout.zero:
             units = [self.held(moe).dense for stage in self.stages for moe, _ in self.layers(stage)]
-            outer = self.outside if layout.pp == 1 else max(self.embedding, self.head) / 4
-            largest = how.gradient_bytes * max(*map(float, units), outer) / self.ways
+            largest = how.gradient_bytes * max(*map(float, units), self.outside) / self.ways
         yield Moment("in the optimizer's step", {**states, "optimizer's temporaries": 2 * largest})
 
     # -- what is there all the time ---------------------------------------------------------------
 
     def resting(self) -> dict[str, float]:
         """Between two steps, but for gradients, which are zeroed then."""
-        inputs = 2 * 8 * self.layout.num_micro_batches * self.layout.micro_batch_size
-        tokens = (
-            inputs * self.config.seq_len * (1 + (1 / self.layout.cp if self.layout.cp > 1 else 0))
-        )
-        return {**self.states, "tokens and targets": tokens}
+        layout = self.layout
+        parts = 1 + 1 / layout.cp if layout.cp > 1 else 1  # the whole sequences, and this rank's
+        tokens = layout.num_micro_batches * layout.micro_batch_size * self.config.seq_len * parts
+        return {**self.states, "tokens and targets": 2 * 8 * tokens}
 
     def base(self, flight: Flight) -> dict[str, float]:
         """Beside the micro-batch whose backward runs."""

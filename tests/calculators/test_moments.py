@@ -44,6 +44,7 @@ RUNS = {
     "cp tp": (DENSE, layout_of(cp=2, tp=2)),
     "cp dp ZeRO-3": (DENSE, layout_of(cp=2, dp=2, zero=3)),
     "dp ep": (EXPERTS, layout_of(dp=2, ep=2)),
+    "dp tp SP ep": (EXPERTS, layout_of(dp=2, tp=2, ep=2, sequence_parallel=True)),
     "pp dp tp SP ZeRO-1": (DENSE, layout_of(pp=2, dp=2, tp=2, sequence_parallel=True, zero=1)),
 }
 
@@ -108,7 +109,7 @@ def test_states_between_steps_are_those_predicted(name):
         assert 0 < held["optimizer state"] - 8 * part <= 4 * 100
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if name != "dp ep"])
+@pytest.mark.parametrize("name", [name for name in RUNS if RUNS[name][0] is not EXPERTS])
 def test_bytes_sent_over_dp_cp_and_pp_are_those_predicted(name):
     """Over all ranks, as rings are uneven. (tp, with the numbers its loss and its norms add:
     test_parallelize; where experts' tokens go is the router's choice.)"""
