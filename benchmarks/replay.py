@@ -5,7 +5,8 @@ percent; `theirs` the 20 % that are allowed. Kernels and the host's pace between
 time they took in a counted run; messages the time they take between ranks that do nothing else, and
 what they cost the cores (see `measure_here`). Nothing is fitted to the step that is predicted.
 A round is a run, a counted run and the measuring of the rates; rounds of all programs take turns,
-so that a busy minute falls on all of it. Compared are the medians over the rounds.
+so that a busy minute falls on all of it. Compared are the medians over the rounds. On stderr also
+what a rank computes of it, in CPU time, which a busy machine hardly changes.
 Rows "bubble": an emulated pipeline, replayed, beside the simulator: points of difference, and the
 half point that is allowed.
 """
@@ -54,7 +55,7 @@ PROGRAMS = (*DATA_PARALLEL, *LAYOUTS)
 
 
 def train(program, steps, group):
-    """Seconds of each step on this rank."""
+    """Of each step on this rank: seconds on the clock, and CPU seconds of this thread."""
     tokens = torch.randint(0, CONFIG.vocab_size, (BATCH, CONFIG.seq_len + 1),
                            generator=torch.Generator().manual_seed(0))  # fmt: skip
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
@@ -74,32 +75,37 @@ def train(program, steps, group):
 
     seconds = []
     for _ in range(steps):
-        began = time.perf_counter()
+        began = time.perf_counter(), time.thread_time()
         step()
-        seconds.append(time.perf_counter() - began)
+        seconds.append((time.perf_counter() - began[0], time.thread_time() - began[1]))
     return seconds
 
 
 @lru_cache
 def compared(rounds):
-    """{program: (measured, replayed) seconds of a step}, medians over the rounds."""
+    """{program: seconds of a step: measured, computing then, replayed, computing in the replay},
+    medians over the rounds."""
     found = {program: [] for program in PROGRAMS}
     for program in rounds * PROGRAMS:
         run = launch(train, 2, (program, STEPS), quiet=True)
-        measured = statistics.median(max(pair) for pair in list(zip(*run.results))[1:])
+        steps = [list(zip(*ranks)) for ranks in zip(*run.results)][1:]
+        measured = statistics.median(max(clocks) for clocks, _ in steps)
+        computing = statistics.median(statistics.mean(cpu) for _, cpu in steps)
         counted = launch(train, 2, (program, 4), count=True, quiet=True)
         replayed = replay(counted, measure_here(counted))
-        found[program].append((measured, replayed.seconds, replayed.exposed))
+        there = replayed.seconds, replayed.seconds - replayed.exposed
+        found[program].append((measured, computing, *there))
     return {
         program: [statistics.median(part) for part in zip(*each)] for program, each in found.items()
     }
 
 
 def percent_off(program, rounds):
-    measured, replayed, exposed = compared(rounds)[program]
+    measured, computing, replayed, there = compared(rounds)[program]
     print(
-        f"  {program}: measured {1e3 * measured:.1f} ms, replayed {1e3 * replayed:.1f} ms "
-        f"({replayed / measured - 1:+.1%}), {1e3 * exposed:.1f} of them exposed",
+        f"  {program}: measured {1e3 * measured:.1f} ms, {1e3 * computing:.1f} of them computing; "
+        f"replayed {1e3 * replayed:.1f} ({replayed / measured - 1:+.1%}), {1e3 * there:.1f} of "
+        f"them computing ({there / computing - 1:+.1%})",
         file=sys.stderr,
     )
     return 100 * abs(replayed / measured - 1)
