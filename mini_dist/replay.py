@@ -352,7 +352,8 @@ def communicate_each(asked, repeats, group) -> list[Cost]:
     for op, nbytes in asked:
         wall, _, busy = times(calls[op], *tensors(op, nbytes))
         sides = 2 if op == "message" else 1  # an exchange is two of them
-        costs.append(Cost(max(0.0, wall - calling), busy / sides))
+        took = max(0.0, wall - calling)
+        costs.append(Cost(took, min(busy, took) / sides))  # (a core does not work longer than that)
     return costs
 
 
