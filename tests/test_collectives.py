@@ -57,7 +57,7 @@ def all_reduce_in_every_way(x, group, op="sum", small_pieces=True):
     if small_pieces and op != "mean":
         small = collectives.pipelined_ring_all_reduce(x, group, op, piece_bytes=256)
         results["pipelined_ring in small pieces"] = small
-        here = x.clone(memory_format=torch.contiguous_format)
+        here = x.detach().clone(memory_format=torch.contiguous_format)
         collectives.pipelined_ring_all_reduce(here, group, op, piece_bytes=256, out=here)
         results["pipelined_ring in place"] = here
     return results

@@ -37,6 +37,7 @@ class Recorder:
         self.comms: list[list] = []  # rows of FIELDS
         self.phases = Phases()
         self.started = self.stopped = self._wire = self.memory = self.counter = None
+        self.last_handles: dict[str, object] = {}  # of messages, see RecordedMessage
         self._thread = threading.local()  # autograd's hooks may communicate from another thread
 
     def start(self, memory: bool, count: bool = False) -> None:
@@ -233,6 +234,27 @@ class RecordedWork(dist._Work):
     _source_rank = source_rank
 
 
+class RecordedMessage(RecordedWork):
+    """The handle of a message through gloo.
+
+    gloo's own thread holds a message's buffer for a moment after the message is over, and whoever
+    drops the handle meanwhile sleeps until that thread has had its turn: with more ranks than cores
+    that is longer than the message took. So the last handles are kept, one of each kind. They keep
+    no memory: gloo was given aliases of the tensors, and these are emptied when the wait is over.
+    """
+
+    def __init__(self, work, row: list, recorder: Recorder, number: int, aliases: list):
+        super().__init__(work, row, recorder, number)
+        self._aliases = aliases
+
+    def wait(self, timeout=timedelta(0)) -> bool:
+        arrived = super().wait(timeout)
+        for alias in self._aliases:
+            alias.set_()
+        self._recorder.last_handles[self._row[0]] = self._work
+        return arrived
+
+
 class RecordingGroup(dist.ProcessGroup):
     """gloo (and NCCL, where ranks have GPUs) with a recorder in front.
 
@@ -291,8 +313,11 @@ class RecordingGroup(dist.ProcessGroup):
                 waits=False,
             )
         call = getattr(self.inner, op)
-        work = call(tensors, tag) if peer is None else call(tensors, peer, tag)
-        return RecordedWork(work, row, self.recorder, number)
+        aliases = [tensor.data for tensor in tensors]  # (detach would share the version counter)
+        work = call(aliases, tag) if peer is None else call(aliases, peer, tag)
+        if tensors[0].is_cuda:
+            return RecordedWork(work, row, self.recorder, number)
+        return RecordedMessage(work, row, self.recorder, number, aliases)
 
     # -- collectives --------------------------------------------------------------------------
 

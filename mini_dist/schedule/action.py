@@ -168,9 +168,9 @@ class Schedule:
         return self.rank_of.get(stage) != self.rank_of.get(stage + 1)
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.num_ranks} ranks, {self.num_micro_batches} micro-batches\n" + (
-            timetable(self)
-        )
+        batches = "micro-batch" if self.num_micro_batches == 1 else "micro-batches"
+        header = f"{self.name}: {self.num_ranks} ranks, {self.num_micro_batches} {batches}"
+        return f"{header}\n{timetable(self)}"
 
 
 def needs(schedule: Schedule, action: Action) -> list[Key]:
