@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # (not in torch.distributed)
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._mode_utils import no_dispatch
 
 from .memory import MemoryRecorder
 from .wire import wire_bytes
@@ -249,8 +250,9 @@ class RecordedMessage(RecordedWork):
 
     def wait(self, timeout=timedelta(0)) -> bool:
         arrived = super().wait(timeout)
-        for alias in self._aliases:
-            alias.set_()
+        with no_dispatch():
+            for alias in self._aliases:
+                alias.set_()
         self._recorder.last_handles[self._row[0]] = self._work
         return arrived
 
@@ -313,7 +315,8 @@ class RecordingGroup(dist.ProcessGroup):
                 waits=False,
             )
         call = getattr(self.inner, op)
-        aliases = [tensor.data for tensor in tensors]  # (detach would share the version counter)
+        with no_dispatch():  # nobody who counts operators or memory is to see aliases
+            aliases = [tensor.data for tensor in tensors]  # (detach would share a version counter)
         work = call(aliases, tag) if peer is None else call(aliases, peer, tag)
         if tensors[0].is_cuda:
             return RecordedWork(work, row, self.recorder, number)
