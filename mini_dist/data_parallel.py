@@ -201,7 +201,12 @@ class Overlapped(Bucketed):
         flat = flatten(bucket)
         for parameter in bucket:
             parameter.grad = None  # the bucket has a copy: hold one, not two
-        self.leaving.append(self.sender.submit(self.reduce, flat, self.group))
+        self.leaving.append(self.sender.submit(self.average, [flat]))
+
+    def average(self, parcel: list[Tensor]) -> Tensor:
+        """In the background thread. The executor keeps arguments a little longer than the result
+        is awaited; taken out of its list, the bucket is gone when its mean is there."""
+        return self.reduce(parcel.pop(), self.group)
 
     def finish(self) -> None:
         while len(self.leaving) < len(self.buckets):  # parameters that this rank did not use
