@@ -8,6 +8,11 @@ A benchmark is a file with a function `cases(long)` that yields `Case`s, and as 
 
 Runs alternate, and who goes first alternates too, so that a busy minute on the machine falls on
 both sides: trust the ratio, not the milliseconds.
+
+"Theirs" is PyTorch as its users have it. `launch` starts gloo's threads so that they do not take a
+core from a thread that computes (`threads_that_do_not_interrupt` in ledger/recording.py), and what
+uses gloo gets faster, theirs even more than ours. torchrun does not, so theirs runs without it:
+that row has the bar. The row "theirs with our threads" says what is left when both have it.
 """
 
 import argparse
@@ -16,7 +21,8 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from numbers import Real
@@ -72,6 +78,68 @@ def _once(function):
     value = function()
     elapsed_ms = (time.perf_counter() - start) * 1e3
     return float(value) if isinstance(value, Real) else elapsed_ms
+
+
+@contextmanager
+def as_shipped() -> Iterator[None]:
+    """Let gloo's threads of this process compete for cores as torch starts them."""
+    threads = []
+    for task in Path("/proc/self/task").glob("*") if hasattr(os, "SCHED_BATCH") else ():
+        if "gloo" in (task / "comm").read_text():
+            threads.append(int(task.name))
+    before = [os.sched_getscheduler(thread) for thread in threads]
+
+    def set_all(policies):
+        for thread, policy in zip(threads, policies):
+            os.sched_setscheduler(thread, policy, os.sched_param(0))
+
+    set_all([os.SCHED_OTHER] * len(threads) if threads else [])
+    try:
+        yield
+    finally:
+        set_all(before)
+
+
+SIDES = {"ours": nullcontext, "theirs": as_shipped, "theirs with our threads": nullcontext}
+
+
+def in_turn(ours: Callable, theirs: Callable, rounds: int, group, prepare=None) -> dict:
+    """On a rank, {side: [(seconds, CPU seconds) of each round]}; the sides of SIDES take turns.
+
+    prepare: a function of "ours" or "theirs", called before each and not timed.
+    """
+    taken = {side: [] for side in SIDES}
+    for turn in range(rounds):
+        for side in taken if turn % 2 else reversed(taken):
+            whose, step = ("ours", ours) if side == "ours" else ("theirs", theirs)
+            if prepare:
+                prepare(whose)
+            with SIDES[side]():
+                group.barrier().wait()
+                start = time.perf_counter(), time.process_time()
+                step()
+                taken[side].append((time.perf_counter() - start[0], time.process_time() - start[1]))
+    return taken
+
+
+def of_all_ranks(results: list[dict], of_ranks: Callable = max, kind: int = 0) -> dict:
+    """What `in_turn` found on all ranks: {side: ms}, the median over the rounds of the slowest
+    rank's time; with `sum` and kind 1 of all ranks' CPU time."""
+    return {
+        side: 1e3
+        * statistics.median(
+            of_ranks(sample[kind] for sample in moment)
+            for moment in zip(*[rank[side] for rank in results])
+        )
+        for side in SIDES
+    }
+
+
+def step_cases(name: str, medians: dict, bar: float | None, unit: str = "ms") -> Iterator[Case]:
+    """The row that has the bar, and the one of equal threads."""
+    ours, theirs, alike = (medians[side] for side in SIDES)
+    for title, their, its_bar in ((name, theirs, bar), (f"{name}: {list(SIDES)[2]}", alike, None)):
+        yield Case(title, lambda: ours, their, its_bar, unit, repeats=1, warmup=0)
 
 
 def peak_allocated(run: Callable) -> int:

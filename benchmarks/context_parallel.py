@@ -14,12 +14,10 @@ Rows "memory": the most bytes allocated at once above what was there before, on 
 most.
 """
 
-import statistics
 import sys
-import time
 
 import torch
-from _form import Case, main, peak_allocated
+from _form import Case, in_turn, main, of_all_ranks, peak_allocated, step_cases
 
 from mini_dist import launch
 from mini_dist.context_parallel import FORMS
@@ -76,25 +74,17 @@ SIDES = {"ours": our_step, "theirs": their_step}
 
 def both_on_a_rank(form, tokens, rounds, group):
     """Seconds of each round, ours and theirs in turn; the results agree."""
-    sides = [(make_step(form, tokens, group), []) for make_step in SIDES.values()]
-    for ours, theirs in zip(*[step() for step, _ in sides]):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    for turn in range(rounds):
-        for step, taken in sides if turn % 2 else sides[::-1]:
-            group.barrier().wait()
-            start = time.perf_counter()
-            step()
-            taken.append(time.perf_counter() - start)
-    return [taken for _, taken in sides]
+    ours, theirs = (make_step(form, tokens, group) for make_step in SIDES.values())
+    for our, their in zip(ours(), theirs()):
+        torch.testing.assert_close(our, their, rtol=1e-4, atol=1e-4)
+    return in_turn(ours, theirs, rounds, group)
 
 
 def step_times(form, tokens, rounds):
-    """(ours, theirs) in ms: medians over the rounds of the slowest rank's time."""
-    ranks = launch(both_on_a_rank, RANKS, (form, tokens, rounds), timeout=600, quiet=True).results
-    return [
-        1e3 * statistics.median(max(moment) for moment in zip(*[rank[side] for rank in ranks]))
-        for side in (0, 1)
-    ]
+    """Of each side in ms."""
+    return of_all_ranks(
+        launch(both_on_a_rank, RANKS, (form, tokens, rounds), timeout=600, quiet=True).results
+    )
 
 
 def one_step(side, form, tokens, group):
@@ -120,8 +110,8 @@ def cases(long):
     for form in ("ring", "all_gather"):
         for tokens in (256, 1024, 2048) if long else (256, 1024):
             where = f"{form}, S={RANKS * tokens}"
-            ours, theirs = step_times(form, tokens, rounds=25 if long else 9)
-            yield given(f"step, {where}", ours, theirs, "ms")
+            times = step_times(form, tokens, rounds=25 if long else 9)
+            yield from step_cases(f"step, {where}", times, 1.0)
             yield given(f"bytes, {where}", *(bytes_sent(s, form, tokens) for s in SIDES), "MiB")
             yield given(f"memory, {where}", *(peak(side, form, tokens) for side in SIDES), "MiB")
 

@@ -1,9 +1,8 @@
 """Data parallelism and ZeRO: ours beside DDP, ZeroRedundancyOptimizer and FSDP2 on 4 ranks.
 
-Rows "step": one training step (forward, backward, AdamW) of the same GPT; all contestants take
-turns in the same processes, so that whatever else the machine does falls on all of them. Medians of
-the slowest rank. With 32 tokens a rank it is mostly communication, which is what the bars are
-about; with 256 tokens most of it is the same arithmetic on both sides.
+Rows "step": one training step (forward, backward, AdamW) of the same GPT; both sides take turns in
+the same processes. Medians of the slowest rank. With 32 tokens a rank it is mostly communication,
+which is what the bars are about; with 256 tokens most of it is the same arithmetic on both sides.
 Rows "sent": what rank 0 sends in a step, as the ledger counts it (a native collective: the least
 that any algorithm has to move). Overlapped and DDP send the same. ZeroRedundancyOptimizer
 all-reduces gradients and then broadcasts parameters, 3 where ZeRO-1's 2 do. FSDP2 gathers the root
@@ -13,16 +12,15 @@ inside, twice the bytes.
 Rows "memory": the most bytes allocated at once in making the model and two steps, on the rank that
 needs most. The profiler sees what the main thread and autograd allocate, so Overlapped averages
 there for once.
-Losses of all contestants are compared in every run.
+Losses of both sides are compared in every run.
 """
 
-import statistics
 import sys
 import time
 from concurrent.futures import Executor, Future
 
 import torch
-from _form import Case, main, peak_allocated
+from _form import Case, in_turn, main, of_all_ranks, peak_allocated, step_cases
 
 from mini_dist import data_parallel, launch
 from mini_dist.config import ModelConfig
@@ -148,29 +146,19 @@ PAIRS = {  # ours, theirs, and what our step time may be of theirs
 }
 
 
-def in_turn(contestants, shape, rounds, group):
-    """Seconds of every contestant's steps on this rank, and its first losses."""
-    steps = [make(shape, group) for make in contestants]
+def pair_in_turn(pair, shape, rounds, group):
+    """A pair's steps in turn on this rank, and their first losses."""
+    steps = [make(shape, group) for make in pair]
     losses = [[step() for _ in range(3)] for step in steps]
-    taken = [[] for _ in steps]
-    for turn in range(rounds):
-        order = list(range(len(steps)))
-        for i in order if turn % 2 else order[::-1]:
-            group.barrier().wait()
-            start = time.perf_counter()
-            steps[i]()
-            taken[i].append(time.perf_counter() - start)
-    return losses, taken
+    return losses, in_turn(*steps, rounds, group)
 
 
-def step_times(contestants, shape, rounds):
-    """Milliseconds of a step, the slowest rank's, a median for each contestant."""
-    ranks = launch(in_turn, RANKS, (contestants, shape, rounds), timeout=600, quiet=True).results
-    for losses, _ in ranks:
-        for other in losses[1:]:
-            torch.testing.assert_close(other, losses[0], rtol=1e-4, atol=0)
-    by_contestant = zip(*(taken for _, taken in ranks))
-    return [1e3 * statistics.median(map(max, zip(*rank))) for rank in by_contestant]
+def step_times(pair, shape, rounds):
+    """Milliseconds of each side's step."""
+    ranks = launch(pair_in_turn, RANKS, (pair, shape, rounds), timeout=600, quiet=True).results
+    for (ours, theirs), _ in ranks:
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0)
+    return of_all_ranks([taken for _, taken in ranks])
 
 
 def one_step(make, group):
@@ -222,13 +210,11 @@ def peak(make):
 
 def cases(long):
     rounds = 40 if long else 15
-    contestants = list(dict.fromkeys(side for *pair, _ in PAIRS.values() for side in pair))
     for shape in (FEW, MANY):
-        times = dict(zip(contestants, step_times(contestants, shape, rounds)))
-        for name, (ours, theirs, bar) in PAIRS.items():
+        for name, (*pair, bar) in PAIRS.items():
             what = f"step of {shape[0]} x {shape[1]} tokens, {name}"
-            bar = bar if shape == FEW else None
-            yield given(what, times[ours], times[theirs], "ms", bar)
+            times = step_times(pair, shape, rounds)
+            yield from step_cases(what, times, bar if shape == FEW else None)
     for name, (ours, theirs, _) in PAIRS.items():
         counted = sent_in_a_step(ours), sent_in_a_step(theirs)
         for what, our_mb, their_mb in zip(("sent", "on the sockets"), *counted):

@@ -14,12 +14,10 @@ it sends less and holds whole gradients.
 Both sides' losses are compared in every run.
 """
 
-import statistics
 import sys
-import time
 
 import torch
-from _form import Case, main
+from _form import Case, in_turn, main, of_all_ranks, step_cases
 
 from mini_dist import GPT, Layout, ModelConfig, launch
 from mini_dist.mesh import Mesh
@@ -162,23 +160,14 @@ def both_on_a_rank(layout, rounds, group):
     for _ in range(2):  # the second pair of losses shows that both have learned the same
         ours, theirs = (step() for step in sides)
         assert theirs is None or abs(ours - theirs) < 1e-4, (ours, theirs)
-    taken = [[], []]
-    for turn in range(rounds):
-        for side in (0, 1) if turn % 2 else (1, 0):
-            group.barrier().wait()
-            start = time.perf_counter()
-            sides[side]()
-            taken[side].append(time.perf_counter() - start)
-    return taken
+    return in_turn(*sides, rounds, group)
 
 
 def step_times(layout, rounds):
-    """(ours, theirs) in ms: medians over the rounds of the slowest rank's time."""
-    ranks = launch(both_on_a_rank, RANKS, (layout, rounds), timeout=600, quiet=True).results
-    return [
-        1e3 * statistics.median(max(moment) for moment in zip(*[rank[side] for rank in ranks]))
-        for side in (0, 1)
-    ]
+    """Of each side in ms."""
+    return of_all_ranks(
+        launch(both_on_a_rank, RANKS, (layout, rounds), timeout=600, quiet=True).results
+    )
 
 
 def steps(make, layout, number, group):
@@ -198,8 +187,7 @@ def sent(make, layout):
 
 def cases(long):
     for name, layout in LAYOUTS.items():
-        ours, theirs = step_times(layout, 40 if long else 12)
-        yield Case(f"step, {name}", *(lambda v=v: v for v in (ours, theirs)), BARS[name])
+        yield from step_cases(f"step, {name}", step_times(layout, 40 if long else 12), BARS[name])
         yield Case(
             f"sent, {name}",
             lambda layout=layout: sent(our_step, layout),

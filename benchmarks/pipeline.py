@@ -10,12 +10,10 @@ the schedule accepts.
 Both sides' losses are compared in every run.
 """
 
-import statistics
 import sys
-import time
 
 import torch
-from _form import Case, main, peak_allocated
+from _form import Case, in_turn, main, of_all_ranks, peak_allocated, step_cases
 
 from mini_dist import launch
 from mini_dist.config import ModelConfig
@@ -85,32 +83,27 @@ def schedule_name(schedule):
 def both_on_a_rank(name, rounds, group):
     """Our step and theirs in turn, in the same processes: medians of the slowest rank in ms."""
     schedule = build(name, RANKS, MICRO_BATCHES)
-    sides = []
-    for make_step in (our_step, their_step):
+    steps, parameters = {}, {}
+    for whose, make_step in (("ours", our_step), ("theirs", their_step)):
         modules = cut_gpt(CONFIG, schedule.stages_of[group.rank()], schedule.num_stages)
-        parameters = [p for module in modules.values() for p in module.parameters()]
-        sides.append((make_step(schedule, modules, group), parameters, []))
-    losses = [step() for step, _, _ in sides]  # the first step sets things up: not timed
-    for turn in range(rounds):
-        for step, parameters, taken in sides if turn % 2 else sides[::-1]:
-            for parameter in parameters:
-                parameter.grad.zero_()
-            group.barrier().wait()
-            start = time.perf_counter()
-            step()
-            taken.append(time.perf_counter() - start)
-    if losses[1] is not None:
-        assert abs(losses[0] - losses[1]) < 1e-5, losses
-    return [taken for _, _, taken in sides]
+        parameters[whose] = [p for module in modules.values() for p in module.parameters()]
+        steps[whose] = make_step(schedule, modules, group)
+    ours, theirs = (step() for step in steps.values())  # the first step sets things up: not timed
+    if theirs is not None:
+        assert abs(ours - theirs) < 1e-5, (ours, theirs)
+
+    def zero_gradients(whose):
+        for parameter in parameters[whose]:
+            parameter.grad.zero_()
+
+    return in_turn(*steps.values(), rounds, group, zero_gradients)
 
 
 def step_times(name, rounds):
-    """(ours, theirs) in ms: medians over the rounds of the slowest rank's time."""
-    ranks = launch(both_on_a_rank, RANKS, args=(name, rounds), timeout=600, quiet=True).results
-    return [
-        1e3 * statistics.median(max(moment) for moment in zip(*[rank[side] for rank in ranks]))
-        for side in (0, 1)
-    ]
+    """Of each side in ms."""
+    return of_all_ranks(
+        launch(both_on_a_rank, RANKS, args=(name, rounds), timeout=600, quiet=True).results
+    )
 
 
 def peak_on_a_rank(make_step, name, group):
@@ -158,8 +151,8 @@ def difference(name, p, m, unit=0.005, tries=8):
 
 def cases(long):
     for name in BESIDE:
-        ours, theirs = step_times(name, rounds=40 if long else 15)
-        yield given(f"step, {name}, {RANKS} ranks, m={MICRO_BATCHES}", ours, theirs, "ms")
+        times = step_times(name, rounds=40 if long else 15)
+        yield from step_cases(f"step, {name}, {RANKS} ranks, m={MICRO_BATCHES}", times, 1.0)
     for name in BESIDE:
         ours, theirs = max(peaks(our_step, name)), max(peaks(their_step, name))
         yield given(f"memory, {name}, {RANKS} ranks, m={MICRO_BATCHES}", ours, theirs, "MiB")

@@ -10,16 +10,15 @@ collectives at the least that they need, so that gloo's real traffic is not held
 Differences: with full logits theirs gathers them; with SP it reduces the norms' gradients inside
 the optimizer, tensor by tensor and use by use; gathering again costs ours a gather a region.
 Rows "memory": the most bytes that a second step has allocated at once, on the rank that needs most.
-On rank 0, where small tensors are added up, ours holds what it receives from the others.
+On rank 0, where small tensors are added up, ours receives two at a time from the others.
 Both sides' losses and gradients are compared in every run.
 """
 
 import statistics
 import sys
-import time
 
 import torch
-from _form import Case, main, peak_allocated
+from _form import Case, in_turn, main, of_all_ranks, peak_allocated, step_cases
 
 from mini_dist import GPT, ModelConfig, launch
 from mini_dist.model import token_loss
@@ -130,7 +129,7 @@ def their_step(config, sequence, loss_parallel, group):
 
 
 def both_on_a_rank(config, pair, loss_parallel, rounds, group):
-    """Our step and theirs in turn, in the same processes: seconds, and CPU seconds, of each."""
+    """Our step and theirs in turn, in the same processes."""
     sides = [
         our_step(config, pair, group),
         their_step(config, pair != "TP", loss_parallel, group),
@@ -141,27 +140,14 @@ def both_on_a_rank(config, pair, loss_parallel, rounds, group):
     assert ours.keys() == theirs.keys()
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-6, msg=name)
-    taken, worked = [[], []], [[], []]
-    for turn in range(rounds):
-        for side in (0, 1) if turn % 2 else (1, 0):
-            group.barrier().wait()
-            start, at_work = time.perf_counter(), time.process_time()
-            sides[side][0]()
-            taken[side].append(time.perf_counter() - start)
-            worked[side].append(time.process_time() - at_work)
-    return taken, worked
+    return in_turn(*(step for step, _ in sides), rounds, group)
 
 
 def step_times(config, pair, loss_parallel, rounds):
-    """Ours, theirs in ms, of the slowest rank; and the CPU time of all ranks: medians of rounds."""
+    """Of each side in ms: the slowest rank's step, and the CPU time of all ranks."""
     args = (config, pair, loss_parallel, rounds)
     ranks = launch(both_on_a_rank, RANKS, args, timeout=600, quiet=True).results
-
-    def median(kind, side, of_ranks):
-        moments = zip(*[rank[kind][side] for rank in ranks])
-        return 1e3 * statistics.median(of_ranks(moment) for moment in moments)
-
-    return [median(0, side, max) for side in (0, 1)] + [median(1, side, sum) for side in (0, 1)]
+    return of_all_ranks(ranks), of_all_ranks(ranks, sum, kind=1)
 
 
 def second_step(make, args, profiled, group):
@@ -179,7 +165,9 @@ def sent(make, *args):
 
 
 def peak(make, *args):
-    return max(launch(second_step, RANKS, (make, args, True), timeout=300, quiet=True).results)
+    """The middle one of three runs: theirs frees when gloo's threads are done, sometimes late."""
+    runs = [launch(second_step, RANKS, (make, args, True), timeout=300, quiet=True) for _ in "123"]
+    return statistics.median(max(run.results) for run in runs)
 
 
 def cases(long):
@@ -193,11 +181,9 @@ def cases(long):
     ):
         theirs = (config, pair != "TP", loss_parallel)
         name = f"{pair}{', their loss_parallel' if loss_parallel else ', their full logits'}"
-        ours_ms, theirs_ms, our_cpu, their_cpu = step_times(config, pair, loss_parallel, rounds)
-        yield Case(f"step, {name}", lambda v=ours_ms: v, theirs_ms, bar, repeats=1, warmup=0)
-        yield Case(
-            f"CPU time, {name}", lambda v=our_cpu: v, their_cpu, unit="ms", repeats=1, warmup=0
-        )
+        walls, cpus = step_times(config, pair, loss_parallel, rounds)
+        yield from step_cases(f"step, {name}", walls, bar)
+        yield from step_cases(f"CPU time, {name}", cpus, None)
         yield Case(
             f"bytes, {name}",
             lambda pair=pair: sent(our_step, config, pair),

@@ -9,7 +9,8 @@ Nothing in here knows of ranks. The seams where later lessons cut it:
   * ZeRO-3 and recompute: a block is the unit, a function of (x, positions);
   * tensor parallel: `q`, `k`, `v`, `o`, `up`, `gate`, `down` are separate linears, weight
     [features out, features in]; rows n*H..(n+1)*H of `q` are head n, and the number of heads
-    follows from the weights, so cutting these rows is all it takes;
+    follows from the weights, so cutting these rows is all it takes; x goes into several of them
+    through `project`, since a rank has to get it only once;
   * context parallel: positions are an argument, and so is the attention function;
   * experts: `experts[e]` is a whole MLP, `route` decides who visits it.
 
@@ -201,14 +202,18 @@ class Attention(nn.Module):
         self.attend = attention if callable(attention) else ATTENTIONS[attention]
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        # -1, not N: with only some heads' rows in the weights this is right as it stands
-        q = self.q(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, N, S, H]
-        k = self.k(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, K, S, H]
-        v = self.v(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # [B, K, S, H]
+        q, k, v = (  # [B, N, S, H], and twice [B, K, S, H]
+            # -1, not N: with only some heads' rows in the weights this is right as it stands
+            y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for y in self.project(x, self.q, self.k, self.v)
+        )
         if self.rotary:
             q, k = rotate(q, positions), rotate(k, positions)
         out = self.attend(q, k, v, positions, self.dropout if self.training else 0.0)
         return self.o(out.transpose(1, 2).flatten(-2))  # [B, N, S, H] -> [B, S, N*H] -> [B, S, D]
+
+    def project(self, x: Tensor, *linears: nn.Module) -> list[Tensor]:
+        return [linear(x) for linear in linears]
 
 
 def explicit_attention(
@@ -282,8 +287,13 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, routing: list[Routing] | None = None) -> Tensor:
         # `routing` is unused: an MLP routes nothing, but can stand wherever an MoE can
         if self.gate is None:
-            return self.down(functional.gelu(self.up(x)))
-        return self.down(functional.silu(self.gate(x)) * self.up(x))
+            (up,) = self.project(x, self.up)
+            return self.down(functional.gelu(up))
+        gate, up = self.project(x, self.gate, self.up)
+        return self.down(functional.silu(gate) * up)
+
+    def project(self, x: Tensor, *linears: nn.Module) -> list[Tensor]:
+        return [linear(x) for linear in linears]
 
 
 class Routing(NamedTuple):

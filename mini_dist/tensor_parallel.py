@@ -27,10 +27,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from .collectives import all_gather, all_reduce, broadcast
@@ -59,51 +61,6 @@ SEQUENCE = Pair(
     partial(gather_sequence, dim=SEQ), partial(scatter_sequence, dim=SEQ), cuts_sequence=True
 )
 SEQUENCE_AGAIN = SEQUENCE._replace(gathers_again=True)
-INSIDE = Pair(lambda x, group: x, lambda x, group: x)  # x has entered already
-
-
-@contextmanager
-def region(x: Tensor, group, pair: Pair) -> Iterator[Tensor]:
-    """What the ranks compute from inside a region; with `gathers_again` only the shard is kept."""
-    entered = pair.enter(x, group)
-    if not pair.gathers_again:
-        yield entered
-        return
-    again = GatheredAgain(x, entered, pair.enter, group)
-    with torch.autograd.graph.saved_tensors_hooks(again.pack, again.unpack):
-        yield entered
-
-
-class GatheredAgain:
-    """Where autograd would save the gathered x, it gets this rank's shard and a promise.
-
-    The first to need x in backward gathers it; it is let go when all who saved it have used it
-    (q, k and v share one x).
-    """
-
-    def __init__(self, shard: Tensor, entered: Tensor, enter: Callable, group):
-        self.shard, self.enter, self.group = shard.detach(), enter, group
-        self.address = entered.untyped_storage().data_ptr()
-        self.uses = self.left = 0
-        self.entered: Tensor | None = None
-
-    def pack(self, saved: Tensor):
-        if saved.untyped_storage().data_ptr() != self.address:
-            return saved
-        self.uses += 1
-        return saved.size(), saved.stride(), saved.storage_offset()
-
-    def unpack(self, saved) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
-        if self.entered is None:
-            self.entered = self.enter(self.shard, self.group)
-            self.left = self.uses
-        view = self.entered.as_strided(*saved)
-        self.left -= 1
-        if not self.left:
-            self.entered = None
-        return view
 
 
 def column_linear(
@@ -114,8 +71,64 @@ def column_linear(
     ("Column", because Megatron writes y = xA: a column of A is an output. torch stores A
     transposed, so here they are rows.)
     """
-    with region(x, group, pair) as x:
-        return functional.linear(x, weight, bias)
+    return column_linears(x, [(weight, bias)], group, pair)[0]
+
+
+def column_linears(
+    x: Tensor, parameters: list[tuple[Tensor, Tensor | None]], group, pair: Pair = TENSOR
+) -> tuple[Tensor, ...]:
+    """The same for several matrices that read one x, as q, k and v do: it enters once.
+
+    parameters: weight and bias of each.
+    """
+    if not pair.gathers_again:
+        x = pair.enter(x, group)
+    return ColumnLinears.apply(x, group, pair, *chain(*parameters))
+
+
+class ColumnLinears(torch.autograd.Function):
+    """One x times several matrices; with `gathers_again` x is a shard, and nothing else is kept.
+
+    Autograd would find the same gradients. But it would make a dx for each matrix and then add
+    them, and hold x until dx is there.
+    """
+
+    clear_saved_tensors_on_access = True  # with these two, backward can let go of
+    boxed_grads_call = True  # x and the dys as soon as it has used them
+
+    @staticmethod
+    def forward(ctx, x, group, pair, *parameters):  # weight, bias, weight, bias...
+        weights, biases = parameters[::2], parameters[1::2]
+        entered = pair.enter(x, group) if pair.gathers_again else x
+        ys = tuple(functional.linear(entered, *each) for each in zip(weights, biases))
+        dtype = ys[0].dtype  # under autocast it is narrower than x and the weights
+        ctx.save_for_backward(x.to(dtype), *weights)
+        ctx.group, ctx.pair = group, pair
+        return ys
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dys):
+        x, *weights = ctx.saved_tensors
+        needs_dx, _, _, *needed = ctx.needs_input_grad
+        if ctx.pair.gathers_again:
+            x = ctx.pair.enter(x, ctx.group)
+        shape, dtype, x = x.shape, x.dtype, x.reshape(-1, x.shape[-1])  # [T, D]
+        dys[:] = [dy.reshape(-1, dy.shape[-1]) for dy in dys]  # [T, F/t]
+        gradients = []
+        for dy, weight_needs, bias_needs in zip(dys, needed[::2], needed[1::2]):
+            gradients.append(dy.T @ x if weight_needs else None)  # [F/t, D]
+            gradients.append(dy.sum(0) if bias_needs else None)
+        if not needs_dx:
+            return None, None, None, *gradients
+        del x, dy  # x and dx are never both in memory
+        dx = dys.pop() @ weights.pop().to(dtype)
+        while dys:
+            torch.addmm(dx, dys.pop(), weights.pop().to(dtype), out=dx)
+        dx = dx.view(shape)
+        if ctx.pair.gathers_again:
+            dx = ctx.pair.leave(dx, ctx.group)  # the backward of enter
+        return dx, None, None, *gradients
 
 
 def row_linear(
@@ -205,14 +218,14 @@ class ParallelMLP(MLP):
             )
         check_divides("d_ffn", mlp.up.out_features, group.size())
         self.group, self.pair = group, pair
-        column = partial(ColumnParallelLinear, group=group, pair=INSIDE)
+        column = partial(ColumnParallelLinear, group=group, pair=pair)
         self.gate = None if mlp.gate is None else column(mlp.gate)
         self.up = column(mlp.up)
         self.down = RowParallelLinear(mlp.down, group, pair=pair)
 
-    def forward(self, x: Tensor, routing=None) -> Tensor:
-        with region(x, self.group, self.pair) as x:
-            return super().forward(x, routing)
+    def project(self, x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
+        parameters = [(linear.weight, linear.bias) for linear in linears]
+        return column_linears(x, parameters, self.group, self.pair)
 
 
 class ParallelAttention(Attention):
@@ -234,7 +247,7 @@ class ParallelAttention(Attention):
                 "rank's query heads would read parts of two ranks' key/value heads"
             )
         self.group, self.pair = group, pair
-        column = partial(ColumnParallelLinear, group=group, pair=INSIDE)
+        column = partial(ColumnParallelLinear, group=group, pair=pair)
         self.q = column(attn.q)  # [N/t * H, D]
         self.k = column(attn.k, parts=min(num_kv_heads, t))  # [K/t * H, D], or one head
         self.v = column(attn.v, parts=min(num_kv_heads, t))
@@ -242,9 +255,9 @@ class ParallelAttention(Attention):
         self.head_dim, self.rotary, self.dropout = H, attn.rotary, attn.dropout
         self.attend = drawing_its_own(attn.attend, group)
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        with region(x, self.group, self.pair) as x:
-            return super().forward(x, positions)
+    def project(self, x: Tensor, *linears: nn.Module) -> tuple[Tensor, ...]:
+        parameters = [(linear.weight, linear.bias) for linear in linears]
+        return column_linears(x, parameters, self.group, self.pair)
 
 
 class VocabParallelEmbedding(Parallel):

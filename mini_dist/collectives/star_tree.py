@@ -125,13 +125,20 @@ def star_all_reduce(x: torch.Tensor, group, op: str = "sum") -> torch.Tensor:
     add = reduction(op, x)
     if group.rank() != 0:  # waiting for the result already while sending saves a round
         return exchange(x, 0, 0, group)
-    terms = [x, *(empty(x) for _ in range(1, group.size()))]
-    receive_all(terms, 0, group)
-    # Each sum is written over the term that it took up last: no memory beside what was received.
-    total = functools.reduce(lambda total, term: add(total, term, out=term), terms)
-    if total is x:
+    peers = range(1, group.size())
+    if not peers:
         return x.clone()
-    wait(start(group, sends=[(total, peer) for peer in range(1, group.size())]))
+    # Two buffers, however many ranks: while one term is added, the next arrives. A sum is written
+    # over the term that it took up last, and then the memory of the sum before it is free.
+    arriving = [receive(empty(x), peer, group) for peer in peers[:2]]
+    total = x
+    for peer in peers:
+        term, handles = arriving[peer - 1]
+        wait(handles)
+        total, free = add(total, term, out=term), total
+        if free is not x and peer < peers[-1]:
+            arriving.append(receive(free, peer + 1, group))
+    wait(start(group, sends=[(total, peer) for peer in peers]))
     return total
 
 
@@ -140,6 +147,11 @@ def tree_all_reduce(x: torch.Tensor, group, op: str = "sum") -> torch.Tensor:
     """Reduce up a binomial tree and broadcast down it: 2 ceil(log2 n) rounds of N bytes."""
     total = tree_reduce(x, 0, group, op)
     return tree_broadcast(x if total is None else total, 0, group)
+
+
+def receive(buffer: torch.Tensor, source: int, group) -> tuple[torch.Tensor, list]:
+    """Begin to fill the buffer; it is full when the handles have been waited for."""
+    return buffer, start(group, receives=[(buffer, source)])
 
 
 def receive_all(parts: list[torch.Tensor], root: int, group) -> None:

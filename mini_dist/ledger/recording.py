@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import threading
 import time
 from contextlib import contextmanager
@@ -269,7 +270,8 @@ class RecordingGroup(dist.ProcessGroup):
         # The real group is a member, not the base: pybind would hand super().allreduce back to us.
         self.inner = dist.ProcessGroup(options.store, rank, size)
         kinds = dist.ProcessGroup.BackendType
-        gloo = dist.ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
+        with threads_that_do_not_interrupt():
+            gloo = dist.ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
         backends = [("cpu", kinds.GLOO, gloo)]
         if device.type == "cuda":
             store = dist.PrefixStore("cuda", options.store)
@@ -447,6 +449,26 @@ class RecordingGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:  # (torch's own name for it)
         return BACKEND
+
+
+@contextmanager
+def threads_that_do_not_interrupt():
+    """Threads that start in here wait for a core, instead of taking it from whoever computes there.
+
+    gloo's thread is woken by the answers to what the main thread is just sending. If it takes that
+    thread's core, while the lock of the connection is held, it asks for the lock over and over for
+    its whole slice of time, 3 ms, and nobody sends. (gloo/transport/tcp/pair.cc, handleEvents:
+    try_to_lock, on events that stay until they are handled.)
+    """
+    if not hasattr(os, "SCHED_BATCH"):  # Linux only
+        yield
+        return
+    before = os.sched_getscheduler(0)
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # of this thread; heirs keep it
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, before, os.sched_param(0))
 
 
 def splits_in_bytes(tensor, splits, size: int) -> list[int]:
