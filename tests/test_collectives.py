@@ -1,6 +1,7 @@
 """Collectives: values like torch's, the same bits everywhere, and exactly the bytes of theory."""
 
 import functools
+import itertools
 import time
 from collections import Counter, deque
 
@@ -213,6 +214,29 @@ def test_the_order_of_each_sum_is_the_documented_one(size, dtype):
         assert torch.equal(star, in_order("sum", everyone))
         assert torch.equal(ring, torch.cat(round_the_ring))
         assert torch.equal(pipelined, ring)
+
+
+def allocated(run):
+    """The most bytes that `run()` has allocated at once in this thread."""
+    from torch.profiler import profile
+
+    with profile(profile_memory=True) as seen:
+        run()
+    events = seen.profiler.kineto_results.events()
+    changes = [event.nbytes() for event in events if event.name() == "[memory]"]
+    return max(itertools.accumulate(changes), default=0)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_the_root_of_a_star_holds_two_terms_however_many_ranks(size):
+    def job(group):
+        x = torch.ones(2**18)  # 1 MiB
+        collectives.star_all_reduce(x, group)
+        return allocated(lambda: collectives.star_all_reduce(x, group)) / x.nbytes
+
+    root, *others = launch(job, size).results
+    assert root == pytest.approx(min(size - 1, 2), abs=0.01)
+    assert others == pytest.approx([1] * (size - 1), abs=0.01)
 
 
 def test_mean_divides_by_the_ranks_of_the_group():

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,28 @@ N = 4  # ranks
 # torch is renaming them
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def policies(group):
+    """{thread's name: its scheduling policies} of this rank, with a subgroup made."""
+    mesh = Mesh(group, a=2, b=2)
+    mesh["a"].barrier().wait()
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        found.setdefault((task / "comm").read_text().strip(), set()).add(
+            os.sched_getscheduler(int(task.name))
+        )
+    return found, os.sched_getscheduler(0)
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="other systems have no such threads")
+def test_gloos_threads_do_not_take_a_core_from_a_rank_that_computes():
+    """Else a message takes 2.7 ms now and then: the thread spins for a lock whose owner it has
+    pushed off its core."""
+    for threads, main in launch(policies, N).results:
+        assert main == os.SCHED_OTHER
+        for name in ("gloo_tcp_loop", "pt_gloo_runloop"):
+            assert threads[name] == {os.SCHED_BATCH}, name
 
 
 # ---- what native collectives count ---------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Cut matrices train the model of one process, send what the papers say and hold a t-th."""
 
 from functools import partial
+from itertools import accumulate
 
 import pytest
 import torch
@@ -28,6 +29,8 @@ from mini_dist.tensor_parallel import (
     ParallelMLP,
     RowParallelLinear,
     VocabParallelEmbedding,
+    column_linear,
+    column_linears,
     finish_gradients,
     for_grad_norm,
     full_state_dict,
@@ -225,6 +228,92 @@ def pieces(group):
         for name, p in named.items()
         for cut in [model.sharding.cuts.get(name)]
     }, model.head.out.weight is model.embed.token.weight
+
+
+def changes_of_memory(run):
+    """Bytes held after each allocation of `run()`, above those held before it."""
+    from torch.profiler import profile
+
+    with profile(profile_memory=True) as seen:
+        run()
+    events = seen.profiler.kineto_results.events()
+    return list(accumulate(e.nbytes() for e in events if e.name() == "[memory]"))
+
+
+def by_autograd(x, parameters, group, pair):
+    entered = pair.enter(x, group)
+    return [nn.functional.linear(entered, *each) for each in parameters]
+
+
+@pairs
+def test_backward_lets_go_of_x_before_dx_is_made(pair):
+    """Two tensors of the size of x at once, where autograd alone needs four."""
+
+    def job(group):
+        rows, D, peaks = 2**12, 64, []  # x, put together, is 1 MiB; weights and ys are small
+        leaf = torch.ones(1, rows // (group.size() if pair.cuts_sequence else 1), D)
+        parameters = [(torch.ones(2, D, requires_grad=True), None) for _ in "qkv"]
+        for multiply in (column_linears, by_autograd):
+
+            def forward_and_backward(multiply=multiply):
+                x = leaf.requires_grad_() * 1
+                ys = multiply(x, parameters, group, pair)
+                del x
+                sum(y.sum() for y in ys).backward()
+
+            forward_and_backward()
+            leaf.grad = None
+            peaks.append(max(changes_of_memory(forward_and_backward)) / 2**20)
+        return peaks
+
+    for ours, by_autograd_alone in launch(job, 2).results:
+        assert ours < 2.2
+        assert by_autograd_alone > 4
+
+
+def test_frozen_matrices_get_no_gradient_and_an_input_without_one_sends_nothing():
+    def job(group):
+        x = torch.ones(2, 3, 4)
+        frozen, trained = torch.ones(5, 4), torch.ones(5, 4, requires_grad=True)
+        linears = [(frozen, None), (trained, None)]
+        sum(y.sum() for y in column_linears(x, linears, group)).backward()
+        sent = len([c for c in group.recorder.comms if c[0].endswith("all_reduce")])
+        column_linear(x.requires_grad_(), frozen, None, group).sum().backward()
+        return frozen.grad, trained.grad, sent, x.grad
+
+    for frozen, trained, sent, dx in launch(job, 2).results:
+        assert frozen is None
+        assert torch.equal(trained, torch.full((5, 4), 6.0))
+        assert not sent
+        assert torch.equal(dx, torch.full((2, 3, 4), 10.0))  # 5 outputs on each of 2 ranks
+
+
+@pairs
+def test_under_autocast_products_and_what_is_kept_are_narrow_and_gradients_wide(pair):
+    def job(group):
+        x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        weight = torch.randn(6, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        kept = []
+
+        def note(saved):
+            kept.append(saved.dtype)
+            return saved
+
+        with (
+            torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved),
+            torch.autocast("cpu", torch.bfloat16),
+        ):
+            y = column_linear(x, weight, None, group, pair)
+        y.float().sum().backward()
+        entered = pair.enter(x.detach(), group).bfloat16().float()
+        expected = torch.ones(6, 1) @ entered.flatten(0, -2).sum(0, keepdim=True)
+        return y.dtype, kept, weight.grad, expected, x.grad.dtype
+
+    for dtype, kept, gradient, expected, of_x in launch(job, 2).results:
+        assert dtype == torch.bfloat16
+        assert kept[0] == torch.bfloat16
+        assert gradient.dtype == of_x == torch.float32
+        torch.testing.assert_close(gradient, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_each_rank_holds_its_contiguous_piece_and_nothing_else():
