@@ -228,7 +228,7 @@ def allocated(run):
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_the_root_of_a_star_holds_two_terms_however_many_ranks(size):
+def test_the_root_of_a_star_holds_two_large_terms_however_many_ranks(size):
     def job(group):
         x = torch.ones(2**18)  # 1 MiB
         collectives.star_all_reduce(x, group)

@@ -13,6 +13,8 @@ import torch
 from .messages import check_rows, collective, empty, exchange, recv, reduction, send, start, wait
 from .ring import check_sizes
 
+LARGE_TERM = 64 << 10  # bytes; beyond, memory counts more than the wait for a buffer
+
 
 @collective
 def star_broadcast(x: torch.Tensor, root: int, group) -> torch.Tensor:
@@ -128,16 +130,18 @@ def star_all_reduce(x: torch.Tensor, group, op: str = "sum") -> torch.Tensor:
     peers = range(1, group.size())
     if not peers:
         return x.clone()
-    # Two buffers, however many ranks: while one term is added, the next arrives. A sum is written
-    # over the term that it took up last, and then the memory of the sum before it is free.
-    arriving = [receive(empty(x), peer, group) for peer in peers[:2]]
+    # Small terms are received all at once. Of large ones two are: while one is added, the next
+    # arrives. A sum is written over the term that it took up last, so the memory of the sum before
+    # it is free for another term.
+    at_once = 2 if x.nbytes > LARGE_TERM else len(peers)
+    arriving = [receive(empty(x), peer, group) for peer in peers[:at_once]]
     total = x
     for peer in peers:
         term, handles = arriving[peer - 1]
         wait(handles)
         total, free = add(total, term, out=term), total
-        if free is not x and peer < peers[-1]:
-            arriving.append(receive(free, peer + 1, group))
+        if free is not x and len(arriving) < len(peers):
+            arriving.append(receive(free, len(arriving) + 1, group))
     wait(start(group, sends=[(total, peer) for peer in peers]))
     return total
 
