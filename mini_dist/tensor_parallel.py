@@ -47,7 +47,10 @@ from .replicas import gradient
 
 
 class Pair(NamedTuple):
-    """enter and leave: (x, group) -> x, each the other's conjugate."""
+    """enter and leave: (x, group) -> x, each the other's conjugate.
+
+    With `gathers_again` each is called as the other's backward, too.
+    """
 
     enter: Callable
     leave: Callable
