@@ -87,17 +87,14 @@ def as_shipped() -> Iterator[None]:
     for task in Path("/proc/self/task").glob("*") if hasattr(os, "SCHED_BATCH") else ():
         if "gloo" in (task / "comm").read_text():
             threads.append(int(task.name))
-    before = [os.sched_getscheduler(thread) for thread in threads]
-
-    def set_all(policies):
-        for thread, policy in zip(threads, policies):
-            os.sched_setscheduler(thread, policy, os.sched_param(0))
-
-    set_all([os.SCHED_OTHER] * len(threads) if threads else [])
+    before = {thread: os.sched_getscheduler(thread) for thread in threads}
+    for thread in threads:
+        os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
     try:
         yield
     finally:
-        set_all(before)
+        for thread, policy in before.items():
+            os.sched_setscheduler(thread, policy, os.sched_param(0))
 
 
 SIDES = {"ours": nullcontext, "theirs": as_shipped, "theirs with our threads": nullcontext}
