@@ -45,6 +45,18 @@ def test_gloos_threads_do_not_take_a_core_from_a_rank_that_computes():
             assert threads[name] == {os.SCHED_BATCH}, name
 
 
+def refused(group):
+    def refuse(*_):
+        raise PermissionError("not in this sandbox")
+
+    os.sched_setscheduler = refuse  # (a rank is a process of its own, and ends with its run)
+    return dist.get_world_size(dist.new_group([0, 1]))
+
+
+def test_a_sandbox_that_refuses_it_changes_nothing_else():
+    assert launch(refused, 2).results == [2, 2]
+
+
 # ---- what native collectives count ---------------------------------------------------------------
 
 SYMMETRIC = ["all_reduce", "reduce_scatter", "all_gather", "barrier"]

@@ -14,7 +14,7 @@ import inspect
 import os
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -460,15 +460,18 @@ def threads_that_do_not_interrupt():
     its whole slice of time, 3 ms, and nobody sends. (gloo/transport/tcp/pair.cc, handleEvents:
     try_to_lock, on events that stay until they are handled.)
     """
-    if not hasattr(os, "SCHED_BATCH"):  # Linux only
-        yield
-        return
-    before = os.sched_getscheduler(0)
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # of this thread; heirs keep it
+    changed = False
+    with suppress(OSError):  # a sandbox may refuse it
+        if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:  # Linux
+            os.sched_setscheduler(
+                0, os.SCHED_BATCH, os.sched_param(0)
+            )  # this thread; heirs keep it
+            changed = True
     try:
         yield
     finally:
-        os.sched_setscheduler(0, before, os.sched_param(0))
+        if changed:
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
 
 
 def splits_in_bytes(tensor, splits, size: int) -> list[int]:
