@@ -142,7 +142,7 @@ def row_linear(
     The bias [D] is whole on every rank and added after the sum: before it, it would count t times.
     """
     y = pair.leave(functional.linear(x, weight), group)
-    return y if bias is None else y + bias
+    return y if bias is None else y.add_(bias)  # in place: leave has just made y
 
 
 # --- the cut modules ---------------------------------------------------------------------------
@@ -276,7 +276,7 @@ class VocabParallelEmbedding(Parallel):
 
     def forward(self, tokens: Tensor) -> Tensor:
         row, is_mine = rows_of(tokens, len(self.weight), self.group)
-        x = functional.embedding(row, self.weight).masked_fill(~is_mine[..., None], 0)
+        x = functional.embedding(row, self.weight) * is_mine[..., None]
         return self.pair.leave(x, self.group)
 
 

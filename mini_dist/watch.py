@@ -75,7 +75,7 @@ class WatchedGroup:
 
     def __init__(self, group):
         self.inner, self.sent = group, []
-        self.recorder, self.group_name = group.recorder, group.group_name
+        self.recorder, self.name = group.recorder, group.name
 
     def rank(self) -> int:
         return self.inner.rank()

@@ -6,6 +6,8 @@ Messages from one rank to another arrive in the order in which they were sent.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ..ledger.recording import recorded
@@ -69,7 +71,15 @@ def collective(function):
 
     Autograd does not look inside: a collective is no differentiable function (ops.py has those).
     """
-    return recorded(torch.no_grad()(function))
+
+    @functools.wraps(function)
+    def outside_autograd(*args, **kwargs):
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    return recorded(outside_autograd)
 
 
 def split_sizes(length: int, parts: int) -> list[int]:
@@ -87,7 +97,7 @@ class Members:
 
     def __init__(self, group, ranks):
         self.whole, self.ranks = group, list(ranks)
-        self.recorder, self.group_name = getattr(group, "recorder", None), group.group_name
+        self.recorder, self.name = getattr(group, "recorder", None), group.name
 
     def rank(self) -> int:
         return self.ranks.index(self.whole.rank())

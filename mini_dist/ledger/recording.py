@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # (not in torch.distributed)
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._mode_utils import no_dispatch
 
 from .memory import MemoryRecorder
 from .wire import wire_bytes
@@ -39,8 +38,7 @@ class Recorder:
         self.comms: list[list] = []  # rows of FIELDS
         self.phases = Phases()
         self.started = self.stopped = self._wire = self.memory = self.counter = None
-        self.last_handles: dict[str, object] = {}  # of messages, see RecordedMessage
-        self._thread = threading.local()  # autograd's hooks may communicate from another thread
+        self.thread = Thread()
 
     def start(self, memory: bool, count: bool = False) -> None:
         """Begin with an empty page: what torch itself exchanged to set up is not the learner's."""
@@ -85,8 +83,8 @@ class Recorder:
         """Note a communication as it starts. `detail`: peer, root or splits, as `op` needs."""
         nbytes = sum(tensor.nbytes for tensor in tensors)
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
-        parent = getattr(self._thread, "parent", None)
-        row = [op, group, dtype, nbytes, detail, time.time(), None, self.phases.now, parent]
+        now, parent = self.phases.now, self.thread.parent
+        row = [op, group, dtype, nbytes, detail, time.time(), None, now, parent]
         self.comms.append(row)
         if self.counter and detail != "collective":
             self.counter.begin(row, tag, filled)
@@ -97,17 +95,11 @@ class Recorder:
         if self.counter:
             self.counter.wait(row)
 
-    @contextmanager
-    def collective(self, op: str, group: str, tensors):
-        """What is sent inside belongs to one collective of ours, called `op`."""
-        outer = getattr(self._thread, "parent", None)
-        row = self.begin(op, group, tensors, "collective")
-        self._thread.parent = len(self.comms) - 1
-        try:
-            yield
-        finally:
-            self._thread.parent = outer
-            end(row)
+
+class Thread(threading.local):
+    """Of each thread of a rank: autograd's hooks may communicate from another than the main one."""
+
+    parent = None  # the row of the collective of ours that it is in
 
 
 FIELDS = ("op", "group", "dtype", "nbytes", "detail", "start", "end", "phase", "parent")
@@ -123,7 +115,7 @@ def recorded(function):
 
     With a group that does not record, as torch's own, the function is called as it is.
     """
-    names = list(inspect.signature(function).parameters)
+    name, names = function.__name__, list(inspect.signature(function).parameters)
     place = names.index("group")
 
     @functools.wraps(function)
@@ -135,8 +127,13 @@ def recorded(function):
         first = args[0] if args else kwargs[names[0]]
         inputs = first if isinstance(first, (list, tuple)) else [first]
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-        with recorder.collective(function.__name__, group.group_name, tensors):
+        thread, row = recorder.thread, recorder.begin(name, group.name, tensors, "collective")
+        outer, thread.parent = thread.parent, len(recorder.comms) - 1
+        try:
             return function(*args, **kwargs)
+        finally:
+            thread.parent = outer
+            end(row)
 
     return call
 
@@ -236,28 +233,6 @@ class RecordedWork(dist._Work):
     _source_rank = source_rank
 
 
-class RecordedMessage(RecordedWork):
-    """The handle of a message through gloo.
-
-    gloo's own thread holds a message's buffer for a moment after the message is over, and whoever
-    drops the handle meanwhile sleeps until that thread has had its turn: with more ranks than cores
-    that is longer than the message took. So the last handles are kept, one of each kind. They keep
-    no memory: gloo was given aliases of the tensors, and these are emptied when the wait is over.
-    """
-
-    def __init__(self, work, row: list, recorder: Recorder, number: int, aliases: list):
-        super().__init__(work, row, recorder, number)
-        self._aliases = aliases
-
-    def wait(self, timeout=timedelta(0)) -> bool:
-        arrived = super().wait(timeout)
-        with no_dispatch():
-            for alias in self._aliases:
-                alias.set_()
-        self._recorder.last_handles[self._row[0]] = self._work
-        return arrived
-
-
 class RecordingGroup(dist.ProcessGroup):
     """gloo (and NCCL, where ranks have GPUs) with a recorder in front.
 
@@ -296,33 +271,25 @@ class RecordingGroup(dist.ProcessGroup):
     # -- point to point -----------------------------------------------------------------------
 
     def send(self, tensors, dst, tag):
-        return self._message("send", tensors, dst, tag, f"{self.me} {self.ranks[dst]} {tag}")
+        return self._message("send", tensors, dst, tag)
 
     def recv(self, tensors, src, tag):
-        return self._message("recv", tensors, src, tag, f"{self.ranks[src]} {self.me} {tag}")
+        return self._message("recv", tensors, src, tag)
 
     def recv_anysource(self, tensors, tag):
-        return self._message("recv_anysource", tensors, None, tag, f"any {self.me} {tag}")
+        return self._message("recv_anysource", tensors, None, tag)
 
-    def _message(self, op, tensors, peer, tag, route):
+    def _message(self, op, tensors, peer, tag):
         row = self.recorder.begin(op, self.name, tensors, peer, tag)
         flight, number = self.recorder.flight, -1
         if flight:
-            shape = f"{row[2]}{list(tensors[0].shape)}"
-            where = {"send": f", to rank {peer}", "recv": f", from rank {peer}"}.get(op, "")
-            number = flight.begin(
-                f"message {self.name} {route}",
-                f"{row[2]} {tensors[0].numel()}",
-                f"{op}({shape}{where})",
-                waits=False,
-            )
+            other = "any" if peer is None else self.ranks[peer]
+            where = self.name, self.me, peer, other, tag
+            words = message_in_words(op, *where, row[2], tensors[0].shape)
+            number = flight.begin(*words, waits=False)
         call = getattr(self.inner, op)
-        with no_dispatch():  # nobody who counts operators or memory is to see aliases
-            aliases = [tensor.data for tensor in tensors]  # (detach would share a version counter)
-        work = call(aliases, tag) if peer is None else call(aliases, peer, tag)
-        if tensors[0].is_cuda:
-            return RecordedWork(work, row, self.recorder, number)
-        return RecordedMessage(work, row, self.recorder, number, aliases)
+        work = call(tensors, tag) if peer is None else call(tensors, peer, tag)
+        return RecordedWork(work, row, self.recorder, number)
 
     # -- collectives --------------------------------------------------------------------------
 
@@ -472,6 +439,22 @@ def threads_that_do_not_interrupt():
     finally:
         if changed:
             os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+@functools.lru_cache(4096)
+def message_in_words(op, group, me, peer, other, tag, dtype, shape) -> tuple[str, str, str]:
+    """Channel, signature and text for the flight recorder; me and other are world ranks.
+
+    (Remembered, since a step sends the same messages again, each with cold caches: what Python does
+    for a message costs three times what it costs in a loop.)
+    """
+    route = f"{me} {other}" if op == "send" else f"{other} {me}"
+    where = {"send": f", to rank {peer}", "recv": f", from rank {peer}"}.get(op, "")
+    return (
+        f"message {group} {route} {tag}",
+        f"{dtype} {shape.numel()}",
+        f"{op}({dtype}{list(shape)}{where})",
+    )
 
 
 def splits_in_bytes(tensor, splits, size: int) -> list[int]:

@@ -54,13 +54,13 @@ class FlightRecorder:
         """Note an operation as it is issued; `waits`: the caller blocks until it is complete."""
         with self._lock:
             number = self._written
-            kind, group, *route = channel.split()
-            if "any" in route:
-                self._uncounted.add(group)
-            if kind == "message" and group in self._uncounted:
-                k = UNKNOWN  # which of a sender's messages this is depends on what "any" took
-            else:
-                k = self._counts[channel] = self._counts.get(channel, 0) + 1
+            k = self._counts[channel] = self._counts.get(channel, 0) + 1
+            if " any " in channel or self._uncounted:  # (to split costs more than all the rest)
+                kind, group, *route = channel.split()
+                if "any" in route:
+                    self._uncounted.add(group)
+                if kind == "message" and group in self._uncounted:
+                    k = UNKNOWN  # which of a sender's messages this is depends on what "any" took
             ENTRY.pack_into(
                 self._map,
                 FIRST + number % ENTRIES * ENTRY.size,
@@ -68,7 +68,10 @@ class FlightRecorder:
                 *(channel.encode(), signature.encode(), text.encode()),
             )
             self._written += 1
-        self.wait(number if waits else -1)
+        if waits:
+            self.wait(number)
+        else:
+            HEADER.pack_into(self._map, 0, self._written, -1)
         return number
 
     def wait(self, number: int) -> None:
