@@ -142,7 +142,7 @@ def row_linear(
     The bias [D] is whole on every rank and added after the sum: before it, it would count t times.
     """
     y = pair.leave(functional.linear(x, weight), group)
-    return y if bias is None else y.add_(bias)  # in place: leave has just made y
+    return y if bias is None else y + bias
 
 
 # --- the cut modules ---------------------------------------------------------------------------
