@@ -19,6 +19,7 @@ _FILES = (
     "data_parallel",
     "expert_parallel",
     "fast_data_parallel",
+    "one_device",
     "pipeline",
     "planner",
     "tensor_parallel",

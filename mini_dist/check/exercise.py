@@ -176,6 +176,8 @@ def calls_of(names: Collection[str], library: ModuleType) -> Iterator[set[str]]:
         if event == "call" and code.co_name in names and code.co_filename.startswith(home):
             if caller is None or not caller.f_code.co_filename.startswith(home):
                 called.add(code.co_name)
+        if before:  # of a watch around this one
+            before(frame, event, _)
 
     before = sys.getprofile()
     sys.setprofile(note)
