@@ -12,7 +12,8 @@ both sides: trust the ratio, not the milliseconds.
 "Theirs" is PyTorch as its users have it. `launch` starts gloo's threads so that they do not take a
 core from a thread that computes (`threads_that_do_not_interrupt` in ledger/recording.py), and what
 uses gloo gets faster, theirs even more than ours. torchrun does not, so theirs runs without it:
-that row has the bar. The row "theirs with our threads" says what is left when both have it.
+that row has the bar. The row "theirs with our threads" says what is left when both have it, and
+"theirs under torchrun" what theirs takes in processes without anything of ours (_torchrun.py).
 """
 
 import argparse
@@ -97,17 +98,28 @@ def as_shipped() -> Iterator[None]:
             os.sched_setscheduler(thread, policy, os.sched_param(0))
 
 
+TORCHRUN = "theirs under torchrun"
 SIDES = {"ours": nullcontext, "theirs": as_shipped, "theirs with our threads": nullcontext}
 
 
-def in_turn(ours: Callable, theirs: Callable, rounds: int, group, prepare=None) -> dict:
+def in_turn(
+    ours: Callable, theirs: Callable, rounds: int, group, prepare=None, elsewhere=None
+) -> dict:
     """On a rank, {side: [(seconds, CPU seconds) of each round]}; the sides of SIDES take turns.
 
-    prepare: a function of "ours" or "theirs", called before each and not timed.
+    prepare: a function of "ours" or "theirs", called before each and not timed. elsewhere: a step
+    of the same rank of torchrun (_torchrun.py), which returns the two times; its first is not kept.
     """
     taken = {side: [] for side in SIDES}
+    if elsewhere:
+        elsewhere()
+        taken[TORCHRUN] = []
     for turn in range(rounds):
-        for side in taken if turn % 2 else reversed(taken):
+        for side in list(taken) if turn % 2 else list(reversed(taken)):
+            if side == TORCHRUN:
+                group.barrier().wait()
+                taken[side].append(elsewhere())
+                continue
             whose, step = ("ours", ours) if side == "ours" else ("theirs", theirs)
             if prepare:
                 prepare(whose)
@@ -128,15 +140,17 @@ def of_all_ranks(results: list[dict], of_ranks: Callable = max, kind: int = 0) -
             of_ranks(sample[kind] for sample in moment)
             for moment in zip(*[rank[side] for rank in results])
         )
-        for side in SIDES
+        for side in results[0]
     }
 
 
 def step_cases(name: str, medians: dict, bar: float | None, unit: str = "ms") -> Iterator[Case]:
-    """The row that has the bar, and the one of equal threads."""
-    ours, theirs, alike = (medians[side] for side in SIDES)
-    for title, their, its_bar in ((name, theirs, bar), (f"{name}: {list(SIDES)[2]}", alike, None)):
-        yield Case(title, lambda: ours, their, its_bar, unit, repeats=1, warmup=0)
+    """The row that has the bar, and those of theirs in other company."""
+    ours = medians["ours"]
+    for side, theirs in medians.items():
+        if side != "ours":
+            title, its_bar = (name, bar) if side == "theirs" else (f"{name}: {side}", None)
+            yield Case(title, lambda: ours, theirs, its_bar, unit, repeats=1, warmup=0)
 
 
 def peak_allocated(run: Callable) -> int:

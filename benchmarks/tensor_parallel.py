@@ -16,7 +16,9 @@ Both sides' losses and gradients are compared in every run.
 
 import statistics
 import sys
+from functools import partial
 
+import _torchrun
 import torch
 from _form import Case, in_turn, main, of_all_ranks, peak_allocated, step_cases
 
@@ -128,8 +130,8 @@ def their_step(config, sequence, loss_parallel, group):
     return step, gradients
 
 
-def both_on_a_rank(config, pair, loss_parallel, rounds, group):
-    """Our step and theirs in turn, in the same processes."""
+def both_on_a_rank(config, pair, loss_parallel, rounds, torchrun, group):
+    """Our step and theirs in turn, in the same processes, and theirs under torchrun."""
     sides = [
         our_step(config, pair, group),
         their_step(config, pair != "TP", loss_parallel, group),
@@ -140,13 +142,16 @@ def both_on_a_rank(config, pair, loss_parallel, rounds, group):
     assert ours.keys() == theirs.keys()
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-6, msg=name)
-    return in_turn(*(step for step, _ in sides), rounds, group)
+    elsewhere = partial(_torchrun.step, torchrun, group.rank())
+    return in_turn(*(step for step, _ in sides), rounds, group, elsewhere=elsewhere)
 
 
 def step_times(config, pair, loss_parallel, rounds):
     """Of each side in ms: the slowest rank's step, and the CPU time of all ranks."""
-    args = (config, pair, loss_parallel, rounds)
-    ranks = launch(both_on_a_rank, RANKS, args, timeout=600, quiet=True).results
+    theirs = (config, pair != "TP", loss_parallel)
+    with _torchrun.ranks(their_step, theirs, RANKS) as torchrun:
+        args = (config, pair, loss_parallel, rounds, torchrun)
+        ranks = launch(both_on_a_rank, RANKS, args, timeout=600, quiet=True).results
     return of_all_ranks(ranks), of_all_ranks(ranks, sum, kind=1)
 
 

@@ -149,12 +149,7 @@ class Gather(torch.autograd.Function):
         return split(dy, ctx.group, dim=ctx.dim), None, None
 
 
-class AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group, dim):
-        ctx.group, ctx.dim = group, dim
-        return in_rows(collectives.all_gather(x, group, dim=dim))
-
+class AllGather(Gather):
     @staticmethod
     def backward(ctx, dy):
         return reduce_scatter(dy, ctx.group, dim=ctx.dim), None, None
