@@ -210,3 +210,12 @@ def test_a_verdict_on_a_page_escapes_what_a_learner_wrote(wrong):
     page = wrong._repr_html_()
     assert "a &lt;b&gt; &amp; c" in page
     assert re.search(r"24000</td>.*12000</td>.*✗", page)
+
+
+def test_a_watch_inside_another_hides_nothing_from_it():
+    from mini_dist import grad_norm, recompute
+    from mini_dist.check.exercise import calls_of
+
+    with calls_of({"recomputed"}, recompute) as outer, calls_of({"none"}, grad_norm) as inner:
+        recompute.recomputed(abs)
+    assert (outer, inner) == ({"recomputed"}, set())
