@@ -57,7 +57,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Number:
-    """A number from `least` to `most`; whole, or any real one. `log`: a slider doubles."""
+    """A number from `least` to `most`; whole, or any real one. `log`: a slider's steps grow."""
 
     least: float
     most: float
@@ -106,8 +106,8 @@ def whole(least: int, most: int, unit: str = "", log: bool = False) -> Number:
     return Number(least, most, True, unit, log)
 
 
-def real(least: float, most: float, unit: str = "") -> Number:
-    return Number(least, most, False, unit)
+def real(least: float, most: float, unit: str = "", log: bool = False) -> Number:
+    return Number(least, most, False, unit, log)
 
 
 def flag() -> Flag:

@@ -117,7 +117,7 @@ def _plain_modules(config, how, whole, t, moe) -> list[Saved]:
         # Of turned heads the kernel keeps its output head by head, beside the rows made from it:
         # of one head these are the same memory.
         each = e * config.num_heads * config.head_dim / t
-        saved.append(Saved("output by heads", each, "e N H/t", is_scores=True))
+        saved.append(Saved("output by heads", each, "e N H/t [Flash]", is_scores=True))
     if moe:
         saved.append(
             Saved("weighted expert outputs", e * config.top_k * config.d_model / whole, "e k D")

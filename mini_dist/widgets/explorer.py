@@ -127,10 +127,21 @@ def control(name: str, parameter: Parameter, value):
         return widgets.Text(value=value, continuous_update=False, **label)
     assert isinstance(parameter, Number)
     least, most = parameter.least, parameter.most
-    if parameter.is_whole and parameter.log:  # least, twice that, ... most
-        steps = sorted({*(least << k for k in range((most // least).bit_length())), most, value})
-        return widgets.SelectionSlider(options=steps, value=value, **label)
+    if parameter.log:
+        steps = doublings(least, most) if parameter.is_whole else round_values(least, most)
+        return widgets.SelectionSlider(options=sorted({*steps, most, value}), value=value, **label)
     if parameter.is_whole:
         return widgets.IntSlider(value, least, most, **label)
     step = 10 ** math.floor(math.log10((most - least) / 50))  # 0.01, 0.1, 1, ...: round values
     return widgets.FloatSlider(value, min=least, max=most, step=step, **label)
+
+
+def doublings(least: int, most: int) -> list[int]:
+    return [least << k for k in range((most // least).bit_length())]
+
+
+def round_values(least: float, most: float) -> list[float]:
+    """1, 1.5, 2, 3, 5, 7, 10, 15, ... and their like below 1, from least to most."""
+    powers = range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)
+    values = [float(f"{digits}e{power}") for power in powers for digits in (1, 1.5, 2, 3, 5, 7)]
+    return [value for value in values if least <= value <= most]

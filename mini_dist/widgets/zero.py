@@ -77,7 +77,7 @@ def zero_figure(**start) -> Explorer:
     """The explorer; `start` sets some controls, as in zero_figure(billions=70.0, ranks=512)."""
     explorer = Explorer(
         render,
-        billions=real(0.1, 1000.0),
+        billions=real(0.1, 1000.0, log=True),
         ranks=whole(1, 2**12, log=True),
         optimizer=choice(*OPTIMIZERS),
         gpu=choice(*GPUS),
