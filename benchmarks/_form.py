@@ -12,8 +12,7 @@ both sides: trust the ratio, not the milliseconds.
 "Theirs" is PyTorch as its users have it. `launch` starts gloo's threads so that they do not take a
 core from a thread that computes (`threads_that_do_not_interrupt` in ledger/recording.py), and what
 uses gloo gets faster, theirs even more than ours. torchrun does not, so theirs runs without it:
-that row has the bar. The row "theirs with our threads" says what is left when both have it, and
-"theirs under torchrun" what theirs takes in processes without anything of ours (_torchrun.py).
+that row has the bar. The row "theirs with our threads" says what is left when both have it.
 """
 
 import argparse
@@ -98,37 +97,43 @@ def as_shipped() -> Iterator[None]:
             os.sched_setscheduler(thread, policy, os.sched_param(0))
 
 
-TORCHRUN = "theirs under torchrun"
 SIDES = {"ours": nullcontext, "theirs": as_shipped, "theirs with our threads": nullcontext}
 
 
-def in_turn(
-    ours: Callable, theirs: Callable, rounds: int, group, prepare=None, elsewhere=None
-) -> dict:
+def in_turn(ours: Callable, theirs: Callable, rounds: int, group, prepare=None) -> dict:
     """On a rank, {side: [(seconds, CPU seconds) of each round]}; the sides of SIDES take turns.
 
-    prepare: a function of "ours" or "theirs", called before each and not timed. elsewhere: a step
-    of the same rank of torchrun (_torchrun.py), which returns the two times; its first is not kept.
+    prepare: a function of "ours" or "theirs", called before each and not timed.
     """
     taken = {side: [] for side in SIDES}
-    if elsewhere:
-        elsewhere()
-        taken[TORCHRUN] = []
     for turn in range(rounds):
-        for side in list(taken) if turn % 2 else list(reversed(taken)):
-            if side == TORCHRUN:
-                group.barrier().wait()
-                taken[side].append(elsewhere())
-                continue
+        for side in taken if turn % 2 else reversed(taken):
             whose, step = ("ours", ours) if side == "ours" else ("theirs", theirs)
             if prepare:
                 prepare(whose)
             with SIDES[side]():
                 group.barrier().wait()
-                start = time.perf_counter(), time.process_time()
-                step()
-                taken[side].append((time.perf_counter() - start[0], time.process_time() - start[1]))
+                taken[side].append(timed(step))
     return taken
+
+
+def in_turn_with_torchrun(ours: Callable, theirs: Callable, rounds: int, group) -> dict:
+    """The same with theirs in processes of its own. theirs: lets this rank's counterpart there take
+    a step, and returns the two times that it took (_torchrun.py)."""
+    sides = {"ours": lambda: timed(ours), "theirs": theirs}
+    taken = {side: [] for side in sides}
+    for turn in range(rounds):
+        for side in sides if turn % 2 else reversed(sides):
+            group.barrier().wait()
+            taken[side].append(sides[side]())
+    return taken
+
+
+def timed(step: Callable) -> tuple[float, float]:
+    """Its seconds and CPU seconds."""
+    start = time.perf_counter(), time.process_time()
+    step()
+    return time.perf_counter() - start[0], time.process_time() - start[1]
 
 
 def of_all_ranks(results: list[dict], of_ranks: Callable = max, kind: int = 0) -> dict:
@@ -145,7 +150,7 @@ def of_all_ranks(results: list[dict], of_ranks: Callable = max, kind: int = 0) -
 
 
 def step_cases(name: str, medians: dict, bar: float | None, unit: str = "ms") -> Iterator[Case]:
-    """The row that has the bar, and those of theirs in other company."""
+    """A row with the bar, and one of theirs with our threads where that was measured."""
     ours = medians["ours"]
     for side, theirs in medians.items():
         if side != "ours":

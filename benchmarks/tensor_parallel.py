@@ -3,7 +3,10 @@
 The same GPT on 4 ranks. Theirs: ColwiseParallel and RowwiseParallel, with loss_parallel (or with
 full logits on every rank, which is what its users get without), and SequenceParallel. x is made a
 DTensor once for q, k and v, so that its gradient is reduced once, as in ours.
-Rows "step": forward, loss, backward and AdamW; both sides take turns in the same processes.
+Rows "step": forward, loss, backward and AdamW, each side as its users start it: ours by launch,
+theirs by torchrun, without our recorder, malloc settings and threads. They take turns in one run.
+Rows "step in our processes": theirs inside of launch, where freed memory is kept for it, too; with
+gloo's threads as torch starts them, and with ours.
 Rows "CPU time": of all ranks together. On a busy machine it says more than the step does.
 Rows "bytes": what the ledger counts for one step, all ranks together. It counts DTensor's native
 collectives at the least that they need, so that gloo's real traffic is not held against them.
@@ -20,7 +23,15 @@ from functools import partial
 
 import _torchrun
 import torch
-from _form import Case, in_turn, main, of_all_ranks, peak_allocated, step_cases
+from _form import (
+    Case,
+    in_turn,
+    in_turn_with_torchrun,
+    main,
+    of_all_ranks,
+    peak_allocated,
+    step_cases,
+)
 
 from mini_dist import GPT, ModelConfig, launch
 from mini_dist.model import token_loss
@@ -130,8 +141,16 @@ def their_step(config, sequence, loss_parallel, group):
     return step, gradients
 
 
-def both_on_a_rank(config, pair, loss_parallel, rounds, torchrun, group):
-    """Our step and theirs in turn, in the same processes, and theirs under torchrun."""
+def ours_beside_torchrun(config, pair, rounds, torchrun, group):
+    """Our step and theirs in turn, each in processes of its own."""
+    step, _ = our_step(config, pair, group)
+    theirs = partial(_torchrun.step, torchrun, group.rank())
+    step(), theirs()  # the first step sets things up: not timed
+    return in_turn_with_torchrun(step, theirs, rounds, group)
+
+
+def both_on_a_rank(config, pair, loss_parallel, rounds, group):
+    """Our step and theirs in turn, in the same processes; losses and gradients compared."""
     sides = [
         our_step(config, pair, group),
         their_step(config, pair != "TP", loss_parallel, group),
@@ -142,17 +161,18 @@ def both_on_a_rank(config, pair, loss_parallel, rounds, torchrun, group):
     assert ours.keys() == theirs.keys()
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-3, atol=1e-6, msg=name)
-    elsewhere = partial(_torchrun.step, torchrun, group.rank())
-    return in_turn(*(step for step, _ in sides), rounds, group, elsewhere=elsewhere)
+    return in_turn(*(step for step, _ in sides), rounds, group)
 
 
 def step_times(config, pair, loss_parallel, rounds):
-    """Of each side in ms: the slowest rank's step, and the CPU time of all ranks."""
+    """What the ranks measured, first each side in its own processes, then both in ours."""
     theirs = (config, pair != "TP", loss_parallel)
     with _torchrun.ranks(their_step, theirs, RANKS) as torchrun:
-        args = (config, pair, loss_parallel, rounds, torchrun)
-        ranks = launch(both_on_a_rank, RANKS, args, timeout=600, quiet=True).results
-    return of_all_ranks(ranks), of_all_ranks(ranks, sum, kind=1)
+        args = (config, pair, rounds, torchrun)
+        apart = launch(ours_beside_torchrun, RANKS, args, timeout=600, quiet=True).results
+    args = (config, pair, loss_parallel, rounds)
+    together = launch(both_on_a_rank, RANKS, args, timeout=600, quiet=True).results
+    return apart, together
 
 
 def second_step(make, args, profiled, group):
@@ -186,9 +206,10 @@ def cases(long):
     ):
         theirs = (config, pair != "TP", loss_parallel)
         name = f"{pair}{', their loss_parallel' if loss_parallel else ', their full logits'}"
-        walls, cpus = step_times(config, pair, loss_parallel, rounds)
-        yield from step_cases(f"step, {name}", walls, bar)
-        yield from step_cases(f"CPU time, {name}", cpus, None)
+        apart, together = step_times(config, pair, loss_parallel, rounds)
+        yield from step_cases(f"step, {name}", of_all_ranks(apart), bar)
+        yield from step_cases(f"step in our processes, {name}", of_all_ranks(together), None)
+        yield from step_cases(f"CPU time, {name}", of_all_ranks(apart, sum, kind=1), None)
         yield Case(
             f"bytes, {name}",
             lambda pair=pair: sent(our_step, config, pair),
