@@ -74,7 +74,7 @@ def collective(function):
 
     @functools.wraps(function)
     def outside_autograd(*args, **kwargs):
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():  # to ask costs less than to enter once more
             return function(*args, **kwargs)
         with torch.no_grad():
             return function(*args, **kwargs)
