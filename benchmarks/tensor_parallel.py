@@ -3,10 +3,9 @@
 The same GPT on 4 ranks. Theirs: ColwiseParallel and RowwiseParallel, with loss_parallel (or with
 full logits on every rank, which is what its users get without), and SequenceParallel. x is made a
 DTensor once for q, k and v, so that its gradient is reduced once, as in ours.
-Rows "step": forward, loss, backward and AdamW, each side as its users start it: ours by launch,
-theirs by torchrun, without our recorder, malloc settings and threads. They take turns in one run.
-Rows "step in our processes": theirs inside of launch, where freed memory is kept for it, too; with
-gloo's threads as torch starts them, and with ours.
+Rows "step": forward, loss, backward and AdamW; both sides take turns in the same processes.
+Rows "step, theirs under torchrun": each side in processes of its own, as its users start it, so
+that theirs has no recorder, malloc settings or threads of ours. They take turns in one run, too.
 Rows "CPU time": of all ranks together. On a busy machine it says more than the step does.
 Rows "bytes": what the ledger counts for one step, all ranks together. It counts DTensor's native
 collectives at the least that they need, so that gloo's real traffic is not held against them.
@@ -207,9 +206,9 @@ def cases(long):
         theirs = (config, pair != "TP", loss_parallel)
         name = f"{pair}{', their loss_parallel' if loss_parallel else ', their full logits'}"
         apart, together = step_times(config, pair, loss_parallel, rounds)
-        yield from step_cases(f"step, {name}", of_all_ranks(apart), bar)
-        yield from step_cases(f"step in our processes, {name}", of_all_ranks(together), None)
-        yield from step_cases(f"CPU time, {name}", of_all_ranks(apart, sum, kind=1), None)
+        for kind, rows in ("step", together), ("step, theirs under torchrun", apart):
+            yield from step_cases(f"{kind}, {name}", of_all_ranks(rows), bar)
+        yield from step_cases(f"CPU time, {name}", of_all_ranks(together, sum, kind=1), None)
         yield Case(
             f"bytes, {name}",
             lambda pair=pair: sent(our_step, config, pair),
