@@ -276,7 +276,7 @@ class VocabParallelEmbedding(Parallel):
 
     def forward(self, tokens: Tensor) -> Tensor:
         row, is_mine = rows_of(tokens, len(self.weight), self.group)
-        x = functional.embedding(row, self.weight) * is_mine[..., None]
+        x = functional.embedding(row, self.weight).masked_fill(~is_mine[..., None], 0)
         return self.pair.leave(x, self.group)
 
 

@@ -634,3 +634,25 @@ def refusals(group):
 
 def test_sizes_that_do_not_divide_are_refused_with_the_number_that_must():
     launch(refusals, 3)
+
+
+# -- what is not a number stays where it is -----------------------------------------------------
+
+
+def look_up(group):
+    """Token 0 has an infinite row, and token 5's gradient is infinite."""
+    whole = nn.Embedding(8, 4)
+    with torch.no_grad():
+        whole.weight.copy_(torch.arange(32.0).view(8, 4))
+        whole.weight[0] = torch.inf
+    cut = VocabParallelEmbedding(whole, group)
+    x = cut(torch.tensor([[1, 5, 7]]))
+    x.backward(torch.tensor([1.0, torch.inf, 1.0]).view(1, 3, 1).expand_as(x))
+    return x.detach(), whole.weight.detach(), all_gather(cut.weight.grad, group)
+
+
+def test_a_row_that_is_not_finite_touches_only_the_tokens_that_read_it():
+    for x, weight, gradient in launch(look_up, 2).results:
+        torch.testing.assert_close(x, weight[[1, 5, 7]][None], rtol=0, atol=0)
+        of_rows = [0, 1, 0, 0, 0, torch.inf, 0, 1]
+        assert torch.equal(gradient, torch.tensor(of_rows)[:, None].expand(8, 4))
