@@ -201,7 +201,11 @@ def test_recomputing_draws_the_same_dropout_and_disturbs_no_draw_after_it():
         stage = Stage(module, recompute=recompute)
         module.zero_grad()
         outputs = [stage.forward(i, [x], split=False, version=None) for i in range(2)]
-        gradients = [stage.backward(i, torch.ones(4, 8)) for i in range(2)]
+        gradients = []
+        for i in range(2):
+            if recompute:
+                stage.run_again(i)
+            gradients.append(stage.backward(i, torch.ones(4, 8)))
         outcomes.append([*outputs, *gradients, module[0].weight.grad, torch.rand(3)])
     assert all(torch.equal(a, b) for a, b in zip(*outcomes))
     assert not torch.equal(outcomes[0][0], outcomes[0][1])
@@ -471,6 +475,22 @@ def test_the_ledger_sees_the_bytes_of_what_is_held_and_of_nothing_more():
         assert found == pytest.approx(peak_in_flight(schedule)[1:3], rel=0.1), schedule.name
 
 
+def test_recomputing_holds_one_micro_batch_whole_and_only_the_inputs_of_the_others():
+    """The run again counts, too: a micro-batch whose backward runs is there as a whole."""
+    thin = {"config": CONFIG.replace(num_layers=4)}
+
+    def held(schedule, **options):
+        run = launch(train, 4, args=(schedule,), kwargs={**thin, **options}, memory=True)
+        return [run.ledger.memory[rank].peak_bytes(kind="activations") for rank in (1, 2)]
+
+    whole, an_input = held(gpipe(4, 1)), activation().nbytes
+    for schedule in (gpipe(4, 6), one_f_one_b(4, 6)):
+        for rank, found in zip((1, 2), held(schedule, recompute=True)):
+            waiting = peak_in_flight(schedule)[rank] - 1
+            expected = whole[rank - 1] + waiting * an_input
+            assert found == pytest.approx(expected, rel=0.1), schedule.name
+
+
 def test_what_was_sent_is_let_go_while_the_pipeline_runs():
     """At most as much as the warm-up sends; without letting go it would be all 24 messages."""
     for _, _, unsent, _ in launch(activations_held, 3, args=(one_f_one_b(3, 12),)).results:
@@ -506,6 +526,8 @@ def test_activations_are_gone_after_the_backward_without_a_garbage_collector(spl
         x = torch.randn(3, 4)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             y = stage.forward(0, [x], split=split, version=None)
+        if recompute:
+            stage.run_again(0)
         stage.backward(0, torch.ones_like(y))
         stage.weight(0)
         alive = [ref() for ref in saved if ref() is not None]

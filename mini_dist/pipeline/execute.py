@@ -192,6 +192,10 @@ class Pipeline:
             else:
                 self.values[action.key] = output
         elif kind == "B":
+            if isinstance(stage, Stage) and stage.recompute:
+                self._phase("forward")  # it is one: what it makes are activations
+                stage.run_again(micro)
+                self._phase("backward")
             gradient = stage.backward(micro, received)
             if number > 0:
                 self.values[action.key] = gradient

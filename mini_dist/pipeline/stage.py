@@ -47,7 +47,7 @@ class Waiting(NamedTuple):
 class Stage:
     """Runs `function` for each micro-batch and keeps apart what their backwards need.
 
-    recompute: keep only the inputs, run the forward again in front of the backward.
+    recompute: keep only the inputs; `run_again` has to come in front of the backward.
     optimizer: of the stage's parameters; needed for asynchronous schedules only.
     """
 
@@ -86,12 +86,15 @@ class Stage:
             output = self._function(version)(*inputs)
         return output.detach(), Held(inputs, get_gradient_edge(output), later, version)
 
+    def run_again(self, micro: int) -> None:
+        """With `recompute`, in front of `backward`: the forward, whose graph had been dropped."""
+        waiting = self.held.pop(micro)
+        with random_state_set_to(waiting.random_state, waiting.inputs[0]):  # dropout as before
+            _, self.held[micro] = self._run(waiting.inputs, waiting.split, waiting.version)
+
     def backward(self, micro: int, gradient: Tensor) -> Tensor | None:
         """Add to the parameters' .grad and return the first input's; a split one leaves some."""
         held = self.held.pop(micro)
-        if isinstance(held, Waiting):
-            with random_state_set_to(held.random_state, held.inputs[0]):  # dropout as before
-                _, held = self._run(held.inputs, held.split, held.version)
         torch.autograd.backward(held.output, gradient)
         if held.later:
             self.later[micro] = held.later
