@@ -54,7 +54,8 @@ def collective_seconds(
     """A ring over `size` devices that stand `stride` apart in rank.
 
     NCCL runs as many rings as there are ways out of a node: a group with k members in each node
-    gets k network ports, until the links inside the node are the narrower.
+    gets k network ports, until the links inside the node are the narrower. An all-to-all is no
+    ring: what a device sends to other nodes is its own, and leaves by its own port.
     """
     if size == 1 or not num_bytes:
         return 0.0
@@ -64,6 +65,10 @@ def collective_seconds(
     bandwidth, latency = link.bandwidth, link.latency
     if nodes > 1:
         network = machine.network_link(nodes)
+        if op == "all_to_all":  # all at once, and the links inside work beside the ports
+            inner = link.seconds((inside - 1) / size * num_bytes)
+            outer = network.seconds((size - inside) / size * num_bytes)
+            return COLLECTIVE_SECONDS + max(inner, outer)
         bandwidth = min(bandwidth, inside * network.bandwidth) if inside > 1 else network.bandwidth
         latency += (nodes - 1) / (size - 1) * network.latency  # of the mean step round the ring
     steps = (size - 1) * (2 if op == "all_reduce" else 1)
@@ -192,7 +197,10 @@ def _add_exchanges(time, config, machine, how, moe, axes, sequence_parallel, tok
         time.add("tp collectives", 2 * each, 2 * each)
     if cp > 1:  # keys and values go round behind the attention to the block that is here
         kv = 2 * e * config.num_kv_heads * config.head_dim / tp * tokens
-        ring = (cp - 1) * collective_seconds(machine, "send", 2 * kv, 2, tp)
+        # all hops of a round take as long as the slowest, which is one between nodes if there is any
+        in_a_node = cp * tp <= machine.devices_per_node
+        stride = tp if in_a_node else machine.devices_per_node
+        ring = (cp - 1) * collective_seconds(machine, "send", 2 * kv, 2, stride)
         time.add(
             "cp exchange",
             max(0.0, ring - time.forward["attention"]),

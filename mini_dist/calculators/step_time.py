@@ -165,7 +165,7 @@ def step_time(
     if gradients:
         lines.append(Line("gradients over dp", gradients, "s", formula, "ZeRO section 7"))
     held = parameters_of_rank(config, layout, 0)
-    updated = sum(numel / (size if layout.zero else 1) for numel, size in _groups(held, layout))
+    updated = sum(numel / (size if layout.zero else 1) for numel, size, _ in _groups(held, layout))
     traffic = how.gradient_bytes + 2 * how.optimizer_bytes + how.parameter_bytes
     lines.append(
         Line(
@@ -277,23 +277,26 @@ def _soft_max(device: float, host: float) -> float:
     return (device**4 + host**4) ** 0.25
 
 
-def _groups(held: Held, layout: Layout) -> list[tuple[float, int]]:
-    """(numbers, ranks that hold copies of them): all of dp * cp, for experts a 1 / ep of these."""
-    ways = layout.dp * layout.cp
-    return [(float(held.dense), ways), (float(held.experts), ways // layout.ep)]
+def _groups(held: Held, layout: Layout) -> list[tuple[float, int, int]]:
+    """(numbers, ranks that hold copies of them, how far apart these stand).
+
+    Those are all of dp * cp, and for experts every ep-th of them.
+    """
+    ways, tp, ep = layout.dp * layout.cp, layout.tp, layout.ep
+    return [(float(held.dense), ways, tp), (float(held.experts), ways // ep, tp * ep)]
 
 
 def _sharded_seconds(config, layout, machine, how, moe) -> tuple[float, float]:
     """One layer's all-gather of parameters (ZeRO-3) and reduce-scatter of gradients (ZeRO-2, 3)."""
     gather = reduce = 0.0
     if layout.zero >= 2:
-        for numel, size in _groups(held_by_layer(config, layout, moe), layout):
+        for numel, size, stride in _groups(held_by_layer(config, layout, moe), layout):
             reduce += collective_seconds(
-                machine, "reduce_scatter", how.reduce_bytes * numel, size, layout.tp
+                machine, "reduce_scatter", how.reduce_bytes * numel, size, stride
             )
             if layout.zero == 3:
                 gather += collective_seconds(
-                    machine, "all_gather", how.activation_bytes * numel, size, layout.tp
+                    machine, "all_gather", how.activation_bytes * numel, size, stride
                 )
     return gather, reduce
 
@@ -370,9 +373,9 @@ def _gradient_seconds(config, layout, machine, how, slowest) -> tuple[float, str
     }[layout.zero]
     held = parameters_of_rank(config, layout, 0)
     seconds = sum(
-        collective_seconds(machine, op, each * numel, size, layout.tp)
+        collective_seconds(machine, op, each * numel, size, stride)
         for op, each in ops
-        for numel, size in _groups(held, layout)
+        for numel, size, stride in _groups(held, layout)
     )
     formula = " + ".join(f"{op.replace('_', '-')} of {each:g} P" for op, each in ops)
     if how.overlaps_gradients and seconds:  # behind the last micro-batch's backward
