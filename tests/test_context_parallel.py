@@ -585,8 +585,16 @@ def refused(group):
         shard(torch.zeros(1, 12), group, "zigzag")
     with pytest.raises(ValueError, match=r"seq_len=20: 2\*cp=8"):
         ring_attention(x[:, :, :5], x[:, :, :5], x[:, :, :5], group)
-    with pytest.raises(ValueError, match=r"kv heads=2: cp=4 .* must divide it.* is 4"):
+    with pytest.raises(ValueError, match=r"2 key/value heads whole to cp=4 ranks: cp=2 would"):
         ulysses_attention(x, x[:, :2], x[:, :2], group)
+    six = torch.randn(1, 6, 6, 4)
+    with pytest.raises(ValueError, match=r"6 key/value heads .* cp=4 ranks: cp=3 or cp=6 would"):
+        ulysses_attention(six, six, six, group)
+    for attention in FORMS.values():  # 3: each kernel would drop a head; 8: divide by 0
+        with pytest.raises(ValueError, match=r"3 key/value heads .* 4 query heads: 2 or 4 would"):
+            attention(x, x[:, :3], x[:, :3], group)
+        with pytest.raises(ValueError, match=r"8 key/value heads .* 4 query heads: 4 would work"):
+            attention(x, torch.cat([x, x], 1), torch.cat([x, x], 1), group)
     with pytest.raises(ValueError, match="placement='zig-zag' is unknown.*'zigzag'"):
         ring_attention(x, x, x, group, placement="zig-zag")
     with pytest.raises(ValueError, match="kernel='flash' is unknown.*'fused'"):

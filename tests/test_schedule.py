@@ -158,7 +158,7 @@ def test_fewer_micro_batches_than_ranks_and_one_rank_are_ordinary():
         (lambda: one_f_one_b(0, 4), r"num_ranks=0: a whole number from 1 up"),
         (lambda: gpipe(4, 2.5), r"num_micro_batches=2.5: a whole number"),
         (lambda: interleaved(4, 8, chunks=0), r"chunks=0"),
-        (lambda: interleaved(4, 9), r"9 micro-batches in 2 rounds.*8 or 12 would work"),
+        (lambda: interleaved(4, 9), r"9 micro-batches in 2 rounds.*8 or 10 would work"),
         (lambda: dualpipe_v(4, 7), r"7 is too few, 8 or more would work"),
         (lambda: pipedream_2bw(4, 8, 3), r"8 in batches of 4 would work"),
         (lambda: pipedream_2bw(4, 9, 4), r"8 in batches of 4 would work"),
@@ -172,13 +172,18 @@ def test_what_cannot_be_built_says_what_could(call, says):
         call()
 
 
-def test_the_sizes_that_a_refusal_proposes_work():
+def test_the_sizes_that_a_refusal_proposes_work_and_none_between_them_does():
     for p, m in itertools.product(range(1, 7), range(1, 30)):
         try:
             interleaved(p, m)
         except ScheduleError as error:
-            for proposed in map(int, str(error).split(";")[1].replace("or", "").split()[:2]):
-                interleaved(p, proposed)
+            below, above = map(int, str(error).split(";")[1].replace("or", "").split()[:2])
+            assert below < m < above
+            interleaved(p, below)
+            interleaved(p, above)
+            for between in range(below + 1, above):
+                with pytest.raises(ScheduleError, match=f"; {below} or {above} would work"):
+                    interleaved(p, between)
     assert interleaved(4, 10).num_micro_batches == 10  # two rounds of five: no multiple of p
 
 

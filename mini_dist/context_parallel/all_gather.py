@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..collectives import all_gather, reduce_scatter
 from .online_softmax import at_least_float32, kernel_of
-from .placement import block_of, positions_of_ranks
+from .placement import block_of, check_heads, positions_of_ranks
 from .ring import add_block, add_block_backward
 
 
@@ -29,6 +29,7 @@ def all_gather_attention(
     kernel: str | None = None,
 ) -> Tensor:
     """Attention over the whole sequence; arguments, shapes and errors as `ring_attention`."""
+    check_heads(q, k)
     positions = positions_of_ranks(placement, q.shape[-2] * group.size(), group.size())
     return AllGatherAttention.apply(q, k, v, positions, causal, kernel_of(kernel, q), group)
 

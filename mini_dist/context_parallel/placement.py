@@ -89,9 +89,26 @@ def num_scores(positions: Tensor, causal: bool = True) -> list[list[int]]:
     return [[block.num_scores() if block else 0 for block in row] for row in blocks]
 
 
-def check_divides(number: int, divisor: int, name: str, what: str = "seq_len") -> None:
-    if number % divisor or number < divisor:
-        nearest = max(1, round(number / divisor)) * divisor
+def check_divides(seq_len: int, divisor: int, name: str) -> None:
+    if seq_len % divisor or seq_len < divisor:
+        works = max(1, round(seq_len / divisor)) * divisor
         raise ValueError(
-            f"{what}={number}: {name} must divide it. The nearest that works is {nearest}."
+            f"seq_len={seq_len}: {name} must divide it. The nearest that works is {works}."
         )
+
+
+def check_heads(q: Tensor, k: Tensor) -> None:
+    N, K = q.shape[1], k.shape[1]
+    if N % K:
+        raise ValueError(
+            f"{K} key/value heads must divide the {N} query heads: {' or '.join(nearest(N, K))} "
+            "would work"
+        )
+
+
+def nearest(number: int, divisor: int) -> list[str]:
+    """The divisors of `number` next to one that does not divide it, for a message."""
+    divides = [d for d in range(1, number + 1) if number % d == 0]
+    below = [d for d in divides if d < divisor][-1:]
+    above = [d for d in divides if d > divisor][:1]
+    return [str(d) for d in below + above]

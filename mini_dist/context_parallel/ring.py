@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..collectives import collective, start, wait
 from .online_softmax import Kernel, Partial, at_least_float32, kernel_of, merge
-from .placement import Block, block_of, positions_of_ranks
+from .placement import Block, block_of, check_heads, positions_of_ranks
 
 
 def ring_attention(
@@ -35,8 +35,10 @@ def ring_attention(
 
     q [B, N, S/cp, H], k and v [B, K, S/cp, H] -> [B, N, S/cp, H]. placement: which tokens these
     are (placement.py). kernel: "fused" (torch's, for a CPU) or "explicit" (ours, for any device).
-    Raises ValueError for an unknown placement or kernel, or a length that cannot be placed so.
+    Raises ValueError for an unknown placement or kernel, a length that cannot be placed so, or
+    key/value heads that do not divide the heads.
     """
+    check_heads(q, k)
     positions = positions_of_ranks(placement, q.shape[-2] * group.size(), group.size())
     return RingAttention.apply(q, k, v, positions, causal, kernel_of(kernel, q), group)
 

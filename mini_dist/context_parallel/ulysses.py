@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .. import ops
-from .placement import check_divides, positions_of_ranks
+from .placement import check_heads, nearest, positions_of_ranks
 
 
 def ulysses_attention(
@@ -28,10 +28,15 @@ def ulysses_attention(
     """Attention over the whole sequence; shapes as `ring_attention`; differentiable.
 
     Zig-zag balances nothing here (each rank sees whole sequences) and is accepted all the same.
-    Raises ValueError where cp does not divide the key/value heads (and with them the heads).
+    Raises ValueError where cp does not divide the key/value heads, or these not the heads.
     """
-    size = group.size()
-    check_divides(k.shape[1], size, f"cp={size} (Ulysses gives each rank whole heads)", "kv heads")
+    size, K = group.size(), k.shape[1]
+    check_heads(q, k)
+    if K % size:
+        works = " or ".join(f"cp={d}" for d in nearest(K, size))
+        raise ValueError(
+            f"Ulysses cannot give {K} key/value heads whole to cp={size} ranks: {works} would work"
+        )
     positions = positions_of_ranks(placement, q.shape[-2] * size, size)
     order = positions.flatten().argsort()  # of the tokens, as they come rank by rank
     q, k, v = (heads_for_tokens(x, group)[:, :, order] for x in (q, k, v))  # [B, N/cp, S, H]

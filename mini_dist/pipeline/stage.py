@@ -3,11 +3,12 @@
 A stage here is any callable of tensors, often a Module. `execute.py` calls
 
     y = stage.forward(micro, inputs, split=..., version=...)
+    stage.run_again(micro)                   # only with recompute, in front of backward
     gradient_of_input = stage.backward(micro, gradient_of_y)
     stage.weight(micro)                      # only where the backward is split
     stage.step(keep)                         # only in asynchronous schedules
 
-and whatever has these four methods can stand in for it (EmulatedStage does).
+and whatever has the other four can stand in for it (EmulatedStage does).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ All of them do the same work, m forwards and m backwards a stage, and add up the
 they differ in the order alone, and with it in who waits and in what is held.
 
 Sources: GPipe, Huang et al. 2019 (arXiv:1811.06965); PipeDream-flush, Narayanan et al. 2021
-(arXiv:2006.09503) section 2.2; interleaved, Narayanan et al. 2021 (arXiv:2104.04473) section 2.2.
+(arXiv:2006.09503) section 3.2; interleaved, Narayanan et al. 2021 (arXiv:2104.04473) section 2.2.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ def in_turn(
 def interleaved(num_ranks: int, num_micro_batches: int, chunks: int = 2) -> Schedule:
     """1F1B with v thin stages a rank, stage c·p + r on rank r: the bubble shrinks v times.
 
-    It costs v times the messages, and more activations in flight. Its demand on m: the
-    micro-batches pass the chunks in rounds of at least p. Megatron-LM wants m to be a multiple of
-    p; here, as in PyTorch, m has to be a multiple of its number of rounds, max(1, m // p). So any
-    m <= p + p - 1 is fine, and any multiple of p; with p = 4, m = 10 is two rounds of 5, m = 9 is
-    refused.
+    It costs (vp-1)/(p-1) times the messages, which is more than v, and more activations in flight.
+    Its demand on m: the micro-batches pass the chunks in rounds of at least p (fewer only if m is
+    less). Megatron-LM wants m to be a multiple of p; here, as in PyTorch, m has to be a multiple of
+    its number of rounds, max(1, m // p). So any m <= p + p - 1 is fine, and any multiple of p; with
+    p = 4, m = 10 is two rounds of 5, m = 9 is refused.
     """
     check_sizes(num_ranks, num_micro_batches, chunks)
     size = round_size(num_ranks, num_micro_batches)
@@ -111,7 +111,9 @@ def round_size(num_ranks: int, num_micro_batches: int) -> int:
     """How many micro-batches a chunk takes before the next chunk's turn."""
     rounds = max(1, num_micro_batches // num_ranks)
     if num_micro_batches % rounds:
-        below, above = (num_ranks * (num_micro_batches // num_ranks + i) for i in (0, 1))
+        works = [m for m in range(1, 2 * num_micro_batches) if m % max(1, m // num_ranks) == 0]
+        below = max(m for m in works if m < num_micro_batches)
+        above = min(m for m in works if m > num_micro_batches)
         raise ScheduleError(
             f"interleaved 1F1B on {num_ranks} ranks runs {num_micro_batches} micro-batches in "
             f"{rounds} rounds, which does not divide them; {below} or {above} would work"
