@@ -56,7 +56,7 @@ def everything_to_everyone(x, counts, group):
     return rows[order], Trip([len(x)] * n, lengths, order, counts.tolist())
 
 
-@there("library's all_gather")
+@there("an all-to-all with splits, not an all-gather")
 def gathers_the_rows(x, counts, group):
     lengths = all_to_all(torch.full((group.size(),), len(x)), group).tolist()
     rows = all_gather(x, group, sizes=lengths)
@@ -128,6 +128,28 @@ def believes_that_all_ranks_send_as_many(x, counts, group):
     sent = counts.view(group.size(), -1).sum(1).tolist()
     arrived = ops.all_to_all(x, group, sent, [sent[group.rank()]] * group.size())
     return arrived, Trip(sent, sent, torch.arange(len(arrived)), counts.tolist())
+
+
+@there("only those for its own experts: all_to_all, not all_gather")
+def gathers_the_counts(x, counts, group):
+    n, per_rank = group.size(), len(counts) // group.size()
+    first = group.rank() * per_rank
+    theirs = all_gather(counts[None], group).view(n, -1)[:, first : first + per_rank]
+    sent, received = counts.view(n, -1).sum(1).tolist(), theirs.sum(1).tolist()
+    order = sorting(theirs)
+    arrived = ops.all_to_all(x, group, sent, received)[order]
+    return arrived, Trip(sent, received, order, theirs.sum(0).tolist())
+
+
+@there("no Trip came back")
+def returns_only_the_rows(x, counts, group):
+    return solutions.dispatch(x, counts, group)[0]
+
+
+@there("no Trip came back")
+def returns_the_fields_of_a_trip_alone(x, counts, group):
+    arrived, trip = solutions.dispatch(x, counts, group)
+    return arrived, tuple(trip)
 
 
 @there("Return two things")
@@ -229,6 +251,12 @@ def divides_by_its_own_visits(decision, group):
     return len(visits) * (share * decision.probabilities.mean(0)).sum(), visits
 
 
+@balance("bincount needs minlength=E")
+def counts_only_as_far_as_its_tokens_go(decision, group):
+    visits = all_reduce(decision.experts.flatten().bincount(), group)
+    return len(visits) * (visits / visits.sum() * decision.probabilities.mean(0)).sum(), visits
+
+
 @balance("no gradient reaches the router")
 def detached(decision, group):
     loss, visits = solutions.balance_loss(decision, group)
@@ -268,6 +296,39 @@ def reduces_by_the_backend(decision, group):
     return len(visits) * (share * decision.probabilities.mean(0)).sum(), visits
 
 
+# --- other right answers -------------------------------------------------------------------------
+
+right = []
+
+
+def other(name):
+    def keep(fn):
+        right.append(pytest.param(name, fn, id=fn.__name__))
+        return fn
+
+    return keep
+
+
+@other("dispatch")
+def a_list_of_the_two(x, counts, group):
+    return list(solutions.dispatch(x, counts, group))
+
+
+@other("balance_loss")
+def shares_in_float64(decision, group):
+    visits = all_reduce(counted(decision), group)
+    share = visits.to(decision.probabilities.dtype) / visits.sum()
+    return len(visits) * (share * decision.probabilities.mean(0)).sum(), visits
+
+
+@other("balance_loss")
+def one_division_at_the_end(decision, group):
+    num_tokens, num_experts = decision.probabilities.shape
+    visits = all_reduce(counted(decision), group)
+    products = (decision.probabilities.sum(0) * visits).sum()
+    return products * num_experts / (num_tokens * decision.experts.numel() * group.size()), visits
+
+
 # ------------------------------------------------------------------------------------------------
 
 WRONG = [
@@ -287,4 +348,10 @@ def test_a_wrong_answer_is_refused_with_the_hint_that_names_it(name, fn, says):
 @pytest.mark.parametrize("name", ["dispatch", "combine", "balance_loss"])
 def test_the_solution_is_right(name):
     verdict = getattr(check, name).judge(getattr(solutions, name))
+    assert verdict.state == "right", verdict
+
+
+@pytest.mark.parametrize("name, fn", right)
+def test_another_right_answer_is_right(name, fn):
+    verdict = getattr(check, name).judge(fn)
     assert verdict.state == "right", verdict
