@@ -562,8 +562,9 @@ def judge_swap(one: Trial) -> tuple[list[Line], str]:
     on_part = all(found == part for found in shapes)
     lines.append(Line("the norm works on", shapes[0], part, on_part))
     hidden = results[0].extra[1]  # nothing if GELU was written out
-    in_order = hidden in ([], [(B, S, F // size)])
-    lines.append(Line("GELU works on", hidden, [(B, S, F // size)], in_order))
+    tokens = (B, S, F // size)  # or [S, B, ...], where the sequence was gathered as dim 0
+    in_order = hidden in ([], [tokens], [(S, B, F // size)])
+    lines.append(Line("GELU works on", hidden or "not seen", [tokens], in_order))
     if all(line.ok for line in lines):
         return lines, ""
     ok = {line.what: line.ok for line in lines}
@@ -598,6 +599,11 @@ def judge_swap(one: Trial) -> tuple[list[Line], str]:
             "Results right, gradients wrong. Inside the region each rank uses all of x with its "
             "own columns: that is all_gather (backward: reduce_scatter), not gather. And the sum "
             "leaves by reduce_scatter, whose backward is all_gather."
+        )
+    if not in_order:
+        return lines, (
+            f"Right, but GELU worked on {hidden[0]} instead of {tokens}: gather the tokens, and "
+            "leave up and down cut."
         )
     return lines, (
         f"Right, but {sent(one.run, 'forward')} bytes were sent in forward and "

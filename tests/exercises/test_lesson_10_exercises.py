@@ -69,6 +69,22 @@ def gathers_along_the_batch(x, norm, up, down, bias, group):
     return ops.reduce_scatter(inside(entered, up, down), group, dim=0) * 2 + bias
 
 
+@swap("gather the tokens, and leave up and down cut")  # (it sends as many bytes as it should)
+def gathers_the_weights(x, norm, up, down, bias, group):
+    up, down = ops.all_gather(up, group, dim=0), ops.all_gather(down, group, dim=1)
+    return inside(norm(x), up, down) + bias
+
+
+@swap("Return the result")
+def returns_nothing(x, norm, up, down, bias, group):
+    sequence(x, norm, up, down, bias, group)
+
+
+def sequence(x, norm, up, down, bias, group):
+    entered = ops.all_gather(norm(x), group, dim=1)
+    return ops.reduce_scatter(inside(entered, up, down), group, dim=1) + bias
+
+
 @pytest.mark.parametrize("fn, says", swap.answers, ids=swap.names())
 def test_a_wrong_swap_is_refused_with_the_hint_that_names_it(fn, says):
     verdict = check.sequence_parallel_mlp.judge(fn)
@@ -89,6 +105,22 @@ def writes_gelu_out(x, norm, up, down, bias, group):
 
 def test_a_gelu_written_out_is_right_too():
     assert check.sequence_parallel_mlp.judge(writes_gelu_out).state == "right"
+
+
+def test_a_gelu_that_was_not_seen_is_said_to_be_so():
+    shown = str(check.sequence_parallel_mlp.judge(writes_gelu_out))
+    assert "not seen" in shown and "[]" not in shown
+
+
+def gathers_the_sequence_as_the_first_dim(x, norm, up, down, bias, group):
+    entered = ops.all_gather(norm(x).transpose(0, 1), group, dim=0)  # [S, B, D]
+    left = ops.reduce_scatter(inside(entered, up, down), group, dim=0)
+    return left.transpose(0, 1) + bias
+
+
+def test_the_sequence_may_be_gathered_as_the_first_dim():
+    verdict = check.sequence_parallel_mlp.judge(gathers_the_sequence_as_the_first_dim)
+    assert verdict.state == "right", verdict
 
 
 def as_shipped(*args):
