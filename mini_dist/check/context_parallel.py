@@ -325,7 +325,13 @@ def ring_mistake(run, size, outputs, came, sent, wanted, pairs, ring, native) ->
         )
     if any(s < wanted for s in sent):
         return f"A rank sent {min(sent)} bytes instead of {wanted}: kv holds keys *and* values."
-    if not all(result.kept for result in results):  # here: which of the numbers fail is chance
+    # From here on which of the numbers fail is chance, so the causes come in order.
+    if any(comm.end == comm.start for comm in run.ledger.leaves()):  # (see Comm.end)
+        return (
+            "You returned before the messages were through: wait(handles) after add_block, for "
+            "what arrives and for what leaves."
+        )
+    if not all(result.kept for result in results):
         return (
             "You received into kv itself. It is still being attended to, and still on its way to "
             "the rank after: receive into a tensor of its own, torch.empty_like(kv)."

@@ -153,6 +153,14 @@ def receives_into_what_it_attends_to(total, q, kv, block, kernel, group):
     return total, kv
 
 
+@wrong_step("wait(handles) after add_block")
+def never_waits(total, q, kv, block, kernel, group):
+    after, before = neighbours(group)
+    arriving = torch.empty_like(kv)
+    start(group, receives=[(arriving, before)], sends=[(kv, after)])
+    return add_block(total, q, kv, block, kernel), arriving
+
+
 @wrong_step("is what was in `total` still in")
 def forgets_what_came_before(total, q, kv, block, kernel, group):
     total, kv = solutions_11.ring_step(None, q, kv, block, kernel, group)
