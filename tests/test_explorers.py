@@ -223,6 +223,12 @@ def test_an_empty_cell_says_what_is_too_much_or_cannot_be():
     assert "No layout with tp=8, pp=32 was tried" in planner.why(found, cells, 8, 32)
 
 
+def test_layouts_that_are_not_on_the_map_do_not_break_it():
+    found = planner.search("llama3-8b", "h100", 24, 12 * 8192 * 16)
+    assert {c.layout.pp for c in found.candidates} - set(planner.PP)
+    assert layout_planner(model="llama3-8b", num_gpus=24).picture
+
+
 def test_a_slower_choice_is_compared_with_the_winner():
     explorer = layout_planner(tp=8, pp=16)
     assert "faster than" in explorer.html and "saves" in explorer.html

@@ -21,7 +21,8 @@ _SCHEDULES = {  # ours: Megatron-LM has 1F1B and interleaved; torch.distributed.
 def megatron_arguments(config: ModelConfig, layout: Layout) -> list[str]:
     """The arguments of Megatron-LM's pretrain_gpt.py that say the model and the layout.
 
-    The vocabulary is the tokenizer's, and not among them.
+    Not among them: the tokenizer with its vocabulary, the base of rotary positions, the learning
+    rate, the data.
     Raises ValueError for what Megatron-LM has no argument for.
     """
     layout.check(config)
@@ -64,7 +65,9 @@ def megatron_arguments(config: ModelConfig, layout: Layout) -> list[str]:
     arguments["account-for-embedding-in-pipeline-split"] = shorter
     arguments["account-for-loss-in-pipeline-split"] = shorter
     arguments["sequence-parallel"] = layout.sequence_parallel
-    arguments["use-distributed-optimizer"] = layout.zero == 1
+    if layout.zero == 1:  # the planner takes it that gradients and parameters travel meanwhile
+        sharded = ("use-distributed-optimizer", "overlap-grad-reduce", "overlap-param-gather")
+        arguments |= dict.fromkeys(sharded, True)
     if layout.recompute == "full":
         arguments |= {
             "recompute-granularity": "full",
@@ -92,6 +95,8 @@ def megatron_arguments(config: ModelConfig, layout: Layout) -> list[str]:
             "moe-router-topk": config.top_k,
             "moe-ffn-hidden-size": config.d_expert,
             "expert-model-parallel-size": layout.ep,
+            "moe-token-dispatcher-type": "alltoall",  # else each rank gathers everyone's tokens
+            "moe-grouped-gemm": True,
         }
         if config.first_dense_layers:
             dense = config.first_dense_layers

@@ -197,7 +197,7 @@ def _add_exchanges(time, config, machine, how, moe, axes, sequence_parallel, tok
         time.add("tp collectives", 2 * each, 2 * each)
     if cp > 1:  # keys and values go round behind the attention to the block that is here
         kv = 2 * e * config.num_kv_heads * config.head_dim / tp * tokens
-        # all hops of a round take as long as the slowest, which is one between nodes if there is any
+        # all hops of a round last as long as the slowest: one between nodes, if there is any
         in_a_node = cp * tp <= machine.devices_per_node
         stride = tp if in_a_node else machine.devices_per_node
         ring = (cp - 1) * collective_seconds(machine, "send", 2 * kv, 2, stride)

@@ -8,8 +8,8 @@ MooreThreads/SimuMax, configs/system: single kernels and collectives timed on an
 B200 node; [scaling-book] jax-ml/scaling-book, TPUs; [sheet] the vendor's datasheet; [hf] Hugging
 Face's Ultra-Scale Playbook, 256 MB messages; [here] measured on this machine.
 
-Every free constant of the time model stands in this file, and comes from timings of single
-kernels or single collectives.  None was fitted to a training run.
+The constants of kernels and links stand in this file, and come from timings of single kernels
+or single collectives.  What was chosen with whole runs in view stands in frameworks.py.
 """
 
 from __future__ import annotations

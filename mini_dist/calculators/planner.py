@@ -30,6 +30,12 @@ from .memory import device_memory, peak_memory, states_of_all
 from .models import model as model_preset
 from .step_time import StepTime, step_time
 
+NEARLY_FULL = 0.95  # of a device's memory: predictions of it are off by some percent
+NOT_MODELLED = (
+    "uneven experts, fp8, messages of tp and ep behind computation, other traffic on the network, "
+    "stragglers beyond some percent, zero-bubble schedules, failures"
+)
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -67,7 +73,7 @@ class Plan:
     num_devices: int
     candidates: tuple[Candidate, ...]
     dropped: tuple[Dropped, ...]
-    num_simulated: int
+    num_simulated: int  # pipelines
 
     @property
     def best(self) -> Candidate:
@@ -95,8 +101,8 @@ class Plan:
         lines += [
             f"  = {left} fit; by micro-batch size: "
             + ", ".join(f"{size}: {sizes[size]}" for size in sorted(sizes)),
-            f"  = {self.num_simulated} simulated, the fastest at "
-            f"{self.best.time.tokens_per_second:,.0f} tokens/s, the slowest that fits at "
+            f"  = {self.num_simulated} pipelines simulated; the fastest layout does "
+            f"{self.best.time.tokens_per_second:,.0f} tokens/s, the slowest that fits "
             f"{min(c.time.tokens_per_second for c in self.candidates):,.0f}",
         ]
         return "\n".join(lines)
@@ -125,6 +131,8 @@ class Plan:
             words += f"{' and' if saved else ':'} pays {list_of(paid)}"
         full = [c.device_bytes / self.machine.device.memory_bytes for c in (best, other)]
         words += f". It fills {full[0]:.0%} of a device's memory, the other {full[1]:.0%}."
+        if full[0] > NEARLY_FULL:
+            words += " That may be too full: measure it before you count on it."
         if other.time.low < best.time.high:
             words += " Their intervals overlap: measure both."
         return words
@@ -141,9 +149,9 @@ class Plan:
             )
         return "\n".join(lines)
 
-    def exports(self) -> dict[str, str]:
-        """The best layout for each framework; where one cannot say it, the reason."""
-        config, layout = self.model, self.best.layout
+    def exports(self, candidate: Candidate | None = None) -> dict[str, str]:
+        """A layout (the best) for each framework; where one cannot say it, the reason."""
+        config, layout = self.model, (candidate or self.best).layout
         makers = {
             "Megatron-LM": lambda: shlex.join(megatron_arguments(config, layout)),
             "DeepSpeed": lambda: deepspeed_json(layout),
@@ -163,6 +171,7 @@ class Plan:
         run = published.nearest(self.model, self.machine, self.num_devices)
         return (
             f"{self.funnel()}\n\n{self.table()}\n\n{self.explain()}\n\nNearest published run: {run}"
+            f"\nNot modelled: {NOT_MODELLED}."
         )
 
 
@@ -175,6 +184,7 @@ def plan(
     how: str | Framework = "megatron-core",
     micro_batch_sizes: tuple[int, ...] = (1, 2, 4, 8),
     recompute: tuple[str, ...] = ("none", "full"),
+    zero: tuple[int, ...] = (0, 1, 2, 3),
     max_tp: int | None = None,
     max_pp: int | None = None,
     max_cp: int | None = None,
@@ -183,8 +193,10 @@ def plan(
     """The fastest layouts of `model` on `num_devices` of `machine`.
 
     `global_batch_tokens` is one optimizer step's batch; it must be a whole number of sequences.
-    tp stays inside a node unless `max_tp` says otherwise; cp is tried for sequences of 16k on.
-    Raises ValueError when an argument is impossible, or when nothing fits (with the nearest miss).
+    tp stays inside a node unless `max_tp` says otherwise; cp is tried for sequences of 16k on
+    (`max_cp` tries it for shorter ones, too). zero: stages to try; (0, 1) is what Megatron-LM's
+    distributed optimizer does. Raises ValueError when an argument is impossible, or when nothing
+    fits (with the nearest miss).
     """
     config = model_preset(model) if isinstance(model, str) else model
     machine = hardware(machine) if isinstance(machine, str) else machine
@@ -207,6 +219,7 @@ def plan(
             int(sequences),
             micro_batch_sizes,
             recompute,
+            zero,
             max_tp,
             max_pp or config.num_layers,
             max_cp,
@@ -242,7 +255,7 @@ def plan(
         num_devices,
         tuple(top + ranked[num_simulated:]),
         tuple(dropped),
-        len(top),
+        sum(c.layout.pp > 1 for c in top),
     )
 
 
@@ -282,14 +295,18 @@ def layouts(
     sequences: int,
     micro_batch_sizes: tuple[int, ...],
     recompute: tuple[str, ...],
+    zero: tuple[int, ...],
     max_tp: int,
     max_pp: int,
     max_cp: int,
 ) -> Iterator[Layout]:
-    """Every layout worth a look: those another one beats in both memory and time are left out
-    (ZeRO-1 costs no more traffic than ZeRO-0; the sequence is cut wherever tp is; ZeRO-2 and 3
-    gather and reduce once a micro-batch, so they are tried without a pipeline only; chunks are
-    even, or frameworks refuse them)."""
+    """The layouts that are tried.
+
+    Not among them: replicas that keep whole optimizer states (ZeRO-1 costs no more traffic); tp
+    without a cut sequence; ZeRO-2 and 3 in a pipeline (they gather and reduce in each of its many
+    micro-batches, and Megatron-LM and DeepSpeed refuse them), though 3 can fit where 1 does not;
+    uneven chunks (frameworks refuse them).
+    """
     for tp in _divisors(num_devices, max_tp):
         for pp in _divisors(num_devices // tp, min(max_pp, config.num_layers)):
             for cp in _divisors(num_devices // tp // pp, max_cp):
@@ -301,8 +318,8 @@ def layouts(
                     m = sequences // (dp * size)
                     for ep in _divisors(dp * cp, config.num_experts or 1):
                         for again in recompute:
-                            for zero in zeros:
-                                base = Layout(pp, dp, cp, tp, ep, tp > 1, zero, size, m, again)
+                            for stage in (z for z in zeros if z in zero or dp * cp == 1):
+                                base = Layout(pp, dp, cp, tp, ep, tp > 1, stage, size, m, again)
                                 yield base
                                 if pp > 1 and m % pp == 0:
                                     for chunks in (2, 4, 8):
@@ -341,7 +358,11 @@ def _nothing_fits(config, machine, how, num_devices, dropped) -> str:
         if drop.reason == "memory"
     }
     if not needs:
-        return f"No layout of num_devices={num_devices} cuts the model: {dropped[0].detail}"
+        ((why, count),) = Counter(drop.detail for drop in dropped).most_common(1)
+        return (
+            f"No layout of num_devices={num_devices} cuts the model. Of {len(dropped)} tried, "
+            f"{count} fail because {why}"
+        )
     best = min(needs, key=needs.__getitem__)
     return (
         f"num_devices={num_devices} of {machine.name} is too few: the nearest layout, "

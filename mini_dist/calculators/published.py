@@ -213,7 +213,7 @@ def nearest(config: ModelConfig, machine: Hardware, num_devices: int) -> Run:
             + (hardware(run.machine).device.name != machine.device.name)
         )
 
-    return min(megatron_2021() + korthikanti_2022(), key=distance)
+    return min(megatron_2021() + korthikanti_2022() + later(), key=distance)
 
 
 # ZeRO (Rajbhandari et al. 2020) table 1, a formula: GB a device at K = 12 when the optimizer, the

@@ -6,8 +6,9 @@
     step       = pipeline + gradients that backward does not hide + optimizer
 
 All constants stand in machines.py and frameworks.py, with their sources.  Those of kernels
-and links come from timings of single kernels and collectives; only the host's pace was read off
-whole runs.  `step_time` says low ... high besides its best guess.
+and links come from timings of single kernels and collectives; a framework's were chosen with whole
+runs in view: the host's pace, what unfused kernels read again, the first FlashAttention's speed.
+`step_time` says low ... high besides its best guess.
 """
 
 from __future__ import annotations

@@ -125,6 +125,10 @@ def score(task: Task, layout: Layout, lines: list[Line]) -> tuple[list[Line], st
     time = step_time(config, layout, task.machine, simulate=True)
     regret = time.seconds / found.best.time.seconds - 1
     lines.append(Line("regret", f"{regret:.1%}", f"<= {REGRET:.0%}", regret <= REGRET))
+    if regret < 0:
+        lines[-1].measured += ": the planner had not tried yours (it cuts long sequences only)"
+    if layout == found.best.layout:
+        lines[-1].measured += ": the planner's own best, now defend it"
     if regret <= REGRET:
         return lines, ""
     mine = {line.name: line.value for line in time.breakdown}
@@ -135,6 +139,8 @@ def score(task: Task, layout: Layout, lines: list[Line]) -> tuple[list[Line], st
         f"It fits, but a step takes {readable(time.seconds, 's')}, and "
         f"{readable(found.best.time.seconds, 's')} can be had. What costs you most is {worst}: "
         f"{more} more than in the best layout. {advice(worst, task, layout)}"
+        + " The two intervals overlap: only a measurement could be sure."
+        * (time.low < found.best.time.high)
     )
 
 

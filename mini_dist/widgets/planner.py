@@ -72,7 +72,8 @@ def best_of_cells(found: Plan) -> dict[tuple[int, int], Candidate]:
     """The fastest layout with each (tp, pp)."""
     cells: dict[tuple[int, int], Candidate] = {}
     for candidate in found.candidates:  # the fastest first
-        cells.setdefault((candidate.layout.tp, candidate.layout.pp), candidate)
+        if candidate.layout.tp in TP and candidate.layout.pp in PP:  # else it is not on the map
+            cells.setdefault((candidate.layout.tp, candidate.layout.pp), candidate)
     return cells
 
 
@@ -105,7 +106,9 @@ def why_not(found: Plan, tp: int, pp: int) -> str:
     if cut:
         return f"tp={tp}, pp={pp}: {cut[0].detail}"
     nearest = min(here, key=lambda drop: device_memory_of(found, drop.layout))
-    return f"tp={tp}, pp={pp} does not fit. Nearest is {short(nearest.layout)}: {nearest.detail}."
+    others = " (ZeRO-3 was not tried: few programs have it in a pipeline.)" if pp > 1 else ""
+    said = f"{short(nearest.layout)}: {nearest.detail}"
+    return f"tp={tp}, pp={pp} does not fit. Nearest is {said}.{others}"
 
 
 def device_memory_of(found: Plan, layout: Layout) -> float:
@@ -123,14 +126,14 @@ def draw(title: str, found: Plan, cells: dict, tp: int, pp: int) -> Picture:
     left.set_facecolor("#eeeeee")
     left.imshow(mfu, cmap="YlGn", vmin=0, vmax=1.25 * best, aspect="auto")
     shown = [(TP.index(t), PP.index(p)) for t, p in cells]
-    rows, columns = zip(*shown)
+    rows, columns = zip(*shown) if shown else ((), ())
     write(left, [f"{100 * mfu[row][column]:.0f}" for row, column in shown], columns, rows,
           size=10, color="black")  # fmt: skip
     place = (PP.index(pp), TP.index(tp))
     left.plot(*place, "s", markersize=34, markerfacecolor="none", markeredgecolor="#d62728", mew=2)
     ticks(left, dict(enumerate(map(str, PP))), dict(enumerate(map(str, TP))))
     left.set(xlabel="pp", ylabel="tp")
-    left.set_title("MFU in %, best layout of each tp and pp (grey: none fits)", fontsize=9)
+    left.set_title("MFU in %, best tried with each tp, pp (grey: none fits)", fontsize=9)
 
     compared = {"fastest": found.best}
     if (tp, pp) in cells and cells[tp, pp] is not found.best:

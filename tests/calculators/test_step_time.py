@@ -7,14 +7,16 @@ import pytest
 from mini_dist.calculators import hardware, model, step_time
 from mini_dist.calculators.frameworks import FRAMEWORKS
 from mini_dist.calculators.kernels import collective_seconds, gemm_seconds, stream_seconds
+from mini_dist.calculators.parameters import parameters_of_rank
 from mini_dist.calculators.published import (
     ZERO_BUBBLE_RATES,
     korthikanti_2022,
     megatron_2021,
     nearest,
 )
-from mini_dist.calculators.step_time import bubble_seconds
+from mini_dist.calculators.step_time import _groups, bubble_seconds
 from mini_dist.config import Layout
+from mini_dist.mesh import axis_groups
 from mini_dist.schedule import SCHEDULES, Times, simulate
 
 A100, H100 = hardware("a100-80"), hardware("h100")
@@ -42,6 +44,39 @@ def test_a_group_inside_a_node_uses_the_node_s_links_and_one_across_uses_the_por
     together = collective_seconds(H100, "all_reduce", size, 16, stride=1)  # eight ports at once
     assert inside < together < alone / 4
     assert collective_seconds(H100, "all_reduce", size, 1) == 0
+
+
+def test_an_all_to_all_between_nodes_leaves_by_each_device_s_own_port():
+    """As a ring it would share the ports of the node, and look faster than they are."""
+    size = 1e9  # of each rank, 56/64 of it for other nodes
+    across = collective_seconds(H100, "all_to_all", size, 64)
+    assert across == pytest.approx(56 / 64 * size / (0.92 * 50e9), rel=0.05)
+    assert across > 4 * collective_seconds(H100, "all_gather", size, 64)
+    inside = collective_seconds(H100, "all_to_all", size, 8)
+    assert inside == pytest.approx(7 / 8 * size / H100.node_link("all_to_all").bandwidth, rel=0.05)
+
+
+def test_a_ring_of_keys_that_leaves_the_node_goes_at_the_pace_of_the_network():
+    layer = model("llama3-8b").replace(seq_len=131_072)
+
+    def exchange(cp):
+        layout = Layout(cp=cp, num_micro_batches=1)
+        lines = step_time(layer, layout, "h100").breakdown
+        return sum(line.value for line in lines if line.name == "cp exchange")
+
+    assert exchange(8) == 0  # NVLink: all behind the attention
+    assert exchange(64) > 0
+
+
+def test_experts_gradients_travel_between_ranks_that_stand_as_far_apart_as_in_the_mesh():
+    mixtral, layout = model("mixtral-8x7b"), Layout(dp=16, tp=2, ep=4, sequence_parallel=True)
+    groups = axis_groups(pp=1, dp=16, cp=1, tp=2, ep=4)
+    held = parameters_of_rank(mixtral, layout, 0)
+    for (numel, size, stride), axis, count in zip(
+        _groups(held, layout), ("dp", "edp"), (held.dense, held.experts)
+    ):
+        ranks = groups[axis][0]
+        assert (numel, size, stride) == (count, len(ranks), ranks[1] - ranks[0]), axis
 
 
 @pytest.mark.parametrize("run", megatron_2021() + korthikanti_2022(), ids=lambda run: run.name)
@@ -183,6 +218,7 @@ def test_mla_and_long_context_have_times_too():
 def test_a_plan_is_compared_with_a_run_of_its_kind():
     assert "145B" in nearest(model("gpt3-175b"), A100, 1536).name
     assert "1.7B" in nearest(model("gpt2-xl"), A100, 32).name
+    assert "8,192" in nearest(model("llama3-405b"), H100, 8192).name
 
 
 @pytest.mark.parametrize(

@@ -137,7 +137,9 @@ def test_no_layout_that_the_planner_tried_is_better_than_its_best():
 
     task = planner.Task("llama3-70b", "h100", 512, 4 * 2**20)
     best = planner.best_of(task).best
-    tried = list(layouts(task.config, 512, task.sequences, (1, 2), ("none", "full"), 8, 4, 1))
+    tried = list(
+        layouts(task.config, 512, task.sequences, (1, 2), ("none", "full"), (0, 1, 2, 3), 8, 4, 1)
+    )
     assert len(tried) > 50
     for layout in tried:
         lines, _ = planner.score(task, layout, [])
