@@ -14,6 +14,7 @@ import html
 import inspect
 import math
 import textwrap
+from fractions import Fraction
 from numbers import Real
 from pathlib import Path
 
@@ -147,8 +148,9 @@ def predict(name, value=None):
 def reveal(name, measured, unit="", how="measured"):
     """Print what was measured and, beside it, the guess and how far off it was.
 
-    Numbers are compared as a ratio, anything else as equal or not. `how`: what to call a number
-    that was not measured, such as "computed". Raises ValueError when no cell predicted `name`.
+    Numbers are compared as a ratio, anything else as equal or not; a guess may be written out, as
+    "3/19" or "15.8 %". `how`: what to call a number that was not measured, such as "computed".
+    Raises ValueError when no cell predicted `name`.
     """
     if name not in _guesses:
         near = difflib.get_close_matches(str(name), map(str, _guesses), n=1)
@@ -159,7 +161,9 @@ def reveal(name, measured, unit="", how="measured"):
     line = f"{name}: {how} {_format(measured)}{unit}"
     guess = _guesses[name]
     if guess is not None:
-        line += f", your guess {_format(guess)}{unit}: {_verdict(guess, measured)}"
+        percent = 1 if "%" in f"{name}{unit}" else 0.01
+        meant = _number(guess, percent) if _is_number(measured) else guess
+        line += f", your guess {_format(guess)}{unit}: {_verdict(meant, measured)}"
     print(line)
 
 
@@ -180,6 +184,15 @@ def _verdict(guess, measured):
     if factor < 2:
         return f"{abs(guess / measured - 1):.0%} too {side}".replace("%", " %")
     return f"{factor:.3g} times too {side}"
+
+
+def _number(guess, percent):
+    """A number that was written out, as a number; whatever else it is, as it is."""
+    text = guess.replace(" ", "") if isinstance(guess, str) else ""
+    try:
+        return percent * float(text[:-1]) if text.endswith("%") else float(Fraction(text))
+    except (ValueError, ZeroDivisionError):
+        return guess
 
 
 def _is_number(value):

@@ -114,6 +114,13 @@ def test_without_a_guess_only_the_measurement_is_printed(capsys):
         (True, False, "not this time"),
         (True, True, "right"),
         (0.5, torch.tensor(0.25), "2 times too high"),
+        ("3/4", 0.75, "exactly right"),
+        (" 3 / 19", 0.1579, "right within 1 %"),
+        ("15.8 %", 0.1579, "right within 1 %"),
+        ("0.3", 0.6, "2 times too low"),
+        ("3/0", 3, "expected a number, not '3/0'"),
+        ("%", 3, "expected a number, not '%'"),
+        ("3/4", "0.75", "not this time"),  # where words are asked for, only they count
     ],
 )
 def test_a_guess_is_printed_beside_the_measurement_with_how_far_off(
@@ -122,6 +129,17 @@ def test_a_guess_is_printed_beside_the_measurement_with_how_far_off(
     predict("it", guess)
     reveal("it", measured)
     assert capsys.readouterr().out.rstrip().endswith(f": {verdict}")
+
+
+def test_a_guess_in_percent_is_a_share_unless_percent_was_asked_for(capsys):
+    for name, measured, unit in [
+        ("idle share", 0.25, ""),
+        ("idle", 25, "%"),
+        ("idle share, %", 25, ""),
+    ]:
+        predict(name, "25 %")
+        reveal(name, measured, unit)
+        assert capsys.readouterr().out.endswith(": exactly right\n")
 
 
 def test_a_number_that_was_not_measured_is_not_called_so(capsys):
