@@ -21,7 +21,7 @@ With sequence parallelism a rank routes its part of the sequence, so balance_gro
 
 Legend: T tokens of this rank, k experts a token visits, E experts, n ranks of the group; a *copy*
 is one token for one of its experts, so there are k T before any are dropped.
-Sources: GShard (Lepikhin et al. 2020, section 3.2), Switch (Fedus et al. 2021, section 2).
+Sources: GShard (Lepikhin et al. 2020, sections 2.2 and 3.1), Switch (Fedus et al. 2021, section 2).
 """
 
 from __future__ import annotations
@@ -324,8 +324,8 @@ def set_loss_scale(model: nn.Module, scale: float) -> None:
 def move_balance_biases(model: nn.Module, rate: float = 1e-3) -> None:
     """After a step, make crowded experts less and idle ones more attractive, by `rate` each.
 
-    For gate "sigmoid": the bias decides who is chosen and has no gradient, so balance costs the
-    model nothing (Wang et al. 2024, algorithm 1; DeepSeek-V3). Counts the forwards with gradients
+    For gate "sigmoid": the bias decides who is chosen and has no gradient, so balance adds none to
+    the model's (Wang et al. 2024, algorithm 1; DeepSeek-V3). Counts the forwards with gradients
     since the last call, over all ranks of the balance group, so the ranks stay alike. Raises
     ValueError if no layer has such a bias.
     """
