@@ -67,6 +67,16 @@ def test_bars_and_matrix_are_the_numbers():
     assert written.get_offsets().tolist() == [[0, 0], [1, 0], [0, 1], [1, 1]]  # to, from
 
 
+@pytest.mark.parametrize("num_ranks", [1, 4])
+def test_rows_that_stay_at_home_have_no_colour(num_ranks):
+    picture, html = routing.render(num_ranks=num_ranks)
+    (image,) = picture.figure.axes[1].images
+    coloured = torch.tensor(image.get_array().tolist())
+    assert coloured.diagonal().tolist() == [0] * num_ranks
+    leave = numbers(html)["rows that leave their rank"]
+    assert coloured.sum() == int(leave.split(" of ")[0])
+
+
 def test_what_cannot_be_is_refused_and_the_explorer_starts_where_it_is_told():
     with pytest.raises(ParameterError, match="8 ranks need as many experts"):
         routing.render(num_experts=4, num_ranks=8)

@@ -70,7 +70,7 @@ def render(
 
 
 def between_ranks(shown: Traffic) -> Tensor:
-    """[from rank, to rank] rows that dispatch carries."""
+    """[from rank, to rank] rows for the experts there; those on the diagonal stay at home."""
     num_ranks = len(shown.went)
     return shown.went.view(num_ranks, num_ranks, -1).sum(-1)
 
@@ -99,23 +99,28 @@ def draw(shown: Traffic) -> Picture:
     middles = [border + per_rank / 2 for border in borders[:-1]]
     write(left, names, middles, [1.02] * num_ranks, va="bottom",
           transform=left.get_xaxis_transform())  # fmt: skip
-    ticks(left, numbered(places), numbered(round_places(*left.get_ylim())))
+    ticks(
+        left,
+        numbered(places[:: max(1, num_experts // 16)]),
+        numbered(round_places(*left.get_ylim())),
+    )
     left.set_xlabel("expert")
     left.set_ylabel("copies, all ranks")
     if sum(went) < sum(wanted):
         left.legend(frameon=False, fontsize=8, loc="upper right")
 
     rows = between_ranks(shown)
-    most = max(rows.max().item(), 1)
-    right.imshow(rows.tolist(), cmap="Purples", vmin=0, vmax=1.3 * most)
+    travel = rows - rows.diagonal().diag()
+    most = max(travel.max().item(), 1)
+    right.imshow(travel.tolist(), cmap="Purples", vmin=0, vmax=1.3 * most)
     sources, targets = zip(*product(range(num_ranks), repeat=2))
     counts = rows.flatten().tolist()
-    inks = ["white" if count > 0.7 * most else INK for count in counts]
+    inks = ["white" if count > 0.7 * most else INK for count in travel.flatten().tolist()]
     write(right, map(str, counts), targets, sources, color=inks)
     ticks(right, numbered(range(num_ranks)), numbered(range(num_ranks)))
     right.set_xlabel("to rank")
     right.set_ylabel("from rank")
-    right.set_title("rows that dispatch carries", fontsize=9)
+    right.set_title("rows, from rank to rank (white: stay)", fontsize=9)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     said = f"{num_experts} experts on {num_ranks} ranks: {went} of {wanted} copies answered"
