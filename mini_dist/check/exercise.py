@@ -28,12 +28,18 @@ class CheckFailed(AssertionError):
 
 @dataclass
 class Line:
-    """One thing that was measured, beside what was expected."""
+    """One thing that was measured, beside what was expected; "" where nothing was."""
 
     what: str
     measured: object
     expected: object
     ok: bool
+
+    @property
+    def mark(self) -> str:
+        if self.expected == "":
+            return ""
+        return "✓" if self.ok else "✗"
 
 
 @dataclass
@@ -52,8 +58,7 @@ class Verdict:
 
     def table(self) -> Table:
         rows = [
-            (line.what, str(line.measured), str(line.expected), "✓" if line.ok else "✗")
-            for line in self.lines
+            (line.what, str(line.measured), str(line.expected), line.mark) for line in self.lines
         ]
         return Table(["", "measured", "expected", ""], rows)
 

@@ -103,9 +103,10 @@ def read(returned, case: Case) -> Schedule:
                 "stage and micro-batch have changed places: 1F0 is the forward of micro-batch 0 on "
                 "stage 1"
             )
+        first = min(action.micro for action in schedule.all_actions)
         raise ScheduleError(
-            f"the micro-batches are 0 to {schedule.num_micro_batches - 1}, asked for are "
-            f"0 to {case.num_micro_batches - 1}"
+            f"the micro-batches are {first} to {schedule.num_micro_batches - 1}, asked for are "
+            f"0 to {case.num_micro_batches - 1}" + ": counting starts at 0" * (first > 0)
         )
     if LAYERS % max(1, schedule.num_stages) and case.num_ranks < schedule.num_stages:
         raise ScheduleError(

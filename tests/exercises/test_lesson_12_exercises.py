@@ -90,7 +90,12 @@ def each_rank_in_another_order(p, m):
     return [forwards(r, m)[:: 1 - 2 * (r % 2)] + backwards(r, m) for r in range(p)]
 
 
-@gpipe("The micro-batches are 0 to 8")
+@gpipe("The micro-batches are 1 to 8, asked for are 0 to 7: counting starts at 0")
+def counts_from_one(p, m):
+    return [[f"{r}{kind}{k + 1}" for kind in "FB" for k in range(m)] for r in range(p)]
+
+
+@gpipe("The micro-batches are 0 to 8, asked for are 0 to 7")
 def one_micro_batch_too_many(p, m):
     return [forwards(r, m + 1) + backwards(r, m + 1) for r in range(p)]
 

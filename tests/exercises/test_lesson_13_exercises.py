@@ -152,6 +152,13 @@ def test_the_solution_is_right_and_has_its_place_among_the_known():
     assert "1. ZB-V" in ranked and "over the budget: ZB-H2" in ranked
 
 
+@pytest.mark.parametrize("answer", [solutions.less_bubble, as_gpipe])
+def test_a_place_in_the_ranking_is_neither_right_nor_wrong(answer):
+    for line in check.less_bubble.judge(answer).lines:
+        is_place = re.match(r"\d+\. |over the budget: ", line.what)
+        assert (line.mark == "") == bool(is_place), line
+
+
 def test_a_better_list_has_a_better_place_and_the_best_known_the_first():
     def weights_at_once():
         return split(lambda rank: 3 - rank, lambda rank: 0)
