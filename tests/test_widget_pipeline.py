@@ -49,6 +49,17 @@ def test_the_page_shows_formula_simulation_and_memory():
     assert repr(shown.picture) == "1F1B, 4 ranks: bubble simulated 27.3 %"
 
 
+def test_thin_stages_hold_thin_activations_in_the_picture_too(monkeypatch):
+    marked = []
+    keep = lambda axes, x, y: marked.append((axes, y))  # noqa: E731
+    monkeypatch.setattr(pipeline, "ticks", keep)
+    shown = pipeline.explorer(schedule="interleaved", num_micro_batches=8)
+    axes, labels = marked[-1]
+    assert {place: float(label) * 2 for place, label in labels.items()} == {p: p for p in labels}
+    highest = max(max(line.get_ydata()) for line in axes.lines)
+    assert f"share: {highest / 2:g}," in shown.html  # 5.5 on rank 0, as the page says
+
+
 def test_the_formula_of_a_zero_bubble_schedule_stands_where_it_belongs():
     rows = cells(pipeline.explorer(schedule="zb_h2", num_micro_batches=16))
     assert rows["bubble: idle / makespan"][0] == ""

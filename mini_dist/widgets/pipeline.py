@@ -139,9 +139,12 @@ def draw(schedule: Schedule, shown: dict[str, Timeline]) -> Picture:
     axes = figure.add_axes((0.08, 0.4 / total, 0.9, 0.85 / total))
     holdings(axes, shown["simulated"])
     axes.set_xlim(0, 1.005 * last)
-    ticks(axes, numbered(round_places(0, last)), numbered(round_places(0, axes.get_ylim()[1], 3)))
+    chunks = schedule.num_stages // schedule.num_ranks  # a step is a thin stage's: that much less
+    most = numbered(round_places(0, axes.get_ylim()[1] / chunks, 3))
+    held = {chunks * place: number for place, number in most.items()}
+    ticks(axes, numbered(round_places(0, last)), held)
     axes.set_xlabel("ms", fontsize=8)
-    axes.set_title("activations held, micro-batches", fontsize=9, loc="left")
+    axes.set_title("held, in micro-batches of a rank's whole share", fontsize=9, loc="left")
     # legends of matplotlib take as long as the bars that they explain
     places = [1 - 0.07 * (len(ranks) - rank - 0.5) for rank in range(len(ranks))]
     above = dict(va="bottom", transform=axes.transAxes, color=RANK_COLORS[: len(ranks)])
