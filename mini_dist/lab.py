@@ -179,7 +179,8 @@ class Lab:
     def save(self, result: Mapping[str, Any], /, **figures) -> Path:
         """Write result.json, and NAME.png for each figure (a Picture), into the lab's folder.
 
-        The JSON holds the lab's name, its parameters, the result and the names of the figures.
+        Prints where: from the course's folder, or the whole path if it lies elsewhere. The JSON
+        holds the lab's name, its parameters, the result and the names of the figures.
         Raises ValueError for a result that JSON cannot hold.
         """
         if self._values is None:
@@ -205,7 +206,15 @@ class Lab:
         # The JSON comes last and at once: who finds it finds all of it.
         partial = folder / f"result.{os.getpid()}.partial"
         partial.write_text(content + "\n", encoding="utf-8")
-        return partial.replace(folder / "result.json")
+        path = partial.replace(folder / "result.json")
+        print("written:", ", ".join([_from_the_course(path), *record["figures"]]))
+        return path
+
+
+def _from_the_course(path: Path) -> str:
+    """No stored output of the course names a folder of the machine that made it."""
+    course, path = Path(__file__).resolve().parents[1], path.resolve()
+    return path.relative_to(course).as_posix() if path.is_relative_to(course) else str(path)
 
 
 def _values_in_notebook(declared) -> dict[str, Any]:

@@ -157,6 +157,19 @@ def test_the_result_is_json_beside_its_figures(lab, tmp_path):
     assert sorted(p.name for p in folder.iterdir()) == ["curve.png", "result.json"]
 
 
+def test_it_says_where_it_wrote_and_outside_the_course_in_full(lab, tmp_path, capsys, monkeypatch):
+    lab.parameters({**GOOD, "folder": str(tmp_path)})
+    lab.save({}, curve=Drawn())
+    assert capsys.readouterr().out == f"written: {tmp_path.resolve()}/result.json, curve.png\n"
+    monkeypatch.setattr("mini_dist.lab.__file__", str(tmp_path / "mini_dist/lab.py"))
+    (tmp_path / "notebooks/labs").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "notebooks/labs")
+    lab.parameters({**GOOD, "folder": "../../runs/toy"})
+    lab.save({})
+    assert capsys.readouterr().out == "written: runs/toy/result.json\n"
+    assert (tmp_path / "runs/toy/result.json").exists()
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, {1, 2}, object()])
 def test_a_result_that_json_cannot_hold_is_refused_and_writes_nothing(lab, tmp_path, value):
     lab.parameters({**GOOD, "folder": str(tmp_path)})
