@@ -81,13 +81,16 @@ def overlapped_backward(loss: Tensor, buckets: list[list[Tensor]], sender, group
     sender: an executor with one thread: `submit(fn, *args)` returns at once, and its `.result()`
     waits. `Overlapped`, below, is this with hooks that stay.
     """
-    missing, leaving = [len(bucket) for bucket in buckets], {}
+    missing, leaving = [len(bucket) for bucket in buckets], []
+
+    def leave():  # the next one, on all ranks in the order of the buckets
+        leaving.append(sender.submit(mean_, flatten(buckets[len(leaving)]), group))
 
     def ready(number):
         def gradient_is_ready(parameter):
             missing[number] -= 1
-            if missing[number] == 0:
-                leaving[number] = sender.submit(mean_, flatten(buckets[number]), group)
+            while len(leaving) < len(buckets) and missing[len(leaving)] == 0:
+                leave()
 
         return gradient_is_ready
 
@@ -97,8 +100,10 @@ def overlapped_backward(loss: Tensor, buckets: list[list[Tensor]], sender, group
         for parameter in bucket
     ]
     loss.backward()
-    for number, bucket in enumerate(buckets):
-        unflatten(leaving[number].result(), bucket)
+    while len(leaving) < len(buckets):  # parameters that this rank did not use
+        leave()
+    for bucket, future in zip(buckets, leaving):
+        unflatten(future.result(), bucket)
     for hook in hooks:
         hook.remove()
 

@@ -1,5 +1,7 @@
 """Every way of averaging gradients trains the model of one process, and sends what it must."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -16,6 +18,7 @@ from mini_dist.data_parallel import (
     make_buckets,
     mean,
     mean_,
+    overlapped_backward,
     ring_mean,
 )
 from mini_dist.emulate import Clock, Device, EmulatedAllReduce, EmulatedModel
@@ -278,6 +281,27 @@ def test_unused_frozen_and_sometimes_used_parameters(kind):
         assert frozen is None
         assert torch.equal(unused, torch.zeros(3))
         assert torch.equal(sometimes, torch.full((3,), 0.25)), "one rank of four used it"
+
+
+def backward_by_function(group):
+    """Ranks get their gradients in opposite orders, and only rank 0 uses the third parameter."""
+    first, second, third = (nn.Parameter(torch.full((3,), value)) for value in (0.5, 0.9, 0.7))
+    inner, outer = (first, second) if group.rank() == 0 else (second, first)
+    loss = ((1.5 + group.rank()) * inner).tanh().mul(outer).sum()
+    loss = loss + third.sum() if group.rank() == 0 else loss
+    parameters = [first, second, third]
+    grads = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+    local = [torch.zeros(3) if grad is None else grad for grad in grads]
+    with ThreadPoolExecutor(max_workers=1) as sender:
+        overlapped_backward(loss, [[third], [second], [first]], sender, group)
+    return local, [parameter.grad for parameter in parameters]
+
+
+def test_buckets_leave_in_their_order_whatever_order_gradients_get_ready_in():
+    locals_, averaged = zip(*launch(backward_by_function, 2).results)
+    means = [sum(grads) / 2 for grads in zip(*locals_)]
+    for grads in averaged:
+        torch.testing.assert_close(grads, means)
 
 
 def test_a_model_without_parameters_is_refused():

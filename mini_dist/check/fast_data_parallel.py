@@ -152,26 +152,42 @@ def bucketing_mistake(results, everyones, totals, means, sizes, wanted, limit) -
 
 @dataclass(frozen=True)
 class Overlap:
+    """turned: in each bucket the gradient that is ready last comes first. crossing: odd ranks use
+    the layers the other way round, so that their last bucket is complete before their first."""
+
+    turned: bool = False
+    crossing: bool = False
     layers: int = 6
 
     def __str__(self) -> str:
-        return f"{self.layers} layers, two of which share a weight"
+        special = ", another order inside the buckets" * self.turned
+        special += ", gradients ready in another order on rank 1" * self.crossing
+        return f"{self.layers} layers, two of which share a weight{special}"
+
+    def model(self, rank: int) -> Layers:
+        return Layers(self.layers, backwards=self.crossing and rank % 2 == 1)
+
+    def buckets(self, model: Layers) -> list[list[nn.Parameter]]:
+        buckets = make_buckets(list(model.weights), 2 * 4 * 8)  # two weights each
+        return [bucket[::-1] for bucket in buckets] if self.turned else buckets
 
 
 class Layers(nn.Module):
     """Layers of one weight each; the first is used again after the third, as a tied weight is."""
 
-    def __init__(self, layers: int):
+    def __init__(self, layers: int, backwards: bool = False):
         super().__init__()
         self.weights = nn.ParameterList(
             torch.linspace(0.5 + i / 10, 1, 4, dtype=torch.float64) for i in range(layers)
         )
+        self.backwards = backwards
 
     def forward(self, x):
-        for number, weight in enumerate(self.weights):
+        weights = list(self.weights)[:: -1 if self.backwards else 1]
+        for number, weight in enumerate(weights):
             x = (x * weight).tanh()
             if number == 2:
-                x = x * self.weights[0]
+                x = x * weights[0]
         return x
 
 
@@ -217,15 +233,14 @@ def hooks_of(parameters) -> int:
 
 
 def overlap_trial(fn, case: Overlap, group):
-    model = Layers(case.layers)
+    model = case.model(group.rank())
     first, last = losses(model, group.rank())
     first.backward()
     complete: list = []
     for weight in model.weights:
         weight.register_post_accumulate_grad_hook(complete.append)
-    buckets = make_buckets(list(model.weights), 2 * 4 * 8)  # two weights each
     sender, before = CountingSender(complete), hooks_of(model.weights)
-    fn(last, buckets, sender, group)
+    fn(last, case.buckets(model), sender, group)
     sender.shutdown()
     left_behind = hooks_of(model.weights) - before
     return [w.grad.clone() for w in model.weights], sender.seen, sender.waits, left_behind
@@ -237,7 +252,8 @@ def judge_overlap(trials: list[Trial]) -> tuple[list[Line], str]:
         found, hint = judge_one_overlap(one)
         lines += [each for each in found if number == 0 or not each.ok]
         if hint:
-            return lines, f"With {one.run.world_size} ranks: " * (number > 0) + hint
+            case = f"With {one.run.world_size} ranks and {one.case}: " * (number > 0)
+            return lines, case + hint
     return lines, ""
 
 
@@ -245,7 +261,7 @@ def judge_one_overlap(one: Trial) -> tuple[list[Line], str]:
     run, size, layers = one.run, one.run.world_size, one.case.layers
     local: list[list] = []  # of each rank: the gradients of both micro-batches
     for rank in range(size):
-        model = Layers(layers)
+        model = one.case.model(rank)
         both = losses(model, rank)
         local.append([torch.autograd.grad(loss, list(model.weights)) for loss in both])
     totals = [sum(first) + sum(last) for first, last in zip(*map(zip_all, zip(*local)))]
@@ -267,6 +283,12 @@ def judge_one_overlap(one: Trial) -> tuple[list[Line], str]:
     ]
     if all(each.ok for each in lines):
         return lines, ""
+    if one.case.crossing and right < size:
+        return lines, (
+            "The ranks average different buckets with each other: their gradients get ready in "
+            "different orders. A bucket that is complete waits until all before it in the list "
+            "have left."
+        )
     return lines, overlap_mistake(
         size, local, totals, means, grads, seen[0], moments, max(waits), max(left_behind)
     )
@@ -290,7 +312,8 @@ def overlap_mistake(size, local, totals, means, grads, seen, moments, waits, lef
     if wrong and all(map(same, grads, either)):  # the last of each bucket, or all of them
         return (
             "The last micro-batch is missing where a gradient came last in its bucket. Either the "
-            "bucket left with the first of its gradients, not the last; or your hook is on the "
+            "bucket left with the first of its gradients, not the last (a hook on each, and a "
+            "count: which is the last, the bucket's order does not say); or your hook is on the "
             "parameter itself (register_hook), which runs before its gradient is added to .grad: "
             "register_post_accumulate_grad_hook runs after."
         )
@@ -368,23 +391,30 @@ def average_in_buckets(parameters, bucket_bytes, group):
         "overlapped_backward",
         overlapped_backward,
         overlap_trial,
-        [(2, Overlap()), (3, Overlap()), (1, Overlap())],
+        [
+            (2, Overlap()),
+            (2, Overlap(turned=True)),
+            (2, Overlap(crossing=True)),
+            (3, Overlap()),
+            (1, Overlap()),
+        ],
         judge_overlap,
         hints=[
             "p.register_post_accumulate_grad_hook(fn) calls fn(p) when p.grad is complete. Count "
-            "for each bucket how many are missing; at zero, sender.submit(mean, flatten(bucket), "
-            "group).",
-            "Keep what submit returns, by bucket. After loss.backward(): for each bucket, flat = "
-            "kept.result(), then unflatten(flat, bucket). Remove the hooks at the end.",
+            "for each bucket how many are missing; at zero it may leave, if all before it have "
+            "left: sender.submit(mean, flatten(bucket), group).",
+            "Keep what submit returns in a list: its length is the number of the bucket that is "
+            "next. After loss.backward(): for each bucket, flat = kept.result(), then "
+            "unflatten(flat, bucket). Remove the hooks at the end.",
         ],
         skeleton="""\
 def overlapped_backward(loss, buckets, sender, group):
-    missing, leaving, hooks = [len(bucket) for bucket in buckets], {}, []
+    missing, leaving, hooks = [len(bucket) for bucket in buckets], [], []
     for number, bucket in enumerate(buckets):
-        def ready(p, number=number, bucket=bucket):
+        def ready(p, number=number):
             missing[number] -= 1
-            if ...:
-                leaving[number] = sender.submit(mean, flatten(bucket), group)
+            while len(leaving) < len(buckets) and ...:       # the next one is complete
+                leaving.append(sender.submit(mean, flatten(...), group))
         hooks += [p.register_post_accumulate_grad_hook(ready) for p in bucket]
     loss.backward()
     ...                                  # wait for each bucket, put its parts back

@@ -22,17 +22,17 @@ def average_in_buckets(parameters, bucket_bytes, group):
 
 
 def overlapped_backward(loss, buckets, sender, group):
-    missing, leaving, hooks = [len(bucket) for bucket in buckets], {}, []
+    missing, leaving, hooks = [len(bucket) for bucket in buckets], [], []
     for number, bucket in enumerate(buckets):
 
-        def ready(p, number=number, bucket=bucket):
+        def ready(p, number=number):
             missing[number] -= 1
-            if missing[number] == 0:
-                leaving[number] = sender.submit(mean, flatten(bucket), group)
+            while len(leaving) < len(buckets) and missing[len(leaving)] == 0:
+                leaving.append(sender.submit(mean, flatten(buckets[len(leaving)]), group))
 
         hooks += [p.register_post_accumulate_grad_hook(ready) for p in bucket]
     loss.backward()
-    for number, bucket in enumerate(buckets):
-        unflatten(leaving[number].result(), bucket)
+    for future, bucket in zip(leaving, buckets):
+        unflatten(future.result(), bucket)
     for hook in hooks:
         hook.remove()

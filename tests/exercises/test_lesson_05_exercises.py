@@ -229,6 +229,37 @@ def leaves_with_the_first_gradient(loss, buckets, sender, group):
         hook.remove()
 
 
+def hooks_on(which, loss, buckets, sender, group):
+    """No count: a bucket leaves when the gradient at this place of it is there."""
+    leaving = []
+
+    def ready(p):
+        bucket = next(bucket for bucket in buckets if bucket[which] is p)
+        leaving.append(sender.submit(mean, flatten(bucket), group))
+
+    hooks = [bucket[which].register_post_accumulate_grad_hook(ready) for bucket in buckets]
+    loss.backward()
+    for bucket, future in zip(buckets, leaving):
+        unflatten(future.result(), bucket)
+    for hook in hooks:
+        hook.remove()
+
+
+@overlap_wrong("another order inside the buckets: The last micro-batch is missing")
+def takes_the_last_of_the_list_for_the_last_that_is_ready(loss, buckets, sender, group):
+    hooks_on(-1, loss, buckets, sender, group)
+
+
+@overlap_wrong("The last micro-batch is missing")
+def takes_the_first_of_the_list_for_the_last_that_is_ready(loss, buckets, sender, group):
+    hooks_on(0, loss, buckets, sender, group)
+
+
+@overlap_wrong("ready in another order on rank 1: The ranks average different buckets")
+def leaves_in_the_order_of_getting_ready(loss, buckets, sender, group):
+    overlap(AFTER, lambda b: sender.submit(mean, flatten(b), group), loss, buckets)
+
+
 @overlap_wrong("Several buckets leave at once")
 def all_leave_with_the_last_gradient(loss, buckets, sender, group):
     missing, leaving, hooks = [sum(map(len, buckets))], [], []
