@@ -585,10 +585,10 @@ def refused(group):
         shard(torch.zeros(1, 12), group, "zigzag")
     with pytest.raises(ValueError, match=r"seq_len=20: 2\*cp=8"):
         ring_attention(x[:, :, :5], x[:, :, :5], x[:, :, :5], group)
-    with pytest.raises(ValueError, match=r"2 key/value heads whole to cp=4 ranks: cp=2 would"):
+    with pytest.raises(ValueError, match=r"2 key/value heads .* whole to cp=4 ranks .* cp=2 would"):
         ulysses_attention(x, x[:, :2], x[:, :2], group)
     six = torch.randn(1, 6, 6, 4)
-    with pytest.raises(ValueError, match=r"6 key/value heads .* cp=4 ranks: cp=3 or cp=6 would"):
+    with pytest.raises(ValueError, match=r"6 key/value heads .* cp=4 ranks .* cp=3 or cp=6 would"):
         ulysses_attention(six, six, six, group)
     for attention in FORMS.values():  # 3: each kernel would drop a head; 8: divide by 0
         with pytest.raises(ValueError, match=r"3 key/value heads .* 4 query heads: 2 or 4 would"):

@@ -97,18 +97,20 @@ def check_divides(seq_len: int, divisor: int, name: str) -> None:
         )
 
 
-def check_heads(q: Tensor, k: Tensor) -> None:
+def check_heads(q: Tensor, k: Tensor, ranks: int = 1) -> None:
+    """Key/value heads divide the heads, and `ranks` divides them where each rank has whole ones."""
     N, K = q.shape[1], k.shape[1]
     if N % K:
+        works = " or ".join(map(str, nearest(N, K)))
+        raise ValueError(f"{K} key/value heads must divide the {N} query heads: {works} would work")
+    if K % ranks:
+        works = " or ".join(f"cp={size}" for size in nearest(K, ranks))
         raise ValueError(
-            f"{K} key/value heads must divide the {N} query heads: {' or '.join(nearest(N, K))} "
-            "would work"
+            f"{K} key/value heads cannot go whole to cp={ranks} ranks (Ulysses): {works} would work"
         )
 
 
-def nearest(number: int, divisor: int) -> list[str]:
-    """The divisors of `number` next to one that does not divide it, for a message."""
+def nearest(number: int, divisor: int) -> list[int]:
+    """The divisors of `number` next to one that does not divide it."""
     divides = [d for d in range(1, number + 1) if number % d == 0]
-    below = [d for d in divides if d < divisor][-1:]
-    above = [d for d in divides if d > divisor][:1]
-    return [str(d) for d in below + above]
+    return [d for d in divides if d < divisor][-1:] + [d for d in divides if d > divisor][:1]

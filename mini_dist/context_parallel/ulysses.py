@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .. import ops
-from .placement import check_heads, nearest, positions_of_ranks
+from .placement import check_heads, positions_of_ranks
 
 
 def ulysses_attention(
@@ -30,13 +30,8 @@ def ulysses_attention(
     Zig-zag balances nothing here (each rank sees whole sequences) and is accepted all the same.
     Raises ValueError where cp does not divide the key/value heads, or these not the heads.
     """
-    size, K = group.size(), k.shape[1]
-    check_heads(q, k)
-    if K % size:
-        works = " or ".join(f"cp={d}" for d in nearest(K, size))
-        raise ValueError(
-            f"Ulysses cannot give {K} key/value heads whole to cp={size} ranks: {works} would work"
-        )
+    size = group.size()
+    check_heads(q, k, ranks=size)
     positions = positions_of_ranks(placement, q.shape[-2] * size, size)
     order = positions.flatten().argsort()  # of the tokens, as they come rank by rank
     q, k, v = (heads_for_tokens(x, group)[:, :, order] for x in (q, k, v))  # [B, N/cp, S, H]
