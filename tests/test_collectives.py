@@ -634,6 +634,7 @@ X = torch.ones(4)
         (lambda c, g: c.all_to_all(X, g, [4], [3]), "what this rank keeps, is 4"),
         (lambda c, g: c.start(g, sends=[(X, 1)]), "send with rank 1: this group has ranks 0 to 0."),
         (lambda c, g: c.recv(X, -1, g), "recv with rank -1: this group has ranks 0 to 0."),
+        (lambda c, g: c.exchange(X, 0, 0, g), "recv with rank 0 itself: a message goes to another"),
     ],
 )
 def test_errors_say_what_would_be_right(call, said):

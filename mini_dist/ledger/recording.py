@@ -280,11 +280,15 @@ class RecordingGroup(dist.ProcessGroup):
         return self._message("recv_anysource", tensors, None, tag)
 
     def _message(self, op, tensors, peer, tag):
-        if peer is not None and not 0 <= peer < len(self.ranks):
-            raise ValueError(
-                f"{op} with rank {peer}: this group has ranks 0 to {len(self.ranks) - 1}. In a "
-                "ring, (rank + 1) % size and (rank - 1) % size wrap round."
-            )
+        if peer is not None:
+            there = 0 <= peer < len(self.ranks)
+            if not there or self.ranks[peer] == self.me:
+                which = " itself: a message goes to another rank;" if there else ":"
+                raise ValueError(
+                    f"{op} with rank {peer}{which} this group has ranks 0 to "
+                    f"{len(self.ranks) - 1}. In a ring, (rank + 1) % size and (rank - 1) % size "
+                    "wrap round."
+                )
         row = self.recorder.begin(op, self.name, tensors, peer, tag)
         flight, number = self.recorder.flight, -1
         if flight:

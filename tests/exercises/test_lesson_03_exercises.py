@@ -198,6 +198,17 @@ def everyone_sends_first(x, group):
     return moving
 
 
+@reduce_scatter("recv with rank -1: this group has ranks 0 to 3. In a ring, (rank + 1) % size")
+def takes_rank_minus_1_for_the_last(x, group):
+    rank, size, after, _ = neighbours(group)
+    chunks = x.tensor_split(size)
+    moving = chunks[rank - 1].clone()
+    for k in range(2, size + 1):
+        mine = chunks[rank - k]
+        moving = exchange(moving, after, rank - 1, group, like=mine) + mine
+    return moving
+
+
 @reduce_scatter("everyone waits to receive")
 def everyone_receives_first(x, group):
     rank, size, after, before = neighbours(group)
