@@ -15,21 +15,26 @@ from ..collectives import (
     ring_reduce_scatter,
 )
 from ..ledger.steps import count_rounds
-from .exercise import Exercise, Line, Trial
+from .exercise import Exercise, Line, Trial, ranks
 
 
 @dataclass(frozen=True)
 class Case:
-    """What each rank puts in: whole numbers, so that sums are exact in any order."""
+    """What each rank puts in: whole numbers, so that sums are exact in any order; or, to see in
+    which order a rank adds, numbers whose sums are rounded."""
 
     length: int
     dtype: torch.dtype = torch.float64
+    rounding: bool = False
 
     def __str__(self) -> str:
-        return f"{self.length} numbers of {str(self.dtype).removeprefix('torch.')}"
+        kind = "random numbers" if self.rounding else "numbers"
+        return f"{self.length} {kind} of {str(self.dtype).removeprefix('torch.')}"
 
     def input(self, rank: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 + rank)
+        if self.rounding:
+            return torch.randn(self.length, generator=generator, dtype=self.dtype)
         return torch.randint(-50, 50, (self.length,), generator=generator).to(self.dtype)
 
     def inputs(self, size: int) -> list[torch.Tensor]:
@@ -37,11 +42,12 @@ class Case:
 
 
 # The first case is the one whose numbers are shown. Then one thing changes at a time: the number of
-# ranks, the dtype. 7 numbers are no multiple of 3, which reduce-scatter has to bear; one rank is a
-# group, too.
+# ranks, the dtype, the kind of numbers. 7 numbers are no multiple of 3, which reduce-scatter has to
+# bear; one rank is a group, too.
 EQUAL = [(4, Case(1000)), (3, Case(6)), (2, Case(10, torch.int64)), (1, Case(5))]
 CASES = [EQUAL[0], (3, Case(7)), *EQUAL[2:]]
-POWERS = [(8, Case(1000)), (4, Case(7)), (2, Case(10, torch.int64)), (1, Case(5))]
+ROUNDING = (8, Case(10_000, rounding=True))
+POWERS = [(8, Case(1000)), ROUNDING, (4, Case(7)), (2, Case(10, torch.int64)), (1, Case(5))]
 
 
 def trial(fn: Callable, case: Case, group):
@@ -87,7 +93,10 @@ class Measured:
         self.largest = max((c.nbytes for c in leaves if c.op == "send"), default=0)
         self.rounds, self.rounds_wanted = count_rounds(run.ledger), target.rounds(self.size)
         self.traffic = run.ledger.traffic()
-        self.right = [equal(a, b) for a, b in zip(self.results, self.expected)]
+        agree = close if trial.case.rounding else equal
+        self.right = [agree(a, b) for a, b in zip(self.results, self.expected)]
+        self.same_bits = all(equal(a, self.results[0]) for a in self.results[1:])
+        self.compare_bits = trial.case.rounding
 
     @property
     def is_ring(self) -> bool:
@@ -113,9 +122,10 @@ class Measured:
         return all(close(a, b) for a, b in zip(self.results, values))
 
 
-def equal(result, expected: torch.Tensor) -> bool:
+def equal(result, expected) -> bool:
     return (
         isinstance(result, torch.Tensor)
+        and isinstance(expected, torch.Tensor)
         and result.dtype == expected.dtype
         and torch.equal(result, expected)
     )
@@ -137,7 +147,7 @@ def judge(target: Target):
         for number, one in enumerate(trials):
             measured = Measured(one, target)
             found = describe(measured, target)
-            where = f" ({measured.size} ranks, {one.case.length} numbers)" * (number > 0)
+            where = f" ({ranks(measured.size)}, {one.case.length} numbers)" * (number > 0)
             for line in found:
                 if number == 0 or not line.ok:
                     line.what += where
@@ -154,13 +164,14 @@ def only_here(passed: list[Trial], failed: Trial) -> str:
     """Says what is special about a case that fails where all before it passed."""
     if not passed:
         return ""
-    *sizes, last = [str(trial.run.world_size) for trial in passed]
-    ranks = f"{', '.join(sizes)} and {last} ranks" if sizes else f"{last} ranks"
+    if failed.case.rounding:
+        return "Right with whole numbers. "
+    *sizes, last = dict.fromkeys(str(trial.run.world_size) for trial in passed)
+    before = f"{', '.join(sizes)} and {last} ranks" if sizes else f"{last} ranks"
     if failed.case.dtype not in [trial.case.dtype for trial in passed]:
         return f"Right with {passed[0].case.dtype}, not with {failed.case.dtype}. "
     size, length = failed.run.world_size, failed.case.length
-    now = f"{size} rank{'s' * (size > 1)} and {length} numbers"
-    return f"Right with {ranks}, not with {now}. "
+    return f"Right with {before}, not with {ranks(size)} and {length} numbers. "
 
 
 def describe(measured: Measured, target: Target) -> list[Line]:
@@ -175,13 +186,18 @@ def describe(measured: Measured, target: Target) -> list[Line]:
             all(measured.right),
         ),
         Line("x is left alone", measured.unchanged, True, measured.unchanged),
+    ]
+    if measured.compare_bits:
+        same = measured.same_bits
+        lines.append(Line("all ranks equal to the last bit", same, True, same))
+    lines.append(
         Line(
             "calls of the backend's collectives",
             ", ".join(measured.native) or "none",
             "none",
             not measured.native,
-        ),
-    ]
+        )
+    )
     if exact:
         lines.append(
             Line(
@@ -228,6 +244,16 @@ def general_mistake(m: Measured) -> str:
             "Your function changes its input, or returns a piece of it. Work on new tensors "
             "(.clone(), a + b instead of a += b): the caller still needs x."
         )
+    return ""
+
+
+def wrong_shape(m: Measured) -> str:
+    for rank, (result, expected) in enumerate(zip(m.results, m.expected)):
+        if result.shape != expected.shape:
+            return (
+                f"Rank {rank}'s result has shape {list(result.shape)}; "
+                f"{list(expected.shape)} is asked for."
+            )
     return ""
 
 
@@ -306,11 +332,24 @@ def reduce_scatter_mistakes(m: Measured) -> str:
         return "Rank r returns its own chunk r: nothing was added to it."
     if slow := too_slow(m):
         return slow
-    if wrong_number(m):
-        return wrong_number(m)
+    if found := wrong_number(m) or cut_by_chunk(m) or wrong_shape(m):
+        return found
     return (
         "The chunks lack some ranks' terms, or hold some twice. What arrives must be added to *the "
         "same* chunk of yours before it is sent on. Print the chunk's number in each round."
+    )
+
+
+def cut_by_chunk(m: Measured) -> str:
+    ours, theirs = (
+        [len(part) for part in cut(m.inputs[0], m.size)]
+        for cut in (torch.tensor_split, torch.chunk)
+    )
+    if theirs == ours or [result.numel() for result in m.results] != theirs:
+        return ""
+    return (
+        f"x.chunk cuts {sum(ours)} numbers for {m.size} ranks into {'+'.join(map(str, theirs))}; "
+        f"use x.tensor_split: {'+'.join(map(str, ours))}."
     )
 
 
@@ -352,8 +391,8 @@ def all_gather_mistakes(m: Measured) -> str:
         )
     if slow := too_slow(m):
         return slow
-    if wrong_number(m):
-        return wrong_number(m)
+    if found := wrong_number(m) or wrong_shape(m):
+        return found
     return (
         "Some parts are there twice, others not at all. Send on what you *received*, not your own."
     )
@@ -409,7 +448,7 @@ def all_reduce_mistakes(m: Measured) -> str:
         return "All the sums are there, but the chunks are in another order than in x."
     if slow := too_slow(m):
         return slow
-    return "Scatter the sums first (exercise 1), then gather them (exercise 2)."
+    return wrong_shape(m) or "Scatter the sums first (exercise 1), then gather them (exercise 2)."
 
 
 all_reduce = Target(
@@ -425,6 +464,11 @@ def doubling_mistakes(m: Measured) -> str:
         return found
     if m.results_are([total / m.size for total in m.expected]):
         return "These are means. The sum is asked for; who wants the mean can divide."
+    if all(m.right) and m.compare_bits and not m.same_bits:
+        return (
+            "Each rank adds in another order, so the last bits differ (lesson 03, section 10). "
+            "Partners rank ^ d add the same two numbers."
+        )
     if all(m.right) and m.is_ring and m.size > 2:
         return (
             f"A ring needs {m.rounds} rounds. Let partners get farther apart: after the round with "
@@ -450,6 +494,8 @@ def doubling_mistakes(m: Measured) -> str:
             f"{m.size} ranks need {m.rounds_wanted} rounds, since each can at most double how many "
             f"terms are in your sum; messages sent, by rank: {m.messages}."
         )
+    if found := wrong_shape(m):
+        return found
     return (
         "Some terms are missing, others are in twice. Partners at distance d are rank ^ d, for d = "
         "1, 2, 4, ...; both add what the other had *before* this round."
@@ -501,6 +547,8 @@ def all_to_all_mistakes(m: Measured) -> str:
         return (
             f"Each rank has something for {m.size - 1} others; it sent {min(m.messages)} messages."
         )
+    if found := wrong_shape(m):
+        return found
     return "Part d of rank s belongs at place s of rank d's result. What is at place s of yours?"
 
 
@@ -530,7 +578,7 @@ EXERCISES = [
             "copy, chunks[rank - 1].clone(): with one rank nothing is ever added to it.",
         ],
         skeleton="""\
-def my_reduce_scatter(x, group):
+def ring_reduce_scatter(x, group):
     rank, size = group.rank(), group.size()
     chunks = x.tensor_split(size)
     partial = chunks[...].clone()
@@ -553,7 +601,7 @@ def my_reduce_scatter(x, group):
             "rank (r-k) % n. Keep a list by rank number and put it together at the end.",
         ],
         skeleton="""\
-def my_all_gather(x, group):
+def ring_all_gather(x, group):
     rank, size = group.rank(), group.size()
     parts = [None] * size
     parts[rank] = x
@@ -572,10 +620,10 @@ def my_all_gather(x, group):
         hints=[
             "After a reduce-scatter, rank r has chunk r of the sum. Which collective gives "
             "everyone everyone's chunk?",
-            "Two lines: my_all_gather(my_reduce_scatter(x, group), group).",
+            "One line: return ring_all_gather(ring_reduce_scatter(x, group), group).",
         ],
         skeleton="""\
-def my_all_reduce(x, group):
+def ring_all_reduce(x, group):
     chunk = ...       # one call: my chunk of the sum
     return ...        # one call: everyone's chunks""",
         parts=frozenset({"ring_reduce_scatter", "ring_all_gather"}),
@@ -594,7 +642,7 @@ def my_all_reduce(x, group):
             "distance, group).",
         ],
         skeleton="""\
-def my_all_reduce(x, group):
+def doubling_all_reduce(x, group):
     rank, size, distance = group.rank(), group.size(), 1
     total = x.clone()
     while ...:
@@ -615,7 +663,7 @@ def my_all_reduce(x, group):
             "Put what comes from rank s at place s of a list; torch.cat(list) is the result.",
         ],
         skeleton="""\
-def my_all_to_all(x, group):
+def all_to_all(x, group):
     rank, size = group.rank(), group.size()
     parts = x.tensor_split(size)
     received = [None] * size

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..data_parallel import average_through_rank_0
-from .exercise import Exercise, Line, Trial
+from .exercise import Exercise, Line, Trial, ranks
 
 FROZEN = 1  # which parameter has no gradient
 
@@ -50,7 +50,7 @@ def judge(trials: list[Trial]) -> tuple[list[Line], str]:
         found, found_hint = judge_one(one)
         for line in found:
             if number == 0 or not line.ok:
-                line.what += f" ({one.run.world_size} ranks)" * (number > 0)
+                line.what += f" ({ranks(one.run.world_size)})" * (number > 0)
                 lines.append(line)
         if found_hint and not hint:
             here = f"Right with 4 ranks, not with {one.run.world_size}. " * (number > 0)
@@ -166,7 +166,7 @@ EXERCISES = [
             "[n, ...], and .mean(0) is the mean over ranks. Skip parameters whose grad is None.",
         ],
         skeleton="""\
-def my_average(parameters, group):
+def average_through_rank_0(parameters, group):
     for parameter in parameters:
         if parameter.grad is None:
             continue

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import os
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from ..ledger.table import Table
 from ..lesson import show
 
 RIGHT, WRONG, LIBRARY = "right", "wrong", "still the library's"
+
+LENGTH = re.compile(r"(?:send|recv)\(\w+\[(\d+)\]")  # of a message, as a RankError tells it
 
 
 class CheckFailed(AssertionError):
@@ -149,7 +152,7 @@ class Exercise:
         lines, hint = self._judge(trials) if trials else ([], "")
         if not hint:
             here = f"With {world_size} ranks and {case}" if world_size > 1 else "With one rank"
-            before = " and ".join(f"{trial.run.world_size} ranks" for trial in trials)
+            before = " and ".join(dict.fromkeys(ranks(trial.run.world_size) for trial in trials))
             hint = f"Right with {before}. " * bool(trials) + f"{here}: {advice(error)}{error}"
         return Verdict(self.name, WRONG, lines, hint)
 
@@ -192,6 +195,10 @@ def calls_of(names: Collection[str], library: ModuleType) -> Iterator[set[str]]:
         sys.setprofile(before)
 
 
+def ranks(size: int) -> str:
+    return f"{size} rank{'s' * (size > 1)}"
+
+
 def advice(error: RankError) -> str:
     """What the usual failures mean."""
     text = str(error)
@@ -199,6 +206,11 @@ def advice(error: RankError) -> str:
         return (
             "something is None: the grad of a frozen parameter, or what gather returns elsewhere "
             "than on its root.\n"
+        )
+    if text.startswith("the ranks do not agree") and len(set(LENGTH.findall(text))) == 2:
+        return (
+            "what arrives may be longer or shorter than what you send: exchange(..., like=a tensor "
+            "as long as what arrives), such as your own chunk of the same number.\n"
         )
     lines = text.splitlines()
     waits = [line.split(" s in ")[1] for line in lines if " s in " in line]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..data_parallel import average_in_buckets, make_buckets, overlapped_backward
-from .exercise import Exercise, Line, Trial
+from .exercise import Exercise, Line, Trial, ranks
 
 ALL_REDUCES = frozenset(
     {"all_reduce", "mean"}
@@ -82,7 +82,7 @@ def judge_buckets(trials: list[Trial]) -> tuple[list[Line], str]:
         found, hint = judge_one_bucketing(one)
         lines += [each for each in found if number == 0 or not each.ok]
         if hint:
-            case = f"With {one.run.world_size} ranks, {one.case}: " * (number > 0)
+            case = f"With {ranks(one.run.world_size)}, {one.case}: " * (number > 0)
             return lines, case + hint
     return lines, ""
 
@@ -143,6 +143,11 @@ def bucketing_mistake(results, everyones, totals, means, sizes, wanted, limit) -
         return (
             f"{len(sizes)} all-reduces where {len(wanted)} are enough: fill a bucket until the "
             "next parameter would not fit."
+        )
+    if sum(sizes) == sum(wanted):
+        return (
+            "Buckets are filled beyond bucket_bytes, or closed too early: bucket_bytes counts "
+            "bytes, p.grad.nbytes, not numbers."
         )
     return "More is sent than the gradients need: average each bucket once."
 
@@ -252,7 +257,7 @@ def judge_overlap(trials: list[Trial]) -> tuple[list[Line], str]:
         found, hint = judge_one_overlap(one)
         lines += [each for each in found if number == 0 or not each.ok]
         if hint:
-            case = f"With {one.run.world_size} ranks and {one.case}: " * (number > 0)
+            case = f"With {ranks(one.run.world_size)} and {one.case}: " * (number > 0)
             return lines, case + hint
     return lines, ""
 
@@ -365,20 +370,18 @@ EXERCISES = [
         judge_buckets,
         hints=[
             "Go through reversed(parameters), those with a grad. Keep a list; before you add one "
-            "that would make it larger than bucket_bytes (p.grad.nbytes counts), send the list.",
-            "To send a list: flat = torch.cat([p.grad.flatten() for p in bucket]); flat = "
-            "all_reduce(flat, group, op='mean'); then parts = flat.split([p.numel() for p in "
-            "bucket]), and each p.grad = part.view_as(p). The last list is sent after the loop.",
+            "that would make it larger than bucket_bytes (p.grad.nbytes counts), send the list, if "
+            "it is not empty.",
+            "To send a list: unflatten(mean(flatten(bucket), group), bucket). The last list is "
+            "sent after the loop.",
         ],
         skeleton="""\
 def average_in_buckets(parameters, bucket_bytes, group):
     def send(bucket):
-        flat = all_reduce(torch.cat(...), group, op="mean")
-        for p, part in zip(bucket, flat.split(...)):
-            p.grad = ...
+        unflatten(mean(..., group), bucket)
 
     bucket, held = [], 0
-    for p in reversed(...):
+    for p in reversed(...):              # those with a grad
         if bucket and held + p.grad.nbytes > bucket_bytes:
             send(bucket)
             bucket, held = [], 0

@@ -162,7 +162,7 @@ def adds_in_place(x, group):
     return chunks[rank].clone()
 
 
-@reduce_scatter("With one rank you return x itself")
+@reduce_scatter("not with 1 rank and 5 numbers. With one rank you return x itself")
 def returns_a_view_when_alone(x, group):
     if group.size() == 1:
         return x
@@ -289,6 +289,33 @@ def only_for_4_ranks(x, group):
 @reduce_scatter("Right with 4 ranks. With 3 ranks and 7 numbers")
 def only_for_equal_chunks(x, group):
     return solutions.ring_reduce_scatter(x.view(group.size(), -1), group)[0]
+
+
+@reduce_scatter("x.chunk cuts 7 numbers for 3 ranks into 3+3+1; use x.tensor_split: 3+2+2")
+def cuts_with_chunk(x, group):
+    return ring_of_chunks(x.chunk(group.size()), group)
+
+
+@reduce_scatter("as long as what arrives")
+def forgets_like(x, group):
+    rank, size, after, before = neighbours(group)
+    chunks = x.tensor_split(size)
+    moving = chunks[rank - 1].clone()
+    for k in range(2, size + 1):
+        moving = exchange(moving, after, before, group) + chunks[rank - k]
+    return moving
+
+
+@reduce_scatter("Rank 0's result has shape [1, 250]; [250] is asked for")
+def a_row_of_a_matrix(x, group):
+    return solutions.ring_reduce_scatter(x, group)[None]
+
+
+@reduce_scatter("Rank 0's result has shape [1000]; [250] is asked for")
+def pads_its_chunk_to_a_whole_tensor(x, group):
+    size, whole = group.size(), torch.zeros_like(x)
+    whole.tensor_split(size)[group.rank()].copy_(solutions.ring_reduce_scatter(x, group))
+    return whole
 
 
 @reduce_scatter("int64")
@@ -461,6 +488,11 @@ def gathers_into_floats(x, group):
     return whole.copy_(gather_with(x, group))
 
 
+@gather("has shape [4, 1000]; [4000] is asked for")
+def stacks_instead_of_joining(x, group):
+    return gather_with(x, group).view(group.size(), -1)
+
+
 @gather("returned None")
 def forgets_to_return(x, group):
     gather_with(x, group)
@@ -574,6 +606,11 @@ def all_reduce_of_4(x, group):
         moving = exchange(moving, after, before, group)
         parts[(rank - k) % 4] = moving
     return torch.cat([parts[r] for r in range(4)])
+
+
+@reduce("has shape [1, 1000]; [1000] is asked for")
+def a_sum_of_two_dimensions(x, group):
+    return whole_sum_by_ring(x, group)[None]
 
 
 @reduce("int64")
@@ -731,6 +768,11 @@ def all_to_all_of_4(x, group):
 @to_all("int64")
 def all_to_all_of_floats(x, group):
     return solutions.all_to_all(x.double(), group)
+
+
+@to_all("has shape [4, 250]; [1000] is asked for")
+def stacks_instead_of_joining_all_to_all(x, group):
+    return solutions.all_to_all(x, group).view(group.size(), -1)
 
 
 @to_all("returned None")

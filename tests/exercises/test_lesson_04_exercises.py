@@ -88,6 +88,22 @@ def sends_x_instead_of_the_sum(x, group):
     return total
 
 
+@doubling("Right with whole numbers. Each rank adds in another order, so the last bits differ")
+def partners_go_round_a_ring(x, group):
+    rank, size, distance = group.rank(), group.size(), 1
+    total = x.clone()
+    while distance < size:
+        to, source = (rank + distance) % size, (rank - distance) % size
+        total = total + exchange(total, to, source, group)
+        distance *= 2
+    return total
+
+
+@doubling("shape [1, 1000]; [1000] is asked for")
+def one_dimension_too_many(x, group):
+    return solutions.doubling_all_reduce(x, group)[None]
+
+
 @doubling("These are means")
 def mean(x, group):
     total = solutions.doubling_all_reduce(x, group)

@@ -50,6 +50,18 @@ def a_bucket_ends_after_it_is_too_full(parameters, bucket_bytes, group):
         unflatten(mean(flatten(bucket), group), bucket)
 
 
+@buckets_wrong("bucket_bytes counts bytes, p.grad.nbytes, not numbers")
+def counts_numbers_not_bytes(parameters, bucket_bytes, group):
+    buckets, held = [[]], 0
+    for p in reversed(with_gradient(parameters)):
+        if buckets[-1] and held + p.numel() > bucket_bytes:
+            buckets, held = [*buckets, []], 0
+        buckets[-1].append(p)
+        held += p.numel()
+    for bucket in buckets:
+        unflatten(mean(flatten(bucket), group), bucket)
+
+
 @buckets_wrong("in reverse")
 def begins_with_the_first_parameter(parameters, bucket_bytes, group):
     for bucket in make_buckets(with_gradient(parameters)[::-1], bucket_bytes):
