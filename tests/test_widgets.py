@@ -1,6 +1,7 @@
 """The explorer pattern, and the explorers: what a control does, and what a saved page shows."""
 
 import base64
+import re
 import sys
 
 import ipywidgets
@@ -181,13 +182,45 @@ def test_twice_the_gpus_take_half_the_time_and_better_use_less():
     assert days(num_gpus=16384, gpu="h100", utilisation=0.8) == pytest.approx(one / 2, rel=1e-3)
 
 
-def test_unknown_tokens_are_said_in_red():
+def test_unpublished_tokens_are_20_a_parameter_and_said_to_be():
     explorer = memory_and_time()
-    controls, _, page = parts(explorer)
+    controls, image, page = parts(explorer)
+    before = image.value
     controls["model"].value = "gpt2-xl"
-    assert "nobody published how many tokens gpt2-xl was trained on" in page.value
+    assert "31.15 G tokens: not published: 20 a parameter" in page.value
+    assert image.value != before and "gpt2-xl" in repr(explorer.picture)
     controls["tokens"].value = "20 a parameter"
-    assert "#c62828" not in page.value and "31.15 G tokens" in page.value
+    assert "not published" not in page.value and "31.15 G tokens" in page.value
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2**16])
+@pytest.mark.parametrize("model", needs.MODELS)
+def test_the_dot_is_in_the_picture(model, num_gpus):
+    for gpu, utilisation in (("a100-40", 0.05), ("b200", 1.0)):
+        right = needs.render(model, gpu=gpu, num_gpus=num_gpus, utilisation=utilisation)[
+            0
+        ].figure.axes[1]
+        low, high = right.get_ylim()
+        line, dot = right.lines[:2]
+        assert all(low < y < high for y in [*line.get_ydata(), *dot.get_ydata()])
+
+
+def test_durations_are_said_in_the_unit_one_would_choose():
+    year = 365.25 * 86400
+    assert needs.duration(77_160 * year) == "77,160 years"
+    assert needs.duration(32.38 * year) == "32.38 years"
+    assert needs.duration(30 * 86400) == "30 days"
+    assert needs.duration(11_500) == "3.194 hours" and needs.duration(31.64) == "31.64 s"
+
+
+def test_each_recipe_names_who_states_it_and_each_key_its_source():
+    for recipe in needs.RECIPES:
+        html = needs.render(recipe=recipe)[1]
+        assert html.count(needs.STATED_BY[recipe].replace("'", "&#x27;")) == 3
+        assert "[ZeRO]" not in html
+        keys = set(re.findall(r"\[[a-z]+\]", html))
+        assert keys and keys <= set(needs.KEYS)
+        assert all(html.count(key) == 2 for key in keys)
 
 
 @pytest.mark.parametrize("model", needs.MODELS)
