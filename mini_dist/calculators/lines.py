@@ -61,7 +61,7 @@ class Breakdown:
         ]
         if len({line.unit for line in self.lines}) == 1:
             rows.append(("total", readable(self.total, self.unit), "", ""))
-        widths = [max(len(row[i]) for row in rows) for i in range(3)]
+        widths = [max((len(row[i]) for row in rows), default=0) for i in range(3)]
         lines = [self.title]
         for name, value, formula, source in rows:
             lines.append(

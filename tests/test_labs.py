@@ -1,0 +1,200 @@
+"""Every lab runs at both ends of every parameter, and at every choice: it ships with one case only.
+
+A lab asserts what must be equal, so to run it is to test it. No kernel: the cells run in here, and
+several ends share a run.
+"""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import jupytext
+import pytest
+
+from mini_dist.lab import FOLDER, Choice, Flag, Number
+
+LABS = Path(__file__).resolve().parent.parent / "lessons/labs"
+
+
+def cells(lab):
+    """A lab's code, and whether it sets the parameters."""
+    for cell in jupytext.read(LABS / f"{lab}.md").cells:
+        if cell.cell_type == "code":
+            yield compile(cell.source, lab, "exec"), "parameters" in cell.metadata.get("tags", [])
+
+
+def run(lab, folder, until="", **values):
+    """Execute a lab with these values where papermill would put them, as far as the cell that sets
+    `until`; its variables, and what it printed."""
+    names = {"__name__": "lab cells", "In": []}  # no module: ranks get its functions by value
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("IPython.get_ipython", lambda: SimpleNamespace(user_ns=names))
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            for code, has_parameters in cells(lab):
+                exec(code, names)
+                if has_parameters:
+                    names.update(values, folder=str(folder))
+                if until in names:
+                    break
+    return names, printed.getvalue()
+
+
+def ends(kind):
+    if isinstance(kind, Choice):
+        return set(kind.values)
+    if isinstance(kind, Flag):
+        return {True, False}
+    return {kind.least, kind.most} if isinstance(kind, Number) else set()
+
+
+# Of each lab: what holds unless a case says otherwise, the cases, and the ends that take too long.
+CASES = {
+    "collectives_cost": (
+        dict(num_bytes=1024, world_size=2, repeats=1),
+        [
+            dict(algorithm="ring", num_bytes=4, world_size=16),
+            dict(algorithm="tree", world_size=1, repeats=100),
+            dict(algorithm="star", world_size=3),
+            dict(algorithm="halving_doubling", world_size=3),
+        ],
+        dict(num_bytes=2**26),
+    ),
+    "data_parallel_scaling": (
+        dict(world_size=2, layers=4, backward_ms=0.1, layer_megabytes=0.001),
+        [
+            dict(strategy="bucketed", latency_us=0, layers=1, gigabytes_per_second=0.001),
+            dict(strategy="bucketed", latency_us=10_000, layers_a_bucket=1, world_size=16),
+            dict(strategy="overlapped", layers=100, layers_a_bucket=100, world_size=1),
+            dict(strategy="overlapped", backward_ms=100, gigabytes_per_second=10_000),
+            dict(strategy="overlapped", layer_megabytes=10_000),
+        ],
+        {},
+    ),
+    "pipeline_bubble": (
+        dict(num_ranks=2, num_micro_batches=2, forward_ms=1, backward_ms=1, weight_ms=1, tries=1),
+        [
+            dict(schedule="naive", num_ranks=8, num_micro_batches=1),
+            dict(schedule="gpipe", num_ranks=1, num_micro_batches=64, chunks=1),
+            dict(schedule="1f1b", forward_ms=50),
+            dict(schedule="interleaved", chunks=4, comm_ms=50),
+            dict(schedule="zb_h1", weight_ms=50, comm_ms=0),
+            dict(schedule="zb_h2", backward_ms=50),
+            dict(schedule="zb_v"),
+            dict(schedule="dualpipe_v", num_micro_batches=4),
+        ],
+        dict(tries=20),
+    ),
+    "plan_sweep": (
+        dict(num_gpus=64, batch_mtokens=4),
+        [
+            dict(model="gpt2", machine="a100-80", num_gpus=1, batch_mtokens=1),
+            dict(model="gpt2-medium", machine="h100", network_share=0.01),
+            dict(model="gpt2-large", machine="h100-hf", network_share=1.0),
+            dict(model="gpt2-xl", machine="h200", batch_mtokens=64),
+            dict(model="llama2-70b", machine="b200", num_gpus=16384, batch_mtokens=64),
+            dict(model="mixtral-8x7b"),
+            dict(model="deepseek-v3", num_gpus=1),  # fits in no layout
+            *(dict(model=f"llama2-{size}") for size in ("7b", "13b")),
+            *(dict(model=f"llama3-{size}") for size in ("8b", "70b", "405b")),
+            *(dict(model=f"{name}b") for name in ("gpt3-175", "bloom-176")),
+        ],
+        {},
+    ),
+    "tensor_sequence_memory": (
+        dict(tp=2, seq_len=8, d_model=16, num_heads=2, num_kv_heads=2, batch=1, dropout=False),
+        [
+            dict(form="tp", tp=1, num_heads=1, num_kv_heads=1, seq_len=512),
+            dict(form="sp", num_heads=16, num_kv_heads=1, d_model=512, attention="explicit"),
+            dict(form="sp_again", tp=8, num_heads=16, num_kv_heads=16, batch=16, dropout=True),
+            dict(form="tp", tp=4, num_heads=4, num_kv_heads=4, attention="sdpa", dropout=True),
+            dict(form="sp", attention="sdpa"),
+        ],
+        {},
+    ),
+    "train_3d": (
+        dict(pp=1, dp=1, tp=1, sequence_parallel=False, zero=0, d_model=16, seq_len=8)
+        | dict(num_layers=1, num_micro_batches=1, steps=1),
+        [
+            dict(schedule="gpipe", recompute="full", seq_len=1024, precision="float16"),
+            dict(schedule="zb_h1", recompute="selective", pp=2, num_layers=2, micro_batch_size=64),
+            dict(dp=16, ep=16, num_experts=64, learning_rate=1e-6),
+            dict(tp=4, sequence_parallel=True, zero=1),
+            dict(cp=2, zero=2, precision="bfloat16", schedule="1f1b"),
+            dict(dp=2, zero=3, learning_rate=1.0),
+            dict(num_micro_batches=64),
+        ],
+        # tp=16 is refused: these models have four heads
+        dict(pp=16, cp=16, tp=16, num_layers=64, d_model=1024, steps=10_000),
+    ),
+    "zero_memory": (
+        dict(world_size=2, d_model=32, num_layers=1, num_micro_batches=1),
+        [
+            dict(stage=0, world_size=8, num_micro_batches=8),
+            dict(stage=0, d_model=256),
+            dict(stage=1, world_size=4, d_model=64, num_micro_batches=2),
+            dict(stage=2, world_size=3, num_layers=16),
+            dict(stage=3, d_model=128, num_micro_batches=2),
+            dict(stage=3, world_size=1),
+        ],
+        {},
+    ),
+}
+EACH = [
+    pytest.param(lab, always | case, id=f"{lab}-{number}")
+    for lab, (always, cases, _) in CASES.items()
+    for number, case in enumerate(cases)
+]
+
+
+def test_every_lab_has_cases():
+    assert sorted(CASES) == sorted(path.stem for path in LABS.glob("*.md"))
+
+
+@pytest.mark.parametrize("lab, values", EACH)
+def test_a_lab_runs_and_writes_its_result(lab, values, tmp_path):
+    run(lab, tmp_path, **values)
+    record = json.loads((tmp_path / "result.json").read_text())
+    assert record["lab"] == lab and values.items() <= record["parameters"].items()
+    assert all((tmp_path / figure).exists() for figure in record["figures"])
+
+
+@pytest.mark.parametrize("lab", CASES)
+def test_the_cases_hold_every_end_that_a_lab_allows(lab, tmp_path):
+    always, cases, too_long = CASES[lab]
+    names, _ = run(lab, tmp_path, until="p")
+    shipped = vars(names["p"])
+    declared = names["lab"].declared
+    for name in declared.keys() - {FOLDER}:
+        tried = {(shipped | always | case)[name] for case in cases} | {too_long.get(name)}
+        assert ends(declared[name]) <= tried, name
+
+
+# ---- what a lab prints beside each other is equal ------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_zero_memory_measures_what_the_formulas_say(stage, tmp_path):
+    values = dict(stage=stage, world_size=4, d_model=256, num_layers=1, num_micro_batches=2)
+    names, _ = run("zero_memory", tmp_path, **values)
+    found = names["result"]
+    assert found["sent_bytes"] == found["formula_sent_bytes"]
+    assert found["peak_bytes"] == pytest.approx(found["formula_peak_bytes"], rel=0.02)
+
+
+@pytest.mark.parametrize("sizes", [dict(dp=2, cp=2), dict(cp=2), dict(dp=2, num_experts=2)])
+def test_train_3d_names_the_axes_of_gradients_as_the_ledger_does(sizes, tmp_path):
+    always = CASES["train_3d"][0]
+    names, _ = run("train_3d", tmp_path, until="rows", **always | dict(zero=1) | sizes)
+    predicted, measured = names["predicted"], names["measured"]
+    assert predicted.keys() == measured.keys() - {"world"}
+    for axis in predicted:
+        assert measured[axis] == pytest.approx(predicted[axis], rel=0.01)
+
+
+def test_train_3d_with_nothing_left_to_train_says_what_to_raise(tmp_path):
+    values = CASES["train_3d"][0] | dict(steps=2, checkpoints=str(tmp_path / "kept"))
+    said = "kept is already at step 2: raise steps"
+    assert said not in run("train_3d", tmp_path, until="history", **values)[1]
+    assert said in run("train_3d", tmp_path, **values)[1]
