@@ -30,7 +30,7 @@ FLAGS = (
 
 
 EXPLORERS = {  # each with the slider that is moved
-    "memory_and_time": "num gpus",
+    "memory_and_time": "utilisation",
     "memory_waterfall": "zero",
     "rank_grid": "rank",
     "layout_planner": "num gpus",

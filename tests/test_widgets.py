@@ -193,6 +193,13 @@ def test_unpublished_tokens_are_20_a_parameter_and_said_to_be():
     assert "not published" not in page.value and "31.15 G tokens" in page.value
 
 
+def test_numbers_of_gpus_are_chosen_not_typed():
+    """(A SelectionSlider's readout takes keys and does nothing with them.)"""
+    control = parts(memory_and_time())[0]["num_gpus"]
+    assert isinstance(control, ipywidgets.Dropdown)
+    assert control.options == tuple(2**k for k in range(17))
+
+
 @pytest.mark.parametrize("num_gpus", [1, 2**16])
 @pytest.mark.parametrize("model", needs.MODELS)
 def test_the_dot_is_in_the_picture(model, num_gpus):

@@ -15,9 +15,9 @@ from ..calculators import (
 )
 from ..calculators import model as model_preset
 from ..draw import Picture, ticks
-from ..lab import choice, real, whole
+from ..lab import choice, real
 from . import page
-from .explorer import Explorer
+from .explorer import Explorer, doublings
 
 MODELS = ("gpt2-xl", "gpt3-175b", "llama3-8b", "llama3-70b", "llama3-405b")
 GPUS = ("a100-40", "a100-80", "h100", "h200", "b200")
@@ -167,7 +167,7 @@ def memory_and_time(**start) -> Explorer:
         model=choice(*MODELS),
         recipe=choice(*RECIPES),
         gpu=choice(*GPUS),
-        num_gpus=whole(1, 2**16, log=True),
+        num_gpus=choice(*doublings(1, 2**16)),  # (the number beside such a slider invites typing)
         utilisation=real(0.05, 1.0),
         tokens=choice(*TOKENS),
     )
