@@ -8,7 +8,6 @@ import contextlib
 import io
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import jupytext
 import pytest
@@ -28,9 +27,9 @@ def cells(lab):
 def run(lab, folder, until="", **values):
     """Execute a lab with these values where papermill would put them, as far as the cell that sets
     `until`; its variables, and what it printed."""
-    names = {"__name__": "lab cells", "In": []}  # no module: ranks get its functions by value
+    names = {"__name__": "lab cells"}  # no module: ranks get its functions by value
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("IPython.get_ipython", lambda: SimpleNamespace(user_ns=names))
+        patch.setattr("mini_dist.lab._values_in_notebook", lambda known: pick(names, known))
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             for code, has_parameters in cells(lab):
                 exec(code, names)
@@ -39,6 +38,10 @@ def run(lab, folder, until="", **values):
                 if until in names:
                     break
     return names, printed.getvalue()
+
+
+def pick(names, known):
+    return {name: names[name] for name in known if name in names}
 
 
 def ends(kind):
