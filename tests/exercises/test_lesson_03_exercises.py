@@ -808,6 +808,29 @@ def test_a_solution_is_right(name):
     assert verdict.state == "right", verdict
 
 
+@pytest.mark.parametrize("name", [*ALL, "doubling_all_reduce", "average_in_buckets"])
+def test_a_skeleton_defines_what_the_lessons_cell_defines(name, capsys):
+    getattr(check, name).skeleton()
+    assert f"def {name}(" in capsys.readouterr().out
+
+
+def test_the_last_hint_of_the_ring_all_reduce_runs_where_the_lesson_is(capsys):
+    check.ring_all_reduce.hint(2)
+    line = capsys.readouterr().out.split("return ")[1].rstrip(".\n")
+    names = {**vars(solutions), "x": torch.ones(4), "group": Alone()}
+    assert torch.equal(eval(line, names), torch.ones(4))
+
+
+class Alone:
+    """A group of one rank, which sends nothing."""
+
+    def rank(self):
+        return 0
+
+    def size(self):
+        return 1
+
+
 # Other ways that are as good: refusing them would teach something false.
 
 
