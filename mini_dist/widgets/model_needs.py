@@ -145,11 +145,11 @@ def draw(model, each, states: Breakdown, machine, time: Breakdown, num_gpus: int
         right.text(most, log10(span), name, ha="right", va="bottom", fontsize=7, color="#737373")
     ticks(right, {log10(8**k): f"{8**k:,}" for k in range(6)})
     right.set(ylim=(low, high), xlim=(-0.1, most + 0.1), xlabel="GPUs")
-    said = duration(time["time"])
-    right.set_title(f"training: {said} on {num_gpus:,} GPU{'s' * (num_gpus > 1)}", fontsize=9)
+    said = f"{duration(time['time'])} on {num_gpus:,} GPU{'s' * (num_gpus > 1)}"
+    right.set_title(f"training: {said}", fontsize=9)
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-    return Picture(figure, f"{model}: {start:,.0f} GiB of model states; {said} on {num_gpus} GPUs")
+    return Picture(figure, f"{model}: {start:,.0f} GiB of model states; {said}")
 
 
 def duration(seconds: float) -> str:
