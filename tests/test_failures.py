@@ -14,6 +14,7 @@ import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -33,6 +34,7 @@ def notebook(tmp_path_factory):
     with Notebook(tmp_path_factory.mktemp("notebook")) as notebook:
         notebook.run(
             "import os, signal, subprocess, sys, threading, torch, torch.distributed as dist\n"
+            "from pathlib import Path\n"
             "from mini_dist import launch\n"
             "from tests.ranks import leftovers"
         )
@@ -215,8 +217,14 @@ def test_a_rank_that_prints_without_end_meets_its_timeout(native):
 
 
 def wait_for_ranks(path):
-    told = [Path(f"{path}-{rank}") for rank in range(2)]
-    leftovers.wait_until(lambda: all(map(Path.exists, told)), lambda: "the ranks do not start")
+    """Until both have left their process id there, and sleep in the line that follows."""
+
+    def sleeps(rank):
+        told = Path(f"{path}-{rank}")
+        pid = told.read_text() if told.exists() else ""
+        return pid and psutil.Process(int(pid)).status() == psutil.STATUS_SLEEPING
+
+    leftovers.wait_until(lambda: sleeps(0) and sleeps(1), lambda: "the ranks do not start")
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -243,7 +251,7 @@ def test_a_kernel_interrupt_ends_the_run_and_names_the_cells_lines(notebook, tmp
     told = tmp_path / "told"
     cell = notebook.start(
         "def work(group):\n"
-        f"    open(f'{told}-{{group.rank()}}', 'w')\n"
+        f"    Path(f'{told}-{{group.rank()}}').write_text(str(os.getpid()))\n"
         "    if group.rank() == 0:\n"
         "        dist.barrier()\n"
         "    signal.pause()\n"
@@ -264,7 +272,8 @@ def test_nothing_survives_a_kernel_that_is_killed_during_a_run(tmp_path):
         cell = notebook.run(
             "from mini_dist import launch\n"
             "from tests.ranks import leftovers\n"
-            "import signal, subprocess\n"
+            "import os, signal, subprocess\n"
+            "from pathlib import Path\n"
             "launch(lambda group: None, 2)\n"
             "print(leftovers.zygote().process.pid, leftovers.zygote().directory)"
         )
@@ -272,7 +281,7 @@ def test_nothing_survives_a_kernel_that_is_killed_during_a_run(tmp_path):
         notebook.start(
             "def work(group):\n"
             "    subprocess.Popen(['sleep', '1000'])\n"
-            f"    open(f'{told}-{{group.rank()}}', 'w')\n"
+            f"    Path(f'{told}-{{group.rank()}}').write_text(str(os.getpid()))\n"
             "    signal.pause()\n"
             "launch(work, 2)"
         )

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -141,8 +142,8 @@ def hangs(group):
 
 
 def hangs_and_tells(path, group):
-    """Say by a file that this rank is in its job; then wait for ever, one here, one there."""
-    open(f"{path}-{group.rank()}", "w").close()
+    """Leave the process id where others look for it; then wait for ever, one here, one there."""
+    Path(f"{path}-{group.rank()}").write_text(str(os.getpid()))
     if group.rank() == 0:
         dist.barrier(group=group)
     hangs(group)
