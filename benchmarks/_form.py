@@ -10,10 +10,9 @@ Runs alternate, and who goes first alternates too, so that a busy minute on the 
 both sides: trust the ratio, not the milliseconds.
 
 "Theirs" is PyTorch as its users have it. `launch` starts gloo's threads so that they do not take a
-core from a thread that computes (`threads_that_do_not_interrupt` in ledger/recording.py), and deals
-the cores out to the ranks (`stay_on_a_core` in ranks/rank.py). What uses gloo gets faster, theirs
-even more than ours. torchrun does neither, so theirs runs without: that row has the bar. The row
-"theirs with our threads" says what is left when both have it.
+core from a thread that computes (`threads_that_do_not_interrupt` in ledger/recording.py), and what
+uses gloo gets faster, theirs even more than ours. torchrun does not, so theirs runs without it:
+that row has the bar. The row "theirs with our threads" says what is left when both have it.
 """
 
 import argparse
