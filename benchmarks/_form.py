@@ -22,7 +22,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from numbers import Real
@@ -82,26 +82,19 @@ def _once(function):
 
 @contextmanager
 def as_shipped() -> Iterator[None]:
-    """Let the threads of this process compete for all cores, gloo's too, as torch starts them."""
-    tasks = Path("/proc/self/task").glob("*") if hasattr(os, "SCHED_BATCH") else ()
-    threads = [int(task.name) for task in tasks]
-    before = {
-        thread: (os.sched_getscheduler(thread), os.sched_getaffinity(thread)) for thread in threads
-    }
-    of_the_parent = os.sched_getaffinity(os.getppid()) if threads else None
+    """Let gloo's threads of this process compete for cores as torch starts them."""
+    threads = []
+    for task in Path("/proc/self/task").glob("*") if hasattr(os, "SCHED_BATCH") else ():
+        if "gloo" in (task / "comm").read_text():
+            threads.append(int(task.name))
+    before = {thread: os.sched_getscheduler(thread) for thread in threads}
     for thread in threads:
-        schedule(thread, os.SCHED_OTHER, of_the_parent)
+        os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
     try:
         yield
     finally:
-        for thread, (policy, cores) in before.items():
-            with suppress(ProcessLookupError):  # it has ended
-                schedule(thread, policy, cores)
-
-
-def schedule(thread: int, policy: int, cores: set[int]) -> None:
-    os.sched_setscheduler(thread, policy, os.sched_param(0))
-    os.sched_setaffinity(thread, cores)
+        for thread, policy in before.items():
+            os.sched_setscheduler(thread, policy, os.sched_param(0))
 
 
 SIDES = {"ours": nullcontext, "theirs": as_shipped, "theirs with our threads": nullcontext}

@@ -23,7 +23,6 @@ from functools import partial
 import _torchrun
 import torch
 from _form import (
-    SIDES,
     Case,
     in_turn,
     in_turn_with_torchrun,
@@ -175,32 +174,23 @@ def step_times(config, pair, loss_parallel, rounds):
     return apart, together
 
 
-def sent_by_a_rank(make, args, group):
-    """Two steps, of which the ledger keeps the second."""
+def second_step(make, args, profiled, group):
+    """Run two steps; the peak in MiB of what the second allocated at once, if it is asked for."""
     step, _ = make(*args, group)
     step()
     group.recorder.phases.set("second step")
     group.recorder.comms.clear()
-    step()
+    return peak_allocated(step) / 2**20 if profiled else step()
 
 
 def sent(make, *args):
-    run = launch(sent_by_a_rank, RANKS, (make, args), timeout=300, quiet=True)
+    run = launch(second_step, RANKS, (make, args, False), timeout=300, quiet=True)
     return run.ledger.total_bytes() / 2**20
 
 
-def peak_on_a_rank(make, args, side, group):
-    """MiB that a second step allocates at once."""
-    with SIDES[side]():
-        step, _ = make(*args, group)
-        step()
-        return peak_allocated(step) / 2**20
-
-
-def peak(side, make, *args):
-    """The middle one of five runs: theirs frees when gloo's threads are done, sometimes late."""
-    args = make, args, side
-    runs = [launch(peak_on_a_rank, RANKS, args, timeout=300, quiet=True) for _ in range(5)]
+def peak(make, *args):
+    """The middle one of three runs: theirs frees when gloo's threads are done, sometimes late."""
+    runs = [launch(second_step, RANKS, (make, args, True), timeout=300, quiet=True) for _ in "123"]
     return statistics.median(max(run.results) for run in runs)
 
 
@@ -228,9 +218,15 @@ def cases(long):
             repeats=1,
             warmup=0,
         )
-        peaks = {"ours": peak("ours", our_step, config, pair)}
-        peaks |= {side: peak(side, their_step, *theirs) for side in SIDES if side != "ours"}
-        yield from step_cases(f"memory, {name}", peaks, 1.0, unit="MiB")
+        yield Case(
+            f"memory, {name}",
+            lambda pair=pair: peak(our_step, config, pair),
+            lambda theirs=theirs: peak(their_step, *theirs),
+            1.0,
+            unit="MiB",
+            repeats=1,
+            warmup=0,
+        )
 
 
 if __name__ == "__main__":
