@@ -10,9 +10,10 @@ Runs alternate, and who goes first alternates too, so that a busy minute on the 
 both sides: trust the ratio, not the milliseconds.
 
 "Theirs" is PyTorch as its users have it. `launch` starts gloo's threads so that they do not take a
-core from a thread that computes (`threads_that_do_not_interrupt` in ledger/recording.py), and what
-uses gloo gets faster, theirs even more than ours. torchrun does not, so theirs runs without it:
-that row has the bar. The row "theirs with our threads" says what is left when both have it.
+core from a thread that computes (`threads_that_do_not_interrupt` in ledger/recording.py), and deals
+the cores out to the ranks (`stay_on_a_core` in ranks/rank.py). What uses gloo gets faster, theirs
+even more than ours. torchrun does neither, so theirs runs without: that row has the bar. The row
+"theirs with our threads" says what is left when both have it.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from numbers import Real
@@ -82,19 +83,26 @@ def _once(function):
 
 @contextmanager
 def as_shipped() -> Iterator[None]:
-    """Let gloo's threads of this process compete for cores as torch starts them."""
-    threads = []
-    for task in Path("/proc/self/task").glob("*") if hasattr(os, "SCHED_BATCH") else ():
-        if "gloo" in (task / "comm").read_text():
-            threads.append(int(task.name))
-    before = {thread: os.sched_getscheduler(thread) for thread in threads}
+    """Let the threads of this process compete for all cores, gloo's too, as torch starts them."""
+    tasks = Path("/proc/self/task").glob("*") if hasattr(os, "SCHED_BATCH") else ()
+    threads = [int(task.name) for task in tasks]
+    before = {
+        thread: (os.sched_getscheduler(thread), os.sched_getaffinity(thread)) for thread in threads
+    }
+    of_the_parent = os.sched_getaffinity(os.getppid()) if threads else None
     for thread in threads:
-        os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+        schedule(thread, os.SCHED_OTHER, of_the_parent)
     try:
         yield
     finally:
-        for thread, policy in before.items():
-            os.sched_setscheduler(thread, policy, os.sched_param(0))
+        for thread, (policy, cores) in before.items():
+            with suppress(ProcessLookupError):  # it has ended
+                schedule(thread, policy, cores)
+
+
+def schedule(thread: int, policy: int, cores: set[int]) -> None:
+    os.sched_setscheduler(thread, policy, os.sched_param(0))
+    os.sched_setaffinity(thread, cores)
 
 
 SIDES = {"ours": nullcontext, "theirs": as_shipped, "theirs with our threads": nullcontext}

@@ -110,7 +110,7 @@ def cases(long):
     for form in ("ring", "all_gather"):
         for tokens in (256, 1024, 2048) if long else (256, 1024):
             where = f"{form}, S={RANKS * tokens}"
-            times = step_times(form, tokens, rounds=25 if long else 9)
+            times = step_times(form, tokens, rounds=25 if long else 15)
             yield from step_cases(f"step, {where}", times, 1.0)
             yield given(f"bytes, {where}", *(bytes_sent(s, form, tokens) for s in SIDES), "MiB")
             yield given(f"memory, {where}", *(peak(side, form, tokens) for side in SIDES), "MiB")

@@ -51,7 +51,8 @@ def launch(
 
     `group` is the process group of all ranks. Rank r starts with all random generators seeded
     with `seed + r`. The ranks see the caller's working directory, sys.path and environment; each
-    computes with one thread. They use NCCL if there is a GPU for each, else gloo, over loopback.
+    computes with one thread, and on one core if each core gets the same number of ranks, two or
+    more. They use NCCL if there is a GPU for each, else gloo, over loopback.
     Under torchrun the call joins the world that torchrun made instead of making one.
 
     timeout: seconds until a run that is not done is ended. memory: record bytes held by kind.

@@ -324,6 +324,30 @@ def test_edits_are_seen_at_the_next_call(tmp_path):
     ], done.stderr
 
 
+@linux
+def test_ranks_that_share_cores_evenly_stay_where_they_are_put():
+    """All their threads do, gloo's too. 3 ranks on 2 cores stay free: put, 2 of them would get half
+    a core each. So do 2 ranks on 2, where the rest of the machine needs room."""
+    code = """
+import os
+two = set(sorted(os.sched_getaffinity(0))[:2])
+os.sched_setaffinity(0, two)
+from mini_dist import launch
+def cores(group):
+    group.barrier().wait()
+    return [os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")]
+for size in (2, 3, 4):
+    where = [set(map(frozenset, threads)) for threads in launch(cores, size).results]
+    if len(two) == 1 or size != 4:
+        assert where == [{frozenset(two)}] * size, where
+    else:
+        first, second = ({frozenset({core})} for core in sorted(two))
+        assert where == [first, second, second, first], where
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 # ---- where launch may be called from ------------------------------------------------------------
 
 
