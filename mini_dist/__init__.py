@@ -37,6 +37,7 @@ _HOMES = {
     "star_all_reduce": "collectives",
     "star_broadcast": "collectives",
     "star_reduce": "collectives",
+    "stars_all_reduce": "collectives",
     "tree_all_reduce": "collectives",
     "tree_broadcast": "collectives",
     "tree_reduce": "collectives",

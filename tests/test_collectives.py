@@ -16,7 +16,7 @@ from mini_dist.mesh import Mesh
 
 SIZES = range(1, 9)
 LENGTHS = (840, 841, 3, 0)  # 1 ... 8 divide the first; then one too many; too few; nothing
-ALL_REDUCE = ("star", "tree", "ring", "pipelined_ring", "doubling", "halving_doubling")
+ALL_REDUCE = ("star", "stars", "tree", "ring", "pipelined_ring", "doubling", "halving_doubling")
 ALL_GATHER = ("ring", "doubling")
 REDUCE_SCATTER = ("ring", "halving")
 ROOTED = ("star", "tree")
@@ -239,6 +239,22 @@ def test_the_root_of_a_star_holds_two_large_terms_however_many_ranks(size):
     assert others == pytest.approx([1] * (size - 1), abs=0.01)
 
 
+@pytest.mark.parametrize("size", [4, 5, 8])
+def test_stars_need_no_memory_but_the_results_on_any_rank(size):
+    """Whatever the number of roots, and with parts that differ in length."""
+
+    def job(group):
+        x = torch.ones(2**18 + 1)  # 1 MiB
+        ways = [
+            functools.partial(collectives.stars_all_reduce, x, group, roots=roots)
+            for roots in range(2, size + 1)
+        ]
+        return [way() is None or allocated(way) / x.nbytes for way in ways]
+
+    for rank in launch(job, size).results:
+        assert rank == pytest.approx([1] * (size - 1), abs=0.001)
+
+
 def test_mean_divides_by_the_ranks_of_the_group():
     def job(group):
         x = values(group.rank(), 10, torch.float64)
@@ -412,6 +428,8 @@ def every_collective(length, group):
     collectives.ring_reduce_scatter(x, group)
     collectives.recursive_halving_reduce_scatter(x, group)
     collectives.star_all_reduce(x, group)
+    for roots in range(2, size + 1):
+        collectives.stars_all_reduce(x, group, roots=roots)
     collectives.tree_all_reduce(x, group)
     collectives.ring_all_reduce(x, group)
     collectives.doubling_all_reduce(x, group)
@@ -434,6 +452,7 @@ FORMULAS = {
     "ring_reduce_scatter": ("reduce_scatter", "ring"),
     "recursive_halving_reduce_scatter": ("reduce_scatter", "halving"),
     "star_all_reduce": ("all_reduce", "star"),
+    "stars_all_reduce": ("all_reduce", "stars"),
     "tree_all_reduce": ("all_reduce", "tree"),
     "ring_all_reduce": ("all_reduce", "ring"),
     "doubling_all_reduce": ("all_reduce", "doubling"),
@@ -464,6 +483,8 @@ def test_bytes_and_rounds_equal_the_closed_forms_of_the_calculator(size):
         measured = calls_of(run, op)
         if op == "hierarchical_all_reduce":
             nodes = [dict(ranks_per_node=k) for _ in LENGTHS for k in divisors(size)]
+        elif op == "stars_all_reduce":
+            nodes = [dict(roots=roots) for _ in LENGTHS for roots in range(2, size + 1)]
         else:
             nodes = [{}] * len(LENGTHS)
         lengths = [length for length in LENGTHS for _ in range(len(nodes) // len(LENGTHS))]

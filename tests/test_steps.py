@@ -18,6 +18,7 @@ from mini_dist.collectives import (
     ring_reduce_scatter,
     send,
     star_all_reduce,
+    stars_all_reduce,
     tree_all_reduce,
 )
 from mini_dist.ledger.steps import count_rounds, messages, steps
@@ -41,6 +42,7 @@ def ledger_of(fn, size=4):
         (ring_all_gather, links.all_gather, "ring"),
         (ring_all_reduce, links.all_reduce, "ring"),
         (star_all_reduce, links.all_reduce, "star"),
+        (stars_all_reduce, links.all_reduce, "stars"),
         (tree_all_reduce, links.all_reduce, "tree"),
         (halving_doubling_all_reduce, links.all_reduce, "halving_doubling"),
         (pairwise_all_to_all, links.all_to_all, "pairwise"),

@@ -248,8 +248,10 @@ def all_reduce(
     link: Link | Hierarchy | None = None,
     itemsize: int = 1,
     ranks_per_node: int | None = None,
+    roots: int | None = None,
 ) -> Cost:
-    """Star and tree: reduce + broadcast.  Ring: reduce-scatter + all-gather.  Halving-doubling:
+    """Star and tree: reduce + broadcast.  Stars: one for each of `roots` parts (half as many as
+    ranks if not given), at once.  Ring: reduce-scatter + all-gather.  Halving-doubling:
     the same by recursion.  Doubling: all of it is exchanged in each of log2 n rounds.
     Hierarchical: reduce-scatter in each node of `ranks_per_node` ranks, ring all-reduce of each
     shard between nodes, all-gather in the node."""
@@ -259,6 +261,8 @@ def all_reduce(
             reduce(num_bytes, size, algorithm, link),
             broadcast(num_bytes, size, algorithm, link),
         ]
+    elif algorithm == "stars":
+        return _stars(num_bytes, size, roots, link, itemsize)
     elif algorithm == "ring":
         parts = [
             reduce_scatter(num_bytes, size, "ring", link, itemsize),
@@ -342,10 +346,29 @@ COLLECTIVES = {
     "reduce_scatter": (reduce_scatter, ("ring", "halving")),
     "all_reduce": (
         all_reduce,
-        ("star", "tree", "ring", "doubling", "halving_doubling", "hierarchical"),
+        ("star", "stars", "tree", "ring", "doubling", "halving_doubling", "hierarchical"),
     ),
     "all_to_all": (all_to_all, ("pairwise",)),
 }
+
+
+def _stars(
+    num_bytes: int, size: int, roots: int | None, link: Link | Hierarchy, itemsize: int
+) -> Cost:
+    """The roots exchange terms among themselves, then with the others, one peer after another;
+    the sums take the same way back. (Between nodes as if each round had a pair on two of them.)"""
+    roots = max(1, size // 2) if roots is None else roots
+    others, longest = size - roots, -(-num_bytes // itemsize // roots) * itemsize
+    parts = {  # equal ones, the last ones shorter
+        part * size // roots: min(longest, max(0, num_bytes - part * longest))
+        for part in range(roots)
+    }
+    rounds = 2 * (roots - 1 + (max(roots, others) if others else 0))
+    sent = tuple(
+        num_bytes + parts.get(rank, 0) * (size - 2 if rank in parts else 0) for rank in range(size)
+    )
+    seconds = rounds and link.slowest(1, size).seconds(longest, rounds)
+    return Cost("all_reduce", "stars", rounds, sent, seconds)
 
 
 def _hierarchical(

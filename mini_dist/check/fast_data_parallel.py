@@ -17,8 +17,13 @@ from .exercise import Exercise, Line, Trial, ranks
 
 ALL_REDUCES = frozenset(
     {"all_reduce", "mean"}
-    | {f"{way}_all_reduce" for way in ("star", "tree", "ring", "pipelined_ring", "doubling")}
-    | {"halving_doubling_all_reduce", "ring_reduce_scatter", "ring_all_gather"}
+    | {f"{way}_all_reduce" for way in ("star", "stars", "tree", "ring", "doubling")}
+    | {
+        "pipelined_ring_all_reduce",
+        "halving_doubling_all_reduce",
+        "ring_reduce_scatter",
+        "ring_all_gather",
+    }
     | {"star_reduce", "star_broadcast", "tree_reduce", "tree_broadcast"}
     | {"recursive_halving_reduce_scatter", "recursive_doubling_all_gather"}
 )

@@ -2,7 +2,7 @@
 
     messages.py          send, recv, exchange: all that torch.distributed is asked for
     ring.py              reduce-scatter, all-gather, and both together: the all-reduce
-    star_tree.py         broadcast, reduce, gather, scatter; the all-reduce through rank 0
+    star_tree.py         broadcast, reduce, gather, scatter; the all-reduce by stars and trees
     halving_doubling.py  fewer rounds than the ring: partners at powers of two
     pipelined_ring.py    the ring made fast
     hierarchical.py      nodes x ranks in a node
@@ -42,6 +42,7 @@ from .star_tree import (
     star_all_reduce,
     star_broadcast,
     star_reduce,
+    stars_all_reduce,
     tree_all_reduce,
     tree_broadcast,
     tree_reduce,
@@ -77,6 +78,7 @@ __all__ = [
     "star_all_reduce",
     "star_broadcast",
     "star_reduce",
+    "stars_all_reduce",
     "start",
     "tree_all_reduce",
     "tree_broadcast",

@@ -6,7 +6,7 @@
 All ranks must arrive at the same choice, so it depends only on what they share: the number of
 ranks and the bytes of the whole. The limits were measured with gloo on one machine of two cores
 (benchmarks/collectives.py), where a byte costs the same wherever it goes and a message much more:
-there the star wins for longer than where each rank has a link of its own. Lesson 04 finds yours.
+there stars win for longer than where each rank has a link of its own. Lesson 04 finds yours.
 """
 
 from __future__ import annotations
@@ -29,12 +29,14 @@ from .star_tree import (
     star_all_reduce,
     star_broadcast,
     star_reduce,
+    stars_all_reduce,
     tree_all_reduce,
     tree_broadcast,
     tree_reduce,
 )
 
-STAR_BYTES = 4 << 20  # up to here the fewest messages win, though one rank handles them all
+STAR_BYTES = 1 << 19  # up to here the fewest messages win, though one rank handles them all
+STARS_BYTES = 4 << 20  # up to here it pays to share that rank's load, for a few messages more
 ROUNDS_BYTES = 1 << 20  # up to here the fewest rounds win; beyond, the fewest bytes
 
 BROADCAST = {"star": star_broadcast, "tree": tree_broadcast}
@@ -43,6 +45,7 @@ ALL_GATHER = {"ring": ring_all_gather, "doubling": recursive_doubling_all_gather
 REDUCE_SCATTER = {"ring": ring_reduce_scatter, "halving": recursive_halving_reduce_scatter}
 ALL_REDUCE = {
     "star": star_all_reduce,
+    "stars": stars_all_reduce,
     "tree": tree_all_reduce,
     "ring": ring_all_reduce,
     "pipelined_ring": pipelined_ring_all_reduce,
@@ -69,7 +72,7 @@ def reduce(
 
     op: "sum", "mean", "max" or "min". algorithm: "star", "tree", or "auto".
     """
-    auto = "star" if x.nbytes <= STAR_BYTES else "tree"
+    auto = "star" if x.nbytes <= STARS_BYTES else "tree"
     function = pick(REDUCE, algorithm, auto)
     return finish(function(x, root, group, begin(op, x)), op, group)
 
@@ -115,12 +118,15 @@ def all_reduce(
 ) -> torch.Tensor:
     """Every rank returns x reduced over all ranks, the same to the last bit.
 
-    op: "sum", "mean" (the sum, divided at the end), "max" or "min". algorithm: "star", "tree",
-    "ring", "pipelined_ring", "halving_doubling", "hierarchical" (with `ranks_per_node`) or "auto".
+    op: "sum", "mean" (the sum, divided at the end), "max" or "min". algorithm: "star", "stars",
+    "tree", "ring", "pipelined_ring", "doubling", "halving_doubling", "hierarchical" (with
+    `ranks_per_node`) or "auto".
     """
     ways = dict(ALL_REDUCE)
     ways["hierarchical"] = lambda *args: hierarchical_all_reduce(*args[:2], ranks_per_node, args[2])
-    auto = "star" if x.nbytes <= STAR_BYTES else "ring"
+    auto = "stars" if x.nbytes <= STARS_BYTES else "ring"
+    if x.nbytes <= STAR_BYTES:
+        auto = "star"
     return finish(pick(ways, algorithm, auto)(x, group, begin(op, x)), op, group)
 
 

@@ -53,7 +53,7 @@ def start(group, receives=(), sends=()) -> list:
         group.recv([tensor], source, 0)
     for tensor, to in sends:
         group.send([tensor], to, 0)
-    return [group._end_coalescing(device)]
+    return [group._end_coalescing(device)] * (len(receives) + len(sends))
 
 
 def wait(handles: list) -> None:

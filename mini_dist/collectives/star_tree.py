@@ -1,12 +1,14 @@
 """One root and everyone else: broadcast, reduce, gather, scatter, as a star or as a binomial tree.
 
 In a star the root deals with each rank itself: n-1 messages through its one link. In a tree
-whoever has the data passes it on, so log2 n rounds do. Legend: n ranks, N bytes.
+whoever has the data passes it on, so log2 n rounds do. An all-reduce can also be several stars at
+once, each for a part of the tensor. Legend: n ranks, N bytes.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import deque
 
 import torch
 
@@ -130,18 +132,8 @@ def star_all_reduce(x: torch.Tensor, group, op: str = "sum") -> torch.Tensor:
     peers = range(1, group.size())
     if not peers:
         return x.clone()
-    # Small terms are received all at once. Of large ones two are: while one is added, the next
-    # arrives. A sum is written over the term that it took up last, so the memory of the sum before
-    # it is free for another term.
     at_once = 2 if x.nbytes > LARGE_TERM else len(peers)
-    arriving = [receive(empty(x), peer, group) for peer in peers[:at_once]]
-    total = x
-    for peer in peers:
-        term, handles = arriving[peer - 1]
-        wait(handles)
-        total, free = add(total, term, out=term), total
-        if free is not x and len(arriving) < len(peers):
-            arriving.append(receive(free, len(arriving) + 1, group))
+    total = add_up(x, peers, [empty(x) for _ in peers[:at_once]], group, add)
     wait(start(group, sends=[(total, peer) for peer in peers]))
     return total
 
@@ -153,9 +145,79 @@ def tree_all_reduce(x: torch.Tensor, group, op: str = "sum") -> torch.Tensor:
     return tree_broadcast(x if total is None else total, 0, group)
 
 
-def receive(buffer: torch.Tensor, source: int, group) -> tuple[torch.Tensor, list]:
-    """Begin to fill the buffer; it is full when the handles have been waited for."""
-    return buffer, start(group, receives=[(buffer, source)])
+@collective
+def stars_all_reduce(
+    x: torch.Tensor, group, op: str = "sum", roots: int | None = None
+) -> torch.Tensor:
+    """As many stars at once as there are roots, each for its part of x: they share out the load.
+
+    roots: how many, spread evenly; unless told every second rank. One makes a star; n
+    do what a reduce-scatter and an all-gather do, each in one step ("two-shot"). x is cut into
+    equal parts, the last ones shorter. A root sends (n + roots - 2) N/roots bytes, every other rank
+    N. A root takes no more memory than the others. Raises ValueError for no roots, or too many.
+    """
+    add, rank, size = reduction(op, x), group.rank(), group.size()
+    roots = max(1, size // 2) if roots is None else roots
+    if not 1 <= roots <= size:
+        raise ValueError(f"roots={roots}: in a group of {size} ranks it can be 1 to {size}")
+    if roots == 1:
+        return star_all_reduce(x, group, op)
+    places = [part * size // roots for part in range(roots)]  # of the roots
+    pairs = pairs_of_stars(places, size)
+    my_roots = [root for peer, root in pairs if peer == rank]
+    my_peers = [peer for peer, root in pairs if root == rank]
+
+    length = -(-x.numel() // roots)
+    spans = {root: slice(part * length, (part + 1) * length) for part, root in enumerate(places)}
+    flat, room = x.contiguous().view(-1), x.new_empty(roots * length)
+    result = room[: x.numel()]
+    terms = [(flat[spans[root]], root) for root in my_roots]
+    sums = [(result[spans[root]], root) for root in my_roots]
+    if rank not in places:
+        wait(start(group, receives=sums, sends=terms))
+        return result.view(x.shape)
+    # Until the other roots' sums arrive, a root receives terms where they will be.
+    mine, total = flat[spans[rank]], result[spans[rank]]
+    buffers = [total, *(room[spans[root]][: len(mine)] for root in my_roots)]
+    add_up(mine, my_peers, buffers, group, add, sends=terms)
+    wait(start(group, receives=sums, sends=[(total, peer) for peer in my_peers]))
+    return result.view(x.shape)
+
+
+def pairs_of_stars(roots: list[int], size: int) -> list[tuple[int, int]]:
+    """(peer, root) of every two ranks that talk, round by round: nobody is in one twice as either.
+
+    First the roots among themselves: if their terms came later, two roots could both wait for the
+    other to go on.
+    """
+    others = [rank for rank in range(size) if rank not in roots]
+    k, rounds = len(roots), max(len(roots), len(others))
+    pairs = [(roots[i], roots[(i + turn) % k]) for turn in range(1, k) for i in range(k)]
+    for turn in range(rounds):
+        meet = [((i + turn) % rounds, root) for i, root in enumerate(roots)]
+        pairs += [(others[i], root) for i, root in meet if i < len(others)]
+    return pairs
+
+
+def add_up(mine, peers, buffers, group, add, sends=()) -> torch.Tensor:
+    """Mine and every peer's term, added up in the first of the buffers.
+
+    As many terms as there are buffers are on their way at once: while one is added, the next
+    arrives. `sends` go off with the first of them.
+    """
+    receives = list(zip(buffers, peers))
+    handles = start(group, receives, sends)
+    arriving, later = deque(zip(buffers, handles)), deque(peers[len(receives) :])
+    total, so_far = buffers[0], mine
+    for _ in peers:
+        term, handle = arriving.popleft()
+        handle.wait()
+        so_far = add(so_far, term, out=total)
+        if later and term is not total:  # this buffer is free again
+            receive = [(term, later.popleft())]
+            arriving.append((term, *start(group, receive)))
+    wait(handles[len(receives) :])
+    return total
 
 
 def receive_all(parts: list[torch.Tensor], root: int, group) -> None:

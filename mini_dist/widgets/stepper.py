@@ -23,6 +23,7 @@ COLLECTIVES = {  # name -> whether a rank starts with its own part of a whole
     "ring_all_gather": True,
     "ring_all_reduce": False,
     "star_all_reduce": False,
+    "stars_all_reduce": False,
     "doubling_all_reduce": False,
     "halving_doubling_all_reduce": False,
     "pairwise_all_to_all": False,

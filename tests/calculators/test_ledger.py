@@ -39,6 +39,7 @@ def run(request):
         c.ring_reduce_scatter(x, group)
         c.recursive_halving_reduce_scatter(x, group)
         c.star_all_reduce(x, group)
+        c.stars_all_reduce(x, group)
         c.tree_all_reduce(x, group)
         c.ring_all_reduce(x, group)
         c.halving_doubling_all_reduce(x, group)
@@ -61,6 +62,7 @@ PREDICTED = {
     "ring_reduce_scatter": ("reduce_scatter", "ring", ROW_BYTES),
     "recursive_halving_reduce_scatter": ("reduce_scatter", "halving", ROW_BYTES),
     "star_all_reduce": ("all_reduce", "star", 4),
+    "stars_all_reduce": ("all_reduce", "stars", 4),
     "tree_all_reduce": ("all_reduce", "tree", 4),
     "ring_all_reduce": ("all_reduce", "ring", 4),
     "halving_doubling_all_reduce": ("all_reduce", "halving_doubling", 4),

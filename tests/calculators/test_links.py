@@ -161,6 +161,18 @@ def play(op, algorithm, n, shards):
                 ranks.round([(r, 0, all_shards, "add")])
             for r in range(1, n):
                 ranks.round([(0, r, all_shards, "replace")])
+        elif algorithm == "stars":  # shard s is that of root places[s]
+            places = [s * n // len(shards) for s in all_shards]
+            others, k = [r for r in range(n) if r not in places], len(places)
+            rounds = [[(p, places[s - j], s) for s, p in enumerate(places)] for j in range(1, k)]
+            most = max(k, len(others))
+            for j in range(most if others else 0):
+                meet = [(p, (s + j) % most, s) for s, p in enumerate(places)]
+                rounds.append([(p, others[i], s) for p, i, s in meet if i < len(others)])
+            for each in rounds:
+                ranks.round([(r, p, [s], "add") for p, r, s in each])
+            for each in rounds:
+                ranks.round([(p, r, [s], "replace") for p, r, s in each])
         else:
             half = 1
             while half < n:
@@ -194,6 +206,7 @@ def parts(num_bytes, count, itemsize):
         ("all_reduce", "doubling"),
         ("all_reduce", "halving_doubling"),
         ("all_reduce", "star"),
+        ("all_reduce", "stars"),
         ("all_reduce", "tree"),
     ],
 )
@@ -201,7 +214,12 @@ def test_the_closed_form_counts_every_message(op, algorithm, size):
     function = links.COLLECTIVES[op][0]
     pieces = fold(size)[0] if algorithm == "halving_doubling" else size
     for num_bytes, itemsize in ((960, 4), (1000, 4), (40, 8), (4, 4), (0, 4)):
-        played = play(op, algorithm, size, parts(num_bytes, pieces, itemsize))
+        shards = parts(num_bytes, pieces, itemsize)
+        if algorithm == "stars":  # equal ones, the last ones shorter
+            roots = max(1, size // 2)
+            longest = -(-num_bytes // itemsize // roots) * itemsize
+            shards = [min(longest, max(0, num_bytes - r * longest)) for r in range(roots)]
+        played = play(op, algorithm, size, shards)
         cost = (
             function(num_bytes, size, algorithm, LINK, itemsize)
             if algorithm not in ("star", "tree")
