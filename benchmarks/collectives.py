@@ -64,7 +64,7 @@ def contestants(nbytes: int, group, directory: str) -> dict[str, tuple[Callable,
         return lambda: getattr(collectives, op)(x, group, algorithm=algorithm)
 
     ways = ["auto", "ring"]
-    ways += ["pipelined_ring"] if nbytes > MB else ["star", "halving_doubling"]
+    ways += ["pipelined_ring"] if nbytes > MB else ["star", "stars", "halving_doubling"]
     pairs = {f"all_reduce {way}": (ours("all_reduce", way, x), all_reduce) for way in ways}
     pairs["all_reduce shared memory"] = (
         shared_memory_all_reduce(nbytes, group, directory),

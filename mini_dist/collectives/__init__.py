@@ -15,7 +15,8 @@ What holds for all of them:
   the same shape. They return new tensors and change no argument. Peers, roots and results are in
   ranks of the group.
 * A tensor is cut along dim 0 (an all-reduce: flattened) into parts that differ by at most one row,
-  the longer ones first, as torch.tensor_split does. Parts may be empty, and so may x.
+  the longer ones first, as torch.tensor_split does (several stars: all equal but the last ones).
+  Parts may be empty, and so may x.
 * Sums are taken in the dtype of the tensor and rounded after each addition: float16 and bfloat16
   lose digits with every rank, as in NCCL's ring. Pass x.float() where that matters.
 * In which order an element is summed depends on its place, the number of ranks and the algorithm,

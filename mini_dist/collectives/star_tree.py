@@ -151,10 +151,10 @@ def stars_all_reduce(
 ) -> torch.Tensor:
     """As many stars at once as there are roots, each for its part of x: they share out the load.
 
-    roots: how many, spread evenly; unless told every second rank. One makes a star; n
-    do what a reduce-scatter and an all-gather do, each in one step ("two-shot"). x is cut into
-    equal parts, the last ones shorter. A root sends (n + roots - 2) N/roots bytes, every other rank
-    N. A root takes no more memory than the others. Raises ValueError for no roots, or too many.
+    roots: how many, spread evenly; unless told every second rank. One makes a star; n do what a
+    reduce-scatter and an all-gather do, each in one step ("two-shot"). x is cut into equal parts,
+    the last ones shorter. A root sends (n + roots - 2) N/roots bytes, every other rank N. A root
+    takes no more memory than the others. Raises ValueError for no roots, or more than ranks.
     """
     add, rank, size = reduction(op, x), group.rank(), group.size()
     roots = max(1, size // 2) if roots is None else roots
@@ -185,7 +185,7 @@ def stars_all_reduce(
 
 
 def pairs_of_stars(roots: list[int], size: int) -> list[tuple[int, int]]:
-    """(peer, root) of every two ranks that talk, round by round: nobody is in one twice as either.
+    """(peer, root) of every two ranks that talk, in rounds where nobody is a peer or a root twice.
 
     First the roots among themselves: if their terms came later, two roots could both wait for the
     other to go on.
