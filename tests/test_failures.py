@@ -227,8 +227,18 @@ def wait_for_ranks(path):
     leftovers.wait_until(lambda: sleeps(0) and sleeps(1), lambda: "the ranks do not start")
 
 
+@pytest.fixture
+def interruptible():
+    """A shell without job control starts what runs behind it deaf to SIGINT, pytest included."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("times", [1, 3])
-def test_an_interrupt_ends_the_run_and_a_second_one_does_not_end_the_clearing_up(tmp_path, times):
+def test_an_interrupt_ends_the_run_and_a_second_one_does_not_end_the_clearing_up(
+    tmp_path, interruptible, times
+):
     def interrupt():
         wait_for_ranks(tmp_path / "told")
         for _ in range(times):
