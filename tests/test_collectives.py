@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mini_dist import collectives, launch
+from mini_dist import RankError, collectives, launch
 from mini_dist.calculators import links
 from mini_dist.collectives.messages import Members
 from mini_dist.mesh import Mesh
@@ -55,6 +55,8 @@ def all_reduce_in_every_way(x, group, op="sum", small_pieces=True):
         results[f"hierarchical {k}"] = collectives.all_reduce(
             x, group, op, "hierarchical", ranks_per_node=k
         )
+    for roots in range(1, group.size() + 1) if op != "mean" else ():
+        results[f"stars, {roots} roots"] = collectives.stars_all_reduce(x, group, op, roots)
     if small_pieces and op != "mean":
         small = collectives.pipelined_ring_all_reduce(x, group, op, piece_bytes=256)
         results["pipelined_ring in small pieces"] = small
@@ -253,6 +255,12 @@ def test_stars_need_no_memory_but_the_results_on_any_rank(size):
 
     for rank in launch(job, size).results:
         assert rank == pytest.approx([1] * (size - 1), abs=0.001)
+
+
+@pytest.mark.parametrize("roots", [0, 4])
+def test_stars_refuse_no_roots_and_more_than_ranks(roots):
+    with pytest.raises(RankError, match=f"roots={roots}: in a group of 3 ranks it can be 1 to 3"):
+        launch(lambda group: collectives.stars_all_reduce(torch.ones(8), group, roots=roots), 3)
 
 
 def test_mean_divides_by_the_ranks_of_the_group():
