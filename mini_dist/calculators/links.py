@@ -358,6 +358,8 @@ def _stars(
     """The roots exchange terms among themselves, then with the others, one peer after another;
     the sums take the same way back. (Between nodes as if each round had a pair on two of them.)"""
     roots = max(1, size // 2) if roots is None else roots
+    if not isinstance(roots, int) or not 1 <= roots <= size:
+        raise ValueError(f"roots={roots!r} is not a number of roots: give 1 to {size}.")
     others, longest = size - roots, -(-num_bytes // itemsize // roots) * itemsize
     parts = {  # equal ones, the last ones shorter
         part * size // roots: min(longest, max(0, num_bytes - part * longest))

@@ -16,14 +16,9 @@ from ..data_parallel import average_in_buckets, make_buckets, overlapped_backwar
 from .exercise import Exercise, Line, Trial, ranks
 
 ALL_REDUCES = frozenset(
-    {"all_reduce", "mean"}
-    | {f"{way}_all_reduce" for way in ("star", "stars", "tree", "ring", "doubling")}
-    | {
-        "pipelined_ring_all_reduce",
-        "halving_doubling_all_reduce",
-        "ring_reduce_scatter",
-        "ring_all_gather",
-    }
+    {"all_reduce", "mean", "ring_reduce_scatter", "ring_all_gather"}
+    | {f"{way}_all_reduce" for way in ("star", "stars", "tree", "ring", "pipelined_ring")}
+    | {"doubling_all_reduce", "halving_doubling_all_reduce"}
     | {"star_reduce", "star_broadcast", "tree_reduce", "tree_broadcast"}
     | {"recursive_halving_reduce_scatter", "recursive_doubling_all_gather"}
 )

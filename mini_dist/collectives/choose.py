@@ -37,6 +37,7 @@ from .star_tree import (
 
 STAR_BYTES = 1 << 19  # up to here the fewest messages win, though one rank handles them all
 STARS_BYTES = 4 << 20  # up to here it pays to share that rank's load, for a few messages more
+REDUCE_STAR_BYTES = 4 << 20  # a reduce to one root: up to here by a star, beyond by a tree
 ROUNDS_BYTES = 1 << 20  # up to here the fewest rounds win; beyond, the fewest bytes
 
 BROADCAST = {"star": star_broadcast, "tree": tree_broadcast}
@@ -72,7 +73,7 @@ def reduce(
 
     op: "sum", "mean", "max" or "min". algorithm: "star", "tree", or "auto".
     """
-    auto = "star" if x.nbytes <= STARS_BYTES else "tree"
+    auto = "star" if x.nbytes <= REDUCE_STAR_BYTES else "tree"
     function = pick(REDUCE, algorithm, auto)
     return finish(function(x, root, group, begin(op, x)), op, group)
 

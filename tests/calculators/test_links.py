@@ -230,6 +230,12 @@ def test_the_closed_form_counts_every_message(op, algorithm, size):
         assert cost.seconds == pytest.approx(played.seconds, rel=1e-9)
 
 
+@pytest.mark.parametrize("roots", [0, 5, 1.5])
+def test_stars_with_a_number_of_roots_that_cannot_be_are_refused(roots):
+    with pytest.raises(ValueError, match=f"roots={roots} is not a number of roots: give 1 to 4"):
+        links.all_reduce(960, 4, "stars", LINK, 4, roots=roots)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_a_ring_all_reduce_moves_the_optimal_bytes(size):
     n, N = size, 13 * size * 8
