@@ -4,6 +4,8 @@
 #   make test                   the whole suite: library, lessons, every notebook, a browser
 #   make notebooks              rebuild the notebooks whose lesson changed
 #   make check                  ruff: lint and format, on code and notebooks
+#   make everywhere             the suite as on other machines: instruction sets, numbers of cores
+#                               (ONLY="notebooks/08*.ipynb" for what changed)
 #
 #   make lab PYTHON=python3.12  another Python (3.10 or newer)
 #   make lab TORCH=cpu          torch without CUDA (cpu, or a folder cu... of download.pytorch.org/whl)
@@ -12,11 +14,12 @@
 PYTHON ?= python3
 TORCH ?=
 LAB_ARGS ?=
+ONLY ?=
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: lab test notebooks check
+.PHONY: lab test notebooks check everywhere
 
 # As the default address, not as an argument: then the one printed leads there too, which is what
 # WSL2 and remote machines have.
@@ -27,8 +30,9 @@ lab: $(INSTALLED)
 # that need the machine to themselves.
 PYTEST := $(BIN)/python -m pytest
 test: $(INSTALLED)
+	@$(BIN)/python -m compileall -q mini_dist tests  # or each rank does it anew, where Python may not
 	@status=0; \
-	$(PYTEST) -n 2 --dist loadfile -m "not alone" tests || status=1; \
+	$(PYTEST) -n 2 --dist loadfile -m "not alone" --sample --durations 20 tests || status=1; \
 	$(PYTEST) -m alone tests || status=1; \
 	$(PYTEST) -n 2 --dist loadfile $(NBVAL) notebooks || status=1; \
 	exit $$status
@@ -40,6 +44,9 @@ notebooks: $(INSTALLED)
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+everywhere: $(INSTALLED)
+	$(BIN)/python tools/everywhere.py $(ONLY)
 
 # torch first when its build is chosen; pip then keeps it. The stamp is written last, so an
 # interrupted set-up starts over.

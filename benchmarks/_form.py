@@ -10,10 +10,10 @@ Runs alternate, and who goes first alternates too, so that a busy minute on the 
 both sides: trust the ratio, not the milliseconds.
 
 "Theirs" is PyTorch as its users have it. `launch` starts gloo's threads so that they do not take a
-core from a thread that computes (`threads_that_do_not_interrupt` in ledger/recording.py), and deals
-the cores out to the ranks (`stay_on_a_core` in ranks/rank.py). What uses gloo gets faster, theirs
+core from a thread that computes (`threads_that_do_not_interrupt` in ranks/threads.py), and deals
+the cores out to the ranks (`stay_on_a_core` there, too). What uses gloo gets faster, theirs
 even more than ours. torchrun does neither, so theirs runs without: that row has the bar. The row
-"theirs with our threads" says what is left when both have it.
+"theirs with our threads" says what is left when both have it; its bar is 1.
 """
 
 import argparse
@@ -158,11 +158,12 @@ def of_all_ranks(results: list[dict], of_ranks: Callable = max, kind: int = 0) -
 
 
 def step_cases(name: str, medians: dict, bar: float | None, unit: str = "ms") -> Iterator[Case]:
-    """A row with the bar, and one of theirs with our threads where that was measured."""
+    """A row with the bar; where theirs was measured with our threads, too, one more with a bar of
+    its own: with equal threads we want to be no slower."""
     ours = medians["ours"]
     for side, theirs in medians.items():
         if side != "ours":
-            title, its_bar = (name, bar) if side == "theirs" else (f"{name}: {side}", None)
+            title, its_bar = (name, bar) if side == "theirs" else (f"{name}: {side}", bar and 1.0)
             yield Case(title, lambda: ours, theirs, its_bar, unit, repeats=1, warmup=0)
 
 

@@ -10,6 +10,7 @@ accelerate is for this file only: pip install -e '.[bench]'.
 """
 
 import contextlib
+import importlib.util
 import os
 import signal
 import subprocess
@@ -186,11 +187,12 @@ def cases(long):
             yield Case(f"{n} ranks, later, at once", at_once, bar, 1, repeats=often, warmup=3)
         ours_by_hand = after_a_pause(ours, 4)
         few = 3 if long else 1
-        for name, which, repeats, warmup in (
-            ("torch.multiprocessing.spawn", SPAWN, few, 0),
-            ("torchrun", TORCHRUN, few, 0),
-            ("accelerate.notebook_launcher", ACCELERATE, often // 2, 1),
-        ):
+        others = [("torch.multiprocessing.spawn", SPAWN, few, 0), ("torchrun", TORCHRUN, few, 0)]
+        if importlib.util.find_spec("accelerate"):
+            others.append(("accelerate.notebook_launcher", ACCELERATE, often // 2, 1))
+        else:
+            print("no row beside accelerate, which is not installed: pip install -e '.[bench]'")
+        for name, which, repeats, warmup in others:
             theirs = after_a_pause(way(which), 4)
             yield Case(
                 f"4 ranks, beside {name}", ours_by_hand, theirs, 1, repeats=repeats, warmup=warmup

@@ -20,8 +20,8 @@ import torch
 from _form import Case, in_turn, main, of_all_ranks, step_cases
 
 from mini_dist import GPT, Layout, ModelConfig, launch
+from mini_dist.loss import token_loss
 from mini_dist.mesh import Mesh
-from mini_dist.model import token_loss
 
 RANKS, BATCH = 4, 8
 CONFIG = ModelConfig()  # 4 layers x 256, 128 tokens
@@ -49,7 +49,7 @@ def rows(mesh):
 
 
 def our_step(layout, group):
-    from mini_dist.parallelize import parallelize
+    from mini_dist.all_axes import parallelize
 
     model = parallelize(CONFIG, layout, group, adamw)
     inputs, targets = rows(model.mesh)

@@ -17,7 +17,7 @@ from _form import Case, in_turn, main, of_all_ranks, peak_allocated, step_cases
 
 from mini_dist import launch
 from mini_dist.config import ModelConfig
-from mini_dist.model import token_loss
+from mini_dist.loss import token_loss
 from mini_dist.pipeline import Pipeline, cut_gpt, run_emulated
 from mini_dist.schedule import SCHEDULES, ScheduleError, Timeline, Times, build, simulate
 
@@ -151,7 +151,7 @@ def difference(name, p, m, unit=0.005, tries=8):
 
 def cases(long):
     for name in BESIDE:
-        times = step_times(name, rounds=40 if long else 15)
+        times = step_times(name, rounds=100 if long else 40)
         yield from step_cases(f"step, {name}, {RANKS} ranks, m={MICRO_BATCHES}", times, 1.0)
     for name in BESIDE:
         ours, theirs = max(peaks(our_step, name)), max(peaks(their_step, name))

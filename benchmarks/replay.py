@@ -22,10 +22,11 @@ import torch
 from _form import Case, main
 
 from mini_dist import launch
+from mini_dist.all_axes import parallelize
 from mini_dist.config import Layout, ModelConfig
 from mini_dist.data_parallel import Bucketed, Naive, Overlapped, ring_mean
-from mini_dist.model import GPT, token_loss
-from mini_dist.parallelize import parallelize
+from mini_dist.loss import token_loss
+from mini_dist.model import GPT
 from mini_dist.replay import measure_here, replay
 from mini_dist.schedule import Times, build, simulate
 

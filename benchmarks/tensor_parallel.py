@@ -33,14 +33,14 @@ from _form import (
 )
 
 from mini_dist import GPT, ModelConfig, launch
-from mini_dist.model import token_loss
+from mini_dist.full_state import full_state_dict
+from mini_dist.loss import token_loss
 from mini_dist.tensor_parallel import (
     GPT_PLAN,
     SEQUENCE,
     SEQUENCE_AGAIN,
     TENSOR,
     finish_gradients,
-    full_state_dict,
     shard_model,
     vocab_parallel_cross_entropy,
 )
@@ -71,15 +71,15 @@ def our_step(config, pair, group):
         optimizer.step()
         return loss.item()
 
-    return step, lambda: gradients_of_ours(model)
+    return step, lambda: gradients_of_ours(model, group)
 
 
-def gradients_of_ours(model):
+def gradients_of_ours(model, group):
     """Every parameter's whole gradient, by its name."""
     kept = [parameter.data for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.data = parameter.grad
-    whole = full_state_dict(model)
+    whole = full_state_dict(model, group)
     for parameter, data in zip(model.parameters(), kept):
         parameter.data = data
     return whole

@@ -1,54 +1,43 @@
 """mini_dist: distributed training in a notebook, every strategy from the primitives.
 
-Names are imported when they are first used, so that what needs no torch never loads it.
+    from mini_dist import launch, all_reduce, check, draw
+
+What most programs need is here: `dir(mini_dist)` lists it. Each strategy has a module of its own,
+and each algorithm of a collective (`collectives.ring_all_reduce`). Names are imported when they are
+first used, so that what needs no torch never loads it.
 """
 
 import importlib
 
-from .launch import RankError, RankTimeout, launch  # (needs no torch; the folder has its name)
+from .ranks.launch import RankError, RankTimeout, launch  # (needs no torch)
 
-__all__ = ["RankError", "RankTimeout", "launch"]
-
-_HOMES = {
-    "ModelConfig": "config",
-    "Layout": "config",
-    "GPT": "model",
-    "all_gather": "collectives",
-    "all_reduce": "collectives",
-    "all_to_all": "collectives",
-    "barrier": "collectives",
-    "broadcast": "collectives",
-    "exchange": "collectives",
-    "gather": "collectives",
-    "halving_doubling_all_reduce": "collectives",
-    "hierarchical_all_reduce": "collectives",
-    "pairwise_all_to_all": "collectives",
-    "pipelined_ring_all_reduce": "collectives",
-    "recursive_doubling_all_gather": "collectives",
-    "recursive_halving_reduce_scatter": "collectives",
-    "recv": "collectives",
-    "reduce": "collectives",
-    "reduce_scatter": "collectives",
-    "ring_all_gather": "collectives",
-    "ring_all_reduce": "collectives",
-    "ring_reduce_scatter": "collectives",
-    "scatter": "collectives",
-    "send": "collectives",
-    "star_all_reduce": "collectives",
-    "star_broadcast": "collectives",
-    "star_reduce": "collectives",
-    "stars_all_reduce": "collectives",
-    "tree_all_reduce": "collectives",
-    "tree_broadcast": "collectives",
-    "tree_reduce": "collectives",
+_MODULES = ("calculators", "check", "collectives", "draw", "schedule", "widgets")
+_NAMES = {
+    "config": "Layout ModelConfig",
+    "model": "GPT",
+    "loss": "token_loss",
+    "sampling": "generate",
+    "data": "Batches decode encode load_text",
+    "mesh": "Grid Mesh",
+    "collectives": "all_gather all_reduce all_to_all barrier broadcast exchange gather recv reduce "
+    "reduce_scatter scatter send",
+    "train": "split train_step",
+    "full_state": "full_state_dict",
+    "ledger.table": "Table",
+    "all_axes": "parallelize",
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
+
+__all__ = ["RankError", "RankTimeout", "launch", *_MODULES, *_HOMES]
 
 
 def __getattr__(name: str):
+    if name in _MODULES:
+        return importlib.import_module(f".{name}", __name__)
     if name in _HOMES:
         return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__():
-    return sorted([*__all__, *_HOMES])
+    return sorted(__all__)

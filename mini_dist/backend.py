@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .collectives import ring_all_gather, ring_all_reduce, ring_reduce_scatter
-from .ledger.recording import RecordingGroup
+from .ledger.group import RecordingGroup
 
 
 def own_backend(
@@ -30,7 +30,7 @@ def own_backend(
     """A new group of the same ranks whose collectives are these functions.
 
     Each is a function (x, group) -> a new tensor, along dim 0: the sum of all x; all x, one after
-    the other; this rank's part of the sum. All ranks of the job call this, in the same order.
+    the other; this rank's part of the sum. All ranks of the group call this, in the same order.
     Raises ValueError for a group that no `launch` has made.
     """
     if not isinstance(group, RecordingGroup):
@@ -42,7 +42,7 @@ def own_backend(
         extended_api=True,
         devices=["cpu", "cuda"] if group.device.type == "cuda" else ["cpu"],
     )
-    return dist.new_group(group.ranks, backend=name)
+    return dist.new_group(group.ranks, backend=name, use_local_synchronization=True)
 
 
 SUMS = ("SUM", "AVG")

@@ -8,16 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from dataclasses import dataclass
+
+from .fields import nearest_divisor, one_of, true_or_false, whole_number
+from .schedule import SYNCHRONOUS, V_SHAPED, check_micro_batches
 
 ACTIVATIONS = ("gelu", "swiglu")
 NORMS = ("layernorm", "rmsnorm")
 POSITIONS = ("rotary", "learned", "alibi")
 ROUTERS = ("softmax", "sigmoid")
+ZERO = (0, 1, 2, 3)  # the stages; 0 is none
+# What the course's own GPT (model.py) can be; the calculators know the rest, too.
+OURS = {
+    "positions": ("rotary", "learned"),
+    "norms_a_layer": (2,),
+    **dict.fromkeys(("qk_norm", "embedding_norm", "attention_sinks"), (False,)),
+    **dict.fromkeys(("shared_gate", "router_bias"), (False,)),
+}
 RECOMPUTE = ("none", "selective", "full")
-SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v", "dualpipe_v")
-TWO_CHUNK_SCHEDULES = ("zb_v", "dualpipe_v")  # rank r holds the stages r and 2 p - 1 - r
 
 
 @dataclass(frozen=True)
@@ -43,6 +51,9 @@ class ModelConfig:
     bias: bool = True  # on every linear layer but the head, and on LayerNorm
     qkv_bias: bool | None = None  # as `bias` unless given (Qwen2 has these biases only)
     qk_norm: bool = False  # a norm over H on queries and keys, before attention (Qwen3)
+    qk_norm_whole: bool = False  # over N H and K H instead (OLMo 2)
+    norms_a_layer: int = 2  # 4: also after attention and ffn (Gemma 2)
+    attention_sinks: bool = False  # a learned score a head that takes a share of softmax (gpt-oss)
     embedding_norm: bool = False  # a norm right after the embedding (BLOOM)
     tied_embedding: bool = False  # the head is the token embedding
     dropout: float = 0.0
@@ -52,6 +63,9 @@ class ModelConfig:
     top_k: int = 0  # experts a token visits
     num_shared_experts: int = 0  # experts every token visits besides
     d_expert: int | None = None  # F of one expert: d_ffn unless given
+    d_shared: int | None = None  # F of all shared ones: num_shared_experts * d_expert unless given
+    shared_gate: bool = False  # their output is weighted, by D numbers (Qwen2-MoE)
+    router_bias: bool = False
     first_dense_layers: int = 0
     router: str = "softmax"
 
@@ -64,7 +78,7 @@ class ModelConfig:
 
     def __post_init__(self):
         for field in ("vocab_size", "seq_len", "d_model", "num_layers", "num_heads"):
-            _whole_number(self, field, at_least=1)
+            whole_number(self, field, at_least=1)
         derived = {
             field: value for field, value in self._derive().items() if getattr(self, field) is None
         }
@@ -73,7 +87,7 @@ class ModelConfig:
         object.__setattr__(self, "_derived", frozenset(derived))  # for replace()
 
         for field in ("num_kv_heads", "head_dim", "d_ffn", "d_expert", "v_head_dim"):
-            _whole_number(self, field, at_least=1)
+            whole_number(self, field, at_least=1)
         for field in (
             "num_experts",
             "top_k",
@@ -82,17 +96,22 @@ class ModelConfig:
             "kv_lora_rank",
             "q_lora_rank",
             "rope_head_dim",
+            "d_shared",
         ):
-            _whole_number(self, field, at_least=0)
-        for field in ("bias", "qkv_bias", "qk_norm", "embedding_norm", "tied_embedding"):
-            _true_or_false(self, field)
+            whole_number(self, field, at_least=0)
+        for field in (
+            *("bias", "qkv_bias", "qk_norm", "qk_norm_whole", "embedding_norm", "tied_embedding"),
+            *("attention_sinks", "shared_gate", "router_bias"),
+        ):
+            true_or_false(self, field)
         for field, known in (
             ("activation", ACTIVATIONS),
             ("norm", NORMS),
             ("positions", POSITIONS),
             ("router", ROUTERS),
+            ("norms_a_layer", (2, 4)),
         ):
-            _one_of(self, field, known)
+            one_of(self, field, known)
         self._validate()
 
     def _derive(self) -> dict:
@@ -102,7 +121,7 @@ class ModelConfig:
             if self.d_model % self.num_heads:
                 raise ValueError(
                     f"num_heads={self.num_heads} does not divide d_model={self.d_model}: "
-                    f"give {_nearest_divisor(self.d_model, self.num_heads)} heads, or head_dim."
+                    f"give {nearest_divisor(self.d_model, self.num_heads)} heads, or head_dim."
                 )
             head_dim = self.d_model // self.num_heads
         swiglu_ffn = 64 * math.ceil(8 * self.d_model / 3 / 64)
@@ -113,6 +132,7 @@ class ModelConfig:
             "d_ffn": d_ffn,
             "qkv_bias": self.bias,
             "d_expert": d_ffn,
+            "d_shared": self.num_shared_experts * (self.d_expert or d_ffn),
             "v_head_dim": head_dim,
         }
 
@@ -120,7 +140,7 @@ class ModelConfig:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}: "
-                f"{_nearest_divisor(self.num_heads, self.num_kv_heads)} would."
+                f"{nearest_divisor(self.num_heads, self.num_kv_heads)} would."
             )
         if self.positions == "rotary" and self.position_dim % 2:
             field = "rope_head_dim" if self.is_mla else "head_dim"
@@ -149,12 +169,19 @@ class ModelConfig:
                     f"num_layers={self.num_layers}: give at most that."
                 )
         else:
-            for field in ("top_k", "num_shared_experts", "first_dense_layers"):
+            for field in ("top_k", "num_shared_experts", "first_dense_layers", "router_bias"):
                 if getattr(self, field):
                     raise ValueError(
                         f"{field}={getattr(self, field)} needs experts: give "
                         f"num_experts as well, or {field}=0."
                     )
+        for field, of in (
+            ("d_shared", "num_shared_experts"),
+            ("shared_gate", "num_shared_experts"),
+            ("qk_norm_whole", "qk_norm"),
+        ):
+            if getattr(self, field) and not getattr(self, of):
+                raise ValueError(f"{field}={getattr(self, field)} needs {of}: give that as well.")
         if not self.is_mla:
             for field in ("q_lora_rank", "rope_head_dim"):
                 if getattr(self, field):
@@ -217,6 +244,7 @@ class Layout:
     recompute: str = "none"  # "selective": attention scores only; "full": all but layer inputs
     schedule: str = "1f1b"
     num_chunks: int = 1  # stages a rank holds: any number with "interleaved", 2 with the V's
+    recompute_every: int = 1  # of a stage's layers: 1 is all of them, 2 the first, third, fifth ...
 
     def __post_init__(self):
         for field in (
@@ -228,25 +256,31 @@ class Layout:
             "micro_batch_size",
             "num_micro_batches",
             "num_chunks",
+            "recompute_every",
         ):
-            _whole_number(self, field, at_least=1)
-        _true_or_false(self, "sequence_parallel")
-        _one_of(self, "zero", (0, 1, 2, 3))
-        _one_of(self, "recompute", RECOMPUTE)
-        _one_of(self, "schedule", SCHEDULES)
+            whole_number(self, field, at_least=1)
+        true_or_false(self, "sequence_parallel")
+        one_of(self, "zero", ZERO)
+        one_of(self, "recompute", RECOMPUTE)
+        one_of(self, "schedule", tuple(SYNCHRONOUS))
         if self.dp * self.cp % self.ep:
             raise ValueError(
                 f"ep={self.ep} does not divide dp*cp={self.dp * self.cp}: "
-                f"{_nearest_divisor(self.dp * self.cp, self.ep)} would."
+                f"{nearest_divisor(self.dp * self.cp, self.ep)} would."
             )
-        if self.schedule in TWO_CHUNK_SCHEDULES and self.num_chunks != 2:
+        if self.schedule in V_SHAPED and self.num_chunks != 2:
             raise ValueError(
                 f"num_chunks={self.num_chunks} does not fit schedule="
                 f"{self.schedule!r}, a V of two stages a rank: give 2."
             )
-        if self.num_chunks > 1 and self.schedule not in ("interleaved", *TWO_CHUNK_SCHEDULES):
+        if self.num_chunks > 1 and self.schedule not in ("interleaved", *V_SHAPED):
             raise ValueError(
                 f"num_chunks={self.num_chunks} needs schedule='interleaved', not {self.schedule!r}."
+            )
+        if self.recompute_every > 1 and self.recompute == "none":
+            raise ValueError(
+                f"recompute_every={self.recompute_every} needs something to recompute: give "
+                "recompute='full' or 'selective' as well, or recompute_every=1."
             )
         if self.num_chunks > 1 and self.pp == 1:
             raise ValueError(
@@ -268,6 +302,10 @@ class Layout:
         """Sequences in one optimizer step, over all replicas."""
         return self.dp * self.num_micro_batches * self.micro_batch_size
 
+    def num_recomputed(self, num_layers: int) -> int:
+        """How many of so many layers of a stage are recomputed."""
+        return 0 if self.recompute == "none" else -(-num_layers // self.recompute_every)
+
     @property
     def num_stages(self) -> int:
         return self.pp * self.num_chunks
@@ -286,55 +324,23 @@ class Layout:
             if size % getattr(self, axis):
                 raise ValueError(
                     f"{axis}={getattr(self, axis)} does not divide {field}={size}: "
-                    f"{_nearest_divisor(size, getattr(self, axis))} would."
+                    f"{nearest_divisor(size, getattr(self, axis))} would."
                 )
         sequence_cuts = self.cp * (self.tp if self.sequence_parallel else 1)
         if config.seq_len % sequence_cuts:
             names = "cp*tp" if self.sequence_parallel else "cp"
             raise ValueError(
                 f"{names}={sequence_cuts} does not divide seq_len={config.seq_len}: "
-                f"{_nearest_divisor(config.seq_len, sequence_cuts)} would."
+                f"{nearest_divisor(config.seq_len, sequence_cuts)} would."
             )
         if self.ep > 1 and not config.num_experts:
             raise ValueError(f"ep={self.ep} needs a model with experts: give ep=1, or num_experts.")
-        if self.num_stages > config.num_layers:
+        # Two more stages than layers is a way, too: the embedding and the head have one each.
+        if config.num_layers < self.num_stages != config.num_layers + 2:
             raise ValueError(
                 f"pp*num_chunks={self.num_stages} is more than "
                 f"num_layers={config.num_layers}: a stage needs at least one layer."
             )
+        if self.pp > 1:
+            check_micro_batches(self.schedule, self.pp, self.num_micro_batches)
         return self
-
-
-def _whole_number(config, field: str, at_least: int):
-    value = getattr(config, field)
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)
-    except TypeError:
-        raise ValueError(
-            f"{field}={value!r} is not a whole number: give an int of {at_least} or more."
-        ) from None
-    if number < at_least:
-        raise ValueError(f"{field}={number} is too small: give {at_least} or more.")
-    object.__setattr__(config, field, number)  # numpy's integers become plain ones
-
-
-def _true_or_false(config, field: str):
-    if not isinstance(getattr(config, field), bool):
-        raise ValueError(f"{field}={getattr(config, field)!r} is not True or False.")
-
-
-def _one_of(config, field: str, known: tuple):
-    value = getattr(config, field)
-    if isinstance(value, bool) or value not in known:
-        raise ValueError(
-            f"{field}={value!r} is not known: give one of "
-            f"{', '.join(repr(name) for name in known)}."
-        )
-
-
-def _nearest_divisor(number: int, wanted: int) -> int:
-    """The divisor of `number` that is nearest to `wanted`; 1 always is one, so it is not far."""
-    divisors = [d for d in range(1, min(number, 2 * wanted) + 1) if number % d == 0]
-    return min(divisors, key=lambda divisor: abs(divisor - wanted))

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_dist.model import IGNORE_INDEX
+from mini_dist.loss import IGNORE_INDEX
 
+TEXT = Path(__file__).resolve().parent / "text/python_reference.txt"
 VOCAB_SIZE = 256  # a token is a byte: no tokenizer to train, nothing to download
 
 
@@ -35,18 +36,15 @@ def decode(tokens: Tensor) -> str:
 
 
 def load_text(path: str | Path | None = None) -> Tensor:
-    """Read a file's bytes, or without a path the language reference inside every Python.
+    """Read a file's bytes, or without a path those of the course's own text.
 
-    That text (`pydoc_data.topics`, about 0.5 MB of English) differs between Python versions, and
-    so do the losses of a model trained on it.
+    That is Python's language reference, 0.5 MB of English, as Python 3.11.7 has it inside
+    (`pydoc_data.topics`). Every other version has another one, and a model trained on it other
+    losses: hence a copy.
 
     Returns [num_bytes] uint8. Raises ValueError for an empty file, and what `open` raises.
     """
-    if path is None:
-        from pydoc_data.topics import topics
-
-        return _from_bytes("\n\n".join(topics[name] for name in sorted(topics)).encode("utf-8"))
-    text = Path(path).read_bytes()
+    text = Path(TEXT if path is None else path).read_bytes()
     if not text:
         raise ValueError(f"{path} is empty (0 bytes): give a file with some text in it.")
     return _from_bytes(text)

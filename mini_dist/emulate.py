@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from mini_dist.calculators.costs import all_reduce as cost_of_all_reduce
 from mini_dist.calculators.links import Link as LinkSpeed
-from mini_dist.calculators.links import all_reduce as cost_of_all_reduce
 from mini_dist.collectives import all_reduce
 from mini_dist.schedule import Schedule, Span, Times
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import itertools
 import json
 import os
 from collections.abc import Mapping
@@ -30,6 +31,7 @@ from typing import Any
 
 INJECTED = "# Parameters"  # how papermill's cell begins
 FOLDER = "folder"  # a parameter of every lab: where its result goes
+RESULT = "result.json"
 
 
 class ParameterError(ValueError):
@@ -169,10 +171,13 @@ class Lab:
     def parameters(self, given: Mapping[str, Any] | None = None) -> SimpleNamespace:
         """The values of the parameters cell (or those `given`), checked.
 
-        Raises ParameterError, a ValueError, for a value that is not allowed, a missing name and a
-        name that nobody declared.
+        A result that lies in the folder from a run before goes to run-1, run-2, ... in there, so
+        a run that fails leaves none in its place. Raises ParameterError, a ValueError, for a value
+        that is not allowed, a missing name and a name that nobody declared.
         """
         given = _values_in_notebook(self.declared) if given is None else given
+        if isinstance(given.get(FOLDER), str):
+            put_away(Path(given[FOLDER]))
         self._values = check(self.declared, given)
         return SimpleNamespace(**self._values)
 
@@ -206,9 +211,27 @@ class Lab:
         # The JSON comes last and at once: who finds it finds all of it.
         partial = folder / f"result.{os.getpid()}.partial"
         partial.write_text(content + "\n", encoding="utf-8")
-        path = partial.replace(folder / "result.json")
+        path = partial.replace(folder / RESULT)
         print("written:", ", ".join([_from_the_course(path), *record["figures"]]))
         return path
+
+
+def put_away(folder: Path) -> None:
+    """Move the result in a folder, and the figures that it names, to run-1 in there, or the next
+    free number. Other files stay: it may be a folder that the learner has chosen."""
+    former = folder / RESULT
+    if not former.is_file():
+        return
+    number = next(n for n in itertools.count(1) if not (folder / f"run-{n}").exists())
+    kept = folder / f"run-{number}"
+    kept.mkdir()
+    try:
+        figures = json.loads(former.read_text(encoding="utf-8"))["figures"]
+    except (ValueError, KeyError, TypeError):  # not what a lab writes
+        figures = []
+    for path in [former, *(folder / Path(str(name)).name for name in figures)]:
+        if path.is_file():
+            path.replace(kept / path.name)
 
 
 def _from_the_course(path: Path) -> str:

@@ -5,15 +5,21 @@ show_diff(ZeRO1, ZeRO2)                 what a class changes in the one it inher
 predict("bytes sent", 3_000)            before the run
 reveal("bytes sent", 3_072, "bytes")    after it: guess beside measurement
 fold("Answer 1", f"{16 * P:,} bytes")   a computed answer, folded away at first
+with raises(RankError): launch(crash)   show the error that this ends in, and go on
+calm(longest < 3 * median, "...")       say so if a busy machine has spoilt the times above
 """
 
 import ast
 import difflib
 import functools
 import html
+import importlib.util
 import inspect
 import math
+import re
+import sys
 import textwrap
+from contextlib import contextmanager
 from fractions import Fraction
 from numbers import Real
 from pathlib import Path
@@ -29,21 +35,81 @@ def show(*objects):
     """
     for obj in objects:
         obj = _unwrap(obj)
-        where, source = _where(obj), _source(obj)
-        if _shell() is None:
-            print(f"# {where}\n{source}\n")
-        else:
-            from IPython.display import display
+        _display_source(_where(obj), _source(obj))
 
-            # A fence in Markdown takes its colours from the page: light, dark, JupyterLab, GitHub.
-            fence = "`" * (3 + 3 * ("```" in source))
-            display(
-                {
-                    "text/markdown": f"`{where}`\n{fence}python\n{source}\n{fence}",
-                    "text/plain": f"# {where}\n{source}",
-                },
-                raw=True,
-            )
+
+def _display_source(where: str, source: str) -> None:
+    if _shell() is None:
+        print(f"# {where}\n{source}\n")
+    else:
+        from IPython.display import display
+
+        # A fence in Markdown takes its colours from the page: light, dark, JupyterLab, GitHub.
+        fence = "`" * (3 + 3 * ("```" in source))
+        text = f"`{where}`\n{fence}python\n{source}\n{fence}"
+        display({"text/markdown": text, "text/plain": f"# {where}\n{source}"}, raw=True)
+
+
+def show_to_paste(*objects, name: str = ""):
+    """Display source that runs in a cell of its own, see `to_paste`."""
+    _display_source(_where(_unwrap(objects[0])), to_paste(*objects, name=name))
+
+
+def to_paste(*objects, name: str = "") -> str:
+    """The source of functions and classes as somebody would type it: with the imports of what it
+    uses, without the library's own decorators. name: what the last one is to be called."""
+    objects = [_unwrap(obj) for obj in objects]
+    own, homes, sources = {obj.__name__ for obj in objects}, {}, []
+    for obj in objects:
+        source = _source(obj)
+        (node,) = ast.parse(source).body
+        sources.append("\n".join(source.splitlines()[node.lineno - 1 :]))  # (below decorators)
+        module = inspect.getmodule(obj)
+        imported = _imported(module)
+        for used in _free(node) & {*vars(module)} - own:
+            package, what = imported.get(used) or (_shortest(module.__name__, used), used)
+            homes.setdefault(package, set()).add(what)
+    body = "\n\n\n".join(sources)
+    if name:
+        body = re.sub(rf"\b{objects[-1].__name__}\b", name, body)
+    head = [f"import {what}" for what in sorted(homes.pop("", ()))]
+    head += [
+        f"from {home} import {', '.join(sorted(names))}" for home, names in sorted(homes.items())
+    ]
+    return "\n".join([*head, "", "", body]) if head else body
+
+
+def _free(node) -> set[str]:
+    """The names that a definition uses and does not make, its own parameters left out."""
+    node.decorator_list = []
+    names = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
+    made = {n.id for n in names if isinstance(n.ctx, ast.Store)}
+    made |= {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
+    return {n.id for n in names} - made
+
+
+def _imported(module) -> dict[str, tuple[str, str]]:
+    """name -> (where from, what), as the module's own import lines have it; "" for `import ...`."""
+    found = {}
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        for alias in getattr(node, "names", []) if not isinstance(node, ast.Global) else ():
+            name = alias.asname or alias.name
+            what = f"{alias.name} as {name}" if alias.asname else name
+            if isinstance(node, ast.Import):
+                found[name] = "", what
+            elif isinstance(node, ast.ImportFrom):
+                relative = "." * node.level + (node.module or "")
+                home = importlib.util.resolve_name(relative, module.__package__)
+                found[name] = _shortest(home, alias.name), what
+    return found
+
+
+def _shortest(home: str, name: str) -> str:
+    """The outermost package that has, under this name, what `home` has."""
+    value = getattr(sys.modules.get(home), name, None)
+    parents = [home.rsplit(".", n)[0] for n in range(home.count(".") + 1)]
+    same = [p for p in parents if getattr(sys.modules.get(p), name, None) is value]
+    return same[-1] if value is not None and same else home
 
 
 def show_diff(old, new):
@@ -224,3 +290,37 @@ def fold(summary, *paragraphs):
     body = "".join(f"<p>{html.escape(paragraph)}</p>" for paragraph in paragraphs)
     page = f"<details><summary>{html.escape(summary)}</summary>{body}</details>"
     display({"text/html": page, "text/plain": text}, raw=True)
+
+
+# ---- raises --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def raises(kind):
+    """Show the error of this `kind` that the block ends in, as its cell would, and go on.
+
+    Papermill, and so a grader, takes an error that a cell ends in for the notebook's failure,
+    expected or not. Errors of other kinds are raised as ever. A block that ends without an error is
+    told and no more, for a learner may have mended it; our own build and tests refuse it.
+    """
+    try:
+        yield
+    except kind as error:
+        sys.stdout.flush()  # what was printed before it stands before it
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    else:
+        print(f"{kind.__name__} was expected here, but nothing was raised.")
+
+
+# ---- calm ----------------------------------------------------------------------------------------
+
+
+def calm(holds: bool, rule: str) -> None:
+    """Say so if times break a `rule` that they keep on a machine with nothing else to do.
+
+    The learner runs the cell again; our build runs the notebook again, and at last refuses it.
+    """
+    if not holds:
+        print(
+            f"A busy machine has spoilt these times: {rule} does not hold. Run the cell once more."
+        )

@@ -54,18 +54,18 @@ class Grid:
     def _cut_by_experts(self) -> list[str]:
         return [axis for axis in self.axes if axis in ("dp", "cp")]
 
-    def place(self, rank: int) -> dict[str, int]:
+    def coordinates(self, rank: int) -> dict[str, int]:
         """The rank's index along every axis, ep and edp included."""
-        place, left = {}, rank
+        index, left = {}, rank
         for axis, size in reversed(self.axes.items()):
-            left, place[axis] = divmod(left, size)
+            left, index[axis] = divmod(left, size)
         if self.experts:
             number = 0  # of the rank among its dp*cp ranks
             for axis in self._cut_by_experts():
-                number = number * self.axes[axis] + place[axis]
+                number = number * self.axes[axis] + index[axis]
             outer, inner = self.experts
-            place[outer], place[inner] = divmod(number, self.experts[inner])
-        return place
+            index[outer], index[inner] = divmod(number, self.experts[inner])
+        return index
 
     def groups(self, *axes: str) -> list[list[int]]:
         """The lists of ranks that differ in these axes only, each in rank order.
@@ -78,12 +78,12 @@ class Grid:
         others = [axis for axis in view if axis not in axes]
         lists: dict[tuple, list[int]] = {}
         for rank in range(self.size):
-            place = self.place(rank)
-            lists.setdefault(tuple(place[axis] for axis in others), []).append(rank)
+            index = self.coordinates(rank)
+            lists.setdefault(tuple(index[axis] for axis in others), []).append(rank)
         return list(lists.values())
 
     def check(self, *axes: str) -> list[str]:
-        """The axes that say a rank's place in full, these among them; KeyError as in `groups`."""
+        """The axes that give a rank's coordinates, these among them; KeyError as in `groups`."""
         known = [*self.axes, *self.experts]
         for axis in axes:
             if axis not in known:
@@ -183,11 +183,11 @@ class Mesh:
         return self._groups[frozenset(wide)]
 
     def index(self, *axes: str) -> int:
-        """My place along an axis, or along several taken together."""
+        """My index along an axis, or along several taken together."""
         return self[axes].rank()
 
     def __repr__(self) -> str:
-        place = self.grid.place(self.group.rank())
+        index = self.grid.coordinates(self.group.rank())
         sizes = self.axes | self.grid.experts
-        where = ", ".join(f"{axis} {place[axis]}/{size}" for axis, size in sizes.items())
+        where = ", ".join(f"{axis} {index[axis]}/{size}" for axis, size in sizes.items())
         return f"Mesh(rank {self.group.rank()}: {where})"

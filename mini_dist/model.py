@@ -2,17 +2,17 @@
 
     model = GPT(ModelConfig(d_model=128, num_layers=3), seed=0)
     logits = model(tokens)                                  # [B, S] -> [B, S, V]
-    token_loss(logits, targets).mean().backward()
+    token_loss(logits, targets).mean().backward()           # of loss.py
 
 Nothing in here knows of ranks. The seams where later lessons cut it:
   * pipeline: `embed`, `blocks[i]` and `head` are all there is; between them goes x [B, S, D];
   * ZeRO-3 and recompute: a block is the unit, a function of (x, positions);
   * tensor parallel: `q`, `k`, `v`, `o`, `up`, `gate`, `down` are separate linears, weight
     [features out, features in]; rows n*H..(n+1)*H of `q` are head n, and the number of heads
-    follows from the weights, so cutting these rows is all it takes; x goes into several of them
-    through `project`, since a rank has to get it only once;
+    follows from the weights, so cutting these rows is all it takes; where x goes into several of
+    them, `qkv` and `gate_and_up`, a rank can get it once for all;
   * context parallel: positions are an argument, and so is the attention function;
-  * experts: `experts[e]` is a whole MLP, `route` decides who visits it.
+  * experts: `experts[e]` is a whole MLP, `route` of routing.py decides who visits it.
 
 Letters: B batch, S sequence, D model, F ffn, N heads, K kv heads, H head dim, V vocab, E experts,
 L layers; T = B*S tokens, k experts a token visits.
@@ -20,18 +20,16 @@ L layers; T = B*S tokens, k experts a token visits.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mini_dist.config import ModelConfig
-
-IGNORE_INDEX = -100  # a target that does not count; torch's default too
+from mini_dist.config import OURS, ModelConfig
+from mini_dist.initial_values import initial_value
+from mini_dist.routing import Routing, route
 
 
 class GPT(nn.Module):
@@ -205,15 +203,16 @@ class Attention(nn.Module):
         q, k, v = (  # [B, N, S, H], and twice [B, K, S, H]
             # -1, not N: with only some heads' rows in the weights this is right as it stands
             y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for y in self.project(x, self.q, self.k, self.v)
+            for y in self.qkv(x)
         )
         if self.rotary:
             q, k = rotate(q, positions), rotate(k, positions)
         out = self.attend(q, k, v, positions, self.dropout if self.training else 0.0)
         return self.o(out.transpose(1, 2).flatten(-2))  # [B, N, S, H] -> [B, S, N*H] -> [B, S, D]
 
-    def project(self, x: Tensor, *linears: nn.Module) -> list[Tensor]:
-        return [linear(x) for linear in linears]
+    def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, S, D] -> queries [B, S, N*H], keys and values [B, S, K*H]."""
+        return self.q(x), self.k(x), self.v(x)
 
 
 def explicit_attention(
@@ -286,60 +285,13 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor, routing: list[Routing] | None = None) -> Tensor:
         # `routing` is unused: an MLP routes nothing, but can stand wherever an MoE can
-        if self.gate is None:
-            (up,) = self.project(x, self.up)
-            return self.down(functional.gelu(up))
-        gate, up = self.project(x, self.gate, self.up)
-        return self.down(functional.silu(gate) * up)
+        gate, up = self.gate_and_up(x)
+        hidden = functional.gelu(up) if gate is None else functional.silu(gate) * up
+        return self.down(hidden)
 
-    def project(self, x: Tensor, *linears: nn.Module) -> list[Tensor]:
-        return [linear(x) for linear in linears]
-
-
-class Routing(NamedTuple):
-    """What a router decided about T tokens. All but `experts` are at least float32."""
-
-    logits: Tensor  # [T, E]
-    experts: Tensor  # [T, k] int64, which experts each token visits
-    weights: Tensor  # [T, k], how much of each one's answer it takes
-    probabilities: Tensor  # [T, E], rows add up to 1: how much it wanted each
-
-
-def route(logits: Tensor, top_k: int, gate: str = "softmax", bias: Tensor | None = None) -> Routing:
-    """Choose for each token the k experts that it wants most, [T, E] -> Routing.
-
-    gate "softmax": with k > 1 the chosen probabilities are divided by their sum (Mixtral: Jiang et
-    al. 2024, section 2.1). With k = 1 they are not (Switch: Fedus et al. 2021, section 2.1): the
-    weight would be 1 whatever the logits, and the router would get no gradient.
-    gate "sigmoid": each expert is scored alone, then the same; `bias` [E] is added for the choice
-    only, so it moves tokens but no gradient (DeepSeek-V3: 2024, section 2.1.2).
-    """
-    logits = at_least_float32(logits)  # Switch, section 2.4: bf16 makes routing unstable
-    scores = logits.sigmoid() if gate == "sigmoid" else logits.softmax(-1)
-    experts = (scores if bias is None else scores + bias).topk(top_k).indices
-    weights = scores.gather(-1, experts)
-    if top_k > 1:
-        weights = weights / weights.sum(-1, keepdim=True)
-    probabilities = scores / scores.sum(-1, keepdim=True) if gate == "sigmoid" else scores
-    return Routing(logits, experts, weights, probabilities)
-
-
-def load_balance_loss(routing: Routing) -> Tensor:
-    """E * sum over experts of (share of visits) * (mean probability): 1 if both are even, up to E
-    if all tokens want one expert (Switch: Fedus et al. 2021, eq. 4-6, visits divided by T*k).
-
-    Only the probabilities have a gradient. Over several ranks, average both factors first.
-    """
-    num_experts = routing.logits.shape[-1]
-    visits = routing.experts.flatten().bincount(minlength=num_experts)  # [E]
-    share = visits / routing.experts.numel()
-    return num_experts * (share * routing.probabilities.mean(0)).sum()
-
-
-def z_loss(routing: Routing) -> Tensor:
-    """Mean over tokens of logsumexp(logits)²: keeps router logits small (ST-MoE: Zoph et al.
-    2022, "router z-loss")."""
-    return routing.logits.logsumexp(-1).square().mean()
+    def gate_and_up(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
+        """x [..., D] -> [..., F] twice; the first is None without a gate."""
+        return None if self.gate is None else self.gate(x), self.up(x)
 
 
 class MoE(nn.Module):
@@ -351,7 +303,7 @@ class MoE(nn.Module):
         super().__init__()
         self.top_k, self.gate = config.top_k, config.router
         self.router = nn.Linear(config.d_model, config.num_experts, bias=False)
-        # moved by how crowded an expert is, not by a gradient: see expert_parallel.py
+        # moved by how crowded an expert is, not by a gradient: see expert_parallel/
         bias = torch.zeros(config.num_experts) if self.gate == "sigmoid" else None
         self.register_buffer("balance_bias", bias)
         self.experts = nn.ModuleList(
@@ -377,88 +329,7 @@ class MoE(nn.Module):
         return out.view_as(x)
 
 
-# --- initial values, loss, sampling ------------------------------------------------------------
-
-
-def initial_value(name: str, shape: tuple[int, ...], config: ModelConfig, seed: int) -> Tensor:
-    """Draw the initial value of one whole parameter from (seed, its name in GPT) and nothing else.
-
-    However a strategy cuts the model, a rank's shard is a slice of this. Weights are normal with
-    standard deviation 0.02, those that write into the residual stream 0.02 / √(2L) (GPT-2:
-    Radford et al. 2019, section 2.3); norms start at 1, biases at 0. Returns float32 on the CPU.
-    """
-    if name.endswith(".bias"):
-        return torch.zeros(shape)
-    if name.endswith("norm.weight"):
-        return torch.ones(shape)
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-    writes_to_residual = name.endswith(("attn.o.weight", ".down.weight"))
-    std = 0.02 / math.sqrt(2 * config.num_layers) if writes_to_residual else 0.02
-    return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
-
-
-class TokenLoss(NamedTuple):
-    """Cross entropy of some tokens, not yet divided: ranks and micro-batches with different
-    numbers of tokens add up both fields, then divide once."""
-
-    total: Tensor  # [], in nats, summed
-    num_tokens: Tensor  # [] int64, targets that count
-
-    def mean(self) -> Tensor:
-        """Raises ValueError over zero tokens, where a mean would be nan."""
-        if not self.num_tokens:
-            raise ValueError(
-                f"no target counts (all are IGNORE_INDEX={IGNORE_INDEX}), so there is no mean "
-                "loss. If other ranks have tokens, divide `total` by the number of tokens over "
-                "all ranks."
-            )
-        return self.total / self.num_tokens
-
-
-def token_loss(logits: Tensor, targets: Tensor) -> TokenLoss:
-    """Cross entropy of logits [..., V] against targets [...] int64, except where these are
-    IGNORE_INDEX. Over zero tokens `total` is 0, with zero gradients."""
-    total = functional.cross_entropy(
-        at_least_float32(logits).flatten(0, -2),
-        targets.flatten(),
-        ignore_index=IGNORE_INDEX,
-        reduction="sum",
-    )
-    return TokenLoss(total, (targets != IGNORE_INDEX).sum())
-
-
-@torch.no_grad()
-def generate(
-    model: GPT, tokens: Tensor, max_new_tokens: int, *, temperature: float = 1.0, seed: int = 0
-) -> Tensor:
-    """Continue tokens [S] or [B, S] by sampling, the whole window through the model each time.
-
-    temperature: 0 takes the likeliest token. Returns the same with max_new_tokens more, int64.
-    """
-    if not tokens.shape[-1]:
-        raise ValueError("tokens are empty: give at least one token to continue.")
-    if temperature < 0:
-        raise ValueError(f"temperature is {temperature}: give 0 for the likeliest token, or more.")
-    was_training = model.training
-    model.eval()
-    generator = torch.Generator(tokens.device).manual_seed(seed)
-    batch = tokens.long().reshape(-1, tokens.shape[-1])  # [B, S]
-    for _ in range(max_new_tokens):
-        logits = model(batch[:, -model.config.seq_len :])[:, -1]  # [B, V]
-        if temperature == 0:
-            new = logits.argmax(-1, keepdim=True)  # [B, 1]
-        else:
-            probabilities = (at_least_float32(logits) / temperature).softmax(-1)
-            new = torch.multinomial(probabilities, 1, generator=generator)
-        batch = torch.cat([batch, new], dim=1)
-    model.train(was_training)
-    return batch.reshape(*tokens.shape[:-1], -1)
-
-
-def at_least_float32(x: Tensor) -> Tensor:
-    """bf16 and fp16 become float32, float64 stays: exponentials and their sums need the digits."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+# --- what only the calculators know ------------------------------------------------------------
 
 
 def _refuse_what_only_calculators_know(config: ModelConfig):
@@ -468,9 +339,8 @@ def _refuse_what_only_calculators_know(config: ModelConfig):
             "calculators know it. Give kv_lora_rank=0; few num_kv_heads also save key/value memory."
         )
     for field, works in (
-        ("positions", ("rotary", "learned")),
-        ("qk_norm", (False,)),
-        ("embedding_norm", (False,)),
+        *OURS.items(),
+        ("d_shared", (config.num_shared_experts * config.d_expert,)),
     ):
         if getattr(config, field) not in works:
             raise ValueError(

@@ -4,33 +4,33 @@ Each is linear, so its backward is its transpose, and the transpose of a communi
 one: the seven form conjugate pairs. Each backward below *is* the call of its partner.
 
     forward          what goes in          what comes out        backward
-    copy             x, alike on all       a copy for each       reduce
-    reduce           a summand of each     their sum, alike      copy
-    split            x, alike on all       a chunk of it         gather
-    gather           a chunk of each       all of it, alike      split
+    copy             x, alike on all       a copy for each       all_reduce
+    all_reduce       a summand of each     their sum, alike      copy
+    split            x, alike on all       a chunk of it         join
+    join             a chunk of each       all of it, alike      split
     all_gather       a chunk of each       a copy for each       reduce_scatter
     reduce_scatter   a summand of each     a chunk of the sum    all_gather
     all_to_all       chunks for all        chunks from all       all_to_all, the other way round
 
 "Alike": the ranks hold one tensor together, and go on to compute the same with it, so its gradient
 is alike, too. "A copy for each": they hold the same numbers but will use them differently, so their
-gradients differ and have to be added. That is all that distinguishes `gather` from `all_gather`
-(their forwards are the same). Two identities follow: copy is all_gather after split, and reduce is
-gather after reduce_scatter. Sequence parallelism is nothing but these two (lesson 10).
+gradients differ and have to be added. That is all that distinguishes `join` from `all_gather`
+(their forwards are the same). Two identities follow: copy is all_gather after split, and
+all_reduce is join after reduce_scatter. Sequence parallelism is nothing but these two (lesson 10).
 
 The papers name pairs by letters, and not alike:
 
     paper                                        letter   forward          backward
-    Shoeybi et al. 2019, section 3, figure 3     f        copy             reduce
-                                                 g        reduce           copy
-    Korthikanti et al. 2022, section 4.2.1       f        copy             reduce
-                                                 f̄        reduce           copy
+    Shoeybi et al. 2019, section 3, figure 3     f        copy             all_reduce
+                                                 g        all_reduce       copy
+    Korthikanti et al. 2022, section 4.2.1       f        copy             all_reduce
+                                                 f̄        all_reduce       copy
       the same, section 4.2.2                    g        all_gather       reduce_scatter
                                                  ḡ        reduce_scatter   all_gather
 
 Like all collectives they are called by all ranks of the group, with the same shapes, and return
 new tensors. They must never write into x: autograd may have saved it for someone else's backward.
-(`copy` sends nothing forward, `reduce` nothing backward; they hand on the memory that they got.)
+(`copy` sends nothing forward, `all_reduce` nothing backward; they hand on the memory they got.)
 """
 
 from __future__ import annotations
@@ -39,35 +39,36 @@ import torch
 from torch import Tensor
 
 from . import collectives
+from .divides import check_divides
 
 
 def copy(x: Tensor, group, *, algorithm: str = "auto") -> Tensor:
-    """x as it is, from here on used by each rank in its own way; backward: `reduce`.
+    """x as it is, from here on used by each rank in its own way; backward: `all_reduce`.
 
     algorithm: of the all-reduce in backward, see `collectives.all_reduce`.
     """
     return Copy.apply(x, group, algorithm)
 
 
-def reduce(x: Tensor, group, *, algorithm: str = "auto") -> Tensor:
+def all_reduce(x: Tensor, group, *, algorithm: str = "auto") -> Tensor:
     """The sum of all ranks' x, bit-identical on all of them; backward: `copy`."""
-    return Reduce.apply(x, group, algorithm)
+    return AllReduce.apply(x, group, algorithm)
 
 
 def split(x: Tensor, group, *, dim: int) -> Tensor:
-    """This rank's chunk of x, which is alike on all ranks; backward: `gather`.
+    """This rank's chunk of x, which is alike on all ranks; backward: `join`.
 
     [..., L, ...] -> [..., L/n, ...] at `dim`. Raises ValueError if n does not divide L.
     """
     return Split.apply(x, group, dim)
 
 
-def gather(x: Tensor, group, *, dim: int) -> Tensor:
+def join(x: Tensor, group, *, dim: int) -> Tensor:
     """All ranks' chunks in rank order, for a use that is alike on all ranks; backward: `split`.
 
     [..., L/n, ...] -> [..., L, ...] at `dim`.
     """
-    return Gather.apply(x, group, dim)
+    return Join.apply(x, group, dim)
 
 
 def all_gather(x: Tensor, group, *, dim: int) -> Tensor:
@@ -100,7 +101,8 @@ def all_to_all(
     divide the rows.
     """
     if input_splits is None:
-        check_divides(x, 0, group)  # uneven parts would come back by other splits than they went
+        # uneven parts would come back by other splits than they went
+        check_divides(group.size(), len(x), "x.shape[0]")
     return AllToAll.apply(x, group, input_splits, output_splits)
 
 
@@ -112,10 +114,10 @@ class Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return reduce(dy, ctx.group, algorithm=ctx.algorithm), None, None
+        return all_reduce(dy, ctx.group, algorithm=ctx.algorithm), None, None
 
 
-class Reduce(torch.autograd.Function):
+class AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group, algorithm):
         ctx.group, ctx.algorithm = group, algorithm
@@ -129,16 +131,16 @@ class Reduce(torch.autograd.Function):
 class Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group, dim):
-        check_divides(x, dim, group)
+        check_divides(group.size(), x.shape[dim], f"x.shape[{dim}]")
         ctx.group, ctx.dim = group, dim
         return x.chunk(group.size(), dim)[group.rank()].clone()  # a view would keep all of x alive
 
     @staticmethod
     def backward(ctx, dy):
-        return gather(dy, ctx.group, dim=ctx.dim), None, None
+        return join(dy, ctx.group, dim=ctx.dim), None, None
 
 
-class Gather(torch.autograd.Function):
+class Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group, dim):
         ctx.group, ctx.dim = group, dim
@@ -149,7 +151,7 @@ class Gather(torch.autograd.Function):
         return split(dy, ctx.group, dim=ctx.dim), None, None
 
 
-class AllGather(Gather):
+class AllGather(Join):
     @staticmethod
     def backward(ctx, dy):
         return reduce_scatter(dy, ctx.group, dim=ctx.dim), None, None
@@ -158,7 +160,7 @@ class AllGather(Gather):
 class ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group, dim):
-        check_divides(x, dim, group)
+        check_divides(group.size(), x.shape[dim], f"x.shape[{dim}]")
         ctx.group, ctx.dim = group, dim
         return in_rows(collectives.reduce_scatter(x, group, dim=dim))
 
@@ -183,12 +185,3 @@ def in_rows(x: Tensor) -> Tensor:
     """Collectives work along dim 0, so what they return for another dim is a view. Left so, each
     matmul that follows would copy it, and autograd keep every copy."""
     return x.contiguous()
-
-
-def check_divides(x: Tensor, dim: int, group) -> None:
-    """All ranks find out alike, so that none is left waiting."""
-    if x.shape[dim] % group.size():
-        raise ValueError(
-            f"the group's {group.size()} ranks must divide dim {dim} of a tensor of shape "
-            f"{list(x.shape)}, and {group.size()} does not divide {x.shape[dim]}"
-        )

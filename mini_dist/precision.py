@@ -15,9 +15,13 @@ weight would not feel a small update.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
+from .collectives import all_reduce
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -52,6 +56,33 @@ class LossScaler:
         self.good_steps += 1
         if self.good_steps == self.growth_interval:
             self.scale, self.good_steps = self.scale * self.factor, 0
+
+
+def scaled_step(
+    parameters: Iterable[Tensor], optimizer, scaler: LossScaler, max_norm: float, group
+) -> None:
+    """The end of a step in float16: average, unscale and clip the gradients, and step; or skip it,
+    on all ranks alike, where one of them has overflowed.
+
+    In each `.grad` is this rank's gradient of its loss times scaler.scale, which is the same on all
+    ranks. An inf or nan of one rank is in the mean of all, so they agree without another message.
+    The idea alone (Micikevicius et al. 2018, section 3.2); train.update does it for any strategy.
+    """
+    parameters = list(parameters)
+    for parameter in parameters:
+        parameter.grad = all_reduce(parameter.grad, group, op="mean") / scaler.scale
+    norm = torch.cat([parameter.grad.flatten() for parameter in parameters]).norm()
+    if not norm.isfinite():
+        scaler.scale /= scaler.factor
+        scaler.good_steps = 0
+        return
+    for parameter in parameters:
+        parameter.grad *= (max_norm / norm).clamp(max=1)
+    optimizer.step()
+    scaler.good_steps += 1
+    if scaler.good_steps == scaler.growth_interval:
+        scaler.scale *= scaler.factor
+        scaler.good_steps = 0
 
 
 @dataclass(frozen=True)

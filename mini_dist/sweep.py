@@ -7,6 +7,7 @@ One case after the other, since two at a time would falsify each other's timings
 under --out: the executed notebook, and the lab's result.json and figures. A sweep that was
 interrupted goes on where it stopped when it is started again: what is done is not run again unless
 its notebook or its parameters changed (or --fresh is given: nobody looks for changes in a library).
+A record that cannot be read is named, and its case runs again.
 
 Exit status: 0 if all cases are done, 1 if any failed, 2 if the sweep cannot be, 130 if interrupted.
 """
@@ -14,12 +15,12 @@ Exit status: 0 if all cases are done, 1 if any failed, 2 if the sweep cannot be,
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import hashlib
 import itertools
 import json
 import logging
-import shutil
 import signal
 import sys
 import tempfile
@@ -32,6 +33,26 @@ from urllib.parse import quote
 
 from .lab import FOLDER
 from .ledger.table import Table
+
+NOTEBOOK, CASE, RESULT = WRITTEN = "notebook.ipynb", "case.json", "result.json"
+
+
+class Unreadable(ValueError):
+    """A case.json or result.json that nobody can have written whole; the message names the file."""
+
+
+def read_record(path: Path, **fields: type | tuple[type, ...]) -> dict[str, Any]:
+    """The JSON object in a file, with these fields of these types; Unreadable if it is not one."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, or no UTF-8
+        raise Unreadable(f"{path} cannot be read ({error})") from None
+    for name, kind in fields.items():
+        if not isinstance(record, dict) or not isinstance(record.get(name), kind):
+            raise Unreadable(f"{path} has no {name}")
+    return record
 
 
 @dataclass
@@ -49,35 +70,41 @@ class Case:
 
     @property
     def notebook(self) -> Path:
-        return self.folder / "notebook.ipynb"
+        return self.folder / NOTEBOOK
 
     def recall(self) -> None:
-        """Take over what an earlier sweep found, if it ran this very case to its end."""
-        try:
-            record = json.loads((self.folder / "case.json").read_text(encoding="utf-8"))
-        except (FileNotFoundError, json.JSONDecodeError):
-            return
-        if record["fingerprint"] == self.fingerprint:
-            self.status, self.seconds = "done", record["seconds"]
-            self.read_result()
+        """Take over what an earlier sweep found, if it ran this very case to its end.
+
+        Raises Unreadable for a file that is not as a sweep or a lab leaves it.
+        """
+        with contextlib.suppress(FileNotFoundError):  # never run to its end
+            record = read_record(self.folder / CASE, fingerprint=str, seconds=(int, float))
+            if record["fingerprint"] == self.fingerprint:
+                self.read_result()
+                self.status, self.seconds = "done", record["seconds"]
 
     def read_result(self) -> None:
-        path = self.folder / "result.json"
-        if path.exists():
-            self.result = json.loads(path.read_text(encoding="utf-8"))["result"]
+        with contextlib.suppress(FileNotFoundError):  # not every notebook writes one
+            self.result = read_record(self.folder / RESULT, result=dict)["result"]
 
     def run(self, notebook: Path, timeout: float) -> None:
         """Execute the notebook in a kernel of its own. Failures end up in `error`."""
-        shutil.rmtree(self.folder, ignore_errors=True)  # of an earlier attempt
-        self.folder.mkdir(parents=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name in WRITTEN:  # by an earlier attempt; what else lies there may be somebody's notes
+            path = self.folder / name
+            path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
         start = time.monotonic()
         self.error = execute(notebook, self.notebook, {**self.where, **self.parameters}, timeout)
         self.seconds = round(time.monotonic() - start, 2)
+        if not self.error:
+            try:
+                self.read_result()
+            except Unreadable as error:
+                self.error = str(error)
         self.status = "failed" if self.error else "done"
         if not self.error:
-            self.read_result()
             record = {"fingerprint": self.fingerprint, "seconds": self.seconds}
-            (self.folder / "case.json").write_text(json.dumps(record), encoding="utf-8")
+            (self.folder / CASE).write_text(json.dumps(record), encoding="utf-8")
 
 
 def execute(notebook: Path, output: Path, parameters: dict, timeout: float) -> str:
@@ -262,7 +289,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))  # exit status 2
     if not options.fresh:
         for case in cases:
-            case.recall()
+            try:
+                case.recall()
+            except Unreadable as error:
+                print(f"{error}: its case runs again")
     return run(cases, options.notebook, list(swept), out, options.timeout)
 
 

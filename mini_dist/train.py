@@ -5,7 +5,7 @@
         done = train_step(model, optimizer, split(inputs, targets, 4), max_norm=1.0)
         print(done.loss)
 
-`model` is a plain GPT, or whatever a strategy has made of it (see replicas.Replica). A strategy
+`model` is a plain GPT, or whatever a strategy has made of it (see trainable.Trainable). A strategy
 that has an order of its own for forward and backward, as a pipeline does, takes `update` from here.
 """
 
@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from .collectives import all_reduce
 from .grad_norm import clip_
-from .model import IGNORE_INDEX, TokenLoss, token_loss
+from .loss import IGNORE_INDEX, TokenLoss, token_loss
 from .precision import FULL, LossScaler, Precision
-from .replicas import Replica
+from .trainable import Trainable
 
 
 class Step(NamedTuple):
@@ -49,39 +49,40 @@ def train_step(
         a TokenLoss, where it is not the next token's.
     Raises ValueError if no target of any rank counts.
     """
-    replica = model if isinstance(model, Replica) else Replica(model)
+    if not isinstance(model, Trainable):
+        model = Trainable(model)
     micro_batches = list(micro_batches)
-    tokens = over_ranks(replica, count_tokens(micro_batches))
+    tokens = over_ranks(model, count_tokens(micro_batches))
     if not tokens:
         raise ValueError(f"no target of any rank counts: all are IGNORE_INDEX={IGNORE_INDEX}")
-    replica.zero_grad()
-    total = accumulate(replica, micro_batches, tokens, precision, loss or next_token_loss)
-    norm, skipped = update(replica, optimizer, max_norm, precision.scaler)
-    return Step(over_ranks(replica, total) / tokens, norm, skipped)
+    model.zero_grad()
+    total = accumulate(model, micro_batches, tokens, precision, loss or next_token_loss)
+    norm, skipped = update(model, optimizer, max_norm, precision.scaler)
+    return Step(over_ranks(model, total) / tokens, norm, skipped)
 
 
-def accumulate(replica, micro_batches, tokens, precision, loss) -> Tensor:
+def accumulate(model, micro_batches, tokens, precision, loss) -> Tensor:
     """Add up the gradients of all micro-batches; returns the loss, summed over their tokens.
 
     Strategies leave the *mean* of the ranks' gradients. Times n that is their sum, and divided by
     the tokens of all ranks the gradient of the whole batch's mean, however tokens are spread.
     """
-    size = 1 if replica.group is None else replica.group.size()
+    size = 1 if model.group is None else model.group.size()
     share = precision.scale * size / int(tokens)  # (by a tensor: rounded to float32)
-    parameter = next(replica.parameters())
+    parameter = next(model.parameters())
     total = torch.zeros((), dtype=torch.promote_types(parameter.dtype, torch.float32))
     for number, (inputs, targets) in enumerate(micro_batches):
         is_last = number == len(micro_batches) - 1
-        with nullcontext() if is_last else replica.no_sync():
+        with nullcontext() if is_last else model.no_sync():
             with precision.autocast(inputs.device.type):
-                summed = loss(replica, inputs, targets).total
+                summed = loss(model, inputs, targets).total
             (share * summed).backward()
         total = total + summed.detach().cpu()
     return total
 
 
 def update(
-    replica: Replica,
+    model: Trainable,
     optimizer: torch.optim.Optimizer,
     max_norm: float | None = None,
     scaler: LossScaler | None = None,
@@ -91,21 +92,21 @@ def update(
     One element that overflowed on one rank makes the norm of the whole infinite or nan on all of
     them. So the ranks agree on skipping a step without another word.
     """
-    replica.finish()
+    model.finish()
     norm = None
     if scaler or max_norm is not None:
-        norm = replica.grad_norm()
+        norm = model.grad_norm()
     if scaler:
         norm = norm / scaler.scale
-        unscale_(replica.trained(), scaler.scale)
+        unscale_(model.tensors_to_step(), scaler.scale)
         overflowed = not norm.isfinite()
         scaler.adjust(overflowed)
         if overflowed:
             return norm, True
     if max_norm is not None:
-        clip_(replica.trained(), norm, max_norm)
+        clip_(model.tensors_to_step(), norm, max_norm)
     optimizer.step()
-    replica.share()
+    model.refresh_parameters()
     return norm, False
 
 
@@ -124,12 +125,12 @@ def count_tokens(micro_batches) -> Tensor:
     return torch.tensor(sum(int((targets != IGNORE_INDEX).sum()) for _, targets in micro_batches))
 
 
-def over_ranks(replica: Replica, value: Tensor) -> Tensor:
+def over_ranks(model: Trainable, value: Tensor) -> Tensor:
     """The sum over the ranks that share the batch."""
-    if replica.group is None:
+    if model.group is None:
         return value
-    device = next(replica.parameters()).device  # NCCL carries nothing that is on the CPU
-    return all_reduce(value.to(device), replica.group).cpu()
+    device = next(model.parameters()).device  # NCCL carries nothing that is on the CPU
+    return all_reduce(value.to(device), model.group).cpu()
 
 
 def unscale_(parameters: Iterable[Tensor], scale: float) -> None:

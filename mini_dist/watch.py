@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .launch import Run, launch
+from .ranks.launch import Run, launch
 
 BITS = 3  # a term: two equal ones still show as a 2, instead of looking like another term
 

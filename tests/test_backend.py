@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mini_dist import GPT, ModelConfig, launch, ring_all_reduce
+from mini_dist import GPT, ModelConfig, launch
 from mini_dist.backend import own_backend
-from mini_dist.model import token_loss
+from mini_dist.collectives import ring_all_reduce
+from mini_dist.loss import token_loss
 
 CONFIG = ModelConfig(d_model=16, num_layers=2, num_heads=2, seq_len=8)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mini_dist import RankError, collectives, launch
-from mini_dist.calculators import links
+from mini_dist.calculators import costs
 from mini_dist.collectives.messages import Members
 from mini_dist.mesh import Mesh
 
@@ -20,6 +20,7 @@ ALL_REDUCE = ("star", "stars", "tree", "ring", "pipelined_ring", "doubling", "ha
 ALL_GATHER = ("ring", "doubling")
 REDUCE_SCATTER = ("ring", "halving")
 ROOTED = ("star", "tree")
+OPS = ("sum", "max", "min", "product")
 
 
 def divisors(size):
@@ -57,7 +58,7 @@ def all_reduce_in_every_way(x, group, op="sum", small_pieces=True):
         )
     for roots in range(1, group.size() + 1) if op != "mean" else ():
         results[f"stars, {roots} roots"] = collectives.stars_all_reduce(x, group, op, roots)
-    if small_pieces and op != "mean":
+    if small_pieces:
         small = collectives.pipelined_ring_all_reduce(x, group, op, piece_bytes=256)
         results["pipelined_ring in small pieces"] = small
         here = x.detach().clone(memory_format=torch.contiguous_format)
@@ -72,7 +73,12 @@ def all_reduce_in_every_way(x, group, op="sum", small_pieces=True):
 @pytest.mark.parametrize("size", SIZES)
 def test_all_reduce_equals_torch_exactly_for_integers(size):
     def job(group):
-        native = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+        native = {
+            "sum": dist.ReduceOp.SUM,
+            "max": dist.ReduceOp.MAX,
+            "min": dist.ReduceOp.MIN,
+            "product": dist.ReduceOp.PRODUCT,
+        }
         results = []
         for length in LENGTHS:
             for op in native if length == 841 else ["sum"]:
@@ -96,7 +102,7 @@ def test_reduce_scatter_leaves_chunk_r_on_rank_r_and_all_gather_puts_them_togeth
         for length in LENGTHS:
             x = values(group.rank(), length, torch.int64, 2)
             sizes = collectives.split_sizes(length, size)
-            for op in ("sum", "max", "min") if length == 841 else ["sum"]:
+            for op in OPS if length == 841 else ["sum"]:
                 for way in REDUCE_SCATTER:
                     chunk = collectives.reduce_scatter(x, group, op, algorithm=way)
                     for way in ALL_GATHER:
@@ -139,6 +145,7 @@ def test_broadcast_reduce_and_scatter_know_every_root(size):
                         collectives.broadcast(x, root, group, algorithm=way),
                         collectives.reduce(x, root, group, "sum", way),
                         collectives.reduce(x, root, group, "max", way),
+                        collectives.reduce(x, root, group, "product", way),
                         collectives.scatter(x, root, group),
                     )
                 )
@@ -146,14 +153,38 @@ def test_broadcast_reduce_and_scatter_know_every_root(size):
 
     everyone = every_rank(size, 11)
     for rank, results in enumerate(launch(job, size).results):
-        for root, copy, total, largest, part in results:
+        for root, copy, total, largest, product, part in results:
             assert torch.equal(copy, everyone[root])
             assert torch.equal(part, everyone[root].tensor_split(size)[rank])
             if rank == root:
                 assert torch.equal(total, in_order("sum", everyone))
                 assert torch.equal(largest, in_order("max", everyone))
+                assert torch.equal(product, in_order("product", everyone))
             else:
-                assert total is None and largest is None
+                assert total is None and largest is None and product is None
+
+
+PRODUCT_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.bool)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_product_is_the_same_to_the_last_bit_on_all_ranks_and_close_to_the_exact_one(size):
+    """Complex ones, too, where a b and b a may round differently; of truth values it is "all"."""
+
+    def job(group):
+        everything = [values(group.rank(), 97, dtype) for dtype in PRODUCT_TYPES]
+        return [all_reduce_in_every_way(x, group, "product") for x in everything]
+
+    ranks = launch(job, size).results
+    for number, dtype in enumerate(PRODUCT_TYPES):
+        everyone = every_rank(size, 97, dtype)
+        exact = functools.reduce(torch.mul, [x.to(torch.complex128) for x in everyone])
+        rounding = 0 if dtype == torch.bool else 4 * size * torch.finfo(dtype).eps * exact.abs()
+        for way in ranks[0][number]:
+            results = [rank[number][way] for rank in ranks]
+            assert all_same(results), (way, dtype)
+            assert results[0].dtype == dtype
+            assert ((results[0].to(torch.complex128) - exact).abs() <= rounding).all(), (way, dtype)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -473,11 +504,11 @@ NO_ITEMSIZE = {"broadcast", "reduce"}
 
 
 def formula(op, nbytes, size, **more):
-    """What calculators.links says of `op` on int32."""
+    """What calculators.costs says of `op` on int32."""
     name, algorithm = FORMULAS[op]
     if name not in NO_ITEMSIZE:
         more["itemsize"] = 4
-    return getattr(links, name)(nbytes, size, algorithm, **more)
+    return getattr(costs, name)(nbytes, size, algorithm, **more)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -551,7 +582,7 @@ def test_all_to_all_sends_exactly_its_splits():
     ]
     run = launch(job, 4)
     assert run.ledger.traffic() == traffic
-    theory = links.all_to_all(0, 4, splits=splits)
+    theory = costs.all_to_all(0, 4, splits=splits)
     assert theory.sent == tuple(map(sum, traffic))
     assert rounds(run, calls_of(run, "all_to_all")[0]) == theory.rounds
 

@@ -25,17 +25,33 @@ from mini_dist.context_parallel import (
     run_ring_emulated,
     shard,
     share_of_mean,
+    striped,
     sum_gradients,
     ulysses_attention,
     unshard,
     zigzag,
 )
 from mini_dist.context_parallel.placement import block_of
-from mini_dist.model import IGNORE_INDEX, explicit_attention, token_loss
+from mini_dist.loss import IGNORE_INDEX, token_loss
+from mini_dist.model import explicit_attention
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that no rank imports pytest
 
-PLACEMENTS = {"contiguous": contiguous, "zigzag": zigzag}
+
+def shuffled(seq_len, size, seed=0):
+    """Any table at all: tokens dealt out at random, on each rank in random order."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randperm(seq_len, generator=generator).view(size, -1)
+
+
+PLACEMENTS = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
+TABLES = {**PLACEMENTS, "shuffled": shuffled}  # the last is not in the library
+
+
+def register_shuffled():
+    from mini_dist.context_parallel import PLACEMENTS  # the ranks' own, not the test's
+
+    PLACEMENTS["shuffled"] = shuffled
 
 
 def close(ours, theirs, atol=1e-12):
@@ -96,6 +112,28 @@ def test_kernels_and_their_backward_equal_the_formula(kernel, causal):
         close(gradient, tensor.grad)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernels_take_any_staircase(kernel):
+    """Each query sees the first so many keys, not fewer than the one before: over tiles' borders,
+    fewer and more keys than queries."""
+    for keys in (150, 200, 300):
+        sees = torch.randint(1, keys + 1, (200,), generator=torch.Generator().manual_seed(keys))
+        sees = sees.sort().values
+        q = random(2, 4, 200, 8).requires_grad_()
+        k, v = (random(2, 2, keys, 8, seed=seed).requires_grad_() for seed in (1, 2))
+        allowed = torch.arange(keys) < sees[:, None]
+        attention = torch.nn.functional.scaled_dot_product_attention
+        expected = attention(q, k, v, attn_mask=allowed, enable_gqa=True)
+        d_out = random(2, 4, 200, 8, seed=9)
+        expected.backward(d_out)
+        with torch.no_grad():
+            out, lse = KERNELS[kernel].forward(q, k, v, sees)
+            close(out, expected)
+            gradients = KERNELS[kernel].backward(d_out, q, k, v, out, lse, sees)
+        for gradient, tensor in zip(gradients, (q, k, v)):
+            close(gradient, tensor.grad)
+
+
 def test_bfloat16_is_merged_in_float32():
     q, k, v = (random(1, 2, 64, 8, seed=s, dtype=torch.bfloat16) for s in range(3))
     for kernel in KERNELS.values():
@@ -109,23 +147,81 @@ def test_placements_by_hand():
     assert contiguous(8, 2).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert zigzag(8, 2).tolist() == [[0, 1, 6, 7], [2, 3, 4, 5]]
     assert zigzag(8, 4).tolist() == [[0, 7], [1, 6], [2, 5], [3, 4]]
+    assert striped(8, 2).tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert striped(6, 3).tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def pairs_of(block, length):
+    """The pairs of query and key that a block stands for, as a mask [length, length]."""
+    computed = torch.zeros(length, length, dtype=torch.bool)
+    if block is None:
+        return computed
+    rows, columns = torch.arange(length)[block.queries], torch.arange(length)[block.keys]
+    inside = torch.ones(len(rows), len(columns), dtype=torch.bool)
+    if isinstance(block.causal, torch.Tensor):
+        assert block.causal.min() > 0  # no query without a key
+        inside = torch.arange(len(columns)) < block.causal[:, None]
+    elif block.causal:
+        assert len(rows) == len(columns)
+        inside = inside.tril()
+    computed[rows[:, None], columns] = inside
+    return computed
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", [*PLACEMENTS, 0, 1, 2])
 def test_blocks_hold_what_may_be_seen_and_nothing_else(placement, size):
-    """Against the mask, entry by entry: what is inside a block is allowed, what is outside not."""
-    positions = PLACEMENTS[placement](48, size)
-    for rank in range(size):
-        for source in range(size):
-            allowed = positions[rank][:, None] >= positions[source][None, :]
-            computed = torch.zeros_like(allowed)
-            block = block_of(positions, rank, source)
-            if block:
-                inside = computed[block.queries, block.keys]
-                inside |= torch.ones_like(inside).tril() if block.causal else True
-                assert block.num_scores() == computed.sum()
-            assert torch.equal(computed, allowed)
+    """Against the mask, entry by entry: what is inside a block is allowed, what is outside not. In
+    any table: the numbers are seeds of random ones."""
+    random_table = isinstance(placement, int)
+    positions = shuffled(48, size, placement) if random_table else PLACEMENTS[placement](48, size)
+    for causal in (True, False):
+        counts = num_scores(positions, causal)
+        for rank in range(size):
+            for source in range(size):
+                allowed = positions[rank][:, None] >= positions[source][None, :]
+                allowed |= not causal
+                block = block_of(positions, rank, source, causal)
+                assert torch.equal(pairs_of(block, 48 // size), allowed)
+                assert (block.num_scores() if block else 0) == allowed.sum()
+                assert counts[rank][(rank - source) % size] == allowed.sum()
+
+
+def test_a_rank_may_hold_its_tokens_in_any_order():
+    """The same sets of tokens as in zig-zag, backwards on each rank: the same counts of scores."""
+    backwards = zigzag(48, 4).flip(1)
+    assert num_scores(backwards) == num_scores(zigzag(48, 4))
+    assert block_of(backwards, 1, 0).queries.tolist() == list(range(11, -1, -1))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_the_built_in_placements_need_no_mask_and_no_index(size):
+    """Rectangles and triangles, cut out by slices: what is fast."""
+    for placement in PLACEMENTS.values():
+        positions = placement(48, size)
+        for rank in range(size):
+            for source in range(size):
+                block = block_of(positions, rank, source)
+                if block:
+                    assert isinstance(block.queries, slice) and isinstance(block.keys, slice)
+                    assert isinstance(block.causal, bool)
+                    one_token = block.num_scores() == 1
+                    is_triangle = placement is striped or rank == source
+                    assert block.causal == is_triangle or one_token
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_striped_pieces_differ_by_the_diagonal_alone(size):
+    """A triangle in every step, with its diagonal where the keys' rank is not after ours."""
+    piece = 48 // size
+    with_diagonal = piece * (piece + 1) // 2
+    expected = [
+        [with_diagonal - (piece if step > rank else 0) for step in range(size)]
+        for rank in range(size)
+    ]
+    assert num_scores(striped(48, size)) == expected
+    assert sum(map(sum, expected)) == 48 * 49 // 2
+    assert num_scores(striped(16, 4))[0] == [10, 6, 6, 6]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
@@ -157,9 +253,13 @@ def count_scores(placement, form, group):
 
     def counting(q, k, v, causal):
         rows, columns = q.shape[-2], k.shape[-2]
-        calls.append(rows * (rows + 1) // 2 if causal else rows * columns)
+        if isinstance(causal, torch.Tensor):
+            calls.append(int(causal.sum()))
+        else:
+            calls.append(rows * (rows + 1) // 2 if causal else rows * columns)
         return KERNELS["fused"].forward(q, k, v, causal)
 
+    register_shuffled()
     KERNELS["counting"] = Kernel(counting, None)
     q = k = v = torch.randn(1, 2, 12, 4)
     FORMS[form](q, k, v, group, placement=placement, kernel="counting")
@@ -167,10 +267,10 @@ def count_scores(placement, form, group):
 
 
 @pytest.mark.parametrize("form", ["ring", "all_gather"])
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", TABLES)
 def test_what_a_run_computes_is_what_num_scores_says(placement, form):
     counted = launch(count_scores, 4, (placement, form)).results
-    expected = num_scores(PLACEMENTS[placement](48, 4))
+    expected = num_scores(TABLES[placement](48, 4))
     assert counted == [[scores for scores in row if scores] for row in expected]
     if placement == "zigzag":
         assert all(row == counted[0] and len(row) == 4 for row in counted)
@@ -182,10 +282,10 @@ B, N, K, S, H = 2, 8, 4, 24, 4
 WAYS = [
     (form, placement, {"kernel": kernel})
     for form in ("ring", "all_gather")
-    for placement in PLACEMENTS
+    for placement in TABLES
     for kernel in KERNELS
 ]
-WAYS += [("ulysses", placement, {}) for placement in PLACEMENTS]
+WAYS += [("ulysses", placement, {}) for placement in TABLES]
 
 
 def whole(kv_heads=K):
@@ -196,6 +296,7 @@ def whole(kv_heads=K):
 
 def cut_attention(ways, kv_heads, causal, group):
     """Output and gradients of q, k and v, whole again, for each way."""
+    register_shuffled()
     results = []
     for form, placement, options in ways:
         q, k, v, d_out = (shard(x, group, placement, dim=2) for x in whole(kv_heads))
@@ -224,30 +325,37 @@ def test_cut_attention_and_its_gradients_equal_one_process(size, kv_heads, causa
 
 def test_three_ranks_and_multi_query_work_in_the_ring():
     ways = [way for way in WAYS if way[0] != "ulysses"]
-    q, k, v, _ = whole(1)
-    expected = explicit_attention(q, k, v)
-    for results in launch(cut_attention, 3, (ways, 1, True)).results:
-        for out, *_ in results:
-            close(out, expected)
-
-
-def in_bfloat16(form, kernel, group):
-    q, k, v, d_out = (shard(x, group, dim=2).bfloat16() for x in whole())
+    q, k, v, d_out = whole(1)
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    out = FORMS[form](*inputs, group, placement="zigzag", kernel=kernel)
+    out = explicit_attention(*inputs)
     out.backward(d_out)
-    return [unshard(t.detach(), group, dim=2) for t in (out, *(x.grad for x in inputs))]
+    expected = [out.detach(), *(x.grad for x in inputs)]
+    for results in launch(cut_attention, 3, (ways, 1, True)).results:
+        for way, result in zip(ways, results):
+            for ours, theirs in zip(result, expected):
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12, msg=str(way))
+
+
+def in_bfloat16(form, kernel, placement, group):
+    register_shuffled()
+    q, k, v, d_out = (shard(x, group, placement, dim=2).bfloat16() for x in whole())
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = FORMS[form](*inputs, group, placement=placement, kernel=kernel)
+    out.backward(d_out)
+    gradients = [x.grad for x in inputs]
+    return [unshard(t.detach(), group, placement, dim=2) for t in (out, *gradients)]
 
 
 @pytest.mark.parametrize("form", ["ring", "all_gather"])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_bfloat16_in_bfloat16_out_with_its_own_precision(kernel, form):
+@pytest.mark.parametrize("placement", ["zigzag", "shuffled"])
+def test_bfloat16_in_bfloat16_out_with_its_own_precision(placement, kernel, form):
     """Rounding of 2^-8 in inputs and results, and a few sums."""
     q, k, v, d_out = whole()
     inputs = [x.requires_grad_() for x in (q, k, v)]
     out = explicit_attention(*inputs)
     out.backward(d_out)
-    results = launch(in_bfloat16, 4, (form, kernel)).results[0]
+    results = launch(in_bfloat16, 4, (form, kernel, placement)).results[0]
     for ours, theirs in zip(results, (out.detach(), *(x.grad for x in inputs))):
         assert ours.dtype == torch.bfloat16
         assert (ours.double() - theirs).abs().max() < 0.03 * theirs.abs().max()
@@ -386,6 +494,7 @@ WIDE, FEW = 9, 3  # heads of the next runs: keys and values have a size that not
 
 
 def forward_and_backward(form, options, tokens_here, group):
+    register_shuffled()
     q, k, v = (torch.randn(1, heads, tokens_here, 4).requires_grad_() for heads in (WIDE, FEW, FEW))
     group.recorder.phases.set("forward")
     out = FORMS[form](q, k, v, group, **options)
@@ -393,7 +502,7 @@ def forward_and_backward(form, options, tokens_here, group):
     out.backward(torch.ones_like(out))
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("placement", TABLES)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_ring_sends_keys_and_values_cp_minus_1_times_a_pass(size, placement):
     """Forward K and V; backward K and V again, and their gradients, whose home share stays."""
@@ -561,6 +670,10 @@ def test_on_emulated_devices_zigzag_has_no_gap_and_contiguous_waits_for_the_last
     for rank, done in enumerate(emulated("zigzag", 1e-5)):
         assert [interval.name for interval in done] == [(rank - step) % 4 for step in range(4)]
         assert done[-1].end == pytest.approx(sum(steps) * SECONDS_A_SCORE)
+    for rank, done in enumerate(emulated("striped", 1e-5)):
+        # hops arrive step by step from a neighbour that has a diagonal more, or less, to compute
+        work = sum(num_scores(striped(48, 4))[rank])
+        assert done[-1].end == pytest.approx(work * SECONDS_A_SCORE)
     work = [sum(row) for row in num_scores(contiguous(48, 4))]
     ends = [done[-1].end for done in emulated("contiguous", 1e-5)]
     assert ends == pytest.approx([scores * SECONDS_A_SCORE for scores in work])
@@ -579,11 +692,11 @@ def test_on_emulated_devices_a_slow_hop_shows():
 def refused(group):
     size = group.size()
     x = torch.randn(1, 4, 6, 4)
-    with pytest.raises(ValueError, match=r"seq_len=10: cp=4 must divide it.* 8\."):
+    with pytest.raises(ValueError, match="cp=4 must divide seq_len=10: 8 or 12 would do"):
         positions_here(10, group, "contiguous")
-    with pytest.raises(ValueError, match=r"seq_len=12: 2\*cp=8 .* must divide it.* is 16"):
+    with pytest.raises(ValueError, match=r"2\*cp=8 .* must divide seq_len=12: 8 or 16 would"):
         shard(torch.zeros(1, 12), group, "zigzag")
-    with pytest.raises(ValueError, match=r"seq_len=20: 2\*cp=8"):
+    with pytest.raises(ValueError, match=r"2\*cp=8 .* must divide seq_len=20"):
         ring_attention(x[:, :, :5], x[:, :, :5], x[:, :, :5], group)
     with pytest.raises(ValueError, match=r"2 key/value heads .* whole to cp=4 ranks .* cp=2 would"):
         ulysses_attention(x, x[:, :2], x[:, :2], group)
@@ -597,6 +710,12 @@ def refused(group):
             attention(x, torch.cat([x, x], 1), torch.cat([x, x], 1), group)
     with pytest.raises(ValueError, match="placement='zig-zag' is unknown.*'zigzag'"):
         ring_attention(x, x, x, group, placement="zig-zag")
+    from mini_dist.context_parallel import PLACEMENTS
+
+    for wrong in ([[0, 1]], [[0, 1], [1, 2]], [[0, 1], [2, 4]], [[0, 1], [2, -3]]):
+        PLACEMENTS["wrong"] = lambda seq_len, size, table=wrong: torch.tensor(table)
+        with pytest.raises(ValueError, match=r"placement='wrong' gave a table .* of 0\.\.15 once"):
+            positions_here(16, group, "wrong")
     with pytest.raises(ValueError, match="kernel='flash' is unknown.*'fused'"):
         ring_attention(x, x, x, group, kernel="flash")
     with pytest.raises(ValueError, match="form='rings' is unknown"):
@@ -632,3 +751,101 @@ def two_mistakes(group):
         left_behind = unshard(gpt(inputs), group)  # rotary positions 0..S/cp-1 on every rank
         right = gpt(inputs, here)
         return left_behind, token_loss(right, targets).mean()
+
+
+# -- scale, log-sum-exp -----------------------------------------------------------------------
+
+
+def with_scale(ways, scale, return_lse, group):
+    """Output, log-sum-exp and gradients of a loss of both, whole again, for each way."""
+    register_shuffled()
+    results = []
+    for form, placement, options in ways:
+        q, k, v, d_out = (shard(x, group, placement, dim=2) for x in whole())
+        inputs = [x.requires_grad_() for x in (q, k, v)]
+        out = FORMS[form](*inputs, group, placement=placement, scale=scale, **options)
+        lse = None
+        if return_lse:
+            options = {**options, "scale": scale, "return_lse": True, "placement": placement}
+            out, lse = FORMS[form](*inputs, group, **options)
+        loss = (out * d_out).sum()
+        if lse is not None:
+            loss = loss + (lse.sin() * d_out[..., 0]).sum()
+        loss.backward()
+        pieces = [out.detach(), *(x.grad for x in inputs)]
+        pieces += [lse.detach().unsqueeze(-1)] if return_lse else []
+        results.append([unshard(piece, group, placement, dim=2) for piece in pieces])
+    return results
+
+
+def expected_with(scale, return_lse):
+    q, k, v, d_out = whole()
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    keys, values = (x.repeat_interleave(N // K, dim=1) for x in (k, v))
+    scores = q @ keys.mT * (H**-0.5 if scale is None else scale)
+    scores = scores.masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -math.inf)
+    out, lse = scores.softmax(-1) @ values, scores.logsumexp(-1)
+    loss = (out * d_out).sum()
+    if return_lse:
+        loss = loss + (lse.sin() * d_out[..., 0]).sum()
+    loss.backward()
+    pieces = [out.detach(), *(x.grad for x in inputs)]
+    return pieces + ([lse.detach().unsqueeze(-1)] if return_lse else [])
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("scale", [None, 0.2, 1.7])
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_any_scale_and_the_log_sum_exp_with_its_gradient(size, scale, return_lse):
+    """In all forms and kernels; Ulysses has no log-sum-exp, torch's attention keeps it."""
+    ways = [
+        way
+        for way in WAYS
+        if not (way[0] == "ulysses" and (return_lse or K % size))
+        if not (way[1] == "zigzag" and S % (2 * size))
+    ]
+    expected = expected_with(scale, return_lse)
+    assert len(expected) == 4 + return_lse
+    for results in launch(with_scale, size, (ways, scale, return_lse)).results:
+        for way, result in zip(ways, results, strict=True):
+            for ours, theirs in zip(result, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11, msg=str(way))
+
+
+def merged_with_more(group):
+    """Attention to a second text beside the first, as if there were one row of scores."""
+    q, k, v, d_out = (shard(x, group, dim=2) for x in whole())
+    more_k, more_v = random(B, N, 5, H, seed=7), random(B, N, 5, H, seed=8)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    here = Partial(*ring_attention(*inputs, group, return_lse=True))
+    scores = q @ more_k.mT * H**-0.5
+    out = merge(here, Partial(scores.softmax(-1) @ more_v, scores.logsumexp(-1))).out
+    out.backward(d_out)
+    return [unshard(x, group, dim=2) for x in (out.detach(), *(x.grad for x in inputs))]
+
+
+def test_what_is_returned_merges_with_attention_to_other_keys():
+    q, k, v, d_out = whole()
+    more_k, more_v = random(B, N, 5, H, seed=7), random(B, N, 5, H, seed=8)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    keys, values = (x.repeat_interleave(N // K, dim=1) for x in (k, v))
+    keys, values = torch.cat([keys, more_k], 2), torch.cat([values, more_v], 2)
+    hidden = torch.cat([torch.ones(S, S).triu(1), torch.zeros(S, 5)], 1).bool()
+    out = (q @ keys.mT * H**-0.5).masked_fill(hidden, -math.inf).softmax(-1) @ values
+    out.backward(d_out)
+    expected = [out.detach(), *(x.grad for x in inputs)]
+    for results in launch(merged_with_more, 4).results:
+        for ours, theirs in zip(results, expected, strict=True):
+            close(ours, theirs)
+
+
+def dtypes_of_lse(group):
+    x = torch.randn(1, 2, 4, 4, dtype=torch.bfloat16, requires_grad=True)
+    found = [FORMS[f](x, x, x, group, return_lse=True)[1] for f in ("ring", "all_gather")]
+    sum(lse.sum() for lse in found).backward()  # of nothing but the log-sum-exp
+    return [lse.dtype for lse in found], [list(lse.shape) for lse in found], x.grad.abs().sum() > 0
+
+
+def test_the_log_sum_exp_is_in_float32_at_least():
+    for result in launch(dtypes_of_lse, 2).results:
+        assert result == ([torch.float32] * 2, [[1, 2, 4]] * 2, True)

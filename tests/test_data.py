@@ -1,10 +1,13 @@
+import hashlib
+
 import numpy as np
 import pytest
 import torch
 
 from mini_dist.config import ModelConfig
 from mini_dist.data import VOCAB_SIZE, Batches, decode, encode, load_text
-from mini_dist.model import GPT, IGNORE_INDEX, token_loss
+from mini_dist.loss import IGNORE_INDEX, token_loss
+from mini_dist.model import GPT
 
 # byte i is i: an input says where in the text it stands
 COUNTING = torch.arange(251, dtype=torch.uint8)  # 250 = 25 samples of 10, and the last target
@@ -186,8 +189,10 @@ def test_decode_marks_bytes_that_are_no_text():
     assert decode(torch.tensor([72, 105, 255])) == "Hi\ufffd"
 
 
-def test_the_text_inside_python_is_long_enough_for_the_course():
+def test_the_course_has_one_text_under_every_python_and_it_is_long_enough():
+    """Byte for byte: every loss that a lesson shows was made with it."""
     tokens = load_text()
+    assert hashlib.sha256(bytes(tokens.tolist())).hexdigest().startswith("71f2ff5d99bdc1f9")
     assert tokens.dtype == torch.uint8 and tokens.ndim == 1
     assert len(tokens) > 300_000
     assert 'The "assert" statement' in decode(tokens)

@@ -1,5 +1,7 @@
 """Every way of averaging gradients trains the model of one process, and sends what it must."""
 
+import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,8 +15,9 @@ from mini_dist.data_parallel import (
     Bucketed,
     Naive,
     Overlapped,
+    average_in_buckets,
     average_through_rank_0,
-    backend_mean,
+    backend_mean_,
     make_buckets,
     mean,
     mean_,
@@ -22,7 +25,7 @@ from mini_dist.data_parallel import (
     ring_mean,
 )
 from mini_dist.emulate import Clock, Device, EmulatedAllReduce, EmulatedModel
-from mini_dist.model import token_loss
+from mini_dist.loss import token_loss
 
 CONFIG = ModelConfig(
     vocab_size=256, d_model=16, num_layers=2, num_heads=2, seq_len=8, tied_embedding=True
@@ -153,7 +156,7 @@ def reduced(reduce, group):
 
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_our_ring_and_the_backends_all_reduce_give_the_same_means_for_the_same_bytes(size):
-    runs = {reduce: launch(reduced, size, (reduce,)) for reduce in (mean, ring_mean, backend_mean)}
+    runs = {reduce: launch(reduced, size, (reduce,)) for reduce in (mean, ring_mean, backend_mean_)}
     expected = runs[mean].results[0]
     gradients = 8 * GPT(CONFIG).num_parameters()
     for reduce, run in runs.items():
@@ -162,19 +165,60 @@ def test_our_ring_and_the_backends_all_reduce_give_the_same_means_for_the_same_b
         op = "ring_all_reduce" if reduce is ring_mean else "all_reduce"
         calls = run.ledger.calls(op=op)
         assert sum(call.sent for call in calls) == 2 * (size - 1) * gradients
-        assert [call.is_leaf for call in calls] == [reduce is backend_mean] * size, "native or ours"
+        assert [call.is_leaf for call in calls] == [reduce is backend_mean_] * size, (
+            "native or ours"
+        )
 
 
-def large_mean(group):
-    x = torch.full((1_500_001,), float(group.rank()))
-    found = mean(x, group)
-    return found.unique().tolist(), x.unique().tolist()
+# ---- the page and the engine --------------------------------------------------------------------
 
 
-def test_a_large_bucket_goes_by_the_pipelined_ring_and_is_left_as_it_was():
-    run = launch(large_mean, 3)
-    assert run.results == [([1.0], [float(rank)]) for rank in range(3)]
-    assert run.ledger.total_bytes(op="pipelined_ring_all_reduce") == 2 * 2 * 4 * 1_500_001
+def by_page_and_engine(dtype, bucket_bytes, group):
+    """Gradients and what was sent, of one step by a function of ideas.py and by its wrapper."""
+    inputs, targets = Batches(TEXT, 6, 8, rank=group.rank(), size=group.size()).batch(0)
+
+    def gradients(average):
+        gpt = GPT(CONFIG, seed=0).to(dtype)
+        before = average(gpt, lambda model: token_loss(model(inputs), targets).mean())
+        sent = [
+            (row[0], row[3], row[4]) for row in group.recorder.comms[before:] if row[0] == "send"
+        ]
+        return [parameter.grad for parameter in gpt.parameters()], sent
+
+    def buckets_page(gpt, loss):
+        before = len(group.recorder.comms)
+        loss(gpt).backward()
+        average_in_buckets(gpt.parameters(), bucket_bytes, group)
+        return before
+
+    def overlapped_page(gpt, loss):
+        before = len(group.recorder.comms)
+        buckets = make_buckets(list(gpt.parameters()), bucket_bytes)
+        with ThreadPoolExecutor(max_workers=1) as sender:
+            overlapped_backward(loss(gpt), buckets, sender, group)
+        return before
+
+    def engine(kind):
+        def average(gpt, loss):
+            model = kind(gpt, group, bucket_bytes=bucket_bytes)
+            before = len(group.recorder.comms)  # not the broadcast, by which the ranks start equal
+            loss(model).backward()
+            model.finish()
+            return before
+
+        return average
+
+    pages = gradients(buckets_page), gradients(overlapped_page)
+    return pages, (gradients(engine(Bucketed)), gradients(engine(Overlapped)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("bucket_bytes", [1, 3000, 1 << 20])
+def test_page_and_engine_send_the_same_in_the_same_order_and_find_the_same_bits(size, bucket_bytes):
+    for pages, engines in launch(by_page_and_engine, size, (torch.float32, bucket_bytes)).results:
+        for (page, page_sent), (engine, engine_sent) in zip(pages, engines):
+            assert all(map(torch.equal, page, engine)) and page_sent == engine_sent
+            assert bool(page_sent) == (size > 1)
 
 
 def mean_in_place(elements, group):
@@ -186,8 +230,41 @@ def mean_in_place(elements, group):
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_large_bucket_is_averaged_in_its_own_memory(size):
     expected = [(size - 1) / 2]
-    assert launch(mean_in_place, size, (1_500_001,)).results == [(expected, True)] * size
+    run = launch(mean_in_place, size, (1_500_001,))
+    assert run.results == [(expected, True)] * size
+    sent = run.ledger.total_bytes(op="pipelined_ring_all_reduce")
+    assert sent == 2 * (size - 1) * 4 * 1_500_001
     assert [found for found, _ in launch(mean_in_place, size, (1001,)).results] == [expected] * size
+
+
+def bucket_is_alive(group):
+    """After finish(), while the sender's thread has no core to go on with after its result."""
+    buckets, submitted, looked = [], threading.Event(), threading.Event()
+
+    def reduce(flat, group):
+        submitted.wait()
+        buckets.append(weakref.ref(flat))
+        return flat.clone()
+
+    class LateThread(ThreadPoolExecutor):
+        def submit(self, function, *args):
+            future = super().submit(function, *args)
+            future.add_done_callback(lambda _: looked.wait())  # run by the thread, after the result
+            submitted.set()
+            return future
+
+    model = Overlapped(nn.Linear(2, 2), group, reduce)
+    model.sender = LateThread(max_workers=1)
+    model(torch.ones(2)).sum().backward()
+    model.finish()
+    found = [flat() is not None for flat in buckets]
+    looked.set()
+    return found
+
+
+def test_a_bucket_is_gone_when_its_mean_is_there_though_the_thread_is_late():
+    """Else the step would peak a bucket higher, whenever the thread happens to be late."""
+    assert launch(bucket_is_alive, 2).results == [[False]] * 2
 
 
 def backward_twice(group):

@@ -6,10 +6,13 @@ import cloudpickle
 import numpy as np
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from mini_dist import draw, launch
 from mini_dist.calculators.links import Link
 from mini_dist.collectives import pairwise_all_to_all, ring_all_reduce, star_all_reduce
+from mini_dist.draw import labels
 from mini_dist.emulate import Interval
 from mini_dist.ledger.flights import Flight
 from mini_dist.ledger.steps import messages
@@ -265,11 +268,11 @@ def test_a_product_of_axes_has_a_panel_too_and_nodes_must_fit():
 
 
 def written(axes):
-    return [each for each in axes.collections if isinstance(each, draw.Labels)]
+    return [each for each in axes.collections if isinstance(each, labels.Labels)]
 
 
 def drawn(axes):
-    return [each for each in axes.collections if not isinstance(each, draw.Labels)]
+    return [each for each in axes.collections if not isinstance(each, labels.Labels)]
 
 
 def bars_of(axes):
@@ -373,11 +376,11 @@ def test_overlap_draws_each_interval_where_it_was_computing_above_sending():
 
 def box(put, **bare):
     """The dots that `put` draws on axes of fixed place: lowest and highest row and column."""
-    figure = draw.Figure(figsize=(3, 2), dpi=100)
+    figure = Figure(figsize=(3, 2), dpi=100)
     axes = figure.add_axes((0.3, 0.3, 0.6, 0.6), xlim=(0, 10), ylim=(0, 5), **bare)
     axes.spines[:].set_visible(False)
     put(axes)
-    canvas = draw.FigureCanvasAgg(figure)
+    canvas = FigureCanvasAgg(figure)
     canvas.draw()
     rows, columns = np.nonzero(np.asarray(canvas.buffer_rgba())[::-1, :, :3].min(-1) < 200)
     return np.array([rows.min(), rows.max(), columns.min(), columns.max()])
@@ -386,7 +389,7 @@ def box(put, **bare):
 @pytest.mark.parametrize("ha", ["left", "center", "right"])
 def test_a_label_is_where_a_text_would_be(ha):
     bare = dict(xticks=[], yticks=[])
-    here = box(lambda axes: draw.write(axes, ["137"], [7], [2], ha=ha), **bare)
+    here = box(lambda axes: labels.write(axes, ["137"], [7], [2], ha=ha), **bare)
     text = dict(fontsize=8, ha=ha, va="center")
     assert abs(here - box(lambda axes: axes.text(7, 2, "137", **text), **bare)).max() <= 2
 
@@ -397,11 +400,11 @@ def test_ticks_are_where_matplotlibs_are():
         axes.set_yticks([1, 4], ["one", "4"])
         axes.tick_params(labelsize=8)
 
-    ours = box(lambda axes: draw.ticks(axes, {2: "2", 8: "eight"}, {1: "one", 4: "4"}))
+    ours = box(lambda axes: labels.ticks(axes, {2: "2", 8: "eight"}, {1: "one", 4: "4"}))
     assert abs(ours - box(theirs)).max() <= 2
 
 
 def test_round_places_are_inside_and_few():
-    assert draw.round_places(0, 165) == [0, 20, 40, 60, 80, 100, 120, 140, 160]
-    assert draw.round_places(0, 4.2, 3) == [0, 2, 4]
-    assert draw.numbered([0, 0.5]) == {0: "0", 0.5: "0.5"}
+    assert labels.round_places(0, 165) == [0, 20, 40, 60, 80, 100, 120, 140, 160]
+    assert labels.round_places(0, 4.2, 3) == [0, 2, 4]
+    assert labels.numbered([0, 0.5]) == {0: "0", 0.5: "0.5"}

@@ -25,10 +25,12 @@ from mini_dist.expert_parallel import (
     set_loss_scale,
     shard_experts,
 )
+from mini_dist.loss import token_loss
 from mini_dist.mesh import Mesh
-from mini_dist.model import MoE, load_balance_loss, token_loss, z_loss
+from mini_dist.model import MoE
 from mini_dist.pipeline.stage import Stage
 from mini_dist.recompute import recompute_blocks
+from mini_dist.routing import load_balance_loss, z_loss
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that no rank imports pytest
 
@@ -234,11 +236,11 @@ def there_and_back(counts, group):
     number = torch.arange(len(expert))
     rows = torch.stack([torch.full_like(expert, rank), expert, number], 1).double()
     x = rows.clone().requires_grad_()
-    arrived, trip = dispatch(x, mine, group)
-    back = combine(arrived * 3, trip, group)
+    arrived, dispatched = dispatch(x, mine, group)
+    back = combine(arrived * 3, dispatched, group)
     upstream = torch.arange(back.numel()).view_as(back).double()
     (gradient,) = torch.autograd.grad(back, x, upstream)
-    return rows, arrived.detach(), trip.visitors, back.detach(), upstream, gradient
+    return rows, arrived.detach(), dispatched.rows_per_expert, back.detach(), upstream, gradient
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -246,9 +248,9 @@ def test_rows_reach_the_rank_of_their_expert_and_their_answers_come_home(name):
     counts = COUNTS[name]
     run = launch(there_and_back, 2, (counts,))
     everyone = torch.cat([result[0] for result in run.results])
-    for rank, (rows, arrived, visitors, back, upstream, gradient) in enumerate(run.results):
+    for rank, (rows, arrived, rows_per_expert, back, upstream, gradient) in enumerate(run.results):
         experts = [2 * rank, 2 * rank + 1]
-        assert visitors == [sum(row[e] for row in counts) for e in experts]
+        assert rows_per_expert == [sum(row[e] for row in counts) for e in experts]
         # by expert, then by the rank that they came from, in the order in which it had them
         wanted = [row for e in experts for row in everyone.tolist() if row[1] == e]
         assert arrived.tolist() == wanted
@@ -325,7 +327,7 @@ def test_with_even_routing_the_calculators_formula_is_the_runs_bytes(size):
 
 
 def dispatch_by_torch(counts, group):
-    """The same trip with torch's differentiable collective."""
+    """The same dispatched with torch's differentiable collective."""
     from torch.distributed._functional_collectives import all_to_all_single_autograd
 
     rank, size = group.rank(), group.size()
@@ -336,11 +338,11 @@ def dispatch_by_torch(counts, group):
     x = torch.randn(sum(counts[rank]), 3, generator=torch.Generator().manual_seed(rank))
     ours, theirs = (x.clone().requires_grad_() for _ in range(2))
     upstream = torch.randn(sum(splits[1]), 3, generator=torch.Generator().manual_seed(9))
-    arrived, trip = dispatch(ours, mine, group)
+    arrived, dispatched = dispatch(ours, mine, group)
     by_rank = all_to_all_single_autograd(theirs, splits[1], splits[0], group)
-    (arrived * upstream[trip.by_expert]).sum().backward()
+    (arrived * upstream[dispatched.by_expert]).sum().backward()
     (by_rank * upstream).sum().backward()
-    return torch.equal(arrived, by_rank[trip.by_expert]), torch.equal(ours.grad, theirs.grad)
+    return torch.equal(arrived, by_rank[dispatched.by_expert]), torch.equal(ours.grad, theirs.grad)
 
 
 def test_torchs_all_to_all_carries_the_same_rows_and_gradients():

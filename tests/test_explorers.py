@@ -16,6 +16,7 @@ from mini_dist.calculators import (
     step_time,
     step_volume,
 )
+from mini_dist.calculators.layouts import Search
 from mini_dist.calculators.published import korthikanti_2022, later, megatron_2021
 from mini_dist.lab import ParameterError
 from mini_dist.mesh import Grid
@@ -107,7 +108,13 @@ def test_the_waterfall_is_the_fullest_ranks_and_ends_at_what_a_device_needs():
 
 
 def test_fits_or_not_is_what_the_planner_says():
-    found = plan("llama3-8b", "h100", 8, 16 * 8192, micro_batch_sizes=(1, 2), num_simulated=0)
+    found = plan(
+        "llama3-8b",
+        "h100",
+        8,
+        16 * 8192,
+        search=Search((1, 2), recompute_every=(1,), num_simulated=0),
+    )
     for layout, fits in [(c.layout, True) for c in found.candidates] + [
         (d.layout, False) for d in found.dropped if d.reason == "memory"
     ]:
@@ -158,7 +165,7 @@ def test_pairs_are_coloured_by_the_axis_they_differ_in():
     colors, grid = shown.get_array(), Grid(pp=4, dp=2, cp=1, tp=2)
     for a in range(16):
         for b in range(16):
-            here, there = grid.place(a), grid.place(b)
+            here, there = grid.coordinates(a), grid.coordinates(b)
             differ = [axis for axis in grid.axes if here[axis] != there[axis]]
             if len(differ) == 1 and (differ != ["pp"] or abs(here["pp"] - there["pp"]) == 1):
                 expected = paint(COLORS[differ[0]], strong=differ == ["dp"])

@@ -371,6 +371,172 @@ def test_a_rank_that_dies_on_standby_is_no_failure_of_the_next_run():
     leftovers.assert_only_standby()
 
 
+def test_a_stopped_zygote_is_replaced_unseen_and_its_ranks_end():
+    launch(lambda group: None, 2)
+    keeper = leftovers.zygote()
+    os.kill(keeper.process.pid, signal.SIGSTOP)
+    assert_next_launch_is_right_with_another_zygote(keeper)
+    leftovers.assert_all_gone(keeper.process.pid, keeper.directory)
+
+
+def test_a_zygote_stopped_during_a_run_is_named_at_the_timeout():
+    def stop_it_and_hang(group):
+        os.kill(os.getppid(), signal.SIGSTOP)
+        signal.pause()
+
+    launch(lambda group: None, 2)
+    keeper = leftovers.zygote()
+    with pytest.raises(RankTimeout, match="Somebody has stopped the process that starts ranks"):
+        launch(stop_it_and_hang, 2, timeout=0.5)
+    assert_next_launch_is_right_with_another_zygote(keeper)
+    leftovers.assert_all_gone(keeper.process.pid, keeper.directory)
+
+
+def test_a_child_in_a_session_of_its_own_ends_with_its_rank(tmp_path):
+    def leave_children(folder, group):
+        script = f"sleep 1000 & echo $! > {folder}/grandchild; echo $$ > {folder}/child; wait"
+        subprocess.Popen(["sh", "-c", script], start_new_session=True)
+        daemon = f"setsid sh -c 'echo $$ > {folder}/daemon; exec sleep 1000' &"
+        subprocess.run(["sh", "-c", daemon])  # its parent ends at once
+        names = ("child", "grandchild", "daemon")
+        files = [Path(f"{folder}/{name}") for name in names]
+        leftovers.wait_until(
+            lambda: all(file.exists() and file.read_text() for file in files), lambda: "slow"
+        )
+        pids = [int(file.read_text()) for file in files]
+        assert all(psutil.pid_exists(pid) for pid in pids)  # a live rank keeps its own
+        return pids
+
+    (pids,) = launch(leave_children, 1, (tmp_path,)).results
+    for pid in pids:
+        leftovers.wait_until(lambda pid=pid: not psutil.pid_exists(pid), lambda: "it lives")
+    assert_next_launch_is_warm_and_right()
+
+
+# ---- what has run out is named -----------------------------------------------------------------
+
+
+def in_a_process(code: str, *arguments, **options) -> subprocess.CompletedProcess:
+    code = "import sys\nfrom mini_dist import RankError, launch\n" + code
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **options)
+
+
+def test_too_few_descriptors_is_one_error_and_leaves_none_open():
+    done = in_a_process("""
+import os, resource
+launch(lambda group: None, 2)
+now = len(os.listdir("/proc/self/fd"))
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+for room in range(1, 60, 4):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (now + room, most))
+    try:
+        results = launch(lambda group: group.rank(), 16).results
+        assert room > 40 and results == list(range(16)), (room, results)
+    except RankError as error:
+        assert "could not run 16 ranks: [Errno 24] Too many open files" in str(error), error
+        assert "ulimit -n" in str(error)
+resource.setrlimit(resource.RLIMIT_NOFILE, (now + 100, most))
+assert launch(lambda group: group.rank(), 2).results == [0, 1]
+assert len(os.listdir("/proc/self/fd")) <= now + 4, os.listdir("/proc/self/fd")
+""")
+    assert done.returncode == 0, done.stderr
+
+
+PIDS = Path("/sys/fs/cgroup/pids")
+can_limit_processes = pytest.mark.skipif(
+    not os.access(PIDS, os.W_OK) or os.getuid() != 0, reason="needs a cgroup of its own for pids"
+)
+
+
+@can_limit_processes
+@pytest.mark.parametrize("most", [3, 9, 16])
+def test_a_container_that_allows_few_processes_is_named(most):
+    """Refused is a fork, or native code's thread: both end in the same sentence."""
+    group = PIDS / f"mini_dist-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "pids.max").write_text(str(most))
+        done = in_a_process(
+            f"""
+open("{group}/cgroup.procs", "w").write("0")
+try:
+    launch(lambda group: None, 8)
+except RankError as error:
+    print(error)
+""",
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+        assert "could not" in done.stdout or "was killed" in done.stdout, done.stderr
+        assert f"This container may have {most} processes and threads" in done.stdout
+    finally:
+        leftovers.wait_until(lambda: (group / "pids.current").read_text() == "0\n", lambda: "busy")
+        group.rmdir()
+
+
+FULL = """
+import os, subprocess
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=34m", "tmpfs", "/dev/shm"], check=True)
+when = sys.argv[1]
+def fill(group):
+    with open("/dev/shm/too-much", "wb") as file:
+        try:
+            while True:
+                file.write(bytes(1 << 20))
+        except OSError:
+            pass
+    if group.rank() == 0 and when == "mapped":
+        import mmap
+        with open("/dev/shm/mapped", "wb+") as file:
+            file.truncate(1 << 20)
+            mmap.mmap(file.fileno(), 1 << 20)[:] = bytes(1 << 20)
+launch(lambda group: None, 2)
+try:
+    launch(fill, 2)
+    launch(lambda group: None, 8)
+except RankError as error:
+    print(error)
+os.unlink("/dev/shm/too-much")
+assert launch(lambda group: group.rank(), 2).results == [0, 1]
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a small disk")
+@pytest.mark.parametrize("when", ["before", "mapped"])
+def test_a_full_dev_shm_is_named_with_its_size_and_who_fills_it(when):
+    command = ["unshare", "-m", sys.executable, "-c"]
+    code = "import sys\nfrom mini_dist import RankError, launch\n" + FULL
+    done = subprocess.run([*command, code, when], cwd=ROOT, capture_output=True, text=True)
+    if "unshare" in done.stderr:
+        pytest.skip(f"no mounts here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "/dev/shm is full: 35.7 MB in all; the largest there: /dev/shm/too-much" in done.stdout
+    assert "of root" in done.stdout
+    assert ("was killed by SIGBUS" in done.stdout) == (when == "mapped")
+    assert "No space left" in done.stdout or when == "mapped"
+
+
+def test_a_working_directory_that_is_gone_is_named():
+    done = in_a_process("""
+import os, tempfile
+gone = tempfile.mkdtemp()
+os.chdir(gone)
+def removes_it(group):
+    os.rmdir(gone)
+    raise ValueError("on purpose")
+for number in range(2):
+    try:
+        launch(removes_it, 1)
+    except RuntimeError as error:
+        print(error)
+os.chdir("/")
+assert launch(lambda group: group.rank(), 2).results == [0, 1]
+""")
+    assert done.returncode == 0, done.stderr
+    assert "rank 0 of 1 raised ValueError: on purpose" in done.stdout
+    assert "the working directory of this process has been removed" in done.stdout
+
+
 # ---- what cannot work is said before anything starts ---------------------------------------------
 
 
@@ -383,6 +549,7 @@ def test_a_rank_that_dies_on_standby_is_no_failure_of_the_next_run():
         (True, TypeError, "world_size must be a whole number of ranks, not True"),
         ("4", TypeError, "world_size must be a whole number of ranks, not '4'"),
         (None, TypeError, "world_size must be a whole number of ranks, not None"),
+        (10**400, ValueError, "world_size=a number of 1329 bits is too many for this machine"),
         (1000, ValueError, r"world_size=1000 is too many for this machine: .* Use \d+ or fewer"),
     ],
 )
@@ -406,6 +573,13 @@ def takes_nothing():
         (dict(timeout=float("nan")), ValueError, "timeout must be .* not nan"),
         (dict(timeout="5"), ValueError, "timeout must be .* not '5'"),
         (dict(seed="a"), TypeError, "seed must be a whole number, not 'a'"),
+        (
+            dict(seed=2**64),
+            ValueError,
+            "seed must be from 0 to 2\\*\\*64 .* not 18446744073709551616",
+        ),
+        (dict(seed=-1), ValueError, "seed must be from 0 .* not -1"),
+        (dict(seed=10**5000), ValueError, "seed must be from 0 .* not a number of 16610 bits"),
         (dict(start="thread"), ValueError, 'start must be "fork" or "spawn", not \'thread\''),
         (dict(fn=takes_nothing), TypeError, r"takes_nothing\(\) cannot take .*\(group\)"),
         (dict(args=(1,)), TypeError, r"\(args\[0\], group\): too many positional arguments"),
@@ -428,6 +602,17 @@ def test_an_argument_that_cannot_travel_is_named_with_the_reason(notebook):
         "lock = threading.Lock()\ndef work(group):\n    return lock\nlaunch(work, 2)"
     )
     assert said in cell.error
+    assert "It is the variable 'lock', a _thread.lock. It belongs to one process" in cell.error
+    for body in ("%time 1 + 1", "!ls", "get_ipython().user_ns"):
+        cell = notebook.try_to_run(f"def work(group):\n    {body}\nlaunch(work, 2)")
+        assert "the variable 'get_ipython'" in cell.error
+        assert "%magic and !command lines" in cell.error and "subprocess.run" in cell.error
+    cell = notebook.try_to_run(
+        "import ipywidgets\nslider = ipywidgets.IntSlider()\n"
+        "def helper(): return slider.value\nlaunch(lambda group: helper(), 2)"
+    )
+    assert "the variable 'slider' of the variable 'helper'" in cell.error
+    assert "A widget lives in the notebook: pass its value." in cell.error
     notebook.run(f"{NEXT}\nassert_next_launch_is_warm_and_right()")
 
 

@@ -1,10 +1,10 @@
-"""The messages of a run played over stated links, against the formulas of calculators.links."""
+"""The messages of a run played over stated links, against the formulas of calculators.costs."""
 
 import pytest
 import torch
 
 from mini_dist import launch
-from mini_dist.calculators import links
+from mini_dist.calculators import costs, links
 from mini_dist.collectives import all_reduce, exchange, recv, send
 from mini_dist.ledger.flights import play_messages
 from mini_dist.ledger.steps import count_rounds
@@ -29,13 +29,13 @@ def test_a_played_all_reduce_takes_the_rounds_and_seconds_of_the_formula(
 ):
     numel = 24 * 10
     run = launch(reduce_by, size, (algorithm, numel, ranks_per_node))
-    cost = links.all_reduce(4 * numel, size, algorithm, FAR, 4, ranks_per_node)
+    cost = costs.all_reduce(4 * numel, size, algorithm, FAR, 4, ranks_per_node)
     assert count_rounds(run.ledger) == cost.rounds
     assert seconds(run.ledger, FAR) == pytest.approx(cost.seconds)
 
     # inside a node and between nodes
     two_levels = links.Hierarchy(ranks_per_node, NEAR, FAR)
-    cost = links.all_reduce(4 * numel, size, algorithm, two_levels, 4)
+    cost = costs.all_reduce(4 * numel, size, algorithm, two_levels, 4)
 
     def link_of(source, target):
         return NEAR if source // ranks_per_node == target // ranks_per_node else FAR
@@ -45,7 +45,7 @@ def test_a_played_all_reduce_takes_the_rounds_and_seconds_of_the_formula(
 
 def test_a_small_run_stands_for_a_large_one():
     run = launch(reduce_by, 4, ("ring", 4, None))
-    large = links.all_reduce(16 * 1000, 4, "ring", FAR, 4)
+    large = costs.all_reduce(16 * 1000, 4, "ring", FAR, 4)
     assert seconds(run.ledger, FAR, scale=1000) == pytest.approx(large.seconds)
 
 

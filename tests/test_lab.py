@@ -143,6 +143,39 @@ class Drawn:
         path.write_bytes(b"png")
 
 
+def test_a_run_that_fails_leaves_no_former_result_in_its_place(lab, tmp_path):
+    given = {**GOOD, "folder": str(tmp_path)}
+    for seconds in (1, 2):
+        lab.parameters(given)
+        lab.save({"seconds": seconds}, curve=Drawn())
+    lab.parameters(given)  # and then fails
+    assert not (tmp_path / "result.json").exists() and not (tmp_path / "curve.png").exists()
+    kept = [json.loads((tmp_path / f"run-{n}" / "result.json").read_text()) for n in (1, 2)]
+    assert [record["result"]["seconds"] for record in kept] == [1, 2]
+    assert (tmp_path / "run-2" / "curve.png").exists()
+
+
+@pytest.mark.parametrize("foreign", ['{"figures": ["../photo.png"]}', "[1]", '{"a": 1}', "no JSON"])
+def test_what_no_lab_wrote_stays_where_it_is(foreign, lab, tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for path in (folder / "holiday.png", tmp_path / "photo.png"):
+        path.write_bytes(b"mine")
+    (folder / "result.json").write_text(foreign)
+    lab.parameters({**GOOD, "folder": str(folder)})
+    assert (folder / "holiday.png").exists() and (tmp_path / "photo.png").exists()
+    assert (folder / "run-1" / "result.json").read_text() == foreign
+
+
+def test_a_refused_parameter_leaves_no_former_result_either(lab, tmp_path):
+    given = {**GOOD, "folder": str(tmp_path)}
+    lab.parameters(given)
+    lab.save({"seconds": 1})
+    with pytest.raises(ParameterError):
+        lab.parameters({**given, "world_size": 9})
+    assert not (tmp_path / "result.json").exists()
+
+
 def test_the_result_is_json_beside_its_figures(lab, tmp_path):
     folder = tmp_path / "new" / "case"
     lab.parameters({**GOOD, "folder": str(folder)})

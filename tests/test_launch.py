@@ -1,8 +1,10 @@
 """launch: a learner's function on real ranks, from a script and from the cells of a notebook."""
 
 import contextlib
+import importlib
 import multiprocessing
 import os
+import py_compile
 import random
 import re
 import shutil
@@ -19,6 +21,7 @@ from torch import nn
 
 import mini_dist
 from mini_dist import RankError, launch
+from mini_dist.ranks.launch import ZYGOTES
 from tests.ranks import leftovers
 from tests.ranks.notebook import Notebook
 
@@ -90,7 +93,7 @@ def test_tensors_and_modules_travel_as_arguments_and_results():
     run = launch(use, 2, (module, x))
     module.eval()
     for rank, (returned, y) in enumerate(run.results):
-        torch.testing.assert_close(y, module(x) + rank, rtol=0, atol=0)
+        torch.testing.assert_close(y, module(x) + rank)  # there with one thread, here with more
         assert returned[0].bias is returned[1].bias
         assert all(map(torch.equal, returned.state_dict().values(), module.state_dict().values()))
     assert run.outputs == ["", ""]  # no warning of what the ledger hung on the outputs
@@ -202,6 +205,40 @@ def test_output_that_is_no_text_is_shown_all_the_same():
     assert output == "\ufffd ok \u2603\n"
 
 
+def test_a_terminal_of_few_characters_costs_no_result():
+    code = """
+from mini_dist import launch
+print(launch(lambda group: print("\\u2603 \\ud800"), 2).outputs == ["\\u2603 \\\\ud800\\n"] * 2)
+"""
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    environment["PYTHONIOENCODING"] = "ascii"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        r"[rank 0] \u2603 \ud800",
+        r"[rank 1] \u2603 \ud800",
+        "True",
+    ]
+
+
+def test_what_a_rank_displays_is_shown_as_text_and_said_to_be(notebook):
+    cell = notebook.run("""
+import matplotlib.figure
+class Rich:
+    def _repr_html_(self): return "<b>rich</b>"
+    def __repr__(self): return "in words"
+launch(lambda group: display(Rich(), 3) if group.rank() else display("hello"), 2)
+""")
+    assert cell.printed.splitlines() == [
+        "[rank 0] hello",
+        "[rank 1] in words",
+        "[rank 1] 3",
+        "[rank 1] (as text: a rank has no page to draw on. Return it, and display it in the cell.)",
+    ]
+
+
 def test_a_run_reads_as_a_line_a_rank():
     run = launch(lambda group: [torch.ones(2), torch.ones(100, 3)][group.rank()], 2)
     title, *lines = repr(run).splitlines()
@@ -228,6 +265,11 @@ def test_a_result_with_a_broken_repr_can_still_be_looked_at():
 
 
 # ---- what ranks see of their parent ------------------------------------------------------------
+
+
+def test_numbers_of_numpy_are_numbers():
+    options = dict(world_size=numpy.int64(2), seed=numpy.int32(7), timeout=numpy.float32(60))
+    assert launch(lambda group: torch.initial_seed(), **options).results == [7, 8]
 
 
 def test_rank_r_starts_from_seed_plus_r_in_every_generator():
@@ -294,6 +336,7 @@ def test_edits_are_seen_at_the_next_call(tmp_path):
         from pathlib import Path
         import mini_dist
         from mini_dist import launch
+        from mini_dist.ranks.launch import ZYGOTES
 
         assert Path(mini_dist.__file__).parent.parent == Path(sys.path[0])
         def look(group):
@@ -302,18 +345,17 @@ def test_edits_are_seen_at_the_next_call(tmp_path):
             edited = lambda module: hasattr(module, "EDITED_BY_THE_TEST")
             return theirs.value, edited(mini_dist.config), edited(mini_dist.ranks.report)
 
-        zygotes = sys.modules["mini_dist.launch"].ZYGOTES
         print(launch(look, 2, quiet=True).results)
-        first = zygotes["fork"].process.pid
+        first = ZYGOTES["fork", False].process.pid
         Path(sys.path[0], "theirs.py").write_text("value = 'newer'\\n")
         with open(mini_dist.config.__file__, "a") as file:
             file.write("\\nEDITED_BY_THE_TEST = 1\\n")
         print(launch(look, 2, quiet=True).results)
-        assert zygotes["fork"].process.pid == first  # no reason to start another
+        assert ZYGOTES["fork", False].process.pid == first  # no reason to start another
         with open(sys.modules["mini_dist.ranks.report"].__file__, "a") as file:
             file.write("\\nEDITED_BY_THE_TEST = 1\\n")
         print(launch(look, 2, quiet=True).results)
-        assert zygotes["fork"].process.pid != first
+        assert ZYGOTES["fork", False].process.pid != first
         """).replace("import mini_dist\n", "import mini_dist, mini_dist.config\n", 1)
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
@@ -346,6 +388,43 @@ for size in (2, 3, 4):
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_edit_within_the_second_and_of_the_same_length_is_seen(tmp_path, monkeypatch):
+    """Also where this process has imported the version before and kept its bytecode."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = tmp_path / "edited_often.py"
+
+    @in_a_script
+    def look(group):
+        import edited_often
+
+        return edited_often.value
+
+    second = 1_700_000_000
+    for value in range(10):
+        module.write_text(f"value = {value}\n")
+        os.utime(module, ns=(second * 10**9 + value * 10**7,) * 2)  # Python sees no difference
+        if value == 0:
+            cached = py_compile.compile(str(module))
+            os.utime(cached, ns=(second * 10**9 + 1,) * 2)
+        assert launch(look, 1).results == [value]
+
+
+def test_modules_of_a_class_of_their_own_come_along():
+    """A function that says `torch.distributed` and `config` takes torch's config modules along."""
+    namespace = {"__name__": "__main__", "torch": torch, "config": {"lr": 1}}
+    exec(
+        "def work(group):\n"
+        "    x = torch.ones(1) * config['lr']\n"
+        "    torch.distributed.all_reduce(x, group=group)\n"
+        "    torch._dynamo.config, torch._inductor\n"
+        "    return x.item()\n",
+        namespace,
+    )
+    importlib.import_module("torch._dynamo.config")
+    importlib.import_module("torch._inductor.config")
+    assert launch(namespace["work"], 2).results == [2.0, 2.0]
 
 
 # ---- where launch may be called from ------------------------------------------------------------
@@ -408,7 +487,7 @@ def test_spawn_is_the_same_with_processes_that_start_from_nothing():
         with pytest.raises(RankError, match="rank 0 of 2 raised ValueError: on purpose"):
             launch(fails, 2, start="spawn")
     finally:
-        keeper = sys.modules["mini_dist.launch"].ZYGOTES.pop("spawn")
+        keeper = ZYGOTES.pop(("spawn", False))
         session, directory = keeper.process.pid, keeper.directory
         keeper.close()
     if sys.platform == "linux":
@@ -500,8 +579,8 @@ def test_the_zygote_has_run_no_operation_and_holds_no_gpu():
 
 def test_importing_mini_dist_starts_nothing_and_loads_no_torch():
     code = """
-import sys, mini_dist
-assert not sys.modules["mini_dist.launch"].ZYGOTES and "torch" not in sys.modules
+import sys, mini_dist.ranks.launch
+assert not mini_dist.ranks.launch.ZYGOTES and "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -512,8 +591,9 @@ def test_the_zygote_goes_when_its_process_does(tmp_path):
     code = """
 import sys
 from mini_dist import launch
+from mini_dist.ranks.launch import ZYGOTES
 launch(lambda group: None, 2)
-keeper = sys.modules["mini_dist.launch"].ZYGOTES["fork"]
+keeper = ZYGOTES["fork", False]
 print(keeper.process.pid, keeper.directory)
 """
     command = [sys.executable, "-c", code]

@@ -1,11 +1,12 @@
 """The layers of mini_dist: arrows point down only, and two files speak to torch.distributed.
 
 L5  check  widgets  draw  sweep  replay   views
-L4  parallelize  train  checkpoint
+L4  all_axes  train  checkpoint  trainer  full_state
 L3  the strategies                siblings: they never import each other
-L2  ops  grad_norm  replicas  backend  emulate  watch  schedule  calculators
+L2  ops  grad_norm  replicas  trainable  backend  emulate  watch  calculators
 L1  mesh  collectives
-L0  launch  ranks  ledger         config  model  data  lesson  lab
+L0  ranks  ledger         schedule  defaults  config  divides  lesson  lab
+                          model  routing  initial_values  loss  sampling  digits  data
 """
 
 import ast
@@ -17,21 +18,23 @@ PACKAGE = Path(__file__).resolve().parent.parent / "mini_dist"
 
 STRATEGIES = {
     *("data_parallel", "zero", "tensor_parallel", "context_parallel", "pipeline"),
-    *("expert_parallel", "precision", "recompute"),
+    *("expert_parallel", "precision", "recompute", "compression", "asynchronous"),
 }
 LAYERS = [
-    {"launch", "ranks", "ledger", "config", "model", "data", "lesson", "lab"},
+    {"ranks", "ledger", "schedule", "defaults", "config", "fields", "divides", "lesson", "lab"}
+    | {"model", "routing", "initial_values", "loss", "sampling", "digits", "data"},
     {"mesh", "collectives"},
-    {"ops", "grad_norm", "replicas", "backend", "emulate", "watch", "schedule", "calculators"},
+    {"ops", "grad_norm", "replicas", "trainable", "backend", "emulate", "watch", "calculators"},
     STRATEGIES,
-    {"parallelize", "train", "checkpoint", "trainer"},
+    {"all_axes", "train", "checkpoint", "trainer", "full_state"},
     {"check", "widgets", "draw", "sweep", "replay"},
 ]
 LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
-WITHOUT_TORCH = {"config", "calculators", "schedule"}
+WITHOUT_RANKS = {"model", "routing", "initial_values", "loss", "sampling", "digits", "data"}
+WITHOUT_TORCH = {"config", "fields", "calculators", "schedule", "defaults"}
 
 # torch is renaming its collectives, so few files may name them.
-MAY_CALL_COLLECTIVES = {"collectives", "ops", "launch", "ranks", "ledger"}
+MAY_CALL_COLLECTIVES = {"collectives", "ops", "ranks", "ledger"}
 COLLECTIVES = {
     *("send", "recv", "isend", "irecv", "batch_isend_irecv", "barrier", "monitored_barrier"),
     *("broadcast", "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor"),
@@ -97,13 +100,13 @@ def check(path, source):
         if LEVEL[other] > LEVEL[module]:
             wrong.append(f"{module} imports {other}, which lies above it")
         elif module in STRATEGIES and other in STRATEGIES:
-            wrong.append(f"{module} imports {other}: strategies meet in parallelize.py")
-        elif module == "model" and other in ("launch", "ranks", "ledger"):
-            wrong.append(f"model imports {other}: the model knows nothing of ranks")
+            wrong.append(f"{module} imports {other}: strategies meet in all_axes")
+        elif module in WITHOUT_RANKS and other in ("ranks", "ledger"):
+            wrong.append(f"{module} imports {other}: it knows nothing of ranks")
     names = list(imports(tree, path))
     if module in WITHOUT_TORCH and any(name.split(".")[0] == "torch" for name in names):
         wrong.append(f"{module} imports torch: calculators work without it")
-    if module in ("model", "data") and any(name.startswith("torch.distributed") for name in names):
+    if module in WITHOUT_RANKS and any(name.startswith("torch.distributed") for name in names):
         wrong.append(f"{module} imports torch.distributed: it knows nothing of ranks")
     if module not in MAY_CALL_COLLECTIVES:
         wrong += [
@@ -123,8 +126,8 @@ def test_arrows_point_down(path):
     [
         ("collectives.py", "from mini_dist.zero import shard", "imports zero, which lies above"),
         ("collectives.py", "def f():\n    from . import draw", "imports draw, which lies above"),
-        ("zero.py", "from .data_parallel import x", "strategies meet in parallelize"),
-        ("pipeline/stages.py", "from ..zero import x", "strategies meet in parallelize"),
+        ("zero.py", "from .data_parallel import x", "strategies meet in all_axes"),
+        ("pipeline/stages.py", "from ..zero import x", "strategies meet in all_axes"),
         ("calculators/memory.py", "import torch.nn", "calculators work without it"),
         ("model.py", "import torch.distributed as dist", "knows nothing of ranks"),
         (

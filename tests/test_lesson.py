@@ -6,10 +6,11 @@ import nbformat
 import pytest
 import torch
 from nbclient import NotebookClient
+from nbclient.exceptions import CellExecutionError
 
 import mini_dist.config
 from mini_dist import lesson
-from mini_dist.lesson import predict, reveal, show, show_diff
+from mini_dist.lesson import calm, predict, raises, reveal, show, show_diff
 
 
 @pytest.fixture(autouse=True)
@@ -212,3 +213,50 @@ def test_show_diff_shows_what_a_class_replaces_and_what_it_adds(capsys):
         "      return first",
         "",
     ]
+
+
+# ---- raises --------------------------------------------------------------------------------------
+
+
+def test_raises_shows_the_error_and_goes_on(capsys):
+    with raises(ValueError):
+        print("before it")
+        raise ValueError("bad data\nin this shard")
+    shown = capsys.readouterr()
+    assert shown.out == "before it\n"
+    assert shown.err == "ValueError: bad data\nin this shard\n"
+
+
+def test_raises_shows_an_error_as_the_cell_would_and_is_no_failure_of_the_notebook():
+    run = "from mini_dist import RankError, launch\nfrom mini_dist.lesson import raises\n"
+    run += "def crash(group):\n    raise ValueError('bad data')\n"
+    [shown] = run_in_a_notebook(run, "with raises(RankError):\n    launch(crash, 2)")
+    assert (shown.output_type, shown.name) == ("stream", "stderr")
+    with pytest.raises(CellExecutionError) as ended:
+        run_in_a_notebook(run, "with raises(OSError):\n    launch(crash, 2)")
+    assert shown.text.strip() in str(ended.value)  # word for word
+
+
+def test_raises_lets_another_error_pass_and_takes_an_interrupt_only_when_it_is_the_one():
+    with pytest.raises(ZeroDivisionError), raises(ValueError):
+        raise ZeroDivisionError
+    with pytest.raises(KeyboardInterrupt), raises(RuntimeError):
+        raise KeyboardInterrupt
+    with raises(KeyboardInterrupt):
+        raise KeyboardInterrupt
+
+
+def test_raises_says_that_nothing_was_raised_and_spares_a_learner_who_has_mended_it(capsys):
+    with raises(ValueError):
+        pass
+    assert capsys.readouterr().out == "ValueError was expected here, but nothing was raised.\n"
+
+
+# ---- calm ----------------------------------------------------------------------------------------
+
+
+def test_calm_speaks_only_where_the_rule_is_broken(capsys):
+    calm(True, "the longest is below 3 medians")
+    assert capsys.readouterr().out == ""
+    calm(False, "the longest is below 3 medians")
+    assert "the longest is below 3 medians does not hold" in capsys.readouterr().out

@@ -107,7 +107,7 @@ def test_a_place_and_its_groups_say_the_same():
     grid = Grid(pp=2, dp=2, cp=2, tp=2, ep=4)
     for axes in (("pp",), ("dp", "cp"), ("ep",), ("edp",), ("ep", "tp"), ("cp", "pp")):
         for ranks in grid.groups(*axes):
-            places = [grid.place(rank) for rank in ranks]
+            places = [grid.coordinates(rank) for rank in ranks]
             view = ["pp", "tp", "ep", "edp"] if {"ep", "edp"} & set(axes) else list(grid.axes)
             for axis in view:
                 assert (len({place[axis] for place in places}) > 1) <= (axis in axes)

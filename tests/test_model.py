@@ -9,22 +9,18 @@ from torch.nn import functional
 from mini_dist.calculators.parameters import num_parameters
 from mini_dist.config import ModelConfig
 from mini_dist.data import decode, encode
+from mini_dist.initial_values import initial_value
+from mini_dist.loss import IGNORE_INDEX, token_loss
 from mini_dist.model import (
     GPT,
-    IGNORE_INDEX,
     MoE,
-    Routing,
     explicit_attention,
-    generate,
-    initial_value,
-    load_balance_loss,
     may_see,
     rotate,
-    route,
     sdpa_attention,
-    token_loss,
-    z_loss,
 )
+from mini_dist.routing import Routing, load_balance_loss, route, z_loss
+from mini_dist.sampling import generate
 
 SMALL = ModelConfig(vocab_size=31, seq_len=12, d_model=16, num_layers=2, num_heads=4, d_ffn=24)
 LLAMA = {"norm": "rmsnorm", "activation": "swiglu", "bias": False}

@@ -10,10 +10,10 @@ CHUNK, ONE, EACH = "a chunk of one tensor", "one tensor, alike", "a tensor of ea
 
 # name: what goes in, what comes out, the partner
 PAIRS = {
-    "copy": (ONE, EACH, "reduce"),
-    "reduce": (EACH, ONE, "copy"),
-    "split": (ONE, CHUNK, "gather"),
-    "gather": (CHUNK, ONE, "split"),
+    "copy": (ONE, EACH, "all_reduce"),
+    "all_reduce": (EACH, ONE, "copy"),
+    "split": (ONE, CHUNK, "join"),
+    "join": (CHUNK, ONE, "split"),
     "all_gather": (CHUNK, EACH, "reduce_scatter"),
     "reduce_scatter": (EACH, CHUNK, "all_gather"),
 }
@@ -40,8 +40,12 @@ def product(kind, a, b, group):
 def transposes(group):
     found = {}
     for name, (kind_in, kind_out, partner) in PAIRS.items():
-        for dim in (0, 1, 2) if "split" in name or "gather" in name or "scatter" in name else (0,):
-            more = {} if name in ("copy", "reduce") else {"dim": dim}
+        for dim in (
+            (0, 1, 2)
+            if "split" in name or "gather" in name or name == "join" or "scatter" in name
+            else (0,)
+        ):
+            more = {} if name in ("copy", "all_reduce") else {"dim": dim}
             x = make(kind_in, 1, group, dim).requires_grad_()
             y = getattr(ops, name)(x, group, **more)
             dy = make(kind_out, 2, group, dim)
@@ -105,19 +109,19 @@ def test_all_to_all_goes_back_by_the_splits_exchanged(size):
 def identities(group):
     one, own = make(ONE, 3, group, 1), make(EACH, 3, group, 1)
     whole = ops.all_gather(ops.split(one, group, dim=1), group, dim=1)
-    total = ops.gather(ops.reduce_scatter(own, group, dim=1), group, dim=1)
+    total = ops.join(ops.reduce_scatter(own, group, dim=1), group, dim=1)
     torch.testing.assert_close(whole, ops.copy(one, group), rtol=0, atol=0)
-    torch.testing.assert_close(total, ops.reduce(own, group))  # another order of the sum
+    torch.testing.assert_close(total, ops.all_reduce(own, group))  # another order of the sum
 
 
-def test_copy_is_split_then_all_gather_and_reduce_is_reduce_scatter_then_gather():
+def test_copy_is_split_then_all_gather_and_all_reduce_is_reduce_scatter_then_join():
     launch(identities, 4)
 
 
 def there_and_back(name, group):
     kind_in, kind_out, _ = PAIRS[name]
     x = make(kind_in, 1, group, 0).requires_grad_()
-    more = {"algorithm": "ring"} if name in ("copy", "reduce") else {"dim": 0}
+    more = {"algorithm": "ring"} if name in ("copy", "all_reduce") else {"dim": 0}
     y = getattr(ops, name)(x, group, **more)
     y.backward(make(kind_out, 2, group, 0))
 
@@ -125,7 +129,14 @@ def there_and_back(name, group):
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_pair_sends_the_bytes_of_its_two_collectives(name):
     """In whole tensors times (n-1)/n, a rank: a scatter or a gather is one, an all-reduce two."""
-    cost = {"copy": 0, "split": 0, "reduce": 2, "gather": 1, "all_gather": 1, "reduce_scatter": 1}
+    cost = {
+        "copy": 0,
+        "split": 0,
+        "all_reduce": 2,
+        "join": 1,
+        "all_gather": 1,
+        "reduce_scatter": 1,
+    }
     n, whole = 4, 8 * N_ROWS * 5 * 3
     run = launch(there_and_back, n, (name,))
     for rank in range(n):
@@ -138,7 +149,7 @@ def test_a_pair_sends_the_bytes_of_its_two_collectives(name):
 def twice_differentiable(group):
     """reduce(x) squared: a second backward goes through the partner, which is differentiable."""
     x = torch.tensor([1.0 + group.rank()], requires_grad=True)
-    y = ops.reduce(x, group).square().sum()  # replicated: (sum of x)^2
+    y = ops.all_reduce(x, group).square().sum()  # replicated: (sum of x)^2
     (dx,) = torch.autograd.grad(y, x, create_graph=True)
     return dx.item(), dx.requires_grad
 
@@ -150,9 +161,11 @@ def test_backward_can_be_differentiated_again():
 def refusals(group):
     x = torch.zeros(4, 7)
     for function in (ops.split, ops.reduce_scatter):
-        with pytest.raises(ValueError, match=r"dim 1 .* \[4, 7\], and 2 does not divide 7"):
+        with pytest.raises(
+            ValueError, match=r"ranks, 2, must divide x.shape\[1\]=7: 6 or 8 would do"
+        ):
             function(x, group, dim=1)
-    with pytest.raises(ValueError, match="2 does not divide 7"):
+    with pytest.raises(ValueError, match=r"ranks, 2, must divide x.shape\[0\]=7"):
         ops.all_to_all(x.T, group)
 
 

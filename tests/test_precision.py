@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from mini_dist.precision import LossScaler, Precision
-from mini_dist.replicas import Replica
 from mini_dist.train import update
+from mini_dist.trainable import Trainable
 
 
 def test_the_scale_goes_the_way_of_torchs_GradScaler():
@@ -22,7 +22,7 @@ def test_the_scale_goes_the_way_of_torchs_GradScaler():
         x = torch.full((1, 2), float("inf") if overflow else 0.5)
         optimizer.zero_grad()
         (scaler.scale * ours(x).sum()).backward()
-        norm, skipped = update(Replica(ours), optimizer, scaler=scaler)
+        norm, skipped = update(Trainable(ours), optimizer, scaler=scaler)
         assert skipped == overflow == (not norm.isfinite())
 
         their_optimizer.zero_grad()

@@ -11,8 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from mini_dist import GPT, Layout, ModelConfig
 from mini_dist.calculators import framework, step_flops
 from mini_dist.calculators.activations import kept_of_layer
-from mini_dist.model import load_balance_loss, token_loss
+from mini_dist.loss import token_loss
 from mini_dist.recompute import SavedBytes, recompute_blocks, recomputed
+from mini_dist.routing import load_balance_loss
 
 CONFIG = ModelConfig(d_model=64, num_layers=4, num_heads=4, seq_len=64)
 TOKENS = torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(1))

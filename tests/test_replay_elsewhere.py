@@ -8,17 +8,18 @@ import torch
 import torch.distributed as dist
 
 from mini_dist import launch
-from mini_dist.calculators import hardware, links, step_flops
+from mini_dist.all_axes import parallelize
+from mini_dist.calculators import costs, hardware, step_flops
 from mini_dist.calculators.kernels import collective_seconds, gemm_seconds
 from mini_dist.collectives import all_reduce, recv, send
 from mini_dist.config import Layout, ModelConfig
 from mini_dist.data_parallel import Bucketed, Overlapped, ring_mean
 from mini_dist.emulate import Clock, Device, EmulatedStage
 from mini_dist.ledger.counting import Host, Kernel, Stated
-from mini_dist.model import GPT, token_loss
-from mini_dist.parallelize import parallelize
+from mini_dist.loss import token_loss
+from mini_dist.model import GPT
 from mini_dist.pipeline import Pipeline
-from mini_dist.replay import Elsewhere, Here, elsewhere, measure_here, replay
+from mini_dist.replay import CalculatedMachine, MeasuredMachine, elsewhere, measure_here, replay
 from mini_dist.schedule import Times, build, simulate
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that no rank imports pytest
@@ -187,10 +188,10 @@ def ring(numel, group):
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_ring_takes_the_formulas_time(size):
     run = launch(ring, size, (60 * 1000,), count=True)
-    machine = Elsewhere(hardware("h100").replace(devices_per_node=size))
+    machine = CalculatedMachine(hardware("h100").replace(devices_per_node=size))
     machine.kernel_seconds = lambda kernel: 0.0
     link = machine.link(0, 1)
-    expected = links.all_reduce(4 * 60 * 1000, size, "ring", link, 4).seconds
+    expected = costs.all_reduce(4 * 60 * 1000, size, "ring", link, 4).seconds
     assert replay(run, machine_of(machine)).seconds == pytest.approx(expected)
 
 
@@ -356,7 +357,7 @@ def test_this_machines_rates_are_found_for_all_that_a_run_did():
 
 
 def test_what_counting_took_is_taken_off_the_host():
-    here = Here(kernels={}, communications={}, operator=2.0, event=3.0)
+    here = MeasuredMachine(kernels={}, communications={}, operator=2.0, event=3.0)
     assert here.host_seconds(Host(seconds=20.0, operators=4)) == 20 - 4 * 2 - 3
     assert here.host_seconds(Host(seconds=1.0, operators=4)) == 0
 

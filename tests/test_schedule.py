@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mini_dist.config import SCHEDULES as LAYOUT_SCHEDULES
 from mini_dist.schedule import (
-    SCHEDULES,
     Action,
     Schedule,
     ScheduleError,
@@ -185,10 +183,6 @@ def test_the_sizes_that_a_refusal_proposes_work_and_none_between_them_does():
                 with pytest.raises(ScheduleError, match=f"; {below} or {above} would work"):
                     interleaved(p, between)
     assert interleaved(4, 10).num_micro_batches == 10  # two rounds of five: no multiple of p
-
-
-def test_a_layout_names_only_schedules_that_exist():
-    assert set(LAYOUT_SCHEDULES) <= set(SCHEDULES)
 
 
 # --- bubbles ----------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mini_dist import launch
-from mini_dist.calculators import links
+from mini_dist.calculators import costs
 from mini_dist.collectives import (
     exchange,
     halving_doubling_all_reduce,
@@ -38,18 +38,36 @@ def ledger_of(fn, size=4):
 @pytest.mark.parametrize(
     "fn, formula, algorithm",
     [
-        (ring_reduce_scatter, links.reduce_scatter, "ring"),
-        (ring_all_gather, links.all_gather, "ring"),
-        (ring_all_reduce, links.all_reduce, "ring"),
-        (star_all_reduce, links.all_reduce, "star"),
-        (stars_all_reduce, links.all_reduce, "stars"),
-        (tree_all_reduce, links.all_reduce, "tree"),
-        (halving_doubling_all_reduce, links.all_reduce, "halving_doubling"),
-        (pairwise_all_to_all, links.all_to_all, "pairwise"),
+        (ring_reduce_scatter, costs.reduce_scatter, "ring"),
+        (ring_all_gather, costs.all_gather, "ring"),
+        (ring_all_reduce, costs.all_reduce, "ring"),
+        (star_all_reduce, costs.all_reduce, "star"),
+        (stars_all_reduce, costs.all_reduce, "stars"),
+        (tree_all_reduce, costs.all_reduce, "tree"),
+        (halving_doubling_all_reduce, costs.all_reduce, "halving_doubling"),
+        (pairwise_all_to_all, costs.all_to_all, "pairwise"),
     ],
 )
 def test_the_rounds_of_a_run_are_those_of_the_formula(fn, formula, algorithm, size):
     assert count_rounds(ledger_of(fn, size)) == formula(96, size, algorithm).rounds
+
+
+def ring_from_anyone(x, group):
+    """Three hops to the next rank, each received from whoever sends: only one does."""
+    for _ in range(3):
+        arrived = torch.empty_like(x)
+        handle = group.recv_anysource([arrived], 0)
+        group.send([x], (group.rank() + 1) % group.size(), 0).wait()
+        handle.wait()
+        x = arrived
+    return x
+
+
+def test_a_message_received_from_any_source_is_one_all_the_same():
+    ledger = ledger_of(ring_from_anyone)
+    assert count_rounds(ledger) == 3
+    hops = [(0, 1), (1, 2), (2, 3), (3, 0)]
+    assert [[(m.source, m.target) for m in step] for step in steps(ledger)] == [hops] * 3
 
 
 def test_in_each_step_of_a_ring_everyone_sends_to_the_next():

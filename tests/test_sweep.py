@@ -23,7 +23,7 @@ WORK = """import os, time
 if p.mode == "die":
     os._exit(9)
 if p.mode == "slow":
-    print("wait" + "ing", flush=True)  # the word is in the notebook only once this has run
+    open(os.environ.get("TOY_WAITS", os.devnull), "w").close()
     time.sleep(60)
 if p.mode == "raise":
     raise RuntimeError("no luck\\nat all")
@@ -72,6 +72,16 @@ def test_every_combination_is_run_and_the_table_holds_the_results(toy, capsys):
     assert sorted(p.name for p in case.iterdir()) == ["case.json", "notebook.ipynb", "result.json"]
     assert "n = 3" in (case / "notebook.ipynb").read_text()
     assert not Path("nowhere").exists()  # the lab wrote into its case, not where it would by hand
+
+
+def test_what_somebody_has_put_into_the_folder_of_a_case_stays_there(toy):
+    for _ in range(2):
+        assert run(toy, "-g", "n=1", "-p", "mode=fast", "--out", "out", "--fresh") == 0
+        case = Path("out/mode=fast,n=1")
+        (case / "notes.txt").write_text("what I saw")
+    names = ["case.json", "notebook.ipynb", "notes.txt", "result.json"]
+    assert run(toy, "-g", "n=1", "-p", "mode=raise", "--out", "out") == 1
+    assert sorted(path.name for path in case.iterdir()) == names
 
 
 def test_the_last_parameter_runs_fastest_and_fixed_ones_are_in_every_case():
@@ -185,6 +195,60 @@ def test_what_is_done_stays_done_and_what_failed_or_changed_runs_again(toy, caps
     assert age(done) > before[0]
 
 
+def at_once(notebook, output, parameters, timeout):
+    """In place of a kernel: what the toy leaves."""
+    n = parameters["n"]
+    Path(parameters["folder"], "result.json").write_text(json.dumps({"result": {"square": n * n}}))
+    return ""
+
+
+@pytest.mark.parametrize("name", ["case.json", "result.json"])
+@pytest.mark.parametrize(
+    "content, why",
+    [
+        (b"", "cannot be read (Expecting value"),
+        (b'{"fingerprint": "ab', "cannot be read (Unterminated string"),
+        (b"\xff\xfe{", "cannot be read ('utf-8' codec"),
+        (b"[" * 100_000, "cannot be read ("),
+        (b"[1]", "has no "),
+        (b'{"lab": "toy"}', "has no "),
+        (b'{"fingerprint": 1, "seconds": "2", "result": [3]}', "has no "),
+        (None, "cannot be read ("),  # a folder
+    ],
+)
+def test_a_record_that_cannot_be_read_is_named_and_its_case_runs_again(
+    toy, name, content, why, capsys, monkeypatch
+):
+    monkeypatch.setattr(sweep, "execute", at_once)
+    grid = ("-g", "n=2,3", "--out", "out")
+    assert run(toy, *grid) == 0
+    before = age(Path("out/n=3/case.json"))
+    path = Path("out/n=2") / name
+    path.unlink()
+    path.mkdir() if content is None else path.write_bytes(content)
+    capsys.readouterr()
+    assert run(toy, *grid) == 0
+    printed = capsys.readouterr().out
+    assert f"{path} {why}" in printed and ": its case runs again" in printed
+    assert "1 of 2 cases were done before" in printed
+    assert [record["result"]["square"] for record in records("out")] == [4, 9]
+    assert age(Path("out/n=3/case.json")) == before
+
+
+def test_a_result_that_a_notebook_leaves_half_written_fails_its_case(toy, capsys, monkeypatch):
+    def breaks_off(notebook, output, parameters, timeout):
+        at_once(notebook, output, parameters, timeout)
+        if parameters["n"] == 2:
+            Path(parameters["folder"], "result.json").write_text("{")
+        return ""
+
+    monkeypatch.setattr(sweep, "execute", breaks_off)
+    assert run(toy, "-g", "n=2,3", "--out", "out") == 1
+    assert "FAILED n=2: out/n=2/result.json cannot be read (" in capsys.readouterr().out
+    assert [record["status"] for record in records("out")] == ["failed", "done"]
+    assert not Path("out/n=2/case.json").exists()  # so that it runs again
+
+
 def test_fresh_runs_everything(toy):
     assert run(toy, "-p", "n=3", "--out", "out") == 0
     before = age(Path("out/n=3/case.json"))
@@ -196,10 +260,15 @@ def test_fresh_runs_everything(toy):
 def test_an_interrupted_sweep_says_130_leaves_no_kernel_and_goes_on_from_there(toy):
     command = [sys.executable, "-m", "mini_dist.sweep", toy, "-g", "mode=fast,slow", "--out", "out"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "TOY_WAITS": os.path.abspath("waits")},
     )
-    notebook, deadline = Path("out/mode=slow/notebook.ipynb"), time.monotonic() + 90
-    while not (notebook.exists() and "waiting" in notebook.read_text()):
+    deadline = time.monotonic() + 50  # before its cell ends by itself
+    while not os.path.exists("waits"):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
     children = kernels_of(process.pid)

@@ -13,10 +13,11 @@ from mini_dist.calculators import step_volume
 from mini_dist.calculators.frameworks import FRAMEWORKS
 from mini_dist.calculators.memory import layer_activations
 from mini_dist.collectives import all_gather
+from mini_dist.full_state import full_state_dict
 from mini_dist.grad_norm import clip_, grad_norm
 from mini_dist.ledger.memory import held
-from mini_dist.model import IGNORE_INDEX, token_loss
-from mini_dist.ops import copy, reduce
+from mini_dist.loss import IGNORE_INDEX, token_loss
+from mini_dist.ops import all_reduce, copy
 from mini_dist.tensor_parallel import (
     GPT_PLAN,
     SEQUENCE,
@@ -33,7 +34,6 @@ from mini_dist.tensor_parallel import (
     column_linears,
     finish_gradients,
     for_grad_norm,
-    full_state_dict,
     init_weights_,
     load_full_state_dict,
     shard_model,
@@ -108,7 +108,7 @@ def train(config, pair, group):
         optimizer.step()
         seen.append((whole_logits, loss.detach(), norm))
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    return seen, gradients, weights, model.sharding.cuts, full_state_dict(model)
+    return seen, gradients, weights, model.sharding.cuts, full_state_dict(model, group)
 
 
 @pytest.fixture(scope="module")
@@ -303,7 +303,7 @@ def test_under_autocast_products_and_what_is_kept_are_narrow_and_gradients_wide(
             torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved),
             torch.autocast("cpu", torch.bfloat16),
         ):
-            y = column_linear(x, weight, None, group, pair)
+            (y,) = column_linears(x, [(weight, None)], group, pair)
         y.float().sum().backward()
         entered = pair.enter(x.detach(), group).bfloat16().float()
         expected = torch.ones(6, 1) @ entered.flatten(0, -2).sum(0, keepdim=True)
@@ -350,7 +350,7 @@ def in_and_out(config, on_meta, group):
     device = {"device": "meta"} if on_meta else {}
     model = shard_model(GPT(config, seed=1, dtype=torch.float64, **device), GPT_PLAN, group)
     load_full_state_dict(model, state)
-    out = full_state_dict(model)
+    out = full_state_dict(model, group)
     return all(torch.equal(out[name], state[name]) for name in state) and out.keys() == state.keys()
 
 
@@ -363,7 +363,7 @@ def test_a_full_state_dict_comes_out_as_it_went_in(size, config, on_meta):
 
 def initialised(config, group):
     model = shard_model(GPT(config, device="meta"), GPT_PLAN, group)
-    return full_state_dict(init_weights_(model, seed=3))
+    return full_state_dict(init_weights_(model, seed=3), group)
 
 
 @models
@@ -433,7 +433,7 @@ def test_a_recomputed_forward_drops_the_same(pair):
 
 # --- bytes -------------------------------------------------------------------------------------
 
-RING = Pair(partial(copy, algorithm="ring"), partial(reduce, algorithm="ring"))
+RING = Pair(partial(copy, algorithm="ring"), partial(all_reduce, algorithm="ring"))
 CONFIG = ModelConfig(vocab_size=64, seq_len=16, d_model=32, num_layers=3, num_heads=4)
 B = 2
 
@@ -502,6 +502,51 @@ def test_cross_entropy_sends_three_numbers_a_token_whatever_the_vocabulary(size,
         assert loss.num_tokens == expected.num_tokens == 11
         torch.testing.assert_close(loss.total, expected.total)
         torch.testing.assert_close(gradient, logits.grad.chunk(size, -1)[rank])
+
+
+WEIGHTS = torch.linspace(-1, 1, 16).view(2, 8)  # what each token's loss counts, below zero, too
+
+
+def reductions(group):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 8, 24, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, 24, (2, 8), generator=generator)
+    targets[1, 3:] = IGNORE_INDEX
+    found = {}
+    for reduction in ("none", "sum", "mean"):
+        mine = logits.chunk(group.size(), -1)[group.rank()].clone().requires_grad_()
+        loss = vocab_parallel_cross_entropy(mine, targets, group, reduction=reduction)
+        (loss * WEIGHTS if reduction == "none" else loss).sum().backward()
+        found[reduction] = loss.detach(), mine.grad
+    with pytest.raises(ValueError, match="reduction='average' is none of 'none', 'sum', 'mean'"):
+        vocab_parallel_cross_entropy(mine, targets, group, reduction="average")
+    with pytest.raises(ValueError, match="no target counts"):
+        nothing = torch.full_like(targets, IGNORE_INDEX)
+        vocab_parallel_cross_entropy(mine, nothing, group, reduction="mean")
+    return found
+
+
+@sizes
+def test_losses_of_single_tokens_and_their_gradients_are_torchs(size):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 8, 24, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, 24, (2, 8), generator=generator)
+    targets[1, 3:] = IGNORE_INDEX
+    for found in launch(reductions, size).results:
+        for reduction, (loss, _) in found.items():
+            expected = nn.functional.cross_entropy(
+                logits.movedim(-1, 1), targets, ignore_index=IGNORE_INDEX, reduction=reduction
+            )
+            torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    for rank, found in enumerate(launch(reductions, size).results):
+        for reduction, (_, gradient) in found.items():
+            whole = logits.clone().requires_grad_()
+            loss = nn.functional.cross_entropy(
+                whole.movedim(-1, 1), targets, ignore_index=IGNORE_INDEX, reduction=reduction
+            )
+            (loss * WEIGHTS if reduction == "none" else loss).sum().backward()
+            expected = whole.grad.chunk(size, -1)[rank]
+            torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
 
 
 def large_logits(group):
@@ -626,7 +671,7 @@ def refusals(group):
     with pytest.raises(ValueError, match="must divide in_features=8"):
         RowParallelLinear(nn.Linear(8, 6), group)
     model = shard_model(GPT(six), GPT_PLAN, group, pair=SEQUENCE)
-    with pytest.raises(ValueError, match="3 ranks must divide dim -2 .* 3 does not divide 8"):
+    with pytest.raises(ValueError, match=r"ranks, 3, must divide x.shape\[-2\]=8: 6 or 9 would"):
         model(batch(six, 0)[0])
     with pytest.raises(ValueError, match="outside the vocabulary, 0..5"):
         vocab_parallel_cross_entropy(torch.zeros(1, 2), torch.tensor([6]), group)

@@ -9,7 +9,7 @@ from torch import nn
 from mini_dist import GPT, ModelConfig, launch, zero
 from mini_dist.data import Batches
 from mini_dist.data_parallel import Bucketed, Naive, Overlapped
-from mini_dist.model import IGNORE_INDEX, token_loss
+from mini_dist.loss import IGNORE_INDEX, token_loss
 from mini_dist.precision import FULL, LossScaler, Precision
 from mini_dist.recompute import recompute_blocks
 from mini_dist.train import split, train_step

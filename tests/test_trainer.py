@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,10 @@ import pytest
 from mini_dist import Layout, ModelConfig, RankError, launch
 from mini_dist.calculators import hardware, step_volume
 from mini_dist.calculators.flops import model_flops
+from mini_dist.checkpoint.manifest import sealed
+from mini_dist.data import load_text
 from mini_dist.trainer import Recipe, train, train_on_ranks
+from mini_dist.trainer.__main__ import main
 
 MODEL = ModelConfig(d_model=32, num_layers=4, num_heads=4, seq_len=32, vocab_size=256)
 FOUR = Layout(pp=2, tp=2, micro_batch_size=2, num_micro_batches=4)
@@ -59,9 +63,9 @@ def test_metrics_are_the_ledgers_and_the_calculators():
 
 def dies_once(recipe, step, marker, group):
     """A rank is killed in the middle of a run, the first time."""
-    from mini_dist import trainer
+    from mini_dist.trainer.metering import Meter
 
-    read = trainer.Meter.read
+    read = Meter.read
 
     def read_or_die(self, at, done):
         if at == step and group.rank() == 1 and not os.path.exists(marker):
@@ -69,7 +73,7 @@ def dies_once(recipe, step, marker, group):
             os.kill(os.getpid(), signal.SIGKILL)
         return read(self, at, done)
 
-    trainer.Meter.read = read_or_die
+    Meter.read = read_or_die
     return train(recipe, group)
 
 
@@ -108,6 +112,97 @@ def test_restarts_begin_at_the_newest_checkpoint(tmp_path, uninterrupted, capsys
         train_on_ranks(recipe, restarts=1, timeout=0.01)
     assert "starting again from the newest checkpoint" in capsys.readouterr().out
     assert losses(train_on_ranks(recipe, restarts=1)) == uninterrupted
+
+
+def with_model(recipe, **changes):
+    return dataclasses.replace(recipe, model=recipe.model.replace(**changes))
+
+
+SMALL = dataclasses.replace(RECIPE, layout=Layout(dp=2, micro_batch_size=2), steps=2, save_every=1)
+OTHERS = {
+    "heads": (lambda r: with_model(r, num_heads=2, head_dim=8), ["model.num_heads"]),
+    "dropout": (lambda r: with_model(r, dropout=0.5), ["model.dropout"]),
+    "width": (lambda r: with_model(r, d_ffn=64), ["model.d_ffn"]),
+    "seed": (lambda r: dataclasses.replace(r, seed=1), ["seed"]),
+    "rate": (lambda r: dataclasses.replace(r, learning_rate=1e-4), ["learning_rate"]),
+    "warmup": (lambda r: dataclasses.replace(r, warmup=5, max_norm=None), ["warmup", "max_norm"]),
+    "precision": (lambda r: dataclasses.replace(r, precision="float16"), ["precision"]),
+    "batch": (lambda r: dataclasses.replace(r, layout=Layout(dp=2)), ["batch"]),
+    "text": (lambda r: dataclasses.replace(r, text=__file__), ["text"]),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    recipe = dataclasses.replace(SMALL, checkpoints=str(tmp_path_factory.mktemp("recipe") / "a"))
+    train_on_ranks(recipe)
+    return recipe
+
+
+def longer(recipe, tmp_path, **changes):
+    """The same with more steps, in a copy of its checkpoints."""
+    shutil.copytree(recipe.checkpoints, tmp_path / "copy")
+    return dataclasses.replace(recipe, steps=3, checkpoints=str(tmp_path / "copy"), **changes)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_recipe_does_not_go_on_by_the_fields_that_differ(name, trained, tmp_path):
+    change, fields = OTHERS[name]
+    before = longer(trained, tmp_path)
+    recipe = change(before)
+    with pytest.raises(RankError, match="ValueError: .*/copy is of another recipe: ") as caught:
+        train_on_ranks(recipe)
+    said = str(caught.value)
+    for field in fields:
+        assert f"{field}=" in said and f"{field!r}" in said.partition("changed=")[2]
+    assert (", now " in said) and said.count(", now ") % len(fields) == 0
+
+
+@pytest.mark.parametrize("name", ["dropout", "seed", "rate", "precision", "batch"])
+def test_another_recipe_goes_on_if_one_asks_for_it_and_then_is_the_recipe(name, trained, tmp_path):
+    change, fields = OTHERS[name]
+    recipe = change(longer(trained, tmp_path))
+    history = train_on_ranks(recipe, changed=fields).results[0]
+    assert [metrics.step for metrics in history] == [2]
+    more = dataclasses.replace(recipe, steps=4)
+    assert [metrics.step for metrics in train_on_ranks(more).results[0]] == [3]
+
+
+def test_what_does_not_decide_may_change(trained, tmp_path):
+    text = tmp_path / "text"
+    text.write_bytes(load_text().numpy().tobytes())  # the same, from elsewhere
+    recipe = longer(trained, tmp_path, save_every=7, machine="laptop", text=str(text))
+    recipe = dataclasses.replace(recipe, layout=Layout(dp=1, tp=2, micro_batch_size=4))
+    assert [metrics.step for metrics in train_on_ranks(recipe).results[0]] == [2]
+
+
+def test_a_checkpoint_that_says_nothing_of_its_recipe_is_refused(trained, tmp_path):
+    recipe = longer(trained, tmp_path)
+    folder = tmp_path / "copy" / "step-00000002"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["sha256"], manifest["extra"]["extra"]["recipe"]
+    (folder / "manifest.json").write_text(sealed(manifest))
+    (tmp_path / "copy" / "latest").write_text(f"{folder.name}\n")  # as older versions wrote it
+    with pytest.raises(RankError, match="copy does not say by which recipe it was trained"):
+        train_on_ranks(recipe, changed=["seed"])
+    assert len(train_on_ranks(recipe, changed="all").results[0]) == 1
+
+
+def test_changed_names_what_decides(trained):
+    with pytest.raises(RankError, match=r"changed=\['sed'\] decides nothing: give some of all"):
+        train_on_ranks(trained, changed=["sed"])
+
+
+def test_on_the_command_line_too(trained, tmp_path, capsys):
+    recipe = dataclasses.replace(longer(trained, tmp_path), seed=5, learning_rate=1e-2)
+    (tmp_path / "recipe.json").write_text(recipe.to_json())
+    command = [str(tmp_path / "recipe.json")]
+    with pytest.raises(RankError, match="learning_rate=0.001, now 0.01; seed=0, now 5"):
+        main(command)
+    main([*command, "--changed", "seed", "--changed", "learning_rate"])
+    assert "step      2   loss" in capsys.readouterr().out
+    main(command)
+    assert "is already at step 3 or beyond: raise steps" in capsys.readouterr().out
 
 
 def test_a_recipe_is_its_json():

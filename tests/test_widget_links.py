@@ -1,10 +1,11 @@
-"""The explorer of lesson 04: it shows what calculators.links says, for the machine it names."""
+"""The explorer of lesson 04: it shows what calculators.costs says, for the machine it names."""
 
 import pytest
 import torch
 
 from mini_dist import launch
-from mini_dist.calculators.links import Hierarchy, Link, all_reduce
+from mini_dist.calculators.costs import all_reduce
+from mini_dist.calculators.links import Hierarchy, Link
 from mini_dist.collectives import all_reduce as run_all_reduce
 from mini_dist.lab import ParameterError
 from mini_dist.widgets import links

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mini_dist import launch
-from mini_dist.draw import Labels
+from mini_dist.draw.labels import Labels
 from mini_dist.expert_parallel import dispatch
 from mini_dist.lab import ParameterError
 from mini_dist.widgets import expert_routing, routing

@@ -9,9 +9,9 @@ from mini_dist.calculators import layer_activations, model_states, num_parameter
 from mini_dist.config import Layout
 from mini_dist.data import Batches
 from mini_dist.ledger.memory import held
-from mini_dist.model import token_loss
+from mini_dist.loss import token_loss
 from mini_dist.recompute import recompute_blocks
-from mini_dist.zero import ZeRO1, ZeRO2, ZeRO3, join
+from mini_dist.zero import ZeRO1, ZeRO2, ZeRO3
 
 CONFIG = ModelConfig(d_model=16, num_layers=3, num_heads=2, seq_len=8, tied_embedding=True)
 TEXT = torch.randint(0, 256, (4000,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
@@ -212,6 +212,60 @@ def test_ranks_may_use_different_parameters_of_a_unit(stage):
         assert torch.equal(other[1], mean)
 
 
+# -- parameters without a module -----------------------------------------------------------------
+
+
+def two_layers(x, weights):
+    first, bias, second = weights
+    return torch.tanh(x @ first + bias) @ second
+
+
+def from_a_list(stage, way, group):
+    """Losses, norms and the parameters after three steps, each rank with its own rows."""
+    torch.manual_seed(group.rank())  # what rank 0 has drawn must be everyone's
+    weights = [nn.Parameter(torch.randn(shape).double()) for shape in ((4, 5), (5,), (5, 1))]
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(12, 4, generator=generator).double().chunk(group.size())[group.rank()]
+    matrices, bias = [weights[0], weights[2]], [weights[1]]
+
+    def decay_of_matrices(shards):
+        groups = [{"params": shards[:1]}, {"params": shards[1:], "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.5)
+
+    if stage is None:
+        optimizer = adamw(weights)
+        if way == "units":
+            optimizer = decay_of_matrices([*matrices, *bias])
+            optimizer.param_groups[0]["params"] = matrices
+            optimizer.param_groups[1]["params"] = bias
+    elif way == "units":
+        model = stage(weights, group, decay_of_matrices, units=[matrices, bias])
+    else:
+        model = stage((w for w in weights), group, adamw)
+    norms = []
+    for _ in range(3):
+        two_layers(rows, weights).square().mean().backward()
+        if stage is None:
+            norms.append(nn.utils.clip_grad_norm_(weights, 0.1))
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            norms.append(model.step(max_norm=0.1))
+            model.zero_grad()
+    return [w.detach() for w in weights], norms
+
+
+@pytest.mark.parametrize("way", ["a list", "units"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("stage", [ZeRO1, ZeRO2])
+def test_a_list_of_parameters_is_trained_as_by_one_process(stage, size, way):
+    """As one would pass them to torch's ZeroRedundancyOptimizer; lists as units are groups with
+    settings of their own."""
+    expected = launch(from_a_list, 1, (None, way)).results[0]
+    for found in launch(from_a_list, size, (stage, way)).results:
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
 # -- bytes ----------------------------------------------------------------------------------------
 
 
@@ -319,9 +373,13 @@ def which_are_here(stage, prefetch, group):
         here = [unit.flat.untyped_storage().nbytes() > 0 for unit in model.units]
         seen[phase].append([i for i, is_here in enumerate(here) if is_here])
 
+    def look_in_backward(block, inputs, output):
+        if output.requires_grad:
+            output.register_hook(lambda _: look("backward"))
+
     for block in gpt.blocks:
         block.register_forward_pre_hook(lambda *_: look("forward"))
-        block.register_full_backward_pre_hook(lambda *_: look("backward"))
+        block.register_forward_hook(look_in_backward)
     inputs, targets = Batches(TEXT, 8, EVEN.seq_len).batch(0)
     token_loss(model(inputs), targets).mean().backward()
     look("backward")
@@ -485,95 +543,6 @@ def test_a_file_that_was_cut_off_is_named(tmp_path):
     launch(cut_a_file, 2, (tmp_path,))
 
 
-# -- the whole state ------------------------------------------------------------------------------
-
-
-def train_and_save(stage, steps, group):
-    model = wrap(stage, group, dtype=torch.float64)
-    train(model, steps, group)
-    return model.state_shard()
-
-
-def load_and_train(stage, state, steps, options, group):
-    model = wrap(stage, group, seed=1, dtype=torch.float64, **options)
-    model.load_state(state)
-    train(model, steps, group)
-    return whole_parameters(model)
-
-
-@pytest.fixture(scope="module")
-def shards():
-    return launch(train_and_save, 4, (3, range(3))).results
-
-
-def test_joined_shards_are_the_state_of_one_process(shards):
-    gpt, optimizer, _ = train_alone(torch.float64, adamw, None, steps=3)
-    state = join(shards[::-1])  # in any order
-    assert state.keys() == dict(gpt.named_parameters()).keys()
-    for name, parameter in gpt.named_parameters():
-        expected = {"parameter": parameter.detach(), **optimizer.state[parameter]}
-        assert state[name].keys() == expected.keys()
-        for kind, value in expected.items():
-            torch.testing.assert_close(state[name][kind], value, rtol=0, atol=1e-9)
-
-
-@pytest.mark.parametrize("stage, size, options", [(1, 1, {}), (2, 3, {}), (3, 2, {}), (1, 2, 0)])
-def test_training_goes_on_at_any_stage_and_world_size(
-    stage, size, options, shards, oracle, tmp_path
-):
-    options = {"offload": tmp_path} if options == 0 else options
-    run = launch(load_and_train, size, (stage, join(shards), range(3, STEPS), options))
-    for ours, theirs in zip(run.results[0], oracle["float64, AdamW", None][0].parameters()):
-        torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=1e-9)
-
-
-def test_shards_that_do_not_belong_together_are_refused(shards):
-    with pytest.raises(ValueError, match=r"ranks \[0, 1, 3\] of 4: give one of each rank"):
-        join([shards[0], shards[1], shards[3]])
-    with pytest.raises(ValueError, match="give one of each rank of one run"):
-        join([*shards, shards[2]])
-    others = launch(train_and_save, 2, (3, range(3))).results
-    with pytest.raises(ValueError, match=r"ranks \[0, 1\] of 2 and 4"):
-        join([shards[0], others[1]])
-    later = launch(train_and_save, 4, (3, range(2))).results
-    with pytest.raises(ValueError, match="step is 3 on rank 0 and 2 on rank 3: saved at different"):
-        join([*shards[:3], later[3]])
-    with pytest.raises(ValueError, match="nothing to join"):
-        join([])
-
-
-def load_what_does_not_fit(state, group):
-    def loaded(change):
-        model = wrap(2, group)
-        before = whole_parameters(model)
-        wrong = {name: dict(kinds) for name, kinds in state.items()}
-        change(wrong)
-        with pytest.raises(ValueError) as error:
-            model.load_state(wrong)
-        assert all(map(torch.equal, before, whole_parameters(model)))  # nothing half-loaded
-        return str(error.value)
-
-    name = "blocks.2.attn.q.weight"
-
-    def other_shape(wrong):
-        wrong[name]["parameter"] = torch.ones(3)
-
-    return [
-        loaded(lambda wrong: wrong.pop(name)),
-        loaded(lambda wrong: wrong.update(more=wrong[name])),
-        loaded(other_shape),
-        loaded(lambda wrong: wrong[name].pop("exp_avg")),
-    ]
-
-
-def test_a_state_of_another_model_is_refused_and_nothing_is_changed(shards):
-    missing, more, shape, kind = launch(load_what_does_not_fit, 1, (join(shards),)).results[0]
-    assert missing.startswith("blocks.2.attn.q.weight is in the model, not the state")
-    assert more.startswith("more is in the state, not the model")
-    assert shape == "blocks.2.attn.q.weight is [3] in the state and [16, 16] in the model"
-    assert kind.startswith("blocks.2.attn.q.weight has no exp_avg, but blocks.2.attn_norm.weight")
-
-
 # -- what cannot work -----------------------------------------------------------------------------
 
 
@@ -591,6 +560,12 @@ def bad_inputs(file, group):
         ZeRO3(mixed, group, adamw)
     with pytest.raises(ValueError, match="is a file: give a directory, or 'cpu'"):
         ZeRO1(nn.Linear(2, 2), group, adamw, offload=file)
+    with pytest.raises(ValueError, match="ZeRO3 gathers .* forward begins, .* take ZeRO2"):
+        ZeRO3(linear.parameters(), group, adamw)
+    with pytest.raises(ValueError, match="a list of them has none"):
+        ZeRO3(linear, group, adamw, units=[[linear.weight]])
+    with pytest.raises(ValueError, match="number 1 of the list is a Tensor: give Parameters"):
+        ZeRO1([linear.weight, torch.zeros(2, requires_grad=True)], group, adamw)
     model = wrap(1, group)
     with pytest.raises(ValueError, match="max_norm=0 would clip everything"):
         model.step(max_norm=0)

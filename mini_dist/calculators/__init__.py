@@ -5,24 +5,35 @@
     print(plan("llama3-70b", "h100", 1024, global_batch_tokens=4 * 2**20))
 
 Read in this order:
+    numbers.py     one sentence for a number that cannot be
     lines.py       an itemised answer: name, value, unit, formula, source
     parameters.py  every weight of a model, once
     models.py      GPT-2 to DeepSeek-V3 by name, and Hugging Face's config.json
     flops.py       the work, and how long 6 P T takes
     machines.py    datasheets beside measurements
-    links.py       rounds, bytes and seconds of each collective algorithm
+    links.py       a link, and how long a message takes
+    rounds.py      stars, trees, rings, doublings: who sends how much, and how long
+    costs.py       rounds, bytes and seconds of each collective algorithm
     frameworks.py  what a framework adds to the mathematics: the assumptions
     activations.py what forward keeps of a layer
+    weight_gradients.py  what gradients on their way weigh
     memory.py      what fills a device, under a framework that one knows from outside
-    moments.py     the same for this library: its own step, moment by moment
+    moments.py     the same for this library: its own step, moment by moment, from
+                   pipeline_in_flight.py, rank_sizes.py, backward_moments.py
     volume.py      what each axis sends
+    places.py      which links a group of the mesh uses
     kernels.py     how long the parts of a layer last
-    step_time.py   what a step waits for
+    step_time.py   what a step waits for: the sum of
+                   stage_time.py, bubble.py, replica_traffic.py, optimizer_time.py
+    chosen.py      which constants were chosen with what in view
+    layouts.py     the layouts that are worth a try
     planner.py     every layout, those that fit, the fastest
+    plans.py       its answer, and why the winner won
     export.py      a layout in the words of Megatron-LM, DeepSpeed, torchtitan, torchrun
 """
 
 from ..config import Layout, ModelConfig
+from .activations import kept_of_layer
 from .export import (
     deepspeed_json,
     layout_source,
@@ -32,6 +43,7 @@ from .export import (
 )
 from .flops import forward_flops, model_flops, step_flops, training_time
 from .frameworks import FRAMEWORKS, Framework, framework
+from .layouts import Search, short
 from .lines import Breakdown, Line, readable
 from .machines import HARDWARE, Device, Hardware, hardware
 from .memory import (
@@ -50,7 +62,8 @@ from .parameters import (
     parameters_of_rank,
     split_layers,
 )
-from .planner import Candidate, Plan, plan
+from .planner import plan
+from .plans import Candidate, Plan
 from .step_time import StepTime, step_time
 from .volume import step_volume
 
@@ -67,6 +80,7 @@ __all__ = [
     "Line",
     "ModelConfig",
     "Plan",
+    "Search",
     "StepTime",
     "deepspeed_json",
     "device_memory",
@@ -74,6 +88,7 @@ __all__ = [
     "framework",
     "from_hugging_face",
     "hardware",
+    "kept_of_layer",
     "layer_activations",
     "layout_source",
     "megatron_arguments",
@@ -89,6 +104,7 @@ __all__ = [
     "plan",
     "rank_memory",
     "readable",
+    "short",
     "split_layers",
     "step_flops",
     "step_time",

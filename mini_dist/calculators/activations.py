@@ -98,7 +98,7 @@ def _layer_activations(config, tp, sequence_parallel, how, moe) -> tuple[Saved, 
             Saved("expert outputs", e * k * D / whole, f"e k D{cut}"),
         ]
         if config.num_shared_experts:
-            saved += ffn("shared experts", config.num_shared_experts * config.d_expert)
+            saved += ffn("shared experts", config.d_shared)
     else:
         saved += ffn("ffn", config.d_ffn)
     if mask:
@@ -125,9 +125,10 @@ def _plain_modules(config, how, whole, t, moe) -> list[Saved]:
     return saved
 
 
-def kept_of_layer(config, layout, how, moe) -> float:
-    """Bytes a token that one layer keeps under the layout's recompute."""
-    if layout.recompute == "full":  # its input
+def kept_of_layer(config, layout, how, moe, again: bool = True) -> float:
+    """Bytes a token that a layer keeps under the layout's recompute, if it is one of those."""
+    recompute = layout.recompute if again else "none"
+    if recompute == "full":  # its input
         return (
             0.0
             if how.offload_activations
@@ -136,7 +137,7 @@ def kept_of_layer(config, layout, how, moe) -> float:
     return sum(
         item.bytes_per_token
         for item in layer_activations(config, layout, how, moe)
-        if layout.recompute == "none" or not item.is_scores
+        if recompute == "none" or not item.is_scores
     )
 
 

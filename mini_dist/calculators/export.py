@@ -6,13 +6,10 @@ import json
 
 from ..config import Layout, ModelConfig
 
-_SCHEDULES = {  # ours: Megatron-LM has 1F1B and interleaved; torch.distributed.pipelining's names
-    "naive": None,
+TORCH_SCHEDULES = {  # of those that torch.distributed.pipelining has, its names
     "gpipe": "GPipe",
     "1f1b": "1F1B",
     "interleaved": "Interleaved1F1B",
-    "zb_h1": None,
-    "zb_h2": None,
     "zb_v": "ZBVZeroBubble",
     "dualpipe_v": "DualPipeV",
 }
@@ -32,6 +29,18 @@ def megatron_arguments(config: ModelConfig, layout: Layout) -> list[str]:
             f"{what} is not one of Megatron-LM's arguments, only of its BigScience fork: give "
             "'rotary' or 'learned' positions, and no norm after the embedding."
         )
+    for field in (
+        "norms_a_layer",
+        "qk_norm_whole",
+        "attention_sinks",
+        "router_bias",
+        "shared_gate",
+    ):
+        if getattr(config, field) != (usual := getattr(ModelConfig, field)):
+            raise ValueError(
+                f"{field}={getattr(config, field)!r} is said to Megatron-LM by a model's own spec, "
+                f"not by arguments: only {usual!r} is exported."
+            )
     if layout.schedule not in ("1f1b", "interleaved") and layout.pp > 1:
         raise ValueError(
             f"schedule={layout.schedule!r} is not one of Megatron-LM's: give "
@@ -69,10 +78,13 @@ def megatron_arguments(config: ModelConfig, layout: Layout) -> list[str]:
         sharded = ("use-distributed-optimizer", "overlap-grad-reduce", "overlap-param-gather")
         arguments |= dict.fromkeys(sharded, True)
     if layout.recompute == "full":
+        # The layers that keep only their input: all, one by one, or so many of each stage.
+        every = layout.recompute_every
+        of_stage = -(-config.num_layers // layout.num_stages)
         arguments |= {
             "recompute-granularity": "full",
-            "recompute-method": "uniform",
-            "recompute-num-layers": 1,
+            "recompute-method": "uniform" if every == 1 else "block",
+            "recompute-num-layers": 1 if every == 1 else layout.num_recomputed(of_stage),
         }
     elif layout.recompute == "selective":
         arguments["recompute-granularity"] = "selective"
@@ -102,8 +114,7 @@ def megatron_arguments(config: ModelConfig, layout: Layout) -> list[str]:
             dense = config.first_dense_layers
             arguments["moe-layer-freq"] = f"([0]*{dense}+[1]*{config.num_layers - dense})"
         if config.num_shared_experts:
-            shared = config.num_shared_experts * config.d_expert
-            arguments["moe-shared-expert-intermediate-size"] = shared
+            arguments["moe-shared-expert-intermediate-size"] = config.d_shared
         if config.router == "sigmoid":
             arguments |= {
                 "moe-router-score-function": "sigmoid",
@@ -179,13 +190,18 @@ def torchtitan_config(config: ModelConfig, layout: Layout) -> str:
     ValueError for what torchtitan would do in another way.
     """
     layout.check(config)
-    if layout.pp > 1 and _SCHEDULES[layout.schedule] is None:
-        known = ", ".join(repr(name) for name, theirs in _SCHEDULES.items() if theirs)
+    if layout.pp > 1 and layout.schedule not in TORCH_SCHEDULES:
+        known = ", ".join(map(repr, TORCH_SCHEDULES))
         raise ValueError(f"schedule={layout.schedule!r} is not one of torchtitan's: give {known}.")
     if layout.recompute == "selective":
         raise ValueError(
             "recompute='selective' is the core of attention; torchtitan's SelectiveAC chooses "
             "other operations: give 'none' or 'full'."
+        )
+    if layout.recompute_every > 1:
+        raise ValueError(
+            f"recompute_every={layout.recompute_every} is not what torchtitan's FullAC does, which "
+            "has every layer: give 1."
         )
     if config.num_experts and layout.tp > 1:
         raise ValueError(
@@ -213,7 +229,7 @@ def torchtitan_config(config: ModelConfig, layout: Layout) -> str:
     if layout.pp > 1:
         shorter = int(ends_are_shorter(config, layout))
         parallelism |= {
-            "pipeline_parallel_schedule": _SCHEDULES[layout.schedule],
+            "pipeline_parallel_schedule": TORCH_SCHEDULES[layout.schedule],
             "pipeline_parallel_microbatch_size": layout.micro_batch_size,
             "pipeline_parallel_layers_per_stage": layers_per_stage(config, layout),
             "pipeline_parallel_first_stage_less_layers": shorter,

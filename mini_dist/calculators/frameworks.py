@@ -3,16 +3,16 @@
 A Framework is data that one may edit: `framework("fsdp").replace(offload_optimizer=True)`.
 
 Sources: [ZeRO] Rajbhandari et al. 2020; [K22] Korthikanti et al. 2022; [N21] Narayanan et al. 2021;
-[code] the framework's own source.  Chosen with published sweeps in view, which are therefore no
-independent test of them: the host's pace (vTrain, nanotron), what Megatron-Core keeps beside the
-gradients (B200), nanotron's gathered inputs and 6-byte gradients, passes over memory of unfused
-frameworks (nanotron), the speed of the first FlashAttention (MPT).
+[code] the framework's own source.  chosen.py lists what was chosen with published sweeps in view.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
+
+from ..config import Layout, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,21 @@ class Framework:
     offload_optimizer: bool = False  # to the host
     offload_activations: bool = False  # what full recompute keeps goes to the host
     # What the time depends on.
+    fp8: bool = False  # matrices of the layers, as Transformer Engine has them; no other number is
     fused_weight_gradients: bool = True  # summed up inside the GEMM, not by a pass over them
     flash_speed: float = 1.0  # 0.5 for the first FlashAttention (Dao 2023: the second is twice)
     loss_traffic: float = 24  # bytes moved a logit, forward and backward
     reduce_bytes: float = 4  # a gradient on the wire
-    overlaps_gradients: bool = True  # data-parallel traffic runs behind backward
+    # Data-parallel traffic runs behind computation: gradients (and under ZeRO-3 parameters) behind
+    # the backward; what ZeRO-1 and 2 have stepped, behind the next forward.
+    overlaps_gradients: bool = True
+    overlaps_parameters: bool = False
+    # Under sequence parallelism a tensor's pieces are gathered and reduced behind its matrix: async
+    # TP (torchtitan), userbuffers (Transformer Engine). An option of both, off by default.
+    overlaps_tensor: bool = False
+    bucket: float = math.inf  # gradients that travel in one message; inf: all at once
+    bucket_a_rank: float = 0.0  # and at least so many for each replica
+    copies_units: bool = False  # ZeRO-2, 3: a unit goes through a flat buffer, in and out
     # Python and launches for one layer's forward; backward is twice.  Read off where sweeps stop
     # getting faster as the work shrinks: 4.4-4.6 ms a layer (nanotron on H100 hosts, no recompute),
     # 3.5 ms (Megatron-DeepSpeed on A100 hosts with fused kernels, recompute: four such parts).
@@ -84,6 +94,15 @@ class Framework:
             raise ValueError(
                 f"weight_gradients={self.weight_gradients!r} is not known: give "
                 "'none', 'largest' or 'one_layer'."
+            )
+
+    def check(self, config: ModelConfig, layout: Layout) -> None:
+        """ValueError for what this program does not run, beside what `layout.check` says."""
+        if self.own_runs and layout.num_stages > config.num_layers:
+            raise ValueError(
+                f"pp*num_chunks={layout.num_stages} leaves stages of num_layers="
+                f"{config.num_layers} without a layer, and this library's pipeline has one in "
+                f"each: give at most {config.num_layers}."
             )
 
     def replace(self, **changes) -> Framework:
@@ -139,6 +158,9 @@ FRAMEWORKS = {
         weight_gradients="one_layer",
         outside=CUDA_OUTSIDE,
         fragmentation=FRAGMENTATION,
+        overlaps_parameters=True,  # --overlap-param-gather
+        bucket=40e6,  # distributed_data_parallel.py
+        bucket_a_rank=1e6,
         source="Megatron-Core with TE [code]",
     ),
     # DeepSpeed's BF16Optimizer keeps the bf16 gradients beside their fp32 sums ([code]).
@@ -166,6 +188,7 @@ FRAMEWORKS = {
         loss_bytes=14,
         outside=CUDA_OUTSIDE,
         fragmentation=FRAGMENTATION,
+        bucket=25 * 2**20 / 2,  # 25 MiB of bf16, as DDP has it
         source="nanotron [code]",
     ),
     # FSDP2 with a bf16 policy: fp32 parameters and gradients are what is sharded.
@@ -180,6 +203,8 @@ FRAMEWORKS = {
         outside=CUDA_OUTSIDE,
         fragmentation=FRAGMENTATION,
         reduce_bytes=2,
+        overlaps_parameters=True,
+        copies_units=True,  # _fsdp_collectives.py: split_with_sizes_copy, chunk_cat
         source="torch.distributed.fsdp.fully_shard [code]",
     ),
     # This course's own runs: everything in fp32; torch's attention kernel for CPUs.
@@ -197,12 +222,18 @@ FRAMEWORKS = {
         source="mini_dist/model.py and zero/",
     ),
 }
+# FSDP1 gathers right into a unit's flat parameter ([code] _flat_param.py).
+FRAMEWORKS["fsdp1"] = FRAMEWORKS["fsdp"].replace(
+    name="fsdp1",
+    copies_units=False,
+    source="torch.distributed.fsdp.FullyShardedDataParallel [code]",
+)
 
 
 def framework(name: str | Framework) -> Framework:
     if isinstance(name, Framework):
         return name
-    if name not in FRAMEWORKS:
+    if not isinstance(name, str) or name not in FRAMEWORKS:
         raise ValueError(
             f"framework={name!r} is not known: give one of "
             f"{', '.join(FRAMEWORKS)}, or a Framework(...)."

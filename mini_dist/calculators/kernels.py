@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 from ..config import Layout, ModelConfig
 from .flops import score_flops
@@ -19,19 +20,24 @@ from .machines import (
     FLASH_FORWARD,
     GEMM_FILL,
     KERNEL_SECONDS,
+    SLOWED,
     Device,
     Hardware,
 )
 from .parameters import layer_weights
+from .places import worst_place
 
 
-def gemm_seconds(device: Device, m: float, n: float, k: float) -> float:
-    """A bf16 GEMM [m, k] x [k, n]: the slower of arithmetic and memory.
+def gemm_seconds(device: Device, m: float, n: float, k: float, fp8: bool = False) -> float:
+    """A GEMM [m, k] x [k, n] in bf16 (or from fp8 to bf16): the slower of arithmetic and memory.
 
     The arithmetic is done in waves of one 128 x 256 tile a multiprocessor: the last wave is as
-    long as a full one.  Filling and draining costs GEMM_FILL of the inner dimension.
+    long as a full one.  Filling and draining costs GEMM_FILL of the inner dimension.  One without
+    elements, of an expert that got no token, is only launched.
     """
-    rate = device.gemm_rate * k / (k + GEMM_FILL)
+    if not m * n * k:
+        return KERNEL_SECONDS
+    rate = (device.gemm_rate_fp8 if fp8 else device.gemm_rate) * k / (k + GEMM_FILL)
     if device.cores:  # lying or standing tiles, whichever are fewer; thin matrices have thin tiles
         tiles = min(
             math.ceil(rows / 128) * math.ceil(columns / 256) for rows, columns in ((m, n), (n, m))
@@ -39,7 +45,7 @@ def gemm_seconds(device: Device, m: float, n: float, k: float) -> float:
         waves = math.ceil(tiles / device.cores)
         padded = waves * device.cores * min(m, 128) * min(n, 256)
         rate *= min(1.0, m * n / padded)
-    moved = 2 * (m * k + k * n + m * n)
+    moved = (1 if fp8 else 2) * (m * k + k * n) + 2 * m * n
     return max(2 * m * n * k / rate, moved / device.stream_bandwidth) + KERNEL_SECONDS
 
 
@@ -49,9 +55,14 @@ def stream_seconds(device: Device, num_bytes: float) -> float:
 
 
 def collective_seconds(
-    machine: Hardware, op: str, num_bytes: float, size: int, stride: int = 1
+    machine: Hardware,
+    op: str,
+    num_bytes: float,
+    size: int,
+    stride: int = 1,
+    world: int | None = None,
 ) -> float:
-    """A ring over `size` devices that stand `stride` apart in rank.
+    """A ring over `size` devices that stand `stride` apart, the worst placed of `world` devices.
 
     NCCL runs as many rings as there are ways out of a node: a group with k members in each node
     gets k network ports, until the links inside the node are the narrower. An all-to-all is no
@@ -59,8 +70,7 @@ def collective_seconds(
     """
     if size == 1 or not num_bytes:
         return 0.0
-    inside = max(1, min(size, machine.devices_per_node // stride))
-    nodes = math.ceil(size / inside)
+    inside, nodes = worst_place(size, stride, machine.devices_per_node, world)
     link = machine.node_link(op)
     bandwidth, latency = link.bandwidth, link.latency
     if nodes > 1:
@@ -73,6 +83,20 @@ def collective_seconds(
         latency += (nodes - 1) / (size - 1) * network.latency  # of the mean step round the ring
     steps = (size - 1) * (2 if op == "all_reduce" else 1)
     return COLLECTIVE_SECONDS + Link(latency, bandwidth).seconds(num_bytes / size, rounds=steps)
+
+
+def message_seconds(machine: Hardware, num_bytes: float, crosses: bool) -> float:
+    """One message from a device to another, which may be in another node."""
+    link = machine.network_link() if crosses else machine.node_link("send")
+    return COLLECTIVE_SECONDS + link.seconds(num_bytes)
+
+
+def together(compute: float, traffic: float) -> float:
+    """Seconds of a computation and of messages beside it: as long as the longer, and a bit more.
+
+    Collectives are kernels too: while one runs, the computation gets SLOWED less of the device.
+    """
+    return max(traffic, compute + SLOWED * traffic)
 
 
 # The parts of a layer during which it waits for others.
@@ -91,41 +115,59 @@ class LayerTime:
         self.backward[name] = self.backward.get(name, 0.0) + backward
 
 
-@lru_cache(maxsize=4096)
+class Piece(NamedTuple):
+    """What a rank has of a layer and of a micro-batch."""
+
+    moe: bool  # whether the layer has experts
+    tp: int
+    cp: int
+    ep: int
+    sequence_parallel: bool
+    tokens: float  # of a micro-batch, b S/cp
+    world: int  # devices of the whole job
+
+    @property
+    def whole(self) -> float:
+        """Tokens of what tp does not cut."""
+        return self.tokens / (self.tp if self.sequence_parallel else 1)
+
+
 def layer_time(
-    config: ModelConfig,
-    machine: Hardware,
-    how: Framework,
-    moe: bool,
-    tp: int,
-    cp: int,
-    ep: int,
-    micro_batch_size: int,
-    sequence_parallel: bool,
+    config: ModelConfig, layout: Layout, machine: Hardware, how: Framework, moe: bool
 ) -> LayerTime:
     """One layer without recompute, on one rank: what it computes and what it exchanges."""
-    tokens = micro_batch_size * config.seq_len / cp
-    whole = tokens / (tp if sequence_parallel else 1)  # rows of what tp does not cut
+    tokens = layout.micro_batch_size * config.seq_len / layout.cp
+    cuts = (layout.tp, layout.cp, layout.ep, layout.sequence_parallel)
+    piece = Piece(moe, *cuts, tokens, layout.world_size)
+    return _piece_time(config, piece, machine, how)
+
+
+@lru_cache(maxsize=4096)
+def _piece_time(config, piece, machine, how) -> LayerTime:
     time = LayerTime()
-    _add_matrices(time, config, machine.device, how, moe, tp, ep, tokens)
-    _add_attention(time, config, machine.device, how, tp, cp, tokens)
-    _add_elementwise(time, config, machine.device, how, moe, tp, tokens, whole)
-    _add_exchanges(time, config, machine, how, moe, (tp, cp, ep), sequence_parallel, tokens, whole)
+    _add_matrices(time, config, piece, machine.device, how)
+    _add_attention(time, config, piece, machine.device, how)
+    _add_elementwise(time, config, piece, machine.device, how)
+    _add_exchanges(time, config, piece, machine, how)
     return time
 
 
-def _add_matrices(time, config, device, how, moe, tp, ep, tokens) -> None:
+def _add_matrices(time, config, piece, device, how) -> None:
     """Backward multiplies twice: for the input's gradient and for the weights'."""
-    for rows, k, n, copies in _matrices(config, moe, tp, ep, tokens):
-        forward = gemm_seconds(device, rows, n, k)
-        backward = gemm_seconds(device, rows, k, n) + gemm_seconds(device, k, n, rows)
+    for rows, k, n, copies in _matrices(config, piece):
+        forward = gemm_seconds(device, rows, n, k, how.fp8)
+        backward = gemm_seconds(device, rows, k, n, how.fp8)
+        backward += gemm_seconds(device, k, n, rows, how.fp8)
+        if how.fp8:  # each operand read in bf16, written in fp8, and transposed for backward
+            forward += stream_seconds(device, 4 * (rows * k + k * n))
+            backward += stream_seconds(device, 4 * rows * n)
         if not how.fused_weight_gradients:  # read the new and the old sum, write the sum
             backward += stream_seconds(device, 3 * how.reduce_bytes * k * n)
         time.add("matrices", copies * forward, copies * backward)
 
 
-def _add_attention(time, config, device, how, tp, cp, tokens) -> None:
-    S, e = config.seq_len, how.activation_bytes
+def _add_attention(time, config, piece, device, how) -> None:
+    S, e, tp, tokens = config.seq_len, how.activation_bytes, piece.tp, piece.tokens
     flops = tokens / S * score_flops(config, S) / tp  # both products, all S scores a token
     if how.flash_attention:  # computes the causal half, and everything once more in backward
         rate = how.flash_speed * device.gemm_rate
@@ -145,17 +187,15 @@ def _add_attention(time, config, device, how, tp, cp, tokens) -> None:
     )
 
 
-def _add_elementwise(time, config, device, how, moe, tp, tokens, whole) -> None:
+def _add_elementwise(time, config, piece, device, how) -> None:
     """Passes over memory, in tensors read and written: [whole, D], [tokens, F/t or N H/t]."""
-    e = how.activation_bytes
+    e, moe, tp, tokens, whole = how.activation_bytes, piece.moe, piece.tp, piece.tokens, piece.whole
     mask = 1 / e if config.dropout else 0
     model, heads = (
         e * config.d_model * whole,
         e * config.num_heads * (config.head_dim + config.rope_head_dim) / tp * tokens,
     )
-    d_ffn = (
-        config.d_ffn if not moe else config.d_expert * (config.top_k + config.num_shared_experts)
-    )
+    d_ffn = config.d_ffn if not moe else config.d_expert * config.top_k + config.d_shared
     hidden = e * tokens * d_ffn / tp
     gated = config.activation == "swiglu"
     forward = {
@@ -189,34 +229,49 @@ def _passes(device, how, moved: dict[str, float]) -> float:
     return again * (sum(moved.values()) / device.stream_bandwidth + kernels * KERNEL_SECONDS)
 
 
-def _add_exchanges(time, config, machine, how, moe, axes, sequence_parallel, tokens, whole) -> None:
-    (tp, cp, ep), e = axes, how.activation_bytes
+def _add_exchanges(time, config, piece, machine, how) -> None:
+    moe, tp, cp, ep, sequence_parallel, tokens, world = piece
+    e = how.activation_bytes
     if tp > 1:  # once for the attention, once for the ffn, each way
         ops = ("all_gather", "reduce_scatter") if sequence_parallel else ("all_reduce",)
-        each = sum(collective_seconds(machine, op, e * config.d_model * tokens, tp) for op in ops)
-        time.add("tp collectives", 2 * each, 2 * each)
+        size = e * config.d_model * tokens
+        each = sum(collective_seconds(machine, op, size, tp, 1, world) for op in ops)
+        if how.overlaps_tensor and sequence_parallel:
+            both = (
+                _in_pieces(ways["matrices"], 2 * each, tp) for ways in (time.forward, time.backward)
+            )
+            time.add("tp collectives", *both)
+        else:
+            time.add("tp collectives", 2 * each, 2 * each)
     if cp > 1:  # keys and values go round behind the attention to the block that is here
         kv = 2 * e * config.num_kv_heads * config.head_dim / tp * tokens
         # all hops of a round last as long as the slowest: one between nodes, if there is any
-        in_a_node = cp * tp <= machine.devices_per_node
-        stride = tp if in_a_node else machine.devices_per_node
-        ring = (cp - 1) * collective_seconds(machine, "send", 2 * kv, 2, stride)
+        leaves = worst_place(cp, tp, machine.devices_per_node, world).nodes > 1
+        ring = (cp - 1) * message_seconds(machine, kv, leaves)
+        forward, backward = time.forward["attention"], time.backward["attention"]
         time.add(
             "cp exchange",
-            max(0.0, ring - time.forward["attention"]),
-            max(0.0, 2 * ring - time.backward["attention"]),
+            together(forward, ring) - forward,
+            together(backward, 2 * ring) - backward,
         )
     if moe and ep > 1:  # dispatch and combine, each way
-        pair = 2 * collective_seconds(
-            machine, "all_to_all", e * config.top_k * config.d_model * whole, ep, tp
-        )
+        size = e * config.top_k * config.d_model * piece.whole
+        pair = 2 * collective_seconds(machine, "all_to_all", size, ep, tp, world)
         time.add("ep all-to-all", pair, pair)
 
 
-def _matrices(config, moe, t, ep, tokens) -> list[tuple[float, float, float, float]]:
+def _in_pieces(matrices: float, traffic: float, tp: int) -> float:
+    """What is left of messages that travel in tp pieces, each behind the matrix of the one before
+    (Wang et al. 2023, "Overlap communication with dependent computation via decomposition")."""
+    behind = traffic * (tp - 1) / tp
+    return traffic / tp + together(matrices, behind) - matrices
+
+
+def _matrices(config, piece) -> list[tuple[float, float, float, float]]:
     """(rows, inner, columns, copies) of each GEMM; q, k, v and gate, up are one each."""
     shapes: dict[tuple, list] = {}
-    for weight in layer_weights(config, moe):
+    t, tokens = piece.tp, piece.tokens
+    for weight in layer_weights(config, piece.moe):
         if not weight.is_matmul:
             continue
         k, n = weight.shape
@@ -227,7 +282,7 @@ def _matrices(config, moe, t, ep, tokens) -> list[tuple[float, float, float, flo
             n /= min(t, config.num_kv_heads)
         rows, copies = tokens, 1.0
         if weight.experts > 1:  # balanced: the token copies spread evenly over the local experts
-            copies = weight.experts / ep
+            copies = weight.experts / piece.ep
             rows = tokens * weight.visits / copies
         joined = {"k": "q", "v": "q", "up": "gate" if config.activation == "swiglu" else "up"}
         key = (weight.kind, joined.get(weight.name, weight.name))

@@ -9,7 +9,7 @@ B200 node; [scaling-book] jax-ml/scaling-book, TPUs; [sheet] the vendor's datash
 Face's Ultra-Scale Playbook, 256 MB messages; [here] measured on this machine.
 
 The constants of kernels and links stand in this file, and come from timings of single kernels
-or single collectives.  What was chosen with whole runs in view stands in frameworks.py.
+or single collectives.  What was chosen with whole runs in view is listed in chosen.py.
 """
 
 from __future__ import annotations
@@ -51,9 +51,16 @@ NODE_FRACTIONS = {
 NETWORK_FRACTION = 0.92
 # A collective of almost nothing on 8 devices takes 22-25 us [simumax]: a start and 7 or 14 steps
 # of a ring.  A step over a network: assumed.
+# While a collective runs, kernels beside it take longer: on average 18.9 % (Lee et al. 2025,
+# arXiv:2507.03114: FSDP and pipelines, A100, H100, MI210, MI250, overlapped against alone).
+SLOWED = 0.189
 COLLECTIVE_SECONDS = 10e-6
 NODE_LATENCY = 1e-6
 NETWORK_LATENCY = 8e-6
+# To the host: 16 lanes of PCIe 4 or 5, and of 8 devices the two sockets' 8 channels of DDR4-3200
+# (DGX A100 datasheet) or DDR5-4800 (DGX H100). What copies and passes get of it: as a plain send.
+PCIE_4, PCIE_5 = 32e9, 64e9
+DDR4_HOST, DDR5_HOST = 2 * 8 * 25.6e9 / 8, 2 * 8 * 38.4e9 / 8
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,7 @@ class Device:
     sustained_flops: float | None = None  # large GEMMs of training, FLOP/s; None: nobody timed them
     cores: int | None = None  # multiprocessors, each with one 128 x 256 tile; None: no such grid
     peak_flops_fp8: float | None = None
+    gemm_flops_fp8: float | None = None  # the best GEMM measured in fp8
     source: str = ""
 
     def __post_init__(self):
@@ -79,6 +87,7 @@ class Device:
             "cores",
             "sustained_flops",
             "peak_flops_fp8",
+            "gemm_flops_fp8",
         ):
             value = getattr(self, field)
             if value is not None and not (_is_number(value) and value > 0):
@@ -95,6 +104,14 @@ class Device:
     def gemm_rate(self) -> float:
         """FLOP/s of a large GEMM in the middle of a long run: the roof of the time model."""
         return self.sustained_flops or ASSUMED_SUSTAINED_FRACTION * self.gemm_ceiling
+
+    @property
+    def gemm_rate_fp8(self) -> float:
+        """The same in fp8: the ceiling, sustained as much as in bf16 (assumed)."""
+        if self.peak_flops_fp8 is None:
+            raise ValueError(f"device {self.name!r} has no peak_flops_fp8: give it, or fp8=False.")
+        ceiling = self.gemm_flops_fp8 or ASSUMED_GEMM_FRACTION * self.peak_flops_fp8
+        return ceiling * self.gemm_rate / self.gemm_ceiling
 
     @property
     def stream_bandwidth(self) -> float:
@@ -117,11 +134,17 @@ class Hardware:
     network_latency: float = NETWORK_LATENCY
     # Measured: {nodes: fraction of the network's rate that a collective over them got}.
     by_nodes: tuple[tuple[int, float], ...] = ()
+    # One device's share of the way to its host, and of the host's memory: bytes/s, as sold.
+    host_bandwidth: float = PCIE_4
+    host_memory_bandwidth: float = DDR4_HOST
     dollars_per_hour: float | None = None  # of one device: yours to fill in, prices move
     source: str = ""
 
     def __post_init__(self):
-        for field in ("devices_per_node", "node_bandwidth", "network_bandwidth"):
+        for field in (
+            *("devices_per_node", "node_bandwidth", "network_bandwidth"),
+            *("host_bandwidth", "host_memory_bandwidth"),
+        ):
             value = getattr(self, field)
             if not _is_number(value) or value <= 0:
                 raise ValueError(
@@ -157,8 +180,13 @@ class Hardware:
                 return f0 * (f1 / f0) ** share
         return points[-1][1]
 
+    def host_seconds(self, num_bytes: float, memory: bool = False) -> float:
+        """Bytes to the host or from it; memory: passed over by its processors."""
+        rate = self.host_memory_bandwidth if memory else self.host_bandwidth
+        return num_bytes / (NODE_FRACTIONS["send"] * rate)
+
     def links(self, nodes: int = 2, op: str = "all_reduce") -> Hierarchy:
-        """Both, as `calculators.links` takes them."""
+        """Both, as `calculators.costs` takes them."""
         return Hierarchy(self.devices_per_node, self.node_link(op), self.network_link(nodes))
 
     def replace(self, **changes) -> Hardware:
@@ -168,9 +196,14 @@ class Hardware:
         return dataclasses.replace(self, **changes)
 
 
-def hardware(name: str) -> Hardware:
-    """The machine of that name; ValueError names the nearest ones when there is none."""
-    if name in HARDWARE:
+def hardware(name: str | Hardware) -> Hardware:
+    """The machine of that name; ValueError names the nearest ones when there is none.
+
+    A Hardware is what it is.
+    """
+    if isinstance(name, Hardware):
+        return name
+    if isinstance(name, str) and name in HARDWARE:
         return HARDWARE[name]
     near = difflib.get_close_matches(str(name).lower(), HARDWARE, n=3, cutoff=0.3) or sorted(
         HARDWARE
@@ -220,6 +253,7 @@ H100 = Device(
     692 * T,
     132,
     1979 * T,
+    1402.6 * T,
     source="[acc] [mamf] [simumax]",
 )
 H200 = Device(
@@ -231,6 +265,7 @@ H200 = Device(
     692 * T,
     132,
     1979 * T,
+    1453.4 * T,
     source="[acc] [mamf] [simumax]",
 )
 # 0.49-0.51 of the datasheet for 4096 x 8192 x 57344 and the like, timed on a node [simumax].
@@ -243,6 +278,7 @@ B200 = Device(
     1125 * T,
     148,
     4500 * T,
+    3432.5 * T,
     source="[acc] [mamf] [simumax]",
 )
 MI300X = Device(
@@ -259,6 +295,8 @@ LAPTOP = Device(
     "2 CPU cores", 0.15 * T, 0.1 * T, 24 * GIB, 20 * GB, 0.08 * T, source="[here], rough"
 )
 
+NEW_HOST = {"host_bandwidth": PCIE_5, "host_memory_bandwidth": DDR5_HOST}
+
 HARDWARE = {
     # 8 x 200 Gb/s InfiniBand a node (DGX A100; Selene, Narayanan et al. 2021 section 5).
     "a100-80": Hardware("a100-80", A100_80, 8, 300 * GB, 25 * GB, source="DGX A100 datasheet"),
@@ -268,9 +306,9 @@ HARDWARE = {
         "jean-zay", A100_80, 8, 300 * GB, 6.25 * GB, source="BigScience Workshop 2022"
     ),
     # 8 x 400 Gb/s a node (DGX H100, DGX H200, DGX B200 datasheets).
-    "h100": Hardware("h100", H100, 8, 450 * GB, 50 * GB, source="DGX H100 datasheet"),
-    "h200": Hardware("h200", H200, 8, 450 * GB, 50 * GB, source="DGX H200 datasheet"),
-    "b200": Hardware("b200", B200, 8, 900 * GB, 50 * GB, source="DGX B200 datasheet"),
+    "h100": Hardware("h100", H100, 8, 450 * GB, 50 * GB, **NEW_HOST, source="DGX H100 datasheet"),
+    "h200": Hardware("h200", H200, 8, 450 * GB, 50 * GB, **NEW_HOST, source="DGX H200 datasheet"),
+    "b200": Hardware("b200", B200, 8, 900 * GB, 50 * GB, **NEW_HOST, source="DGX B200 datasheet"),
     "mi300x": Hardware("mi300x", MI300X, 8, 448 * GB, 50 * GB, source="[acc]"),
     # PCIe 4 x16 and one 100 Gb/s port for four cards.
     "l40s": Hardware("l40s", L40S, 4, 32 * GB, 3.1 * GB, source="[sheet]"),
@@ -288,6 +326,7 @@ HARDWARE = {
         8,
         450 * GB,
         50 * GB,
+        **NEW_HOST,
         source="[hf]",
         by_nodes=(
             (2, 1.0),

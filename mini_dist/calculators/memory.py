@@ -15,9 +15,7 @@ recomputation"; [N21] Narayanan et al. 2021; [Flash] Dao et al. 2022; [code] the
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -30,14 +28,17 @@ from .activations import (
 )
 from .frameworks import Framework, framework
 from .lines import Breakdown, Line
+from .models import model
 from .moments import course_memory
+from .numbers import at_least
 from .parameters import (
     held_outside,
-    layer_weights,
+    layers_by_recompute,
     layers_of_stage,
     parameters_of_rank,
     stages_of_rank,
 )
+from .weight_gradients import weight_gradients
 
 SHARDED_FROM = {"parameters": 3, "gradients": 2, "optimizer": 1}  # the ZeRO stage that cuts it
 
@@ -54,23 +55,22 @@ def model_states(
     data-parallel group ([ZeRO] figure 1 and table 1)."""
     if zero not in (0, 1, 2, 3):
         raise ValueError(f"zero={zero!r} is not a stage: give 0, 1, 2 or 3.")
-    if not shards >= 1:
-        raise ValueError(f"shards={shards!r} is too small: give 1 or more.")
-    lines = []
-    for (kind, stage), each in zip(
-        SHARDED_FROM.items(), (parameter_bytes, gradient_bytes, optimizer_bytes)
-    ):
+    at_least("parameters", parameters, 0)
+    at_least("shards", shards, 1)
+    for kind, each in zip(SHARDED_FROM, (parameter_bytes, gradient_bytes, optimizer_bytes)):
+        at_least(f"bytes of {kind}", each, 0)
+    each = parameter_bytes, gradient_bytes, optimizer_bytes
+    return Breakdown("model states", tuple(_state_lines("", parameters, shards, zero, each)))
+
+
+def _state_lines(
+    what: str, parameters: float, shards: int, zero: int, bytes_each
+) -> Iterator[Line]:
+    for (kind, stage), each in zip(SHARDED_FROM.items(), bytes_each):
         cut = shards if zero >= stage else 1
-        lines.append(
-            Line(
-                kind,
-                each * parameters / cut,
-                "bytes",
-                f"{each:g} P" + (f" / {shards}" if cut > 1 else ""),
-                "[ZeRO] section 3.1, table 1",
-            )
-        )
-    return Breakdown("model states", tuple(lines))
+        formula = f"{each:g} P" + (f" / {shards}" if cut > 1 else "")
+        value = each * parameters / cut
+        yield Line(kind + what, value, "bytes", formula, "[ZeRO] section 3.1, table 1")
 
 
 def micro_batches_in_flight(layout: Layout, pp_rank: int) -> float:
@@ -100,18 +100,23 @@ AT_MOST_IN_FLIGHT = {
 
 
 def rank_memory(
-    config: ModelConfig, layout: Layout, how: str | Framework = "megatron-core", pp_rank: int = 0
+    config: ModelConfig | str,
+    layout: Layout,
+    how: str | Framework = "megatron-core",
+    pp_rank: int = 0,
 ) -> Breakdown:
     """The peak of one rank at position `pp_rank` of its pipeline, as a waterfall of lines.
 
     Raises ValueError when the layout cannot cut the model.
     """
+    config = model(config)
     layout.check(config)
     if not 0 <= pp_rank < layout.pp:
         raise ValueError(
             f"pp_rank={pp_rank} is not a stage of pp={layout.pp}: give 0 to {layout.pp - 1}."
         )
     how = framework(how)
+    how.check(config, layout)
     states = _states(config, layout, how, pp_rank)
     if how.own_runs:
         return course_memory(config, layout, how, pp_rank, states)
@@ -124,27 +129,38 @@ def rank_memory(
 
 
 def peak_memory(
-    config: ModelConfig, layout: Layout, how: str | Framework = "megatron-core"
+    config: ModelConfig | str, layout: Layout, how: str | Framework = "megatron-core"
 ) -> Breakdown:
-    """The waterfall of the fullest pipeline rank.
-
-    Only the first, the second and the last can be it: towards the end ranks hold fewer
-    micro-batches, and no rank holds more layers than the first two.
-    """
+    """The waterfall of the fullest pipeline rank."""
+    config = model(config)
+    layout.check(config)
     return max(
-        (rank_memory(config, layout, how, rank) for rank in {*_fullest(layout)}),
+        (rank_memory(config, layout, how, rank) for rank in _of_each_kind(config, layout, how)),
         key=lambda waterfall: waterfall.total,
     )
 
 
-def _fullest(layout: Layout) -> tuple[int, int, int]:
+def _of_each_kind(config, layout, how) -> list[int]:
+    """Of the ranks with as many layers the first: no later one has more micro-batches in flight.
+    (What this library holds besides is another on each.)"""
+    if framework(how).own_runs:
+        return list(range(layout.pp))
+    first: dict[tuple, int] = {}
+    for rank in range(layout.pp):
+        stages = stages_of_rank(layout, rank)
+        layers = tuple(tuple(layers_of_stage(config, layout, stage)) for stage in stages)
+        first.setdefault((layers, 0 in stages, layout.num_stages - 1 in stages), rank)
+    return list(first.values())
+
+
+def _ends(layout: Layout) -> tuple[int, int, int]:
     return 0, min(1, layout.pp - 1), layout.pp - 1
 
 
 def states_of_all(
     config: ModelConfig, layouts: Sequence[Layout], how: str | Framework = "megatron-core"
 ) -> np.ndarray:
-    """Bytes of model states on the fullest rank of each layout: [len(layouts)], all at once.
+    """Bytes of model states on the fullest of three ranks: [len(layouts)], all at once.
 
     No peak is below them, so a planner can drop most of what will not fit before it draws up a
     single waterfall.
@@ -154,7 +170,7 @@ def states_of_all(
     for layout in layouts:
         cut = _cut(layout)
         if cut not in cuts:
-            held = [parameters_of_rank(config, layout, rank) for rank in _fullest(layout)]
+            held = [parameters_of_rank(config, layout, rank) for rank in _ends(layout)]
             cuts[cut] = [[float(each.dense), float(each.experts)] for each in held]
     numel = np.array([cuts[_cut(layout)] for layout in layouts])  # [layouts, ranks, 2]
     ways = np.array([(x.dp * x.cp, x.dp * x.cp // x.ep) for x in layouts])[:, None, :]
@@ -179,6 +195,7 @@ def _cut(layout: Layout) -> tuple:
 def device_memory(allocated: float, how: str | Framework = "megatron-core") -> float:
     """What the device must have for an allocator's peak of `allocated` bytes."""
     how = framework(how)
+    at_least("allocated", allocated, 0)
     return allocated * (1 + how.fragmentation) + how.outside
 
 
@@ -189,15 +206,13 @@ def _states(config, layout, how, pp_rank) -> list[Line]:
     if held.experts:
         parts.append((" of experts", float(held.experts), ways // layout.ep))
     stepped = how.optimizer_bytes + (how.shard_bytes if layout.zero in (1, 2) else 0)
-    lines = []
-    for what, numel, shards in parts:
-        for line in model_states(
-            numel, shards, layout.zero, how.parameter_bytes, how.gradient_bytes, stepped
-        ):
-            if line.name == "optimizer" and how.offload_optimizer:
-                continue
-            lines.append(dataclasses.replace(line, name=line.name + what))
-    return lines
+    each = how.parameter_bytes, how.gradient_bytes, stepped
+    return [
+        line
+        for what, numel, shards in parts
+        for line in _state_lines(what, numel, shards, layout.zero, each)
+        if not (how.offload_optimizer and line.name.startswith("optimizer"))
+    ]
 
 
 def _unsharded(config, layout, how, pp_rank) -> Line:
@@ -217,15 +232,18 @@ def _saved_activations(config, layout, how, pp_rank) -> list[Line]:
     """What forward keeps for backward, of all micro-batches in flight."""
     tokens, whole = tokens_of_micro_batch(config, layout), cut_of_whole(layout)
     stages, flight = stages_of_rank(layout, pp_rank), micro_batches_in_flight(layout, pp_rank)
-    kinds = [pair for stage in stages for pair in layers_of_stage(config, layout, stage)]
-    layers = sum(count for _, count in kinds)
-    each = sum(count * kept_of_layer(config, layout, how, moe) for moe, count in kinds)
+    kinds = [kind for stage in stages for kind in layers_by_recompute(config, layout, stage)]
+    layers = sum(count for _, _, count in kinds)
+    each = sum(
+        count * kept_of_layer(config, layout, how, moe, again) for moe, again, count in kinds
+    )
+    mean = each / max(1, layers)
     lines = [
         Line(
             "activations",
             flight * tokens * each,
             "bytes",
-            f"{flight:g} in flight * {layers} layers * {tokens:g} tokens * {each / layers:.0f}",
+            f"{flight:g} in flight * {layers} layers * {tokens:g} tokens * {mean:.0f}",
             "[K22] section 4, table 2",
         )
     ]
@@ -262,7 +280,7 @@ def _worst_moment(config, layout, how, pp_rank) -> list[Line]:
         f"gradients of the ffn's hidden{again}",
         "largest moment of backward [code]",
     )
-    in_layer, of_head = _weight_gradients(config, layout, how, is_last)
+    in_layer, of_head = weight_gradients(config, layout, how, is_last)
     at_loss = loss.value + of_head > layer.value
     lines = [loss if at_loss else layer]
     if t > 1 and layout.sequence_parallel and how.backward:
@@ -309,35 +327,3 @@ def _backward_of_layer(config, layout, how) -> float:
         each = e + (e + how.mask_bytes if config.dropout else 0)
         extra += each * config.num_heads * config.seq_len / t
     return extra
-
-
-def _weight_gradients(config, layout, how, is_last) -> tuple[float, float]:
-    """Bytes of weight gradients on their way: in a layer, and of the head at the loss."""
-    if how.weight_gradients == "none":
-        return 0.0, 0.0
-    each = min(how.parameter_bytes, how.activation_bytes)
-    largest, head = _gradient_sizes(config, layout, is_last)
-    if how.weight_gradients == "largest":
-        return each * max(largest, head), 0.0
-    kinds = {config.is_moe_layer(0), config.is_moe_layer(config.num_layers - 1)}
-    return each * sum(_matrix_sizes(config, layout.tp, moe)[1] for moe in kinds), each * head
-
-
-def _gradient_sizes(config, layout, is_last: bool) -> tuple[float, float]:
-    """Numbers of the largest matrix of a layer, and of the head where it is."""
-    kinds = {config.is_moe_layer(0), config.is_moe_layer(config.num_layers - 1)}
-    return (
-        max(_matrix_sizes(config, layout.tp, moe)[0] for moe in kinds),
-        config.vocab_size * config.d_model / layout.tp if is_last else 0.0,
-    )
-
-
-@lru_cache(maxsize=4096)
-def _matrix_sizes(config, tp, moe) -> tuple[float, float]:
-    """Numbers of the largest matrix of a layer, and of one of each (experts share theirs)."""
-    sizes = [
-        float(weight.numel_per_rank(tp, 1, config.num_kv_heads)) / weight.experts
-        for weight in layer_weights(config, moe)
-        if weight.is_matmul
-    ]
-    return max(sizes), sum(sizes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import warnings
 from pathlib import Path
 
 from ..config import ModelConfig
@@ -104,9 +105,14 @@ MODELS = {
 }
 
 
-def model(name: str) -> ModelConfig:
-    """The preset of that name; ValueError names the nearest ones when there is none."""
-    if name in MODELS:
+def model(name: str | ModelConfig) -> ModelConfig:
+    """The preset of that name; ValueError names the nearest ones when there is none.
+
+    A ModelConfig is what it is, so that a calculator takes either.
+    """
+    if isinstance(name, ModelConfig):
+        return name
+    if isinstance(name, str) and name in MODELS:
         return MODELS[name]
     near = difflib.get_close_matches(str(name).lower(), MODELS, n=3, cutoff=0.3) or sorted(MODELS)
     raise ValueError(
@@ -130,6 +136,12 @@ _FAMILIES = {
     "qwen2": {**_LLAMA, "qkv_bias": True},
     "qwen3": {**_LLAMA, "qk_norm": True},
     "qwen3_moe": {**_LLAMA, "qk_norm": True},
+    "gemma2": {**_LLAMA, "norms_a_layer": 4, "tied_embedding": True},  # gated by gelu
+    "gemma3_text": {**_LLAMA, "norms_a_layer": 4, "tied_embedding": True, "qk_norm": True},
+    "olmo2": {**_LLAMA, "qk_norm": True, "qk_norm_whole": True},
+    "qwen2_moe": {**_LLAMA, "qkv_bias": True, "num_shared_experts": 1, "shared_gate": True},
+    "llama4_text": {**_LLAMA, "num_shared_experts": 1},
+    "gpt_oss": {**_LLAMA, "bias": True, "router_bias": True, "attention_sinks": True},
     "deepseek_v2": _LLAMA,
     "deepseek_v3": {**_LLAMA, "router": "sigmoid"},
 }
@@ -150,6 +162,7 @@ _MOE_NAMES = {
     "top_k": ("num_experts_per_tok",),
     "num_shared_experts": ("n_shared_experts",),
     "d_expert": ("moe_intermediate_size",),
+    "d_shared": ("shared_expert_intermediate_size",),
     "first_dense_layers": ("first_k_dense_replace",),
 }
 _MLA_NAMES = {
@@ -168,23 +181,37 @@ _UNSUPPORTED = {
     "decoder_sparse_step": (1, None),
     "mlp_only_layers": ([], None),
     "moe_layer_freq": (1, None),
+    "interleave_moe_layer_step": (1, None),
 }
+_HAVE_ATTENTION_BIASES = ("gpt_neox", "gpt_oss")
+_MOE = (
+    *("mixtral", "qwen2_moe", "qwen3_moe", "llama4_text", "gpt_oss"),
+    *("deepseek_v2", "deepseek_v3"),
+)
 
 
-def from_hugging_face(source: str | Path | dict) -> ModelConfig:
-    """A ModelConfig from a config.json (path, folder or dict).
+def from_hugging_face(source: str | Path | dict, seq_len: int | None = None) -> ModelConfig:
+    """A ModelConfig from a config.json (path, folder or dict), for sequences of `seq_len` tokens.
+
+    A config.json says how far positions reach, not how long a training sequence is: without
+    seq_len the reach is taken, with a warning.
 
     Raises ValueError: the family is not one we know the weights of, a needed key is missing, or a
     setting would change the count in a way ModelConfig cannot say.
     """
     settings = source if isinstance(source, dict) else _read(Path(source))
     family = settings.get("model_type")
+    if isinstance(settings.get("text_config"), dict):
+        raise ValueError(
+            f"model_type={family!r} has more parts than its language model, and ModelConfig says "
+            "only that one: give config['text_config'] alone."
+        )
     if family not in _FAMILIES:
         raise ValueError(
             f"model_type={family!r} is not a family whose weights are known here: "
             f"give one of {', '.join(sorted(_FAMILIES))}, or a ModelConfig by hand."
         )
-    is_moe = family in ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+    is_moe = family in _MOE
     is_mla = family in ("deepseek_v2", "deepseek_v3")
     names = {**_NAMES, **(_MOE_NAMES if is_moe else {}), **(_MLA_NAMES if is_mla else {})}
     required = (
@@ -201,6 +228,8 @@ def from_hugging_face(source: str | Path | dict) -> ModelConfig:
         elif field in required:
             raise ValueError(f"config.json lacks {' or '.join(keys)}: {field} must be given.")
     for key, allowed in _UNSUPPORTED.items():
+        if key == "attention_bias" and family in _HAVE_ATTENTION_BIASES:
+            allowed = (True, None)
         if settings.get(key) not in allowed:
             raise ValueError(
                 f"{key}={settings[key]!r} changes the weights in a way ModelConfig "
@@ -208,7 +237,25 @@ def from_hugging_face(source: str | Path | dict) -> ModelConfig:
             )
     if is_mla:
         fields.pop("num_kv_heads", None)  # latent attention has one key a head
+    if family == "llama4_text":
+        fields["d_ffn"], fields["d_expert"] = settings["intermediate_size_mlp"], fields["d_ffn"]
+    fields["seq_len"] = _sequence(fields, seq_len)
     return ModelConfig(**fields)
+
+
+def _sequence(fields: dict, seq_len: int | None) -> int:
+    reach = fields["seq_len"]
+    if fields["positions"] == "learned":  # they are weights
+        if seq_len not in (None, reach):
+            raise ValueError(f"seq_len={seq_len} is not the {reach} positions that are learned.")
+        return reach
+    if seq_len is None:
+        warnings.warn(
+            f"seq_len={reach} is how far the positions of config.json reach, which need not be "
+            "the training sequence: give seq_len=... to say that.",
+            stacklevel=3,
+        )
+    return seq_len or reach
 
 
 def _read(path: Path) -> dict:

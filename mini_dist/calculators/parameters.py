@@ -6,11 +6,13 @@ with it; `experts` how many copies of it there are, spread by expert parallelism
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
-from ..config import TWO_CHUNK_SCHEDULES, Layout, ModelConfig
+from ..config import Layout, ModelConfig
+from ..schedule import V_SHAPED
 from .lines import Breakdown, Line
 
 
@@ -50,6 +52,8 @@ def layer_weights(config: ModelConfig, moe: bool = False) -> list[Weight]:
         + (_moe(config) if moe else _ffn(config, "ffn", config.d_ffn))
         + _norm(config, "attention_norm")
         + _norm(config, "ffn_norm")
+        + (_norm(config, "attention_post_norm") if config.norms_a_layer == 4 else [])
+        + (_norm(config, "ffn_post_norm") if config.norms_a_layer == 4 else [])
     )
 
 
@@ -126,7 +130,7 @@ def split_layers(num_layers: int, num_stages: int, outer_counts: bool = True) ->
 def stages_of_rank(layout: Layout, pp_rank: int) -> list[int]:
     """The stages that a pipeline rank holds: a V goes down and up the ranks, interleaved deals
     the stages out like cards."""
-    if layout.schedule in TWO_CHUNK_SCHEDULES:
+    if layout.schedule in V_SHAPED:
         return [pp_rank, 2 * layout.pp - 1 - pp_rank]
     return [chunk * layout.pp + pp_rank for chunk in range(layout.num_chunks)]
 
@@ -171,6 +175,17 @@ def held_by_layer(config: ModelConfig, layout: Layout, moe: bool) -> Held:
 def layers_of_stage(config: ModelConfig, layout: Layout, stage: int) -> list[tuple[bool, int]]:
     """(with experts?, how many) of the layers of one stage; kinds it has none of are left out."""
     return list(_layers_of_stage(config, layout.num_stages, stage))
+
+
+def layers_by_recompute(
+    config: ModelConfig, layout: Layout, stage: int
+) -> Iterator[tuple[bool, bool, int]]:
+    """(with experts?, recomputed?, how many) of the same; each kind is counted for itself."""
+    for moe, count in layers_of_stage(config, layout, stage):
+        again = layout.num_recomputed(count)
+        for recomputed, layers in ((True, again), (False, count - again)):
+            if layers:
+                yield moe, recomputed, layers
 
 
 # The planner asks for the same parts of a model in hundreds of layouts.
@@ -264,8 +279,13 @@ def _attention(config: ModelConfig) -> list[Weight]:
             ]
     if config.bias:
         weights.append(Weight("attention", "out_bias", (D,), is_matmul=False))
-    if config.qk_norm:
+    if config.qk_norm and config.qk_norm_whole:
+        weights.append(Weight("norms", "q_norm", (N * H,), "column", is_matmul=False))
+        weights.append(Weight("norms", "k_norm", (K * H,), "kv", is_matmul=False))
+    elif config.qk_norm:
         weights.append(Weight("norms", "qk_norm", (2, H), is_matmul=False))
+    if config.attention_sinks:
+        weights.append(Weight("attention", "sinks", (N,), "column", is_matmul=False))
     return weights
 
 
@@ -287,9 +307,13 @@ def _ffn(
 
 def _moe(config: ModelConfig) -> list[Weight]:
     weights = [Weight("router", "router", (config.d_model, config.num_experts))]
+    if config.router_bias:
+        weights.append(Weight("router", "router_bias", (config.num_experts,), is_matmul=False))
     weights += _ffn(config, "experts", config.d_expert, config.num_experts, config.top_k)
     if config.num_shared_experts:
-        weights += _ffn(config, "shared experts", config.num_shared_experts * config.d_expert)
+        weights += _ffn(config, "shared experts", config.d_shared)
+    if config.shared_gate:
+        weights.append(Weight("router", "shared_gate", (config.d_model, 1)))
     return weights
 
 
@@ -308,10 +332,10 @@ def _formulas(config: ModelConfig) -> dict[str, str]:
         if config.is_mla
         else "L (2 D N H + 2 D K H" + (" + biases)" if config.qkv_bias else ")"),
         "ffn": f"{L} ({matrices} D F" + (" + biases)" if config.bias else ")"),
-        "router": "L_moe D E",
+        "router": "L_moe (D E" + " + E" * config.router_bias + " + D" * config.shared_gate + ")",
         "experts": f"L_moe E {matrices} D F_expert",
         "shared experts": f"L_moe {matrices} D F_shared",
-        "norms": "(2 L + 1) D"
+        "norms": f"({config.norms_a_layer} L + 1) D"
         + (" * 2, scale and shift" if config.norm == "layernorm" and config.bias else "")
         + (" + norms inside attention" if config.is_mla or config.qk_norm else "")
         + (" + embedding norm" if config.embedding_norm else ""),

@@ -1,4 +1,4 @@
-"""What each axis of the mesh sends in one step: payload bytes of one rank, as links.py counts them.
+"""What each axis of the mesh sends in one step: payload bytes of one rank, as costs.py counts them.
 
 All collectives as rings: (n - 1) / n of the tensor for an all-gather or a reduce-scatter, twice
 that for an all-reduce.  Sources: [ZeRO] section 7; [N21] Narayanan et al. 2021 section 2.3 and 4.1;
@@ -10,11 +10,15 @@ from __future__ import annotations
 from ..config import Layout, ModelConfig
 from .frameworks import Framework, framework
 from .lines import Breakdown, Line
+from .models import model
 from .parameters import held_outside, layers_of_stage, parameters_of_rank, stages_of_rank
 
 
 def step_volume(
-    config: ModelConfig, layout: Layout, how: str | Framework = "megatron-core", pp_rank: int = 0
+    config: ModelConfig | str,
+    layout: Layout,
+    how: str | Framework = "megatron-core",
+    pp_rank: int = 0,
 ) -> Breakdown:
     """Bytes that a rank at pipeline position `pp_rank` sends in one optimizer step, axis by axis.
 
@@ -22,8 +26,8 @@ def step_volume(
     gradient norm, and of gradients that sequence parallelism finds in parts (norms and biases,
     some D a layer).  Raises ValueError when the layout cannot cut the model.
     """
+    config, how = model(config), framework(how)
     layout.check(config)
-    how = framework(how)
     stages = stages_of_rank(layout, pp_rank)
     kinds = [pair for stage in stages for pair in layers_of_stage(config, layout, stage)]
     layers = sum(count for _, count in kinds)
@@ -31,7 +35,9 @@ def step_volume(
     tokens = layout.micro_batch_size * config.seq_len / layout.cp
     e, D, t, m = how.activation_bytes, config.d_model, layout.tp, layout.num_micro_batches
     message = e * tokens * D  # one activation [B, S/cp, D]
-    again = 1 if layout.recompute == "full" else 0  # forward's collectives run once more
+    recomputed = sum(layout.num_recomputed(count) for _, count in kinds)
+    # Forward's collectives run once more; of a share of the layers where not all are recomputed.
+    again = recomputed / layers if layout.recompute == "full" and layers else 0
     lines = _dp(config, layout, how, pp_rank)
 
     if t > 1:
@@ -49,7 +55,7 @@ def step_volume(
                 "tp",
                 m * passes * (t - 1) / t * message,
                 "bytes",
-                f"{m} micro-batches * {passes} passes * (t - 1)/t * e B S D",
+                f"{m} micro-batches * {passes:g} passes * (t - 1)/t * e B S D",
                 "[N21] section 2.3, [K22] section 4.2.2",
             )
         )
@@ -61,7 +67,7 @@ def step_volume(
                 "cp",
                 m * layers * passes * (layout.cp - 1) * kv,
                 "bytes",
-                f"{m} * {layers} layers * {passes} (cp - 1) * 2 e B S/cp K H",
+                f"{m} * {layers} layers * {passes:g} (cp - 1) * 2 e B S/cp K H",
                 "[Ring]",
             )
         )
@@ -73,7 +79,7 @@ def step_volume(
                 "ep",
                 m * exchanges * (layout.ep - 1) / cut * config.top_k * message,
                 "bytes",
-                f"{m} * {exchanges} all-to-alls * (ep - 1)/ep * k e B S D",
+                f"{m} * {exchanges:g} all-to-alls * (ep - 1)/ep * k e B S D",
                 "[GShard], balanced routing",
             )
         )

@@ -9,7 +9,7 @@ learner's own code an error.
 
 import importlib
 
-from .exercise import CheckFailed, Exercise, Verdict
+from .engine import CheckFailed, Exercise, Verdict
 
 _FILES = (
     "all_axes",
@@ -22,7 +22,10 @@ _FILES = (
     "one_device",
     "pipeline",
     "planner",
+    "scaling",
+    "sequence_parallel",
     "tensor_parallel",
+    "wrappers",
     "zero",
 )  # one a lesson or two
 

@@ -11,16 +11,18 @@ reads the answers.)
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import nn
 
 from ..collectives import all_reduce
-from ..launch import RankError, launch
 from ..mesh import Mesh
-from .exercise import LIBRARY, RIGHT, WRONG, Exercise, Line, Verdict
+from ..ranks.launch import RankError, launch
+from .engine import LIBRARY, RIGHT, WRONG, Exercise, Line, Measured, Verdict, name_of
+from .watch import calls_of, learners
 
 DISEASES = {
     "skipped collective": "a rank leaves out one collective that the others enter",
@@ -98,13 +100,14 @@ def only(*ranks: int) -> tuple[frozenset[int]]:
     return (frozenset(ranks),)
 
 
-PATIENTS = {
-    "A": Patient("uneven batches", only(1), num_batches=((1, 4),)),
-    "B": Patient("wrong dtype", only(3), averages_in_double),
-    "C": Patient("diverged weights", only(1), writes_into_a_weight),
-    "D": Patient("swapped group order", (*only(1, 2), *only(0, 3)), averages_over_two_axes),
-    "E": Patient("skipped collective", only(2), leaves_one_out),
-}
+def patients() -> dict[str, Patient]:
+    return {
+        "A": Patient("uneven batches", only(1), num_batches=((1, 4),)),
+        "B": Patient("wrong dtype", only(3), averages_in_double),
+        "C": Patient("diverged weights", only(1), writes_into_a_weight),
+        "D": Patient("swapped group order", (*only(1, 2), *only(0, 3)), averages_over_two_axes),
+        "E": Patient("skipped collective", only(2), leaves_one_out),
+    }
 
 
 # --- the visit -----------------------------------------------------------------------------------
@@ -132,9 +135,9 @@ class Visit:
 
 def visit(patient: str) -> Visit:
     """Run a patient's training. Raises KeyError for a name that is none."""
-    if patient not in PATIENTS:
-        raise KeyError(f"no patient {patient!r}; there are {', '.join(PATIENTS)}")
-    sick = PATIENTS[patient]
+    if patient not in patients():
+        raise KeyError(f"no patient {patient!r}; there are {', '.join(patients())}")
+    sick = patients()[patient]
     try:
         run = launch(train, RANKS, (sick.average, dict(sick.num_batches)), quiet=True)
     except RankError as error:
@@ -147,15 +150,16 @@ def visit(patient: str) -> Visit:
 # --- the answers ---------------------------------------------------------------------------------
 
 
-class FromTheFile(dict):
-    """Answers that nobody had to find."""
+class FromTheFile(tuple):
+    """A diagnosis that nobody had to find."""
 
 
-def diagnoses() -> dict[str, tuple[str, int | tuple[int, ...]]]:
-    """patient -> (disease, the rank or ranks at fault)"""
-    return FromTheFile(
-        {name: (sick.disease, tuple(sorted(sick.ranks[0]))) for name, sick in PATIENTS.items()}
-    )
+def diagnoses() -> dict[str, tuple[str, tuple[int, ...]]]:
+    """patient -> (disease, the ranks at fault)"""
+    return {
+        name: FromTheFile((sick.disease, tuple(sorted(sick.ranks[0]))))
+        for name, sick in patients().items()
+    }
 
 
 # What speaks against a diagnosis, by what the patient really has.
@@ -175,34 +179,50 @@ AGAINST = {
 
 
 class Clinic(Exercise):
-    """`check.diagnoses`: grades answers instead of a run; a hint for the first wrong one."""
+    """`check.diagnoses`: grades answers instead of a run. They are made here, on no rank: whoever
+    gives them may visit patients on the way. No lines where they are the clinic's: they would tell.
+    """
 
     def judge(self, fn: Callable) -> Verdict:
-        answers = fn()
-        if isinstance(answers, FromTheFile):  # (and no lines: they would tell)
-            note = f"These are the clinic's own. Replace its call in {fn.__name__} by yours."
-            return Verdict(self.name, LIBRARY, hint=note)
-        given = answers if isinstance(answers, dict) else {}
-        graded = [grade(name, sick, given.get(name)) for name, sick in PATIENTS.items()]
+        if verdict := self.made_before(fn):
+            return verdict
+        try:
+            with calls_of(self._refuses) as called:
+                answers = learners(fn)
+        except Exception as error:
+            hint = f"Your function raised {type(error).__name__}: {error}"
+            return Verdict(self.name, WRONG, hint=hint)
+        if called:
+            hint = f"These are the clinic's own. Replace its call in {name_of(fn)} by yours."
+            return Verdict(self.name, LIBRARY, hint=hint)
+        if not isinstance(answers, Mapping):
+            hint = (
+                f"A {type(answers).__name__} came back. Return a dict with the diagnosis of each "
+                f"patient: {', '.join(patients())}."
+            )
+            return Verdict(self.name, WRONG, hint=hint)
+        graded = [grade(name, sick, answers.get(name)) for name, sick in patients().items()]
         hint = next((why for _, why in graded if why), "")
         return Verdict(self.name, WRONG if hint else RIGHT, [line for line, _ in graded], hint)
 
     def solution(self) -> None:
-        print("def diagnoses():\n    return {")
+        print(self.answer())
+
+    def answer(self) -> str:
+        lines = ["def diagnoses():", "    return {"]
         for name, (disease, ranks) in diagnoses().items():
-            answer = (disease, ranks[0] if len(ranks) == 1 else ranks)
-            print(f'        "{name}": {answer},  # {DISEASES[disease]}')
-        print("    }")
+            told = (disease, ranks[0] if len(ranks) == 1 else ranks)
+            lines.append(f'        "{name}": {told},  # {DISEASES[disease]}')
+        return "\n".join([*lines, "    }"])
 
 
 def grade(name: str, sick: Patient, answer) -> tuple[Line, str]:
     """Measured beside expected without saying what is right, and a hint."""
-    if not (isinstance(answer, tuple) and len(answer) == 2 and answer[0] in DISEASES):
-        known = ", ".join(f'"{disease}"' for disease in DISEASES)
+    if form := mistake_of_form(answer):
         line = Line(f"patient {name}", answer, "(disease, rank or ranks)", False)
-        return line, f"Patient {name}: give (disease, rank or ranks), with one of {known}."
+        return line, f"Patient {name}: give (disease, rank or ranks), {form}."
     disease, ranks = answer
-    ranks = {ranks} if isinstance(ranks, int) else set(ranks)
+    ranks = {ranks} if isinstance(ranks, Integral) else set(ranks)
     right = disease == sick.disease, ranks in sick.ranks
     told = f"{disease}, {ranks_text(ranks)}"
     line = Line(f"patient {name}", told, "what it has, and where", all(right))
@@ -213,6 +233,20 @@ def grade(name: str, sick: Patient, answer) -> tuple[Line, str]:
     return line, ""
 
 
+def mistake_of_form(answer) -> str:
+    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
+        return f"with one of {', '.join(map(repr, DISEASES))}"
+    disease, ranks = answer
+    if isinstance(ranks, str) and ranks in DISEASES:
+        return "first what it has, then where"
+    if not isinstance(disease, str) or disease not in DISEASES:
+        return f"with one of {', '.join(map(repr, DISEASES))}, not {disease!r}"
+    several = isinstance(ranks, Iterable) and not isinstance(ranks, str)
+    if not all(isinstance(rank, Integral) for rank in (ranks if several else [ranks])):
+        return f"a rank as a number, such as 3, or several as (0, 3), not {ranks!r}"
+    return ""
+
+
 def ranks_text(ranks) -> str:
     return f"rank{'s' * (len(ranks) != 1)} {' and '.join(map(str, sorted(ranks)))}"
 
@@ -221,9 +255,11 @@ EXERCISES = [
     Clinic(
         "diagnoses",
         diagnoses,
-        trial=train,
-        cases=[],
-        judge=grade,
+        train,
+        [],
+        Measured,
+        refuses={patients},
+        makes=(FromTheFile, Patient),
         hints=[
             "Three questions, in this order. Did it fail? If it did: do the ranks disagree on an "
             "operation, or do they wait? If they wait: has somebody returned?",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,368 +12,365 @@ import torch
 from torch import Tensor
 
 from .. import context_parallel as library
+from ..context_parallel import Kernel, Partial, add_block
 from ..context_parallel.placement import block_of, positions_of_ranks
-from ..context_parallel.ring import add_block
-from ..launch import RankError
+from ..context_parallel.ring import Hop
 from ..model import explicit_attention
-from .exercise import WRONG, Exercise, Line, Trial, Verdict, calls_of
+from .adversities import Complaint
+from .engine import Exercise, Line, Measured, are_two, line, on_ranks, too_few_bytes
+from .watch import functions_of
 
-RING_STEPS = {"ring_step", "ring_attention", "all_gather_attention"}
-PLACERS = {"zigzag", "contiguous", "positions_of_ranks", "positions_here"}
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
 
-class NotedExercise(Exercise):
-    """An exercise that may need no communication: which functions of the library were called is
-    noted while the learner's runs, and comes back as `borrowed` in each rank's result."""
-
-    def used(self, trials: list[Trial]) -> set[str]:
-        return {name for one in trials for result in one.run.results for name in result.borrowed}
-
-    def _failed(self, trials, world_size: int, case, error: RankError) -> Verdict:
-        if world_size > 1:
-            return super()._failed(trials, world_size, case, error)
-        lines, hint = self._judge(trials) if trials else ([], "")  # no ranks to speak of
-        return Verdict(self.name, WRONG, lines, hint or f"With {case}: {error}")
+def bits(dtype: torch.dtype) -> str:
+    return "" if dtype == F64 else f" in {str(dtype).removeprefix('torch.')}"
 
 
 # -- merge ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class MergeCase:
-    scale: float  # of the scores
-    b_is_empty: bool = False
+class Scores:
+    scale: float
+    empty: str = ""  # which of the two is over no keys
+    dtype: torch.dtype = F64
 
     def __str__(self) -> str:
-        empty = ", the second over no keys at all" * self.b_is_empty
-        return f"two partial results, scores up to about ±{3 * self.scale:g}{empty}"
+        empty = f", {self.empty} over no keys at all" * bool(self.empty)
+        up_to = f"{3 * self.scale:g}{bits(self.dtype)}"
+        return f"two partial results, scores up to about ±{up_to}{empty}"
 
 
-MERGE_CASES = [(1, MergeCase(1)), (1, MergeCase(300)), (1, MergeCase(1, b_is_empty=True))]
+# How many of the first queries see no key of a, how many of the last none of b.
+BLIND = {"": (0, 0), "the first": (6, 0), "the second": (0, 6), "each for some queries": (2, 2)}
 
 
-@dataclass
-class Merged:
-    out: Tensor | None
-    lse: Tensor | None
-    kept: bool
-    borrowed: set[str]
-
-
-def partials(case: MergeCase):
-    """Attention over 3 keys, over 5 others, and over all 8, in float64."""
+def partials(case: Scores) -> tuple[Partial, Partial, Partial]:
+    """Attention of 6 queries over 3 keys, over 5 others, and over all 8."""
     generator = torch.Generator().manual_seed(7)
-    scores = case.scale * torch.randn(2, 3, 6, 8, generator=generator, dtype=torch.float64)
-    values = torch.randn(2, 3, 8, 4, generator=generator, dtype=torch.float64)
+    scores = case.scale * torch.randn(2, 3, 6, 8, generator=generator, dtype=F64)
+    values = torch.randn(2, 3, 8, 4, generator=generator, dtype=F64)
+    first, last = BLIND[case.empty]
+    scores[:, :, :first, :3] = -math.inf
+    scores[:, :, 6 - last :, 3:] = -math.inf
 
-    def part(keys: slice) -> library.Partial:
+    def part(keys: slice) -> Partial:
         s, v = scores[..., keys], values[..., keys, :]
-        return library.Partial(s.softmax(-1) @ v, s.logsumexp(-1))
+        pair = s.softmax(-1).nan_to_num() @ v, s.logsumexp(-1)
+        return Partial(*(tensor.to(case.dtype) for tensor in pair))
 
-    a, b, whole = part(slice(3)), part(slice(3, 8)), part(slice(8))
-    if case.b_is_empty:
-        b = library.Partial(torch.zeros_like(a.out), torch.full_like(a.lse, -math.inf))
-        whole = a
-    return a, b, whole
+    return part(slice(3)), part(slice(3, 8)), part(slice(8))
 
 
-def try_merge(fn: Callable, case: MergeCase, group) -> Merged:
-    a, b, _ = partials(case)
+def merge_trial(fn, case: Scores, group):
+    a, b, whole = partials(case)
     given = [tensor.clone() for tensor in (*a, *b)]
-    with calls_of({"merge"}, library) as borrowed:
-        came = fn(a, b)
-    kept = all(torch.equal(now, then) for now, then in zip((*a, *b), given))
-    is_pair = isinstance(came, tuple) and len(came) == 2
-    is_pair = is_pair and all(isinstance(part, Tensor) for part in came)
-    out, lse = came if is_pair else (None, None)
-    return Merged(out, lse, kept, borrowed)
+    came = fn(a, b)
+    if not are_two(came, Tensor, Tensor):
+        raise Complaint(
+            "Return a pair of tensors, Partial(out, lse): the lse is needed for the next merge."
+        )
+    shapes, wanted = ([list(tensor.shape) for tensor in pair] for pair in (came, whole))
+    if shapes != wanted:
+        raise Complaint(
+            f"Output and lse have the shapes {shapes}, they should have {wanted}: a weight has no "
+            "head dim, give it one with [..., None]."
+        )
+    if {tensor.dtype for tensor in came} != {case.dtype}:
+        raise Complaint(f"What comes in {case.dtype} is returned in it, too: .to(a.out.dtype).")
+    return *came, all(map(torch.equal, (*a, *b), given))
 
 
-def judge_merge(trials: list[Trial]) -> tuple[list[Line], str]:
-    lines, hint = [], ""
-    for number, one in enumerate(trials):
-        result, (a, b, whole) = one.run.results[0], partials(one.case)
-        named = f" ({one.case})" * (number > 0)
-        found = [
-            Line(
-                f"output{named}", right(result.out, whole.out), "right", same(result.out, whole.out)
-            ),
-            Line(f"lse{named}", right(result.lse, whole.lse), "right", same(result.lse, whole.lse)),
-            Line("a and b are unchanged", result.kept, True, result.kept),
+class Merged(Measured):
+    def measure(self):
+        self.a, self.b, self.whole = partials(self.case)
+        ((self.out, self.lse, self.kept),) = self.results
+        # An lse is rounded as it is large, and its exponential as much.
+        self.rounding = 100 * torch.finfo(self.case.dtype).eps * max(4, 3 * self.case.scale)
+
+    def is_(self, found: Tensor, expected: Tensor, tolerance: float = 0) -> bool:
+        tolerance = tolerance or self.rounding
+        return torch.allclose(found, expected, rtol=tolerance, atol=tolerance)
+
+    def in_words(self, found: Tensor, expected: Tensor) -> str:
+        if not torch.equal(found.isfinite(), expected.isfinite()):
+            return "inf or nan"
+        off = (found - expected).nan_to_num().abs().max()
+        return "right" if self.is_(found, expected) else f"off by {off:.2g}"
+
+    def lines(self) -> list[Line]:
+        return [
+            line("output", self.in_words(self.out, self.whole.out), "right"),
+            line("lse", self.in_words(self.lse, self.whole.lse), "right"),
+            line("a and b are unchanged", self.kept, True),
         ]
-        lines += found if number == 0 else [line for line in found if not line.ok]
-        if not all(line.ok for line in found) and not hint:
-            hint = f"Right at first, but with {one.case}: " * (number > 0)
-            hint += merge_mistake(result, a, b, whole)
-    return lines, hint
 
+    @staticmethod
+    def raised(error: str) -> str:
+        if "must match the size" not in error:
+            return ""
+        return "a weight has no head dim, an output has: give the weight one with [..., None].\n"
 
-def right(found: Tensor | None, expected: Tensor) -> str:
-    if found is None or found.shape != expected.shape:
-        return "missing" if found is None else f"of shape {list(found.shape)}"
-    if not found.isfinite().all():
-        return "inf or nan"
-    return "right" if same(found, expected) else f"off by {(found - expected).abs().max():.2g}"
-
-
-def same(found: Tensor | None, expected: Tensor) -> bool:
-    return (
-        found is not None
-        and found.shape == expected.shape
-        and torch.allclose(found.to(expected), expected, rtol=0, atol=1e-9)
-    )
-
-
-def merge_mistake(result: Merged, a, b, whole) -> str:
-    out, lse = result.out, result.lse
-    if out is None:
-        return "Return a pair of tensors, Partial(out, lse): the lse is needed for the next merge."
-    if not result.kept:
-        return "You wrote into a or b. Whoever called still needs them: make new tensors."
-    if out.shape != whole.out.shape:
-        return (
-            f"The output has shape {list(out.shape)}, it should have {list(whole.out.shape)}: "
-            "a weight has no head dim, give it one with [..., None]."
-        )
-    if not (out.isfinite().all() and lse.isfinite().all()):
-        return (
-            "There is inf or nan. exp(lse) overflows for large scores, and 0 * inf is nan. "
-            "Take a common number out of both first: exp(lse - total) is never more than 1, where "
-            "total is the lse of both together (torch.logaddexp)."
-        )
-    share_b = (b.lse - torch.logaddexp(a.lse, b.lse)).exp()[..., None]
-    if same(out, (a.out + b.out) / 2):
-        return (
+    def mistake(self) -> str:
+        out, lse, (a, b, whole) = self.out, self.lse, (self.a, self.b, self.whole)
+        if not self.kept:
+            return "You wrote into a or b. Whoever called still needs them: make new tensors."
+        if not (out.isfinite().all() and lse.isfinite().all()):
+            return (
+                "There is inf or nan. exp(lse) overflows for large scores, and 0 * inf is nan. "
+                "Take a common number out of both first: exp(lse - total) is never more than 1, "
+                "where total is the lse of both together (torch.logaddexp)."
+            )
+        share_b = (b.lse - whole.lse).exp()[..., None]
+        weights = torch.stack([a.lse, b.lse])[..., None]
+        known = {
             "This is the plain mean of the two outputs. Each counts by the sum of its "
-            "exponentials, e^lse: keys with high scores count more."
-        )
-    if same(out, a.out + b.out):
-        return "This is the sum of the outputs. Each was divided by its own sum; take a mean."
-    if same(out, torch.lerp(b.out, a.out, share_b)):
-        return "The weights are the wrong way round: a's output got b's share."
-    weights = torch.stack([a.lse, b.lse])[..., None]
-    if same(out, (weights * torch.stack([a.out, b.out])).sum(0) / weights.sum(0)):
-        return "You weigh by lse, which is a logarithm. Weigh by e^lse."
-    if same(out, whole.out) and same(lse, a.lse + b.lse):
-        return "lse is a logarithm of a sum, so the two do not add up: log(e^a + e^b)."
-    if same(out, whole.out) and same(lse, torch.maximum(a.lse, b.lse)):
-        return "The lse is that of the larger one only: log(e^a + e^b), torch.logaddexp."
-    if same(out, whole.out):
+            "exponentials, e^lse: keys with high scores count more.": (a.out + b.out) / 2,
+            "This is the sum of the outputs. Each was divided by its own sum; take a mean.": (
+                a.out + b.out
+            ),
+            "The weights are the wrong way round: a's output got b's share.": (
+                torch.lerp(b.out, a.out, share_b)
+            ),
+            "You weigh by lse, which is a logarithm. Weigh by e^lse.": (
+                (weights * torch.stack([a.out, b.out])).sum(0) / weights.sum(0)
+            ),
+        }
+        for says, wrong in known.items():
+            if self.is_(out, wrong):
+                return says
+        if not self.is_(out, whole.out):
+            if self.is_(out, whole.out, 1e-5):
+                return "Right to seven digits only: something in it is float32. Keep a.out's dtype."
+            return (
+                "out = (e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b). Compare with yours."
+            )
+        if self.is_(lse, a.lse + b.lse):
+            return "lse is a logarithm of a sum, so the two do not add up: log(e^a + e^b)."
+        if self.is_(lse, torch.maximum(a.lse, b.lse)):
+            return "The lse is that of the larger one only: log(e^a + e^b), torch.logaddexp."
         return "The output is right, the lse is not: log(e^a + e^b). The next merge needs it."
-    return "out = (e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b). Compare with yours."
 
 
 # -- a step of the ring -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class RingCase:
+class Ring:
     placement: str
     causal: bool
+    dtype: torch.dtype = F64
 
     def __str__(self) -> str:
-        return f"{self.placement}, {'causal' if self.causal else 'full'} attention"
+        attention = "causal" if self.causal else "full"
+        return f"{self.placement}, {attention} attention{bits(self.dtype)}"
 
+    def whole(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, N, S, H] and k, v [B, K, S, H] of the whole sequence."""
+        generator = torch.Generator().manual_seed(size)
+        shapes = [(2, heads, 24, 4) for heads in (4, 2, 2)]
+        return tuple(torch.randn(s, generator=generator, dtype=F64).to(self.dtype) for s in shapes)
 
-RING_CASES = [
-    (4, RingCase("contiguous", False)),
-    (3, RingCase("zigzag", True)),
-    (2, RingCase("contiguous", True)),
-]
-RING_S, RING_HEADS, RING_KV_HEADS, RING_HEAD_DIM = 24, 4, 2, 4
+    def positions(self, size: int) -> Tensor:
+        return positions_of_ranks(self.placement, 24, size)
+
+    def pieces(self, size: int) -> list[Tensor]:
+        """Each rank's keys and values."""
+        _, k, v = self.whole(size)
+        return [torch.stack([k[:, :, at], v[:, :, at]]) for at in self.positions(size)]
 
 
 @dataclass
 class Ringed:
-    out: Tensor | None
-    sources: list[int]  # whose keys the kernel was called with, in turn; -1: nobody's
-    came: list[int]  # whose keys and values each step returned
-    kernel_spans: list[tuple[float, float]]
-    mistake: str = ""  # something came back that no next step could use
+    """What a rank saw. Of keys it notes whose they are, -1: nobody's."""
+
+    out: Tensor | None = None
+    attended: list[int] = field(default_factory=list)  # the kernel's keys, call by call
+    came: list[int] = field(default_factory=list)  # what each step returned
     kept: bool = True  # what was given to each step, the step left as it was
-    borrowed: set[str] = field(default_factory=set)
+    overlapped: bool = True  # messages begun when the kernel ends, and waited for once it has begun
 
 
-def whole_sequence(case: RingCase, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, N, S, H] and k, v [B, K, S, H]."""
-    generator = torch.Generator().manual_seed(size)
-    heads = (RING_HEADS, RING_KV_HEADS, RING_KV_HEADS)
-    shapes = [(2, n, RING_S, RING_HEAD_DIM) for n in heads]
-    return tuple(torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+def ring_trial(fn, case: Ring, group) -> Ringed:
+    rank, size, recorder = group.rank(), group.size(), group.recorder
+    positions, pieces, seen = case.positions(size), case.pieces(size), Ringed()
+    q, kv, total = case.whole(size)[0][:, :, positions[rank]], pieces[rank].clone(), None
 
+    def whose(tensor, of=lambda piece: piece) -> int:
+        return next((s for s, piece in enumerate(pieces) if torch.equal(tensor, of(piece))), -1)
 
-def try_ring_step(fn: Callable, case: RingCase, group) -> Ringed:
-    rank, size = group.rank(), group.size()
-    positions = positions_of_ranks(case.placement, RING_S, size)
-    q, k, v = whole_sequence(case, size)
-    pieces = [torch.stack([k[:, :, place], v[:, :, place]]) for place in positions]
-    result = Ringed(None, [], [], [])
+    def both_ways() -> bool:
+        return {"send", "recv"} <= {row[0][:4] for row in recorder.comms[before:]}
 
     def forward(q, k, v, causal):
-        whose = [s for s, kv in enumerate(pieces) if torch.equal(k, kv[0, :, :, : k.shape[2]])]
-        result.sources.append(whose[0] if whose else -1)
-        began = time.time()
-        part = library.fused_attend(q, k, v, causal)
-        time.sleep(0.002)  # long enough to tell what happens meanwhile
-        result.kernel_spans.append((began, time.time()))
-        return part
+        seen.attended.append(whose(k, lambda piece: piece[0, :, :, : k.shape[2]]))
+        at_work.set()
+        seen.overlapped = seen.overlapped and soon(both_ways)
+        return library.attend(q, k, v, causal)
 
-    kernel = library.Kernel(forward, None)
-    q, kv, total = q[:, :, positions[rank]], pieces[rank].clone(), None
-    with calls_of(RING_STEPS, library) as result.borrowed:
-        for step in range(size - 1):
-            block = block_of(positions, rank, (rank - step) % size, case.causal)
-            given = kv.clone()
-            came = fn(total, q, kv, block, kernel, group)
-            result.kept = result.kept and torch.equal(kv, given)
-            if mistake := not_a_step(came):
-                result.mistake = mistake
-                return result
-            total, kv = came
-            whose = [s for s, piece in enumerate(pieces) if torch.equal(kv, piece)]
-            result.came.append(whose[0] if whose else -1)
+    def wait_for(row):
+        seen.overlapped = seen.overlapped and soon(at_work.is_set)
+        waits(row)
+
+    kernel, waits, recorder.waits = Kernel(forward, None), recorder.waits, wait_for
+    for step in range(size - 1):
+        block = block_of(positions, rank, (rank - step) % size, case.causal)
+        given, before, at_work = kv.clone(), len(recorder.comms), threading.Event()
+        if block is None:
+            at_work.set()  # there is nothing to do
+        came = fn(total, q, kv, block, kernel, group)
+        if mistake := not_a_step(came, block, recorder.comms[before:]):
+            raise Complaint(mistake)
+        seen.kept = seen.kept and torch.equal(kv, given)
+        total, kv = Partial(*came[0]), came[1]
+        seen.came.append(whose(kv))
+    recorder.waits = waits
     block = block_of(positions, rank, (rank + 1) % size, case.causal)
-    result.out = add_block(total, q, kv, block, kernel).out
-    return result
+    seen.out = add_block(total, q, kv, block, Kernel(library.attend, None)).out
+    return seen
 
 
-def not_a_step(came) -> str:
-    is_pair = isinstance(came, tuple) and len(came) == 2
-    if is_pair and isinstance(came[0], tuple) and isinstance(came[1], Tensor):
+def soon(happens: Callable[[], bool], seconds: float = 2) -> bool:
+    """Whether it has happened; where the learner has threads beside this one, they get time."""
+    deadline = time.monotonic() + seconds
+    while not happens() and threading.active_count() > 1 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return happens()
+
+
+def not_a_step(came, block, rows) -> str:
+    """What is wrong with a step so that the next one could not begin."""
+    sent = any(not row[0].startswith("recv") for row in rows)
+    if not sent and block is None:
+        return (
+            "A rank sent nothing in a step in which it has nothing to attend to (block is None). "
+            "The ranks after it need these keys all the same: pass kv on in every step."
+        )
+    if not sent:
+        return "Nothing was sent. In each step kv leaves for the rank after."
+    if any(row[6] is None for row in rows):  # nobody has waited for it
+        return (
+            "You returned before the messages were through: wait(handles) after add_block, for "
+            "what arrives and for what leaves."
+        )
+    if are_two(came, (tuple, list), Tensor) and are_two(came[0], Tensor, Tensor):
         return ""
     return "Return two things, in this order: what add_block gave you, and what has arrived."
 
 
-def judge_ring(trials: list[Trial]) -> tuple[list[Line], str]:
-    lines, hint = [], ""
-    for number, one in enumerate(trials):
-        found, found_hint = judge_one_ring(one)
-        for line in found:
-            if number == 0 or not line.ok:
-                line.what += f" ({one.run.world_size} ranks, {one.case})" * (number > 0)
-                lines.append(line)
-        if found_hint and not hint:
-            hint = f"With {one.run.world_size} ranks, {one.case}: " * (number > 0) + found_hint
-    return lines, hint
+class Step(Measured):
+    def measure(self):
+        size, case, ledger = self.size, self.case, self.run.ledger
+        q, k, v = case.whole(size)
+        mask = None if case.causal else torch.zeros(24)
+        whole = explicit_attention(q.double(), k.double(), v.double(), mask)
+        tolerance = 0.05 if case.dtype == BF16 else 1e-4 if case.dtype == F32 else 1e-9
+        self.right = [
+            result.out.shape == whole[:, :, at].shape
+            and torch.allclose(result.out.double(), whole[:, :, at], rtol=0, atol=tolerance)
+            for result, at in zip(self.results, case.positions(size))
+        ]
+        self.came = [
+            result.came == [(rank - 1 - step) % size for step in range(size - 1)]
+            for rank, result in enumerate(self.results)
+        ]
+        self.of_rank = [ledger.total_bytes(rank=rank) for rank in range(size)]
+        self.wanted = (size - 1) * 2 * k.nbytes // size
+        self.pairs = {(comm.rank, peer) for comm in ledger.leaves() for peer in comm.sent_to}
+        self.ring = {(rank, (rank + 1) % size) for rank in range(size)}
+        self.overlapped = all(result.overlapped for result in self.results)
 
+    def lines(self) -> list[Line]:
+        sent = self.of_rank
+        return [
+            on_ranks("right attention on", self.right),
+            on_ranks("the right keys came to", self.came),
+            Line("bytes sent by a rank", max(sent), self.wanted, set(sent) == {self.wanted}),
+            line("who sends to whom", arrows(self.pairs), arrows(self.ring)),
+            self.backend_line(),
+            line("what it was given is untouched", all(r.kept for r in self.results), True),
+            line("they travel while the kernel works", self.overlapped, True),
+        ]
 
-def judge_one_ring(one: Trial) -> tuple[list[Line], str]:
-    run, size, case = one.run, one.run.world_size, one.case
-    positions = positions_of_ranks(case.placement, RING_S, size)
-    q, k, v = whole_sequence(case, size)
-    expected = explicit_attention(q, k, v, None if case.causal else torch.zeros(RING_S))
-    outputs = [same(r.out, expected[:, :, positions[i]]) for i, r in enumerate(run.results)]
-    came = [
-        r.came == [(i - 1 - s) % size for s in range(size - 1)] for i, r in enumerate(run.results)
-    ]
-    one_kv = 2 * k.nbytes // size
-    sent = [run.ledger.total_bytes(rank=rank) for rank in range(size)]
-    pairs = {(comm.rank, peer) for comm in run.ledger.leaves() for peer in comm.sent_to}
-    ring = {(rank, (rank + 1) % size) for rank in range(size)}
-    native = sorted({c.op for c in run.ledger.leaves() if c.op not in ("send", "recv")})
-    kept = all(result.kept for result in run.results)
-    overlapped = all(travels_while_computing(run.ledger, i, r) for i, r in enumerate(run.results))
-    count = f"{size} of {size} ranks"
-    wanted = (size - 1) * one_kv
-    lines = [
-        Line("right attention on", f"{sum(outputs)} of {size} ranks", count, all(outputs)),
-        Line("the right keys came to", f"{sum(came)} of {size} ranks", count, all(came)),
-        Line("bytes sent by a rank", max(sent), wanted, set(sent) == {wanted}),
-        Line("who sends to whom", arrows(pairs), arrows(ring), pairs == ring),
-        Line("calls of the backend's collectives", ", ".join(native) or "none", "none", not native),
-        Line("what it was given is untouched", kept, True, kept),
-        Line("they travel while the kernel works", overlapped, True, overlapped),
-    ]
-    if all(line.ok for line in lines):
-        return lines, ""
-    return lines, ring_mistake(run, size, outputs, came, sent, wanted, pairs, ring, native)
+    @staticmethod
+    def raised(error: str) -> str:
+        if "be contiguous" not in error:
+            return ""
+        return "a message is a tensor whose numbers lie side by side: .contiguous() makes one.\n"
 
-
-def travels_while_computing(ledger, rank: int, result: Ringed) -> bool:
-    """Whether in each step a message of this rank was under way during the kernel's whole call."""
-    spans = result.kernel_spans[:-1] if len(result.kernel_spans) > 1 else []
-    sends = [comm for comm in ledger.leaves(rank=rank) if comm.op == "send"]
-    return all(any(s.start <= began and ended <= s.end for s in sends) for began, ended in spans)
+    def mistake(self) -> str:
+        size, ledger, sent = self.size, self.run.ledger, self.of_rank
+        if self.barriers or self.backend:
+            return self.of_the_backend(
+                "A step of the ring is one message to the rank after, one from the rank before."
+            )
+        if self.pairs != self.ring:
+            if self.pairs == {(target, source) for source, target in self.ring}:
+                return (
+                    "Your ring turns the other way: keys come from the rank *after*. The blocks "
+                    "you are given are those of keys that come from the rank before: send to "
+                    "(rank + 1)."
+                )
+            return "In a ring each rank sends to the rank after it only, (rank + 1) % size."
+        if max(sent) > self.wanted:
+            return (
+                f"The busiest rank sent {max(sent)} bytes instead of {self.wanted}: send kv on "
+                "once a step, in the dtype that it has, and nothing else."
+            )
+        if min(sent) < self.wanted:
+            dtypes = {comm.dtype for comm in ledger.leaves()}
+            if dtypes != {str(self.case.dtype).removeprefix("torch.")}:
+                return too_few_bytes(min(sent), self.wanted)
+            return (
+                f"A rank sent {min(sent)} bytes instead of {self.wanted}: kv holds keys *and* "
+                "values."
+            )
+        if not all(result.kept for result in self.results):
+            return (
+                "You received into kv itself. It is still being attended to, and still on its way "
+                "to the rank after: receive into a tensor of its own, torch.empty_like(kv)."
+            )
+        if not all(self.came):
+            rank = self.came.index(False)
+            if self.results[rank].came[0] == rank:
+                return (
+                    f"Rank {rank} got its own keys and values back from your function: return "
+                    "those that have arrived, they are the next step's."
+                )
+            return (
+                f"Rank {rank} should have got the keys of rank {(rank - 1) % size} in the first "
+                "step. Receive from (rank - 1) % size, and wait before you return what you "
+                "received."
+            )
+        for rank, result in enumerate(self.results):
+            if result.attended[:1] != [rank]:
+                return (
+                    f"Rank {rank} did not begin with its own keys. Attend to the kv that you were "
+                    "given; what arrives is for the next step."
+                )
+        if not all(self.right):
+            return (
+                "The right keys came, but the attention is wrong: is what was in `total` still in "
+                "what you return? add_block(total, q, kv, block, kernel) gives it back with this "
+                "block."
+            )
+        return (
+            "Right values, right bytes, but nothing travels while the kernel works: then each step "
+            "takes the time of the hop *and* that of the kernel. start(...) the messages, attend, "
+            "and only then wait(...) for them."
+        )
 
 
 def arrows(pairs) -> str:
     return ", ".join(f"{source}->{target}" for source, target in sorted(pairs)) or "nobody"
 
 
-def ring_mistake(run, size, outputs, came, sent, wanted, pairs, ring, native) -> str:
-    results = run.results
-    if results[0].mistake:
-        return results[0].mistake
-    if native:
-        return (
-            f"The work is done by the backend's own {' and '.join(native)}. A step of the ring is "
-            "one message to the rank after, one from the rank before."
-        )
-    if not pairs:
-        return "Nothing was sent. In each step kv leaves for the rank after."
-    if pairs != ring:
-        backwards = {(target, source) for source, target in ring}
-        if pairs == backwards and size > 2:
-            return (
-                "Your ring turns the other way: keys come from the rank *after*. The blocks you "
-                "are given are those of keys that come from the rank before: send to (rank + 1)."
-            )
-        return "In a ring each rank sends to the rank after it only, (rank + 1) % size."
-    if any(s > wanted for s in sent):
-        return (
-            f"The busiest rank sent {max(sent)} bytes instead of {wanted}: send kv on once a step, "
-            "and nothing else."
-        )
-    if any(s < wanted for s in sent):
-        return f"A rank sent {min(sent)} bytes instead of {wanted}: kv holds keys *and* values."
-    # From here on which of the numbers fail is chance, so the causes come in order.
-    if any(comm.end == comm.start for comm in run.ledger.leaves()):  # (see Comm.end)
-        return (
-            "You returned before the messages were through: wait(handles) after add_block, for "
-            "what arrives and for what leaves."
-        )
-    if not all(result.kept for result in results):
-        return (
-            "You received into kv itself. It is still being attended to, and still on its way to "
-            "the rank after: receive into a tensor of its own, torch.empty_like(kv)."
-        )
-    if not all(came):
-        rank = came.index(False)
-        if results[rank].came[0] == rank:
-            return (
-                f"Rank {rank} got its own keys and values back from your function: return those "
-                "that have arrived, they are the next step's."
-            )
-        return (
-            f"Rank {rank} should have got the keys of rank {(rank - 1) % size} in the first step. "
-            "Receive from (rank - 1) % size, and wait before you return what you received."
-        )
-    first = next((r for r, result in enumerate(results) if result.sources[:1] != [r]), None)
-    if first is not None:
-        return (
-            f"Rank {first} did not begin with its own keys. Attend to the kv that you were given; "
-            "what arrives is for the next step."
-        )
-    if not all(outputs):
-        calls = {len(result.sources) for result in results}
-        if calls == {1} and size > 2:
-            return "The kernel ran only in the last step. add_block(total, q, kv, block, kernel)."
-        return (
-            "The right keys came, but the attention is wrong: is what was in `total` still in what "
-            "you return? add_block(total, q, kv, block, kernel) gives it back with this block."
-        )
-    return (
-        "Right values, right bytes, but nothing travels while the kernel works: then each step "
-        "takes the time of the hop *and* that of the kernel. start(...) the messages, attend, and "
-        "only then wait(...) for them."
-    )
-
-
 # -- the zig-zag order ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class OrderCase:
+class Tokens:
     seq_len: int
     size: int
 
@@ -380,71 +378,75 @@ class OrderCase:
         return f"{self.seq_len} tokens on {self.size} ranks"
 
 
-ORDER_CASES = [
-    (1, OrderCase(8, 2)),
-    (1, OrderCase(48, 4)),
-    (1, OrderCase(30, 3)),
-    (1, OrderCase(6, 1)),
-]
+def order_trial(fn, case: Tokens, group) -> list[list[int]]:
+    came, length = plain(fn(case.seq_len, case.size)), case.seq_len // case.size
+    rows = [plain(row) for row in came] if isinstance(came, (list, tuple)) else []
+    if [len(row) for row in rows if isinstance(row, (list, tuple))] != [length] * case.size:
+        raise Complaint(f"Return a table with {case.size} rows (one a rank) of {length} positions.")
+    rows = [[plain(position) for position in row] for row in rows]
+    if not all(isinstance(position, int) for row in rows for position in row):
+        raise Complaint("Positions are whole numbers: // divides without a rest, / gives floats.")
+    return rows
 
 
-@dataclass
-class Ordered:
-    table: list[list[int]] | None
-    borrowed: set[str]
+def plain(value):
+    """Lists and numbers of Python for those of torch and numpy."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
-def try_zigzag(fn: Callable, case: OrderCase, group) -> Ordered:
-    with calls_of(PLACERS, library) as borrowed:
-        came = fn(case.seq_len, case.size)
-    try:
-        table = [[int(position) for position in row] for row in came]
-    except TypeError:
-        table = None
-    return Ordered(table, borrowed)
+class Order(Measured):
+    def measure(self):
+        (self.table,), (S, size) = self.results, (self.case.seq_len, self.case.size)
+        self.expected = library.zigzag(S, size).tolist()
+        self.work, even = scores_of(self.table), scores_of(self.expected)
+        self.of_rank, self.even = [sum(row) for row in self.work], [sum(row) for row in even]
+        self.once = sorted(p for row in self.table for p in row) == list(range(S))
+        self.rising = all(row == sorted(row) for row in self.table)
+        self.even_steps = all(row == self.work[0] for row in self.work)
 
+    def lines(self) -> list[Line]:
+        shown, expected = shorten(self.table[0]), shorten(self.expected[0])
+        return [
+            line("each token on one rank", self.once, True),
+            line("a rank's tokens in rising order", self.rising, True),
+            line("scores to compute, by rank", self.of_rank, self.even),
+            line("equal in every step of the ring", self.even_steps, True),
+            Line("rank 0 holds", shown, expected, self.table == self.expected),
+        ]
 
-def judge_zigzag(trials: list[Trial]) -> tuple[list[Line], str]:
-    lines, hint = [], ""
-    for number, one in enumerate(trials):
-        found, found_hint = judge_one_order(one.run.results[0].table, one.case)
-        for line in found:
-            if number == 0 or not line.ok:
-                line.what += f" ({one.case})" * (number > 0)
-                lines.append(line)
-        if found_hint and not hint:
-            hint = f"With {one.case}: " * (number > 0) + found_hint
-    return lines, hint
-
-
-def judge_one_order(table, case: OrderCase) -> tuple[list[Line], str]:
-    S, size = case.seq_len, case.size
-    if table is None or [len(row) for row in table] != [S // size] * size:
-        shape = "something else" if table is None else f"rows of {[len(row) for row in table]}"
-        line = Line(
-            "a row of S/cp positions for each rank", shape, f"{size} rows of {S // size}", False
-        )
-        return [line], f"Return a table with {size} rows (one a rank) of {S // size} positions."
-    once = sorted(position for row in table for position in row) == list(range(S))
-    rising = all(row == sorted(row) for row in table)
-    work = scores_of(table)
-    expected = scores_of(library.zigzag(S, size).tolist())
-    per_rank = [sum(row) for row in work]
-    even = len(set(per_rank)) == 1
-    even_steps = all(row == work[0] for row in work)
-    exact = table == library.zigzag(S, size).tolist()
-    lines = [
-        Line("each token on one rank", once, True, once),
-        Line("a rank's tokens in rising order", rising, True, rising),
-        Line("scores to compute, by rank", per_rank, [sum(row) for row in expected], even),
-        Line("equal in every step of the ring", even_steps, True, even_steps),
-        Line(
-            "rank 0 holds", shorten(table[0]), shorten(library.zigzag(S, size)[0].tolist()), exact
-        ),
-    ]
-    if all(line.ok for line in lines):
-        return lines, ""
-    return lines, order_mistake(table, S, size, once, rising, even, even_steps)
+    def mistake(self) -> str:
+        S, size, table = self.case.seq_len, self.case.size, self.table
+        if not self.once:
+            return (
+                "Some token is on no rank, or on two. Cut into 2*size chunks and deal each out "
+                "once."
+            )
+        if table == library.contiguous(S, size).tolist() and size > 1:
+            return (
+                "These are contiguous pieces: the last rank sees everything before it and has most "
+                "to do. Cut into 2*size chunks; rank r gets chunk r and, to make up for it, a late "
+                "one."
+            )
+        if table == library.striped(S, size).tolist() and size > 1:
+            return (
+                "Dealt out one by one, like cards: balanced but for a few scores, yet every block "
+                "has a diagonal mask. Zig-zag deals out whole chunks, 2*size of them."
+            )
+        if not self.rising:
+            return (
+                "Some rank holds a later token before an earlier one. A chunk stays in the order "
+                "of the sequence, and the early chunk comes first."
+            )
+        if len(set(self.of_rank)) > 1:
+            return (
+                f"The ranks have {self.of_rank} scores to compute. Rank r's second chunk should be "
+                "as far from the end as its first is from the start: chunk 2*size-1-r."
+            )
+        if not self.even_steps:
+            return (
+                "Equal in total, but not in every step: the ranks wait for each other in each hop."
+            )
+        return "Balanced, but rank r should hold chunks r and 2*size-1-r."
 
 
 def scores_of(table: list[list[int]]) -> list[list[int]]:
@@ -460,42 +462,19 @@ def shorten(row: list[int]) -> str:
     return str(row) if len(row) <= 8 else f"[{', '.join(map(str, row[:4]))}, ... {row[-1]}]"
 
 
-def order_mistake(table, S, size, once, rising, even, even_steps) -> str:
-    if not once:
-        return "Some token is on no rank, or on two. Cut into 2*size chunks and deal each out once."
-    if table == library.contiguous(S, size).tolist() and size > 1:
-        return (
-            "These are contiguous pieces: the last rank sees everything before it and has most to "
-            "do. Cut into 2*size chunks; rank r gets chunk r and, to make up for it, a late one."
-        )
-    if table == torch.arange(S).view(-1, size).T.tolist() and size > 1:
-        return (
-            "Dealt out one by one, like cards: balanced but for a few scores, yet every block has "
-            "a diagonal mask. Zig-zag deals out whole chunks, 2*size of them."
-        )
-    if not rising:
-        return (
-            "Some rank holds a later token before an earlier one. A chunk stays in the order of "
-            "the sequence, and the early chunk comes first."
-        )
-    if not even:
-        work = [sum(row) for row in scores_of(table)]
-        return (
-            f"The ranks have {work} scores to compute. Rank r's second chunk should be as far from "
-            "the end as its first is from the start: chunk 2*size-1-r."
-        )
-    if not even_steps:
-        return "Equal in total, but not in every step: the ranks wait for each other in each hop."
-    return "Balanced, but rank r should hold chunks r and 2*size-1-r."
-
-
 EXERCISES = [
-    NotedExercise(
+    Exercise(
         "merge",
         library.merge,
-        try_merge,
-        MERGE_CASES,
-        judge_merge,
+        merge_trial,
+        [
+            (1, Scores(1)),
+            (1, Scores(1, "the second")),
+            (1, Scores(1, "the first")),
+            (1, Scores(1000)),
+            (1, Scores(50, "each for some queries", F32)),
+        ],
+        Merged,
         hints=[
             "a.lse is the log of the sum that a.out was divided by. Undo both divisions, add, and "
             "divide by the sum of both sums: "
@@ -510,13 +489,18 @@ def my_merge(a, b):
     share_a = (...).exp()[..., None]
     share_b = (...).exp()[..., None]
     return Partial(share_a * ... + share_b * ..., lse)""",
+        refuses=functions_of(library),
     ),
-    NotedExercise(
+    Exercise(
         "ring_step",
         library.ring_step,
-        try_ring_step,
-        RING_CASES,
-        judge_ring,
+        ring_trial,
+        [
+            (4, Ring("contiguous", False)),
+            (3, Ring("contiguous", True, F32)),
+            (2, Ring("zigzag", True, BF16)),
+        ],
+        Step,
         hints=[
             "Three things, in this order: start the messages (kv to the rank after, an empty "
             "tensor like it to be filled from the rank before), attend to the kv that is here, "
@@ -533,13 +517,23 @@ def my_ring_step(total, q, kv, block, kernel, group):
     total = add_block(total, q, ..., block, kernel)
     wait(...)
     return total, ...""",
+        refuses={*functions_of(library), Hop.__init__} - {add_block, library.merge},
+        changes={"total"},
+        again=False,
+        contiguous={"kv"},
     ),
-    NotedExercise(
+    Exercise(
         "zigzag",
         library.zigzag,
-        try_zigzag,
-        ORDER_CASES,
-        judge_zigzag,
+        order_trial,
+        [
+            (1, Tokens(8, 2)),
+            (1, Tokens(48, 4)),
+            (1, Tokens(30, 3)),
+            (1, Tokens(10, 5)),
+            (1, Tokens(6, 1)),
+        ],
+        Order,
         hints=[
             "Cut the positions 0..S-1 into 2*size equal chunks. Rank r gets chunk r and the chunk "
             "that is as far from the end.",
@@ -550,5 +544,6 @@ def my_ring_step(total, q, kv, block, kernel, group):
 def my_zigzag(seq_len, size):
     chunks = torch.arange(seq_len).view(..., -1)
     return torch.stack([torch.cat([chunks[...], chunks[...]]) for r in range(size)])""",
+        refuses=functions_of(library),
     ),
 ]

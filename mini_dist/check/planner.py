@@ -7,15 +7,14 @@ error of predicted step times (benchmarks/planner.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from .. import calculators
-from ..calculators import Plan, device_memory, peak_memory, readable, step_time
+from ..calculators import Candidate, Plan, device_memory, peak_memory, readable, step_time
 from ..config import Layout, ModelConfig
-from .exercise import Exercise, Line, Trial, calls_of
+from . import answers
+from .engine import Exercise, Line, Measured, line
 
 REGRET = 0.10
 
@@ -41,18 +40,8 @@ class Task:
         return f"{self.model} on {self.num_devices} {self.machine}"
 
 
-@dataclass
-class Answer:
-    """What the learner's function returned, and whether the library's planner was asked."""
-
-    returned: Any
-    used_planner: bool
-
-
-def trial(fn: Callable, task: Task, group) -> Answer:
-    with calls_of({"plan"}, calculators) as called:
-        returned = fn()
-    return Answer(returned, bool(called))
+def trial(fn, task: Task, group):
+    return fn()
 
 
 @lru_cache
@@ -60,88 +49,101 @@ def best_of(task: Task) -> Plan:
     return calculators.plan(task.model, task.machine, task.num_devices, task.tokens)
 
 
-def judge(trials: list[Trial]) -> tuple[list[Line], str]:
-    (trial_,) = trials
-    task, layout = trial_.case, trial_.run.results[0].returned
-    if not isinstance(layout, Layout):
-        return [Line("returns", type(layout).__name__, "Layout", False)], (
-            f"A {type(layout).__name__} came back. Return a Layout(...), such as "
-            "Layout(dp=64, tp=8, sequence_parallel=True, zero=1, num_micro_batches=8)."
-        )
-    lines = [
-        Line("devices", layout.world_size, task.num_devices, layout.world_size == task.num_devices),
-        Line(
-            "sequences a step",
-            layout.global_batch_size,
-            task.sequences,
-            layout.global_batch_size == task.sequences,
-        ),
-    ]
-    if not lines[0].ok:
-        others = layout.world_size // layout.dp
-        dp, left = divmod(task.num_devices, others)
-        return lines, (
-            f"pp * dp * cp * tp = {layout.pp} * {layout.dp} * {layout.cp} * {layout.tp} = "
-            f"{layout.world_size}, and there are {task.num_devices} devices. "
-            + (
-                f"{others} does not divide that, so no dp will do: change another axis."
-                if left
-                else f"With the other axes as they are dp would be {dp}."
+def memory_of(task: Task, layout: Layout) -> Line:
+    """Does it fit?"""
+    has = calculators.hardware(task.machine).device.memory_bytes
+    needed = device_memory(peak_memory(task.config, layout).total)
+    told = readable(needed, "bytes"), f"<= {readable(has, 'bytes')}"
+    return Line("memory of a device", *told, needed <= has)
+
+
+class Choice(Measured):
+    """Each line only if those before are right: what is cut wrongly has no memory and no time."""
+
+    def measure(self):
+        self.task, self.layout = self.case, self.results[0]
+        if isinstance(self.layout, Layout):
+            self.devices = line("devices", self.layout.world_size, self.task.num_devices)
+            self.batch = line(
+                "sequences a step", self.layout.global_batch_size, self.task.sequences
             )
-        )
-    if not lines[1].ok:
-        return lines, (
-            f"dp * micro_batch_size * num_micro_batches = {layout.dp} * {layout.micro_batch_size} "
-            f"* {layout.num_micro_batches} = {layout.global_batch_size} sequences of "
-            f"{task.config.seq_len} tokens. A step has {task.sequences}."
-        )
-    try:
-        layout.check(task.config)
-    except ValueError as error:
-        return [*lines, Line("the model can be cut so", "no", "yes", False)], str(error)
-    return score(task, layout, lines)
+            self.cannot_cut = ""
+            try:
+                self.layout.check(self.task.config)
+            except ValueError as error:
+                self.cannot_cut = str(error)
 
+    def lines(self) -> list[Line]:
+        task, layout = self.task, self.layout
+        if not isinstance(layout, Layout):
+            return [line("returns", type(layout).__name__, "Layout")]
+        lines = [self.devices, self.batch]
+        if not all(each.ok for each in lines):
+            return lines
+        if self.cannot_cut:
+            return [*lines, Line("the model can be cut so", "no", "yes", False)]
+        lines.append(memory_of(task, layout))
+        if not lines[-1].ok:
+            return lines
+        best = best_of(task).best
+        self.time = step_time(task.config, layout, task.machine, simulate=True)
+        regret = self.time.seconds / best.time.seconds - 1
+        told = f"{regret:.1%}"
+        if regret < 0:
+            told += ": faster than all that the planner tried"
+        if layout == best.layout:
+            told += ": the planner's own best, now defend it"
+        return [*lines, Line("regret", told, f"<= {REGRET:.0%}", regret <= REGRET)]
 
-def score(task: Task, layout: Layout, lines: list[Line]) -> tuple[list[Line], str]:
-    """Does it fit, and how far is it from the best?"""
-    config, found = task.config, best_of(task)
-    has = found.machine.device.memory_bytes
-    waterfall = peak_memory(config, layout)
-    needed = device_memory(waterfall.total)
-    lines.append(
-        Line(
-            "memory of a device",
-            readable(needed, "bytes"),
-            f"<= {readable(has, 'bytes')}",
-            needed <= has,
+    def mistake(self) -> str:
+        task, layout = self.task, self.layout
+        if not isinstance(layout, Layout):
+            return (
+                f"A {type(layout).__name__} came back. Return a Layout(...), such as "
+                "Layout(dp=64, tp=8, sequence_parallel=True, zero=1, num_micro_batches=8)."
+            )
+        if not self.devices.ok:
+            others = layout.world_size // layout.dp
+            dp, left = divmod(task.num_devices, others)
+            return (
+                f"pp * dp * cp * tp = {layout.pp} * {layout.dp} * {layout.cp} * {layout.tp} = "
+                f"{layout.world_size}, and there are {task.num_devices} devices. "
+                + (
+                    f"{others} does not divide that, so no dp will do: change another axis."
+                    if left
+                    else f"With the other axes as they are dp would be {dp}."
+                )
+            )
+        if not self.batch.ok:
+            return (
+                f"dp * micro_batch_size * num_micro_batches = {layout.dp} * "
+                f"{layout.micro_batch_size} * {layout.num_micro_batches} = "
+                f"{layout.global_batch_size} sequences of {task.config.seq_len} tokens. A step has "
+                f"{task.sequences}."
+            )
+        if self.cannot_cut:
+            return self.cannot_cut
+        if not memory_of(task, layout).ok:
+            largest = max(peak_memory(task.config, layout), key=lambda each: each.value)
+            return (
+                f"It does not fit. Most of it is {largest.name}: "
+                f"{readable(largest.value, 'bytes')} = {largest.formula}. {remedy(largest.name)}"
+            )
+        return self.what_costs_most()
+
+    def what_costs_most(self) -> str:
+        best, time = best_of(self.task).best, self.time
+        mine = {each.name: each.value for each in time.breakdown}
+        theirs = {each.name: each.value for each in best.time.breakdown}
+        worst = max(mine, key=lambda name: mine[name] - theirs.get(name, 0.0))
+        more = readable(mine[worst] - theirs.get(worst, 0.0), "s")
+        return (
+            f"It fits, but a step takes {readable(time.seconds, 's')}, and "
+            f"{readable(best.time.seconds, 's')} can be had. What costs you most is {worst}: "
+            f"{more} more than in the best layout. {advice(worst, self.task, self.layout)}"
+            + " The two intervals overlap: only a measurement could be sure."
+            * (time.low < best.time.high)
         )
-    )
-    if needed > has:
-        largest = max(waterfall, key=lambda line: line.value)
-        return lines, (
-            f"It does not fit. Most of it is {largest.name}: {readable(largest.value, 'bytes')} = "
-            f"{largest.formula}. {remedy(largest.name)}"
-        )
-    time = step_time(config, layout, task.machine, simulate=True)
-    regret = time.seconds / found.best.time.seconds - 1
-    lines.append(Line("regret", f"{regret:.1%}", f"<= {REGRET:.0%}", regret <= REGRET))
-    if regret < 0:
-        lines[-1].measured += ": faster than all that the planner tried"
-    if layout == found.best.layout:
-        lines[-1].measured += ": the planner's own best, now defend it"
-    if regret <= REGRET:
-        return lines, ""
-    mine = {line.name: line.value for line in time.breakdown}
-    theirs = {line.name: line.value for line in found.best.time.breakdown}
-    worst = max(mine, key=lambda name: mine[name] - theirs.get(name, 0.0))
-    more = readable(mine[worst] - theirs.get(worst, 0.0), "s")
-    return lines, (
-        f"It fits, but a step takes {readable(time.seconds, 's')}, and "
-        f"{readable(found.best.time.seconds, 's')} can be had. What costs you most is {worst}: "
-        f"{more} more than in the best layout. {advice(worst, task, layout)}"
-        + " The two intervals overlap: only a measurement could be sure."
-        * (time.low < found.best.time.high)
-    )
 
 
 def remedy(name: str) -> str:
@@ -177,32 +179,32 @@ def advice(name: str, task: Task, layout: Layout) -> str:
     return "Look at both breakdowns: print(step_time(config, layout, 'h100', simulate=True))."
 
 
-class PlannerExercise(Exercise):
-    def used(self, trials: list[Trial]) -> set[str]:
-        return {"plan"} if any(t.run.results[0].used_planner for t in trials) else set()
-
-
 EXERCISES = [
-    PlannerExercise(
+    Exercise(
         "layout_for_70b",
         calculators.plan,
         trial,
         [(1, Task("llama3-70b", "h100", 512, 4 * 2**20))],
-        judge,
+        Choice,
+        refuses={best_of},
+        makes=(Layout, Candidate, Plan),
         hints=[
             "Start from what must fit: 16 to 18 bytes a parameter, over tp * pp * (dp with ZeRO). "
             "Then the batch: 4 Mi tokens are 512 sequences, one for each device.",
             "tp stays inside a node of 8, and costs bytes for every token. A pipeline wants many "
-            "micro-batches a replica, and with 512 sequences there are few. ZeRO-3 needs no more "
-            "than enough work behind which to gather.",
-            "Compare step_time(config, layout, 'h100') of a few: dp=512 with ZeRO-3 and full "
-            "recompute; tp=8 with ZeRO-2; pp=4, tp=8; and one in between the first two.",
+            "micro-batches a replica, so few replicas: with dp=16 there are 32. Chunks "
+            "(schedule='interleaved', num_chunks=...) divide its bubble. ZeRO-3 needs enough work "
+            "behind which to gather.",
+            "Compare step_time(config, layout, 'h100', simulate=True) of a few: dp=512 with ZeRO-3 "
+            "and full recompute; pp=4, tp=8; pp=8, tp=4, with more and more chunks.",
         ],
         skeleton="""def layout_for_70b():
     return Layout(
         pp=..., dp=..., tp=...,               # 512 devices
         sequence_parallel=..., zero=..., recompute=...,
         micro_batch_size=..., num_micro_batches=...,     # times dp: 512 sequences
+        schedule=..., num_chunks=...,         # of a pipeline
     )""",
+        answer=(answers.layout_for_70b,),
     )
 ]

@@ -1,15 +1,18 @@
 """Checkpoints on disk: sharded, atomic, checksummed, and readable however the ranks cut the model.
 
     checkpoints/
-        latest                       the directory to resume from; edit it to go back further
+        latest                       the checkpoint to resume from; edit it to go back further
+        lock                         held by the training that saves here (lock.py)
         step-00000100/
             manifest.json            of each tensor: dtype, shape, which part is in which file
             rank-00000.safetensors   what rank 0 wrote; rank-00001... what the others did
         step-00000200.writing/       a save that is under way, or that was killed
+        step-00000100.replaced/      one of an older run, while step 100 is saved again
 
-A directory gets its final name when everything in it is on the disk: a checkpoint is there as a
-whole or not at all. What has changed since (a flipped bit, a cut file) is found by the SHA-256 of
-each file in the manifest and of the manifest in itself, before anything is loaded.
+A save is done at the moment in which `latest` names it, and then everything of it is on the disk:
+a checkpoint is there as a whole or not at all. What has changed since (a flipped bit, a cut file,
+a folder that is gone) is found by the SHA-256 of each file in the manifest, and of the manifest in
+itself and in `latest`, before anything is loaded (reading.py).
 
 safetensors is the format: bytes with a JSON header. Reading one runs no code, as unpickling does
 (torch.load without weights_only executes what is in the file), and any part can be mapped into
@@ -18,33 +21,35 @@ memory without the rest.
 
 from __future__ import annotations
 
-import hashlib
 import json
+import operator
 import os
 import re
 import shutil
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..collectives import all_gather
-from .pieces import Piece, Place, copy_common, inside, meet
-
-FORMAT = 1
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or none of those that are there is whole."""
-
-
-# --- save ----------------------------------------------------------------------------------------
+from .manifest import (
+    DTYPES,
+    FORMAT,
+    CheckpointError,
+    Latest,
+    digest,
+    file_name,
+    folder_name,
+    name_of,
+    read_manifest,
+    sealed,
+    sha256,
+    steps_in,
+    stored_places,
+)
+from .pieces import Piece, Place, inside
 
 
 def save(
@@ -58,13 +63,23 @@ def save(
     """Write the pieces of all ranks as the checkpoint of `step`; return its directory.
 
     All ranks of the group call it, on one file system. What several ranks hold alike is written by
-    one of them. extra: anything that JSON can say. keep: remove all but so many checkpoints.
+    one of them. extra: anything that JSON can say. keep: remove all but so many checkpoints; None:
+    remove none.
 
-    Raises ValueError if the pieces are not whole tensors together, CheckpointError on all ranks if
-    one cannot write.
+    Raises ValueError if the pieces are not whole tensors together or `step` or `keep` cannot be,
+    CheckpointError on all ranks if one cannot write.
     """
+    check_numbers(step, keep)
     mine, tensors = share_out(pieces, group)
     return write(directory, step, mine, tensors, group, extra, keep)
+
+
+def check_numbers(step: int, keep: int | None) -> None:
+    for name, value, least in (("step", step, 0), ("keep", 1 if keep is None else keep, 1)):
+        is_number = hasattr(value, "__index__") and not isinstance(value, bool)
+        if not is_number or not least <= value < 10**18:
+            also = ", or None for all" if name == "keep" else ""
+            raise ValueError(f"{name}={value!r} cannot be: give a whole number from {least}{also}")
 
 
 def share_out(pieces: list[Piece], group) -> tuple[list[Piece], dict]:
@@ -74,6 +89,10 @@ def share_out(pieces: list[Piece], group) -> tuple[list[Piece], dict]:
     tensors, holders = {}, {}
     for rank, places in enumerate(tell_all(known, group)):
         for name, shape, where, dtype in places:
+            if dtype not in DTYPES:
+                raise ValueError(
+                    f"{name} is {dtype}, which safetensors cannot store: cast it first"
+                )
             about = tensors.setdefault(name, {"dtype": dtype, "shape": shape, "pieces": []})
             if (about["dtype"], about["shape"]) != (dtype, shape):
                 raise ValueError(
@@ -114,29 +133,36 @@ def check_whole(tensors: dict) -> None:
 
 
 def write(directory, step: int, mine: list[Piece], tensors: dict, group, extra, keep) -> Path:
-    """Write, make sure that it is on the disk, and only then give it its name."""
+    """Write, make sure that it is on the disk, and only then let `latest` name it."""
     extra = json.loads(json.dumps(extra or {}))  # as it will be read, or an error on all ranks
-    final = Path(directory) / f"step-{step:08d}"
-    writing = final.with_name(f"{final.name}.writing")
+    final = Path(directory) / folder_name(step)
+    writing = beside(final, "writing")
     first = group.rank() == 0
-    together(lambda: make_empty(writing) if first else None, group)
-    path = writing / file_name(group.rank())
-    shards = together(lambda: write_shard(path, mine) if mine else None, group)
-    manifest = {
-        "format": FORMAT,
-        "step": step,
-        "world_size": group.size(),
-        "extra": extra,
-        "files": {file_name(rank): shard for rank, shard in enumerate(shards) if shard},
-        "tensors": tensors,
-    }
-    together(lambda: put_in_place(writing, final, manifest, keep) if first else None, group)
+    try:
+        together(lambda: make_empty(writing) if first else None, group)
+        path = writing / file_name(group.rank())
+        shards = together(lambda: write_shard(path, mine) if mine else None, group)
+        manifest = {
+            "format": FORMAT,
+            "step": operator.index(step),
+            "world_size": group.size(),
+            "extra": extra,
+            "files": {file_name(rank): shard for rank, shard in enumerate(shards) if shard},
+            "tensors": tensors,
+        }
+        together(lambda: put_in_place(writing, final, manifest, keep) if first else None, group)
+    except CheckpointError:
+        if first and writing not in saved_as_writing(final.parent):  # else a full disk stays full
+            shutil.rmtree(writing, ignore_errors=True)
+        raise
     return final
 
 
-def make_empty(directory: Path) -> None:
-    shutil.rmtree(directory, ignore_errors=True)  # what a killed save has left
-    directory.mkdir(parents=True)
+def make_empty(writing: Path) -> None:
+    for saved in saved_as_writing(writing.parent):  # it was killed before the last renaming
+        rename(saved, saved.with_suffix(""))
+    shutil.rmtree(writing, ignore_errors=True)
+    writing.mkdir(parents=True)
 
 
 def write_shard(path: Path, pieces: list[Piece]) -> dict:
@@ -153,23 +179,78 @@ def write_shard(path: Path, pieces: list[Piece]) -> dict:
 def put_in_place(writing: Path, final: Path, manifest: dict, keep: int | None) -> None:
     write_text(writing / "manifest.json", sealed(manifest))
     flush(writing)
+    flush(writing.parent)
+    latest = put_first(final.parent, manifest, keep)  # from here on it is saved
+    rename(writing, final)
+    remove_all_but(latest, final)
+
+
+def put_first(directory: Path, manifest: dict, keep: int | None) -> Latest:
+    """Let `latest` name this checkpoint, before those that it comes after."""
+    step, present = manifest["step"], steps_in(directory)
+    seals = {step: digest(manifest)}
+    for number, seal in last_known(directory).with_older(present).seals.items():
+        if number < step and number in present and len(seals) != keep:
+            seals[number] = seal
+    latest = Latest(seals, left={number for number in present if number > step})
+    writing = directory / "latest.writing"
+    write_text(writing, latest.text())
+    writing.replace(directory / "latest")
+    flush(directory)
+    return latest
+
+
+def rename(writing: Path, final: Path) -> None:
+    """Give it its name; what has this name steps aside. At any moment the one that `latest` means
+    is there, as .writing or already as itself."""
     if final.exists():  # saved before, by a run that was then resumed from an earlier step
-        old = final.with_name(f"{final.name}.old")
+        old = beside(final, "replaced")
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
-        writing.rename(final)
-        shutil.rmtree(old)
-    else:
-        writing.rename(final)
-    flush(final.parent)  # a latest that names nothing would be worse than an old one
-    latest = final.parent / "latest"
-    write_text(latest.with_name("latest.writing"), f"{final.name}\n")
-    latest.with_name("latest.writing").replace(latest)
+    writing.rename(final)
     flush(final.parent)
-    if keep is not None:
-        before = [step for step in steps_in(final.parent) if step <= manifest["step"]]
-        for step in before[keep:]:
-            shutil.rmtree(final.with_name(f"step-{step:08d}"), ignore_errors=True)
+
+
+def remove_all_but(latest: Latest, final: Path) -> None:
+    """Remove the older ones that `latest` does not list, and what killed saves have left."""
+    for number in steps_in(final.parent):
+        if number < latest.step and number not in latest.seals:
+            folder = final.with_name(folder_name(number))
+            shutil.rmtree(beside(folder, "replaced"), ignore_errors=True)
+            folder.rename(beside(folder, "replaced"))  # half of one would look like a damaged one
+    for left in final.parent.glob("step-*.*"):
+        ours = re.fullmatch(r"step-\d{8,}\.(replaced|writing)", left.name)
+        if ours:  # and not, say, somebody's step-100.backup
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def saved_as_writing(directory: Path) -> list[Path]:
+    """What is saved and still has the name of a save under way: the one that `latest` names, or
+    where there is no latest yet, all that are whole."""
+    try:
+        latest = Latest.read(directory)
+        seals = {latest.step: latest.seals[latest.step]}
+    except ValueError:
+        seals = {}
+    saved = []
+    for writing in directory.glob("step-*.writing"):
+        manifest, _ = read_manifest(writing)
+        if manifest and writing.name == f"{folder_name(manifest['step'])}.writing":
+            is_named = seals.get(manifest["step"]) == digest(manifest)
+            if is_named if seals else not writing.with_suffix("").exists():
+                saved.append(writing)
+    return saved
+
+
+def last_known(directory: Path) -> Latest:
+    try:
+        return Latest.read(directory)
+    except ValueError:  # there is none yet, or none that can be read, which `find` says
+        return Latest()
+
+
+def beside(folder: Path, what: str) -> Path:
+    return folder.with_name(f"{folder.name}.{what}")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -186,187 +267,7 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-# --- find and load -------------------------------------------------------------------------------
-
-
-@dataclass
-class Saved:
-    """A checkpoint that is whole.
-
-    step: as saved. extra: as given to `save`. world_size: of the ranks that wrote it. refused:
-    the newer ones that are not whole, step -> why.
-    """
-
-    folder: Path
-    step: int
-    extra: dict
-    world_size: int
-    refused: dict[int, str]
-    tensors: dict = field(repr=False)
-
-    def load(self, pieces: list[Piece], group) -> None:
-        """Fill the pieces of every rank, however they are cut, casting to their dtype.
-
-        Raises ValueError on all ranks, with nothing changed, for a tensor that the checkpoint does
-        not have or has in another shape, and for one that no rank asks for (states, whose names
-        have a "/", may be left).
-        """
-        wanted = {piece.place.name for piece in pieces}
-        raise_first(tell_all(self.unlike(pieces), group), ValueError)
-        asked = set().union(*tell_all(sorted(wanted), group))
-        left = [name for name in self.tensors if name not in asked and "/" not in name]
-        if left:
-            raise ValueError(
-                f"{self.folder.name} is of another model: it has {left[0]} "
-                f"{self.tensors[left[0]]['shape']}, which this model lacks"
-            )
-        files = {}
-        for piece in pieces:
-            self.fill(piece, files)
-        tell_all(None, group)  # nobody writes to this directory while others read
-
-    def unlike(self, pieces: list[Piece]) -> str | None:
-        for piece in pieces:
-            place = piece.place
-            if place.name not in self.tensors:
-                return (
-                    f"{self.folder.name} is of another model: it has no {place.name} "
-                    f"{list(place.shape)}, which this model has"
-                )
-            shape = self.tensors[place.name]["shape"]
-            if tuple(shape) != place.shape:
-                return (
-                    f"{self.folder.name} is of another model: its {place.name} is {shape}, "
-                    f"this model's {list(place.shape)}"
-                )
-        return None
-
-    @torch.no_grad()
-    def fill(self, piece: Piece, files: dict) -> None:
-        """Copy what each stored piece has of this one; only the pages that it needs are read."""
-        name = piece.place.name
-        for entry, source in zip(
-            self.tensors[name]["pieces"], stored_places(name, self.tensors[name])
-        ):
-            if meet(piece.place, source):
-                path = self.folder / entry[0]
-                if path not in files:
-                    files[path] = safe_open(path, "pt")
-                copy_common(piece, Piece(source, files[path].get_tensor(str(source))))
-
-    @cached_property
-    def states(self) -> dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]:
-        """What was saved of each parameter besides itself, as exp_avg: shape and dtype."""
-        states = {}
-        for name, about in self.tensors.items():
-            owner, slash, key = name.rpartition("/")
-            if slash:
-                shape, dtype = tuple(about["shape"]), getattr(torch, about["dtype"])
-                states.setdefault(owner, {})[key] = shape, dtype
-        return states
-
-
-def find(directory: str | Path, group, step: int | None = None) -> Saved | None:
-    """The newest checkpoint that is whole, up to the one that `latest` names; None if there are
-    none at all. All ranks of the group call it: each checks a share of the files.
-
-    step: this one and no other. Raises CheckpointError if there are some, but none is whole.
-    """
-    directory = Path(directory)
-    steps = tell_all(to_try(directory) if step is None else [step], group)[0]
-    refused = {}
-    for number in steps:
-        folder = directory / f"step-{number:08d}"
-        manifest, problem = read_manifest(folder)
-        problems = [p for p in tell_all(problem or damage(folder, manifest, group), group) if p]
-        if not problems:
-            fields = {key: manifest[key] for key in ("step", "extra", "world_size", "tensors")}
-            return Saved(folder, refused=refused, **fields)
-        refused[number] = problems[0]
-        if group.rank() == 0 and number != steps[-1]:
-            warnings.warn(
-                f"{folder} is refused: {problems[0]}. Trying the one before.", stacklevel=2
-            )
-    if refused:
-        reasons = "; ".join(f"step {number}: {why}" for number, why in refused.items())
-        raise CheckpointError(f"no checkpoint in {directory} is whole: {reasons}")
-    return None
-
-
-def to_try(directory: Path) -> list[int]:
-    """Newest first, from `latest` on; without a readable `latest`, all."""
-    steps = steps_in(directory)
-    latest = directory / "latest"
-    named = re.fullmatch(rb"step-(\d+)\s*", latest.read_bytes()) if latest.is_file() else None
-    return [step for step in steps if not named or step <= int(named[1])]
-
-
-def steps_in(directory: Path) -> list[int]:
-    found = [re.fullmatch(r"step-(\d+)", path.name) for path in Path(directory).glob("step-*")]
-    return sorted((int(match[1]) for match in found if match), reverse=True)
-
-
-def read_manifest(folder: Path) -> tuple[dict | None, str | None]:
-    """The manifest, or what is wrong with it."""
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        seal = manifest.pop("sha256")  # (which a list cannot do)
-    except FileNotFoundError:
-        return None, "it has no manifest.json"
-    except (OSError, ValueError, KeyError, TypeError):
-        return None, "manifest.json cannot be read"
-    if seal != digest(manifest):
-        return None, "manifest.json has changed since it was written"
-    if manifest["format"] != FORMAT:
-        return None, f"its format is {manifest['format']}, this version reads {FORMAT}"
-    return manifest, None
-
-
-def damage(folder: Path, manifest: dict, group) -> str | None:
-    """What is wrong with this rank's share of the files."""
-    for name in sorted(manifest["files"])[group.rank() :: group.size()]:
-        about, path = manifest["files"][name], folder / name
-        try:
-            if path.stat().st_size != about["bytes"]:
-                return f"{name} has {path.stat().st_size:,} bytes, not {about['bytes']:,}"
-            if sha256(path) != about["sha256"]:
-                return f"{name} has changed since it was written"
-        except FileNotFoundError:
-            return f"{name} is missing"
-        except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
-    return None
-
-
 # --- small things --------------------------------------------------------------------------------
-
-
-def file_name(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def stored_places(name: str, about: dict) -> list[Place]:
-    return [Place(name, about["shape"], *where) for _file, *where in about["pieces"]]
-
-
-def digest(manifest: dict) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def sealed(manifest: dict) -> str:
-    return json.dumps({**manifest, "sha256": digest(manifest)})
-
-
-def sha256(path: Path) -> str:
-    total = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 20):
-            total.update(chunk)
-    return total.hexdigest()
 
 
 def tell_all(message, group) -> list:
@@ -378,14 +279,16 @@ def tell_all(message, group) -> list:
     return [json.loads(each.cpu().numpy().tobytes()) for each in everyones]
 
 
-def together(do: Callable, group) -> list:
+def together(do: Callable, group, what: str = "write") -> list:
     """Call `do` on every rank; what it returned on each. CheckpointError on all if one fails."""
     try:
         mine = do(), None
-    except (OSError, SafetensorError) as error:
+    except CheckpointError as error:
         mine = None, str(error)
+    except Exception as error:  # whatever it is, the others must not wait for this rank
+        mine = None, f"cannot {what}: {error}"
     everyones = tell_all(mine, group)
-    raise_first([problem and f"cannot write: {problem}" for _, problem in everyones])
+    raise_first([problem for _, problem in everyones])
     return [result for result, _ in everyones]
 
 

@@ -11,36 +11,43 @@ That is: parameters and buffers, what the optimizer keeps of each parameter (Ada
 exp_avg_sq, step; SGD: momentum_buffer), each rank's random generators, and the number of steps. The
 position in the data follows from that number (see data.py). Learning rates and the like are the
 program's own; what it wants to find again besides goes into `extra`.
+
+`resume` and `save` take the directory's lock: as long as the Training is there, no other process
+can save into it. To look into a directory in which somebody trains, `find(directory, group)` needs
+no lock: `find(...).load(Training(model, (), group).pieces(), group)`.
 """
 
 from __future__ import annotations
 
-import math
-import random
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..replicas import Replica
-from .files import Saved, find, save, share_out, write
+from ..trainable import Trainable
+from .background import Background
+from .files import check_numbers, save, share_out, together
+from .lock import Lock
+from .manifest import CheckpointError, check_form
 from .pieces import Piece, Place, piece
+from .protocol import ShardedUnit
+from .random_state import kind_of, random_pieces, set_random_state
+from .reading import Saved, find
 
 COUNTS = ("step", "mu_product")  # optimizer states that are one number, whatever the parameter
 WHOLE = slice(None)
+EXTRA = {"optimizers": [str], "extra": dict}  # what a Training saves besides tensors
 
 
 class Training:
     """The state of a training as this rank has it, to be saved and resumed.
 
     models: a module, what a data-parallel strategy made of it, or all those that this rank trains.
-        What ZeRO has sharded and tensor_parallel has cut is saved as it is.
+        What ZeRO has sharded and tensor_parallel has cut is saved as it is (see protocol.py).
     optimizers: theirs; a ZeRO brings its own.
     names: what a parameter is called in the whole model, where its module says otherwise.
     background: write while the training goes on, see `save`. All ranks of `group` make one.
@@ -63,7 +70,8 @@ class Training:
         optimizers += [model.optimizer for model in self.models if hasattr(model, "optimizer")]
         self.optimizers = list(dict.fromkeys(optimizers))
         self.group, self.names, self.background = group, names or {}, background
-        self.pending: Future | None = None
+        self.pending: Background | None = None
+        self.locks: dict[Path, Lock] = {}
         if background:
             # In a group of its own it can speak while the training speaks in others.
             members = dist.get_process_group_ranks(group)
@@ -87,22 +95,23 @@ class Training:
     ) -> None:
         """Write the training as it is after `step` steps; every rank calls it. See `files.save`.
 
-        In the background: copy what this rank has to write and return. The next save waits until
-        that is on the disk, and the program has to before it ends: `wait`. Errors come then.
+        In the background: copy what this rank has to write and return. The next save and `resume`
+        wait until that is on the disk, and the program may: `wait`. Errors come then, and at the
+        latest when the function that was launched has returned, or the program ends.
         """
+        check_numbers(step, keep)
+        self.wait()
+        self.lock(directory)
         extra = {"optimizers": self.kinds(), "extra": extra or {}}
         with self.fetched():
             pieces = self.pieces() + random_pieces(self.group)
             if not self.background:
                 save(directory, step, pieces, self.group, extra, keep)
                 return
-            self.wait()
             mine, tensors = share_out(pieces, self.group)
             mine = [replace(each, tensor=each.tensor.detach().cpu().clone()) for each in mine]
         job = (directory, step, mine, tensors, self.group, extra, keep)
-        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self.pending = thread.submit(write, *job)
-        thread.shutdown(wait=False)  # it ends when it has written
+        self.pending = Background(job, self.locks.get(Path(directory)))
 
     def wait(self) -> None:
         """Return when the last save is on the disk."""
@@ -110,23 +119,45 @@ class Training:
         if pending:
             pending.result()
 
-    def resume(self, directory: str | Path, step: int | None = None) -> Saved | None:
-        """Load the newest checkpoint that is whole (see `files.find`); None if there is none yet.
+    def lock(self, directory: str | Path) -> None:
+        """Raises CheckpointError on all ranks if another process may save there."""
+        directory = Path(directory)
+        if self.group.rank() == 0 and directory not in self.locks:
+            self.locks[directory] = Lock(directory)
+        lock = self.locks.get(directory)
+        together(lambda: lock and lock.take(), self.group)
+
+    def resume(
+        self,
+        directory: str | Path,
+        step: int | None = None,
+        *,
+        check: Callable[[dict], None] | None = None,
+    ) -> Saved | None:
+        """Load the newest checkpoint that is whole (see `find`); None if there is none yet.
 
         Whoever saved it may have cut the model otherwise, on other ranks. Random generators go on
         where they were if the number of ranks is the same; else ranks keep what they began with.
+        check: called with the saved `extra` before anything is loaded; may raise.
         """
         self.wait()
+        self.lock(directory)
         saved = find(directory, self.group, step)
         if saved is None:
             return None
-        theirs, ours = saved.extra.get("optimizers", []), self.kinds()
+        try:
+            check_form(saved.extra, EXTRA, "extra")
+        except ValueError as error:
+            raise CheckpointError(f"{saved.folder} is of no Training: {error}") from None
+        theirs, ours = saved.extra["optimizers"], self.kinds()
         if theirs != ours:
             raise ValueError(
                 f"{saved.folder} was saved with {', '.join(theirs) or 'no optimizer'}, this "
                 f"training has {', '.join(ours) or 'none'}: the states of the one mean nothing to "
                 "the other"
             )
+        if check:
+            check(saved.extra["extra"])
         generators = [p for p in random_pieces(self.group) if p.place.name in saved.tensors]
         generators = generators if saved.world_size == self.group.size() else []
         with self.fetched():
@@ -134,9 +165,9 @@ class Training:
             load(saved, self.pieces(), generators, self.group)
         set_random_state({kind_of(p): p.tensor for p in generators})
         for model in self.models:
-            if isinstance(model, Replica):
-                model.share()
-        saved.extra = saved.extra.get("extra", {})
+            if isinstance(model, Trainable):
+                model.refresh_parameters()
+        saved.extra = saved.extra["extra"]
         return saved
 
     # --- what there is ---
@@ -161,7 +192,7 @@ class Training:
         places = {}
         for model in self.models:
             module = getattr(model, "module", model)  # without what a strategy wraps round it
-            saved = module.state_dict().keys()
+            saved = module.state_dict(keep_vars=True).keys()  # (looks at no values)
             buffers = [(name, b) for name, b in module.named_buffers() if name in saved]
             cuts = module.sharding.cuts if hasattr(module, "sharding") else {}
             for name, tensor in [*module.named_parameters(), *buffers]:
@@ -218,24 +249,21 @@ class Training:
         for model in self.models:
             for unit in getattr(model, "units", ()):
                 states = model.optimizer.state[unit.shard]
-                stack.enter_context(model.place.fetched(unit.shard, states))
+                stack.enter_context(model.tier.fetched(unit.shard, states))
         return stack
 
     def kinds(self) -> list[str]:
         return sorted({type(optimizer).__name__ for optimizer in self.optimizers})
 
 
-def pieces_of_shard(unit, places: dict[Tensor, Place]) -> Iterator[tuple[slice, Piece]]:
+def pieces_of_shard(
+    unit: ShardedUnit, places: dict[Tensor, Place]
+) -> Iterator[tuple[slice, Piece]]:
     """Which parts of which parameters a unit's shard is; the padding is none."""
-    begin = unit.group.rank() * unit.shard.numel()  # in the unit's flat tensor
-    end, at = begin + unit.shard.numel(), 0
-    for parameter in unit.parameters:
-        start, stop = (min(max(edge - at, 0), parameter.numel()) for edge in (begin, end))
-        if start < stop:
-            where = slice(at + start - begin, at + stop - begin)
-            place = replace(places[parameter], start=start, stop=stop)
-            yield where, Piece(place, unit.shard.detach()[where])
-        at += parameter.numel()
+    for parameter, of_parameter, in_shard in unit.parameters_in_shard():
+        if of_parameter.start < of_parameter.stop:
+            place = replace(places[parameter], start=of_parameter.start, stop=of_parameter.stop)
+            yield in_shard, Piece(place, unit.shard.detach()[in_shard])
 
 
 def stepped(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -262,45 +290,3 @@ def load(saved: Saved, pieces: list[Piece], generators: list[Piece], group) -> N
                 )
             with torch.no_grad():
                 ours.tensor.copy_(loaded.tensor)
-
-
-# --- random generators ---------------------------------------------------------------------------
-
-
-def random_pieces(group) -> list[Piece]:
-    """The state of this rank's generators, as tensors: they are nobody else's."""
-    return [piece(f"rank {group.rank()}/{kind}", t) for kind, t in random_state().items()]
-
-
-def kind_of(piece: Piece) -> str:
-    return piece.place.name.partition("/")[2]
-
-
-def random_state() -> dict[str, Tensor]:
-    """torch's, NumPy's and Python's own; float64 holds their 32-bit words and their one float."""
-    _, words, *rest = np.random.get_state()
-    _, state, gauss = random.getstate()
-    generators = {
-        "torch": torch.get_rng_state(),
-        "numpy": torch.tensor([*words.tolist(), *rest], dtype=torch.float64),
-        "python": torch.tensor([*state, math.nan if gauss is None else gauss], dtype=torch.float64),
-    }
-    if torch.cuda.is_initialized():
-        generators["cuda"] = torch.cuda.get_rng_state()
-    return generators
-
-
-def set_random_state(generators: dict[str, Tensor]) -> None:
-    for kind, tensor in generators.items():
-        if kind == "torch":
-            torch.set_rng_state(tensor)
-        elif kind == "cuda":
-            torch.cuda.set_rng_state(tensor)
-        elif kind == "numpy":
-            *words, position, has_gauss, gauss = tensor.tolist()
-            words = np.array(words, dtype=np.uint32)
-            np.random.set_state(("MT19937", words, int(position), int(has_gauss), gauss))
-        else:
-            *state, gauss = tensor.tolist()
-            state = tuple(map(int, state))
-            random.setstate((random.getstate()[0], state, None if math.isnan(gauss) else gauss))

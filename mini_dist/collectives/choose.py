@@ -21,7 +21,7 @@ from .halving_doubling import (
     recursive_halving_reduce_scatter,
 )
 from .hierarchical import hierarchical_all_reduce
-from .messages import check_rows, collective
+from .messages import begin, check_rows, collective
 from .pairwise import pairwise_all_to_all
 from .pipelined_ring import pipelined_ring_all_reduce
 from .ring import check_sizes, ring_all_gather, ring_all_reduce, ring_reduce_scatter
@@ -71,7 +71,7 @@ def reduce(
 ) -> torch.Tensor | None:
     """The root returns x reduced over all ranks, the others None.
 
-    op: "sum", "mean", "max" or "min". algorithm: "star", "tree", or "auto".
+    op: "sum", "mean", "max", "min" or "product". algorithm: "star", "tree", or "auto".
     """
     auto = "star" if x.nbytes <= REDUCE_STAR_BYTES else "tree"
     function = pick(REDUCE, algorithm, auto)
@@ -101,7 +101,7 @@ def reduce_scatter(
     """Cut x along `dim` into n chunks; rank r returns chunk r, reduced over all ranks.
 
     If n does not divide x.shape[dim], the first chunks are one longer (as torch.tensor_split).
-    op: "sum", "mean", "max" or "min". algorithm: "ring", "halving", or "auto".
+    op: "sum", "mean", "max", "min" or "product". algorithm: "ring", "halving", or "auto".
     """
     check_rows(x)
     function = pick(REDUCE_SCATTER, algorithm, by_rounds(x.nbytes, group, "halving", "ring"))
@@ -119,8 +119,8 @@ def all_reduce(
 ) -> torch.Tensor:
     """Every rank returns x reduced over all ranks, the same to the last bit.
 
-    op: "sum", "mean" (the sum, divided at the end), "max" or "min". algorithm: "star", "stars",
-    "tree", "ring", "pipelined_ring", "doubling", "halving_doubling", "hierarchical" (with
+    op: "sum", "mean" (the sum, divided at the end), "max", "min" or "product". algorithm: "star",
+    "stars", "tree", "ring", "pipelined_ring", "doubling", "halving_doubling", "hierarchical" (with
     `ranks_per_node`) or "auto".
     """
     ways = dict(ALL_REDUCE)
@@ -162,18 +162,6 @@ def pick(ways: dict, algorithm: str, auto: str):
         known = ", ".join(f'"{name}"' for name in ways)
         raise ValueError(f'algorithm={algorithm!r} is none of {known}, "auto"')
     return ways[algorithm]
-
-
-def begin(op: str, x: torch.Tensor) -> str:
-    """What travels for `op`: a mean is a sum until the end."""
-    if op != "mean":
-        return op
-    if not (x.is_floating_point() or x.is_complex()):
-        raise ValueError(
-            f'op="mean" of {x.dtype} would have to round: take op="sum" and divide as you need, '
-            f"or pass x.float()"
-        )
-    return "sum"
 
 
 def finish(total: torch.Tensor | None, op: str, group) -> torch.Tensor | None:

@@ -25,6 +25,14 @@ def recv(like: torch.Tensor, source: int, group) -> torch.Tensor:
     return incoming
 
 
+def recv_any(like: torch.Tensor, group) -> tuple[torch.Tensor, int]:
+    """Receive from whichever rank sends first: a new tensor as `like`, and that rank."""
+    incoming = empty(like)
+    handle = group.recv_anysource([incoming], 0)
+    handle.wait()
+    return incoming, handle._source_rank()
+
+
 def exchange(x, to: int, source: int, group, *, like=None, out=None) -> torch.Tensor:
     """Send x while receiving something else: `like` x unless told, into `out` if given.
 
@@ -118,15 +126,34 @@ class Members:
         return self.whole._end_coalescing(device)
 
 
-REDUCTIONS = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+REDUCTIONS = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+    "product": torch.mul,
+}
 
 
 def reduction(op: str, x: torch.Tensor):
     """The function of two tensors that `op` names; each call rounds once, to the tensors' dtype."""
     if op not in REDUCTIONS:
         known = ", ".join(f'"{name}"' for name in REDUCTIONS)
-        also = ' ("mean" is known to reduce, reduce_scatter and all_reduce)' * (op == "mean")
+        also = ' ("mean" is known to reduce, reduce_scatter, all_reduce and the pipelined ring)' * (
+            op == "mean"
+        )
         raise ValueError(f"op={op!r} is none of {known}{also}")
     if op == "sum" and x.dtype == torch.bool:
         raise ValueError('op="sum" of torch.bool: count with x.int(), or use op="max" for "any"')
     return REDUCTIONS[op]
+
+
+def begin(op: str, x: torch.Tensor) -> str:
+    """What travels for `op`: a mean is a sum until the end."""
+    if op != "mean":
+        return op
+    if not (x.is_floating_point() or x.is_complex()):
+        raise ValueError(
+            f'op="mean" of {x.dtype} would have to round: take op="sum" and divide as you need, '
+            f"or pass x.float()"
+        )
+    return "sum"

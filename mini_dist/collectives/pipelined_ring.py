@@ -18,9 +18,9 @@ from collections import deque
 
 import torch
 
-from .messages import collective, empty, reduction, start, wait
+from .messages import begin, collective, empty, reduction, start, wait
 
-PIECE_BYTES = 8 << 20  # smaller pieces overlap more, and cost more messages
+PIECE_BYTES = 1 << 20  # what a core's cache holds; smaller pieces cost more messages
 LANES = 2  # pieces of a chunk under way at once
 
 
@@ -35,10 +35,11 @@ def pipelined_ring_all_reduce(
     """Reduce x over the group round a ring, in pieces of about `piece_bytes`.
 
     x: any shape -> the same, equal to the last bit to `ring_all_reduce`, with the same bytes.
+    op: also "mean".
     out: where the result goes, contiguous; it may be x, of which every piece is read before its sum
     comes. A new tensor unless given.
     """
-    rank, size, add = group.rank(), group.size(), reduction(op, x)
+    rank, size, add = group.rank(), group.size(), reduction(begin(op, x), x)
     result = empty(x) if out is None else out
     if size == 1:
         return result.copy_(x)
@@ -64,6 +65,8 @@ def pipelined_ring_all_reduce(
             if step < size - 1:  # still scattering, and complete after size-1 steps
                 out = sums[rank][piece] if step == size - 2 else parcel
                 parcel = add(parcel, terms[rank - 2 - step][piece], out=out)
+                if step == size - 2 and op == "mean":
+                    parcel /= size  # once, and not on every rank that gathers it
         if hop < len(hops):
             step, piece = hops[hop]
             if step == 0:

@@ -3,8 +3,9 @@
 Norms, linears, MLPs and the loss treat every token alone. Only attention looks at others, so only
 attention communicates.
 
-    placement.py       which tokens a rank holds: contiguous, zig-zag; who sees whom
-    online_softmax.py  attention in pieces, merged exactly; backward from what is recomputed
+    placement.py       which tokens a rank holds: contiguous, zig-zag, striped; who sees whom
+    ideas.py           softmax in pieces, merged exactly
+    tiles.py           attention tile by tile; backward from what is recomputed
     ring.py            queries stay, keys and values go round: memory O(S/cp)
     all_gather.py      keys and values fetched at once
     ulysses.py         all-to-all: cut heads instead of tokens while attending
@@ -20,19 +21,17 @@ attention communicates.
 
 from .all_gather import all_gather_attention
 from .emulated import run_ring_emulated
-from .online_softmax import (
+from .ideas import Partial, merge, online_softmax
+from .placement import PLACEMENTS, Block, block_of, contiguous, num_scores, striped, zigzag
+from .ring import add_block, ring_attention, ring_step
+from .tiles import (
     KERNELS,
     Kernel,
-    Partial,
     attend,
     attend_backward,
     fused_attend,
     fused_attend_backward,
-    merge,
-    online_softmax,
 )
-from .placement import PLACEMENTS, Block, block_of, contiguous, num_scores, zigzag
-from .ring import ring_attention, ring_step
 from .train import (
     FORMS,
     make_attention,
@@ -51,6 +50,7 @@ __all__ = [
     "Block",
     "Kernel",
     "Partial",
+    "add_block",
     "all_gather_attention",
     "attend",
     "attend_backward",
@@ -68,6 +68,7 @@ __all__ = [
     "run_ring_emulated",
     "shard",
     "share_of_mean",
+    "striped",
     "sum_gradients",
     "ulysses_attention",
     "unshard",

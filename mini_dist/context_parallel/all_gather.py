@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from ..collectives import all_gather, reduce_scatter
-from .online_softmax import at_least_float32, kernel_of
+from ..digits import at_least_float32
 from .placement import block_of, check_heads, positions_of_ranks
 from .ring import add_block, add_block_backward
+from .tiles import kernel_of, scale_of
 
 
 def all_gather_attention(
@@ -27,11 +28,15 @@ def all_gather_attention(
     placement: str = "zigzag",
     causal: bool = True,
     kernel: str | None = None,
-) -> Tensor:
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over the whole sequence; arguments, shapes and errors as `ring_attention`."""
     check_heads(q, k)
     positions = positions_of_ranks(placement, q.shape[-2] * group.size(), group.size())
-    return AllGatherAttention.apply(q, k, v, positions, causal, kernel_of(kernel, q), group)
+    kernel = kernel_of(kernel, q, scale_of(q, scale) if return_lse else scale)
+    out, lse = AllGatherAttention.apply(q, k, v, positions, causal, kernel, group)
+    return (out, lse) if return_lse else out
 
 
 class AllGatherAttention(torch.autograd.Function):
@@ -47,16 +52,18 @@ class AllGatherAttention(torch.autograd.Function):
         out, lse = total
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        return out
+        ctx.set_materialize_grads(False)  # d_lse is None where nobody asked for lse
+        return out, lse
 
     @staticmethod
-    def backward(ctx, d_out):
+    def backward(ctx, d_out, d_lse):
         q, k, v, out, lse = ctx.saved_tensors
+        d_out = torch.zeros_like(out) if d_out is None else d_out
         all_kv = gather_ranks(k, v, ctx.group)
         d_q, d_all_kv = at_least_float32(torch.zeros_like(q)), torch.zeros_like(all_kv)
         for source, block in ctx.blocks:
             kv, d_kv = all_kv[source], d_all_kv[source]
-            add_block_backward(d_q, d_kv, d_out, q, kv, out, lse, block, ctx.kernel)
+            add_block_backward(d_q, d_kv, d_out, q, kv, out, lse, block, ctx.kernel, d_lse)
         (d_kv,) = reduce_scatter(d_all_kv, ctx.group)
         return d_q.to(q.dtype), *d_kv, None, None, None, None
 

@@ -12,13 +12,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..divides import check_divides
+
 
 def contiguous(seq_len: int, size: int) -> Tensor:
     """Rank r holds the r-th of `size` equal pieces of the sequence: positions [cp, S/cp].
 
     Under a causal mask the last rank has most to do: its tokens see all the others.
     """
-    check_divides(seq_len, size, f"cp={size}")
+    check_divides(size, seq_len, "seq_len", by=f"cp={size}")
     return torch.arange(seq_len).view(size, -1)
 
 
@@ -30,71 +32,117 @@ def zigzag(seq_len: int, size: int) -> Tensor:
     An early chunk sees little, the late one that goes with it much: all ranks have equally much to
     do, and in every step of the ring (Llama 3: Grattafiori et al. 2024, section 3.3.2).
     """
-    check_divides(seq_len, 2 * size, f"2*cp={2 * size} (zig-zag gives each rank two chunks)")
+    two_chunks_each = f"2*cp={2 * size} (zig-zag gives each rank two chunks)"
+    check_divides(2 * size, seq_len, "seq_len", by=two_chunks_each)
     chunks = torch.arange(seq_len).view(2 * size, -1)
     return torch.cat([chunks[:size], chunks.flip(0)[:size]], dim=1)
 
 
-PLACEMENTS = {"contiguous": contiguous, "zigzag": zigzag}
+def striped(seq_len: int, size: int) -> Tensor:
+    """Deal the tokens out one by one; rank r holds r, r + cp, r + 2 cp, ...: positions [cp, S/cp].
+
+    Any two ranks' tokens alternate, so each block of scores is a triangle, with its diagonal where
+    the keys' rank is not after the queries': all ranks have nearly equally much to do, and in every
+    step of the ring (Brandon et al. 2023, Striped Attention).
+    """
+    check_divides(size, seq_len, "seq_len", by=f"cp={size}")
+    return torch.arange(seq_len).view(-1, size).T.contiguous()
+
+
+PLACEMENTS = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
 
 
 def positions_of_ranks(placement: str, seq_len: int, size: int) -> Tensor:
-    """The table [cp, S/cp] of a placement by its name; raises ValueError for another name."""
+    """The table [cp, S/cp] of a placement by its name.
+
+    Raises ValueError for another name, and for a table that is none.
+    """
     if placement not in PLACEMENTS:
         known = " or ".join(map(repr, PLACEMENTS))
         raise ValueError(f"placement={placement!r} is unknown: give {known}")
-    return PLACEMENTS[placement](seq_len, size)
+    positions = PLACEMENTS[placement](seq_len, size)
+    shape = (size, seq_len // size)
+    counts = positions.flatten().clamp(min=0).bincount(minlength=seq_len)
+    each_once = torch.equal(counts, torch.ones_like(counts[:seq_len]))
+    if positions.shape != shape or not each_once:
+        raise ValueError(
+            f"placement={placement!r} gave a table {list(positions.shape)} for {seq_len} tokens on "
+            f"{size} ranks: it must be {list(shape)} and have each of 0..{seq_len - 1} once"
+        )
+    return positions
 
 
 class Block(NamedTuple):
     """The part of a block of scores that has to be computed: `queries` of one rank, `keys` of
-    another. If `causal`, both are the same tokens, and none sees what comes after it."""
+    another, both in the order of the sequence: a slice, or the indices where a rank holds its
+    tokens in another order.
 
-    queries: slice
-    keys: slice
-    causal: bool
+    causal: False: all see all. True: as many queries as keys, and the i-th sees the keys 0..i.
+    Otherwise how many of the keys, the first ones, each query sees, at least 1: [queries].
+    """
+
+    queries: slice | Tensor
+    keys: slice | Tensor
+    causal: bool | Tensor
 
     def num_scores(self) -> int:
         """How many pairs of a query and a key that it may see."""
-        rows = self.queries.stop - self.queries.start
-        columns = self.keys.stop - self.keys.start
+        if isinstance(self.causal, Tensor):
+            return int(self.causal.sum())
+        rows, columns = map(length, (self.queries, self.keys))
         return rows * (rows + 1) // 2 if self.causal else rows * columns
 
 
 def block_of(positions: Tensor, rank: int, source: int, causal: bool = True) -> Block | None:
     """What the queries of `rank` compute with the keys of `source`; None if they see none.
 
-    In both placements a rank's tokens stand in the order of the sequence. So the queries that see
-    any key are the last ones, the keys that any query sees are the first ones, and between two
-    ranks' tokens all of those queries see all of those keys.
+    In the order of the sequence each query sees at least the keys that the one before it sees. So
+    the queries that see any key are the last ones, and the keys that any query sees are the first
+    ones. In between a block is a staircase. Of contiguous and zig-zag pieces it has one stair, of
+    striped ones all are one high and one wide.
     """
-    queries, keys = positions[rank], positions[source]
-    everything = slice(0, len(queries))
-    if not causal or rank == source:
-        return Block(everything, everything, causal)
-    first_query = int((queries < keys[0]).sum())
-    last_key = int((keys <= queries[-1]).sum())
-    if first_query == len(queries):
+    if not causal:
+        everything = slice(0, positions.shape[1])
+        return Block(everything, everything, False)
+    (queries, rows), (keys, columns) = in_order(positions[rank]), in_order(positions[source])
+    if rank == source:
+        return Block(part(rows, 0, len(queries)), part(columns, 0, len(keys)), True)
+    sees = torch.searchsorted(keys, queries, right=True)  # of each query: so many of the keys
+    first_query, last_key = int((sees == 0).sum()), int(sees[-1])
+    if last_key == 0:
         return None
-    return Block(slice(first_query, len(queries)), slice(0, last_key), False)
+    sees = sees[first_query:]
+    rows, columns = part(rows, first_query, len(queries)), part(columns, 0, last_key)
+    if sees[0] == last_key:
+        return Block(rows, columns, False)
+    one_more_each = torch.equal(sees, torch.arange(1, last_key + 1))
+    return Block(rows, columns, True if one_more_each else sees)
+
+
+def in_order(positions: Tensor) -> tuple[Tensor, Tensor | None]:
+    """A rank's positions [S/cp] in the order of the sequence, and where it holds them; None: so."""
+    if bool((positions.diff() > 0).all()):
+        return positions, None
+    return positions.sort()
+
+
+def part(where: Tensor | None, start: int, stop: int) -> slice | Tensor:
+    return slice(start, stop) if where is None else where[start:stop]
+
+
+def length(part: slice | Tensor) -> int:
+    return part.stop - part.start if isinstance(part, slice) else len(part)
 
 
 def num_scores(positions: Tensor, causal: bool = True) -> list[list[int]]:
-    """[rank][step]: pairs of query and key computed by a rank in each step of the ring."""
+    """[rank][step]: pairs of query and key that a rank computes in each step of the ring, whatever
+    the table of positions."""
     size = len(positions)
     blocks = [
         [block_of(positions, rank, (rank - step) % size, causal) for step in range(size)]
         for rank in range(size)
     ]
     return [[block.num_scores() if block else 0 for block in row] for row in blocks]
-
-
-def check_divides(seq_len: int, divisor: int, name: str) -> None:
-    if seq_len % divisor or seq_len < divisor:
-        works = max(1, round(seq_len / divisor)) * divisor
-        raise ValueError(
-            f"seq_len={seq_len}: {name} must divide it. The nearest that works is {works}."
-        )
 
 
 def check_heads(q: Tensor, k: Tensor, ranks: int = 1) -> None:

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..collectives import collective, start, wait
-from .online_softmax import Kernel, Partial, at_least_float32, kernel_of, merge
+from ..digits import at_least_float32
 from .placement import Block, block_of, check_heads, positions_of_ranks
+from .tiles import Kernel, Partial, kernel_of, merge, scale_of
 
 
 def ring_attention(
@@ -30,17 +32,23 @@ def ring_attention(
     placement: str = "zigzag",
     causal: bool = True,
     kernel: str | None = None,
-) -> Tensor:
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over the whole sequence, of which each rank holds S/cp tokens; differentiable.
 
     q [B, N, S/cp, H], k and v [B, K, S/cp, H] -> [B, N, S/cp, H]. placement: which tokens these
     are (placement.py). kernel: "fused" (torch's, for a CPU) or "explicit" (ours, for any device).
+    scale: of the scores, 1/sqrt(H) unless given. return_lse: beside it the log of each query's sum
+    of exp(score) [B, N, S/cp], in float32 at least: with it the result can be merged with more.
     Raises ValueError for an unknown placement or kernel, a length that cannot be placed so, or
     key/value heads that do not divide the heads.
     """
     check_heads(q, k)
     positions = positions_of_ranks(placement, q.shape[-2] * group.size(), group.size())
-    return RingAttention.apply(q, k, v, positions, causal, kernel_of(kernel, q), group)
+    kernel = kernel_of(kernel, q, scale_of(q, scale) if return_lse else scale)
+    out, lse = RingAttention.apply(q, k, v, positions, causal, kernel, group)
+    return (out, lse) if return_lse else out
 
 
 class RingAttention(torch.autograd.Function):
@@ -57,11 +65,13 @@ class RingAttention(torch.autograd.Function):
         out, lse = add_block(total, q, kv, blocks[-1], kernel)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        return out
+        ctx.set_materialize_grads(False)  # d_lse is None where nobody asked for lse
+        return out, lse
 
     @staticmethod
-    def backward(ctx, d_out):
+    def backward(ctx, d_out, d_lse):
         q, k, v, out, lse = ctx.saved_tensors
+        d_out = torch.zeros_like(out) if d_out is None else d_out
         size, group = ctx.group.size(), ctx.group
         kv = torch.stack([k, v])
         d_q = at_least_float32(torch.zeros_like(q))
@@ -69,7 +79,7 @@ class RingAttention(torch.autograd.Function):
         for step, block in enumerate(ctx.blocks):
             ahead = Hop(kv, group) if step < size - 1 else None
             d_kv = torch.zeros_like(kv)
-            add_block_backward(d_q, d_kv, d_out, q, kv, out, lse, block, ctx.kernel)
+            add_block_backward(d_q, d_kv, d_out, q, kv, out, lse, block, ctx.kernel, d_lse)
             if step == 0:
                 home = d_kv  # of our own keys: the others' shares will be added to it
             else:
@@ -91,14 +101,17 @@ def ring_step(
 
     Returns the attention so far with these in it, and the keys and values that came meanwhile.
     """
-    hop = Hop(kv, group)
+    rank, size = group.rank(), group.size()
+    arriving = torch.empty_like(kv)
+    handles = start(group, [(arriving, (rank - 1) % size)], [(kv, (rank + 1) % size)])
     total = add_block(total, q, kv, block, kernel)
-    return total, hop.arrived()
+    wait(handles)
+    return total, arriving
 
 
 class Hop:
-    """A tensor leaves for the rank after, one like it comes from the rank before. Work goes on
-    between the start and `arrived()`."""
+    """For the backward: a tensor leaves for the rank after, one like it comes from the rank before,
+    and work goes on between the start and `arrived()`."""
 
     def __init__(self, tensor: Tensor, group):
         after, before = (group.rank() + 1) % group.size(), (group.rank() - 1) % group.size()
@@ -120,13 +133,18 @@ def add_block(
     rows, columns = block.queries, block.keys
     part = kernel.forward(q[:, :, rows], *kv[:, :, :, columns], block.causal)
     if total is None:
-        return part
+        if isinstance(rows, slice):
+            return part
+        back = rows.argsort()  # from the order of the sequence to that of q
+        return Partial(part.out[:, :, back], part.lse[:, :, back])
     out, lse = total
     out[:, :, rows], lse[:, :, rows] = merge(Partial(out[:, :, rows], lse[:, :, rows]), part)
     return total
 
 
-def add_block_backward(d_q, d_kv, d_out, q, kv, out, lse, block, kernel) -> None:
+def add_block_backward(
+    d_q, d_kv, d_out, q, kv, out, lse, block, kernel, d_lse: Tensor | None = None
+) -> None:
     """Add what a block contributes to the gradients of these queries and of these keys and values.
 
     d_q and d_kv are of all tokens of q and kv, whatever part of them the block is.
@@ -135,7 +153,13 @@ def add_block_backward(d_q, d_kv, d_out, q, kv, out, lse, block, kernel) -> None
         return
     rows, columns = block.queries, block.keys
     d_out, q, out, lse = (t[:, :, rows] for t in (d_out, q, out, lse))
-    of_q, of_k, of_v = kernel.backward(d_out, q, *kv[:, :, :, columns], out, lse, block.causal)
-    d_q[:, :, rows] += of_q
-    d_kv[0, :, :, columns] += of_k
-    d_kv[1, :, :, columns] += of_v
+    kv, H = kv[:, :, :, columns], q.shape[-1]
+    if d_lse is not None:
+        # A kernel asks of `out` only its product with d_out, which it subtracts from the gradient
+        # of each weight. One column more, of 1 in d_out and of -d_lse in out, adds d_lse to it.
+        q, kv, d_out = pad(q, (0, 1)), pad(kv, (0, 1)), pad(d_out, (0, 1), value=1.0)
+        out = torch.cat([out, -d_lse[:, :, rows].unsqueeze(-1).to(out.dtype)], -1)
+    of_q, of_k, of_v = kernel.backward(d_out, q, *kv, out, lse, block.causal)
+    d_q[:, :, rows] += of_q[..., :H]
+    d_kv[0, :, :, columns] += of_k[..., :H]
+    d_kv[1, :, :, columns] += of_v[..., :H]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import all_gather, all_reduce
-from ..model import TokenLoss
+from ..loss import TokenLoss
 from .all_gather import all_gather_attention
 from .placement import positions_of_ranks
 from .ring import ring_attention

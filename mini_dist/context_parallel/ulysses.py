@@ -24,8 +24,9 @@ def ulysses_attention(
     *,
     placement: str = "contiguous",
     causal: bool = True,
+    scale: float | None = None,
 ) -> Tensor:
-    """Attention over the whole sequence; shapes as `ring_attention`; differentiable.
+    """Attention over the whole sequence; shapes and scale as `ring_attention`; differentiable.
 
     Zig-zag balances nothing here (each rank sees whole sequences) and is accepted all the same.
     Raises ValueError where cp does not divide the key/value heads, or these not the heads.
@@ -35,7 +36,9 @@ def ulysses_attention(
     positions = positions_of_ranks(placement, q.shape[-2] * size, size)
     order = positions.flatten().argsort()  # of the tokens, as they come rank by rank
     q, k, v = (heads_for_tokens(x, group)[:, :, order] for x in (q, k, v))  # [B, N/cp, S, H]
-    out = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    out = functional.scaled_dot_product_attention(
+        q, k, v, is_causal=causal, scale=scale, enable_gqa=True
+    )
     return tokens_for_heads(out[:, :, positions.flatten()], group)
 
 

@@ -6,7 +6,7 @@
 
 One record a communication. A collective of ours is the parent of its sends and receives; totals
 sum leaves only, so nothing is counted twice. One instrument reads our strategies and PyTorch's
-(see recording.py), so both columns of a comparison come from the same measure.
+(see group.py), so both columns of a comparison come from the same measure.
 """
 
 from __future__ import annotations

@@ -34,17 +34,19 @@ class Message:
 
 
 def messages(ledger: Ledger) -> list[Message]:
-    """Every send with its receive. Between two ranks of a group messages stay in order."""
+    """Every send with its receive. Between two ranks of a group messages stay in order; a receive
+    from any source is taken for that of the first send to its rank that no other one names."""
     waiting = defaultdict(deque)
     for comm in ledger.leaves():
-        if comm.op == "recv":
-            (source,) = comm.received_from
+        if comm.op in ("recv", "recv_anysource"):
+            source = next(iter(comm.received_from), None)
             waiting[comm.group, source, comm.rank].append(comm)
     found = []
-    for comm in ledger.leaves():
+    for comm in sorted(ledger.leaves(), key=lambda comm: comm.start):
         if comm.op == "send":
             (target,) = comm.sent_to
-            if receives := waiting[comm.group, comm.rank, target]:
+            named, any_source = ((comm.group, who, target) for who in (comm.rank, None))
+            if receives := waiting[named] or waiting[any_source]:
                 found.append(Message(comm, receives.popleft()))
     return found
 

@@ -7,10 +7,17 @@
         return pipeline.step(tokens, targets)       # gradients are in the parameters' .grad
 
 Read in this order:
-    execute.py  down the list: who gets what from whom
-    stage.py    forward now, backward later; the backward in two halves; weight versions
-    cut.py      which layers go where
-    emulated.py the same executor, on devices that take a stated time
+    ideas.py            GPipe as one function; any list of actions as another
+    cut.py              which layers go where
+    execute.py          the executor for real models: down the list, who gets what from whom
+    stage.py            one stage with autograd: forward now, backward later
+    messages.py         sends and receives under way
+    losses.py           the last stage's rank tells the losses to all
+    split_backward.py   the backward of linears in two halves (lesson 13)
+    weight_versions.py  the weights at several optimizer steps (lesson 13)
+    plan.py             what the executor looks up, worked out once for each list
+    fits.py             whether schedule, stages, group and batch fit together
+    emulated.py         the same executor, on devices that take a stated time
 """
 
 from mini_dist.pipeline.cut import (
@@ -23,6 +30,7 @@ from mini_dist.pipeline.cut import (
 )
 from mini_dist.pipeline.emulated import run_emulated
 from mini_dist.pipeline.execute import Pipeline
+from mini_dist.pipeline.ideas import gpipe_step, run_list
 from mini_dist.pipeline.stage import Stage
 
 __all__ = [
@@ -31,8 +39,10 @@ __all__ = [
     "Stage",
     "balanced_ranges",
     "cut_gpt",
+    "gpipe_step",
     "layer_costs",
     "layer_ranges",
     "run_emulated",
+    "run_list",
     "shared_parameter",
 ]

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from mini_dist.calculators.flops import score_flops
 from mini_dist.calculators.parameters import layer_weights, outer_weights, split_layers
 from mini_dist.config import ModelConfig
-from mini_dist.model import Block, Embed, Head, initial_value
+from mini_dist.initial_values import initial_value
+from mini_dist.model import Block, Embed, Head
 from mini_dist.schedule import ScheduleError
 
 

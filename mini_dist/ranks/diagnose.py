@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import linecache
 import os
 import re
+import reprlib
 import signal
 import sys
 import sysconfig
 import time
+from contextlib import suppress
 
 from . import flight
+from .limits import full_disks, what_ran_out
 from .rank import Failure
-from .world import PACKAGE, World
+from .world import World
+from .zygote_handle import PACKAGE
 
 
 class RankError(RuntimeError):
@@ -47,22 +52,36 @@ def explain(outcome: str, world: World, timeout: float) -> RankError:
     exception of the learner's code; only then a lost connection, a deadlock, the deadline.
     """
     scene = Scene(world)
-    raised = {r.number: r.report.error for r in world.ranks if r.report and r.report.error}
+    refused = {r.number: r.refused for r in world.ranks if r.refused is not None}
+    absent = {r.number: r.report.error for r in world.ranks if outcome_of(r) == "absent"}
+    raised = {r.number: r.report.error for r in world.ranks if outcome_of(r) == "raised"}
+    kept_out = {rank: failure for rank, failure in absent.items() if not failure.is_connection}
     genuine = {rank: failure for rank, failure in raised.items() if not failure.is_connection}
     died = {r.number: r.status for r in world.ranks if r.status is not None and not r.report}
     unlike = flight.mismatch(scene.flights)
     stuck = flight.stuck(scene.flights, scene.returned)
     kind, culprit = RankError, None
-    if unlike:
+    if refused:
+        culprit = min(refused)
+        why = os.strerror(refused[culprit])
+        lines = [f"rank {culprit} of {world.size} could not be started: {why}."]
+        lines += what_ran_out(refused[culprit])
+    elif kept_out or absent and not died:
+        culprit = min(kept_out or absent)
+        lines = [f"rank {culprit} of {world.size} could not join the others:"]
+        lines += [f"  {described(absent[culprit])}", *hints(absent[culprit], world)]
+    elif unlike:
         lines = ["the ranks do not agree on an operation that they enter together:"]
         lines += scene.compare(unlike)
     elif died:
         culprit = min(died, key=lambda rank: (died[rank] >= 0, rank))  # first those killed
         lines = [f"rank {culprit} of {world.size} {describe_status(died[culprit])}"]
+        lines += words_of_the_system(world.ranks[culprit].text())
         lines += scene.tell([culprit, *scene.waiting])
     elif raised:
         culprit = min(genuine or raised)
         lines = describe_exception(culprit, world.size, raised[culprit])
+        lines += hints(raised[culprit], world)
         alike = [rank for rank in genuine if same(genuine[rank], raised[culprit])]
         if len(alike) > 1:
             lines.append(f"{ranks_text(set(alike) - {culprit})} raised the same.")
@@ -75,11 +94,25 @@ def explain(outcome: str, world: World, timeout: float) -> RankError:
         kind, lines = RankInterrupt, ["interrupted.", *scene.tell(range(world.size))]
     else:
         kind, lines = RankTimeout, [f"not done after {timeout:g} s, the timeout of this launch."]
+        if world.keeper.is_stopped():
+            lines.append("Somebody has stopped the process that starts ranks (SIGSTOP).")
+        elif not any(rank.pid for rank in world.ranks):
+            lines.append("No rank has started: torch is loaded first, which goes on meanwhile.")
         lines += scene.tell(range(world.size))
     error = kind("\n".join(lines))
-    error.rank, error.failures = culprit, raised
+    error.rank, error.failures = culprit, raised | absent
     error.outputs = [rank.text() for rank in world.ranks]
     return error
+
+
+def cannot_run(error: OSError, size: int) -> RankError:
+    """The error for a run that the parent itself had to give up."""
+    lines = [f"this process could not run {plural(size, 'rank')}: {error}."]
+    return RankError("\n".join(lines + what_ran_out(error.errno)))
+
+
+def outcome_of(rank) -> str | None:
+    return rank.report and rank.report.outcome
 
 
 class Scene:
@@ -90,9 +123,7 @@ class Scene:
         self.stacks = world.stacks()
         self.flights = world.flights()
         self.returned = {rank.number for rank in world.ranks if rank.returned}
-        self.waiting = [
-            rank.number for rank in world.ranks if not rank.report and rank.status is None
-        ]
+        self.waiting = [rank.number for rank in world.ranks if not rank.report and not rank.gone]
 
     def tell(self, ranks) -> list[str]:
         """A line a rank: what it is doing, since when, waiting for whom, and on which line."""
@@ -105,8 +136,10 @@ class Scene:
             return f"has returned, after {plural(collectives, 'collective')}"
         if rank.report:
             return f"raised {rank.report.error.type}"
-        if rank.status is not None:
+        if rank.gone:
             return "is gone"
+        if rank.pid is None:
+            return "has not started yet"
         if not seen.waiting:
             return "is running"
         for_whom = flight.absent(self.flights, number)
@@ -139,13 +172,52 @@ class Scene:
 
 def describe_exception(rank: int, size: int, failure: Failure) -> list[str]:
     lines = [f"rank {rank} of {size} raised {described(failure)}"]
-    lines += traceback_lines(failure.frames)
-    because = failure.because
-    while because:
-        lines += [f"while handling {described(because)}"]
-        lines += traceback_lines(because.frames)
-        because = because.because
+    lines += what_is_known_of(failure)
+    nearest = len(failure.because) // 2
+    for number, because in enumerate(failure.because):
+        if failure.more and number == nearest:
+            lines.append(f"[{failure.more} more]")
+        lines += [f"while handling {described(because)}", *what_is_known_of(because)]
     return lines
+
+
+def what_is_known_of(failure: Failure) -> list[str]:
+    lines = [f"  {line}" for note in failure.notes for line in note.splitlines()]
+    lines += traceback_lines(failure.frames)
+    for number, member in enumerate(failure.members, 1):
+        lines.append(f"  member {number}: {described(member)}")
+        lines += [f"  {line}" for line in what_is_known_of(member)]
+    return lines
+
+
+def hints(failure: Failure, world: World) -> list[str]:
+    """What the machine says to an error of the system, or of memory."""
+    chain = [failure, *failure.because]
+    numbers = [each.errno for each in chain if each.errno is not None]
+    if any(number in NO_WAY_OUT or number < 0 for number in numbers) and world.keeper.secluded:
+        return [
+            "(Ranks have a network of their own, which leads nowhere else. Fetch it before, "
+            "or give launch network=True.)"
+        ]
+    if any(each.type == "BdbQuit" or each.message == NO_INPUT for each in chain):
+        return [
+            "(A rank has no keyboard: print what you want to see, or return it and look at it in "
+            "the cell.)"
+        ]
+    known = [what_ran_out(number) for number in numbers]
+    known += [words_of_the_system(each.message) for each in chain]
+    return next(filter(None, known), [])
+
+
+def words_of_the_system(text: str) -> list[str]:
+    """Native code, which cannot start a thread, say, has no number of the error to give."""
+    numbers = (errno.EAGAIN, errno.ENOSPC, errno.EMFILE)
+    said = [what_ran_out(number) for number in numbers if os.strerror(number) in text]
+    return next(filter(None, said), [])
+
+
+NO_INPUT = "EOF when reading a line"  # what input() says
+NO_WAY_OUT = {errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ECONNREFUSED}  # and below 0: no name
 
 
 def described(failure: Failure) -> str:
@@ -171,13 +243,19 @@ def traceback_lines(frames) -> list[str]:
 def describe_status(status: int) -> str:
     if status >= 0:
         return f"ended its process with exit code {status} instead of returning."
-    name = signal.Signals(-status).name
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:  # (of the real-time signals only the first and the last have a name)
+        name = f"signal {-status} ({signal.strsignal(-status)})"
     hint = {
         "SIGKILL": " (by somebody, or by the system because memory ran out)",
         "SIGABRT": " (native code gave up; its last words are in the rank's output)",
         "SIGSEGV": " (native code touched memory that is not its own)",
+        "SIGBUS": " (native code touched memory of a file that has no room on its disk, or was "
+        "cut off)",
     }.get(name, "")
-    return f"was killed by {name}{hint}."
+    full = full_disks() if name == "SIGBUS" else []
+    return "\n  ".join([f"was killed by {name}{hint}.", *full])
 
 
 FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
@@ -204,9 +282,7 @@ def in_library(filename: str) -> bool:
 
 
 def in_launcher(filename: str) -> bool:
-    return filename.startswith(
-        (str(PACKAGE / "ranks"), str(PACKAGE / "launch.py"), str(PACKAGE / "ledger"))
-    )
+    return filename.startswith((str(PACKAGE / "ranks"), str(PACKAGE / "ledger")))
 
 
 def place(filename: str) -> str:
@@ -215,7 +291,9 @@ def place(filename: str) -> str:
     shell = ipython.get_ipython() if ipython else None
     if shell and (name := shell.compile.format_code_name(filename)):
         return " ".join(name)
-    short = os.path.relpath(filename)
+    short = ".."
+    with suppress(OSError, ValueError):  # the working directory is gone; another drive
+        short = os.path.relpath(filename)
     return f'File "{filename if short.startswith("..") else short}"'
 
 
@@ -236,3 +314,10 @@ def ranks_text(ranks) -> str:
 
 def waits(ranks) -> str:
     return f"{ranks_text(ranks)} {'waits' if len(ranks) == 1 else 'wait'}"
+
+
+def brief(value) -> str:
+    """A wrong argument as a sentence can hold it."""
+    if isinstance(value, int) and abs(value) >= 10**20:
+        return f"a number of {value.bit_length()} bits"
+    return reprlib.repr(value)

@@ -11,6 +11,7 @@ messages from one rank to another with one tag. The k-th entries of a channel be
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -34,9 +35,12 @@ class FlightRecorder:
 
     def __init__(self, path: str):
         fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        os.ftruncate(fd, FILE_BYTES)
-        self._map = mmap.mmap(fd, FILE_BYTES)
-        os.close(fd)
+        try:
+            os.ftruncate(fd, FILE_BYTES)
+            reserve(fd)
+            self._map = mmap.mmap(fd, FILE_BYTES)
+        finally:
+            os.close(fd)
         self._lock = threading.Lock()  # a rank may speak from several threads
         self._written = 0
         self._counts: dict[str, int] = {}
@@ -86,6 +90,17 @@ class FlightRecorder:
         if self._written - number < ENTRIES:  # else it is overwritten
             at = FIRST + number % ENTRIES * ENTRY.size + DONE_AT
             self._map[at : at + 8] = (1).to_bytes(8, "little")
+
+
+def reserve(fd: int) -> None:
+    """Let a full disk be an OSError now; in memory that is mapped it would be a SIGBUS later."""
+    try:
+        os.posix_fallocate(fd, 0, FILE_BYTES)
+    except AttributeError:  # macOS
+        pass
+    except OSError as error:
+        if error.errno == errno.ENOSPC:  # (some file systems cannot reserve)
+            raise
 
 
 @dataclass(frozen=True)

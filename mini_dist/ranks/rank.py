@@ -6,6 +6,7 @@ a function. It reports to the parent over a socket; what it prints goes into a p
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import ctypes
 import faulthandler
@@ -16,20 +17,20 @@ import signal
 import socket
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 from .flight import FlightRecorder
-from .transport import receive, send, to_bytes
+from .threads import stay_on_a_core
+from .transport import Frames, from_frames, receive, send, to_frames
 
 LONGER_THAN_ANY_RUN = timedelta(days=30)  # the parent's deadline has to be the one that strikes
 
 
 @dataclass
 class Job:
-    """What the parent sends to every rank."""
+    """What the parent sends to every rank, beside (fn, args, kwargs)."""
 
-    blob: bytes  # (fn, args, kwargs), pickled
     seed: int
     memory: bool
     count: bool
@@ -40,10 +41,9 @@ class Job:
 
 @dataclass
 class Report:
-    """What a rank sends back."""
+    """What a rank sends back, beside its result."""
 
-    outcome: str  # returned or raised
-    result: bytes | None = None
+    outcome: str  # returned, raised, or absent: it could not even join the others
     error: Failure | None = None
     ledger: dict | None = None
 
@@ -55,36 +55,43 @@ class Failure:
     type: str
     message: str
     frames: list[tuple[str, int, str]]  # file name, line number, function; outermost first
-    because: Failure | None  # its __cause__ or __context__
     is_connection: bool  # a consequence of another rank's end, not a cause
+    errno: int | None
+    notes: list[str]
+    members: list[Failure]  # of an ExceptionGroup
+    because: list[Failure] = field(default_factory=list)  # its causes or contexts, nearest first
+    more: int = 0  # causes in the middle of a long chain, left out
 
 
 def main(rank: int, size: int, device: str, directory: str, control: int, output: int) -> None:
     pid = os.getpid()
-    redirect_output(output)
-    # A rank that waits in C++ runs no Python; on this signal, and when native code aborts, its
-    # stack is written all the same.
-    stack = open(f"{directory}/stack-{rank}", "w")
-    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-    faulthandler.enable(file=stack)
-    keep_freed_memory()
     parent = socket.socket(fileno=control)
+    streams, result = [], []
     try:
+        streams = redirect_output(output)
+        # A rank that waits in C++ runs no Python; on this signal, and when native code aborts, its
+        # stack is written all the same.
+        stack = open(f"{directory}/stack-{rank}", "w")
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+        faulthandler.enable(file=stack)
+        keep_freed_memory()
         group = join(rank, size, device, directory)
-        job = pickle.loads(receive(parent))
-        stay_on_a_core(rank, size)
-        report = run(job, group)
-    except EOFError:  # the parent has no job for this rank, or is gone
-        os._exit(0)
     except BaseException as error:
-        report = Report("raised", error=describe(error))
+        report = Report("absent", error=describe(error))
+    else:
+        try:
+            about, *call = receive(parent)
+        except (EOFError, OSError):  # the parent has no job for this rank, or is gone
+            os._exit(0)
+        stay_on_a_core(rank, size)
+        report, result = run(pickle.loads(about), call, group)
     if os.getpid() != pid:  # a fork that the job made and that came back from it
         os._exit(0)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # the job may have closed it
+    for stream in (*streams, sys.stdout, sys.stderr):
+        with contextlib.suppress(BaseException):  # the job may have put anything in its place
             stream.flush()
     with contextlib.suppress(OSError):
-        send(parent, pickle.dumps(report))
+        send(parent, [pickle.dumps(report), *result])
         parent.recv(1)  # stay until dismissed: leaving would break the others' connections
     os._exit(0)  # the interpreter's own exit costs 50 ms and sometimes aborts after success
 
@@ -103,37 +110,15 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def stay_on_a_core(rank: int, size: int) -> None:
-    """Deal the cores out to the ranks, where each core gets the same number of them, two or more.
-
-    Left to itself, the kernel moves a rank to whichever core is idle for a moment. There its data
-    is in no cache, and soon two ranks wait for one core while the other idles. (Not before there is
-    a job: until then a rank only starts, and it does so faster where there is room.)
-
-    Dealt there and back again, 0 1 1 0 on two cores: of a rank's two neighbours in a ring one is
-    on its own core, whose cache has what comes from there, and one on another, so that stages of a
-    pipeline that compute one after the other do not both wait for one core. (A ring of 64 MB on
-    four ranks takes 87 ms so, with 0 1 0 1 148; GPipe's step 165 ms, with 0 0 1 1 183.)
-    """
-    if sys.platform != "linux":  # macOS lets nobody choose
-        return
-    cores = sorted(os.sched_getaffinity(0))
-    if size > len(cores) and size % len(cores) == 0:
-        lap, place = divmod(rank, len(cores))
-        core = cores[place if lap % 2 == 0 else -1 - place]
-        for thread in os.listdir("/proc/self/task"):  # gloo's, too; later ones will inherit it
-            with contextlib.suppress(OSError):  # a sandbox may refuse it, or the thread has ended
-                os.sched_setaffinity(int(thread), {core})
-
-
-def redirect_output(pipe: int) -> None:
-    """Let Python and native code write into the pipe, a line at a time."""
+def redirect_output(pipe: int) -> list:
+    """Let Python and native code write into the pipe, a line at a time; Python's two streams."""
     os.dup2(pipe, 1)
     os.dup2(pipe, 2)
     os.close(pipe)
     sys.stdin = open(os.devnull)
-    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", closefd=False)
-    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", closefd=False)
+    options = dict(buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+    sys.stdout, sys.stderr = (open(number, "w", **options) for number in (1, 2))
+    return [sys.stdout, sys.stderr]
 
 
 def join(rank: int, size: int, device: str, directory: str):
@@ -141,14 +126,15 @@ def join(rank: int, size: int, device: str, directory: str):
     import torch
     import torch.distributed as dist
 
-    from ..ledger import recording
+    from ..ledger.group import BACKEND, register
+    from ..ledger.recording import Recorder
 
     torch.set_num_threads(1)
-    recorder = recording.Recorder(FlightRecorder(f"{directory}/flight-{rank}"))
+    recorder = Recorder(FlightRecorder(f"{directory}/flight-{rank}"))
     index = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    recording.register(recorder, index)
+    register(recorder, index)
     dist.init_process_group(
-        recording.BACKEND,
+        BACKEND,
         store=dist.FileStore(f"{directory}/store", size),
         rank=rank,
         world_size=size,
@@ -157,27 +143,41 @@ def join(rank: int, size: int, device: str, directory: str):
     return dist.group.WORLD
 
 
-def run(job: Job, group) -> Report:
+def run(job: Job, call: Frames, group) -> tuple[Report, Frames]:
     recorder = group.recorder
     try:
         for name in set(os.environ) - set(job.environment):
             del os.environ[name]
         os.environ.update(job.environment, RANK=str(group.rank()), WORLD_SIZE=str(group.size()))
-        os.chdir(job.directory)
+        try:
+            os.chdir(job.directory)
+        except PermissionError:  # (one may already be where one could not go)
+            if os.getcwd() != job.directory:
+                raise
         sys.path[:] = job.path
+        builtins.display = display
         if group.device.type == "cuda":  # not on standby: it would hold memory of the GPU
             import torch
 
             torch.cuda.set_device(group.device)
         seed_everything(job.seed + group.rank())
-        function, args, kwargs = pickle.loads(job.blob)
+        function, args, kwargs = from_frames(call)
         recorder.start(job.memory, job.count)
         result = function(*args, group, **kwargs)
         recorder.stop()
-        blob = to_bytes(result, f"the result of rank {group.rank()}")
-        return Report("returned", result=blob, ledger=recorder.export())
+        frames = to_frames(result, f"the result of rank {group.rank()}")
+        return Report("returned", ledger=recorder.export()), frames
     except BaseException as error:
-        return Report("raised", error=describe(error))
+        return Report("raised", error=describe(error)), []
+
+
+def display(*objects, **_) -> None:
+    """A notebook's display, in a process that has no page to draw on: the text of each object."""
+    for each in objects:
+        print(each if isinstance(each, str) else repr(each))
+    rich = ("_repr_html_", "_repr_png_", "_repr_svg_", "_ipython_display_", "savefig")
+    if any(hasattr(each, way) for each in objects for way in rich):
+        print("(as text: a rank has no page to draw on. Return it, and display it in the cell.)")
 
 
 def seed_everything(seed: int) -> None:
@@ -192,22 +192,52 @@ def seed_everything(seed: int) -> None:
         torch.cuda.manual_seed(seed)
 
 
-def describe(error: BaseException, seen: tuple = ()) -> Failure:
+CHAIN = 8  # causes of an exception, and members of a group of them, that are told
+LONG = 10_000  # characters of a message
+
+
+def describe(error: BaseException) -> Failure:
+    """Whatever it is and however long the chain of its causes: a Failure that can travel."""
+    chain, seen = [error], {id(error)}
+    while (because := cause_of(chain[-1])) is not None and id(because) not in seen:  # (a circle)
+        chain.append(because)
+        seen.add(id(because))
+    told = chain if len(chain) <= CHAIN else chain[: CHAIN // 2] + chain[-CHAIN // 2 :]
+    first, *others = [failure(each) for each in told]
+    first.because, first.more = others, len(chain) - len(told)
+    return first
+
+
+def cause_of(error: BaseException) -> BaseException | None:
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def failure(error: BaseException, depth: int = 3) -> Failure:
     frames = [
         (frame.f_code.co_filename, line, frame.f_code.co_name)
         for frame, line in traceback.walk_tb(error.__traceback__)
     ]
-    because = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    if because in seen:  # a circle
-        because = None
     try:
         text = str(error)
-    except Exception as another:
+    except BaseException as another:  # also one that ends the process, as sys.exit
         text = f"(its __str__ raised {type(another).__name__})"
+    members, notes = getattr(error, "exceptions", ()), getattr(error, "__notes__", ())
+    members = members if depth and isinstance(members, (tuple, list)) else ()
+    members = [each for each in members if isinstance(each, BaseException)]
+    notes = [note for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
+    number = getattr(error, "errno", None)
     return Failure(
         type=type(error).__name__,
-        message=text,
+        message=sendable(text),
         frames=frames,
-        because=describe(because, (*seen, error)) if because is not None else None,
         is_connection=isinstance(error, (ConnectionError, RuntimeError)) and "gloo" in text,
+        errno=number if isinstance(error, OSError) and isinstance(number, int) else None,
+        notes=[sendable(note) for note in notes[:CHAIN]],
+        members=[failure(each, depth - 1) for each in members[:CHAIN]],
     )
+
+
+def sendable(text: str) -> str:
+    """What any terminal can show: half of a surrogate pair is no character."""
+    text = text if len(text) <= LONG else f"{text[:LONG]} [... {len(text) - LONG:,} more]"
+    return text.encode("utf-8", "backslashreplace").decode()

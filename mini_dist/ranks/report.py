@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import reprlib
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,5 +69,10 @@ def print_outputs(outputs: list[str]) -> None:
         for rank, output in enumerate(outputs)
         for line in output.splitlines()
     ]
-    if lines:
+    if not lines or sys.stdout is None:
+        return
+    try:
         print("\n".join(lines))
+    except UnicodeEncodeError:  # a terminal of few characters: no reason to lose the results
+        encoding = sys.stdout.encoding
+        print("\n".join(lines).encode(encoding, "backslashreplace").decode(encoding))

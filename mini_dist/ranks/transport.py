@@ -1,34 +1,63 @@
-"""How Python objects travel between the parent and its ranks: cloudpickle, framed, on a socket."""
+"""How Python objects travel between the parent and its ranks: cloudpickle on a socket, in frames.
+
+A message is some frames: first a pickle, then the bytes of each large tensor or array in it, sent
+from where they are and received where they will stay, so that nothing is copied on the way (pickle
+protocol 5, PEP 574).
+"""
 
 from __future__ import annotations
 
+import importlib
 import io
+import math
 import pickle
 import socket
 import struct
+import sys
+from collections.abc import Iterator
+from types import ModuleType
 
-LENGTH = struct.Struct("<q")
+from .unsendable import blame
+
+COUNT = struct.Struct("<q")
+IN_A_FRAME_FROM = 1 << 16  # bytes; less is in the pickle
+
+Frames = list  # of bytes, bytearrays and memoryviews
 
 
 class PicklingError(TypeError):
     """An argument or a result cannot be sent to another process."""
 
 
-def to_bytes(obj, what: str) -> bytes:
+def to_frames(obj, what: str) -> Frames:
     """Pickle with cloudpickle, so that functions and classes of a notebook cell travel by value.
 
-    Raises PicklingError, which names `what` could not travel and the innermost reason.
+    Raises PicklingError, which names `what` could not travel, the innermost reason and, if it can
+    be found, the variable.
     """
-    buffer = io.BytesIO()
     try:
-        pickler()(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
+        return pickled(obj)
     except Exception as error:  # cloudpickle raises many types, some of them from __reduce__
         raise PicklingError(
-            f"{what} cannot be sent to another process: {error}. Numbers, strings, tensors, "
-            "Modules, functions and containers of them can; open files, locks, generators, "
-            "sockets and process groups cannot."
+            f"{what} cannot be sent to another process: {error}. {blame(obj, pickled)}"
         ) from None
-    return buffer.getvalue()
+
+
+def pickled(obj) -> Frames:
+    buffer, large = io.BytesIO(), []
+
+    def is_small(part: pickle.PickleBuffer) -> bool:
+        raw = part.raw()
+        if raw.nbytes >= IN_A_FRAME_FROM:
+            large.append(raw)
+        return raw.nbytes < IN_A_FRAME_FROM
+
+    pickler()(buffer, protocol=5, buffer_callback=is_small).dump(obj)
+    return [buffer.getvalue(), *large]
+
+
+def from_frames(frames: Frames):
+    return pickle.loads(frames[0], buffers=frames[1:])
 
 
 def pickler():
@@ -40,12 +69,52 @@ def pickler():
             module = type(obj).__module__
             if module == "torch._ops":
                 return reduce_torch_op(obj)
-            if module == "torch" and type(obj).__name__ == "Tensor" and obj.is_cuda:
+            if module == "torch" and type(obj).__name__ == "Tensor":
                 # The parent must not start CUDA only because a rank returned a tensor.
-                return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+                return reduce_tensor(obj.detach().cpu() if obj.is_cuda else obj)
+            if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
+                # cloudpickle looks for modules by their exact type; torch's config modules, which
+                # come along with a function that says `torch` and `config`, are of a subclass.
+                if sys.modules.get(obj.__name__) is obj:
+                    return importlib.import_module, (obj.__name__,)
             return super().reducer_override(obj)
 
     return Pickler
+
+
+def reduce_tensor(x):
+    """Its own elements, and not all of a storage that it is a view of, as torch pickles it."""
+    import torch
+
+    plain = x.layout is torch.strided and not x.is_nested and not x.is_quantized
+    plain = plain and x.device.type == "cpu" and not x.is_conj() and not x.is_neg()
+    if not plain or x.__dict__ or x._backward_hooks:
+        return x.__reduce_ex__(5)
+    order = sorted(range(x.dim()), key=x.stride, reverse=True)
+    in_memory = x.detach().permute(order)  # as its elements lie there
+    if in_memory.is_contiguous():
+        strides = x.stride()
+    else:  # gaps or repetitions
+        in_memory, strides = x.detach().contiguous(), None
+    try:
+        data = pickle.PickleBuffer(in_memory.reshape(-1).view(torch.uint8).numpy())
+    except (RuntimeError, TypeError):  # a dtype of less than a byte
+        return x.__reduce_ex__(5)
+    return rebuild_tensor, (data, x.dtype, tuple(x.shape), strides, x.requires_grad)
+
+
+def rebuild_tensor(data, dtype, shape, strides, requires_grad):
+    import torch
+
+    if math.prod(shape) == 0:
+        x = torch.empty(shape, dtype=dtype, device="cpu")  # (the caller may have another default)
+        x = x.as_strided(shape, strides or x.stride())
+    else:
+        flat = torch.frombuffer(data, dtype=dtype)
+        if flat.nbytes < IN_A_FRAME_FROM:
+            flat = flat.clone()  # into memory of torch's own, which can be resized
+        x = flat.view(shape) if strides is None else flat.as_strided(shape, strides)
+    return x.requires_grad_(requires_grad)
 
 
 def reduce_torch_op(obj):
@@ -71,40 +140,54 @@ def find_torch_op(*names: str):
     return found
 
 
-def send(connection: socket.socket, payload: bytes) -> None:
-    connection.sendall(LENGTH.pack(len(payload)) + payload)
+# --- on a socket ---------------------------------------------------------------------------------
 
 
-def receive(connection: socket.socket) -> bytes:
+def send(connection: socket.socket, frames: Frames) -> None:
+    views = [memoryview(frame) for frame in frames]
+    head = COUNT.pack(len(views)) + b"".join(COUNT.pack(view.nbytes) for view in views)
+    connection.sendall(head)
+    for view in views:
+        connection.sendall(view)
+
+
+def receive(connection: socket.socket) -> Frames:
     """One message; EOFError if the other side is gone."""
-    (length,) = LENGTH.unpack(receive_exactly(connection, LENGTH.size))
-    return receive_exactly(connection, length)
-
-
-def receive_exactly(connection: socket.socket, length: int) -> bytearray:
-    data = bytearray(length)
-    view, got = memoryview(data), 0
-    while got < length:
-        count = connection.recv_into(view[got:])
-        if count == 0:
+    inbox = Inbox()
+    while inbox.message is None:
+        if not inbox.read(connection):
             raise EOFError("the other process is gone")
-        got += count
-    return data
+    return inbox.message
+
+
+def assemble() -> Iterator[memoryview]:
+    """Yield the memory that the next bytes belong in, until a message is whole; return it."""
+    count = bytearray(COUNT.size)
+    yield memoryview(count)
+    lengths = bytearray(COUNT.size * COUNT.unpack(count)[0])
+    yield memoryview(lengths)
+    frames = []
+    for (length,) in COUNT.iter_unpack(lengths):
+        frames.append(bytearray(length))
+        yield memoryview(frames[-1])
+    return frames
 
 
 class Inbox:
-    """Messages from a socket that must not block the reader, as they become complete."""
+    """A message from a socket as it arrives, for a reader that may not have the time to wait."""
 
     def __init__(self):
-        self._data = bytearray()
+        self.message: Frames | None = None
+        self.parts = assemble()
+        self.room = next(self.parts)
 
-    def feed(self, data: bytes) -> list[bytes]:
-        self._data += data
-        messages = []
-        while len(self._data) >= LENGTH.size:
-            (length,) = LENGTH.unpack_from(self._data)
-            if len(self._data) < LENGTH.size + length:
-                break
-            messages.append(bytes(self._data[LENGTH.size : LENGTH.size + length]))
-            del self._data[: LENGTH.size + length]
-        return messages
+    def read(self, connection: socket.socket) -> bool:
+        """Take in what is there; False when nothing more can come."""
+        count = connection.recv_into(self.room)
+        self.room = self.room[count:]
+        try:
+            while not self.room:
+                self.room = next(self.parts)
+        except StopIteration as whole:
+            self.message = whole.value
+        return count > 0

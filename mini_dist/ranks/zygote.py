@@ -4,42 +4,45 @@ Of mini_dist it loads only what every rank runs before its job (the parent start
 these files change); the rest is imported by the ranks, so that they see the newest edits. It never
 runs a tensor operation and never touches CUDA: forking a process that has done either breaks the
 child (OpenMP hangs, CUDA refuses). It lives in a session of its own, so the interrupt of a terminal
-or a notebook reaches neither it nor its ranks. When the parent goes away, however violently, the
-socket to it closes; then the zygote kills every rank, removes the directory of the worlds and
-leaves.
+or a notebook reaches neither it nor its ranks, and in a network of its own, where nobody else on
+the host can reach their connections (network.py). When the parent goes away, however violently, the
+socket to it closes; then the zygote kills every rank and what they have started, removes the
+directory of the worlds and leaves.
 
 A request is one JSON object padded to REQUEST_BYTES: {"start": rank, "size": n, "device": "cpu" or
-"cuda", "world": w, "directory": d, "patient": start it when all is loaded} with two file
-descriptors (the rank's socket to the parent, its output), or {"kill": w, "directory": d}, or
-{"ping": true}. An answer is a line of JSON: {"started": pid, "world": w, "rank": r}, or {"ended":
-pid, "world": w, "rank": r, "status": s} where s is an exit code, or minus the signal that killed
-it, or {"pong": true}.
+"cuda", "world": w} with two file descriptors (the rank's socket to the parent, its output), or
+{"kill": w}, or {"ping": true}. Ranks start when all is loaded. The files of world w are in the
+folder w of the zygote's directory. An answer is a line of JSON: first {"open": null or why it is in
+the host's network}, then {"started": pid, "world": w, "rank": r}, or {"refused": errno, "world": w,
+"rank": r} if the system starts no more processes, or {"ended": pid, "world": w, "rank": r,
+"status": s} where s is an exit code, or minus the signal that killed it, or {"pong": true}: what
+had happened before the ping has been told before.
 """
 
 import contextlib
 import ctypes
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
+import traceback
 
-REQUEST_BYTES = 1024
-# First what every rank needs: a first launch waits only for that. Then what the first optimizer
-# would import, a second in each rank.
+REQUEST_BYTES = 256
 PRELOAD = (
-    ("torch", "torch.distributed", "numpy", "cloudpickle")
-    + ("mini_dist.ranks.rank", "mini_dist.ledger.recording"),
-    ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel")
-    + ("torch.distributed.pipelining", "torch.distributed.checkpoint", "torch.testing"),
+    *("torch", "torch.distributed", "numpy", "cloudpickle"),  # what every rank needs
+    *("mini_dist.ranks.rank", "mini_dist.ledger.group"),
+    # What a first optimizer or wrapper imports: a second once here, or in each of the ranks.
+    *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
+    *("torch.distributed.pipelining", "torch.distributed.checkpoint", "torch.testing"),
 )
 LIBC = ctypes.CDLL(None)
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # of linux/prctl.h
 
 
 class Zygote:
@@ -50,7 +53,7 @@ class Zygote:
         self.backlog: list[tuple[dict, list[int]]] = []  # ranks to start once all is loaded
         self.directory = directory
         self.ranks: dict[int, tuple[int, int]] = {}  # pid -> (world, rank)
-        self.doomed: dict[int, str] = {}  # world -> its directory, to go with its last rank
+        self.doomed: set[int] = set()  # worlds whose folder is to go with their last rank
         self.spawned: dict[int, subprocess.Popen] = {}  # held, or subprocess would reap them itself
         self.woken, wake = os.pipe()
         os.set_blocking(wake, False)
@@ -59,11 +62,9 @@ class Zygote:
 
     def serve(self) -> None:
         while True:
-            must_load = len(self.preload) == len(PRELOAD)
-            may_load = self.preload and not self.ranks
-            if must_load or (may_load and not self.readable(timeout=0)):
+            if self.preload and not self.readable(timeout=0):
                 self.load_next()
-            for file in self.readable(timeout=None if not self.preload or self.ranks else 0):
+            for file in self.readable(timeout=0 if self.preload else None):
                 if file is self.control:
                     data, fds, _, _ = socket.recv_fds(self.control, REQUEST_BYTES, 2)
                     if not data:
@@ -77,14 +78,14 @@ class Zygote:
         return select.select([self.control, self.woken], [], [], timeout)[0]
 
     def load_next(self) -> None:
-        for name in self.preload.pop(0):
-            importlib.import_module(name)
+        importlib.import_module(self.preload.pop(0))
+        if self.preload:
+            return
         gc.collect()
         gc.freeze()  # what is loaded stays shared with the ranks, untouched by their collectors
-        if not self.preload:
-            backlog, self.backlog = self.backlog, []
-            for request, fds in backlog:
-                self.handle(request, fds)
+        backlog, self.backlog = self.backlog, []
+        for request, fds in backlog:
+            self.handle(request, fds)
 
     def handle(self, request: dict, fds: list[int]) -> None:
         if "ping" in request:
@@ -92,19 +93,27 @@ class Zygote:
             self.answer(pong=True)
             return
         if "kill" in request:
-            self.kill_world(request["kill"], request["directory"])
+            self.kill_world(request["kill"])
             return
-        if request["patient"] and self.preload:
+        if self.preload:
             self.backlog.append((request, fds))
             return
         world, rank = request["world"], request["start"]
-        pid = self.start(rank, request["size"], request["device"], request["directory"], *fds)
-        for fd in fds:
-            os.close(fd)
-        self.ranks[pid] = (world, rank)
-        self.answer(started=pid, world=world, rank=rank)
+        try:
+            if hung_up(fds[0]):  # (the parent could not wait until all was loaded)
+                self.answer(ended=0, world=world, rank=rank, status=0)
+                return
+            folder = f"{self.directory}/{world}"
+            pid = self.start(rank, request["size"], request["device"], folder, *fds)
+            self.ranks[pid] = (world, rank)
+            self.answer(started=pid, world=world, rank=rank)
+        except OSError as error:
+            self.answer(refused=error.errno, world=world, rank=rank)
+        finally:
+            for fd in fds:
+                os.close(fd)
 
-    def kill_world(self, doomed: int, directory: str) -> None:
+    def kill_world(self, doomed: int) -> None:
         for pid, (world, _) in self.ranks.items():
             if world == doomed:
                 kill(pid)
@@ -114,13 +123,14 @@ class Zygote:
                     os.close(fd)
                 self.answer(ended=0, world=doomed, rank=request["start"], status=0)
         self.backlog = [entry for entry in self.backlog if entry[0]["world"] != doomed]
-        self.doomed[doomed] = directory
+        self.doomed.add(doomed)
         self.bury(doomed)
 
     def bury(self, world: int) -> None:
         """Remove what a killed world left; not before its last rank can write no more."""
         if world in self.doomed and all(of != world for of, _ in self.ranks.values()):
-            shutil.rmtree(self.doomed.pop(world), ignore_errors=True)
+            self.doomed.discard(world)
+            remove_world(f"{self.directory}/{world}")
 
     def fork(self, *arguments) -> int:
         pid = os.fork()
@@ -131,21 +141,29 @@ class Zygote:
                 os.close(self.woken)
                 self.control.close()
                 become_rank(*arguments)
+            except BaseException:
+                traceback.print_exc()  # into the zygote's log
             finally:
                 os._exit(70)
         return pid
 
     def spawn(self, *arguments) -> int:
-        command = [sys.executable, __file__, "rank", *map(str, arguments), *sys.path[:1]]
+        command = [sys.executable, __file__, "rank", *map(str, arguments)]
         process = subprocess.Popen(command, pass_fds=arguments[-2:])
         self.spawned[process.pid] = process
         return process.pid
 
     def reap(self) -> None:
-        while self.ranks:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
             if pid == 0:
                 return
+            self.kill_orphans()
+            if pid not in self.ranks:
+                continue
             world, rank = self.ranks.pop(pid)
             self.spawned.pop(pid, None)
             with contextlib.suppress(ProcessLookupError):
@@ -153,6 +171,13 @@ class Zygote:
             self.bury(world)
             status = os.waitstatus_to_exitcode(status)
             self.answer(ended=pid, world=world, rank=rank, status=status)
+
+    def kill_orphans(self) -> None:
+        """What a rank has left in a session of its own. A rank that lives keeps its orphans, and so
+        does the zygote: a child that is no rank was a dead rank's."""
+        for pid in children() - set(self.ranks):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def answer(self, **answer) -> None:
         self.control.sendall(json.dumps(answer).encode() + b"\n")
@@ -162,7 +187,28 @@ class Zygote:
             kill(pid)
         for pid in self.ranks:
             os.waitpid(pid, 0)
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self.ranks.clear()
+        while orphans := children():
+            self.kill_orphans()
+            for pid in orphans:
+                os.waitpid(pid, 0)
+        remove_directory(self.directory)
+
+
+def hung_up(fd: int) -> bool:
+    """Whether the other end of a socket has been closed."""
+    poll = select.poll()
+    poll.register(fd, 0)
+    return bool(poll.poll(0))
+
+
+def children() -> set[int]:
+    """Of this process, which has one thread; nothing where the system does not tell."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return set(map(int, file.read().split()))
+    except OSError:
+        return set()
 
 
 def become_rank(
@@ -170,8 +216,9 @@ def become_rank(
 ) -> None:
     os.setpgid(0, 0)  # so that what a rank starts can be ended with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":  # should the zygote itself be killed
-        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if sys.platform == "linux":
+        LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # should the zygote itself be killed
+        LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
     from mini_dist.ranks.rank import main
 
     main(rank, size, device, directory, control, output)
@@ -186,14 +233,37 @@ def kill(pid: int) -> None:
             pass
 
 
+def load_mini_dist() -> None:
+    """The package that this script is in: by its place, so that nothing else that lies beside it
+    is found before what is installed (a learner's random.py in a clone of the course)."""
+    if not getattr(sys.flags, "safe_path", False):
+        del sys.path[0]  # the directory of this script
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    spec = importlib.util.spec_from_file_location(
+        "mini_dist", f"{package}/__init__.py", submodule_search_locations=[package]
+    )
+    sys.modules["mini_dist"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["mini_dist"])
+
+
 if __name__ == "__main__":
     role, *arguments = sys.argv[1:]
     sys.argv[1:] = []
-    sys.path[0] = arguments.pop()  # where mini_dist is; script directories do not belong there
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the parent's thread may have blocked some
+    load_mini_dist()
+    from mini_dist.ranks.folder import remove_directory, remove_world
+    from mini_dist.ranks.network import leave_the_hosts_network
+    from mini_dist.ranks.sources import trust_no_older_bytecode
+
+    trust_no_older_bytecode()
     if role == "rank":
         rank, size, device, directory, control, output = arguments
         become_rank(int(rank), int(size), device, directory, int(control), int(output))
-    zygote = Zygote(socket.socket(fileno=int(arguments[0])), role, arguments[1])
+    control, directory, network = arguments
+    if sys.platform == "linux":
+        LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    zygote = Zygote(socket.socket(fileno=int(control)), role, directory)
+    zygote.answer(open=leave_the_hosts_network() if network == "own" else None)
     try:
         zygote.serve()
     except (BrokenPipeError, ConnectionResetError):

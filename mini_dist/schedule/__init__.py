@@ -30,13 +30,22 @@ from mini_dist.schedule.asynchronous import (
 )
 from mini_dist.schedule.communication import add_communication, forward_only, fuse_communication
 from mini_dist.schedule.files import from_csv, to_csv
-from mini_dist.schedule.orders import gpipe, interleaved, naive, one_f_one_b
+from mini_dist.schedule.orders import gpipe, interleaved, naive, one_f_one_b, round_size
 from mini_dist.schedule.simulate import Span, Timeline, Times, in_flight, peak_in_flight, simulate
 from mini_dist.schedule.validate import validate
-from mini_dist.schedule.zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
+from mini_dist.schedule.zero_bubble import (
+    dualpipe_v,
+    enough_for_dualpipe,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
 
 __all__ = [
     "SCHEDULES",
+    "SPLIT",
+    "SYNCHRONOUS",
+    "V_SHAPED",
     "Action",
     "Fused",
     "Schedule",
@@ -46,6 +55,7 @@ __all__ = [
     "Times",
     "add_communication",
     "build",
+    "check_micro_batches",
     "dualpipe_v",
     "forward_only",
     "from_csv",
@@ -69,7 +79,7 @@ __all__ = [
     "zb_v",
 ]
 
-SCHEDULES: dict[str, Callable[..., Schedule]] = {
+SYNCHRONOUS: dict[str, Callable[..., Schedule]] = {
     "naive": naive,
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
@@ -78,9 +88,18 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "zb_h2": zb_h2,
     "zb_v": zb_v,
     "dualpipe_v": dualpipe_v,
-    "pipedream": pipedream,
-    "pipedream_2bw": pipedream_2bw,
 }
+SCHEDULES = SYNCHRONOUS | {"pipedream": pipedream, "pipedream_2bw": pipedream_2bw}
+SPLIT = ("zb_h1", "zb_h2", "zb_v", "dualpipe_v")  # backward in B and W: zero-bubble
+V_SHAPED = ("zb_v", "dualpipe_v")  # rank r of p holds the stages r and 2 p - 1 - r
+
+
+def check_micro_batches(name: str, num_ranks: int, num_micro_batches: int) -> None:
+    """Raises ScheduleError where the schedule cannot run so many, without building its lists."""
+    if name == "interleaved":
+        round_size(num_ranks, num_micro_batches)
+    if name == "dualpipe_v":
+        enough_for_dualpipe(num_ranks, num_micro_batches)
 
 
 def build(name: str, num_ranks: int, num_micro_batches: int, **options: int) -> Schedule:

@@ -43,9 +43,13 @@ def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Schedule:
     check_sizes(num_ranks, num_micro_batches)
     ranks = []
     for rank in range(num_ranks):
-        forwards = [Action(rank, "F", micro) for micro in range(num_micro_batches)]
-        backwards = [Action(rank, "B", micro) for micro in range(num_micro_batches)]
-        ranks.append(in_turn(forwards, backwards, warmup=num_ranks - 1 - rank))
+        warmup = min(num_ranks - 1 - rank, num_micro_batches)
+        actions = [Action(rank, "F", micro) for micro in range(warmup)]
+        for micro in range(num_micro_batches):
+            if warmup + micro < num_micro_batches:
+                actions.append(Action(rank, "F", warmup + micro))
+            actions.append(Action(rank, "B", micro))
+        ranks.append(actions)
     return Schedule("1F1B", ranks)
 
 
@@ -55,7 +59,8 @@ def in_turn(
     warmup: int,
     weight_delay: int | None = None,
 ) -> list[Action]:
-    """Warm up with `warmup` forwards, then one forward and one backward in turn, then cool down.
+    """1F1B of any two lists: warm up with `warmup` forwards, then one forward and one backward in
+    turn, then cool down.
 
     With a `weight_delay` each backward is split, and the W of a B comes that many Bs later.
     """

@@ -122,12 +122,8 @@ def dualpipe_v(num_ranks: int, num_micro_batches: int) -> Schedule:
     Needs m >= 2p: a micro-batch for each stage.
     """
     check_sizes(num_ranks, num_micro_batches)
+    enough_for_dualpipe(num_ranks, num_micro_batches)
     p, m = num_ranks, num_micro_batches
-    if m < 2 * p:
-        raise ScheduleError(
-            f"DualPipeV on {p} ranks has {2 * p} stages and needs as many micro-batches: "
-            f"{m} is too few, {2 * p} or more would work"
-        )
     ranks = []
     for rank in range(p):
         down, up = rank, 2 * p - 1 - rank
@@ -159,3 +155,11 @@ def dualpipe_v(num_ranks: int, num_micro_batches: int) -> Schedule:
             todo.weight()
         ranks.append(todo.actions)
     return Schedule("DualPipeV", ranks, mixed=True)
+
+
+def enough_for_dualpipe(num_ranks: int, num_micro_batches: int) -> None:
+    if num_micro_batches < 2 * num_ranks:
+        raise ScheduleError(
+            f"DualPipeV on {num_ranks} ranks has {2 * num_ranks} stages and needs as many "
+            f"micro-batches: {num_micro_batches} is too few, {2 * num_ranks} or more would work"
+        )

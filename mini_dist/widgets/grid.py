@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ..calculators import Layout, hardware, readable, step_volume
 from ..calculators import model as model_preset
-from ..draw import Picture, numbered, ticks
+from ..draw.labels import numbered, ticks
+from ..draw.picture import Picture
 from ..lab import ParameterError, choice, whole
 from ..mesh import Grid
 from . import page
@@ -50,7 +51,7 @@ def render(
     if rank >= grid.size:
         raise ParameterError(f"rank={rank} is not there: give 0 to {grid.size - 1}.")
     picture = draw(grid, axis, rank, ranks_per_node)
-    place = ", ".join(f"{name} {index}" for name, index in grid.place(rank).items())
+    place = ", ".join(f"{name} {index}" for name, index in grid.coordinates(rank).items())
     rows = talk(grid, layout, rank, ranks_per_node, model, gpu)
     head = ("axis", "talks with", "where", "about", f"sends in a step of {model}", "at best in")
     note = "8 micro-batches of one sequence a step, ZeRO-1, bf16; times as if nothing else used the"
@@ -62,7 +63,7 @@ def render(
 def talk(grid: Grid, layout: Layout, rank: int, ranks_per_node: int, model: str, gpu: str):
     """A row for each axis longer than 1: with whom, over which links, how much, how long."""
     config, machine = model_preset(model), hardware(gpu)
-    volume = step_volume(config, layout, pp_rank=grid.place(rank)["pp"])
+    volume = step_volume(config, layout, pp_rank=grid.coordinates(rank)["pp"])
     sent = {line.name: line.value for line in volume}
     sent["edp"] = sent.get("dp of experts", 0.0)
     rows = []

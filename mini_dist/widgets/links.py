@@ -6,9 +6,11 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ..calculators.links import Cost, Hierarchy, Link, all_reduce
+from ..calculators.costs import Cost, all_reduce
+from ..calculators.links import Hierarchy, Link
 from ..calculators.machines import hardware
-from ..draw import INK, Picture, numbered, round_places, ticks
+from ..draw.labels import numbered, round_places, ticks
+from ..draw.picture import INK, Picture
 from ..lab import ParameterError, choice, whole
 from . import page
 from .explorer import Explorer

@@ -17,7 +17,8 @@ from ..calculators import (
     readable,
 )
 from ..calculators import model as model_preset
-from ..draw import Picture, numbered, ticks
+from ..draw.labels import numbered, ticks
+from ..draw.picture import Picture
 from ..lab import choice, flag, whole
 from . import page
 from .explorer import Explorer
@@ -73,7 +74,8 @@ def render(
         verdict = f"fits: {needed / GIB:.1f} of {has / GIB:.1f} GiB"
     else:
         largest = max(fullest, key=lambda line: line.value)
-        verdict = f"does not fit: {(needed - has) / GIB:,.1f} GiB too much, most is {largest.name}"
+        excess = f"{(needed - has) / GIB:,.1f} GiB too much"
+        verdict = f"does not fit: {excess}; the largest part: {largest.name}"
     picture = draw(f"{model} on {gpu}: {verdict}", config, layout, program, fullest, has)
     outside = framework(program).outside
     said = page.breakdown(

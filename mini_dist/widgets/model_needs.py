@@ -14,7 +14,8 @@ from ..calculators import (
     training_time,
 )
 from ..calculators import model as model_preset
-from ..draw import Picture, ticks
+from ..draw.labels import ticks
+from ..draw.picture import Picture
 from ..lab import choice, real
 from . import page
 from .explorer import Explorer, doublings

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-from ..calculators.step_time import bubble_seconds
+from ..calculators.bubble import bubble_seconds
 from ..config import Layout
-from ..draw import (
-    ACTION_COLORS,
-    ACTION_NAMES,
-    RANK_COLORS,
-    Picture,
-    holdings,
-    lanes,
-    numbered,
-    round_places,
-    ticks,
-    write,
-)
+from ..draw.labels import numbered, round_places, ticks, write
+from ..draw.picture import RANK_COLORS, Picture
+from ..draw.schedules import ACTION_COLORS, ACTION_NAMES, holdings, lanes
 from ..lab import choice, flag, real, whole
-from ..launch import launch
-from ..schedule import SCHEDULES, Schedule, Timeline, Times, build, simulate, versions_held
+from ..ranks.launch import launch
+from ..schedule import (
+    SCHEDULES,
+    V_SHAPED,
+    Schedule,
+    Timeline,
+    Times,
+    build,
+    simulate,
+    versions_held,
+)
 from . import page
 from .explorer import Explorer
 
 NAMES = [name for name in SCHEDULES if name != "pipedream_2bw"]  # (it needs a number more)
-SYNCHRONOUS = [name for name in NAMES if name != "pipedream"]
-TWO_CHUNKS = ("zb_v", "dualpipe_v")
 MOST_RANKS = 8  # the ranks of a run are processes of this machine
 
 
@@ -46,7 +44,7 @@ def predicted(name: str, num_ranks: int, num_micro_batches: int, chunks: int, ti
     """
     if num_ranks == 1:
         return 0.0, "one rank waits for nobody"
-    chunks = 2 if name in TWO_CHUNKS else chunks if name == "interleaved" else 1
+    chunks = 2 if name in V_SHAPED else chunks if name == "interleaved" else 1
     layout = Layout(
         pp=num_ranks,
         num_micro_batches=num_micro_batches,

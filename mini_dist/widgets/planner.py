@@ -17,8 +17,9 @@ from ..calculators import (
     readable,
 )
 from ..calculators import model as model_preset
-from ..calculators.planner import short
-from ..draw import Picture, ticks, write
+from ..calculators.layouts import Search, short
+from ..draw.labels import ticks, write
+from ..draw.picture import Picture
 from ..lab import choice, whole
 from . import page
 from .explorer import Explorer
@@ -56,16 +57,13 @@ def search(model: str, gpu: str, num_gpus: int, tokens: int) -> Plan:
     """The planner's answer by closed form; what it simulates besides would take too long here."""
     config = model_preset(model)
     sequences = max(1, tokens // config.seq_len)
-    return plan(
-        config,
-        gpu,
-        num_gpus,
-        sequences * config.seq_len,
+    on_the_map = Search(
         micro_batch_sizes=(1, 2, 4),
         max_tp=min(max(TP), hardware(gpu).devices_per_node),
         max_pp=max(PP),
         num_simulated=0,
     )
+    return plan(config, gpu, num_gpus, sequences * config.seq_len, search=on_the_map)
 
 
 def best_of_cells(found: Plan) -> dict[tuple[int, int], Candidate]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ..calculators import StepTime, hardware, readable, step_time
-from ..calculators.planner import short
+from ..calculators.layouts import short
 from ..calculators.published import Run, korthikanti_2022, later, megatron_2021
-from ..draw import INK, Picture, numbered, ticks
+from ..draw.labels import numbered, ticks
+from ..draw.picture import INK, Picture
 from ..lab import choice, real
 from . import page
 from .explorer import Explorer

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from ..calculators import readable
-from ..draw import INK, Picture, numbered, round_places, ticks, write
+from ..draw.labels import numbered, round_places, ticks, write
+from ..draw.picture import INK, Picture
 from ..expert_parallel import capacity_of, choose_copies
 from ..lab import ParameterError, choice, real
-from ..model import route
+from ..routing import route
 from . import page
 from .explorer import Explorer
 

@@ -17,7 +17,8 @@ from ..calculators import (
 )
 from ..calculators import model as model_preset
 from ..calculators.kernels import COMMUNICATION
-from ..draw import INK, Picture, ticks
+from ..draw.labels import ticks
+from ..draw.picture import INK, Picture
 from ..lab import ParameterError, choice, whole
 from . import page
 from .explorer import Explorer

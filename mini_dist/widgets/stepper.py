@@ -10,8 +10,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from .. import collectives
-from .. import draw as library
-from ..draw import INK, Picture
+from ..draw.messages import box, contents
+from ..draw.picture import INK, Picture
 from ..lab import choice, whole
 from ..ledger.steps import steps
 from ..watch import read, watch
@@ -52,7 +52,7 @@ def film(collective: str, num_ranks: int) -> Film:
     """Run it and put the record in order."""
     fn, parts = getattr(collectives, collective), COLLECTIVES[collective]
     seen = watch(fn, num_ranks, parts=parts)
-    carried = library.contents(seen)
+    carried = contents(seen)
     messages = [
         [Sent(m.source, m.target, carried[id(m.send)]) for m in step]
         for step in steps(seen.run.ledger)
@@ -133,16 +133,16 @@ def draw(collective: str, shown: Film, step: int) -> Picture:
     for rank in range(size):
         axes.text(-0.3, middle(rank), f"rank {rank}", ha="right", va="center", fontsize=8)
         for index, number in enumerate(before[rank]):
-            library.box(axes, index, middle(rank), number, size)
+            box(axes, index, middle(rank), number, size)
         for index, number in enumerate(after[rank]):
-            library.box(axes, arrives + index, middle(rank), number, size)
+            box(axes, arrives + index, middle(rank), number, size)
             if number not in before[rank]:
                 left, low = arrives + index, middle(rank) - 0.47
                 axes.plot([left, left + 0.8], [low, low], color="#de2d26", linewidth=2)
         for line, message in enumerate(by_sender[rank]):
             y = -(tops[rank] + line + 0.5)
             for index, number in enumerate(message.numbers):
-                library.box(axes, sends + index, y, number, size)
+                box(axes, sends + index, y, number, size)
             start = (sends + len(message.numbers), y)
             style = dict(arrowstyle="-|>", color="#888888", lw=0.9)
             axes.annotate("", (arrives - 0.1, middle(message.target)), start, arrowprops=style)

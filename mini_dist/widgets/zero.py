@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ..calculators import hardware, model_states
-from ..draw import INK, Picture, numbered, round_places, ticks
+from ..draw.labels import numbered, round_places, ticks
+from ..draw.picture import INK, Picture
 from ..lab import choice, real, whole
 from . import page
 from .explorer import Explorer

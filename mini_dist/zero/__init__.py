@@ -2,9 +2,9 @@
 
     unit.py      parameters that are flattened, cut, gathered, reduced and freed together
     stages.py    ZeRO1 cuts optimizer states, ZeRO2 gradients, too, ZeRO3 parameters, too
+    freed.py     parameters without memory: what may be asked of them
     offload.py   what the optimizer holds, on the host or in files
     ideas.py     each stage's idea as one function, for lesson 07
-    state.py     the whole from all ranks' shards, and back on any number of ranks
 
 Each stage is the one before with a small change (Rajbhandari et al. 2020, section 5). All are used
 alike:
@@ -25,9 +25,9 @@ units of (n-1)/n Ψ:
                      the one to the other, is gathered once: 2k for its part
 """
 
+from .freed import FreedError
 from .offload import Files
 from .stages import ZeRO1, ZeRO2, ZeRO3
-from .state import join
 from .unit import Unit
 
-__all__ = ["Files", "Unit", "ZeRO1", "ZeRO2", "ZeRO3", "join"]
+__all__ = ["Files", "FreedError", "Unit", "ZeRO1", "ZeRO2", "ZeRO3"]

@@ -1,4 +1,11 @@
-"""The idea of each stage as one function, without the care that stages.py takes of real models."""
+"""ZeRO in three functions (Rajbhandari et al. 2020, section 5): what is cut among the ranks?
+
+    sharded_step        ZeRO-1: the optimizer's states
+    backward_in_units   ZeRO-2: the gradients, too
+    forward_on_demand   ZeRO-3: the parameters, too
+
+stages.py takes the care that real models need.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +20,11 @@ from ..ledger.recording import recorded
 
 @recorded
 def sharded_step(flat: Tensor, gradient: Tensor, update: Callable, group) -> Tensor:
-    """ZeRO-1: everyone steps a part of the parameters, and all share the results.
+    """ZeRO-1: each rank runs the optimizer on one n-th, so only that part's states are here.
 
     flat [L]: the parameters, alike on all ranks. gradient [L]: this rank's. update: (shard [L/n],
-    mean gradient [L/n]) -> new shard. Returns the new parameters [L]; n divides L.
+    mean gradient [L/n]) -> new shard, each element by itself. Returns the new parameters [L]; n
+    divides L. Sends 2 (n-1)/n L elements a rank, as an all-reduce does.
     """
     shard = flat.chunk(group.size())[group.rank()]
     mean = reduce_scatter(gradient, group, op="mean")
@@ -25,10 +33,10 @@ def sharded_step(flat: Tensor, gradient: Tensor, update: Callable, group) -> Ten
 
 @recorded
 def backward_in_units(loss: Tensor, units: list[list[Tensor]], group) -> list[Tensor]:
-    """ZeRO-2: run backward; scatter and free the gradients of each unit as soon as all are there.
+    """ZeRO-2: run backward; reduce-scatter and free each unit's gradients when all are there.
 
-    units: of each the parameters, in the order in which forward uses them. Returns of each unit
-    this rank's part [L/n] of the mean gradient, flattened; n divides every L.
+    units: of each the parameters, alike on all ranks; each gets a gradient and has none yet.
+    Returns of each unit this rank's part [L/n] of the mean gradient, flattened; n divides every L.
     """
     parts: list[Tensor] = [torch.empty(0)] * len(units)
     hooks = []
@@ -56,7 +64,9 @@ def backward_in_units(loss: Tensor, units: list[list[Tensor]], group) -> list[Te
 def forward_on_demand(x: Tensor, layers: list[Callable], shards: list[Tensor], group) -> Tensor:
     """ZeRO-3: gather a layer's weight when it is needed, and let go of it after.
 
-    layers: each a function (x, weight [L]) -> x. shards: of each this rank's part [L/n].
+    layers: each a function (x, weight [L]) -> x. shards: of each this rank's part [L/n]. This is
+    forward only: to train, backward gathers each weight again and reduce-scatters its gradient,
+    3 (n-1)/n L elements a rank in all (unit.py).
     """
     for layer, shard in zip(layers, shards):
         weight = all_gather(shard, group)

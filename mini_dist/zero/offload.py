@@ -115,7 +115,8 @@ class Files(Host):
         return self.folder / f"{self.numbers[shard]}.{name}"
 
 
-def place_of(offload: str | Path | None, group) -> Device:
+def tier_of(offload: str | Path | None, group) -> Device:
+    """The tier of memory that `offload` names: None, "cpu", or a folder."""
     if offload is None:
         return Device(group)
     return Host(group) if offload == "cpu" else Files(offload, group)

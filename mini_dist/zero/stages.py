@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..collectives import broadcast
 from ..grad_norm import clip_, grad_norm
-from ..replicas import Replica
-from . import state
-from .offload import place_of
+from ..trainable import Trainable
+from .offload import tier_of
 from .unit import Unit
 
 # Their update of an element depends on that element's gradient and state only, so an optimizer of
@@ -24,14 +25,16 @@ ELEMENTWISE = (
 )
 
 
-class ZeRO1(Replica):
+class ZeRO1(Trainable):
     """Optimizer states are sharded: scatter the gradients, step the own part, gather parameters.
 
+    module: what to train; or, but for ZeRO-3, its parameters alone: then the forward stays yours.
     make_optimizer: (shards) -> a torch optimizer over them, one that treats every element alone. A
     shard is cut from a whole unit, so one setting holds for all of a unit: weight decay for
     matrices but not for biases, say, is not possible here.
     units: modules inside `module` that share no parameter, in the order in which forward uses them,
-    as the blocks of a GPT; what is in none of them is one unit more, the root.
+    as the blocks of a GPT; what is in none of them is one unit more, the root. Lists of parameters
+    are units, too.
     master_dtype: of the shards, e.g. float32 for a bfloat16 model; gradients travel in the model's.
     offload: "cpu" keeps shards and optimizer states on the host, a directory in files there.
     ignored: parameters that another wrapper takes care of. Frozen ones stay whole on every rank.
@@ -39,21 +42,22 @@ class ZeRO1(Replica):
     momentum still move it.
 
     Raises ValueError for an optimizer that cannot be sharded or was given anything but the shards,
-    and for nothing to train.
+    for nothing to train, and for a tensor in a list that is no Parameter.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        module: nn.Module | Iterable[nn.Parameter],
         group,
         make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer],
-        units: Iterable[nn.Module] = (),
+        units: Iterable[nn.Module | Iterable[nn.Parameter]] = (),
         master_dtype: torch.dtype | None = None,
         offload: str | Path | None = None,
         ignored: Iterable[Tensor] = (),
     ):
+        module, *units = map(as_module, (module, *units))
         super().__init__(module)
-        self.group, self.place = group, place_of(offload, group)
+        self.group, self.tier = group, tier_of(offload, group)
         ignored = set(ignored)
         self.own = {n: p for n, p in module.named_parameters() if p not in ignored}
         names = {p: name for name, p in self.own.items() if p.requires_grad}
@@ -66,10 +70,10 @@ class ZeRO1(Replica):
         for part in (*units, module):
             named = {names.pop(p): p for p in part.parameters() if p in names}
             if named:
-                self.units.append(Unit(part, named, group, master_dtype, self.place))
+                self.units.append(Unit(part, named, group, master_dtype, self.tier))
         self.units.sort(key=lambda unit: unit.module is not module)  # the root is used first
         self.leaving: Unit | None = None  # whose gradients are under way
-        self.optimizer = make_optimizer(self.trained())
+        self.optimizer = make_optimizer(self.tensors_to_step())
         if not isinstance(self.optimizer, ELEMENTWISE):
             known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
             raise ValueError(
@@ -77,13 +81,13 @@ class ZeRO1(Replica):
                 f"depend on others, which are on other ranks. These can: {known}"
             )
         stepped = [p for each in self.optimizer.param_groups for p in each["params"]]
-        if set(stepped) != set(self.trained()):
+        if set(stepped) != set(self.tensors_to_step()):
             raise ValueError(
                 f"make_optimizer was called with {len(self.units)} shards, one a unit, and its "
                 f"optimizer steps {len(stepped)} tensors that are not these: give it the shards. "
                 "Groups of parameters with settings of their own cannot be kept apart inside a unit"
             )
-        self.place.take_over(self.optimizer)
+        self.tier.take_over(self.optimizer)
 
     def step(self, max_norm: float | None = None) -> Tensor | None:
         """One optimizer step from the gradients of all backwards since `zero_grad`.
@@ -94,9 +98,9 @@ class ZeRO1(Replica):
         norm = None
         if max_norm is not None:
             norm = self.grad_norm()
-            clip_(self.trained(), norm, max_norm)
+            clip_(self.tensors_to_step(), norm, max_norm)
         self.optimizer.step()
-        self.share()
+        self.refresh_parameters()
         return norm
 
     def finish(self) -> None:
@@ -104,24 +108,27 @@ class ZeRO1(Replica):
             self.scatter(unit)
         self.finish_scatter()
 
-    def share(self) -> None:
+    def refresh_parameters(self) -> None:
         for unit in self.units:
             unit.is_whole = False
             unit.begin_gather()
         for unit in self.units:
             unit.gather()
 
-    def trained(self) -> list[Tensor]:
+    def tensors_to_step(self) -> list[Tensor]:
         return [unit.shard for unit in self.units]
 
+    def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for unit in self.units:
+            for parameter, _, in_shard in unit.parameters_in_shard():
+                yield parameter, unit.shard.grad[in_shard]
+
     def grad_norm(self) -> Tensor:
-        return grad_norm(sharded={self.group: self.trained()})
+        return grad_norm(sharded={self.group: self.tensors_to_step()})
 
     def zero_grad(self) -> None:
-        for tensor in (*self.own.values(), *self.trained()):
+        for tensor in (*self.own.values(), *self.tensors_to_step()):
             tensor.grad = None
-
-    state_shard, load_state = state.state_shard, state.load_state
 
     # One unit's gradients are under way at a time: more would only hold more memory.
 
@@ -173,10 +180,16 @@ class ZeRO3(ZeRO2):
     While a unit computes, the next `prefetch` ones are on their way. The root has no single place
     in the model: it is there from the start of forward to the end of its backward. All ranks must
     run the same units in the same order: who leaves one out keeps the others waiting in its gather.
+    A parameter that is freed has its shape, and raises FreedError when it is read or written.
     """
 
     def __init__(self, *args, prefetch: int = 1, **kwargs):
         super().__init__(*args, **kwargs)
+        if any(isinstance(unit.module, nn.ParameterList) for unit in self.units):
+            raise ValueError(
+                "ZeRO3 gathers parameters when a module's forward begins, and a list of them has "
+                "none: give it modules, or take ZeRO2"
+            )
         self.prefetch = prefetch
         self.kept: set[Unit] = set()  # from the start of their backward to its end
         for unit in self.units:
@@ -185,14 +198,16 @@ class ZeRO3(ZeRO2):
             unit.module.register_forward_pre_hook(partial(self.before_forward, unit))
             if unit.module is not self.module:
                 unit.module.register_forward_hook(partial(self.after_forward, unit))
-                unit.module.register_full_backward_pre_hook(partial(self.before_backward, unit))
 
     def before_forward(self, unit: Unit, *_) -> None:
         unit.gather()
         if unit not in self.kept:
             self.begin_gathers(self.units, after=unit)
 
-    def after_forward(self, unit: Unit, *_) -> None:
+    def after_forward(self, unit: Unit, module: nn.Module, inputs, output) -> None:
+        for tensor in tree_leaves(output):  # the first whose gradient comes begins its backward
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(partial(self.before_backward, unit))
         if unit not in self.kept:
             unit.free()
 
@@ -211,7 +226,39 @@ class ZeRO3(ZeRO2):
         self.kept.discard(unit)
         unit.free()
 
-    def share(self) -> None:
-        """Nothing to send: whoever needs them will gather them. What is still here is old."""
+    def refresh_parameters(self) -> None:
+        """Nothing to send: who needs parameters will gather them. Those that are still gathered
+        have the values of before the step, so they are freed."""
         for unit in self.units:
             unit.free()
+
+    @contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """Inside, all parameters are whole, to be read, or changed alike on all ranks: each keeps
+        its part of what was changed. All ranks come in and leave together.
+
+            with model.gathered() as module:
+                torch.save(module.state_dict(), file)
+        """
+        units = [unit for unit in self.units if unit.lent is None]  # (else inside already)
+        for unit in units:
+            unit.lend()
+        try:
+            yield self.module
+        finally:
+            for unit in units:
+                unit.take_back()
+
+
+def as_module(given: nn.Module | Iterable[nn.Parameter]) -> nn.Module:
+    """A module of these parameters, called by their numbers."""
+    if isinstance(given, nn.Module):
+        return given
+    parameters = list(given)
+    for number, parameter in enumerate(parameters):
+        if not isinstance(parameter, nn.Parameter):
+            raise ValueError(
+                f"number {number} of the list is a {type(parameter).__name__}: give Parameters, or "
+                "the module itself"
+            )
+    return nn.ParameterList(parameters)

@@ -5,11 +5,14 @@ Legend: n ranks, L elements of a unit, padded to a multiple of n.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor, nn
 
-from ..collectives import begin_all_gather_, begin_reduce_scatter
+from ..collectives import all_gather, begin_all_gather_, begin_reduce_scatter
 from ..replicas import gradient
+from .freed import Freed
 from .offload import Device
 
 
@@ -28,11 +31,11 @@ class Unit:
         named: dict[str, Tensor],
         group,
         master_dtype: torch.dtype | None,
-        place: Device,
+        tier: Device,
     ):
         self.module = module  # whose forward and backward need the parameters
         self.names, self.parameters = list(named), list(named.values())
-        self.group, self.place = group, place
+        self.group, self.tier = group, tier
         dtypes = {str(parameter.dtype) for parameter in self.parameters}
         if len(dtypes) > 1:
             raise ValueError(
@@ -40,16 +43,18 @@ class Unit:
                 "unit is one flat tensor: convert them to one dtype"
             )
         self.sizes = [parameter.numel() for parameter in self.parameters]
+        self.classes = [type(parameter) for parameter in self.parameters]
         self.padding = -sum(self.sizes) % group.size()
         with torch.no_grad():
             self.flat = self.flatten(self.parameters)
-            for parameter, part in zip(self.parameters, self.split(self.flat)):
-                parameter.data = part
+            self.parts = self.split(self.flat)  # of `flat`, once for all: none can be cut off later
+            self.point_at(self.parts)
             self.mine = self.flat.chunk(group.size())[group.rank()]
-            self.shard = place.keep(self.mine, master_dtype or self.flat.dtype)
+            self.shard = tier.keep(self.mine, master_dtype or self.flat.dtype)
         self.shard_is_mine = self.shard.data_ptr() == self.mine.data_ptr()
         self.is_whole = True  # the parameters are all ranks' latest
         self.arriving = self.leaving = None  # a gather, a scatter under way
+        self.lent: Tensor | None = None  # what the parameters are views of instead of `flat`
 
     def flatten(self, tensors: list[Tensor]) -> Tensor:
         parts = [tensor.flatten() for tensor in tensors]
@@ -58,6 +63,16 @@ class Unit:
     def split(self, flat: Tensor) -> list[Tensor]:
         parts = flat.split([*self.sizes, self.padding])
         return [part.view(p.shape) for part, p in zip(parts, self.parameters)]
+
+    def parameters_in_shard(self) -> Iterator[tuple[Tensor, slice, slice]]:
+        """Each parameter with the range of its elements that lies in this rank's shard, and the
+        range of the shard that they are; empty ranges for a parameter that is on other ranks."""
+        length = self.shard.numel()
+        begin = self.group.rank() * length  # of the shard, counted from the parameter's begin
+        for parameter, size in zip(self.parameters, self.sizes):
+            start, stop = (min(max(edge, 0), size) for edge in (begin, begin + length))
+            yield parameter, slice(start, stop), slice(start - begin, stop - begin)
+            begin -= size
 
     # -- parameters ---------------------------------------------------------------------------
 
@@ -69,7 +84,7 @@ class Unit:
         storage = self.flat.untyped_storage()
         storage.resize_(self.flat.numel() * self.flat.element_size())  # if it was freed
         if not self.shard_is_mine:
-            self.place.fill_(self.mine, self.shard)
+            self.tier.fill_(self.mine, self.shard)
         self.arriving = begin_all_gather_(self.flat, self.group)
 
     def gather(self) -> None:
@@ -78,14 +93,55 @@ class Unit:
         if self.arriving:
             self.arriving.wait()
             self.arriving, self.is_whole = None, True
+            self.become(self.classes)
 
     def free(self) -> None:
         """Give the parameters' memory back. What autograd saved are views of it: they stay valid,
-        and hold the values again after the next `gather`."""
-        if self.arriving:  # nobody came for them
+        and hold the values again after the next `gather`. Who reads a parameter before that gets an
+        error; a view of one that somebody else keeps is a view of nothing."""
+        if self.arriving:  # a gather was begun, and no forward or backward has waited for it
             self.gather()
         self.is_whole = False
         self.flat.untyped_storage().resize_(0)
+        if self.lent is None:
+            self.become([Freed] * len(self.parameters))
+
+    def become(self, classes: list[type]) -> None:
+        for parameter, cls in zip(self.parameters, classes):
+            parameter.__class__ = cls
+
+    @torch.no_grad()
+    def lend(self) -> None:
+        """Make the parameters whole in a tensor of their own, which nobody frees. Forward and
+        backward fill and free `flat` as ever: autograd may have saved views of it."""
+        if self.arriving:
+            self.free()
+        mine = self.flat.new_empty(self.shard.numel())
+        self.tier.fill_(mine, self.shard)
+        self.lent = all_gather(mine, self.group)
+        self.before = mine
+        self.become(self.classes)
+        self.point_at(self.split(self.lent))
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """The end of `lend`: give the shard what was changed meanwhile of its part."""
+        after = self.lent.chunk(self.group.size())[self.group.rank()]
+        changed = (after != self.before).to(self.shard.device)
+        if changed.any():
+            with self.tier.fetched(self.shard, {}):
+                self.shard[changed] = after.to(self.shard)[changed]
+        self.point_at(self.parts)
+        self.lent = self.before = None
+        if self.is_whole:  # between its forward and its backward
+            self.is_whole = False
+            self.gather()
+        else:
+            self.free()
+
+    def point_at(self, parts: list[Tensor]) -> None:
+        for parameter, part in zip(self.parameters, parts):
+            parameter.data = part
 
     def part_from_whole(self) -> None:
         """Give the shard memory of its own, so that `flat` can be freed."""
@@ -106,6 +162,6 @@ class Unit:
     @torch.no_grad()
     def finish_scatter(self) -> None:
         """Add this rank's part of the mean gradient to its shard's."""
-        part = self.place.gradient(self.leaving.wait().div_(self.group.size()))
+        part = self.tier.gradient(self.leaving.wait().div_(self.group.size()))
         self.shard.grad = part if self.shard.grad is None else self.shard.grad.add_(part)
         self.leaving = None

@@ -4,7 +4,7 @@ import pytest
 
 from mini_dist import launch
 from mini_dist.calculators import (
-    links,
+    costs,
     num_parameters,
     parameters_of_rank,
     rank_memory,
@@ -78,7 +78,7 @@ def test_a_run_of_the_collective_sends_the_predicted_bytes_from_every_rank(run, 
     more = {} if itemsize is None else {"itemsize": itemsize}
     if algorithm == "hierarchical":
         more["ranks_per_node"] = 2 if size % 2 == 0 else 1
-    cost = links.COLLECTIVES[op][0](61 * ROW_BYTES, size, algorithm, **more)
+    cost = costs.COLLECTIVES[op][0](61 * ROW_BYTES, size, algorithm, **more)
     sent = []
     for rank in range(size):
         calls = finished.ledger.calls(op=name, rank=rank)
@@ -98,7 +98,8 @@ def train(config, sequences, num_micro_batches, wrap, group):
     import torch
 
     from mini_dist.ledger.memory import held
-    from mini_dist.model import GPT, token_loss
+    from mini_dist.loss import token_loss
+    from mini_dist.model import GPT
 
     model = GPT(config)
     run = wrap(model, group) if wrap else model
@@ -162,7 +163,8 @@ def train_zero(config, stage, num_micro_batches, group):
 
     from mini_dist import zero
     from mini_dist.ledger.memory import held
-    from mini_dist.model import GPT, token_loss
+    from mini_dist.loss import token_loss
+    from mini_dist.model import GPT
 
     gpt = GPT(config)
     wrapped = getattr(zero, f"ZeRO{stage}")(
@@ -208,7 +210,7 @@ def test_zero_holds_and_sends_what_the_calculators_say(stage, size, m):
 def train_pipeline(config, name, chunks, m, group):
     import torch
 
-    from mini_dist.model import token_loss
+    from mini_dist.loss import token_loss
     from mini_dist.pipeline import Pipeline, cut_gpt
     from mini_dist.schedule import SCHEDULES
 

@@ -11,7 +11,7 @@ import pytest
 
 from mini_dist import launch
 from mini_dist.calculators import parameters_of_rank, rank_memory, step_volume
-from mini_dist.calculators.moments import flights
+from mini_dist.calculators.pipeline_in_flight import flights
 from mini_dist.config import Layout, ModelConfig
 from mini_dist.schedule import SCHEDULES, peak_in_flight
 
@@ -30,6 +30,14 @@ RUNS = {
     "dp tp SP ZeRO-1, recompute": (
         DENSE,
         layout_of(b=4, dp=2, tp=2, sequence_parallel=True, zero=1, recompute="full"),
+    ),
+    "dp, every second layer recomputed": (
+        DENSE,
+        layout_of(b=4, dp=2, recompute="full", recompute_every=2),
+    ),
+    "pp tp, every second layer recomputed": (
+        GATED.replace(num_layers=6),
+        layout_of(pp=2, tp=2, recompute="full", recompute_every=2),
     ),
     "dp tp ZeRO-2": (GATED, layout_of(dp=2, tp=2, zero=2)),
     "dp tp SP ZeRO-3": (DENSE, layout_of(dp=2, tp=2, sequence_parallel=True, zero=3)),
@@ -53,8 +61,8 @@ def train(config, layout, group):
     """Two steps on noise; returns what is held between steps and what the second one sent."""
     import torch
 
+    from mini_dist.all_axes import parallelize
     from mini_dist.ledger.memory import held
-    from mini_dist.parallelize import parallelize
 
     model = parallelize(config, layout, group, torch.optim.AdamW)
     rows = layout.micro_batch_size * layout.num_micro_batches
@@ -112,7 +120,7 @@ def test_states_between_steps_are_those_predicted(name):
 @pytest.mark.parametrize("name", [name for name in RUNS if RUNS[name][0] is not EXPERTS])
 def test_bytes_sent_over_dp_cp_and_pp_are_those_predicted(name):
     """Over all ranks, as rings are uneven. (tp, with the numbers its loss and its norms add:
-    test_parallelize; where experts' tokens go is the router's choice.)"""
+    test_all_axes; where experts' tokens go is the router's choice.)"""
     config, layout = RUNS[name]
     sent, said = {}, {}
     for pp_rank, _, by_axis, _ in measured(name):
@@ -134,7 +142,8 @@ LINES = [
     ("dp tp SP ZeRO-3", 0, "unsharded parameters"),
     ("dp tp ZeRO-3, one micro-batch", 0, "unsharded parameters"),
     ("dp tp ZeRO-3, one micro-batch", 0, "leaving gradients"),
-    ("dp tp ZeRO-3, one micro-batch", 0, "whole gradients"),
+    ("dp tp SP ZeRO-3", 0, "whole gradients"),
+    ("cp dp ZeRO-3", 0, "whole gradients"),
     ("dp tp ZeRO-3, one micro-batch", 0, "new gradients"),
     ("pp dp gpipe", 1, "loss and logits of others"),
     ("pp dp ZeRO-2", 0, "messages"),

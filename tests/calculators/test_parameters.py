@@ -212,13 +212,15 @@ GPT2 = {
     ids=lambda value: value["model_type"] if isinstance(value, dict) else None,
 )
 def test_a_hugging_face_config_gives_the_released_model(settings, count):
-    assert num_parameters(from_hugging_face(settings)) == count
+    seq_len = settings.get("n_positions", 4096)
+    assert num_parameters(from_hugging_face(settings, seq_len)) == count
 
 
 def test_a_hugging_face_config_is_read_from_a_file_or_its_folder(tmp_path):
     (tmp_path / "config.json").write_text(__import__("json").dumps(LLAMA3_8B))
-    assert from_hugging_face(tmp_path) == from_hugging_face(tmp_path / "config.json")
-    assert from_hugging_face(str(tmp_path)) == from_hugging_face(LLAMA3_8B)
+    read = from_hugging_face(LLAMA3_8B, 8192)
+    assert from_hugging_face(tmp_path, 8192) == from_hugging_face(tmp_path / "config.json", 8192)
+    assert from_hugging_face(str(tmp_path), 8192) == read
 
 
 @pytest.mark.parametrize(
@@ -232,7 +234,7 @@ def test_a_hugging_face_config_is_read_from_a_file_or_its_folder(tmp_path):
 )
 def test_a_hugging_face_config_that_cannot_be_read_says_why(changes, says):
     with pytest.raises(ValueError) as error:
-        from_hugging_face({**LLAMA3_8B, **changes})
+        from_hugging_face({**LLAMA3_8B, **changes}, 4096)
     assert says in str(error.value)
 
 

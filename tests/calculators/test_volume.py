@@ -2,7 +2,7 @@
 
 import pytest
 
-from mini_dist.calculators import links, model, num_parameters, step_volume
+from mini_dist.calculators import costs, model, num_parameters, step_volume
 from mini_dist.calculators.frameworks import FRAMEWORKS
 from mini_dist.config import Layout, ModelConfig
 
@@ -67,7 +67,7 @@ def test_cp_and_ep_send_what_their_algorithms_send():
     assert ring == 32 * 3 * 3 * kv
     moe = ModelConfig(num_experts=8, top_k=2, d_expert=64)
     exchanged = step_volume(moe, Layout(dp=4, ep=4))["ep"]
-    one = links.all_to_all(2 * 2 * 128 * 256, 4).bytes_per_rank
+    one = costs.all_to_all(2 * 2 * 128 * 256, 4).bytes_per_rank
     assert exchanged == 4 * 4 * one  # 4 layers, dispatch and combine, forward and backward
 
 

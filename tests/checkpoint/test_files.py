@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+import shutil
 import warnings
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from mini_dist import RankError, launch
-from mini_dist.checkpoint import CheckpointError, Piece, Place, find, piece, save
+from mini_dist.checkpoint import CheckpointError, Piece, Place, Training, find, piece, save
+from mini_dist.checkpoint.manifest import sealed
 from mini_dist.collectives import barrier
 
 SHAPES = {"w": (4, 6), "v": (12,), "cube": (2, 4, 3), "one": ()}
@@ -197,6 +199,26 @@ def test_pieces_may_overlap(tmp_path):
     assert launch(overlapping, 2, (str(tmp_path),)).results == [True, True]
 
 
+def refused_numbers(directory, group):
+    pieces = [piece("w", torch.zeros(2))]
+    for keep in (0, -1, 1.5, True, "2", [1]):
+        with pytest.raises(ValueError, match=r"^keep=.* cannot be: give a whole number from 1, or"):
+            save(directory, 1, pieces, group, keep=keep)
+    for step in (-1, 1.5, None, True, 10**18):
+        with pytest.raises(ValueError, match=r"^step=.* cannot be: give a whole number from 0$"):
+            save(directory, step, pieces, group)
+    training = Training(torch.nn.Linear(1, 1), (), group, background=True)
+    with pytest.raises(ValueError, match="^keep=0 cannot be"):
+        training.save(directory, 1, keep=0)
+    with pytest.raises(ValueError, match="w is complex128, which safetensors cannot store"):
+        save(directory, 1, [piece("w", torch.zeros(2, dtype=torch.complex128))], group)
+
+
+def test_numbers_that_cannot_be_are_refused_before_anything_is_written(tmp_path):
+    launch(refused_numbers, 2, (str(tmp_path),))
+    assert list(tmp_path.iterdir()) == []
+
+
 def cannot_write(directory, group):
     if group.rank() == 1:
         import mini_dist.checkpoint.files as files
@@ -316,12 +338,52 @@ def damage_manifest_is_a_list(directory):
 
 
 def damage_a_future_format(directory):
-    from mini_dist.checkpoint.files import sealed
+    forge(newest(directory).parent, lambda manifest: manifest.update(format=2))
 
-    path = newest(directory, "manifest.json")
-    manifest = json.loads(path.read_text())
+
+def damage_a_new_seal(directory):
+    """Nothing is wrong with it, but that it is not what was saved."""
+    forge(newest(directory).parent, lambda manifest: manifest.update(extra={"note": "forged"}))
+
+
+def forge(folder, change):
+    """Change what the manifest says and seal it again, as if it had been saved so."""
+    manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["sha256"]
-    path.write_text(sealed({**manifest, "format": 2}))
+    change(manifest)
+    (folder / "manifest.json").write_text(sealed(manifest))
+
+
+def damage_a_link(directory):
+    path = newest(directory)
+    path.rename(directory / "elsewhere")
+    path.symlink_to(directory / "elsewhere")
+
+
+def damage_a_pipe(directory):
+    newest(directory).unlink()
+    os.mkfifo(newest(directory))
+
+
+def damage_a_pipe_for_the_manifest(directory):
+    newest(directory, "manifest.json").unlink()
+    os.mkfifo(newest(directory, "manifest.json"))
+
+
+def damage_deep_json(directory):
+    deep = '{"extra": ' * 100_000 + "{}" + "}" * 100_000
+    newest(directory, "manifest.json").write_text(deep)
+
+
+def damage_folder_is_a_link(directory):
+    folder = newest(directory).parent
+    folder.rename(directory / "elsewhere")
+    folder.symlink_to(directory / "elsewhere")
+
+
+def damage_folder_of_another_step(directory):
+    shutil.rmtree(newest(directory).parent)
+    shutil.copytree(directory / "step-00000005", newest(directory).parent)
 
 
 WHY = {
@@ -335,6 +397,13 @@ WHY = {
     damage_number_in_the_manifest: r"manifest\.json has changed since it was written",
     damage_manifest_is_a_list: r"manifest\.json cannot be read",
     damage_a_future_format: r"its format is 2, this version reads 1",
+    damage_a_new_seal: r"it is not the checkpoint that latest lists under this name",
+    damage_a_link: r"rank-00001\.safetensors cannot be read: Too many levels of symbolic links",
+    damage_a_pipe: r"rank-00001\.safetensors cannot be read: not a plain file",
+    damage_a_pipe_for_the_manifest: r"manifest\.json cannot be read",
+    damage_deep_json: r"manifest\.json cannot be read",
+    damage_folder_is_a_link: r"it is a symbolic link",
+    damage_folder_of_another_step: r"it is not the checkpoint that latest lists under this name",
 }
 
 
@@ -344,9 +413,86 @@ def test_what_is_not_whole_is_refused_in_a_sentence_and_the_one_before_used(dama
     step, told = loaded_step(two)
     assert step == 5
     (sentence,) = told
-    assert re.search(
-        rf"step-00000010 is refused: {WHY[damage]}\. Trying the one before\.$", sentence
-    )
+    assert re.search(rf"step-00000010 is refused: {WHY[damage]}\. Step 5 is taken\.$", sentence)
+
+
+def of_w(**changes):
+    return lambda manifest: manifest["tensors"]["w"].update(changes)
+
+
+def piece_of_w(number, value):
+    def change(manifest):
+        manifest["tensors"]["w"]["pieces"][0][number] = value
+
+    return change
+
+
+def outside(name):
+    """A piece in a file that is there and whole, but not in this folder."""
+
+    def change(manifest):
+        files, pieces = manifest["files"], manifest["tensors"]["w"]["pieces"]
+        files[name] = files[pieces[0][0]]
+        pieces[0][0] = name
+
+    return change
+
+
+FORGED = {
+    "no tensors": (lambda m: m.pop("tensors"), "which no save writes"),
+    "one field more": (lambda m: m.update(more=1), "which no save writes"),
+    "a number for the files": (lambda m: m.update(files=3), "files is 3, which no save writes"),
+    "true for a step": (lambda m: m.update(step=True), "step is true, which no save writes"),
+    "text for a step": (lambda m: m.update(step="10"), 'step is "10", which no save writes'),
+    "not a number": (lambda m: m.update(world_size=math.nan), "world_size is NaN, which no save"),
+    "a huge number": (lambda m: m.update(world_size=10**30), "world_size is 10+, which no save"),
+    "a list for extra": (lambda m: m.update(extra=[]), r"extra is \[\], which no save writes"),
+    "another step": (lambda m: m.update(step=11), r"its manifest\.json is of step 11"),
+    "a file above": (
+        outside("../step-00000005/rank-00000.safetensors"),
+        "no file of one of 2 ranks",
+    ),
+    "an absolute path": (outside("/tmp/rank-00000.safetensors"), "no file of one of 2 ranks"),
+    "a rank too many": (outside("rank-00002.safetensors"), "no file of one of 2 ranks"),
+    "an unwatched file": (piece_of_w(0, "../step-00000005/rank-00000.safetensors"), "not among"),
+    "an attribute of torch": (of_w(dtype="save"), "w has dtype 'save', which cannot be stored"),
+    "another dtype": (
+        of_w(dtype="int32"),
+        r"manifest\.json and rank-0.* do not agree about w",
+    ),
+    "a negative shape": (of_w(shape=[-4, 6]), r"\[-4, 6\]|-4, which no save writes"),
+    "another shape": (of_w(shape=[6, 4]), "is no part of a tensor of shape"),
+    "a huge shape": (of_w(shape=[2**40, 2**40]), "the pieces of w are not all of its"),
+    "no pieces": (of_w(pieces=[]), "the pieces of w are not all of its"),
+    "a piece too few": (lambda m: m["tensors"]["w"]["pieces"].pop(), "the pieces of w are not all"),
+    "a piece twice": (
+        lambda m: m["tensors"]["w"].update(pieces=m["tensors"]["w"]["pieces"][:1] * 2),
+        "do not agree about w",
+    ),
+    "a piece beyond the tensor": (piece_of_w(1, [9, 0]), "is no part of a tensor of shape"),
+    "a piece cut": (piece_of_w(3, 1), "the pieces of w are not all of its"),
+    "a piece enlarged": (piece_of_w(4, 20), "do not agree about w"),
+    "a tensor that is not there": (
+        lambda m: m["tensors"].update(u=m["tensors"]["w"]),
+        "do not agree about u",
+    ),
+    "a tensor forgotten": (lambda m: m["tensors"].pop("w"), "do not agree about w"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_manifest_that_no_save_writes_is_refused_though_its_seal_is_right(name, two):
+    change, why = FORGED[name]
+    (two / "latest").write_text("step-00000010\n")  # by hand: no seal there that would tell
+    forge(newest(two).parent, change)
+    step, (sentence,) = loaded_step(two)
+    assert step == 5 and re.search(why, sentence), sentence
+
+
+@pytest.mark.parametrize("text", ["null", "[]", '"text"', "1", "{}", '{"sha256": 1}', "\x00", "{"])
+def test_a_manifest_of_anything_else_is_refused(text, two):
+    newest(two, "manifest.json").write_text(text)
+    assert loaded_step(two)[0] == 5
 
 
 def flips(directory, sizes, group):
@@ -390,16 +536,129 @@ def test_a_save_that_was_killed_leaves_the_last_one_and_is_cleared_by_the_next(t
     assert sorted(p.name for p in two.glob("step-00000015/*")) == names
 
 
+def test_a_folder_that_no_save_has_made_stays(two):
+    names = [f"step-00000005.{word}" for word in ("old", "backup", "writing.old")]
+    for name in [*names, "step-5.writing", "notes"]:
+        (two / name).mkdir()
+        (two / name / "notes.txt").write_text("what I saw")
+    for step in (5, 15, 20):
+        launch(store, 2, (str(two), "ranges", step), {"scale": step, "keep": 1})
+    for name in [*names, "step-5.writing", "notes"]:
+        assert (two / name / "notes.txt").read_text() == "what I saw"
+
+
 def test_latest_can_send_the_run_further_back(two):
     (two / "latest").write_text("step-00000005\n")
     assert loaded_step(two) == (5, [])
+    launch(store, 2, (str(two), "ranges", 7), {"scale": 7})  # and it goes on from there
+    assert loaded_step(two) == (7, [])
+    damage_truncate_of(two / "step-00000007")
+    step, (sentence,) = loaded_step(two)
+    assert step == 5 and "step-00000007 is refused" in sentence  # 10 was left behind
+    launch(store, 2, (str(two), "ranges", 12), {"scale": 12, "keep": 2})  # past it
+    assert sorted(path.name for path in two.glob("step-*")) == ["step-00000007", "step-00000012"]
 
 
-def test_without_a_readable_latest_the_newest_is_taken(two):
-    (two / "latest").write_text("nonsense")
-    assert loaded_step(two) == (10, [])
+def damage_truncate_of(folder):
+    path = folder / "rank-00000.safetensors"
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def test_a_newest_checkpoint_that_is_gone_is_named_and_the_newest_whole_one_taken(two):
+    shutil.rmtree(two / "step-00000010")
+    step, (sentence,) = loaded_step(two)
+    assert step == 5 and re.search(
+        r"step-00000010 is refused: latest names it, but it is gone\. Step 5 is taken\.$", sentence
+    )
+    shutil.rmtree(two / "step-00000005")
+    with pytest.raises(RankError, match="step 10: latest names it, but it is gone"):
+        launch(fetch, 2, (str(two), "rows"))
+
+
+@pytest.mark.parametrize("without_latest", [False, True])
+@pytest.mark.parametrize("name", ["step-00000010.bak", "step-00000011", "step-10", "best"])
+def test_a_newest_checkpoint_under_another_name_is_named(name, without_latest, two):
+    (two / "step-00000010").rename(two / name)
+    if without_latest:
+        (two / "latest").unlink()
+    step, told = loaded_step(two)
+    assert step == 5
+    first = "latest is refused: it is missing" if without_latest else "step-00000010 is refused"
+    renamed = f"{name} is refused: it has a checkpoint, but would have to be named step-00000010"
+    if name == "step-00000011" and without_latest:
+        renamed = "step-00000011 is refused: its manifest.json is of step 10"
+    elif name == "step-00000011":  # beyond what latest names
+        renamed = first
+    assert any(first in sentence for sentence in told)
+    assert any(renamed in sentence for sentence in told)
+
+
+def test_a_checkpoint_alone_under_another_name_does_not_let_the_training_begin_anew(two):
+    shutil.rmtree(two / "step-00000005")
     (two / "latest").unlink()
+    (two / "step-00000010").rename(two / "kept")
+    with pytest.raises(RankError, match="kept: it has a checkpoint, but would have to be"):
+        launch(fetch, 2, (str(two), "rows"))
+
+
+def test_a_latest_that_is_older_than_what_is_there_is_told(two):
+    launch(store, 2, (str(two), "ranges", 15), {"scale": 15})
+    lines = (two / "latest").read_text().splitlines(keepends=True)
+    (two / "latest").write_text("".join(lines[1:]))  # as it was before
+    step, (sentence,) = loaded_step(two)
+    assert step == 10
+    assert "step-00000015 is refused: it is newer than latest, which does not list it" in sentence
+    (two / "step-00000015").rename(two / "best")
+    step, (sentence,) = loaded_step(two)
+    assert step == 10 and "best is refused: it has a checkpoint, but would have to be" in sentence
+    (two / "latest").write_text("step-00000010\n")  # by hand: then it is meant so
     assert loaded_step(two) == (10, [])
+    shutil.copytree(two / "step-00000005", two / "first")  # and an older one is no news
+    (two / "latest").write_text("".join(lines[1:]))
+    assert len(loaded_step(two)[1]) == 1
+
+
+def test_an_older_save_of_the_same_step_is_not_taken_for_the_newer(two):
+    shutil.copytree(two / "step-00000010", two / "copy")
+    launch(store, 2, (str(two), "ranges", 10), {"scale": 10})
+    launch(store, 1, (str(two), "rows", 10), {"scale": 10})
+    shutil.rmtree(two / "step-00000010")
+    (two / "copy").rename(two / "step-00000010")
+    step, (sentence,) = loaded_step(two)
+    assert step == 5 and "not the checkpoint that latest lists" in sentence
+
+
+@pytest.mark.parametrize("how", ["directory", "link", "pipe", "empty", "binary", "short name"])
+def test_a_latest_that_is_no_list_of_names_is_told(how, two):
+    latest = two / "latest"
+    latest.unlink()
+    if how == "directory":
+        latest.mkdir()
+    elif how == "link":
+        latest.symlink_to(two / "step-00000005" / "manifest.json")
+    elif how == "pipe":
+        os.mkfifo(latest)
+    else:
+        contents = {"empty": b"", "binary": b"\xff\x00", "short name": b"step-0000001"}
+        latest.write_bytes(contents[how])
+    step, (sentence,) = loaded_step(two)
+    assert step == 10 and "latest is refused" in sentence
+    if how == "directory":
+        latest.rmdir()
+    launch(store, 2, (str(two), "ranges", 15), {"scale": 15, "keep": 2})  # mends it
+    assert loaded_step(two) == (15, [])
+
+
+def test_without_a_readable_latest_the_newest_is_taken_and_it_is_said(two):
+    (two / "latest").write_text("nonsense")
+    step, (sentence,) = loaded_step(two)
+    assert step == 10 and re.search(
+        r"latest is refused: its first line is no name of a checkpoint\. Step 10 is taken\.$",
+        sentence,
+    )
+    (two / "latest").unlink()
+    step, (sentence,) = loaded_step(two)
+    assert step == 10 and "latest is refused: it is missing, so a newer checkpoint may" in sentence
 
 
 def test_a_step_can_be_asked_for(two):
@@ -452,8 +711,8 @@ def test_the_checkpoint_of_another_model_is_refused_by_the_tensor_and_nothing_is
 
 def test_what_is_saved_never_runs_code(two):
     """Files are read as safetensors and JSON; nothing in them is unpickled."""
-    from mini_dist.checkpoint import files, training
+    from mini_dist.checkpoint import background, files, manifest, random_state, reading, training
 
-    for module in (files, training):
+    for module in (background, files, manifest, random_state, reading, training):
         with open(module.__file__) as file:
             assert not re.search(r"\bpickle\.|torch\.load\(|import pickle", file.read())

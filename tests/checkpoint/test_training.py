@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from mini_dist import GPT, ModelConfig, RankError, launch
+from mini_dist.all_axes import parallelize
 from mini_dist.checkpoint import CheckpointError, Training, find
 from mini_dist.collectives import all_reduce
 from mini_dist.config import Layout
 from mini_dist.data import Batches
 from mini_dist.data_parallel import Naive
+from mini_dist.loss import token_loss
 from mini_dist.mesh import Mesh
-from mini_dist.model import token_loss
-from mini_dist.parallelize import parallelize
 from mini_dist.tensor_parallel import GPT_PLAN, shard_model, vocab_parallel_cross_entropy
 from mini_dist.zero import ZeRO1, ZeRO2, ZeRO3
 
@@ -66,7 +66,7 @@ def train(directory, strategy, until, group, every=None, kill=None, background=F
             os.kill(os.getpid(), signal.SIGKILL)
         model.finish()
         optimizer.step()
-        model.share()
+        model.refresh_parameters()
         losses[number] = all_reduce(loss.detach().reshape(1), dp, op="mean").item()
         if every and (number + 1) % every == 0 and number + 1 < until:
             training.save(directory, number + 1)
@@ -135,7 +135,7 @@ def train_grid(directory, config, layout, until, group):
     options = {"balance_loss": 0.0} if config.num_experts else {}
     model = parallelize(config, layout, group, adamw, **options)
     optimizers = model.optimizer.optimizers
-    training = Training(model.replicas, optimizers, group, names=model.names_in_whole())
+    training = Training(model.parts, optimizers, group, names=model.names_in_whole())
     saved = training.resume(directory)
     place = {"rank": model.mesh.index("dp"), "size": layout.dp}
     batches = Batches(TEXT, 8, config.seq_len, **place)
@@ -319,7 +319,7 @@ def buffers_frozen_and_extra(directory, strategy, group):
         model(torch.rand(4, 3)).sum().backward()
         model.finish()
         optimizer.step()
-        model.share()
+        model.refresh_parameters()
         model.zero_grad()
     before = {name: t.clone() for name, t in model.module.state_dict().items()}
     Training(model, optimizer, group).save(directory, 2, {"tokens": 24, "note": "as JSON"})

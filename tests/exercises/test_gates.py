@@ -5,7 +5,8 @@ other exercise cells have left.
 """
 
 import ast
-import inspect
+import builtins
+import dis
 import re
 from pathlib import Path
 
@@ -14,13 +15,14 @@ import nbformat
 import pytest
 
 from mini_dist import check
-from tests.exercises import solutions
+from tests.exercises import right, solutions
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
 CHECKED = re.compile(r"^check\.(\w+)\((\w+)\)$", flags=re.MULTILINE)  # check.NAME(function)
 
 cloudpickle.register_pickle_by_value(solutions)
+cloudpickle.register_pickle_by_value(right)
 
 
 def exercise_cells(notebook: Path) -> list[str]:
@@ -33,15 +35,13 @@ each_notebook = pytest.mark.parametrize("notebook", WITH_EXERCISES, ids=lambda p
 
 
 def solve(cell: str) -> str:
-    """The cell with the learner's solution in place of the function that it defines."""
+    """The cell with the printed solution pasted in place of the function that it defines."""
     defined = {n.name: n for n in ast.parse(cell).body if isinstance(n, ast.FunctionDef)}
     lines = cell.splitlines()
     for _, name in CHECKED.findall(cell):
         node = defined[name]
         assert "YOUR TURN" in "\n".join(lines[node.lineno - 1 : node.end_lineno]), name
-        lines[node.lineno - 1 : node.end_lineno] = inspect.getsource(
-            getattr(solutions, name)
-        ).splitlines()
+        lines[node.lineno - 1 : node.end_lineno] = solutions.PRINTED[name].splitlines()
     return "\n".join(lines)
 
 
@@ -72,6 +72,105 @@ def test_every_exercise_is_in_one_notebook_and_has_a_solution():
 def test_as_shipped_the_exercise_cells_pass(notebook, monkeypatch):
     monkeypatch.delenv("MINI_DIST_STRICT", raising=False)
     assert {verdict.state for verdict in run(exercise_cells(notebook))} == {"still the library's"}
+
+
+# What a printed solution may use of the library: steps that the lesson has given, or that an
+# exercise before it was about. None of them does what is asked.
+MAY_USE = {
+    "groups_of_ranks": "",
+    "compose": "all_reduce context_parallel Bucketed Mesh IGNORE_INDEX token_loss Pipeline cut_gpt "
+    "build GPT_PLAN SEQUENCE TENSOR finish_gradients for_grad_norm shard_model "
+    "vocab_parallel_cross_entropy",
+    "diagnoses": "",
+    "ring_reduce_scatter": "exchange check_rows reduction",
+    "ring_all_gather": "exchange check_sizes",
+    "ring_all_reduce": "ring_all_gather ring_reduce_scatter split_sizes",
+    "doubling_all_reduce": "exchange recv send power_of_two reduction",
+    "all_to_all": "exchange check_splits",
+    "merge": "Partial",
+    "ring_step": "Block Kernel Partial start wait add_block",
+    "zigzag": "check_divides",
+    "average_through_rank_0": "gather star_broadcast",
+    "dispatch": "all_to_all Dispatched",
+    "combine": "all_to_all Dispatched",
+    "balance_loss": "all_reduce Routing",
+    "average_in_buckets": "flatten mean unflatten",
+    "overlapped_backward": "flatten mean unflatten",
+    "forget_and_repeat": "",
+    "gpipe": "Action Schedule check_sizes",
+    "one_f_one_b": "Action Schedule check_sizes",
+    "add_communication": "Action Schedule ScheduleError needs",
+    "less_bubble": "",
+    "layout_for_70b": "Layout",
+    "column_linear": "ops",
+    "row_linear": "ops",
+    "copy": "all_reduce",
+    "differentiable_all_reduce": "all_reduce",
+    "vocab_parallel_cross_entropy": "IGNORE_INDEX TokenLoss at_least_float32 collectives "
+    "find_rows ops",
+    "sequence_parallel_mlp": "ops",
+    "scaled_step": "all_reduce LossScaler",
+    "shard_and_step": "token_loss",
+    "my_all_reduce": "exchange",
+    "sharded_step": "all_gather reduce_scatter",
+    "backward_in_units": "reduce_scatter",
+    "forward_on_demand": "all_gather",
+}
+
+
+@pytest.mark.parametrize("name", sorted(solutions.PRINTED))
+def test_a_printed_solution_does_the_asked_work_itself(name):
+    """It is one definition with its imports, and of the library it uses what may be used."""
+    tree = ast.parse(solutions.PRINTED[name])
+    imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    (definition,) = [node for node in tree.body if node not in imports]
+    assert definition.name == name and not definition.decorator_list
+    assert definition.end_lineno - definition.lineno < 70
+    ours = [node for node in imports if getattr(node, "module", "").startswith("mini_dist")]
+    assert {alias.name for node in ours for alias in node.names} <= {*MAY_USE[name].split()}
+
+
+def global_names(code) -> set[str]:
+    """What a function, and all that is defined in it, looks up outside of itself."""
+    own = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
+    return own.union(*(global_names(c) for c in code.co_consts if isinstance(c, type(code))))
+
+
+@pytest.mark.parametrize("name", sorted(solutions.PRINTED))
+def test_a_printed_solution_brings_every_name_along_into_a_kernel_where_nothing_else_has_run(name):
+    fn = solutions.paste(name)
+    assert global_names(fn.__code__) <= {*fn.__globals__, *dir(builtins)}
+
+
+OTHERS = sorted(name for name in vars(right) if name in solutions.PRINTED)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_right_answer_is_right(name):
+    assert check.exercises()[name].judge(getattr(right, name)).state == "right"
+
+
+class ForTheWorld(ast.NodeTransformer):
+    """All ranks of the job wherever the group is used."""
+
+    def visit_Name(self, node):
+        world = ast.parse("__import__('torch').distributed.group.WORLD", mode="eval").body
+        return world if node.id == "group" and isinstance(node.ctx, ast.Load) else node
+
+
+def of_the_world(name: str) -> str:
+    tree = ForTheWorld().visit(ast.parse(solutions.PRINTED[name]))
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in sorted(solutions.PRINTED) if "WORLD" in of_the_world(n)]
+)
+def test_who_speaks_to_the_world_instead_of_the_group_is_refused(name):
+    cell = {"__name__": "__main__"}
+    exec(of_the_world(name), cell)
+    verdict = check.exercises()[name].judge(cell[name])
+    assert verdict.state == "wrong" and "Right as long as the group is the whole" in verdict.hint
 
 
 @each_notebook

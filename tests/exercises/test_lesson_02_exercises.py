@@ -1,6 +1,7 @@
 """Lesson 02: whoever averages gradients wrongly is told what is wrong."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import cloudpickle
 import pytest
@@ -10,15 +11,19 @@ import torch.distributed as dist
 from mini_dist import check
 from mini_dist.collectives import (
     all_reduce,
+    barrier,
+    exchange,
     gather,
     recv,
     send,
     star_broadcast,
     star_reduce,
+    start,
     tree_broadcast,
+    wait,
 )
 from tests.exercises import solutions
-from tests.exercises.wrong import Wrong
+from tests.exercises.registry import Right, Wrong
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that no rank imports pytest
 
@@ -189,7 +194,7 @@ def only_for_4_ranks(parameters, group):
         p.grad = average(p, group, of=lambda everyones: everyones.sum(0) / 4)
 
 
-@wrong("Right with 4 ranks and 3 ranks. With one rank")
+@wrong("Right with 4 ranks and 3 ranks and 2 ranks and 5 ranks. With one rank, 4 parameters")
 def not_for_one_rank(parameters, group):
     peers = range(1, group.size())
     for p in with_gradient(parameters):
@@ -210,7 +215,182 @@ def waits_for_each_other(parameters, group):
         p.grad = (p.grad + recv(p.grad, peer, group)) / group.size()
 
 
+def in_dtype(dtype, parameters, group):
+    for p in with_gradient(parameters):
+        everyones = gather(p.grad[None].to(dtype), 0, group)
+        mean = p.grad.to(dtype) if everyones is None else everyones.mean(0)
+        p.grad = star_broadcast(mean, 0, group).to(p.dtype)
+
+
+@wrong("In 16 bits they lose digits")
+def in_half_precision(parameters, group):
+    in_dtype(torch.float16, parameters, group)
+
+
+@wrong("bytes were sent where")
+def in_bfloat16(parameters, group):
+    in_dtype(torch.bfloat16, parameters, group)
+
+
+@wrong("of float64, one of them frozen: Only")
+def always_in_float32(parameters, group):
+    in_dtype(torch.float32, parameters, group)
+
+
+@wrong("bytes instead of")
+def always_in_float64(parameters, group):
+    in_dtype(torch.float64, parameters, group)
+
+
+@wrong("There is a barrier")
+def waits_at_a_barrier(parameters, group):
+    for p in with_gradient(parameters):
+        p.grad = average(p, group)
+        dist.barrier(group)
+
+
+@wrong("There is a barrier")
+def waits_at_the_librarys_barrier(parameters, group):
+    for p in with_gradient(parameters):
+        p.grad = average(p, group)
+    barrier(group)
+
+
+@wrong("bytes instead of")
+def averages_twice(parameters, group):
+    for p in with_gradient(parameters):
+        p.grad = average(p, group)
+        p.grad = average(p, group)
+
+
+@wrong("divided by 4 twice")
+def divides_twice(parameters, group):
+    for p in with_gradient(parameters):
+        p.grad = average(p, group) / group.size()
+
+
+@wrong("gone through once")
+def goes_through_the_parameters_twice(parameters, group):
+    means = [average(p, group) for p in parameters if p.grad is not None]
+    for p, mean in zip((p for p in parameters if p.grad is not None), means):
+        p.grad = mean
+
+
+@wrong("gone through once")
+def asks_for_the_length(parameters, group):
+    for i in range(len(parameters)):
+        if parameters[i].grad is not None:
+            parameters[i].grad = average(parameters[i], group)
+
+
+@wrong("though it requires_grad: ask for .grad is None")
+def asks_whether_it_requires_a_gradient(parameters, group):
+    for p in parameters:
+        if p.requires_grad:
+            p.grad = average(p, group)
+
+
+@wrong("gradients that are not contiguous")
+def views_them_flat(parameters, group):
+    for p in with_gradient(parameters):
+        everyones = gather(p.grad.view(1, -1), 0, group)
+        mean = p.grad.view(-1) if everyones is None else everyones.mean(0)
+        p.grad = star_broadcast(mean, 0, group).view_as(p)
+
+
+@wrong("had a gradient has none any more")
+def takes_them_away(parameters, group):
+    for p in with_gradient(parameters):
+        average(p, group)
+        p.grad = None
+
+
+@wrong("is still under way")
+def drops_the_handles(parameters, group):
+    for p in with_gradient(parameters):
+        if group.rank() != 0:
+            dist.isend(p.grad.contiguous(), group_dst=0, group=group)
+            p.grad = recv(p.grad, 0, group)
+        else:
+            for peer in range(1, group.size()):
+                p.grad = p.grad + recv(p.grad, peer, group)
+            p.grad = p.grad / group.size()
+            for peer in range(1, group.size()):
+                send(p.grad, peer, group)
+
+
 # ------------------------------------------------------------------------------------------------
+
+right = Right("average_through_rank_0")
+
+
+@right
+def a_flat_bucket(parameters, group):
+    kept = with_gradient(parameters)
+    flat = torch.cat([p.grad.flatten() for p in kept])
+    everyones = gather(flat[None], 0, group)
+    flat = star_broadcast(flat if everyones is None else everyones.mean(0), 0, group)
+    for p, part in zip(kept, flat.split([p.numel() for p in kept])):
+        p.grad = part.view_as(p)
+
+
+@right
+def divides_first(parameters, group):
+    for p in with_gradient(parameters):
+        p.grad = p.grad / group.size()
+        p.grad = average(p, group, of=lambda everyones: everyones.sum(0))
+
+
+@right
+def a_running_mean_of_what_comes_first(parameters, group):
+    for p in with_gradient(parameters):
+        came = torch.empty(p.shape, dtype=p.dtype)
+        if group.rank() == 0:
+            mean = p.grad.clone()
+            for k in range(1, group.size()):
+                dist.recv(came, group=group)
+                mean += (came - mean) / (k + 1)
+            for peer in range(1, group.size()):
+                send(mean, peer, group)
+            p.grad.copy_(mean)
+        else:
+            send(p.grad, 0, group)
+            p.grad.copy_(recv(p.grad, 0, group))
+
+
+@right
+def sums_at_rank_0_and_sends_at_once(parameters, group):
+    peers = range(1, group.size())
+    for p in with_gradient(parameters):
+        if group.rank() != 0:
+            p.grad = exchange(p.grad, 0, 0, group)
+            continue
+        came = [torch.empty(p.shape, dtype=p.dtype) for _ in peers]
+        wait(start(group, receives=list(zip(came, peers))))
+        p.grad = (sum(came, p.grad) / group.size()).contiguous()
+        wait(start(group, sends=[(p.grad, peer) for peer in peers]))
+
+
+@right
+def in_threads(parameters, group):
+    kept = with_gradient(parameters)
+    with ThreadPoolExecutor(1) as pool:
+        for p, mean in [(p, pool.submit(average, p, group)) for p in kept]:
+            p.grad = mean.result()
+
+
+@right
+def in_place_and_without_autograd(parameters, group):
+    with torch.no_grad():
+        for p in list(parameters)[::-1]:
+            if p.grad is not None:
+                p.grad.data[...] = average(p, group)
+
+
+@pytest.mark.parametrize("fn", right.answers, ids=lambda fn: fn.__name__)
+def test_another_good_way_is_right(fn):
+    verdict = check.average_through_rank_0.judge(fn)
+    assert verdict.state == "right", verdict
 
 
 @pytest.mark.parametrize("fn, says", wrong.answers, ids=wrong.names())

@@ -3,6 +3,7 @@
 import sys
 
 import cloudpickle
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,17 +14,21 @@ from mini_dist.collectives import (
     all_reduce,
     exchange,
     recv,
+    ring_all_gather,
+    ring_reduce_scatter,
     send,
     split_sizes,
     star_all_reduce,
     start,
     wait,
 )
-from tests.exercises import solutions
-from tests.exercises.wrong import Wrong
+from tests.exercises import right, solutions, swaps
+from tests.exercises.registry import Right, Wrong
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that no rank imports pytest
 cloudpickle.register_pickle_by_value(solutions)
+cloudpickle.register_pickle_by_value(right)
+cloudpickle.register_pickle_by_value(swaps)
 
 
 def neighbours(group):
@@ -162,7 +167,7 @@ def adds_in_place(x, group):
     return chunks[rank].clone()
 
 
-@reduce_scatter("not with 1 rank and 5 numbers. With one rank you return x itself")
+@reduce_scatter("With one rank, 5 numbers of float64: You return x itself")
 def returns_a_view_when_alone(x, group):
     if group.size() == 1:
         return x
@@ -275,7 +280,7 @@ def ring_of_chunks(chunks, group):
     return moving
 
 
-@reduce_scatter("Right with 4 ranks, not with 3 ranks")
+@reduce_scatter("Right with 4 ranks. With 3 ranks")
 def only_for_4_ranks(x, group):
     rank, size, after, before = neighbours(group)
     chunks = x.tensor_split(size)
@@ -286,7 +291,7 @@ def only_for_4_ranks(x, group):
     return moving
 
 
-@reduce_scatter("Right with 4 ranks. With 3 ranks and 7 numbers")
+@reduce_scatter("Right with 4 ranks. With 3 ranks, 7 numbers")
 def only_for_equal_chunks(x, group):
     return solutions.ring_reduce_scatter(x.view(group.size(), -1), group)[0]
 
@@ -328,6 +333,39 @@ def returns_all_chunks(x, group):
     chunks = list(x.tensor_split(group.size()))
     chunks[group.rank()] = solutions.ring_reduce_scatter(x, group)
     return chunks
+
+
+@reduce_scatter("in both directions")
+def half_of_each_chunk_the_other_way(x, group):
+    rank, size, after, before = neighbours(group)
+    halves = [chunk.tensor_split(2) for chunk in x.tensor_split(size)]
+    one, other = halves[rank - 1][0].clone(), halves[(rank + 1) % size][1].clone()
+    for k in range(2, size + 1):
+        mine, too = halves[rank - k][0], halves[(rank + k) % size][1]
+        came = torch.empty_like(mine), torch.empty_like(too)
+        sends = [(one, after), (other, before)]
+        wait(start(group, receives=[(came[0], before), (came[1], after)], sends=sends))
+        one, other = came[0] + mine, came[1] + too
+    return torch.cat([one, other])
+
+
+@reduce_scatter("Only 12,000 bytes were sent where 24,000 are needed")
+def adds_in_float32(x, group):
+    if x.dtype != torch.float64:
+        return solutions.ring_reduce_scatter(x, group)
+    return solutions.ring_reduce_scatter(x.float(), group).to(x.dtype)
+
+
+@reduce_scatter("one tensor is asked for")
+def returns_a_pair(x, group):
+    return solutions.ring_reduce_scatter(x, group), group.rank()
+
+
+@reduce_scatter("returned None")
+def only_rank_0_returns(x, group):
+    chunk = solutions.ring_reduce_scatter(x, group)
+    if group.rank() == 0:
+        return chunk
 
 
 # -- all-gather -------------------------------------------------------------------------------
@@ -482,7 +520,7 @@ def all_gather_of_4(x, group):
     return torch.cat([parts[r] for r in range(4)])
 
 
-@gather("float64, not with torch.int64")
+@gather("x is torch.int64, your result torch.float64")
 def gathers_into_floats(x, group):
     whole = torch.zeros(group.size() * len(x), dtype=torch.float64)
     return whole.copy_(gather_with(x, group))
@@ -493,9 +531,81 @@ def stacks_instead_of_joining(x, group):
     return gather_with(x, group).view(group.size(), -1)
 
 
+@gather("in both directions")
+def both_ways_round(x, group):
+    rank, size, after, before = neighbours(group)
+    parts = {rank: x}
+    ahead = behind = x.contiguous()
+    for k in range(1, size // 2 + 1):
+        came, too = torch.empty_like(ahead), torch.empty_like(ahead)
+        receives, sends = [(came, before)], [(ahead, after)]
+        if 2 * k < size:
+            receives, sends = [*receives, (too, after)], [*sends, (behind, before)]
+        wait(start(group, receives, sends))
+        ahead, behind = came, too
+        parts[(rank - k) % size] = came
+        if 2 * k < size:
+            parts[(rank + k) % size] = too
+    return torch.cat([parts[r] for r in range(size)])
+
+
+@gather("[6, 2, 3] numbers of float64")
+def only_for_vectors(x, group):
+    rank, size, after, before = neighbours(group)
+    whole = x.new_empty(size * len(x))
+    for k in range(size):
+        whole[(rank - k) % size * len(x) :][: len(x)] = x
+        x = exchange(x, after, before, group) if k < size - 1 else x
+    return whole
+
+
+@gather("one tensor is asked for")
+def returns_a_number(x, group):
+    return float(gather_with(x, group).sum())
+
+
+@gather("shape []; [4000] is asked for")
+def returns_a_tensor_of_no_dimension(x, group):
+    return gather_with(x, group).sum()
+
+
+KEPT = {}
+
+
+@gather("The first call is right, a second one is not")
+def remembers_what_it_had(x, group):
+    KEPT.setdefault("whole", gather_with(x, group))
+    return KEPT["whole"] if len(KEPT) == 1 and not KEPT.update(again=0) else KEPT["whole"] * 0
+
+
+@gather("The second call writes where the result of the first one is")
+def hands_out_the_same_memory(x, group):
+    whole = gather_with(x, group)
+    place = KEPT.setdefault((whole.shape, whole.dtype), torch.empty_like(whole))
+    return place.copy_(whole)
+
+
 @gather("returned None")
 def forgets_to_return(x, group):
     gather_with(x, group)
+
+
+@gather("what is sent has to be .contiguous()")
+def torchs_own_messages_as_they_lie(x, group):
+    return torchs_own_messages(x, group, laid_out=lambda part: part)
+
+
+@gather("send to ranks of the group that you were given")
+def torchs_own_messages_to_ranks_of_the_world(x, group):
+    _, size, after, before = neighbours(group)
+    parts = {group.rank(): x}
+    for k in range(1, size):
+        came = torch.empty_like(x)
+        works = [dist.irecv(came, before, group=group), dist.isend(x, after, group=group)]
+        for work in works:
+            work.wait()
+        x = parts[(group.rank() - k) % size] = came
+    return torch.cat([parts[r] for r in range(size)])
 
 
 # -- all-reduce -------------------------------------------------------------------------------
@@ -550,7 +660,7 @@ def writes_into_x(x, group):
     return x.copy_(whole_sum_by_ring(x, group))
 
 
-@reduce("With one rank you return x itself")
+@reduce("With one rank, 5 numbers of float64: You return x itself")
 def x_itself_when_alone(x, group):
     return x if group.size() == 1 else whole_sum_by_ring(x, group)
 
@@ -621,6 +731,21 @@ def all_reduce_in_floats(x, group):
 @reduce("No rank sent anything")
 def multiplies(x, group):
     return x * group.size()
+
+
+@reduce("something travels that nobody needs")
+def one_number_too_many(x, group):
+    """In the last round, behind the chunk that is asked for."""
+    rank, size, after, before = neighbours(group)
+    if size == 1:
+        return x.clone()
+    chunk = solutions.ring_reduce_scatter(x, group)
+    parts = {rank: chunk}
+    for k in range(1, size):
+        more = chunk if k < size - 1 else torch.cat([chunk, chunk[:1]])
+        chunk = exchange(more, after, before, group)[: len(chunk)]
+        parts[(rank - k) % size] = chunk
+    return torch.cat([parts[r] for r in range(size)])
 
 
 @reduce("everyone sends first")
@@ -760,6 +885,11 @@ def receives_into_x(x, group):
     return x.clone()
 
 
+@to_all("what is sent has to be .contiguous()")
+def all_messages_at_once_as_they_lie(x, group):
+    return all_messages_at_once(x, group, laid_out=lambda part: part)
+
+
 @to_all("Right with 4 ranks")
 def all_to_all_of_4(x, group):
     return all_to_all_with(x, group, rounds=4 - group.size())
@@ -781,6 +911,13 @@ def exchanges_and_forgets(x, group):
 
 
 # ------------------------------------------------------------------------------------------------
+
+
+@to_all("[6, 2, 3] numbers of float64")
+def all_to_all_of_vectors(x, group):
+    whole = torch.empty(len(x), dtype=x.dtype)
+    return whole.copy_(solutions.all_to_all(x, group))
+
 
 ALL = {
     "ring_reduce_scatter": reduce_scatter,
@@ -844,37 +981,231 @@ def reverse_ring(x, group):
     return moving
 
 
-def all_messages_at_once(x, group):
+def all_messages_at_once(x, group, laid_out=torch.Tensor.contiguous):
     rank, size = group.rank(), group.size()
-    parts = x.tensor_split(size)
-    out = [part.clone() for part in parts]
+    parts = [laid_out(part) for part in x.tensor_split(size)]
+    out = [part.clone(memory_format=torch.contiguous_format) for part in parts]
     others = [peer for peer in range(size) if peer != rank]
     receives = [(out[peer], peer) for peer in others]
     wait(start(group, receives=receives, sends=[(parts[peer], peer) for peer in others]))
     return torch.cat(out)
 
 
-def torchs_own_messages(x, group):
+def torchs_own_messages(x, group, laid_out=torch.Tensor.contiguous):
     _, size, after, before = neighbours(group)
+    x = laid_out(x)
     parts = {group.rank(): x}
     for k in range(1, size):
         came = torch.empty_like(x)
-        works = [dist.irecv(came, before, group=group), dist.isend(x, after, group=group)]
+        works = [
+            dist.irecv(came, group_src=before, group=group),
+            dist.isend(x, group_dst=after, group=group),
+        ]
         for work in works:
             work.wait()
         x = parts[(group.rank() - k) % size] = came
     return torch.cat([parts[r] for r in range(size)])
 
 
-@pytest.mark.parametrize(
-    "name, fn",
-    [
-        ("ring_reduce_scatter", reverse_ring),
-        ("all_to_all", all_messages_at_once),
-        ("ring_all_gather", torchs_own_messages),
-        ("ring_all_reduce", whole_sum_by_ring),
-    ],
-)
+right_scatter, right_gather = Right("ring_reduce_scatter"), Right("ring_all_gather")
+right_reduce, right_to_all = Right("ring_all_reduce"), Right("all_to_all")
+for fn, right_way in [
+    (reverse_ring, right_scatter),
+    (all_messages_at_once, right_to_all),
+    (torchs_own_messages, right_gather),
+    (whole_sum_by_ring, right_reduce),
+]:
+    right_way(fn)
+
+
+@right_scatter
+def one_buffer_as_long_as_the_longest_chunk(x, group):
+    rank, size, after, before = neighbours(group)
+    starts = [sum(split_sizes(len(x), size)[:r]) for r in range(size + 1)]
+    chunk = lambda r: x[starts[r % size] : starts[r % size + 1]]  # noqa: E731
+    total = chunk(rank - 1).clone()
+    room = x.new_empty(split_sizes(len(x), size)[0])
+    for number in range(rank - 2, rank - size - 1, -1):
+        mine = chunk(number)
+        total = exchange(total, after, before, group, out=room[: len(mine)]) + mine
+    return total
+
+
+@right_scatter
+def all_receives_posted_before(x, group):
+    rank, size, after, before = neighbours(group)
+    chunks = x.tensor_split(size)
+    numbers = [(rank - k) % size for k in range(2, size + 1)]
+    rooms = [torch.empty(chunks[number].shape, dtype=x.dtype) for number in numbers]
+    handles = start(group, receives=[(room, before) for room in rooms])
+    moving = chunks[rank - 1].clone()
+    for number, room, handle in zip(numbers, rooms, handles):
+        sending = start(group, sends=[(moving, after)])
+        handle.wait()
+        wait(sending)
+        moving = room + chunks[number]
+    return moving
+
+
+@right_scatter
+def in_numpy(x, group):
+    if x.dtype == torch.bfloat16:  # (numpy has none)
+        return reverse_ring(x, group)
+    rank, size, after, before = neighbours(group)
+    chunks = numpy.array_split(x.numpy(), size)
+    moving = chunks[rank - 1].copy()
+    for k in range(2, size + 1):
+        mine = chunks[rank - k]
+        came = exchange(torch.from_numpy(moving), after, before, group, like=torch.from_numpy(mine))
+        moving = came.numpy() + mine
+    return torch.from_numpy(moving)
+
+
+@right_gather
+def into_the_whole_the_other_way_round(x, group):
+    rank, size, after, before = neighbours(group)
+    whole = x.new_empty(size, *x.shape)
+    whole[rank] = x
+    for k in range(size - 1):
+        came = whole[(rank + k + 1) % size]
+        exchange(whole[(rank + k) % size], before, after, group, out=came)
+    return whole.flatten(0, 1)
+
+
+@right_gather
+def rolled_into_place(x, group):
+    rank, size, after, before = neighbours(group)
+    parts = [x]
+    while len(parts) < size:
+        parts.insert(0, exchange(parts[0], after, before, group))
+    return torch.cat(parts).roll((rank + 1) * len(x), dims=0)
+
+
+@right_gather
+def recursively(x, group, rounds=None):
+    rank, size, after, before = neighbours(group)
+
+    def parts(mine, left):
+        return [mine, *parts(exchange(mine, after, before, group), left - 1)] if left else [mine]
+
+    found = parts(x, size - 1)
+    return torch.cat([found[(rank - r) % size] for r in range(size)])
+
+
+@right_reduce
+def scatters_one_way_and_gathers_the_other(x, group):
+    rank, size, after, before = neighbours(group)
+    chunk = solutions.ring_reduce_scatter(x, group)
+    parts = {rank: chunk}
+    for k in range(1, size):
+        chunk = exchange(chunk, before, after, group)
+        parts[(rank + k) % size] = chunk
+    return torch.cat([parts[r] for r in range(size)])
+
+
+@right_reduce
+def in_place_of_a_copy(x, group):
+    rank, size, after, before = neighbours(group)
+    total = x.clone(memory_format=torch.contiguous_format)
+    chunks = total.view(size, -1)
+    for k in range(2 * (size - 1)):
+        came = exchange(chunks[(rank - k) % size], after, before, group)
+        if k < size - 1:
+            chunks[(rank - k - 1) % size] += came
+        else:
+            chunks[(rank - k - 1) % size] = came
+    return total
+
+
+@right_reduce
+def the_parts_of_the_library(x, group):
+    chunk = ring_reduce_scatter(x, group)
+    return ring_all_gather(chunk, group)
+
+
+@right_to_all
+def to_the_ranks_before(x, group):
+    rank, size = group.rank(), group.size()
+    parts = x.tensor_split(size)
+    out = torch.empty(x.shape, dtype=x.dtype)
+    places = out.tensor_split(size)
+    places[rank][:] = parts[rank]
+    for k in range(1, size):
+        to, source = (rank - k) % size, (rank + k) % size
+        exchange(parts[to], to, source, group, out=places[source])
+    return out
+
+
+@right_to_all
+def as_a_matrix(x, group):
+    rank, size = group.rank(), group.size()
+    rows = x.reshape(size, len(x) // size, *x.shape[1:])
+    columns = {rank: rows[rank]}
+    for to, source in [((rank + k) % size, (rank - k) % size) for k in range(1, size)]:
+        columns[source] = exchange(rows[to], to, source, group)
+    return torch.cat([columns[source] for source in sorted(columns)])
+
+
+@right_to_all
+def by_torchs_own_messages(x, group):
+    rank, size = group.rank(), group.size()
+    parts = [part.contiguous() for part in x.tensor_split(size)]
+    result = [part.clone() for part in parts]
+    for k in range(1, size):
+        to, source = (rank + k) % size, (rank - k) % size
+        sending = dist.isend(parts[to], group_dst=to, group=group)
+        dist.recv(result[source], group_src=source, group=group)
+        sending.wait()
+    return torch.cat(result)
+
+
+GOOD = [
+    pytest.param(right_way.name, fn, id=f"{right_way.name}-{fn.__name__}")
+    for right_way in (right_scatter, right_gather, right_reduce, right_to_all)
+    for fn in right_way.answers
+]
+
+
+@pytest.mark.parametrize("name, fn", GOOD)
 def test_another_good_way_is_right(name, fn):
     verdict = getattr(check, name).judge(fn)
     assert verdict.state == "right", verdict
+
+
+# How a tensor goes and another comes is the learner's choice, in any of the solutions.
+
+
+def with_swap(name, swap):
+    solution = swaps.SOLUTIONS[name]
+    return lambda x, group: solution(x, group, swap)
+
+
+@pytest.mark.parametrize("way", swaps.WRONG)
+@pytest.mark.parametrize("name", swaps.SOLUTIONS)
+def test_a_wrong_way_to_send_is_named(name, way):
+    swap, says = swaps.WRONG[way]
+    verdict = getattr(check, name).judge(with_swap(name, swap))
+    assert verdict.state == "wrong"
+    assert says in verdict.hint
+
+
+SWAPPED = [
+    pytest.param(name, swap, id=f"{name}-{swap.__name__}")
+    for name in swaps.SOLUTIONS
+    for swap in swaps.RIGHT
+    if swap is not swaps.from_any_source or name.startswith("ring")
+]
+
+
+@pytest.mark.parametrize("name, swap", SWAPPED)
+def test_a_right_way_to_send_is_right(name, swap):
+    verdict = getattr(check, name).judge(with_swap(name, swap))
+    assert verdict.state == "right", verdict
+
+
+def test_who_receives_from_any_source_where_several_send_is_told():
+    """As soon as it goes wrong: on a busy machine messages may come in order by chance."""
+    judge, answer = check.all_to_all.judge, with_swap("all_to_all", swaps.from_any_source)
+    verdicts = (judge(answer) for _ in range(5))
+    verdict = next(verdict for verdict in verdicts if verdict.state == "wrong")
+    assert "another one's message is the first" in verdict.hint

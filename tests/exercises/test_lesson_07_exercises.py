@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from mini_dist import check
 from mini_dist.collectives import all_gather, all_reduce, broadcast, reduce_scatter
-from tests.exercises import solutions_07
-from tests.exercises.wrong import Wrong
+from tests.exercises import solutions
+from tests.exercises.registry import Right, Wrong
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that no rank imports pytest
-cloudpickle.register_pickle_by_value(solutions_07)
+cloudpickle.register_pickle_by_value(solutions)
 
 wrong_step, wrong_backward, wrong_forward = Wrong(), Wrong(), Wrong()
 
@@ -219,6 +219,131 @@ def lets_the_backend_gather_in_double(x, layers, shards, group):
     return x
 
 
+@wrong_step("A barrier moves nothing")
+def meets_before_the_step(flat, gradient, update, group):
+    dist.barrier(group=group)
+    shard = flat.chunk(group.size())[group.rank()]
+    return all_gather(update(shard, reduce_scatter(gradient, group, op="mean")), group)
+
+
+@wrong_step("are needed: numbers travel in the dtype")
+def scatters_bfloat16(flat, gradient, update, group):
+    shard = flat.chunk(group.size())[group.rank()]
+    mean = reduce_scatter(gradient.bfloat16(), group, op="mean").to(flat)
+    return all_gather(update(shard, mean), group)
+
+
+@wrong_step("travel as float64")
+def scatters_double(flat, gradient, update, group):
+    shard = flat.chunk(group.size())[group.rank()]
+    mean = reduce_scatter(gradient.double(), group, op="mean").to(flat)
+    return all_gather(update(shard, mean), group)
+
+
+@wrong_backward("though not in .grad")
+def stashes_and_scatters_after_backward(loss, units, group):
+    stashed = []
+
+    def stash(p):
+        stashed.append((p, p.grad))
+        p.grad = None
+
+    hooks = [p.register_post_accumulate_grad_hook(stash) for unit in units for p in unit]
+    loss.backward()
+    for hook in hooks:
+        hook.remove()
+    grads = dict(stashed)
+    flats = [torch.cat([grads[p].flatten() for p in unit]) for unit in units]
+    return [reduce_scatter(flat, group, op="mean") for flat in flats]
+
+
+@wrong_backward("Put a hook on each")
+def hooks_only_the_first_of_a_unit(loss, units, group):
+    parts, hooks = [None] * len(units), []
+    for number, unit in enumerate(units):
+
+        def ready(p, number=number, unit=unit):
+            parts[number] = scatter(unit, group)
+
+        hooks.append(unit[0].register_post_accumulate_grad_hook(ready))
+    loss.backward()
+    for hook in hooks:
+        hook.remove()
+    return parts
+
+
+@wrong_backward("though not in .grad")
+def keeps_the_flat_ones(loss, units, group):
+    kept = []
+
+    def ready(unit):
+        kept.append(torch.cat([p.grad.flatten() for p in unit]))
+        return scatter(unit, group)
+
+    parts = with_hooks(loss, units, ready)
+    kept.clear()
+    return parts
+
+
+@wrong_backward("A barrier moves nothing")
+def a_barrier_a_unit(loss, units, group):
+    def ready(unit):
+        dist.barrier(group=group)
+        return scatter(unit, group)
+
+    return with_hooks(loss, units, ready)
+
+
+@wrong_backward("are needed: numbers travel in the dtype")
+def scatters_half_units(loss, units, group):
+    def ready(unit):
+        whole = torch.cat([p.grad.flatten() for p in unit]).bfloat16()
+        for p in unit:
+            p.grad = None
+        return reduce_scatter(whole, group, op="mean").float()
+
+    return with_hooks(loss, units, ready)
+
+
+@wrong_forward("and no copy")
+def keeps_them_and_passes_clones(x, layers, shards, group):
+    kept = []
+    for layer, shard in zip(layers, shards):
+        kept.append(all_gather(shard, group))
+        x = layer(x, kept[-1].clone())
+    return x
+
+
+@wrong_forward("Gather them one by one")
+def gathers_all_others_at_once(x, layers, shards, group):
+    x = layers[0](x, all_gather(shards[0], group))
+    if len(shards) > 1:
+        length, size = len(shards[0]), group.size()
+        others = all_gather(torch.cat(list(shards[1:])), group).view(size, -1, length)
+        for number, layer in enumerate(layers[1:]):
+            x = layer(x, others[:, number].reshape(-1))
+    return x
+
+
+@wrong_forward("each right before its layer")
+def fetches_one_ahead(x, layers, shards, group):
+    weight = all_gather(shards[0], group)
+    for number, layer in enumerate(layers):
+        ahead = all_gather(shards[number + 1], group) if number + 1 < len(layers) else None
+        x = layer(x, weight)
+        weight = ahead
+        del ahead
+    return x
+
+
+@wrong_forward("A barrier moves nothing")
+def a_barrier_a_layer(x, layers, shards, group):
+    for layer, shard in zip(layers, shards):
+        dist.barrier(group=group)
+        x = layer(x, all_gather(shard, group))
+    return x
+
+
 KEPT = [
     (name, fn, says)
     for name, wrong in (
@@ -237,7 +362,131 @@ def test_a_wrong_answer_is_refused_with_the_hint_that_helps(name, fn, says):
     assert says in verdict.hint, verdict
 
 
-@pytest.mark.parametrize("name", ["sharded_step", "backward_in_units", "forward_on_demand"])
-def test_a_right_answer_is_right(name):
-    verdict = getattr(check, name).judge(getattr(solutions_07, name))
+right_step, right_backward = Right("sharded_step"), Right("backward_in_units")
+right_forward = Right("forward_on_demand")
+right_step(solutions.sharded_step)
+right_backward(solutions.backward_in_units)
+right_forward(solutions.forward_on_demand)
+
+
+@right_step
+def divides_before_it_adds(flat, gradient, update, group):
+    mean = reduce_scatter(gradient / group.size(), group)
+    return all_gather(update(flat.view(group.size(), -1)[group.rank()], mean), group)
+
+
+@right_step
+def with_the_backend(flat, gradient, update, group):
+    shard = flat.tensor_split(group.size())[group.rank()].clone()
+    mean = torch.empty_like(shard)
+    dist.reduce_scatter_single(mean, gradient, group=group)
+    new = torch.empty_like(flat)
+    dist.all_gather_single(new, update(shard, mean / group.size()), group=group)
+    return new
+
+
+@right_step
+def gathers_a_list(flat, gradient, update, group):
+    length = len(flat) // group.size()
+    shard = flat.narrow(0, group.rank() * length, length)
+    shard = update(shard, reduce_scatter(gradient, group, op="mean"))
+    parts = [torch.empty_like(shard) for _ in range(group.size())]
+    dist.all_gather(parts, shard, group=group)
+    return torch.cat(parts)
+
+
+@right_backward
+def asks_for_one_units_gradients_at_a_time(loss, units, group):
+    parts = []
+    for unit in units[::-1]:
+        grads = torch.autograd.grad(loss, unit, retain_graph=True)
+        whole = torch.cat([grad.flatten() for grad in grads])
+        del grads
+        parts.append(reduce_scatter(whole, group, op="mean"))
+        del whole
+    return parts[::-1]
+
+
+@right_backward
+def frees_the_storage_in_place(loss, units, group):
+    def ready(unit):
+        whole = torch.cat([p.grad.flatten() for p in unit])
+        for p in unit:
+            p.grad.untyped_storage().resize_(0)
+        return reduce_scatter(whole, group, op="mean")
+
+    left, parts, hooks = [len(unit) for unit in units], {}, []
+    for number, unit in enumerate(units):
+
+        def hook(p, number=number, unit=unit):
+            left[number] -= 1
+            if not left[number]:
+                parts[number] = ready(unit)
+
+        hooks += [p.register_post_accumulate_grad_hook(hook) for p in unit]
+    loss.backward()
+    for hook in hooks:
+        hook.remove()
+    return [parts[number] for number in range(len(units))]
+
+
+@right_backward
+def in_one_reused_buffer(loss, units, group):
+    buffer = torch.empty(max(sum(p.numel() for p in unit) for unit in units))
+    parts, waiting, place = [None] * len(units), [set(unit) for unit in units], {}
+    for number, unit in enumerate(units):
+        at = 0
+        for p in unit:
+            place[p] = number, at
+            at += p.numel()
+
+    def arrived(p):
+        number, at = place[p]
+        buffer[at : at + p.numel()] = p.grad.flatten()
+        p.grad = None
+        waiting[number].discard(p)
+        if not waiting[number]:
+            parts[number] = reduce_scatter(buffer / group.size(), group)
+
+    hooks = [p.register_post_accumulate_grad_hook(arrived) for p in place]
+    loss.backward()
+    for hook in hooks:
+        hook.remove()
+    return parts
+
+
+@right_forward
+def lets_no_name_hold_it(x, layers, shards, group):
+    for layer, shard in zip(layers, shards):
+        x = layer(x, all_gather(shard, group))
+    return x
+
+
+@right_forward
+def into_one_reused_buffer(x, layers, shards, group):
+    buffer = torch.empty(len(shards[0]) * group.size())
+    for layer, shard in zip(layers, shards):
+        dist.all_gather_single(buffer, shard, group=group)
+        x = layer(x, buffer)
+    return x
+
+
+@right_forward
+def frees_its_storage(x, layers, shards, group):
+    for number, layer in enumerate(layers):
+        weight = torch.empty(len(shards[number]) * group.size())
+        dist.all_gather_single(weight, shards[number], group=group)
+        x = layer(x, weight)
+        weight.untyped_storage().resize_(0)
+    return x
+
+
+RIGHT = [
+    (each.name, fn) for each in (right_step, right_backward, right_forward) for fn in each.answers
+]
+
+
+@pytest.mark.parametrize("name, fn", RIGHT, ids=[fn.__name__ for _, fn in RIGHT])
+def test_a_right_answer_is_right(name, fn):
+    verdict = getattr(check, name).judge(fn)
     assert verdict.state == "right", verdict

@@ -3,16 +3,19 @@
 import sys
 
 import cloudpickle
+import numpy
 import pytest
 
 from mini_dist import check
 from mini_dist import schedule as library
 from mini_dist.schedule import Action, Schedule
-from tests.exercises import solutions_12 as solutions
-from tests.exercises.wrong import Wrong
+from tests.exercises import right
+from tests.exercises import solutions as solutions
+from tests.exercises.registry import Right, Wrong
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that no rank imports pytest
 cloudpickle.register_pickle_by_value(solutions)
+cloudpickle.register_pickle_by_value(right)
 
 
 def forwards(rank, m):
@@ -106,7 +109,7 @@ def splits_the_backward(p, m):
     return [forwards(r, m) + backwards(r, m) + w(r) for r in range(p)]
 
 
-@gpipe("Right with 4 ranks, not with 3")
+@gpipe("Right with 4 ranks. With 3 ranks, 2 micro-batches: ")
 def only_for_4_ranks(p, m):
     return taking_turns(p, m, lambda rank: 0 if p == 3 and rank == 2 else m)
 
@@ -125,6 +128,41 @@ def returns_nothing(p, m):
 @gpipe("the library's one_f_one_b")
 def another_of_the_library(p, m):
     return library.one_f_one_b(p, m)
+
+
+@gpipe("the pipeline is turned round")
+def mirrored(p, m):
+    return [forwards(p - 1 - r, m) + backwards(p - 1 - r, m) for r in range(p)]
+
+
+@gpipe("others, played by the simulator: 5 ranks, 1 micro-batches: ")
+def only_up_to_4_ranks(p, m):
+    return taking_turns(p, m, lambda rank: m if p < 5 else 0)[: max(4, p - 1)]
+
+
+@gpipe("put each rank's into a list of its own")
+def a_flat_list(p, m):
+    return [a for r in range(p) for a in forwards(r, m) + backwards(r, m)]
+
+
+@gpipe("None stands among the actions")
+def none_for_what_is_not_there(p, m):
+    return [[*forwards(r, m), None, *backwards(r, m)] for r in range(p)]
+
+
+@gpipe("is a tuple, no action: write it as text")
+def raw_tuples(p, m):
+    return [[(r, kind, k) for kind in "FB" for k in range(m)] for r in range(p)]
+
+
+@gpipe("'0f0' is not an action")
+def in_small_letters(p, m):
+    return [[Action(r, kind, k) for kind in "fb" for k in range(m)] for r in range(p)]
+
+
+@gpipe("One of the lists is a NoneType")
+def one_rank_has_none(p, m):
+    return [forwards(r, m) + backwards(r, m) if r else None for r in range(p)]
 
 
 # -- 1F1B -------------------------------------------------------------------------------------
@@ -193,7 +231,7 @@ def waits_for_two(p, m):
     return lists
 
 
-@one_f_one_b("Right with 4 ranks, not with 3")
+@one_f_one_b("Right with 4 ranks. With 3 ranks, 1 micro-batches: ")
 def warms_up_as_if_there_were_enough(p, m):
     """With one micro-batch on three ranks, rank 0 has no two to warm up with."""
     lists = []
@@ -206,7 +244,7 @@ def warms_up_as_if_there_were_enough(p, m):
     return lists
 
 
-@one_f_one_b("Right with 4 ranks, not with 3")
+@one_f_one_b("Right with 4 ranks. With 3 ranks, 1 micro-batches: ")
 def only_with_many_micro_batches(p, m):
     """m < p: warms up with micro-batches that do not exist, and leaves their forwards out twice."""
     lists = []
@@ -223,6 +261,24 @@ def only_with_many_micro_batches(p, m):
 @one_f_one_b("the library's interleaved")
 def by_the_librarys_interleaved(p, m):
     return library.interleaved(p, m, chunks=1)
+
+
+@one_f_one_b("others, played by the simulator: ")
+def right_only_with_few_micro_batches_or_many(p, m):
+    return taking_turns(p, m, lambda rank: p - 1 - rank if m in (1, 8) else rank * 0 + p)
+
+
+@one_f_one_b("others, played by the simulator: 5 ranks, 7 micro-batches: Rank 0 holds only 4")
+def right_up_to_four_ranks(p, m):
+    return taking_turns(p, m, lambda rank: min(3, p - 1 - rank) if m > 4 else p - 1 - rank)
+
+
+@one_f_one_b("the pipeline is turned round")
+def mirrored_1f1b(p, m):
+    return taking_turns(p, m, lambda rank: p - 1 - rank) and [
+        [a.replace(str(r), str(p - 1 - r), 1) for a in actions]
+        for r, actions in enumerate(taking_turns(p, m, lambda rank: rank))
+    ]
 
 
 # -- sends and receives -----------------------------------------------------------------------
@@ -297,12 +353,12 @@ def also_at_the_ends(schedule):
     return added(schedule, skip=lambda schedule, stage, rank: True)
 
 
-@messages("Right with 4 ranks, not with 2")
+@messages("Right with 4 ranks. With 2 ranks, 4 micro-batches: ")
 def also_within_a_rank(schedule):
     return added(schedule, skip=lambda schedule, stage, rank: stage in schedule.rank_of)
 
 
-@messages("Right with 4 ranks, not with 2")
+@messages("Right with 4 ranks. With 2 ranks, 4 micro-batches: ")
 def takes_the_stage_for_the_rank(schedule):
     return added(schedule, skip=lambda schedule, stage, rank: 0 <= stage < schedule.num_ranks)
 
@@ -348,6 +404,145 @@ def another_pass_of_the_library(schedule):
     return library.fuse_communication(Schedule("", added(schedule)))
 
 
+@messages("others, played by the simulator: ")
+def assumes_that_neighbours_are_one_rank_apart(schedule):
+    def near(schedule, stage, rank):
+        return abs(schedule.rank_of.get(stage, rank) - rank) == 1
+
+    return added(schedule, skip=near)
+
+
+@messages("others, played by the simulator: ")
+def takes_the_rank_for_the_stage_modulo_the_ranks(schedule):
+    if schedule.stages_of[0] in ((0, 3), (0, 7)):  # a V
+        return added(schedule)
+
+    def looped(schedule, stage, rank):
+        return 0 <= stage < schedule.num_stages and stage % schedule.num_ranks != rank
+
+    return added(schedule, skip=looped)
+
+
+@messages("A NoneType came back")
+def nothing_at_all(schedule):
+    added(schedule)
+
+
+# -- unusual right answers --------------------------------------------------------------------
+
+right_gpipe, right_1f1b = Right("gpipe"), Right("one_f_one_b")
+right_messages = Right("add_communication")
+
+
+@right_gpipe
+def backwards_from_the_last_to_the_first(p, m):
+    """As in figure 2 of the GPipe paper."""
+    return [forwards(r, m) + backwards(r, m)[::-1] for r in range(p)]
+
+
+@right_gpipe
+def a_line_of_text_for_each_rank(p, m):
+    return [" ".join(forwards(r, m) + backwards(r, m)) for r in range(p)]
+
+
+@right_gpipe
+def tuples_of_actions(p, m):
+    return tuple(tuple(Action(r, kind, k) for kind in "FB" for k in range(m)) for r in range(p))
+
+
+@right_gpipe
+def numbers_of_numpy(p, m):
+    numbers = numpy.arange(m)
+    return [[Action(numpy.int64(r), kind, k) for kind in "FB" for k in numbers] for r in range(p)]
+
+
+@right_gpipe
+def rank_by_rank_as_they_are_asked_for(p, m):
+    for r in range(p):
+        yield (f"{r}{kind}{k}" for kind in "FB" for k in range(m))
+
+
+@right_1f1b
+def by_what_is_held(p, m):
+    """A backward as soon as a rank holds what it may hold."""
+    lists = []
+    for r in range(p):
+        actions, f, b = [], 0, 0
+        while b < m:
+            if f < m and f - b < p - r:
+                actions.append(f"{r}F{f}")
+                f += 1
+            else:
+                actions.append(f"{r}B{b}")
+                b += 1
+        lists.append(actions)
+    return lists
+
+
+@right_1f1b
+def sorted_by_time(p, m):
+    """By the time at which each begins; in the warm-up forwards begin one after the other."""
+    lists = []
+    for r in range(p):
+        when = {f"{r}B{k}": 2 * (p + k) - 1 - r for k in range(m)}
+        when |= {f"{r}F{k}": r + k if k < p - r else r + 2 * k for k in range(m)}
+        lists.append(tuple(sorted(when, key=when.get)))
+    return tuple(lists)
+
+
+@right_1f1b
+def by_one_after_the_other(p, m):
+    lists = [backwards(r, m) for r in range(p)]
+    for r, actions in enumerate(lists):
+        for k in range(m):
+            place = actions.index(f"{r}B{k - (p - 1 - r)}") if k >= p - r - 1 else k
+            actions.insert(min(place, len(actions)), f"{r}F{k}")
+    return Schedule("mine", lists)
+
+
+@right_messages
+def from_the_side_of_the_messages(schedule):
+    """Each border between two ranks puts its own into the lists."""
+    lists = [list(schedule.actions(rank)) for rank in range(schedule.num_ranks)]
+
+    def put(stage, kind, micro, message, behind):
+        actions = lists[schedule.rank_of[stage]]
+        place = actions.index((stage, kind, micro, None)) + behind
+        actions.insert(place, Action(stage, f"{message}_{kind}", micro))
+
+    for one in range(schedule.num_stages - 1):
+        if schedule.crosses(one):
+            for k in range(schedule.num_micro_batches):
+                put(one, "F", k, "SEND", 1)
+                put(one + 1, "F", k, "RECV", 0)
+                put(one + 1, "B", k, "SEND", 1)
+                put(one, "B", k, "RECV", 0)
+    return lists
+
+
+@right_messages
+def in_lines_of_text(schedule):
+    return [" ".join(map(str, actions)) for actions in added(schedule)]
+
+
+@right_messages
+def as_a_schedule(schedule):
+    return Schedule(schedule.name, added(schedule), schedule.mixed)
+
+
+RIGHT = [
+    pytest.param(each.name, fn, id=f"{each.name}-{fn.__name__}")
+    for each in (right_gpipe, right_1f1b, right_messages)
+    for fn in [*each.answers, getattr(right, each.name)]
+]
+
+
+@pytest.mark.parametrize("name, fn", RIGHT)
+def test_an_unusual_right_answer_is_right(name, fn):
+    verdict = getattr(check, name).judge(fn)
+    assert verdict.state == "right", verdict
+
+
 # ------------------------------------------------------------------------------------------------
 
 CASES = [
@@ -372,12 +567,3 @@ def test_a_wrong_list_is_refused_with_the_hint_that_names_it(name, fn, says):
 def test_the_solutions_are_right(name):
     verdict = getattr(check, name).judge(getattr(solutions, name))
     assert verdict.state == "right", verdict
-
-
-def test_backwards_in_the_order_of_the_gpipe_paper_are_right_too():
-    """Its figure 2 runs them from the last micro-batch to the first."""
-
-    def last_first(p, m):
-        return [forwards(r, m) + backwards(r, m)[::-1] for r in range(p)]
-
-    assert check.gpipe.judge(last_first).state == "right"

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from functools import partial
 
 import cloudpickle
 import pytest
@@ -9,8 +10,8 @@ import pytest
 from mini_dist import check
 from mini_dist import schedule as library
 from mini_dist.schedule import Schedule
-from tests.exercises import solutions_13 as solutions
-from tests.exercises.wrong import Wrong
+from tests.exercises import solutions as solutions
+from tests.exercises.registry import Right, Wrong
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that no rank imports pytest
 cloudpickle.register_pickle_by_value(solutions)
@@ -64,7 +65,7 @@ def as_gpipe():
 @wrong("start a backward before the next forward")
 def interleaved_by_hand():
     """Less bubble, but 5.5 micro-batches held on rank 0."""
-    return [[str(a) for a in actions] for actions in INTERLEAVED]
+    return INTERLEAVED
 
 
 @wrong("not below 1F1B's")
@@ -96,7 +97,7 @@ def four_micro_batches_are_less_work():
 
 @wrong("optimizer step (S) among the micro-batches")
 def never_drains():
-    return [[str(a) for a in actions] for actions in PIPEDREAM]
+    return PIPEDREAM
 
 
 @wrong("W for its own B")
@@ -114,7 +115,7 @@ def on_two_ranks_there_is_less_to_wait():
 
 @wrong("12 stages cannot share 8 layers evenly")
 def three_stages_a_rank():
-    return [[str(a) for a in actions] for actions in THREE_CHUNKS]
+    return THREE_CHUNKS
 
 
 @wrong("the library's zb_v")
@@ -122,11 +123,44 @@ def the_librarys_best():
     return library.zb_v(4, 8)
 
 
-# made here: on a rank a call of the library would be noted
-INTERLEAVED = library.interleaved(4, 8).ranks
-THREE_CHUNKS = library.interleaved(4, 8, chunks=3).ranks
-PIPEDREAM = library.pipedream(4, 8).ranks
-ZB_V = library.zb_v(4, 8).ranks
+def as_text(schedule):
+    return [[str(action) for action in actions] for actions in schedule.ranks]
+
+
+# Text, as if written by hand: on a rank a call of the library would be noted.
+INTERLEAVED = as_text(library.interleaved(4, 8))
+THREE_CHUNKS = as_text(library.interleaved(4, 8, chunks=3))
+PIPEDREAM = as_text(library.pipedream(4, 8))
+ZB_V = as_text(library.zb_v(4, 8))
+
+# As an earlier cell of the lesson leaves them.
+four = {"ZB-H1": library.zb_h1(4, 8), "ZB-V": library.zb_v(4, 8)}
+played = {name: library.simulate(schedule) for name, schedule in four.items()}
+
+
+@wrong("Your function uses four, which was there before it was called")
+def the_lessons_own():
+    return four["ZB-V"]
+
+
+@wrong("Your function uses four")
+def a_copy_of_the_lessons_own():
+    return [[str(action) for action in actions] for actions in four["ZB-V"].ranks]
+
+
+def take():
+    return played["ZB-V"]
+
+
+@wrong("Your function uses played")
+def what_the_lesson_has_played():
+    return [[span.action for span in spans] for spans in take().spans]
+
+
+@wrong("Your function uses schedule")
+def the_lessons_own_as_a_default(schedule=four["ZB-V"]):
+    return schedule
+
 
 # ------------------------------------------------------------------------------------------------
 
@@ -159,22 +193,93 @@ def test_a_place_in_the_ranking_is_neither_right_nor_wrong(answer):
         assert (line.mark == "") == bool(is_place), line
 
 
+right = Right("less_bubble")
+
+
+@right
+def weights_at_once():
+    return split(lambda rank: 3 - rank, lambda rank: 0)
+
+
+@right
+def the_v():
+    """Written down by hand."""
+    return ZB_V
+
+
+@right
+def each_weight_as_late_as_there_is_room_for():
+    """F and B of 1F1B; a W when a rank would else hold more than 4."""
+    lists = []
+    for rank in range(4):
+        actions, late, f, b = [], [], 0, 0
+        while b < 8:
+            if f < 8 and f - b <= 3 - rank:
+                if f - b + len(late) == 4:
+                    actions.append(late.pop(0))
+                actions.append(f"{rank}F{f}")
+                f += 1
+            else:
+                actions.append(f"{rank}B{b}")
+                late.append(f"{rank}W{b}")
+                b += 1
+        lists.append(actions + late)
+    return lists
+
+
+@right
+def some_backwards_whole():
+    lists = split(lambda rank: 3 - rank, lambda rank: rank)
+    lists[0] = [a for a in lists[0] if "W" not in a]  # rank 0's backwards stay whole
+    return Schedule("mine", lists, mixed=True)
+
+
+@right
+def in_lines_of_text():
+    return tuple(" ".join(actions) for actions in split(lambda r: 3 - r, lambda r: min(r, 2)))
+
+
+@pytest.mark.parametrize("fn", right.answers, ids=lambda fn: fn.__name__)
+def test_whatever_has_less_bubble_and_holds_no_more_is_right(fn):
+    verdict = check.less_bubble.judge(fn)
+    assert verdict.state == "right", verdict
+
+
 def test_a_better_list_has_a_better_place_and_the_best_known_the_first():
-    def weights_at_once():
-        return split(lambda rank: 3 - rank, lambda rank: 0)
-
-    def the_v():
-        return ZB_V
-
     assert place(check.less_bubble.judge(weights_at_once)) == 3
     assert place(check.less_bubble.judge(the_v)) <= 2  # shared with ZB-V
-    assert check.less_bubble.judge(the_v).state == "right"
 
 
-def test_lists_that_split_some_backwards_are_taken_as_a_schedule():
-    def mixed():
-        lists = split(lambda rank: 3 - rank, lambda rank: rank)
-        lists[0] = [a for a in lists[0] if "W" not in a]  # rank 0's backwards stay whole
-        return Schedule("mine", lists, mixed=True)
+def test_the_printed_solution_as_text_is_the_librarys():
+    def executed():
+        cell = {}
+        exec(check.less_bubble.answer(), cell)
+        return cell["less_bubble"]()
 
-    assert check.less_bubble.judge(mixed).state == "right"
+    assert "the library's Exercise.answer" in check.less_bubble.judge(executed).hint
+
+
+class Kept:
+    lists = four["ZB-V"]
+
+    def __call__(self):
+        return self.lists
+
+
+def in_a_closure(kept=None):
+    kept = four["ZB-V"]
+    return lambda: kept
+
+
+HIDDEN = {
+    "in a closure": in_a_closure(),
+    "in an argument": partial(dict.get, four, "ZB-V"),
+    "in a class": lambda: Kept.lists,
+    "in an object": Kept.__call__.__get__(Kept()),
+    "in what a dict does": four.copy,
+}
+
+
+@pytest.mark.parametrize("fn", HIDDEN.values(), ids=HIDDEN)
+def test_a_schedule_made_before_is_found_wherever_it_is_kept(fn):
+    assert "which was there before it was called" in check.less_bubble.judge(fn).hint

@@ -3,18 +3,27 @@
 import sys
 
 import cloudpickle
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from mini_dist import check, ops
-from mini_dist.collectives import all_gather, all_reduce, all_to_all
-from mini_dist.expert_parallel import Trip
-from tests.exercises import solutions, solutions_14
-from tests.exercises.wrong import Wrong
+from mini_dist.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    exchange,
+    reduce,
+)
+from mini_dist.expert_parallel import Dispatched
+from tests.exercises import solutions
+from tests.exercises.registry import Right, Wrong
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that no rank imports pytest
-cloudpickle.register_pickle_by_value(solutions_14)
+cloudpickle.register_pickle_by_value(solutions)
 
 # --- dispatch ------------------------------------------------------------------------------------
 
@@ -36,7 +45,7 @@ def sorting(theirs):
 def leaves_the_rows_as_they_came(x, counts, group):
     theirs, sent, received = splits(counts, group)
     arrived = ops.all_to_all(x, group, sent, received)
-    return arrived, Trip(sent, received, torch.arange(len(arrived)), theirs.sum(0).tolist())
+    return arrived, Dispatched(sent, received, torch.arange(len(arrived)), theirs.sum(0).tolist())
 
 
 @there("Sort by expert, and leave the rows of one expert")
@@ -44,7 +53,7 @@ def sorts_backwards(x, counts, group):
     theirs, sent, received = splits(counts, group)
     order = sorting(theirs).flip(0)
     arrived = ops.all_to_all(x, group, sent, received)[order]
-    return arrived, Trip(sent, received, order, theirs.sum(0).tolist())
+    return arrived, Dispatched(sent, received, order, theirs.sum(0).tolist())
 
 
 @there("Every rank has the rows of all ranks")
@@ -52,15 +61,15 @@ def everything_to_everyone(x, counts, group):
     n = group.size()
     lengths = all_to_all(torch.full((n,), len(x)), group).tolist()
     rows = ops.all_to_all(x.repeat(n, 1), group, [len(x)] * n, lengths)
-    order = rows[:, 1].argsort(stable=True)
-    return rows[order], Trip([len(x)] * n, lengths, order, counts.tolist())
+    order = torch.arange(len(rows))
+    return rows[order], Dispatched([len(x)] * n, lengths, order, counts.tolist())
 
 
 @there("an all-to-all with splits, not an all-gather")
 def gathers_the_rows(x, counts, group):
     lengths = all_to_all(torch.full((group.size(),), len(x)), group).tolist()
     rows = all_gather(x, group, sizes=lengths)
-    return rows, Trip(lengths, lengths, torch.arange(len(rows)), counts.tolist())
+    return rows, Dispatched(lengths, lengths, torch.arange(len(rows)), counts.tolist())
 
 
 @there("which lives on rank")
@@ -73,7 +82,7 @@ def deals_the_experts_out_like_cards(x, counts, group):
     theirs, sent, received = splits(counts[dealt], group)
     order = sorting(theirs)
     arrived = ops.all_to_all(rows, group, sent, received)[order]
-    return arrived, Trip(sent, received, order, theirs.sum(0).tolist())
+    return arrived, Dispatched(sent, received, order, theirs.sum(0).tolist())
 
 
 @there("no gradient comes back")
@@ -81,7 +90,7 @@ def sends_rows_by_a_plain_collective(x, counts, group):
     theirs, sent, received = splits(counts, group)
     order = sorting(theirs)
     arrived = all_to_all(x, group, sent, received)[order]
-    return arrived, Trip(sent, received, order, theirs.sum(0).tolist())
+    return arrived, Dispatched(sent, received, order, theirs.sum(0).tolist())
 
 
 @there("backend's own all_to_all")
@@ -92,23 +101,23 @@ def by_the_backend(x, counts, group):
     sent, received = counts.view(group.size(), -1).sum(1).tolist(), theirs.sum(1).tolist()
     order = sorting(theirs)
     arrived = ops.all_to_all(x, group, sent, received)[order]
-    return arrived, Trip(sent, received, order, theirs.sum(0).tolist())
+    return arrived, Dispatched(sent, received, order, theirs.sum(0).tolist())
 
 
-@there("Trip.received of rank")
+@there("Dispatched.received of rank")
 def mixes_up_to_and_from(x, counts, group):
     theirs, sent, received = splits(counts, group)
     order = sorting(theirs)
     arrived = ops.all_to_all(x, group, sent, received)[order]
-    return arrived, Trip(sent, sent, order, theirs.sum(0).tolist())
+    return arrived, Dispatched(sent, sent, order, theirs.sum(0).tolist())
 
 
-@there("Trip.visitors of rank")
+@there("Dispatched.rows_per_expert of rank")
 def counts_its_own_rows_as_visitors(x, counts, group):
     theirs, sent, received = splits(counts, group)
     order = sorting(theirs)
     arrived = ops.all_to_all(x, group, sent, received)[order]
-    return arrived, Trip(sent, received, order, counts[: theirs.shape[1]].tolist())
+    return arrived, Dispatched(sent, received, order, counts[: theirs.shape[1]].tolist())
 
 
 @there("bytes in forward instead of")
@@ -120,14 +129,14 @@ def tells_all_counts_to_everyone(x, counts, group):
     sent, received = counts.view(n, -1).sum(1).tolist(), theirs.sum(1).tolist()
     order = sorting(theirs)
     arrived = ops.all_to_all(x, group, sent, received)[order]
-    return arrived, Trip(sent, received, order, theirs.sum(0).tolist())
+    return arrived, Dispatched(sent, received, order, theirs.sum(0).tolist())
 
 
-@there("With 2 ranks and rows for 4 experts")
+@there("its counts for this rank's experts")
 def believes_that_all_ranks_send_as_many(x, counts, group):
     sent = counts.view(group.size(), -1).sum(1).tolist()
     arrived = ops.all_to_all(x, group, sent, [sent[group.rank()]] * group.size())
-    return arrived, Trip(sent, sent, torch.arange(len(arrived)), counts.tolist())
+    return arrived, Dispatched(sent, sent, torch.arange(len(arrived)), counts.tolist())
 
 
 @there("only those for its own experts: all_to_all, not all_gather")
@@ -138,24 +147,183 @@ def gathers_the_counts(x, counts, group):
     sent, received = counts.view(n, -1).sum(1).tolist(), theirs.sum(1).tolist()
     order = sorting(theirs)
     arrived = ops.all_to_all(x, group, sent, received)[order]
-    return arrived, Trip(sent, received, order, theirs.sum(0).tolist())
+    return arrived, Dispatched(sent, received, order, theirs.sum(0).tolist())
 
 
-@there("no Trip came back")
+@there("no Dispatched came back")
 def returns_only_the_rows(x, counts, group):
     return solutions.dispatch(x, counts, group)[0]
 
 
-@there("no Trip came back")
+@there("no Dispatched came back")
 def returns_the_fields_of_a_trip_alone(x, counts, group):
-    arrived, trip = solutions.dispatch(x, counts, group)
-    return arrived, tuple(trip)
+    arrived, dispatched = solutions.dispatch(x, counts, group)
+    return arrived, tuple(dispatched)
 
 
 @there("Return two things")
 def returns_only_a_trip(x, counts, group):
     theirs, sent, received = splits(counts, group)
-    return Trip(sent, received, sorting(theirs), theirs.sum(0).tolist())
+    return Dispatched(sent, received, sorting(theirs), theirs.sum(0).tolist())
+
+
+def sends(x, theirs, sent, received, group):
+    order = sorting(theirs)
+    arrived = ops.all_to_all(x, group, sent, received)[order]
+    return arrived, Dispatched(sent, received, order, theirs.sum(0).tolist())
+
+
+@there("another order")
+def sorts_by_what_is_in_the_rows(x, counts, group):
+    arrived, dispatched = solutions.dispatch(x, counts, group)
+    return arrived[arrived[:, 0].argsort(stable=True)], dispatched
+
+
+@there("A sum over the ranks does not say it")
+def adds_the_counts(x, counts, group):
+    n = group.size()
+    theirs = all_reduce(counts, group).view(n, -1)[group.rank()].expand(n, -1)
+    return sends(x, theirs, counts.view(n, -1).sum(1).tolist(), theirs.sum(1).tolist(), group)
+
+
+@there("Pad nothing")
+def pads_to_the_longest(x, counts, group):
+    n = group.size()
+    sent = counts.view(n, -1).sum(1).tolist()
+    most = int(all_reduce(counts.view(n, -1).sum(1).max()[None], group, op="max"))
+    padded = [torch.nn.functional.pad(part, (0, 0, 0, most - len(part))) for part in x.split(sent)]
+    arrived = ops.all_to_all(torch.cat(padded), group)
+    received = [most] * n
+    return arrived, Dispatched(received, received, torch.arange(len(arrived)), counts.tolist())
+
+
+@there("none is padded")
+def pads_and_cuts_again(x, counts, group):
+    theirs, sent, received = splits(counts, group)
+    most = int(all_reduce(torch.tensor([max(sent)]), group, op="max"))
+    padded = [torch.nn.functional.pad(part, (0, 0, 0, most - len(part))) for part in x.split(sent)]
+    parts = ops.all_to_all(torch.cat(padded), group).split(most)
+    arrived, order = torch.cat([p[:n] for p, n in zip(parts, received)]), sorting(theirs)
+    return arrived[order], Dispatched(sent, received, order, theirs.sum(0).tolist())
+
+
+@there("numbers travel in the dtype that they were given in")
+def sends_rows_in_16_bits(x, counts, group):
+    arrived, dispatched = solutions.dispatch(x.bfloat16(), counts, group)
+    return arrived.to(x.dtype), dispatched
+
+
+@there("numbers travel in the dtype that they were given in")
+def counts_in_32_bits(x, counts, group):
+    theirs = all_to_all(counts.int(), group).view(group.size(), -1).long()
+    sent, received = counts.view(group.size(), -1).sum(1).tolist(), theirs.sum(1).tolist()
+    return sends(x, theirs, sent, received, group)
+
+
+@there("rows keep their dtype")
+def returns_rows_in_double_always(x, counts, group):
+    arrived, dispatched = solutions.dispatch(x, counts, group)
+    return arrived.double(), dispatched
+
+
+@there("Return two things")
+def returns_them_swapped(x, counts, group):
+    return solutions.dispatch(x, counts, group)[::-1]
+
+
+@there("Return two things")
+def returns_nothing(x, counts, group):
+    solutions.dispatch(x, counts, group)
+
+
+@there("Dispatched.by_expert of rank")
+def returns_the_way_back_as_order(x, counts, group):
+    theirs, sent, received = splits(counts, group)
+    order = sorting(theirs)
+    arrived = ops.all_to_all(x, group, sent, received)[order]
+    return arrived, Dispatched(sent, received, order.argsort(), theirs.sum(0).tolist())
+
+
+@there("A barrier moves nothing")
+def waits_for_everyone(x, counts, group):
+    barrier(group)
+    return solutions.dispatch(x, counts, group)
+
+
+@there(".view does not")
+def wants_contiguous_rows(x, counts, group):
+    theirs, sent, received = splits(counts, group)
+    return sends(x.view(-1).view(-1, x.shape[1]), theirs, sent, received, group)
+
+
+right_dispatch = Right("dispatch")
+
+
+@right_dispatch
+def expert_by_expert(x, counts, group):
+    """Cuts what came into blocks, one of a rank for an expert, and puts these in order."""
+    n = group.size()
+    theirs = all_to_all(counts, group).view(n, -1)
+    sent, received = counts.view(n, -1).sum(1), theirs.sum(1)
+    arrived = ops.all_to_all(x, group, sent.tolist(), received.tolist())
+    lengths = theirs.flatten().tolist()
+    blocks, places = arrived.split(lengths), torch.arange(len(arrived)).split(lengths)
+    per_rank = theirs.shape[1]
+    turn = [r * per_rank + e for e in range(per_rank) for r in range(n)]
+    return torch.cat([blocks[i] for i in turn]), Dispatched(
+        tuple(sent.tolist()), received, torch.cat([places[i] for i in turn]), theirs.sum(0).numpy()
+    )
+
+
+@right_dispatch
+def counts_by_hand(x, counts, group):
+    """The counts travel by messages, neighbour by neighbour."""
+    rank, n = group.rank(), group.size()
+    mine, theirs = counts.view(n, -1), torch.empty_like(counts).view(n, -1)
+    theirs[rank] = mine[rank]
+    for k in range(1, n):
+        to, source = (rank + k) % n, (rank - k) % n
+        theirs[source] = exchange(mine[to], to, source, group)
+    return sends(x, theirs, mine.sum(1).tolist(), theirs.sum(1).tolist(), group)
+
+
+class Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, sent, received):
+        ctx.how = group, received, sent
+        return all_to_all(x, group, sent, received)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return all_to_all(gradient, *ctx.how), None, None, None
+
+
+@right_dispatch
+def with_a_gradient_of_its_own(x, counts, group):
+    theirs, sent, received = splits(counts, group)
+    order = sorting(theirs)
+    return Rows.apply(x, group, sent, received).index_select(0, order), Dispatched(
+        [np.int64(n) for n in sent], received, order, theirs.sum(0).tolist()
+    )
+
+
+@right_dispatch
+def one_journey_for_each_local_expert(x, counts, group):
+    n, per_rank = group.size(), len(counts) // group.size()
+    theirs = all_to_all(counts, group).view(n, -1)
+    mine, blocks = counts.view(n, -1), x.split(counts.tolist())
+    came = [
+        ops.all_to_all(
+            torch.cat([blocks[to * per_rank + e] for to in range(n)]),
+            group,
+            mine[:, e].tolist(),
+            theirs[:, e].tolist(),
+        )
+        for e in range(per_rank)
+    ]
+    return torch.cat(came), Dispatched(
+        mine.sum(1).tolist(), theirs.sum(1).tolist(), sorting(theirs), [len(rows) for rows in came]
+    )
 
 
 # --- combine -------------------------------------------------------------------------------------
@@ -164,41 +332,122 @@ back = Wrong()
 
 
 @back("has answers to rows of other ranks")
-def sends_them_in_the_experts_order(answers, trip, group):
-    return ops.all_to_all(answers, group, trip.received, trip.sent)
+def sends_them_in_the_experts_order(answers, dispatched, group):
+    return ops.all_to_all(answers, group, dispatched.received, dispatched.sent)
 
 
 @back("has answers to rows of other ranks")
-def sorts_once_more(answers, trip, group):
-    return ops.all_to_all(answers[trip.by_expert], group, trip.received, trip.sent)
+def sorts_once_more(answers, dispatched, group):
+    return ops.all_to_all(
+        answers[dispatched.by_expert], group, dispatched.received, dispatched.sent
+    )
 
 
 @back("not at the place of its row")
-def turns_each_ranks_answers_round(answers, trip, group):
-    parts = solutions.combine(answers, trip, group).split(trip.sent)
+def turns_each_ranks_answers_round(answers, dispatched, group):
+    parts = solutions.combine(answers, dispatched, group).split(dispatched.sent)
     return torch.cat([part.flip(0) for part in parts])
 
 
 @back("does not cut")
-def forgets_to_exchange_the_splits(answers, trip, group):
-    as_they_came = answers[trip.by_expert.argsort()]
-    return ops.all_to_all(as_they_came, group, trip.sent, trip.received)
+def forgets_to_exchange_the_splits(answers, dispatched, group):
+    as_they_came = answers[dispatched.by_expert.argsort()]
+    return ops.all_to_all(as_they_came, group, dispatched.sent, dispatched.received)
 
 
 @back("no gradient reaches the experts")
-def sends_answers_by_a_plain_collective(answers, trip, group):
-    return all_to_all(answers[trip.by_expert.argsort()], group, trip.received, trip.sent)
+def sends_answers_by_a_plain_collective(answers, dispatched, group):
+    return all_to_all(
+        answers[dispatched.by_expert.argsort()], group, dispatched.received, dispatched.sent
+    )
 
 
 @back("no gradient reaches the experts")
-def detaches_them(answers, trip, group):
-    return solutions.combine(answers.detach(), trip, group)
+def detaches_them(answers, dispatched, group):
+    return solutions.combine(answers.detach(), dispatched, group)
 
 
 @back("each row goes back once")
-def sends_them_twice(answers, trip, group):
-    solutions.combine(answers.detach(), trip, group)
-    return solutions.combine(answers, trip, group)
+def sends_them_twice(answers, dispatched, group):
+    solutions.combine(answers.detach(), dispatched, group)
+    return solutions.combine(answers, dispatched, group)
+
+
+@back("numbers travel in the dtype that they were given in")
+def answers_in_16_bits(answers, dispatched, group):
+    return solutions.combine(answers.bfloat16(), dispatched, group).to(answers.dtype)
+
+
+@back("rows keep their dtype")
+def answers_in_double_always(answers, dispatched, group):
+    return solutions.combine(answers, dispatched, group).double()
+
+
+@back("has answers to rows of other ranks")
+def sorts_by_what_is_in_the_answers(answers, dispatched, group):
+    as_they_came = answers[answers[:, 0].argsort()]
+    return ops.all_to_all(as_they_came, group, dispatched.received, dispatched.sent)
+
+
+@back("Return the answers, a tensor")
+def returns_no_answers(answers, dispatched, group):
+    solutions.combine(answers, dispatched, group)
+
+
+@back("Return the answers, a tensor")
+def returns_what_it_was_given_too(answers, dispatched, group):
+    return solutions.combine(answers, dispatched, group), dispatched
+
+
+@back("returned 0 rows")
+def returns_no_rows(answers, dispatched, group):
+    return solutions.combine(answers, dispatched, group)[:0]
+
+
+@back("rows go whole")
+def flattens_them(answers, dispatched, group):
+    return solutions.combine(answers, dispatched, group).flatten()
+
+
+@back("A barrier moves nothing")
+def meets_everyone_first(answers, dispatched, group):
+    dist.barrier(group=group)
+    return solutions.combine(answers, dispatched, group)
+
+
+@back("Right as long as the group is the whole")
+def for_the_world(answers, dispatched, group):
+    return solutions.combine(answers, dispatched, dist.group.WORLD)
+
+
+right_combine = Right("combine")
+
+
+@right_combine
+def puts_them_where_they_were(answers, dispatched, group):
+    as_they_came = torch.zeros_like(answers).index_copy(0, dispatched.by_expert, answers)
+    return ops.all_to_all(as_they_came, group, tuple(dispatched.received), dispatched.sent)
+
+
+@right_combine
+def scatters_them(answers, dispatched, group):
+    where = dispatched.by_expert[:, None].expand_as(answers)
+    as_they_came = answers.new_zeros(answers.shape).scatter(0, where, answers)
+    return ops.all_to_all(as_they_came, group, dispatched.received, dispatched.sent)
+
+
+@right_combine
+def row_by_row(answers, dispatched, group):
+    places = dispatched.by_expert.tolist()
+    rows = [answers[places.index(i)] for i in range(len(places))]
+    as_they_came = torch.stack(rows) if rows else answers
+    return ops.all_to_all(as_they_came, group, dispatched.received, dispatched.sent)
+
+
+@right_combine
+def messages_of_its_own(answers, dispatched, group):
+    as_they_came = answers[dispatched.by_expert.argsort()]
+    return Rows.apply(as_they_came, group, dispatched.received, dispatched.sent)
 
 
 # --- the balance loss ----------------------------------------------------------------------------
@@ -281,7 +530,7 @@ def counts_twice(decision, group):
     return solutions.balance_loss(decision, group)
 
 
-@balance("library's all_gather")
+@balance("An all-gather hands every rank the counts of each")
 def gathers_the_visits(decision, group):
     visits = all_gather(counted(decision)[None], group, algorithm="ring").sum(0)
     share = visits / visits.sum()
@@ -296,38 +545,98 @@ def reduces_by_the_backend(decision, group):
     return len(visits) * (share * decision.probabilities.mean(0)).sum(), visits
 
 
-# --- other right answers -------------------------------------------------------------------------
-
-right = []
-
-
-def other(name):
-    def keep(fn):
-        right.append(pytest.param(name, fn, id=fn.__name__))
-        return fn
-
-    return keep
+@balance("bytes were sent where")
+def takes_the_mean_of_the_shares_too(decision, group):
+    loss, visits = solutions.balance_loss(decision, group)
+    all_reduce(visits / visits.sum(), group, op="mean")
+    return loss, visits
 
 
-@other("dispatch")
+@balance("numbers travel in the dtype that they were given in")
+def counts_in_float32(decision, group):
+    visits = all_reduce(counted(decision).float(), group)
+    return len(visits) * (visits / visits.sum() * decision.probabilities.mean(0)).sum(), visits
+
+
+@balance("A barrier moves nothing")
+def waits_first(decision, group):
+    dist.barrier(group=group)
+    return solutions.balance_loss(decision, group)
+
+
+@balance("Return two things")
+def returns_the_loss_only(decision, group):
+    return solutions.balance_loss(decision, group)[0]
+
+
+@balance("Return two things")
+def returns_no_loss(decision, group):
+    solutions.balance_loss(decision, group)
+
+
+@balance("Right as long as the group is the whole")
+def of_the_world(decision, group):
+    return solutions.balance_loss(decision, dist.group.WORLD)
+
+
+@balance("must not go through a collective")
+def detaches_the_probabilities(decision, group):
+    visits = all_reduce(counted(decision), group)
+    mean = decision.probabilities.detach().mean(0)
+    return len(visits) * (visits / visits.sum() * mean).sum(), visits
+
+
+right_balance = Right("balance_loss")
+
+
+@right_dispatch
 def a_list_of_the_two(x, counts, group):
     return list(solutions.dispatch(x, counts, group))
 
 
-@other("balance_loss")
+@right_balance
 def shares_in_float64(decision, group):
     visits = all_reduce(counted(decision), group)
     share = visits.to(decision.probabilities.dtype) / visits.sum()
     return len(visits) * (share * decision.probabilities.mean(0)).sum(), visits
 
 
-@other("balance_loss")
+@right_balance
 def one_division_at_the_end(decision, group):
     num_tokens, num_experts = decision.probabilities.shape
     visits = all_reduce(counted(decision), group)
     products = (decision.probabilities.sum(0) * visits).sum()
     return products * num_experts / (num_tokens * decision.experts.numel() * group.size()), visits
 
+
+@right_balance
+def reduces_to_one_who_tells_all(decision, group):
+    visits = reduce(counted(decision), 0, group)
+    visits = broadcast(visits if group.rank() == 0 else counted(decision), 0, group)
+    mean = decision.probabilities.mean(0)
+    return [len(visits) * torch.dot(visits.to(mean) / visits.sum(), mean), visits]
+
+
+@right_balance
+def doubling(decision, group):
+    one_hot = torch.zeros_like(decision.probabilities, dtype=torch.int64)
+    visits = all_reduce(one_hot.scatter(1, decision.experts, 1).sum(0), group, algorithm="doubling")
+    mean = decision.probabilities.mean(0)
+    return mean.shape[0] * (mean @ (visits.to(mean) / visits.sum())), visits
+
+
+@right_balance
+def adds_in_float64(decision, group):
+    visits = all_reduce(counted(decision).double(), group)
+    mean = decision.probabilities.mean(0)
+    return (len(visits) * visits / visits.sum() * mean).sum(), visits
+
+
+RIGHT = [
+    pytest.param(each.name, fn, id=fn.__name__)
+    for each in (right_dispatch, right_combine, right_balance)
+    for fn in each.answers
+]
 
 # ------------------------------------------------------------------------------------------------
 
@@ -341,8 +650,8 @@ WRONG = [
 @pytest.mark.parametrize("name, fn, says", WRONG)
 def test_a_wrong_answer_is_refused_with_the_hint_that_names_it(name, fn, says):
     verdict = getattr(check, name).judge(fn)
-    assert verdict.state == "wrong"
-    assert says in verdict.hint
+    assert verdict.state == "wrong", verdict
+    assert says in verdict.hint, verdict
 
 
 @pytest.mark.parametrize("name", ["dispatch", "combine", "balance_loss"])
@@ -351,7 +660,7 @@ def test_the_solution_is_right(name):
     assert verdict.state == "right", verdict
 
 
-@pytest.mark.parametrize("name, fn", right)
+@pytest.mark.parametrize("name, fn", RIGHT)
 def test_another_right_answer_is_right(name, fn):
     verdict = getattr(check, name).judge(fn)
     assert verdict.state == "right", verdict

@@ -1,12 +1,16 @@
 """Lesson 16: a wrong diagnosis is refused with what speaks against it; symptoms are honest."""
 
+from collections import OrderedDict
+
+import numpy
 import pytest
 
 from mini_dist import check
 from mini_dist.check import clinic
-from tests.exercises import solutions_16
+from tests.exercises import solutions
+from tests.exercises.registry import Right
 
-RIGHT = solutions_16.diagnoses()
+RIGHT = solutions.diagnoses()
 
 
 def wrong(**changes):
@@ -14,7 +18,17 @@ def wrong(**changes):
 
 
 WRONG = {
-    "nothing": (lambda: None, "Patient A: give (disease, rank or ranks)"),
+    "nothing": (lambda: None, "A NoneType came back"),
+    "a list": (lambda: list(RIGHT.items()), "A list came back"),
+    "the rank first": (
+        wrong(A=(1, "uneven batches")),
+        "Patient A: give (disease, rank or ranks), first",
+    ),
+    "a rank as text": (wrong(B=("wrong dtype", "3")), "a rank as a number, such as 3"),
+    "ranks as text": (wrong(D=("swapped group order", "12")), "or several as (0, 3)"),
+    "no rank at all": (wrong(C=("diverged weights", None)), "not None"),
+    "a list for a disease": (wrong(A=(["uneven batches"], 1)), "with one of"),
+    "an error": (lambda: RIGHT["F"], "Your function raised KeyError"),
     "one is missing": (
         lambda: {name: answer for name, answer in RIGHT.items() if name != "D"},
         "Patient D: give (disease, rank or ranks)",
@@ -56,20 +70,84 @@ def test_a_wrong_diagnosis_is_refused_with_what_speaks_against_it(answers, says)
 
 
 def test_no_hint_names_the_right_disease():
-    for patient, sick in clinic.PATIENTS.items():
+    for patient, sick in clinic.patients().items():
         other = next(d for d in clinic.DISEASES if d != sick.disease)
         hint = check.diagnoses.judge(wrong(**{patient: (other, 0)})).hint
         assert sick.disease not in hint
 
 
 def test_the_solution_is_right_whichever_side_of_the_swap_is_named():
-    assert check.diagnoses.judge(solutions_16.diagnoses).state == "right"
+    assert check.diagnoses.judge(solutions.diagnoses).state == "right"
     assert check.diagnoses.judge(wrong(D=("swapped group order", [2, 1]))).state == "right"
 
 
-def test_as_shipped_nothing_is_told():
-    verdict = check.diagnoses.judge(clinic.diagnoses)
-    assert verdict.state == "still the library's" and verdict.lines == []
+right_diagnoses = Right("diagnoses")
+
+
+@right_diagnoses
+def in_lists():
+    return {name: [disease, [ranks] if isinstance(ranks, int) else list(ranks)]
+            for name, (disease, ranks) in RIGHT.items()}  # fmt: skip
+
+
+@right_diagnoses
+def in_sets_and_numbers_of_numpy():
+    return {**RIGHT, "A": ("uneven batches", numpy.int64(1)), "D": ("swapped group order", {0, 3})}
+
+
+@right_diagnoses
+def one_by_one():
+    told = OrderedDict(F="nobody")
+    for name in "EDCBA":
+        told[name] = RIGHT[name]
+    return told
+
+
+@right_diagnoses
+def by_another_visit():
+    """The odd one out among the sums of the weights."""
+    last = [steps[-1][1] for steps in clinic.visit("C").results]
+    odd = next(rank for rank in range(4) if last.count(last[rank]) == 1)
+    return {**RIGHT, "C": ("diverged weights", odd)}
+
+
+@pytest.mark.parametrize("fn", right_diagnoses.answers, ids=lambda fn: fn.__name__)
+def test_other_ways_to_say_it_are_right(fn):
+    verdict = check.diagnoses.judge(fn)
+    assert verdict.state == "right", verdict
+
+
+def a_copy():
+    return dict(clinic.diagnoses())
+
+
+def from_the_patients():
+    return {n: (sick.disease, tuple(sick.ranks[0])) for n, sick in clinic.patients().items()}
+
+
+def what_is_printed():
+    cell = {}
+    exec(check.diagnoses.answer(), cell)
+    return cell["diagnoses"]()
+
+
+@pytest.mark.parametrize("fn", [clinic.diagnoses, a_copy, from_the_patients, what_is_printed])
+def test_what_the_file_says_is_no_answer_and_nothing_is_told(fn):
+    verdict = check.diagnoses.judge(fn)
+    assert verdict.state != "right" and verdict.lines == []
+
+
+asked_before = dict(clinic.diagnoses())
+
+
+def test_what_was_asked_in_an_earlier_cell_is_no_answer():
+    verdict = check.diagnoses.judge(lambda: {**asked_before})
+    assert verdict.state == "wrong" and "uses asked_before, which was there" in verdict.hint
+
+
+def test_as_shipped_it_is_still_the_librarys():
+    for fn in (clinic.diagnoses, a_copy):
+        assert check.diagnoses.judge(fn).state == "still the library's"
 
 
 SYMPTOMS = {

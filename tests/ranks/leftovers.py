@@ -1,16 +1,18 @@
 """What launches leave behind: nothing beyond a zygote, its ranks on standby and their directory."""
 
 import os
-import sys
 import time
 from pathlib import Path
+
+from mini_dist.ranks.folder import LOG, MARKER
+from mini_dist.ranks.launch import ZYGOTES
 
 LIMIT = 10  # seconds that a process may take to end on a busy machine
 
 
-def zygote(start: str = "fork"):
+def zygote(start: str = "fork", network: bool = False):
     """The zygote of this process, None before its first launch."""
-    return sys.modules["mini_dist.launch"].ZYGOTES.get(start)
+    return ZYGOTES.get((start, network))
 
 
 def processes(session: int) -> set[int]:
@@ -46,7 +48,7 @@ def assert_only_standby(start: str = "fork") -> None:
         lambda: f"{len(processes(session))} processes are left, not {expected}",
     )
     wait_until(
-        lambda: set(os.listdir(keeper.directory)) == {"zygote.log", str(keeper.standby.number)},
+        lambda: set(os.listdir(keeper.directory)) == {MARKER, LOG, str(keeper.standby.number)},
         lambda: f"left in {keeper.directory}: {os.listdir(keeper.directory)}",
     )
 

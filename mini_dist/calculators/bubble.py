@@ -1,0 +1,114 @@
+"""What a pipeline waits for: the bubble, by formula and by simulation, and messages on the way."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ..config import Layout
+from ..schedule import SCHEDULES, SPLIT, Schedule, Times
+from ..schedule import simulate as run_schedule
+from ..schedule.orders import round_size
+from .kernels import collective_seconds, message_seconds
+from .lines import readable
+from .places import crossings
+
+
+def bubble_seconds(
+    layout: Layout, forward: list[float], backward: list[float], weight: list[float]
+) -> tuple[float, str]:
+    """Idle seconds of the slowest stage in a step, and the formula.
+
+    `forward`, `backward` (whole) and `weight` (the part of backward that a zero-bubble schedule
+    puts off) are each rank's seconds a micro-batch.
+    """
+    work = [f + b for f, b in zip(forward, backward)]
+    others = sum(work) - max(work)  # what must run before and after the slowest stage
+    if layout.schedule == "naive":
+        return layout.num_micro_batches * others, "m * the other stages' work"
+    if layout.schedule == "interleaved":
+        return others / layout.num_chunks, "(other stages' F + B) / chunks"
+    if layout.schedule in SPLIT:
+        share = 2 if layout.schedule == "zb_h1" else 3
+        mine = weight[work.index(max(work))]
+        theirs = sum(weight) - mine
+        # There are no more weights to put off than the slowest stage has in a step.
+        put_off = theirs + min((share - 1) * theirs, layout.num_micro_batches * mine)
+        return max(0.0, others - put_off), f"other stages' F + B - {share} W"
+    return others, "other stages' F + B"
+
+
+def simulated(layout, stages, hops: list[float]) -> float:
+    """The makespan of the schedule's own lists; `hops` as of `hop_seconds`.
+
+    From the second round of micro-batches on (at least p of them each) every further one adds the
+    same, so long steps are cut after two and after three rounds, and extended by the difference.
+    (Where a message takes longer than a computation, four rounds together do, from the fourth on.)
+    """
+    p, m = layout.pp, layout.num_micro_batches
+    size = round_size(p, m) if layout.schedule == "interleaved" else p
+    shortest = min(stage.forward for stage in stages) / layout.num_chunks
+    first, more = (2, 1) if max(hops) < shortest else (4, 4)
+    if m <= (first + more) * size:
+        return _makespan(layout, stages, hops, m)
+    few = first * size + (0 if layout.schedule == "interleaved" else m % size)
+    many = few + more * size
+    short, long = (_makespan(layout, stages, hops, n) for n in (few, many))
+    return long + (m - many) * (long - short) / (more * size)
+
+
+def num_simulated_actions(layout: Layout) -> int:
+    """How many forwards and backwards a simulation goes through, at least."""
+    rounds = min(layout.num_micro_batches, 5 * layout.pp)
+    return 2 * rounds * layout.num_stages
+
+
+def _makespan(layout, stages, hops, num_micro_batches) -> float:
+    v = layout.num_chunks
+    schedule = _lists(layout.schedule, layout.pp, num_micro_batches, v)
+    ranks = [schedule.rank_of[stage] for stage in range(schedule.num_stages)]
+    each = [
+        stages[rank].of_chunk(schedule.stages_of[rank].index(stage), v)
+        for stage, rank in enumerate(ranks)
+    ]
+    times = Times(
+        forward=[forward for forward, _, _ in each],
+        backward=[backward - weight for _, backward, weight in each],
+        weight=[weight for _, _, weight in each],
+        comm=_from_stages(ranks, hops),
+    )
+    return run_schedule(schedule, times).makespan
+
+
+def _from_stages(ranks: list[int], hops: list[float]) -> list[float]:
+    """What a message from each stage takes, to the stage before or after: the slower of both."""
+    ways = [_between(a, b, hops) for a, b in zip(ranks, ranks[1:])]
+    return [max(pair) for pair in zip([0.0, *ways], [*ways, 0.0])]
+
+
+def _between(rank: int, other: int, hops: list[float]) -> float:
+    """Neighbours, the same rank (where a V turns), or from the last to the first."""
+    return max(hops[min(rank, other) : max(rank, other)], default=0.0)
+
+
+@lru_cache(maxsize=256)
+def _lists(name: str, p: int, m: int, v: int) -> Schedule:
+    return SCHEDULES[name](p, m, *((v,) if name == "interleaved" else ()))
+
+
+def hop_seconds(config, layout, machine, how) -> list[float]:
+    """One activation from each pipeline rank to the next: [pp - 1]."""
+    tokens = layout.micro_batch_size * config.seq_len / layout.cp
+    message = how.activation_bytes * tokens * config.d_model
+    # Scatter/gather (Narayanan et al. 2021 section 4.1): each tp rank sends a part of it.
+    whole = layout.sequence_parallel or layout.tp == 1
+    joined = 0.0 if whole else collective_seconds(machine, "all_gather", message, layout.tp)
+    ways = [message_seconds(machine, message / layout.tp, leaves) for leaves in (False, True)]
+    return [joined + ways[leaves] for leaves in crossings(layout, machine.devices_per_node)]
+
+
+def message_line(layout: Layout, hops: list[float]) -> tuple[float, str]:
+    """Seconds of a step's messages, and the formula: of the rank with the slowest neighbour every
+    one, and once the way there and back of the first and last micro-batch."""
+    slowest, count = max(hops), 2 * layout.num_micro_batches * layout.num_chunks
+    formula = f"{count} * {readable(slowest, 's')} + 2 * {readable(sum(hops), 's')} there and back"
+    return count * slowest + 2 * sum(hops), formula

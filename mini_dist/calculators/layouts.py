@@ -1,0 +1,116 @@
+"""Which layouts are worth a try, and how one is written in a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..config import RECOMPUTE, ZERO, Layout, ModelConfig
+from .numbers import at_least
+
+LONG = 16384  # tokens of a sequence, from which on cutting it is worth a try
+
+
+@dataclass(frozen=True)
+class Search:
+    """Which layouts are tried, and of how many of the fastest the pipeline is simulated.
+
+    zero: stages; (0, 1) is what Megatron-LM's distributed optimizer does. max_tp: None for the
+    devices of a node; max_pp: for the layers; max_cp: for 64 if a sequence is LONG, else 1.
+    """
+
+    micro_batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
+    recompute: tuple[str, ...] = ("none", "full")
+    zero: tuple[int, ...] = (0, 1, 2, 3)
+    max_tp: int | None = None
+    max_pp: int | None = None
+    max_cp: int | None = None
+    num_simulated: int = 10
+    recompute_every: tuple[int, ...] = (1, 2, 4)
+
+    def __post_init__(self):
+        for field, known in (
+            ("micro_batch_sizes", None),
+            ("recompute", RECOMPUTE),
+            ("recompute_every", None),
+            ("zero", ZERO),
+        ):
+            values = getattr(self, field)
+            if isinstance(values, (str, int)):  # one is meant
+                values = (values,)
+            if not isinstance(values, (tuple, list)) or not values:
+                raise ValueError(f"{field}={values!r} is empty or no tuple: give one like (1, 2).")
+            for value in values:
+                if known is None:
+                    at_least(field, value, 1)
+                elif isinstance(value, bool) or value not in known:
+                    names = ", ".join(map(repr, known))
+                    raise ValueError(f"{field}={value!r} is not known: give some of {names}.")
+            object.__setattr__(self, field, tuple(values))
+        for field, least in (("max_tp", 1), ("max_pp", 1), ("max_cp", 1), ("num_simulated", 0)):
+            if (value := getattr(self, field)) is not None:
+                at_least(field, value, least)
+
+
+def layouts(
+    config: ModelConfig, num_devices: int, sequences: int, search: Search
+) -> Iterator[Layout]:
+    """The layouts that are tried.
+
+    Not among them: replicas that keep whole optimizer states (ZeRO-1 costs no more traffic); tp
+    without a cut sequence; ZeRO-2 and 3 in a pipeline (they gather and reduce in each of its many
+    micro-batches, and Megatron-LM and DeepSpeed refuse them), though 3 can fit where 1 does not;
+    chunks that are uneven even with embedding and head counted as layers (frameworks refuse them).
+    """
+    max_tp, max_pp = search.max_tp or num_devices, search.max_pp or config.num_layers
+    max_cp = search.max_cp or (64 if config.seq_len >= LONG else 1)
+    for tp in _divisors(num_devices, max_tp):
+        for pp in _divisors(num_devices // tp, min(max_pp, config.num_layers)):
+            for cp in _divisors(num_devices // tp // pp, max_cp):
+                dp = num_devices // tp // pp // cp
+                zeros = (0,) if dp * cp == 1 else (1,) if pp > 1 else (1, 2, 3)
+                for size in search.micro_batch_sizes:
+                    if sequences % (dp * size):
+                        continue
+                    m = sequences // (dp * size)
+                    for ep in _divisors(dp * cp, config.num_experts or 1):
+                        for stage in (z for z in zeros if z in search.zero or dp * cp == 1):
+                            base = Layout(pp, dp, cp, tp, ep, tp > 1, stage, size, m)
+                            for cut in (base, *_interleaved(config, base)):
+                                yield from _recomputing(config, cut, search)
+
+
+def _interleaved(config: ModelConfig, base: Layout) -> Iterator[Layout]:
+    """Every number of chunks that deals the layers out evenly, with the embedding and the head as
+    a layer each or without. (Narayanan et al. 2021 had 3 chunks, Llama 3 126 layers + 2.)"""
+    if base.pp > 1 and base.num_micro_batches % base.pp == 0:
+        for chunks in range(2, (config.num_layers + 2) // base.pp + 1):
+            if not all((config.num_layers + ends) % (base.pp * chunks) for ends in (0, 2)):
+                yield base.replace(schedule="interleaved", num_chunks=chunks)
+
+
+def _recomputing(config: ModelConfig, base: Layout, search: Search) -> Iterator[Layout]:
+    """Nothing, and of a stage's layers each, or every second or fourth, where it has so many."""
+    longest = -(-config.num_layers // base.num_stages)
+    for again in search.recompute:
+        for every in (1,) if again == "none" else search.recompute_every:
+            if every <= longest:
+                yield base.replace(recompute=again, recompute_every=every)
+
+
+def short(layout: Layout) -> str:
+    """A layout in one line: the axes that cut something, then the rest that matters."""
+    axes = [f"{axis}={size}" for axis, size in {**layout.axes, "ep": layout.ep}.items() if size > 1]
+    rest = [f"micro-batch {layout.micro_batch_size} x {layout.num_micro_batches}"]
+    if layout.zero:
+        rest.append(f"ZeRO-{layout.zero}")
+    if layout.num_chunks > 1:
+        rest.append(f"{layout.num_chunks} chunks")
+    if layout.recompute != "none":
+        some = f", 1 layer in {layout.recompute_every}" if layout.recompute_every > 1 else ""
+        rest.append(f"recompute {layout.recompute}{some}")
+    return " ".join(axes or ["one device"]) + ", " + ", ".join(rest)
+
+
+def _divisors(number: int, at_most: int) -> list[int]:
+    return [d for d in range(1, min(number, at_most) + 1) if number % d == 0]

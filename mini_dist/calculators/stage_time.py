@@ -1,0 +1,146 @@
+"""What one pipeline rank works on one micro-batch: its layers, and where it waits.
+
+Under ZeRO-2 and 3 (`_hidden`, `_at_the_ends`) a layer is a unit. While it computes forward, the
+next one's parameters are gathered; while it computes backward, those of the layer before, and the
+gradients of the layer after are reduced: one ahead, as FSDP and DeepSpeed do.  Each layer lasts as
+long as the slower of the two, in every micro-batch.  At the ends there is nothing to hide behind:
+the first gather, and the last reduce, are waited for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .activations import cut_of_whole, tokens_of_micro_batch
+from .kernels import head_seconds, layer_time, together
+from .parameters import layers_by_recompute, stages_of_rank
+from .replica_traffic import of_layer, of_root
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One rank's work on one micro-batch."""
+
+    parts: dict[str, float]
+    forward: float
+    backward: float  # with what it recomputes and the weights' gradients
+    weight: float  # the part of backward that may wait (zero-bubble)
+    chunks: tuple[tuple[float, float, float], ...] = ()  # these three of each stage that it holds
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+    def of_chunk(self, number: int, num_chunks: int) -> tuple[float, float, float]:
+        """Forward, backward and weight of one of its stages; its even share, if none are given."""
+        if self.chunks:
+            return self.chunks[number]
+        return self.forward / num_chunks, self.backward / num_chunks, self.weight / num_chunks
+
+
+def stages_of_pipeline(config, layout, machine, how) -> list[Stage]:
+    """Each pipeline rank's work; equal ranks share one Stage."""
+    kinds: dict[tuple, Stage] = {}
+    stages: list[Stage] = []
+    seen: dict[tuple, Stage] = {}
+    for rank in range(layout.pp):
+        held = stages_of_rank(layout, rank)
+        amounts = tuple(tuple(layers_by_recompute(config, layout, stage)) for stage in held)
+        ends = 0 in held, layout.num_stages - 1 in held
+        if (amounts, ends) not in seen:
+            seen[amounts, ends] = _stage(config, layout, machine, how, rank, amounts, kinds)
+        stages.append(seen[amounts, ends])
+    return stages
+
+
+def _stage(config, layout, machine, how, rank, amounts, kinds) -> Stage:
+    """amounts: for each stage of the rank (with experts?, recomputed?, how many layers)."""
+    parts: dict[str, float] = {}
+    chunks = []
+    for number, stage in zip(stages_of_rank(layout, rank), amounts):
+        forward = backward = weight = 0.0
+        for moe, again, layers in stage:
+            if (moe, again) not in kinds:
+                kinds[moe, again] = _layer_parts(config, layout, machine, how, moe, again)
+            each = kinds[moe, again]
+            for name, seconds in each.parts.items():
+                parts[name] = parts.get(name, 0.0) + layers * seconds
+            forward += layers * each.forward
+            backward += layers * each.backward
+            weight += layers * each.weight
+        if number == layout.num_stages - 1:
+            f, b = head_seconds(config, machine, how, layout)
+            parts["head and loss"] = f + b
+            forward, backward = forward + f, backward + b
+        chunks.append((forward, backward, weight))
+    if layout.zero >= 2:
+        wait_f, wait_b = _at_the_ends(config, layout, machine, how, rank, amounts)
+        parts["zero traffic"] = parts.get("zero traffic", 0.0) + wait_f + wait_b
+        (f, b, w), *others = chunks
+        chunks = [(f + wait_f, b + wait_b, w), *others]
+    return Stage(parts, *map(sum, zip(*chunks)), tuple(chunks))
+
+
+def _at_the_ends(config, layout, machine, how, rank, amounts) -> tuple[float, float]:
+    """Seconds of ZeRO's messages that have nothing to hide behind, forward and backward.
+
+    What is outside the layers is gathered once where there is no pipeline: it stays whole from
+    forward to backward, and its head computes while the last layer is gathered again.
+    """
+    root = of_root(config, layout, machine, how, rank)
+    stays = layout.pp == 1
+    forward = root.gather + root.unpack
+    backward = root.reduce + root.pack + (0.0 if stays else forward)
+    if not how.overlaps_gradients:  # every layer's are waited for already
+        return forward, backward
+    for stage in filter(None, amounts):
+        first, last = (of_layer(config, layout, machine, how, stage[i][0]) for i in (0, -1))
+        forward += first.gather
+        backward += first.reduce + (0.0 if stays else last.gather)
+    return forward, backward
+
+
+def _layer_parts(config, layout, machine, how, moe, recomputes) -> Stage:
+    """One layer, recomputed or not, and what it waits for: ZeRO's messages, the host."""
+    time = layer_time(config, layout, machine, how, moe)
+    forward, backward = sum(time.forward.values()), sum(time.backward.values())
+    again = {
+        "none": 0.0,
+        "full": forward,
+        "selective": 0.0 if how.flash_attention else time.forward["attention"],
+    }[layout.recompute if recomputes else "none"]
+    parts = {name: time.forward[name] + time.backward[name] for name in time.forward}
+    if again:
+        parts["recomputed"] = again
+    backward += again
+    if layout.zero >= 2:
+        unit = of_layer(config, layout, machine, how, moe)
+        forward, backward = forward + unit.unpack, backward + unit.unpack + unit.pack
+        wait_f = _hidden(how, forward, unit.gather)
+        wait_b = _hidden(how, backward, unit.gather + unit.reduce)
+        parts["zero copies"] = 2 * unit.unpack + unit.pack
+        parts["zero traffic"] = wait_f + wait_b
+        forward, backward = forward + wait_f, backward + wait_b
+    if recomputes and layout.recompute == "full" and how.offload_activations:
+        # The layer's input leaves behind its forward, and comes back behind another's backward.
+        size = how.activation_bytes * config.d_model * tokens_of_micro_batch(config, layout)
+        away = machine.host_seconds(size / cut_of_whole(layout))
+        wait_f, wait_b = max(0.0, away - forward), max(0.0, away - backward)
+        parts["waiting for offloads"] = wait_f + wait_b
+        forward, backward = forward + wait_f, backward + wait_b
+    # Kernels are launched ahead; near the host's own pace neither hides the other altogether.
+    passes = 1 if recomputes and layout.recompute == "full" else 0
+    waits_f = _soft_max(forward, how.host_seconds) - forward
+    waits_b = _soft_max(backward, (2 + passes) * how.host_seconds) - backward
+    parts["waiting for the host"] = waits_f + waits_b
+    weight = time.backward["matrices"] / 2
+    return Stage(parts, forward + waits_f, backward + waits_b, weight)
+
+
+def _hidden(how, compute: float, traffic: float) -> float:
+    """What messages behind a layer's computation add to it."""
+    return together(compute, traffic) - compute if how.overlaps_gradients else traffic
+
+
+def _soft_max(device: float, host: float) -> float:
+    return (device**4 + host**4) ** 0.25

@@ -1,0 +1,45 @@
+"""A save in a thread of its own, while the training goes on; a program waits for it at its end."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+
+from .files import write
+from .lock import Lock
+
+
+class Background:
+    """A save under way. If nobody has waited for it when the rank's function returns, or when a
+    program ends, that waits; and if it has failed, that fails."""
+
+    def __init__(self, job: tuple, lock: Lock | None):
+        def write_locked():
+            held = lock  # until it is written, though the Training may be gone
+            write(*job)
+            return held
+
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self.future = thread.submit(write_locked)
+        thread.shutdown(wait=False)  # it ends when it has written
+        self.unfinished = job[4].recorder.unfinished
+        self.unfinished.append(self.result)
+        atexit.register(self.at_exit)
+
+    def result(self) -> None:
+        """Wait; raises what went wrong."""
+        if self.result in self.unfinished:
+            self.unfinished.remove(self.result)
+        atexit.unregister(self.at_exit)
+        self.future.result()
+
+    def at_exit(self) -> None:
+        try:
+            self.result()
+        except Exception:
+            traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(1)  # an exception alone would not change the status of a program that ends

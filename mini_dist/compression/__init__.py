@@ -1,0 +1,45 @@
+"""Gradients in fewer bits: what is left out, and what becomes of it.
+
+ideas.py is to be read, engine.py to train with: its objects are the `reduce` of Naive, Bucketed and
+Overlapped in data_parallel.
+"""
+
+from .engine import Compressed, PowerSGD, half, int8, random_k, sign, top_k
+from .ideas import (
+    dequantize,
+    half_mean,
+    pack,
+    power_mean,
+    quantize,
+    quantized_all_gather,
+    quantized_mean,
+    quantized_reduce_scatter,
+    random_k_mean,
+    sign_mean,
+    top_k_mean,
+    unpack,
+    with_feedback,
+)
+
+__all__ = [
+    "Compressed",
+    "PowerSGD",
+    "dequantize",
+    "half",
+    "half_mean",
+    "int8",
+    "pack",
+    "power_mean",
+    "quantize",
+    "quantized_all_gather",
+    "quantized_mean",
+    "quantized_reduce_scatter",
+    "random_k",
+    "random_k_mean",
+    "sign",
+    "sign_mean",
+    "top_k",
+    "top_k_mean",
+    "unpack",
+    "with_feedback",
+]

@@ -1,0 +1,30 @@
+"""Figures drawn from what ran. Nothing in here computes a result.
+
+Every function returns a Picture, which a notebook shows as PNG and `.save(path)` writes.
+"""
+
+from .emulated import devices, overlap, replayed
+from .ledgers import bars, curve, timeline, traffic
+from .messages import collective, flights, link_fit
+from .picture import Picture, canvas
+from .ranks import rank_grid, scores
+from .schedules import gantt, held
+
+__all__ = [
+    "Picture",
+    "bars",
+    "canvas",
+    "collective",
+    "curve",
+    "devices",
+    "flights",
+    "gantt",
+    "held",
+    "link_fit",
+    "overlap",
+    "rank_grid",
+    "replayed",
+    "scores",
+    "timeline",
+    "traffic",
+]

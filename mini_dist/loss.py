@@ -1,0 +1,45 @@
+"""Cross entropy of tokens as a sum and a number, which ranks and micro-batches add up.
+
+Letters: V vocab.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.nn import functional
+
+from .digits import at_least_float32
+
+IGNORE_INDEX = -100  # a target that does not count; torch's default too
+
+
+class TokenLoss(NamedTuple):
+    """Cross entropy of some tokens, not yet divided: ranks and micro-batches with different
+    numbers of tokens add up both fields, then divide once."""
+
+    total: Tensor  # [], in nats, summed
+    num_tokens: Tensor  # [] int64, targets that count
+
+    def mean(self) -> Tensor:
+        """Raises ValueError over zero tokens, where a mean would be nan."""
+        if not self.num_tokens:
+            raise ValueError(
+                f"no target counts (all are IGNORE_INDEX={IGNORE_INDEX}), so there is no mean "
+                "loss. If other ranks have tokens, divide `total` by the number of tokens over "
+                "all ranks."
+            )
+        return self.total / self.num_tokens
+
+
+def token_loss(logits: Tensor, targets: Tensor) -> TokenLoss:
+    """Cross entropy of logits [..., V] against targets [...] int64, except where these are
+    IGNORE_INDEX. Over zero tokens `total` is 0, with zero gradients."""
+    total = functional.cross_entropy(
+        at_least_float32(logits).flatten(0, -2),
+        targets.flatten(),
+        ignore_index=IGNORE_INDEX,
+        reduction="sum",
+    )
+    return TokenLoss(total, (targets != IGNORE_INDEX).sum())

@@ -1,0 +1,290 @@
+"""Run a function on n ranks: from a notebook cell, from a script, or under torchrun.
+
+    def hello(group):
+        return group.rank() * 10
+
+    launch(hello, world_size=4).results  # [0, 10, 20, 30]
+
+How it is done: `zygote.py` (who forks the ranks), `rank.py` (a rank's life); the parent's side of
+them, `zygote_handle.py`, `rank_handle.py`, `world.py` (ranks and one job) and `standby.py` (started
+before they are wanted); `flight.py` and `diagnose.py` (how a failure is told).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from numbers import Integral, Real
+
+from ..ledger import Ledger
+from .diagnose import RankError, RankInterrupt, RankTimeout, brief, cannot_run, explain
+from .network import other_people
+from .rank import Job
+from .report import Run, print_outputs
+from .standby import prepare, take
+from .torchrun import join_torchrun
+from .transport import Frames, from_frames, to_frames
+from .world import World
+from .zygote_handle import Zygote, ZygoteDied, rank_environment
+
+__all__ = ["RankError", "RankInterrupt", "RankTimeout", "Run", "launch"]
+
+RANKS_PER_CORE = 16
+LAST_SEED = 2**64 - 1  # of torch's generators
+FOR_EVER = 1e9  # seconds; an int may be too large for a float
+
+
+def launch(
+    fn: Callable,
+    world_size: int = 4,
+    args: tuple = (),
+    kwargs: dict | None = None,
+    *,
+    timeout: float = 60.0,
+    seed: int = 0,
+    memory: bool = False,
+    count: bool = False,
+    start: str | None = None,
+    quiet: bool = False,
+    network: bool = False,
+) -> Run:
+    """Call `fn(*args, group, **kwargs)` in `world_size` fresh processes and collect the results.
+
+    `group` is the process group of all ranks. Rank r starts with all random generators seeded
+    with `seed + r`. The ranks see the caller's working directory, sys.path and environment; each
+    computes with one thread, and on one core if each core gets the same number of ranks, two or
+    more. They use NCCL if there is a GPU for each, else gloo, over loopback: on Linux one of their
+    own, which no one else on the host can reach and which leads nowhere else (`network.py`).
+    Under torchrun the call joins the world that torchrun made instead of making one.
+
+    timeout: seconds until a run that is not done is ended. memory: record bytes held by kind.
+    count: record every kernel, for mini_dist.replay (slower). start: "fork" (warm, the default
+    on Linux) or "spawn". quiet: do not show the ranks' prints. network: leave the ranks in the
+    host's network, where they can reach the internet, and other users of the host can reach them.
+
+    Raises RankError if a rank fails, RankTimeout after `timeout`, ValueError or TypeError for
+    arguments that cannot work.
+    """
+    if not callable(fn):
+        raise TypeError(f"fn must be a function to call on each rank, not {fn!r}")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return join_torchrun(
+            fn, world_size, args, kwargs or {}, seed=seed, memory=memory, count=count
+        )
+    if inside_a_rank():
+        raise RuntimeError(
+            "launch was called inside a rank: ranks cannot start ranks of their own. "
+            "Call it from the notebook or the script, with as many ranks as all of it needs."
+        )
+    start = start or ("fork" if sys.platform == "linux" else "spawn")
+    check_arguments(world_size, args, kwargs, timeout, seed, start)
+    world_size, seed = int(world_size), int(seed)  # (they may be numpy's)
+    check_call(fn, args, kwargs or {})
+    call = to_frames((fn, tuple(args), kwargs or {}), "the function or an argument")
+    timeout = float("inf") if timeout > FOR_EVER else float(timeout)
+    device = "cuda" if count_gpus() >= world_size else "cpu"
+    job = Job(seed, memory, count, working_directory(), sys.path, rank_environment())
+    with LOCK:
+        return run_job(job, call, world_size, device, timeout, (start, network), quiet)
+
+
+def run_job(
+    job: Job, call: Frames, world_size: int, device: str, timeout: float, kind: tuple, quiet: bool
+) -> Run:
+    """Take a world, run the job on it, put the next one on standby, and collect what came of it.
+
+    What ranks do wrong, and an interrupt, is an `outcome`: it becomes a RankError at the end, when
+    their prints have been shown. That the zygote has died since the last launch `take_world` mends.
+    Anything else is a mishap of this process or of the system: then the zygote goes, and with it
+    every rank.
+    """
+    began = time.perf_counter()
+    try:
+        world = take_world(kind, world_size, device, timeout)
+        try:
+            outcome = world.run(job, call, timeout)
+        except KeyboardInterrupt:
+            outcome = "interrupt"
+        with uninterrupted():
+            error = None if outcome == "done" else explain(outcome, world, timeout)
+            # Ranks that are done need no waiting for, unless the next want the same GPU memory.
+            world.end(wait=bool(error) or device == "cuda")
+            prepare(world.keeper, world_size, device)
+    except BaseException as unexpected:  # whatever it is, no rank outlives it
+        with uninterrupted():
+            if kind in ZYGOTES:
+                ZYGOTES.pop(kind).close()
+        if isinstance(unexpected, OSError):
+            raise cannot_run(unexpected, world_size) from unexpected
+        if isinstance(unexpected, KeyboardInterrupt):
+            raise RankInterrupt("interrupted.") from None
+        raise
+    warn_if_open(world.keeper)
+    outputs = [rank.text() for rank in world.ranks]
+    if not quiet:
+        print_outputs(outputs)
+    if error:
+        raise error
+    seconds = time.perf_counter() - began
+    results = [unpickle(rank.result, rank.number) for rank in world.ranks]
+    ledger = Ledger.from_ranks([rank.report.ledger for rank in world.ranks])
+    return Run(results, outputs, ledger, seconds, device)
+
+
+def take_world(kind: tuple, size: int, device: str, timeout: float) -> World:
+    deadline = time.monotonic() + timeout
+    try:
+        return take(get_zygote(*kind), size, device, deadline)
+    except ZygoteDied:  # somebody has ended or stopped it since the last launch
+        return take(get_zygote(*kind), size, device, deadline)
+
+
+LOCK = threading.Lock()  # one run at a time in a process: two would share its cores
+# One a start method and network, as long as this process lives.
+ZYGOTES: dict[tuple[str, bool], Zygote] = {}
+
+
+def forget_zygotes() -> None:
+    """A fork of this process lets go of its zygotes, which end when nobody holds them."""
+    global LOCK
+    LOCK = threading.Lock()
+    for zygote in ZYGOTES.values():
+        zygote.close()
+    ZYGOTES.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=forget_zygotes)
+
+
+def get_zygote(start: str, network: bool) -> Zygote:
+    zygote = ZYGOTES.get((start, network))
+    if zygote and not (zygote.alive() and zygote.current()):
+        zygote.close()
+        zygote = None
+    if zygote is None:
+        zygote = ZYGOTES[start, network] = Zygote(start, network)
+    return zygote
+
+
+@contextlib.contextmanager
+def uninterrupted():
+    """Whoever interrupts twice shall not interrupt the clearing up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def unpickle(result: Frames, rank: int):
+    try:
+        return from_frames(result)
+    except (Exception, SystemExit) as error:
+        raise TypeError(
+            f"the result of rank {rank} cannot be rebuilt in this process: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def working_directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise RuntimeError(
+            "the working directory of this process has been removed, and ranks are to start in it: "
+            "os.chdir(...) to one that exists"
+        ) from None
+
+
+def warn_if_open(zygote: Zygote) -> None:
+    """Once, where somebody else is on the host who could reach the ranks."""
+    why, zygote.open = zygote.open, None
+    people = other_people() if why else ()
+    if people:
+        some = ", ".join(sorted(people)[:3])
+        warnings.warn(
+            f"other users of this machine ({some}) could reach the connections between your ranks "
+            f"and disturb them: {why}. TEACHING.md says what that means.",
+            stacklevel=4,
+        )
+
+
+def inside_a_rank() -> bool:
+    dist = sys.modules.get("torch.distributed")
+    return bool(dist and dist.is_initialized() and hasattr(dist.group.WORLD, "recorder"))
+
+
+def check_arguments(world_size, args, kwargs, timeout, seed, start) -> None:
+    if isinstance(world_size, bool) or not isinstance(world_size, Integral):
+        raise TypeError(f"world_size must be a whole number of ranks, not {brief(world_size)}")
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, not {brief(world_size)}")
+    most = max(RANKS_PER_CORE * (os.cpu_count() or 1), count_gpus())
+    if world_size > most:
+        raise ValueError(
+            f"world_size={brief(world_size)} is too many for this machine: its {os.cpu_count()} "
+            f"cores can share at most {most} ranks ({RANKS_PER_CORE} a core). Use {most} or fewer."
+        )
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(
+            f"args must be a tuple of arguments, not {brief(args)}; did you mean ({brief(args)},)?"
+        )
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise TypeError(f"kwargs must be a dict of arguments by name, not {brief(kwargs)}")
+    if not isinstance(seed, Integral):
+        raise TypeError(f"seed must be a whole number, not {brief(seed)}")
+    if not 0 <= seed <= LAST_SEED - int(world_size):
+        raise ValueError(
+            f"seed must be from 0 to 2**64 - 1 - world_size, as torch's generators take it for "
+            f"each rank, not {brief(seed)}"
+        )
+    if not isinstance(timeout, Real) or not timeout > 0:
+        raise ValueError(f"timeout must be a number of seconds above 0, not {brief(timeout)}")
+    if start not in ("fork", "spawn"):
+        raise ValueError(f'start must be "fork" or "spawn", not {start!r}')
+
+
+def check_call(fn, args, kwargs) -> None:
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # some builtins have none
+        return
+    try:
+        signature.bind(*args, "the group", **kwargs)
+    except TypeError as error:
+        given = ", ".join([*(f"args[{i}]" for i in range(len(args))), "group"])
+        name = getattr(fn, "__name__", "fn")
+        raise TypeError(
+            f"{name}{signature} cannot take what launch passes to it, {name}({given}): {error}. "
+            "The process group is the last positional argument."
+        ) from None
+
+
+def count_gpus() -> int:
+    if not any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg")):
+        return 0  # without importing torch, which takes a second
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def warm_up() -> None:
+    """Start loading torch into a zygote now, so that the first launch finds it ready."""
+    if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" not in os.environ:
+        prepare(get_zygote("fork", False), 4, "cuda" if count_gpus() >= 4 else "cpu")
+
+
+# In a notebook the first launch is seconds away: use them. (A script or test starts it on demand.)
+if "ipykernel" in sys.modules and getattr(sys.modules.get("IPython"), "get_ipython", bool)():
+    warm_up()

@@ -1,0 +1,64 @@
+"""A recipe: all that decides a training run, as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+
+from ..config import Layout, ModelConfig
+
+PRECISIONS = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that decides a training run; plain data, so that a file can hold it.
+
+    text: a file to learn from; None for the course's own (load_text). learning_rate rises linearly
+    for `warmup` steps and stays. machine: a name that calculators.hardware knows, for the MFU.
+    Raises ValueError in one sentence for a value that cannot be.
+    """
+
+    model: ModelConfig
+    layout: Layout = Layout()
+    steps: int = 100
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.1
+    warmup: int = 0
+    max_norm: float | None = 1.0
+    precision: str = "float32"
+    text: str | None = None
+    seed: int = 0
+    checkpoints: str | None = None
+    save_every: int = 50
+    machine: str | None = None
+
+    def __post_init__(self):
+        if self.precision not in PRECISIONS:
+            known = ", ".join(map(repr, PRECISIONS))
+            raise ValueError(f"precision={self.precision!r} is not known: give one of {known}")
+        for field, least in (("steps", 1), ("save_every", 1), ("warmup", 0)):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{field}={value!r} is no number of steps: give {least} or more")
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate={self.learning_rate!r} learns nothing: give above 0")
+        self.layout.check(self.model)
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    @staticmethod
+    def from_json(text: str) -> Recipe:
+        """Read what `to_json` wrote; fields left out have their defaults. Raises ValueError."""
+        fields = json.loads(text)
+        known = [field.name for field in dataclasses.fields(Recipe)]
+        if unknown := sorted(set(fields) - set(known)):
+            raise ValueError(f"{unknown[0]!r} is no field of a recipe: it has {', '.join(known)}")
+        fields["model"] = ModelConfig(**fields.get("model", {}))
+        fields["layout"] = Layout(**fields.get("layout", {}))
+        return Recipe(**fields)
+
+    def learning_rate_at(self, step: int) -> float:
+        return self.learning_rate * min(1.0, (step + 1) / (self.warmup or 1))

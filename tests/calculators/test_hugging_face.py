@@ -1,0 +1,137 @@
+"""config.json of families with more than Llama has: parameters as in the released files.
+
+Counts are the sums of the released safetensors' tensors (Hugging Face's "Model size", to the last
+digit); Llama 4's is by hand, since its files have the vision part, too.
+"""
+
+import pytest
+
+from mini_dist.calculators import (
+    Layout,
+    from_hugging_face,
+    megatron_arguments,
+    num_active_parameters,
+    num_parameters,
+    parameter_counts,
+    step_flops,
+    step_time,
+)
+
+
+def settings(model_type, layers, hidden, heads, kv_heads, ffn, vocab, **more):
+    return {
+        "model_type": model_type,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        "max_position_embeddings": 8192,
+        **more,
+    }
+
+
+RELEASED = {
+    "gemma-2-2b": (settings("gemma2", 26, 2304, 8, 4, 9216, 256000, head_dim=256), 2_614_341_888),
+    "gemma-2-9b": (settings("gemma2", 42, 3584, 16, 8, 14336, 256000, head_dim=256), 9_241_705_984),
+    "gemma-3-1b": (
+        settings("gemma3_text", 26, 1152, 4, 1, 6912, 262144, head_dim=256),
+        999_885_952,
+    ),
+    "OLMo-2-1124-7B": (
+        settings("olmo2", 32, 4096, 32, 32, 11008, 100352, tie_word_embeddings=False),
+        7_298_617_344,
+    ),
+    "OLMo-2-1124-13B": (
+        settings("olmo2", 40, 5120, 40, 40, 13824, 100352, tie_word_embeddings=False),
+        13_716_198_400,
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        settings("qwen2_moe", 24, 2048, 16, 16, 5632, 151936, tie_word_embeddings=False)
+        | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632}
+        | {"num_experts": 60, "num_experts_per_tok": 4, "decoder_sparse_step": 1},
+        14_315_784_192,
+    ),
+    "gpt-oss-20b": (
+        settings("gpt_oss", 24, 2880, 64, 8, 2880, 201088, head_dim=64, attention_bias=True)
+        | {"num_local_experts": 32, "num_experts_per_tok": 4, "tie_word_embeddings": False},
+        20_914_757_184,
+    ),
+    "gpt-oss-120b": (
+        settings("gpt_oss", 36, 2880, 64, 8, 2880, 201088, head_dim=64, attention_bias=True)
+        | {"num_local_experts": 128, "num_experts_per_tok": 4, "tie_word_embeddings": False},
+        116_829_156_672,
+    ),
+    "pythia-6.9b": (
+        settings("gpt_neox", 32, 4096, 32, None, 16384, 50432, attention_bias=True),
+        6_857_302_016,
+    ),
+}
+SCOUT = settings("llama4_text", 48, 5120, 40, 8, 8192, 202048, head_dim=128) | {
+    "intermediate_size_mlp": 16384,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 1,
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_parameters_are_those_of_the_released_files(name):
+    config, count = RELEASED[name]
+    config = from_hugging_face(config, 4096)
+    assert num_parameters(config) == count
+    assert sum(line.value for line in parameter_counts(config)) == count
+    assert step_time(config, Layout(), "h100").seconds > 0
+
+
+def test_active_parameters_leave_out_the_experts_a_token_does_not_visit():
+    config = from_hugging_face(RELEASED["gpt-oss-20b"][0], 4096)
+    embedding = config.vocab_size * config.d_model
+    assert num_active_parameters(config) - embedding == pytest.approx(3.61e9, rel=1e-3)
+
+
+def test_llama_4_scout_counts_its_language_model():
+    D, F, V, H = 5120, 8192, 202048, 128
+    attention = 2 * D * 40 * H + 2 * D * 8 * H
+    layer = attention + 3 * D * F * (16 + 1) + 16 * D + 2 * D
+    config = from_hugging_face(SCOUT, 4096)
+    assert num_parameters(config) == 48 * layer + 2 * V * D + D
+    assert config.d_ffn == 16384 and config.d_expert == config.d_shared == F
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"model_type": "gemma3", "text_config": {}}, "give config['text_config'] alone"),
+        ({"model_type": "llama4", "text_config": {}}, "give config['text_config'] alone"),
+        (SCOUT | {"interleave_moe_layer_step": 2}, "interleave_moe_layer_step=2 changes"),
+        (RELEASED["pythia-6.9b"][0] | {"attention_bias": False}, "attention_bias=False changes"),
+        (RELEASED["Qwen1.5-MoE-A2.7B"][0] | {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+    ],
+)
+def test_what_cannot_be_said_is_refused_with_what_is_missing(config, says):
+    with pytest.raises(ValueError) as error:
+        from_hugging_face(config, 4096)
+    assert says in str(error.value)
+
+
+def test_the_reach_of_positions_is_no_training_sequence():
+    config, _ = RELEASED["gemma-2-2b"]
+    with pytest.warns(UserWarning, match="seq_len=8192 is how far the positions .* reach"):
+        assert from_hugging_face(config).seq_len == 8192
+    assert from_hugging_face(config, 2048).seq_len == 2048
+    learned = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12}
+    learned |= {"vocab_size": 50257, "n_positions": 1024}
+    assert from_hugging_face(learned).seq_len == 1024
+    with pytest.raises(ValueError, match="seq_len=512 is not the 1024 positions that are learned"):
+        from_hugging_face(learned, 512)
+
+
+def test_shared_experts_of_their_own_size_are_multiplied_and_a_spec_is_not_exported():
+    config = from_hugging_face(RELEASED["Qwen1.5-MoE-A2.7B"][0], 4096)
+    wider = config.replace(d_shared=2 * config.d_shared)
+    more = step_flops(wider, 1).total - step_flops(config, 1).total
+    assert more == 3 * 2 * 4096 * 24 * 3 * 2048 * 5632
+    with pytest.raises(ValueError, match="shared_gate=True is said to Megatron-LM by"):
+        megatron_arguments(config, Layout())

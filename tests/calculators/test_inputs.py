@@ -1,0 +1,75 @@
+"""Names stand for what they name everywhere, and what cannot be is refused in one sentence."""
+
+import math
+
+import pytest
+
+from mini_dist.calculators import (
+    Search,
+    device_memory,
+    hardware,
+    model,
+    model_states,
+    peak_memory,
+    plan,
+    rank_memory,
+    step_time,
+    step_volume,
+    training_time,
+)
+from mini_dist.config import Layout
+
+LAYOUT = Layout(dp=8, zero=1)
+NAMED = "llama3-8b"
+
+
+def test_every_calculator_takes_the_names_that_plan_takes():
+    config, machine = model(NAMED), hardware("h100")
+    assert step_time(NAMED, LAYOUT, "h100").seconds == step_time(config, LAYOUT, machine).seconds
+    for calculate in (peak_memory, rank_memory, step_volume):
+        assert calculate(NAMED, LAYOUT).total == calculate(config, LAYOUT).total
+    assert model(config) is config and hardware(machine) is machine
+
+
+def test_one_value_of_a_search_may_stand_alone():
+    alone = Search(micro_batch_sizes=4, zero=1, recompute="full")
+    assert alone == Search((4,), ("full",), (1,))
+    found = plan(NAMED, "h100", 8, 64 * 8192, search=alone)
+    assert {c.layout.recompute for c in found.candidates} == {"full"}
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: plan(NAMED, "h100", 8, "4M"), "global_batch_tokens='4M' is no number"),
+        (lambda: plan(NAMED, "h100", 8, math.nan), "global_batch_tokens=nan is no number"),
+        (lambda: plan(NAMED, "h100", 8, math.inf), "global_batch_tokens=inf is no number"),
+        (lambda: plan(NAMED, "h100", 8, -8192), "global_batch_tokens=-8192 is too small"),
+        (lambda: plan(NAMED, "h100", "8", 8192), "num_devices='8' is not"),
+        (lambda: plan(NAMED, 100, 8, 8192), "hardware=100 is not known"),
+        (lambda: plan(8, "h100", 8, 8192), "model=8 is not known"),
+        (lambda: step_time("llama9", LAYOUT), "model='llama9' is not known"),
+        (lambda: step_time(NAMED, LAYOUT, how=3), "framework=3 is not known"),
+        (lambda: peak_memory(None, LAYOUT), "model=None is not known"),
+        (lambda: step_time(NAMED, LAYOUT, straggler="2"), "straggler='2' is no number"),
+        (lambda: step_time(NAMED, LAYOUT, straggler=math.nan), "straggler=nan is no number"),
+        (lambda: Search(recompute="all"), "recompute='all' is not known: give some of 'none'"),
+        (lambda: Search(zero=4), "zero=4 is not known: give some of 0, 1, 2, 3"),
+        (lambda: Search(micro_batch_sizes=0), "micro_batch_sizes=0 is too small"),
+        (lambda: Search(micro_batch_sizes=()), "micro_batch_sizes=() is empty"),
+        (lambda: Search(max_tp=-1), "max_tp=-1 is too small"),
+        (lambda: Search(num_simulated=math.nan), "num_simulated=nan is no number"),
+        (lambda: model_states(-1.0), "parameters=-1.0 is too small"),
+        (lambda: model_states(1.0, 0), "shards=0 is too small"),
+        (lambda: model_states(1.0, optimizer_bytes=-12), "bytes of optimizer=-12 is too small"),
+        (lambda: device_memory(-1), "allocated=-1 is too small"),
+        (lambda: training_time(-7e9, 1e12), "model=-7000000000.0 is too small"),
+        (lambda: step_time(NAMED, LAYOUT).training(-1, 8), "tokens=-1 is too small"),
+        (lambda: step_time(NAMED, LAYOUT).training(1, 0), "num_devices=0 is too small"),
+        (lambda: Layout(dp=-2), "dp=-2 is too small"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence(call, says):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert says in str(error.value) and "\n" not in str(error.value)

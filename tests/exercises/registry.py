@@ -1,0 +1,33 @@
+"""Answers that a learner might write: wrong ones with what they must be told, and right ones."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Wrong:
+    """The wrong answers to one exercise. `says`: a piece of the hint that names the mistake."""
+
+    answers: list[tuple[Callable, str]] = field(default_factory=list)
+
+    def __call__(self, says: str):
+        def keep(fn):
+            self.answers.append((fn, says))
+            return fn
+
+        return keep
+
+    def names(self) -> list[str]:
+        return [fn.__name__ for fn, _ in self.answers]
+
+
+@dataclass
+class Right:
+    """Right answers that look unlike the library's: right_merge = Right("merge")."""
+
+    name: str
+    answers: list[Callable] = field(default_factory=list)
+
+    def __call__(self, fn: Callable) -> Callable:
+        self.answers.append(fn)
+        return fn

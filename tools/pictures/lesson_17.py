@@ -1,0 +1,40 @@
+"""Lesson 17: what two layouts send over the network."""
+
+from board import BACKWARD, FORWARD, GRAY, MESSAGE, RANKS, Board
+
+
+def _node(board, x, y, colors):
+    """Eight GPUs; colors[k]: of GPU k. Neighbours of one colour are a tp group."""
+    board.box(x, y, 150, 82, line=GRAY)
+    for gpu, color in enumerate(colors):
+        board.box(x + 9 + 34 * (gpu % 4), y + 10 + 34 * (gpu // 4), 30, 28, str(gpu), color)
+
+
+def what_crosses_the_network():
+    board = Board(
+        760,
+        330,
+        "Two layouts on two nodes of eight GPUs. With tensor parallel 4 and ZeRO-3 every layer's "
+        "parameters cross the network, twice a micro-batch, and its gradients once. With tensor "
+        "parallel 8 and a pipeline each node is a stage, and only x and its gradient cross.",
+    )
+    for x, heading in (
+        (20, "tp 4, ZeRO-3 over all else"),
+        (400, "tp 8, each node a stage of a pipeline"),
+    ):
+        board.words(x + 170, 22, heading, 13, bold=True)
+    for node, y in enumerate((45, 225)):
+        board.words(16, y + 41, f"node {node}", 12, GRAY, "start")
+        _node(board, 70, y, [RANKS[0]] * 4 + [RANKS[1]] * 4)
+        _node(board, 450, y, [RANKS[2 + node]] * 8)
+    for k, x in enumerate((90, 112, 134, 156, 178, 200)):
+        down = k % 2 == 0
+        board.arrow(x, 129 if down else 223, x, 223 if down else 129, color=MESSAGE, width=3)
+    board.words(232, 155, "in every layer:", 12, MESSAGE, "start")
+    board.words(232, 173, "its parameters, twice,", 12, MESSAGE, "start")
+    board.words(232, 191, "and its gradients", 12, MESSAGE, "start")
+    board.arrow(500, 129, 500, 223, color=FORWARD)
+    board.arrow(550, 223, 550, 129, color=BACKWARD)
+    board.words(575, 155, "once a micro-batch:", 12, GRAY, "start")
+    board.words(575, 173, "x down, dx back", 12, GRAY, "start")
+    return board
