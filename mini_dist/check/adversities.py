@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, is_dataclass
 
@@ -277,6 +278,63 @@ def twice(trial: Callable, fn: Callable, case, group):
     return trial(fn, case, group)
 
 
+# --- messages from any source -------------------------------------------------------------------
+
+ANYONE = (
+    "You receive from any source, and more than one rank sends to you: now and then another one's "
+    "message is the first. Say from whom: recv(like, source, group)."
+)
+
+
+class Shuffled(Wrapped):
+    """What may come from any source comes from the ranks of `sources`, one after the other."""
+
+    def __init__(self, fn: Callable, facts: Facts, sources: dict[int, list[int]]):
+        super().__init__(fn, facts)
+        self.sources = sources
+
+    def __call__(self, *args, **kwargs):
+        group = self.named(args, kwargs)["group"]
+        if group.rank() not in self.sources:
+            return self.fn(*args, **kwargs)
+        sources = self.sources[group.rank()]
+        group.recv_anysource = lambda tensors, tag: group.recv(tensors, sources.pop(0), tag)
+        try:
+            return self.fn(*args, **kwargs)
+        finally:
+            del group.recv_anysource
+
+
+def orders(run: Run) -> list[dict[int, list[int]]]:
+    """Two orders in which messages could have come, low ranks first and high ranks first: of each
+    rank that received from any source where several send, the senders. None if there is none."""
+    leaves, low, high = list(run.ledger.leaves()), {}, {}
+    for rank in {comm.rank for comm in leaves if comm.op == "recv_anysource"}:
+        sent = Counter(comm.rank for comm in leaves if comm.op == "send" and rank in comm.sent_to)
+        for comm in leaves:
+            if comm.op == "recv" and comm.rank == rank:
+                sent.subtract(comm.received_from.keys())
+        if len(+sent) > 1:  # of each sender the first message, then of each the second, ...
+            messages = [(k, sender) for sender, count in sent.items() for k in range(count)]
+            low[rank] = [sender for _, sender in sorted(messages)]
+            high[rank] = [-sender for _, sender in sorted((k, -sender) for k, sender in messages)]
+    return [low, high] if low else []
+
+
+def depends_on_luck(trial: Callable, fn: Callable, case, run: Run, facts: Facts) -> bool:
+    """Whether another result comes if the messages come in another order. (Where a run does not
+    end in that order, it could not have come about.)"""
+    for sources in orders(run):
+        try:
+            args = (Shuffled(fn, facts, sources), case)
+            results = once_started(trial, len(run.results), args).results
+        except RankError:
+            continue
+        if not same(results, run.results):
+            return True
+    return False
+
+
 # --- all of them --------------------------------------------------------------------------------
 
 
@@ -284,6 +342,8 @@ def mistake_in(trial: Callable, fn: Callable, case, run: Run, facts: Facts) -> s
     """The hint of the first adversity that changes what came of a case that was right; else ""."""
     size = len(run.results)
     if size > 1 and facts.gives_a_group:
+        if depends_on_luck(trial, fn, case, run, facts):
+            return ANYONE
         late, hint = Late(fn, facts), PART.format(n=size, more=size + 1, last=size - 1)
         if found := harder(hint, in_a_part, size + 1, (trial, late, case), run, 1):
             return harder(LATE, trial, size, (late, case), run) or found

@@ -22,6 +22,7 @@ from ..collectives import (
     ring_reduce_scatter,
 )
 from ..ledger.steps import count_rounds, steps
+from .adversities import ANYONE
 from .engine import Exercise, Line, Measured, line, on_ranks, too_few_bytes, yes
 from .watch import functions_of, started_when_possible
 
@@ -240,10 +241,7 @@ class Collective(Measured):
     def from_anyone(self) -> str:
         if all(self.right) or all(c.op != "recv_anysource" for c in self.run.ledger.leaves()):
             return ""
-        return (
-            "You receive from any source, and more than one rank sends to you: now and then "
-            "another one's message is the first. Say from whom: recv(like, source, group)."
-        )
+        return ANYONE
 
     def wrong_bytes(self) -> str:
         """For what has no other flaw."""

@@ -17,9 +17,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mini_dist import check, collectives
-from mini_dist.check.engine import Exercise, Line, Measured, on_ranks
+from mini_dist.check.engine import Exercise, Line, Measured, line, on_ranks
 from mini_dist.check.watch import functions_of
-from mini_dist.collectives import all_reduce, recv, ring_all_reduce, send, star_all_reduce
+from mini_dist.collectives import (
+    all_reduce,
+    recv,
+    ring_all_reduce,
+    send,
+    star_all_reduce,
+    start,
+    wait,
+)
+from mini_dist.collectives.messages import recv_any
 from tests.exercises import solutions
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that no rank imports pytest
@@ -189,6 +198,84 @@ def test_an_answer_that_is_right_in_fair_weather_only_is_refused(fn, says):
 
 def test_what_the_exercise_is_there_to_change_may_be_changed():
     assert exercise(changes=("x",), again=False).judge(adds_in_place).state == "right"
+
+
+# --- messages from any source ---------------------------------------------------------------------
+
+
+def gather(x: Tensor, group) -> list[Tensor]:
+    """On rank 0 every rank's x, in rank order."""
+    if group.rank() > 0:
+        send(x, 0, group)
+        return []
+    return [x, *(recv(x, source, group) for source in range(1, group.size()))]
+
+
+def takes_them_as_they_come(x, group):
+    """They come in rank order, as each rank begins to send when the one before it has begun."""
+    rank = group.rank()
+    if rank == 0:
+        return [x, *(recv_any(x, group)[0] for _ in range(1, group.size()))]
+    if rank > 1:
+        recv(x, rank - 1, group)
+    sending = start(group, sends=[(x, 0)])
+    if rank + 1 < group.size():
+        send(x, rank + 1, group)
+    wait(sending)
+    return []
+
+
+def takes_them_one_by_one(x, group):
+    """No other order can be: each rank sends when the one before it has sent."""
+    rank, size = group.rank(), group.size()
+    if rank == 0:
+        send(x, 1, group)  # so nobody sends what is the next call's
+        return [x, *(recv_any(x, group)[0] for _ in range(1, size))]
+    recv(x, rank - 1, group)
+    send(x, 0, group)
+    if rank + 1 < size:
+        send(x, rank + 1, group)
+    return []
+
+
+def asks_from_whom(x, group):
+    """And lets nobody send the next call's before all of this one's are there."""
+    others = range(1, group.size())
+    if group.rank() > 0:
+        send(x, 0, group)
+        recv(x, 0, group)
+        return []
+    came = dict([(0, x), *(recv_any(x, group)[::-1] for _ in others)])
+    for rank in others:
+        send(x, rank, group)
+    return [came[rank] for rank in range(group.size())]
+
+
+class Gathered(Measured):
+    def lines(self) -> list[Line]:
+        numbers = [0.0, 1.0, 2.0, 3.0][: self.size]
+        return [line("on rank 0", [x.item() for x in self.results[0]], numbers)]
+
+    def mistake(self) -> str:
+        return "Another order."
+
+
+@pytest.mark.parametrize(
+    "fn, state",
+    [
+        (takes_them_as_they_come, "wrong"),
+        (takes_them_one_by_one, "right"),
+        (asks_from_whom, "right"),
+    ],
+)
+def test_whose_message_is_first_may_make_no_difference(fn, state):
+    def trial(fn, case, group):
+        return fn(torch.tensor(float(group.rank())), group)
+
+    cases = [(4, "a number"), (3, "a number")]
+    gathers = Exercise("gather", gather, trial, cases, Gathered, hints=["?"], skeleton="")
+    verdict = gathers.judge(fn)
+    assert verdict.state == state, verdict
 
 
 # --- who did the work -----------------------------------------------------------------------------

@@ -1204,8 +1204,7 @@ def test_a_right_way_to_send_is_right(name, swap):
 
 
 def test_who_receives_from_any_source_where_several_send_is_told():
-    """As soon as it goes wrong: on a busy machine messages may come in order by chance."""
-    judge, answer = check.all_to_all.judge, with_swap("all_to_all", swaps.from_any_source)
-    verdicts = (judge(answer) for _ in range(5))
-    verdict = next(verdict for verdict in verdicts if verdict.state == "wrong")
+    """Also where the messages happen to come in order: they are made to come in others."""
+    verdict = check.all_to_all.judge(with_swap("all_to_all", swaps.from_any_source))
+    assert verdict.state == "wrong"
     assert "another one's message is the first" in verdict.hint
