@@ -42,27 +42,29 @@ def my_all_reduce(x, group):
 def copy(x, group):
     class Copy(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x):
+        def forward(ctx, x, group):
+            ctx.group = group
             return x.clone()
 
         @staticmethod
         def backward(ctx, dy):
-            return all_reduce(dy, group)
+            return all_reduce(dy, ctx.group), None
 
-    return Copy.apply(x)
+    return Copy.apply(x, group)
 
 
 def differentiable_all_reduce(x, group):
     class AllReduce(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x):
+        def forward(ctx, x, group):
+            ctx.group = group
             return all_reduce(x, group)
 
         @staticmethod
         def backward(ctx, dy):
-            return dy
+            return dy, None
 
-    return AllReduce.apply(x)
+    return AllReduce.apply(x, group)
 
 
 def loss_of_cut_logits(logits, targets, group):

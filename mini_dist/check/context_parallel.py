@@ -484,7 +484,7 @@ EXERCISES = [
             "They need [..., None] to multiply an output.",
         ],
         skeleton="""\
-def my_merge(a, b):
+def merge(a, b):
     lse = torch.logaddexp(..., ...)
     share_a = (...).exp()[..., None]
     share_b = (...).exp()[..., None]
@@ -510,7 +510,7 @@ def my_merge(a, b):
             "total = add_block(total, q, kv, block, kernel); wait(handles).",
         ],
         skeleton="""\
-def my_ring_step(total, q, kv, block, kernel, group):
+def ring_step(total, q, kv, block, kernel, group):
     rank, size = group.rank(), group.size()
     arriving = torch.empty_like(kv)
     handles = start(group, receives=[(arriving, ...)], sends=[(kv, ...)])
@@ -541,7 +541,7 @@ def my_ring_step(total, q, kv, block, kernel, group):
             "chunks[2 * size - 1 - r].",
         ],
         skeleton="""\
-def my_zigzag(seq_len, size):
+def zigzag(seq_len, size):
     chunks = torch.arange(seq_len).view(..., -1)
     return torch.stack([torch.cat([chunks[...], chunks[...]]) for r in range(size)])""",
         refuses=functions_of(library),

@@ -481,7 +481,7 @@ EXERCISES = [
             "`by_expert`.",
         ],
         skeleton="""\
-def my_dispatch(x, counts, group):
+def dispatch(x, counts, group):
     n = group.size()
     theirs = all_to_all(counts, group).view(n, -1)     # [n, E/n]: from rank r, for my expert e
     sent, received = ..., ...                          # lists of n numbers of rows
@@ -504,7 +504,7 @@ def my_dispatch(x, counts, group):
             "received then, it sends now.",
         ],
         skeleton="""\
-def my_combine(answers, dispatched, group):
+def combine(answers, dispatched, group):
     as_they_came = torch.empty_like(answers)
     as_they_came[...] = ...
     return ops.all_to_all(as_they_came, group, ..., ...)""",
@@ -528,7 +528,7 @@ def my_combine(answers, dispatched, group):
             "ranks divided by their sum. Return the visits, too.",
         ],
         skeleton="""\
-def my_balance_loss(decision, group):
+def balance_loss(decision, group):
     num_experts = decision.probabilities.shape[1]
     visits = all_reduce(..., group)                    # [E], of all ranks' tokens
     share = ...

@@ -601,14 +601,15 @@ def row_linear(x, weight, bias, group):
 def copy(x, group):
     class Copy(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x):
+        def forward(ctx, x, group):
+            ctx.group = group
             return ...
 
         @staticmethod
         def backward(ctx, dy):
-            return ...
+            return ..., None  # the second one for the group
 
-    return Copy.apply(x)""",
+    return Copy.apply(x, group)""",
         refuses=[*REFUSED, *CLASSES],
         answer=(copy,),
     ),
@@ -626,14 +627,15 @@ def copy(x, group):
 def differentiable_all_reduce(x, group):
     class AllReduce(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x):
+        def forward(ctx, x, group):
+            ctx.group = group
             return ...
 
         @staticmethod
         def backward(ctx, dy):
-            return ...
+            return ..., None  # the second one for the group
 
-    return AllReduce.apply(x)""",
+    return AllReduce.apply(x, group)""",
         refuses=[*REFUSED, *CLASSES],
         answer=(differentiable_all_reduce,),
     ),
