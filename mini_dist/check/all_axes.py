@@ -248,7 +248,8 @@ class Steps(Measured):
         if axis == "pp" and self.layout.sequence_parallel:
             return said + (
                 "With sequence parallelism a stage hands on the tokens of its tp rank only, "
-                "[B, S/(cp tp), D]: is shard_model given pair=SEQUENCE, and activation that shape?"
+                "[b, S/(cp tp), D] of a micro-batch: is shard_model given pair=SEQUENCE, and "
+                "activation that shape?"
             )
         return said + (
             "Does every rank hold and compute its own part only? Are the groups those of "
