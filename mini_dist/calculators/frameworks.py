@@ -56,10 +56,15 @@ class Framework:
     # the backward; what ZeRO-1 and 2 have stepped, behind the next forward.
     overlaps_gradients: bool = True
     overlaps_parameters: bool = False
+    # In the backward of a column-cut matrix its input is gathered again (where it was not kept)
+    # behind the GEMM for the input's gradient, and that is reduced behind the GEMM for the weights'.
+    overlaps_tensor_backward: bool = False
     # Under sequence parallelism a tensor's pieces are gathered and reduced behind its matrix: async
     # TP (torchtitan), userbuffers (Transformer Engine). An option of both, off by default.
     overlaps_tensor: bool = False
-    bucket: float = math.inf  # gradients that travel in one message; inf: all at once
+    # Gradients that travel in one message: a bucket is closed once it has as many, and no tensor is
+    # cut (DDP, Megatron's buffers). inf: all at once.
+    bucket: float = math.inf
     bucket_a_rank: float = 0.0  # and at least so many for each replica
     copies_units: bool = False  # ZeRO-2, 3: a unit goes through a flat buffer, in and out
     # Python and launches for one layer's forward; backward is twice.  Read off where sweeps stop
@@ -145,6 +150,7 @@ FRAMEWORKS = {
         outside=CUDA_OUTSIDE,
         fragmentation=FRAGMENTATION,
         overlaps_gradients=False,
+        overlaps_tensor_backward=True,  # [K22] 4.2.2; layers.py, LinearWithGradAccumulation...
         host_seconds=0.9e-3,
         source="[K22], Megatron-LM 2022 [code]",
     ),
@@ -159,6 +165,7 @@ FRAMEWORKS = {
         outside=CUDA_OUTSIDE,
         fragmentation=FRAGMENTATION,
         overlaps_parameters=True,  # --overlap-param-gather
+        overlaps_tensor_backward=True,  # tensor_parallel/layers.py
         bucket=40e6,  # distributed_data_parallel.py
         bucket_a_rank=1e6,
         source="Megatron-Core with TE [code]",
@@ -188,6 +195,8 @@ FRAMEWORKS = {
         loss_bytes=14,
         outside=CUDA_OUTSIDE,
         fragmentation=FRAGMENTATION,
+        overlaps_tensor_backward=True,  # functional.py, _ColumnLinearAsyncCommunication
+        fused_weight_gradients=False,  # gradient_accumulator.py: fp32_grad.add_(half_param.grad)
         bucket=25 * 2**20 / 2,  # 25 MiB of bf16, as DDP has it
         source="nanotron [code]",
     ),

@@ -55,6 +55,7 @@ NETWORK_FRACTION = 0.92
 # arXiv:2507.03114: FSDP and pipelines, A100, H100, MI210, MI250, overlapped against alone).
 SLOWED = 0.189
 COLLECTIVE_SECONDS = 10e-6
+MEASURED_BYTES = 256e6  # in the timings of `Hardware.by_nodes`
 NODE_LATENCY = 1e-6
 NETWORK_LATENCY = 8e-6
 # To the host: 16 lanes of PCIe 4 or 5, and of 8 devices the two sockets' 8 channels of DDR4-3200
@@ -132,8 +133,9 @@ class Hardware:
     network_bandwidth: float  # bytes/s
     node_latency: float = NODE_LATENCY
     network_latency: float = NETWORK_LATENCY
-    # Measured: {nodes: fraction of the network's rate that a collective over them got}.
-    by_nodes: tuple[tuple[int, float], ...] = ()
+    # Measured with all devices of as many nodes in one ring, 256 MB: (nodes, bus bandwidth in
+    # bytes/s of an all-reduce, of an all-gather or reduce-scatter); one node first.
+    by_nodes: tuple[tuple[int, float, float], ...] = ()
     # One device's share of the way to its host, and of the host's memory: bytes/s, as sold.
     host_bandwidth: float = PCIE_4
     host_memory_bandwidth: float = DDR4_HOST
@@ -163,22 +165,29 @@ class Hardware:
         return Link(self.node_latency, NODE_FRACTIONS[op] * self.node_bandwidth)
 
     def network_link(self, nodes: int = 2) -> Link:
-        """What a device really gets in a collective over that many nodes."""
-        return Link(
-            self.network_latency,
-            NETWORK_FRACTION * self.network_bandwidth * self.network_fraction(nodes),
-        )
+        """What a device gets of the network; of a ring over that many nodes, if it was timed."""
+        latency = self.step_seconds(nodes) if self.by_nodes else self.network_latency
+        return Link(latency, NETWORK_FRACTION * self.network_bandwidth)
 
-    def network_fraction(self, nodes: int) -> float:
-        """From `by_nodes`, straight between the measured points in log2 of nodes; 1 if none."""
-        points = sorted(self.by_nodes)
-        if not points or nodes <= points[0][0]:
-            return points[0][1] if points else 1.0
-        for (n0, f0), (n1, f1) in zip(points, points[1:]):
-            if nodes <= n1:
-                share = math.log2(nodes / n0) / math.log2(n1 / n0)
-                return f0 * (f1 / f0) ** share
-        return points[-1][1]
+    def step_seconds(self, nodes: int) -> float:
+        """What a step of a ring over `nodes` nodes was measured to take besides its bytes.
+
+        An all-gather over n devices is a ring of n - 1 steps, and in each of them the ports between
+        nodes begin and end a message.  On `h100-hf` a step loses 30 to 45 us so, whether 2 nodes
+        take part or 64: its bandwidth falls as nodes join because the ring has more steps.
+        """
+        link, steps = self.node_link("all_gather"), []
+        for count, _, rate in self.by_nodes:
+            each = MEASURED_BYTES / (count * self.devices_per_node)
+            steps.append((count, max(self.node_latency, each / rate - each / link.bandwidth)))
+        return _between(steps[1:], nodes)
+
+    def tree_bandwidth(self, nodes: int) -> float:
+        """Bus bandwidth that an all-reduce over all devices of `nodes` nodes was measured to get.
+
+        Beyond a few nodes NCCL reduces along trees, in pieces of one size however many take part.
+        """
+        return _between([(count, rate) for count, rate, _ in self.by_nodes[1:]], nodes)
 
     def host_seconds(self, num_bytes: float, memory: bool = False) -> float:
         """Bytes to the host or from it; memory: passed over by its processors."""
@@ -194,6 +203,16 @@ class Hardware:
         if isinstance(changes.get("device"), dict):
             changes["device"] = self.device.replace(**changes["device"])
         return dataclasses.replace(self, **changes)
+
+
+def _between(points: list[tuple[int, float]], nodes: int) -> float:
+    """A number that was measured on some numbers of nodes, straight in log2 between them."""
+    if nodes <= points[0][0]:
+        return points[0][1]
+    for (n0, value0), (n1, value1) in zip(points, points[1:]):
+        if nodes <= n1:
+            return value0 + (value1 - value0) * math.log2(nodes / n0) / math.log2(n1 / n0)
+    return points[-1][1]
 
 
 def hardware(name: str | Hardware) -> Hardware:
@@ -318,8 +337,7 @@ HARDWARE = {
     "tpu-v5p": Hardware("tpu-v5p", TPU_V5P, 64, 2 * 90 * GB, 6.25 * GB, source="[scaling-book]"),
     "tpu-v5e": Hardware("tpu-v5e", TPU_V5E, 16, 2 * 45 * GB, 3.1 * GB, source="[scaling-book]"),
     "laptop": Hardware("laptop", LAPTOP, 4, 2 * GB, 0.1 * GB, 1e-4, 1e-3, source="[here], rough"),
-    # The cluster of the playbook's sweep: what was left of the network fell steeply with nodes.
-    # all-reduce bus bandwidth there, over that of 2 nodes: it is a fact of that cluster.
+    # The cluster of the playbook's sweep, with its timings of collectives [hf].
     "h100-hf": Hardware(
         "h100-hf",
         H100,
@@ -329,12 +347,13 @@ HARDWARE = {
         **NEW_HOST,
         source="[hf]",
         by_nodes=(
-            (2, 1.0),
-            (4, 160.1 / 361.8),
-            (8, 99.6 / 361.8),
-            (16, 84.7 / 361.8),
-            (32, 64.9 / 361.8),
-            (64, 32.9 / 361.8),
+            (1, 436.0 * GB, 249.8 * GB),
+            (2, 361.8 * GB, 184.6 * GB),
+            (4, 160.1 * GB, 119.0 * GB),
+            (8, 99.6 * GB, 69.0 * GB),
+            (16, 84.7 * GB, 55.0 * GB),
+            (32, 64.9 * GB, 28.0 * GB),
+            (64, 32.9 * GB, 11.0 * GB),
         ),
     ),
 }
