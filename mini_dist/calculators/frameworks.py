@@ -36,6 +36,9 @@ class Framework:
     # memory is passed over half as often.
     fused_activation: bool = True
     keeps_gathered: bool = False  # what sequence parallel gathered for a matrix is kept
+    # What `recompute="selective"` computes again: "scores" (Megatron), or "operators": all but the
+    # attention and every second matrix (torchtitan).
+    selective: str = "scores"
     loss_bytes: float = 4
     weight_gradients: str = "none"  # kept beside the gradients: "none", "largest", "one_layer"
     own_runs: bool = False  # this library's: moments.py goes through its step
@@ -50,6 +53,7 @@ class Framework:
     fp8: bool = False  # matrices of the layers, as Transformer Engine has them; no other number is
     fused_weight_gradients: bool = True  # summed up inside the GEMM, not by a pass over them
     flash_speed: float = 1.0  # 0.5 for the first FlashAttention (Dao 2023: the second is twice)
+    flash_2: bool = False  # the second, on a chip that has faster ones
     loss_traffic: float = 24  # bytes moved a logit, forward and backward
     reduce_bytes: float = 4  # a gradient on the wire
     # Data-parallel traffic runs behind computation: gradients (and under ZeRO-3 parameters) behind
@@ -66,6 +70,9 @@ class Framework:
     # cut (DDP, Megatron's buffers). inf: all at once.
     bucket: float = math.inf
     bucket_a_rank: float = 0.0  # and at least so many for each replica
+    # Under ZeRO-3 in a pipeline parameters stay whole from the first micro-batch's forward to the
+    # last one's backward, and gradients are summed up until then.
+    whole_in_pipeline: bool = False
     copies_units: bool = False  # ZeRO-2, 3: a unit goes through a flat buffer, in and out
     # Python and launches for one layer's forward; backward is twice.  Read off where sweeps stop
     # getting faster as the work shrinks: 4.4-4.6 ms a layer (nanotron on H100 hosts, no recompute),
@@ -99,6 +106,10 @@ class Framework:
             raise ValueError(
                 f"weight_gradients={self.weight_gradients!r} is not known: give "
                 "'none', 'largest' or 'one_layer'."
+            )
+        if self.selective not in ("scores", "operators"):
+            raise ValueError(
+                f"selective={self.selective!r} is not known: give 'scores' or 'operators'."
             )
 
     def check(self, config: ModelConfig, layout: Layout) -> None:
@@ -195,6 +206,7 @@ FRAMEWORKS = {
         loss_bytes=14,
         outside=CUDA_OUTSIDE,
         fragmentation=FRAGMENTATION,
+        flash_2=True,  # flash_attn_varlen_func
         overlaps_tensor_backward=True,  # functional.py, _ColumnLinearAsyncCommunication
         fused_weight_gradients=False,  # gradient_accumulator.py: fp32_grad.add_(half_param.grad)
         bucket=25 * 2**20 / 2,  # 25 MiB of bf16, as DDP has it
@@ -212,6 +224,7 @@ FRAMEWORKS = {
         outside=CUDA_OUTSIDE,
         fragmentation=FRAGMENTATION,
         reduce_bytes=2,
+        flash_2=True,  # scaled_dot_product_attention
         overlaps_parameters=True,
         copies_units=True,  # _fsdp_collectives.py: split_with_sizes_copy, chunk_cat
         source="torch.distributed.fsdp.fully_shard [code]",
@@ -236,6 +249,14 @@ FRAMEWORKS["fsdp1"] = FRAMEWORKS["fsdp"].replace(
     name="fsdp1",
     copies_units=False,
     source="torch.distributed.fsdp.FullyShardedDataParallel [code]",
+)
+# Of December 2024, with the defaults of its config_manager.py and parallelize_llama.py [code].
+FRAMEWORKS["torchtitan"] = FRAMEWORKS["fsdp"].replace(
+    name="torchtitan",
+    reduce_bytes=4,  # training.mixed_precision_reduce
+    selective="operators",  # activation_checkpoint.selective_ac_option = "op"
+    whole_in_pipeline=True,
+    source="torchtitan [code]",
 )
 
 

@@ -24,7 +24,7 @@ from .machines import (
     Device,
     Hardware,
 )
-from .parameters import layer_weights
+from .parameters import every_second, layer_weights
 from .places import worst_place
 
 
@@ -189,11 +189,30 @@ def _add_matrices(time, config, piece, device, how) -> None:
         time.add("matrices", copies * forward, copies * backward)
 
 
+def every_second_seconds(config: ModelConfig, layout: Layout, machine, how, moe: bool) -> float:
+    """Forward of every second matrix, and of all that is no matrix and no attention, once more."""
+    time = layer_time(config, layout, machine, how, moe)
+    tokens = layout.micro_batch_size * config.seq_len / layout.cp
+    seconds = time.forward["elementwise"]
+    for weight in every_second(config, moe):
+        k, n = weight.shape
+        k, n = (k / layout.tp, n) if weight.cut == "row" else (k, n / layout.tp)
+        rows, copies = tokens, weight.experts / layout.ep if weight.experts > 1 else 1
+        if weight.experts > 1:
+            rows = tokens * weight.visits / copies
+        seconds += copies * gemm_seconds(machine.device, rows, n, k, how.fp8)
+    if layout.tp > 1 and layout.sequence_parallel:  # what was scattered is kept
+        seconds += time.forward["tp collectives"] / 2
+    return seconds
+
+
 def _add_attention(time, config, piece, device, how) -> None:
     S, e, tp, tokens = config.seq_len, how.activation_bytes, piece.tp, piece.tokens
     flops = tokens / S * score_flops(config, S) / tp  # both products, all S scores a token
     if how.flash_attention:  # computes the causal half, and everything once more in backward
         rate = how.flash_speed * device.gemm_rate
+        if how.flash_2 and device.flash_2_flops:
+            rate = min(rate, how.flash_speed * device.flash_2_flops / FLASH_FORWARD)
         time.add(
             "attention",
             flops / 2 / (FLASH_FORWARD * rate) + KERNEL_SECONDS,

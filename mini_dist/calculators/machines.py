@@ -33,6 +33,9 @@ GEMM_FILL = 180
 # [simumax] causal attention kernels at head dim 128, FLOP/s of the half that is computed over the
 # sustained GEMM rate: A100 0.79 forward, 0.65 backward; B200 0.96, 0.80.  Nearer the A100's.
 FLASH_FORWARD, FLASH_BACKWARD = 0.80, 0.68
+# FlashAttention 2, written for the A100's instructions, gets 35 % of an H100's datasheet forward
+# (Shah et al. 2024, arXiv:2407.08608, abstract); backward as much less as above: assumed.
+FLASH_2_HOPPER = 0.35
 # [simumax] streaming kernels get 0.75 (A100) and 0.67 (B200) of the datasheet's bandwidth.
 STREAM_FRACTION = 0.72
 # A kernel's own start and end on the device: assumed.
@@ -77,6 +80,7 @@ class Device:
     cores: int | None = None  # multiprocessors, each with one 128 x 256 tile; None: no such grid
     peak_flops_fp8: float | None = None
     gemm_flops_fp8: float | None = None  # the best GEMM measured in fp8
+    flash_2_flops: float | None = None  # FlashAttention 2 forward, where later ones are faster
     source: str = ""
 
     def __post_init__(self):
@@ -89,6 +93,7 @@ class Device:
             "sustained_flops",
             "peak_flops_fp8",
             "gemm_flops_fp8",
+            "flash_2_flops",
         ):
             value = getattr(self, field)
             if value is not None and not (_is_number(value) and value > 0):
@@ -273,6 +278,7 @@ H100 = Device(
     132,
     1979 * T,
     1402.6 * T,
+    FLASH_2_HOPPER * 989 * T,
     source="[acc] [mamf] [simumax]",
 )
 H200 = Device(
@@ -285,6 +291,7 @@ H200 = Device(
     132,
     1979 * T,
     1453.4 * T,
+    FLASH_2_HOPPER * 989 * T,
     source="[acc] [mamf] [simumax]",
 )
 # 0.49-0.51 of the datasheet for 4096 x 8192 x 57344 and the like, timed on a node [simumax].

@@ -38,6 +38,7 @@ from .parameters import (
     parameters_of_rank,
     stages_of_rank,
 )
+from .replica_traffic import in_every_micro_batch
 from .weight_gradients import weight_gradients
 
 SHARDED_FROM = {"parameters": 3, "gradients": 2, "optimizer": 1}  # the ZeRO stage that cuts it
@@ -217,6 +218,11 @@ def _states(config, layout, how, pp_rank) -> list[Line]:
 
 def _unsharded(config, layout, how, pp_rank) -> Line:
     """ZeRO-3: the layer that computes, those on their way and, all the time, what is outside."""
+    if not in_every_micro_batch(layout, how):  # all of them, and their gradients
+        numel = float(parameters_of_rank(config, layout, pp_rank).total)
+        each = 2 * how.activation_bytes
+        said = f"{how.activation_bytes:g} P and as much for gradients"
+        return Line("whole in a pipeline", each * numel, "bytes", said, how.source)
     held, n = parameters_of_rank(config, layout, pp_rank), 1 + how.prefetch
     whole = n * held.largest_layer + held_outside(config, layout, pp_rank).total
     return Line(

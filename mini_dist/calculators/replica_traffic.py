@@ -34,6 +34,11 @@ class Traffic(NamedTuple):
     pack: float  # gradients into the buffer that leaves
 
 
+def in_every_micro_batch(layout: Layout, how) -> bool:
+    """Whether ZeRO-2's reduces and ZeRO-3's gathers come with each micro-batch, or once a step."""
+    return layout.zero >= 2 and not (how.whole_in_pipeline and layout.zero == 3 and layout.pp > 1)
+
+
 def of_layer(config, layout, machine, how, moe) -> Traffic:
     """A layer is a unit."""
     return _of_unit(held_by_layer(config, layout, moe), layout, machine, how)
@@ -72,6 +77,9 @@ def gradient_seconds(config, layout, machine, how, slowest) -> tuple[float, str]
         2: (None, ("all_gather", e)),
         3: (None, None),
     }[layout.zero]
+    once = layout.zero == 3 and not in_every_micro_batch(layout, how)
+    if once:  # as under ZeRO-1; the last backward waits for all gradients to be summed up
+        reduces, gathers = ("reduce_scatter", g), ("all_gather", e)
     seconds, said = 0.0, []
     if reduces:
         op, each = reduces
@@ -79,8 +87,9 @@ def gradient_seconds(config, layout, machine, how, slowest) -> tuple[float, str]
             _in_buckets(machine, op, each, *part, layout.world_size, messages)
             for part, messages in zip(parts, _messages(config, layout, how, parts))
         )
-        seconds += _hidden(slowest.backward, traffic, how.overlaps_gradients)
-        where = " behind the last backward" if how.overlaps_gradients else ""
+        behind = how.overlaps_gradients and not once
+        seconds += _hidden(slowest.backward, traffic, behind)
+        where = " behind the last backward" if behind else ""
         said.append(f"{op.replace('_', '-')} of {each:g} P{where}")
     if gathers:
         op, each = gathers
