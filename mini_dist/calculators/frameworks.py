@@ -56,6 +56,9 @@ class Framework:
     flash_2: bool = False  # the second, on a chip that has faster ones
     loss_traffic: float = 24  # bytes moved a logit, forward and backward
     reduce_bytes: float = 4  # a gradient on the wire
+    # Bytes moved around the optimizer's own pass, a number that is stepped: gradients are read for
+    # their norm (4) and clipped (8), the new parameter is copied into 16 bits (6).
+    around_step: float = 18
     # Data-parallel traffic runs behind computation: gradients (and under ZeRO-3 parameters) behind
     # the backward; what ZeRO-1 and 2 have stepped, behind the next forward.
     overlaps_gradients: bool = True
@@ -94,6 +97,7 @@ class Framework:
             "flash_speed",
             "loss_traffic",
             "reduce_bytes",
+            "around_step",
             "host_seconds",
         ):
             value = getattr(self, field)
@@ -135,7 +139,9 @@ FRAGMENTATION = 0.10
 
 FRAMEWORKS = {
     # The papers' own bookkeeping and nothing else.
-    "formula": Framework("formula", flash_attention=False, backward=False, source="[ZeRO] [K22]"),
+    "formula": Framework(
+        "formula", flash_attention=False, backward=False, around_step=0, source="[ZeRO] [K22]"
+    ),
     # fp16 gradients, added up by a pass over them, all-reduced after the last backward; softmax and
     # its fp32 logits kept by the vocab-parallel loss.
     "megatron-2021": Framework(
@@ -147,6 +153,7 @@ FRAMEWORKS = {
         fragmentation=FRAGMENTATION,
         fused_weight_gradients=False,
         reduce_bytes=2,
+        around_step=32,  # optimizer.py: and made fp32 (6), unscaled and checked (8)
         overlaps_gradients=False,
         host_seconds=0.9e-3,
         source="[N21], Megatron-LM 2021 [code]",
@@ -160,6 +167,7 @@ FRAMEWORKS = {
         weight_gradients="largest",
         outside=CUDA_OUTSIDE,
         fragmentation=FRAGMENTATION,
+        around_step=26,  # and unscaled and checked
         overlaps_gradients=False,
         overlaps_tensor_backward=True,  # [K22] 4.2.2; layers.py, LinearWithGradAccumulation...
         host_seconds=0.9e-3,
@@ -224,6 +232,7 @@ FRAMEWORKS = {
         outside=CUDA_OUTSIDE,
         fragmentation=FRAGMENTATION,
         reduce_bytes=2,
+        around_step=12,  # its parameters are fp32
         flash_2=True,  # scaled_dot_product_attention
         overlaps_parameters=True,
         copies_units=True,  # _fsdp_collectives.py: split_with_sizes_copy, chunk_cat
@@ -241,6 +250,7 @@ FRAMEWORKS = {
         loss_bytes=12,
         own_runs=True,
         plain_modules=True,
+        around_step=0,
         source="mini_dist/model.py and zero/",
     ),
 }

@@ -211,8 +211,8 @@ def torchtitan_2024() -> list[Run]:
     operators, no resharding in a pipeline, FlashAttention 2.  Their limit of 500 W is said here: by
     the file's own note the peak lies between the SXM's (700 W) and the NVL's (835 TFLOP/s, 400 W),
     and is taken straight in watts between them.  Not said there: how many chunks interleaving
-    had (2), and into how many micro-batches the 32 sequences of a replica were cut (pp of them, the
-    default of pipelining_utils.py).
+    had, and into how many micro-batches the 32 sequences of a replica were cut. The defaults of
+    pipelining_utils.py are 2 chunks, and as many micro-batches as stages.
     """
     limited = (835 + (989 - 835) * (500 - 400) / (700 - 400)) / 989
     slower = {"memory_bytes": 96e9, "memory_bandwidth": 2.4e12}
@@ -226,6 +226,7 @@ def torchtitan_2024() -> list[Run]:
     two = {"dp": 32, "tp": 8, "sequence_parallel": True, "zero": 3, "micro_batch_size": 16}
     three = {"pp": 8, "dp": 8, "tp": 8, "sequence_parallel": True, "zero": 3}
     three |= {"micro_batch_size": 4, "num_micro_batches": 8}
+    two_chunks = {**_pipeline(2), "micro_batch_size": 2, "num_micro_batches": 16}
     again = {"recompute": "full"}
     rows = [  # model, program, layout, tokens/s a GPU
         ("llama3-8b", eager, {"dp": 8, **fsdp}, 5762),
@@ -237,7 +238,7 @@ def torchtitan_2024() -> list[Run]:
         ("llama3-70b", fp8, {**two, **again}, 829),
         ("llama3-70b", async_tp, {**two, **again}, 876),
         ("llama3-405b", async_tp, {**three, **again}, 100),
-        ("llama3-405b", async_tp, {**three, **again, **_pipeline(2)}, 128),
+        ("llama3-405b", async_tp, {**three, **again, **two_chunks}, 128),
     ]
     runs = []
     for name, how, cut, speed in rows:
