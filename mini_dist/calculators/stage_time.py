@@ -131,10 +131,10 @@ def _layer_parts(config, layout, machine, how, moe, recomputes) -> Stage:
         wait_f, wait_b = max(0.0, away - forward), max(0.0, away - backward)
         parts["waiting for offloads"] = wait_f + wait_b
         forward, backward = forward + wait_f, backward + wait_b
-    # Kernels are launched ahead; near the host's own pace neither hides the other altogether.
+    # Kernels are launched ahead, and the queue is deep: the slower of both sets the pace.
     passes = 1 if recomputes and layout.recompute == "full" else 0
-    waits_f = _soft_max(forward, how.host_seconds) - forward
-    waits_b = _soft_max(backward, (2 + passes) * how.host_seconds) - backward
+    waits_f = max(0.0, how.host_seconds - forward)
+    waits_b = max(0.0, (2 + passes) * how.host_seconds - backward)
     parts["waiting for the host"] = waits_f + waits_b
     weight = time.backward["matrices"] / 2
     return Stage(parts, forward + waits_f, backward + waits_b, weight)
@@ -143,7 +143,3 @@ def _layer_parts(config, layout, machine, how, moe, recomputes) -> Stage:
 def _hidden(how, compute: float, traffic: float) -> float:
     """What messages behind a layer's computation add to it."""
     return together(compute, traffic) - compute if how.overlaps_gradients else traffic
-
-
-def _soft_max(device: float, host: float) -> float:
-    return (device**4 + host**4) ** 0.25

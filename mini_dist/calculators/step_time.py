@@ -7,7 +7,7 @@
 
 All constants stand in machines.py and frameworks.py, with their sources.  Those of kernels and
 links come from timings of single kernels and collectives; chosen.py lists those that do not.
-`step_time` says low ... high besides its best guess.
+`step_time` says low ... high besides its best guess (intervals.py).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ..config import Layout, ModelConfig
 from .bubble import bubble_seconds, hop_seconds, message_line, simulated
 from .flops import model_flops, step_flops
 from .frameworks import Framework, framework
+from .intervals import Interval, interval_of
 from .kernels import COMMUNICATION
 from .lines import Breakdown, Line, readable
 from .machines import Hardware, hardware
@@ -28,25 +29,12 @@ from .parameters import layers_of_stage
 from .replica_traffic import gradient_seconds
 from .stage_time import stages_of_pipeline
 
-# The interval: how far each part may be off.  A GEMM of an odd shape or a throttled chip; links
-# shared with others; a host that is busy; the slowest of many devices (high end only).  Assumed.
-# Of the tables that were in view four of five runs lie inside, but of nanotron's only half; of the
-# one that was looked at afterwards, on devices with a power limit, one of ten. So it is too narrow
-# (benchmarks/planner.py counts them).
-UNCERTAIN = {
-    "compute": (0.94, 1.08),
-    "communication": (0.7, 1.5),
-    "host": (0.8, 1.3),
-    "straggler": (1.0, 1.05),
-}
-
-
 @dataclass(frozen=True)
 class StepTime:
     """Seconds of one optimizer step: the lines, the interval, and what follows from them."""
 
     breakdown: Breakdown
-    low: float
+    low: float  # four of five published runs of its kind lie between these two
     high: float
     tokens: int  # in a step, over all ranks
     mfu: float  # model FLOPs / (time * bf16 peak), all scores counted (PaLM appendix B)
@@ -157,7 +145,7 @@ def step_time(
     lines.append(optimizer_line(config, layout, machine, how))
 
     breakdown = Breakdown("step time", tuple(lines))
-    low, high = _interval(breakdown)
+    interval = _interval(breakdown, layout, machine)
     sequences, devices = layout.global_batch_size, layout.world_size
     # FlashAttention computes its scores again in any case, and its own time has them.
     flash = layout.recompute == "selective" and how.flash_attention
@@ -169,27 +157,19 @@ def step_time(
     peak = breakdown.total * devices * device.peak_flops
     return StepTime(
         breakdown,
-        low,
-        high,
+        interval.low * breakdown.total,
+        interval.high * breakdown.total,
         sequences * config.seq_len,
         once / peak,
         (once + share * again) / peak,
     )
 
 
-def _interval(breakdown: Breakdown) -> tuple[float, float]:
-    low = high = 0.0
-    for line in breakdown:
-        kind = (
-            "communication"
-            if line.name in (*COMMUNICATION, "pipeline messages", "gradients over dp")
-            else "host"
-            if line.name == "waiting for the host"
-            else "compute"
-        )
-        low += line.value * UNCERTAIN[kind][0]
-        high += line.value * UNCERTAIN[kind][1] * UNCERTAIN["straggler"][1]
-    return low, high
+def _interval(breakdown: Breakdown, layout: Layout, machine: Hardware) -> Interval:
+    """How far a step of this kind may be from the best guess."""
+    messages = (*COMMUNICATION, "pipeline messages", "gradients over dp")
+    waits = sum(line.value for line in breakdown if line.name in messages) / breakdown.total
+    return interval_of(layout.world_size / machine.devices_per_node, waits)
 
 
 _SOURCES = {
