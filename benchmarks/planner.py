@@ -199,6 +199,15 @@ def memory_cases():
     ]
     if pairs:
         report("memory: Megatron 2023, Qi et al. table 4 (GB; allocator or device not said)", pairs)
+    measured = (82.4, 77.0, 76.8, 67.0, 62.0, 61.8, 71.9, 67.6, 82.5, 72.7)  # GiB, reserved
+    pairs = [
+        (
+            peak_memory(run.config, run.layout, run.how).total / GIB * (1 + run.how.fragmentation),
+            gib,
+        )
+        for run, gib in zip(torchtitan_2024(), measured)
+    ]
+    report("memory: torchtitan, what its allocator reserves", pairs)
     sweep = nanotron()
     if sweep:
         kept, lean = (

@@ -150,7 +150,9 @@ def _every_second_output(config, layout, how, moe) -> float:
     e, t = how.activation_bytes, layout.tp
     dropped = every_second(config, moe)
     kept = e * config.d_model / cut_of_whole(layout)
-    kept += (e * config.num_heads * (config.v_head_dim or config.head_dim) + 4 * config.num_heads) / t
+    kept += (
+        e * config.num_heads * (config.v_head_dim or config.head_dim) + 4 * config.num_heads
+    ) / t
     for weight in layer_weights(config, moe):
         if weight.is_matmul and weight not in dropped:
             ways = cut_of_whole(layout) if weight.cut == "row" else t

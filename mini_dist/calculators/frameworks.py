@@ -64,7 +64,7 @@ class Framework:
     overlaps_gradients: bool = True
     overlaps_parameters: bool = False
     # In the backward of a column-cut matrix its input is gathered again (where it was not kept)
-    # behind the GEMM for the input's gradient, and that is reduced behind the GEMM for the weights'.
+    # behind the GEMM for the input's gradient; that is reduced behind the GEMM for the weights'.
     overlaps_tensor_backward: bool = False
     # Under sequence parallelism a tensor's pieces are gathered and reduced behind its matrix: async
     # TP (torchtitan), userbuffers (Transformer Engine). An option of both, off by default.
@@ -99,6 +99,8 @@ class Framework:
             "reduce_bytes",
             "around_step",
             "host_seconds",
+            "bucket",
+            "bucket_a_rank",
         ):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:

@@ -220,8 +220,8 @@ def _unsharded(config, layout, how, pp_rank) -> Line:
     """ZeRO-3: the layer that computes, those on their way and, all the time, what is outside."""
     if not in_every_micro_batch(layout, how):  # all of them, and their gradients
         numel = float(parameters_of_rank(config, layout, pp_rank).total)
-        each = 2 * how.activation_bytes
-        said = f"{how.activation_bytes:g} P and as much for gradients"
+        each = how.activation_bytes + how.reduce_bytes
+        said = f"{how.activation_bytes:g} P, and {how.reduce_bytes:g} P of gradients"
         return Line("whole in a pipeline", each * numel, "bytes", said, how.source)
     held, n = parameters_of_rank(config, layout, pp_rank), 1 + how.prefetch
     whole = n * held.largest_layer + held_outside(config, layout, pp_rank).total
@@ -329,6 +329,10 @@ def _backward_of_layer(config, layout, how) -> float:
             sum(item.bytes_per_token for item in layer_activations(config, layout, how, moe))
             for moe in kinds
         )
+    elif layout.recompute == "selective" and how.selective == "operators":
+        moe = config.is_moe_layer(config.num_layers - 1)
+        whole = sum(item.bytes_per_token for item in layer_activations(config, layout, how, moe))
+        extra += max(0.0, whole - kept_of_layer(config, layout, how, moe))
     elif layout.recompute == "selective" and not how.flash_attention:
         each = e + (e + how.mask_bytes if config.dropout else 0)
         extra += each * config.num_heads * config.seq_len / t

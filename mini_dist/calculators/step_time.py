@@ -25,9 +25,10 @@ from .machines import Hardware, hardware
 from .models import model
 from .numbers import at_least
 from .optimizer_time import optimizer_line
-from .parameters import layers_of_stage
+from .parameters import every_second, layers_of_stage
 from .replica_traffic import gradient_seconds
 from .stage_time import stages_of_pipeline
+
 
 @dataclass(frozen=True)
 class StepTime:
@@ -147,13 +148,8 @@ def step_time(
     breakdown = Breakdown("step time", tuple(lines))
     interval = _interval(breakdown, layout, machine)
     sequences, devices = layout.global_batch_size, layout.world_size
-    # FlashAttention computes its scores again in any case, and its own time has them.
-    flash = layout.recompute == "selective" and how.flash_attention
-    stages = (layers_of_stage(config, layout, stage) for stage in range(layout.num_stages))
-    recomputed = sum(layout.num_recomputed(n) for stage in stages for _, n in stage)
-    share = 0.0 if flash else recomputed / config.num_layers
     once = model_flops(config, sequences)
-    again = step_flops(config, sequences, layout.recompute).total - once
+    again = _recomputed_flops(config, layout, how)
     peak = breakdown.total * devices * device.peak_flops
     return StepTime(
         breakdown,
@@ -161,8 +157,26 @@ def step_time(
         interval.high * breakdown.total,
         sequences * config.seq_len,
         once / peak,
-        (once + share * again) / peak,
+        (once + again) / peak,
     )
+
+
+def _recomputed_flops(config: ModelConfig, layout: Layout, how: Framework) -> float:
+    """FLOPs of a step, over all ranks, that recompute adds and whose time is counted."""
+    sequences = layout.global_batch_size
+    stages = (layers_of_stage(config, layout, stage) for stage in range(layout.num_stages))
+    layers = [(moe, layout.num_recomputed(n)) for stage in stages for moe, n in stage]
+    if layout.recompute == "selective" and how.selective == "operators":
+        matrices = sum(
+            count * weight.numel_visited
+            for moe, count in layers
+            for weight in every_second(config, moe)
+        )
+        return 2 * sequences * config.seq_len * matrices
+    if layout.recompute == "selective" and how.flash_attention:
+        return 0.0  # it computes its scores again in any case, and its own time has them
+    again = step_flops(config, sequences, layout.recompute).total - model_flops(config, sequences)
+    return again * sum(count for _, count in layers) / config.num_layers
 
 
 def _interval(breakdown: Breakdown, layout: Layout, machine: Hardware) -> Interval:
