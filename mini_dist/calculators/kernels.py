@@ -87,7 +87,7 @@ def collective_seconds(
     steps = Link(network.latency if machine.by_nodes else latency, bandwidth)
     seconds = _ring_seconds(op, num_bytes, size, steps)
     if op == "all_reduce":
-        seconds = min(seconds, _tree_seconds(machine, num_bytes, inside, nodes, bandwidth))
+        seconds = min(seconds, _tree_seconds(machine, num_bytes, inside, nodes, bandwidth, ports))
     return COLLECTIVE_SECONDS + seconds
 
 
@@ -96,15 +96,14 @@ def _ring_seconds(op: str, num_bytes: float, size: int, link: Link) -> float:
     return link.seconds(num_bytes / size, rounds=steps)
 
 
-def _tree_seconds(machine, num_bytes: float, inside: int, nodes: int, bandwidth: float) -> float:
+def _tree_seconds(machine, num_bytes, inside: int, nodes: int, bandwidth, ports) -> float:
     """Up and down a tree of nodes, in a row of devices inside each (NCCL, graph/tuning.cc: 0.9 of
     the ring's bandwidth); where it was timed, with this group's share of the ports."""
     if machine.by_nodes:
-        bandwidth = machine.tree_bandwidth(nodes) * inside / machine.devices_per_node
-        return 2 * num_bytes / bandwidth
-    ways = (inside - 1) * machine.node_latency + math.ceil(math.log2(nodes)) * (
-        machine.network_latency
-    )
+        timed = machine.tree_bandwidth(nodes) * inside / machine.devices_per_node
+        return 2 * num_bytes / min(timed, ports)
+    levels = math.ceil(math.log2(nodes))
+    ways = (inside - 1) * machine.node_latency + levels * machine.network_latency
     return 2 * (ways + num_bytes / (0.9 * bandwidth))
 
 
