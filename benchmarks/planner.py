@@ -30,8 +30,10 @@ What is known to be missing, with what was tried:
   and 21 with a smaller tp by 15 %, without a rule: tp 4, pp 8, dp 16 with micro-batches of 2, 3, 4
   is 16 to 20 % slower than we say, with 6 and 12, which send the same bytes, 0 and 2 %. Neither
   pipeline hops between nodes, nor shared ports, nor a tree changes the one and not the other.
-* torchtitan (15 %): asynchronous tp gains less there (6 %) than its pieces behind matrices should.
-* The first H100 and A100 rows are 2 to 5 % fast throughout: what happens between steps is missing.
+* torchtitan at 500 W (15 %, and 11 to 19 in eight rows of ten): without the limit, on H200, it is
+  8 %, so the limit costs more than a line between two datasheets says. Asynchronous tp gained 6 %
+  there and gains 14 % here; that the last row's micro-batches are as many as its stages is a guess.
+* Nearly every table's runs are 2 to 9 % slower than we say: what happens between steps is missing.
 
 The bulk sets are read from ../shared/reference, if it is there.
 """

@@ -50,7 +50,9 @@ class Framework:
     offload_optimizer: bool = False  # to the host
     offload_activations: bool = False  # what full recompute keeps goes to the host
     # What the time depends on.
-    fp8: bool = False  # matrices of the layers, as Transformer Engine has them; no other number is
+    # Matrices of the layers, as Transformer Engine and torchao have them, and what sequence
+    # parallelism gathers for them; no other number is.
+    fp8: bool = False
     fused_weight_gradients: bool = True  # summed up inside the GEMM, not by a pass over them
     flash_speed: float = 1.0  # 0.5 for the first FlashAttention (Dao 2023: the second is twice)
     flash_2: bool = False  # the second, on a chip that has faster ones
@@ -266,6 +268,7 @@ FRAMEWORKS["fsdp1"] = FRAMEWORKS["fsdp"].replace(
 FRAMEWORKS["torchtitan"] = FRAMEWORKS["fsdp"].replace(
     name="torchtitan",
     reduce_bytes=4,  # training.mixed_precision_reduce
+    keeps_gathered=True,  # by a DTensor's redistribute, once
     selective="operators",  # activation_checkpoint.selective_ac_option = "op"
     whole_in_pipeline=True,
     source="torchtitan [code]",

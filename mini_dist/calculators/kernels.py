@@ -158,10 +158,13 @@ def layer_time(
     config: ModelConfig, layout: Layout, machine: Hardware, how: Framework, moe: bool
 ) -> LayerTime:
     """One layer without recompute, on one rank: what it computes and what it exchanges."""
+    return _piece_time(config, _piece(config, layout, moe), machine, how)
+
+
+def _piece(config: ModelConfig, layout: Layout, moe: bool) -> Piece:
     tokens = layout.micro_batch_size * config.seq_len / layout.cp
     cuts = (layout.tp, layout.cp, layout.ep, layout.sequence_parallel)
-    piece = Piece(moe, *cuts, tokens, layout.world_size)
-    return _piece_time(config, piece, machine, how)
+    return Piece(moe, *cuts, tokens, layout.world_size)
 
 
 @lru_cache(maxsize=4096)
@@ -186,23 +189,6 @@ def _add_matrices(time, config, piece, device, how) -> None:
         if not how.fused_weight_gradients:  # read the new and the old sum, write the sum
             backward += stream_seconds(device, 3 * how.reduce_bytes * k * n)
         time.add("matrices", copies * forward, copies * backward)
-
-
-def every_second_seconds(config: ModelConfig, layout: Layout, machine, how, moe: bool) -> float:
-    """Forward of every second matrix, and of all that is no matrix and no attention, once more."""
-    time = layer_time(config, layout, machine, how, moe)
-    tokens = layout.micro_batch_size * config.seq_len / layout.cp
-    seconds = time.forward["elementwise"]
-    for weight in every_second(config, moe):
-        k, n = weight.shape
-        k, n = (k / layout.tp, n) if weight.cut == "row" else (k, n / layout.tp)
-        rows, copies = tokens, weight.experts / layout.ep if weight.experts > 1 else 1
-        if weight.experts > 1:
-            rows = tokens * weight.visits / copies
-        seconds += copies * gemm_seconds(machine.device, rows, n, k, how.fp8)
-    if layout.tp > 1 and layout.sequence_parallel:  # what was scattered is kept
-        seconds += time.forward["tp collectives"] / 2
-    return seconds
 
 
 def _add_attention(time, config, piece, device, how) -> None:
@@ -274,11 +260,11 @@ def _add_exchanges(time, config, piece, machine, how) -> None:
     moe, tp, cp, ep, sequence_parallel, tokens, world = piece
     e = how.activation_bytes
     if tp > 1:  # once for the attention, once for the ffn, each way
-        size = e * config.d_model * tokens
-        ops = ("all_gather", "reduce_scatter") if sequence_parallel else ("all_reduce",)
-        gather, reduce = (
-            2 * collective_seconds(machine, op, size, tp, 1, world) for op in (ops[0], ops[-1])
-        )
+        size = config.d_model * tokens
+        gathered = 1 if how.fp8 else e  # what a matrix multiplies in fp8 comes in fp8
+        op = "reduce_scatter" if sequence_parallel else "all_reduce"
+        gather = 2 * collective_seconds(machine, "all_gather", gathered * size, tp, 1, world)
+        reduce = 2 * collective_seconds(machine, op, e * size, tp, 1, world)
         each = gather + reduce if sequence_parallel else reduce
         if how.overlaps_tensor and sequence_parallel:
             both = (
@@ -344,27 +330,47 @@ class Gemm(NamedTuple):
 def matrices(config: ModelConfig, piece: Piece) -> tuple[Gemm, ...]:
     """Each GEMM of a layer; q, k, v and gate, up are one each."""
     shapes: dict[tuple, Gemm] = {}
-    t, tokens = piece.tp, piece.tokens
     for weight in layer_weights(config, piece.moe):
         if not weight.is_matmul:
             continue
-        k, n = weight.shape
-        k, n = (k / t, n) if weight.cut == "row" else (k, n)
-        if weight.cut == "column":
-            n /= t
-        elif weight.cut == "kv":
-            n /= min(t, config.num_kv_heads)
-        rows, copies = tokens, 1.0
-        if weight.experts > 1:  # balanced: the token copies spread evenly over the local experts
-            copies = weight.experts / piece.ep
-            rows = tokens * weight.visits / copies
+        shape = _gemm(config, piece, weight)
         joined = {"k": "q", "v": "q", "up": "gate" if config.activation == "swiglu" else "up"}
         key = (weight.kind, joined.get(weight.name, weight.name))
         if key in shapes:
-            shapes[key] = shapes[key]._replace(n=shapes[key].n + n)
+            shapes[key] = shapes[key]._replace(n=shapes[key].n + shape.n)
         else:
-            shapes[key] = Gemm(rows, k, n, copies, weight.cut in ("column", "kv"))
+            shapes[key] = shape
     return tuple(shapes.values())
+
+
+def _gemm(config, piece, weight) -> Gemm:
+    """What this rank multiplies of a weight, alone."""
+    k, n = weight.shape
+    if weight.cut == "row":
+        k /= piece.tp
+    elif weight.cut == "column":
+        n /= piece.tp
+    elif weight.cut == "kv":
+        n /= min(piece.tp, config.num_kv_heads)
+    rows, copies = piece.tokens, 1.0
+    if weight.experts > 1:  # balanced: the token copies spread evenly over the local experts
+        copies = weight.experts / piece.ep
+        rows = piece.tokens * weight.visits / copies
+    return Gemm(rows, k, n, copies, weight.cut in ("column", "kv"))
+
+
+def every_second_seconds(
+    config: ModelConfig, layout: Layout, machine: Hardware, how: Framework, moe: bool
+) -> float:
+    """Forward of every second matrix, and of all that is no matrix and no attention, once more."""
+    time, piece = layer_time(config, layout, machine, how, moe), _piece(config, layout, moe)
+    seconds = time.forward["elementwise"]
+    for weight in every_second(config, moe):
+        rows, k, n, copies, _ = _gemm(config, piece, weight)
+        seconds += copies * gemm_seconds(machine.device, rows, n, k, how.fp8)
+    if layout.tp > 1 and layout.sequence_parallel:  # what was reduced is kept
+        seconds += time.forward["tp collectives"] / 2
+    return seconds
 
 
 def head_seconds(
