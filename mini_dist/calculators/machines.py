@@ -165,6 +165,13 @@ class Hardware:
                     f"{field}={value!r} of {self.name!r} is negative or no number: give 0 or more."
                 )
 
+        counts = [row[0] for row in self.by_nodes]
+        if counts and (counts != sorted(set(counts)) or counts[-1] < 2):
+            raise ValueError(
+                f"by_nodes of {self.name!r} has rows of {counts} nodes: give a row for each number "
+                "of nodes, in order, and one above 1."
+            )
+
     def node_link(self, op: str = "all_reduce") -> Link:
         """What `op` really gets inside a node."""
         return Link(self.node_latency, NODE_FRACTIONS[op] * self.node_bandwidth)
@@ -182,17 +189,20 @@ class Hardware:
         take part or 64: its bandwidth falls as nodes join because the ring has more steps.
         """
         link, steps = self.node_link("all_gather"), []
-        for count, _, rate in self.by_nodes:
+        for count, _, rate in self._across():
             each = MEASURED_BYTES / (count * self.devices_per_node)
             steps.append((count, max(self.node_latency, each / rate - each / link.bandwidth)))
-        return _between(steps[1:], nodes)
+        return _between(steps, nodes)
 
     def tree_bandwidth(self, nodes: int) -> float:
         """Bus bandwidth that an all-reduce over all devices of `nodes` nodes was measured to get.
 
         Beyond a few nodes NCCL reduces along trees, in pieces of one size however many take part.
         """
-        return _between([(count, rate) for count, rate, _ in self.by_nodes[1:]], nodes)
+        return _between([(count, rate) for count, rate, _ in self._across()], nodes)
+
+    def _across(self) -> list[tuple[int, float, float]]:
+        return [row for row in self.by_nodes if row[0] > 1]
 
     def host_seconds(self, num_bytes: float, memory: bool = False) -> float:
         """Bytes to the host or from it; memory: passed over by its processors."""

@@ -30,7 +30,7 @@ from .frameworks import Framework, framework
 from .lines import Breakdown, Line
 from .models import model
 from .moments import course_memory
-from .numbers import at_least
+from .numbers import at_least, cut_by
 from .parameters import (
     held_outside,
     layers_by_recompute,
@@ -111,7 +111,7 @@ def rank_memory(
     Raises ValueError when the layout cannot cut the model.
     """
     config = model(config)
-    layout.check(config)
+    cut_by(layout, config)
     if not 0 <= pp_rank < layout.pp:
         raise ValueError(
             f"pp_rank={pp_rank} is not a stage of pp={layout.pp}: give 0 to {layout.pp - 1}."
@@ -134,7 +134,7 @@ def peak_memory(
 ) -> Breakdown:
     """The waterfall of the fullest pipeline rank."""
     config = model(config)
-    layout.check(config)
+    cut_by(layout, config)
     return max(
         (rank_memory(config, layout, how, rank) for rank in _of_each_kind(config, layout, how)),
         key=lambda waterfall: waterfall.total,

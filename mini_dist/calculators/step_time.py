@@ -23,7 +23,7 @@ from .kernels import COMMUNICATION
 from .lines import Breakdown, Line, readable
 from .machines import Hardware, hardware
 from .models import model
-from .numbers import at_least
+from .numbers import at_least, cut_by
 from .optimizer_time import optimizer_line
 from .parameters import every_second, layers_of_stage
 from .replica_traffic import gradient_seconds
@@ -94,7 +94,7 @@ def step_time(
     form.  Raises ValueError when the layout cannot cut the model.
     """
     config, machine, how = model(config), hardware(machine), framework(how)
-    layout.check(config)
+    cut_by(layout, config)
     at_least("straggler", straggler, 1, "the slowest device is not faster than the others")
     device, m = machine.device, layout.num_micro_batches
     stages = stages_of_pipeline(config, layout, machine, how)

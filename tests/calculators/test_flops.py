@@ -115,6 +115,7 @@ def test_a_measured_ceiling_is_below_the_datasheet_s(name):
         ({"network_bandwidth": -1.0}, "network_bandwidth=-1.0 of 'h100' is not above 0"),
         ({"node_latency": -1e-6}, "node_latency=-1e-06 of 'h100' is negative"),
         ({"devices_per_node": 0}, "devices_per_node=0"),
+        ({"by_nodes": ((1, 4e11, 2e11),)}, "by_nodes of 'h100' has rows of [1] nodes"),
         ({"device": {"memory_bytes": 0}}, "memory_bytes=0 of device 'H100 SXM' is not above 0"),
     ],
 )
