@@ -20,6 +20,7 @@ from .machines import (
     FLASH_FORWARD,
     GEMM_FILL,
     KERNEL_SECONDS,
+    PROTOCOLS,
     SLOWED,
     Device,
     Hardware,
@@ -74,7 +75,8 @@ def collective_seconds(
     inside, nodes = worst_place(size, stride, machine.devices_per_node, world)
     link = machine.node_link(op)
     if nodes == 1:
-        return COLLECTIVE_SECONDS + _ring_seconds(op, num_bytes, size, link)
+        seconds = _by_protocol(op, num_bytes, size, link.latency, 0.0, link.bandwidth)
+        return COLLECTIVE_SECONDS + seconds
     network = machine.network_link(nodes)
     if op == "all_to_all":  # all at once, and the links inside work beside the ports
         inner = link.seconds((inside - 1) / size * num_bytes)
@@ -82,13 +84,28 @@ def collective_seconds(
         return COLLECTIVE_SECONDS + max(inner, outer)
     ports = inside * network.bandwidth
     bandwidth = min(link.bandwidth, ports) if inside > 1 else ports
-    # The mean step round the ring, of which one in `inside` leaves the node; or as it was timed.
-    latency = link.latency + (nodes - 1) / (size - 1) * network.latency
-    steps = Link(network.latency if machine.by_nodes else latency, bandwidth)
-    seconds = _ring_seconds(op, num_bytes, size, steps)
+    if machine.by_nodes:  # each step was timed
+        seconds = _ring_seconds(op, num_bytes, size, Link(network.latency, bandwidth))
+    else:  # the mean step round the ring, of which one in `inside` leaves the node
+        leaves = (nodes - 1) / (size - 1)
+        seconds = _by_protocol(
+            op, num_bytes, size, link.latency, leaves * network.latency, bandwidth
+        )
     if op == "all_reduce":
         seconds = min(seconds, _tree_seconds(machine, num_bytes, inside, nodes, bandwidth, ports))
     return COLLECTIVE_SECONDS + seconds
+
+
+def _by_protocol(op, num_bytes, size, node_latency, network_latency, bandwidth) -> float:
+    """A ring by the fastest of NCCL's protocols: short steps, or all of the link (PROTOCOLS)."""
+    if op == "all_to_all":
+        return _ring_seconds(op, num_bytes, size, Link(node_latency, bandwidth))
+    return min(
+        _ring_seconds(
+            op, num_bytes, size, Link(a * node_latency + b * network_latency, share * bandwidth)
+        )
+        for a, b, share in PROTOCOLS
+    )
 
 
 def _ring_seconds(op: str, num_bytes: float, size: int, link: Link) -> float:

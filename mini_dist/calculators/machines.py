@@ -52,15 +52,19 @@ NODE_FRACTIONS = {
 }
 # Between nodes: reports of nccl-tests over 200 Gb/s InfiniBand say 22-24 of 25 GB/s a port.
 NETWORK_FRACTION = 0.92
-# A collective of almost nothing on 8 devices takes 22-25 us [simumax]: a start and 7 or 14 steps
-# of a ring.  A step over a network: assumed.
 # While a collective runs, kernels beside it take longer: on average 18.9 % (Lee et al. 2025,
 # arXiv:2507.03114: FSDP and pipelines, A100, H100, MI210, MI250, overlapped against alone).
 SLOWED = 0.189
-COLLECTIVE_SECONDS = 10e-6
+# A collective of almost nothing on 8 devices takes 22 or 25 us [simumax]: a start, and 7 or 14 of
+# the shortest steps below.
+COLLECTIVE_SECONDS = 18.5e-6
 MEASURED_BYTES = 256e6  # in the timings of `Hardware.by_nodes`
-NODE_LATENCY = 1e-6
-NETWORK_LATENCY = 8e-6
+# Of a message over a link: assumed.
+NODE_LATENCY, NETWORK_LATENCY = 1e-6, 8e-6
+# A ring's step by NCCL's protocols LL, LL128 and Simple: how many of these latencies, inside a node
+# and between nodes, and the share of the link that is data (NCCL, src/graph/tuning.cc at 01afd20:
+# 0.47, 1.9, 3.4 us over NVLink; 2.7, 4.0, 9.6 over a network; a quarter, 120 of 128, all).
+PROTOCOLS = ((0.47, 2.7 / 8, 0.25), (1.9, 4.0 / 8, 0.92), (3.4, 9.6 / 8, 1.0))
 # To the host: 16 lanes of PCIe 4 or 5, and of 8 devices the two sockets' 8 channels of DDR4-3200
 # (DGX A100 datasheet) or DDR5-4800 (DGX H100). What copies and passes get of it: as a plain send.
 PCIE_4, PCIE_5 = 32e9, 64e9
