@@ -7,7 +7,8 @@ over the runs of the other half that are of the same kind.  The kinds differ in 
 know: in one node nothing but the kernels, beyond it the more, the more a step waits for messages.
 
 The promise holds for runs like those: A100, H100 and B200, 2021 to 2024, by the programs of
-frameworks.py.  Nearly all those of the last kind come from one cluster.
+frameworks.py.  Nearly all those of the last kind come from one cluster.  Of a table that none of
+the factors were read off, between a half and all runs lie inside.
 """
 
 from __future__ import annotations
