@@ -1,6 +1,6 @@
 """The calculators against what others published: formulas exactly, measurements as error tables.
 
-    python benchmarks/planner.py [--json FILE] [--long]
+    python benchmarks/planner.py [--json FILE]
 
 Before the rows come the error tables: mean, median, largest and signed error, and the rank
 correlation of utilisation (whether the faster configuration is also predicted as the faster).
@@ -13,14 +13,39 @@ ratio that one row shows, and is the mean over every choice of that row; "consta
 one utilisation fitted to all rows of the same table.  Rows whose `theirs` is a stated bar hold when
 ours is below it; published tools' errors stand beside for comparison.
 
-The bulk sets are read from ../shared/reference, if it is there.  --long adds the 720 small runs.
+The interval's factors are read off half of the rows, by a checksum of the run, and scored on the
+other half; and as if each table had never been seen, with factors read off the other tables.
+
+What is known to be missing, with what was tried:
+
+* nanotron (mean 26 %, largest 132 %). Runs are of two kinds, which their memory tells apart and no
+  field of the table: in one, each step of tp's rings loses 0.4 ms, inside a node, too, and one
+  layout that stands twice in the table took 19.0 and 88.9 s. In the other kind (22 %) tp over nodes
+  is 20 to 30 % slow where several such rings run at once: a ring that is timed alone says nothing
+  of that. ZeRO-1 loses 90 to 400 ms a step from 16 nodes on, whatever the micro-batch: one message
+  for each tensor, copies on the host, and reduces that nothing hides were tried, and none grows
+  with nodes and model as that does. The 132 % is a run (dp 128, tp 4, ZeRO-0) that was twice as
+  fast as its twin under ZeRO-1; its rings are priced by the steps that all-gathers were timed with.
+* vTrain on 512 A100 and fewer (8 %, largest 47 %). On 512 with tp 8, 26 runs are off by 1.7 %,
+  and 21 with a smaller tp by 15 %, without a rule: tp 4, pp 8, dp 16 with micro-batches of 2, 3, 4
+  is 16 to 20 % slower than we say, with 6 and 12, which send the same bytes, 0 and 2 %. Neither
+  pipeline hops between nodes, nor shared ports, nor a tree changes the one and not the other.
+* torchtitan at 500 W (15 %, and 11 to 19 in eight rows of ten): without the limit, on H200, it is
+  8 %, so the limit costs more than a line between two datasheets says. Asynchronous tp gained 6 %
+  there and gains 14 % here; that the last row's micro-batches are as many as its stages is a guess.
+* Nearly every table's runs are 2 to 9 % slower than we say: what happens between steps is missing.
+
+The bulk sets are read from ../shared/reference, if it is there.
 """
 
 import csv
+import math
 import re
 import statistics
 import sys
 import time
+import zlib
+from collections import Counter
 from pathlib import Path
 
 from _form import Case, main
@@ -50,6 +75,7 @@ from mini_dist.calculators.published import (
     korthikanti_2022,
     megatron_2021,
     torchtitan_2024,
+    torchtitan_2025,
 )
 from mini_dist.calculators.step_time import step_time
 from mini_dist.config import Layout, ModelConfig
@@ -59,14 +85,14 @@ REFERENCE = Path(__file__).resolve().parents[2] / "shared" / "reference"
 GIB = 2**30
 
 
-def cases(long):
+def cases(_):
     print("chosen with a table in view:")
     for name, value, chosen_on in CHOSEN:
         print(f"    {name}: {value} ({chosen_on})")
     yield from exact_cases()
     yield from memory_cases()
     yield from out_of_memory_cases()
-    yield from time_cases(long)
+    yield from time_cases()
     yield Case(
         "plan(): Llama-3 70B on 1024 H100",
         lambda: seconds_of(lambda: plan("llama3-70b", "h100", 1024, 4 * 2**20)),
@@ -196,6 +222,15 @@ def memory_cases():
     ]
     if pairs:
         report("memory: Megatron 2023, Qi et al. table 4 (GB; allocator or device not said)", pairs)
+    measured = (82.4, 77.0, 76.8, 67.0, 62.0, 61.8, 71.9, 67.6, 82.5, 72.7)  # GiB, reserved
+    pairs = [
+        (
+            peak_memory(run.config, run.layout, run.how).total / GIB * (1 + run.how.fragmentation),
+            gib,
+        )
+        for run, gib in zip(torchtitan_2024(), measured)
+    ]
+    report("memory: torchtitan, what its allocator reserves", pairs)
     sweep = nanotron()
     if sweep:
         kept, lean = (
@@ -223,25 +258,51 @@ def out_of_memory_cases():
     if not sweep:
         return
     how, limit = NANOTRON_MODES[1], hardware("h100").device.memory_bytes
-    calls = [
-        (device_memory(peak_memory(run.config, run.layout, how).total, how) > limit, ok)
-        for run, ok, _ in sweep
+
+    def too_large(run):
+        return device_memory(peak_memory(run.config, run.layout, how).total, how) > limit
+
+    fine = [too_large(run) for run, ok, _ in sweep if ok]
+    crashed = [run for run, ok, _ in sweep if not ok]
+    ran = [run for run, ok, _ in sweep if ok]
+    refuted = [
+        run
+        for run in crashed
+        if any(needs_no_less(other, run) for other in ran)
+        and device_memory(peak_memory(run.config, run.layout, run.how).total, run.how) <= limit
     ]
-    crashed = [call for call, ok in calls if not ok]
-    fine = [call for call, ok in calls if ok]
-    caught, false = 100 * sum(crashed) / len(crashed), 100 * sum(fine) / len(fine)
+    calls = [too_large(run) for run in crashed if run not in refuted]
+    every, caught = (100 * statistics.mean(x) for x in ([too_large(r) for r in crashed], calls))
+    false = 100 * statistics.mean(fine)
     print(
-        f"out of memory: {caught:.1f} % of {len(crashed)} crashes caught, {false:.1f} % of "
-        f"{len(fine)} good runs called too large (a crash need not be one of memory)"
+        f"out of memory: {every:.1f} % of {len(crashed)} crashes called too large, {false:.1f} % "
+        f"of {len(fine)} good runs. {len(refuted)} crashes were none of memory: a run of the same "
+        f"model that needs no less of it went well in the same table, and with its inputs kept it "
+        f"fits (of these we call {sum(map(too_large, refuted))} too large). Of the other "
+        f"{len(calls)}: {caught:.1f} %"
     )
-    yield stated("out of memory on the H100 sweep: missed", 100 - caught, 15, "%")
-    yield stated("out of memory on the H100 sweep: false alarms", false, 3, "%")
+    yield stated("out of memory on the H100 sweep: missed", 100 - caught, 10, "%")
+    yield stated("out of memory on the H100 sweep: false alarms", false, 2, "%")
+
+
+def needs_no_less(run, other):
+    """Whether `run` needs at least the memory of `other`, whatever a model says: the same cut by
+    tp, micro-batches as large, and model states sharded no further."""
+    mine, theirs = run.layout, other.layout
+    states = mine.zero < theirs.zero or (
+        mine.zero == theirs.zero and (mine.zero == 0 or mine.dp <= theirs.dp)
+    )
+    same = run.config == other.config and mine.tp == theirs.tp
+    return same and mine.micro_batch_size >= theirs.micro_batch_size and states
 
 
 # --- time --------------------------------------------------------------------------------------
 
 
-def time_cases(long):
+NEW = "torchtitan, FSDP2 on H200"
+
+
+def time_cases():
     tables = {
         "Megatron 2021 table 1": (
             megatron_2021(),
@@ -266,23 +327,23 @@ def time_cases(long):
             {"SimuMax (its own set)": 5.62},
         ),
     }
-    # The one table that was looked at after the model was written.
+    # Looked at after the model was written; the second after all that the first one taught.
     tables["torchtitan, FSDP2 on H100 at 500 W"] = torchtitan_2024(), {}, {}
-    if long:
-        tables["vTrain, 2 to 8 A100"] = (
-            vtrain("vtrain_single_dev.csv"),
-            {},
-            {"vTrain (its own set)": 8.37},
-        )
-        tables["nanotron, pp = 1 (hidden variables)"] = (
-            [run for run, ok, _ in nanotron() if ok],
-            {},
-            {},
-        )
+    tables[NEW] = torchtitan_2025(), {}, {}
+    tables["vTrain, 2 to 8 A100"] = (
+        vtrain("vtrain_single_dev.csv"),
+        {},
+        {"vTrain (its own set)": 8.37},
+    )
+    sweep = [(run, gib) for run, ok, gib in nanotron() if ok]
+    tables["nanotron, pp = 1 (hidden variables)"] = [run for run, _ in sweep], {}, {}
+    scored = {}
     for name, (runs, bars, tools) in tables.items():
         if not runs:
             continue
         times = [step_time(run.config, run.layout, run.machine, run.how) for run in runs]
+        if name != NEW:  # the interval knows nothing of it
+            scored[name] = list(zip(runs, times))
         pairs = [(ours.seconds, run.seconds) for ours, run in zip(times, runs)]
         work = [
             step_flops(run.config, run.layout.global_batch_size, run.layout.recompute).total
@@ -308,6 +369,97 @@ def time_cases(long):
         for tool, error in tools.items():
             ours = fitted if "scalar" in tool else errors["mean"]
             yield stated(f"time: {name} / {tool}", ours, error, "%", None)
+    if sweep:
+        hidden_variables(sweep)
+    yield from interval_cases(scored)
+
+
+def hidden_variables(sweep):
+    """What no model of the layout can know of nanotron's sweep: (run, GiB)."""
+    modes = {"kept": [], "gathered again": []}
+    twins = {}
+    for run, gib in sweep:
+        pair = run.predicted().seconds, run.seconds
+        twins.setdefault((run.config, run.layout.replace(zero=0)), []).append(pair)
+        peaks = [peak_memory(run.config, run.layout, how).total / GIB for how in NANOTRON_MODES]
+        if run.layout.tp > 1 and peaks[0] > 1.1 * peaks[1]:
+            nearer = abs(peaks[0] - gib) > abs(peaks[1] - gib)
+            modes["gathered again" if nearer else "kept"].append(pair)
+    for mode, pairs in modes.items():
+        report(f"    tp > 1, by their memory inputs were {mode}", pairs)
+    both = [pairs for pairs in twins.values() if len(pairs) > 1]
+    real, ours = (
+        sorted(max(side) / min(side) for side in ([pair[i] for pair in pairs] for pairs in both))
+        for i in (1, 0)
+    )
+    print(
+        f"    {len(both)} layouts were run twice or under both ZeRO stages: the slower took "
+        f"{real[len(real) // 2]:.2f} times as long at the median, {real[int(0.9 * len(real))]:.2f} "
+        f"at the 90th percentile, {real[-1]:.1f} at most; we say {ours[len(ours) // 2]:.2f}, "
+        f"{ours[int(0.9 * len(ours))]:.2f}, {ours[-1]:.1f}"
+    )
+
+
+def first_half(run):
+    """The half that the interval's factors are read off: by a checksum of the run."""
+    return zlib.crc32(repr((run.config, run.layout)).encode()) % 2 == 0
+
+
+def interval_cases(scored):
+    """scored: {table: [(run, its StepTime)]}.  Each table counts as at most MOST runs of a kind."""
+    kinds = {}
+    for table, rows in scored.items():
+        for run, ours in rows:
+            kind = round(ours.low / ours.seconds, 6), round(ours.high / ours.seconds, 6)
+            kinds.setdefault(kind, []).append((table, run, run.seconds / ours.seconds))
+    worst = 0.0
+    for (low, high), rows in sorted(kinds.items(), key=lambda kind: kind[0][1]):
+        fit = [(table, ratio) for table, run, ratio in rows if first_half(run)]
+        said = [weighted(fit, level) for level in (0.1, 0.9)]
+        worst = max(worst, abs(said[0] / low - 1), abs(said[1] / high - 1))
+        rest = [low <= ratio <= high for _, run, ratio in rows if not first_half(run)]
+        print(
+            f"interval {low:.2f} to {high:.2f}: {len(fit)} runs of the first half say "
+            f"{said[0]:.3f} to {said[1]:.3f}; inside {sum(rest)} of the other {len(rest)}"
+        )
+    inside = [
+        ours.low <= run.seconds <= ours.high
+        for rows in scored.values()
+        for run, ours in rows
+        if not first_half(run)
+    ]
+    print(f"inside the interval, of the half that it was not read off: {share(inside)}")
+    for table, rows in scored.items():
+        rest = [o.low <= run.seconds <= o.high for run, o in rows if not first_half(run)]
+        others = []
+        for run, ours in rows:  # as if this table had never been seen
+            mine = round(ours.low / ours.seconds, 6), round(ours.high / ours.seconds, 6)
+            seen = [(t, ratio) for t, _, ratio in kinds[mine] if t != table]
+            if len(seen) >= 10:
+                low, high = (weighted(seen, level) for level in (0.1, 0.9))
+                others.append(low <= run.seconds / ours.seconds <= high)
+        print(f"    {table}: {share(rest)}; with factors read off the other tables {share(others)}")
+    yield stated("interval: its factors / what the first half says, off by", 100 * worst, 1, "%")
+    yield stated("interval: promised 80 %, outside", 100 - 100 * statistics.mean(inside), 22, "%")
+
+
+MOST = 20
+
+
+def weighted(rows, level):
+    """A percentile of the ratios; (table, ratio) rows."""
+    counts = Counter(table for table, _ in rows)
+    weights = [(ratio, min(1.0, MOST / counts[table])) for table, ratio in rows]
+    left = level * sum(weight for _, weight in weights)
+    for ratio, weight in sorted(weights):
+        left -= weight
+        if left <= 0:
+            return ratio
+    return max(weights)[0]
+
+
+def share(hits):
+    return f"{sum(hits)} of {len(hits)}" + (f" ({100 * statistics.mean(hits):.0f} %)" * bool(hits))
 
 
 def report(name, pairs, work=None):
@@ -381,9 +533,10 @@ def stated(name, ours, bar, unit, ratio=1.0):
 
 
 def seconds_of(function):
-    start = time.perf_counter()
+    """On one core, whatever else the machine does meanwhile."""
+    start = time.process_time()
     function()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 # --- the bulk sets as runs ---------------------------------------------------------------------
@@ -399,7 +552,14 @@ def rows(name):
 
 
 def simumax():
-    """(run, allocated GiB, SimuMax's GiB): Megatron-Core 8 x B200, sequences of 4096."""
+    """(run, allocated GiB, SimuMax's GiB): Megatron-Core 8 x B200, sequences of 4096.
+
+    Their run_pretrain_llama3.sh has neither --overlap-grad-reduce nor --overlap-param-gather, and
+    without the first Megatron's gradients travel in one message.
+    """
+    how = framework("megatron-core").replace(
+        overlaps_gradients=False, overlaps_parameters=False, bucket=math.inf
+    )
     runs = []
     for row in rows("simumax_b200_dense.csv"):
         size = re.search(r"llama3_(\d+b)", row["case"])[1]
@@ -423,7 +583,7 @@ def simumax():
             config,
             layout,
             "b200",
-            "megatron-core",
+            how,
             float(row["real_ms"]) / 1e3,
             "SimuMax v1.2, B200",
         )
@@ -432,7 +592,12 @@ def simumax():
 
 
 def zero_bubble():
-    """(run, GB): Megatron on A100, the schedules that we have."""
+    """(run, GB): Megatron on A100, the schedules that we have.
+
+    Their pretrain_zero_bubble.sh says --fp16, and not --accumulate-allreduce-grads-in-fp32: so
+    gradients have 2 bytes, and are made fp32 when the optimizer steps.
+    """
+    how = framework("megatron-2022").replace(gradient_bytes=2, reduce_bytes=2, around_step=32)
     names = {"1F1B": "1f1b", "ZB-1p": "zb_h1", "ZB-2p": "zb_h2"}
     runs = []
     for row in rows("zerobubble_table4_measured.csv"):
@@ -455,7 +620,7 @@ def zero_bubble():
             config,
             layout,
             "a100-80",
-            "megatron-2022",
+            how,
             samples / float(row["samples_per_gpu_s"]),
             "Qi et al. 2023, table 4",
         )

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from ..config import Layout, ModelConfig
 from .frameworks import Framework, framework
+from .parameters import every_second, layer_weights
 
 
 @dataclass(frozen=True)
@@ -134,11 +135,29 @@ def kept_of_layer(config, layout, how, moe, again: bool = True) -> float:
             if how.offload_activations
             else how.activation_bytes * config.d_model / cut_of_whole(layout)
         )
+    if recompute == "selective" and how.selective == "operators":
+        return _every_second_output(config, layout, how, moe)
     return sum(
         item.bytes_per_token
         for item in layer_activations(config, layout, how, moe)
         if recompute == "none" or not item.is_scores
     )
+
+
+def _every_second_output(config, layout, how, moe) -> float:
+    """The layer's input, the attention's output and statistics, and of every second matrix what
+    it computed (parallelize_llama.py of torchtitan [code])."""
+    e, t = how.activation_bytes, layout.tp
+    dropped = every_second(config, moe)
+    kept = e * config.d_model / cut_of_whole(layout)
+    kept += (
+        e * config.num_heads * (config.v_head_dim or config.head_dim) + 4 * config.num_heads
+    ) / t
+    for weight in layer_weights(config, moe):
+        if weight.is_matmul and weight not in dropped:
+            ways = cut_of_whole(layout) if weight.cut == "row" else t
+            kept += weight.visits * e * weight.shape[1] / ways
+    return kept
 
 
 def tokens_of_micro_batch(config, layout) -> float:

@@ -36,6 +36,9 @@ class Framework:
     # memory is passed over half as often.
     fused_activation: bool = True
     keeps_gathered: bool = False  # what sequence parallel gathered for a matrix is kept
+    # What `recompute="selective"` computes again: "scores" (Megatron), or "operators": all but the
+    # attention and every second matrix (torchtitan).
+    selective: str = "scores"
     loss_bytes: float = 4
     weight_gradients: str = "none"  # kept beside the gradients: "none", "largest", "one_layer"
     own_runs: bool = False  # this library's: moments.py goes through its step
@@ -47,20 +50,34 @@ class Framework:
     offload_optimizer: bool = False  # to the host
     offload_activations: bool = False  # what full recompute keeps goes to the host
     # What the time depends on.
-    fp8: bool = False  # matrices of the layers, as Transformer Engine has them; no other number is
+    # Matrices of the layers, as Transformer Engine and torchao have them, and what sequence
+    # parallelism gathers for them; no other number is.
+    fp8: bool = False
     fused_weight_gradients: bool = True  # summed up inside the GEMM, not by a pass over them
     flash_speed: float = 1.0  # 0.5 for the first FlashAttention (Dao 2023: the second is twice)
+    flash_2: bool = False  # the second, on a chip that has faster ones
     loss_traffic: float = 24  # bytes moved a logit, forward and backward
     reduce_bytes: float = 4  # a gradient on the wire
+    # Bytes moved around the optimizer's own pass, a number that is stepped: gradients are read for
+    # their norm (4) and clipped (8), the new parameter is copied into 16 bits (6).
+    around_step: float = 18
     # Data-parallel traffic runs behind computation: gradients (and under ZeRO-3 parameters) behind
     # the backward; what ZeRO-1 and 2 have stepped, behind the next forward.
     overlaps_gradients: bool = True
     overlaps_parameters: bool = False
+    # In the backward of a column-cut matrix its input is gathered again (where it was not kept)
+    # behind the GEMM for the input's gradient; that is reduced behind the GEMM for the weights'.
+    overlaps_tensor_backward: bool = False
     # Under sequence parallelism a tensor's pieces are gathered and reduced behind its matrix: async
     # TP (torchtitan), userbuffers (Transformer Engine). An option of both, off by default.
     overlaps_tensor: bool = False
-    bucket: float = math.inf  # gradients that travel in one message; inf: all at once
+    # Gradients that travel in one message: a bucket is closed once it has as many, and no tensor is
+    # cut (DDP, Megatron's buffers). inf: all at once.
+    bucket: float = math.inf
     bucket_a_rank: float = 0.0  # and at least so many for each replica
+    # Under ZeRO-3 in a pipeline parameters stay whole from the first micro-batch's forward to the
+    # last one's backward, and gradients are summed up until then.
+    whole_in_pipeline: bool = False
     copies_units: bool = False  # ZeRO-2, 3: a unit goes through a flat buffer, in and out
     # Python and launches for one layer's forward; backward is twice.  Read off where sweeps stop
     # getting faster as the work shrinks: 4.4-4.6 ms a layer (nanotron on H100 hosts, no recompute),
@@ -82,7 +99,10 @@ class Framework:
             "flash_speed",
             "loss_traffic",
             "reduce_bytes",
+            "around_step",
             "host_seconds",
+            "bucket",
+            "bucket_a_rank",
         ):
             value = getattr(self, field)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
@@ -94,6 +114,10 @@ class Framework:
             raise ValueError(
                 f"weight_gradients={self.weight_gradients!r} is not known: give "
                 "'none', 'largest' or 'one_layer'."
+            )
+        if self.selective not in ("scores", "operators"):
+            raise ValueError(
+                f"selective={self.selective!r} is not known: give 'scores' or 'operators'."
             )
 
     def check(self, config: ModelConfig, layout: Layout) -> None:
@@ -119,7 +143,9 @@ FRAGMENTATION = 0.10
 
 FRAMEWORKS = {
     # The papers' own bookkeeping and nothing else.
-    "formula": Framework("formula", flash_attention=False, backward=False, source="[ZeRO] [K22]"),
+    "formula": Framework(
+        "formula", flash_attention=False, backward=False, around_step=0, source="[ZeRO] [K22]"
+    ),
     # fp16 gradients, added up by a pass over them, all-reduced after the last backward; softmax and
     # its fp32 logits kept by the vocab-parallel loss.
     "megatron-2021": Framework(
@@ -131,6 +157,7 @@ FRAMEWORKS = {
         fragmentation=FRAGMENTATION,
         fused_weight_gradients=False,
         reduce_bytes=2,
+        around_step=32,  # optimizer.py: and made fp32 (6), unscaled and checked (8)
         overlaps_gradients=False,
         host_seconds=0.9e-3,
         source="[N21], Megatron-LM 2021 [code]",
@@ -144,7 +171,9 @@ FRAMEWORKS = {
         weight_gradients="largest",
         outside=CUDA_OUTSIDE,
         fragmentation=FRAGMENTATION,
+        around_step=26,  # and unscaled and checked
         overlaps_gradients=False,
+        overlaps_tensor_backward=True,  # [K22] 4.2.2; layers.py, LinearWithGradAccumulation...
         host_seconds=0.9e-3,
         source="[K22], Megatron-LM 2022 [code]",
     ),
@@ -159,6 +188,7 @@ FRAMEWORKS = {
         outside=CUDA_OUTSIDE,
         fragmentation=FRAGMENTATION,
         overlaps_parameters=True,  # --overlap-param-gather
+        overlaps_tensor_backward=True,  # tensor_parallel/layers.py
         bucket=40e6,  # distributed_data_parallel.py
         bucket_a_rank=1e6,
         source="Megatron-Core with TE [code]",
@@ -188,6 +218,9 @@ FRAMEWORKS = {
         loss_bytes=14,
         outside=CUDA_OUTSIDE,
         fragmentation=FRAGMENTATION,
+        flash_2=True,  # flash_attn_varlen_func
+        overlaps_tensor_backward=True,  # functional.py, _ColumnLinearAsyncCommunication
+        fused_weight_gradients=False,  # gradient_accumulator.py: fp32_grad.add_(half_param.grad)
         bucket=25 * 2**20 / 2,  # 25 MiB of bf16, as DDP has it
         source="nanotron [code]",
     ),
@@ -203,6 +236,8 @@ FRAMEWORKS = {
         outside=CUDA_OUTSIDE,
         fragmentation=FRAGMENTATION,
         reduce_bytes=2,
+        around_step=12,  # its parameters are fp32
+        flash_2=True,  # scaled_dot_product_attention
         overlaps_parameters=True,
         copies_units=True,  # _fsdp_collectives.py: split_with_sizes_copy, chunk_cat
         source="torch.distributed.fsdp.fully_shard [code]",
@@ -219,6 +254,7 @@ FRAMEWORKS = {
         loss_bytes=12,
         own_runs=True,
         plain_modules=True,
+        around_step=0,
         source="mini_dist/model.py and zero/",
     ),
 }
@@ -227,6 +263,15 @@ FRAMEWORKS["fsdp1"] = FRAMEWORKS["fsdp"].replace(
     name="fsdp1",
     copies_units=False,
     source="torch.distributed.fsdp.FullyShardedDataParallel [code]",
+)
+# Of December 2024, with the defaults of its config_manager.py and parallelize_llama.py [code].
+FRAMEWORKS["torchtitan"] = FRAMEWORKS["fsdp"].replace(
+    name="torchtitan",
+    reduce_bytes=4,  # training.mixed_precision_reduce
+    keeps_gathered=True,  # by a DTensor's redistribute, once
+    selective="operators",  # activation_checkpoint.selective_ac_option = "op"
+    whole_in_pipeline=True,
+    source="torchtitan [code]",
 )
 
 

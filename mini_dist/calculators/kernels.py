@@ -20,11 +20,12 @@ from .machines import (
     FLASH_FORWARD,
     GEMM_FILL,
     KERNEL_SECONDS,
+    PROTOCOLS,
     SLOWED,
     Device,
     Hardware,
 )
-from .parameters import layer_weights
+from .parameters import every_second, layer_weights
 from .places import worst_place
 
 
@@ -62,7 +63,8 @@ def collective_seconds(
     stride: int = 1,
     world: int | None = None,
 ) -> float:
-    """A ring over `size` devices that stand `stride` apart, the worst placed of `world` devices.
+    """A ring over `size` devices that stand `stride` apart, the worst placed of `world` devices;
+    for an all-reduce over nodes a tree, where that is the faster.
 
     NCCL runs as many rings as there are ways out of a node: a group with k members in each node
     gets k network ports, until the links inside the node are the narrower. An all-to-all is no
@@ -72,17 +74,54 @@ def collective_seconds(
         return 0.0
     inside, nodes = worst_place(size, stride, machine.devices_per_node, world)
     link = machine.node_link(op)
-    bandwidth, latency = link.bandwidth, link.latency
-    if nodes > 1:
-        network = machine.network_link(nodes)
-        if op == "all_to_all":  # all at once, and the links inside work beside the ports
-            inner = link.seconds((inside - 1) / size * num_bytes)
-            outer = network.seconds((size - inside) / size * num_bytes)
-            return COLLECTIVE_SECONDS + max(inner, outer)
-        bandwidth = min(bandwidth, inside * network.bandwidth) if inside > 1 else network.bandwidth
-        latency += (nodes - 1) / (size - 1) * network.latency  # of the mean step round the ring
+    if nodes == 1:
+        seconds = _by_protocol(op, num_bytes, size, link.latency, 0.0, link.bandwidth)
+        return COLLECTIVE_SECONDS + seconds
+    network = machine.network_link(nodes)
+    if op == "all_to_all":  # all at once, and the links inside work beside the ports
+        inner = link.seconds((inside - 1) / size * num_bytes)
+        outer = network.seconds((size - inside) / size * num_bytes)
+        return COLLECTIVE_SECONDS + max(inner, outer)
+    ports = inside * network.bandwidth
+    bandwidth = min(link.bandwidth, ports) if inside > 1 else ports
+    if machine.by_nodes:  # each step was timed
+        seconds = _ring_seconds(op, num_bytes, size, Link(network.latency, bandwidth))
+    else:  # the mean step round the ring, of which one in `inside` leaves the node
+        leaves = (nodes - 1) / (size - 1)
+        seconds = _by_protocol(
+            op, num_bytes, size, link.latency, leaves * network.latency, bandwidth
+        )
+    if op == "all_reduce":
+        seconds = min(seconds, _tree_seconds(machine, num_bytes, inside, nodes, bandwidth, ports))
+    return COLLECTIVE_SECONDS + seconds
+
+
+def _by_protocol(op, num_bytes, size, node_latency, network_latency, bandwidth) -> float:
+    """A ring by the fastest of NCCL's protocols: short steps, or all of the link (PROTOCOLS)."""
+    if op == "all_to_all":
+        return _ring_seconds(op, num_bytes, size, Link(node_latency, bandwidth))
+    return min(
+        _ring_seconds(
+            op, num_bytes, size, Link(a * node_latency + b * network_latency, share * bandwidth)
+        )
+        for a, b, share in PROTOCOLS
+    )
+
+
+def _ring_seconds(op: str, num_bytes: float, size: int, link: Link) -> float:
     steps = (size - 1) * (2 if op == "all_reduce" else 1)
-    return COLLECTIVE_SECONDS + Link(latency, bandwidth).seconds(num_bytes / size, rounds=steps)
+    return link.seconds(num_bytes / size, rounds=steps)
+
+
+def _tree_seconds(machine, num_bytes, inside: int, nodes: int, bandwidth, ports) -> float:
+    """Up and down a tree of nodes, in a row of devices inside each (NCCL, graph/tuning.cc: 0.9 of
+    the ring's bandwidth); where it was timed, with this group's share of the ports."""
+    if machine.by_nodes:
+        timed = machine.tree_bandwidth(nodes) * inside / machine.devices_per_node
+        return 2 * num_bytes / min(timed, ports)
+    levels = math.ceil(math.log2(nodes))
+    ways = (inside - 1) * machine.node_latency + levels * machine.network_latency
+    return 2 * (ways + num_bytes / (0.9 * bandwidth))
 
 
 def message_seconds(machine: Hardware, num_bytes: float, crosses: bool) -> float:
@@ -136,10 +175,13 @@ def layer_time(
     config: ModelConfig, layout: Layout, machine: Hardware, how: Framework, moe: bool
 ) -> LayerTime:
     """One layer without recompute, on one rank: what it computes and what it exchanges."""
+    return _piece_time(config, _piece(config, layout, moe), machine, how)
+
+
+def _piece(config: ModelConfig, layout: Layout, moe: bool) -> Piece:
     tokens = layout.micro_batch_size * config.seq_len / layout.cp
     cuts = (layout.tp, layout.cp, layout.ep, layout.sequence_parallel)
-    piece = Piece(moe, *cuts, tokens, layout.world_size)
-    return _piece_time(config, piece, machine, how)
+    return Piece(moe, *cuts, tokens, layout.world_size)
 
 
 @lru_cache(maxsize=4096)
@@ -154,7 +196,7 @@ def _piece_time(config, piece, machine, how) -> LayerTime:
 
 def _add_matrices(time, config, piece, device, how) -> None:
     """Backward multiplies twice: for the input's gradient and for the weights'."""
-    for rows, k, n, copies in _matrices(config, piece):
+    for rows, k, n, copies, _ in matrices(config, piece):
         forward = gemm_seconds(device, rows, n, k, how.fp8)
         backward = gemm_seconds(device, rows, k, n, how.fp8)
         backward += gemm_seconds(device, k, n, rows, how.fp8)
@@ -171,6 +213,8 @@ def _add_attention(time, config, piece, device, how) -> None:
     flops = tokens / S * score_flops(config, S) / tp  # both products, all S scores a token
     if how.flash_attention:  # computes the causal half, and everything once more in backward
         rate = how.flash_speed * device.gemm_rate
+        if how.flash_2 and device.flash_2_flops:
+            rate = min(rate, how.flash_speed * device.flash_2_flops / FLASH_FORWARD)
         time.add(
             "attention",
             flops / 2 / (FLASH_FORWARD * rate) + KERNEL_SECONDS,
@@ -233,16 +277,27 @@ def _add_exchanges(time, config, piece, machine, how) -> None:
     moe, tp, cp, ep, sequence_parallel, tokens, world = piece
     e = how.activation_bytes
     if tp > 1:  # once for the attention, once for the ffn, each way
-        ops = ("all_gather", "reduce_scatter") if sequence_parallel else ("all_reduce",)
-        size = e * config.d_model * tokens
-        each = sum(collective_seconds(machine, op, size, tp, 1, world) for op in ops)
+        size = config.d_model * tokens
+        gathered = 1 if how.fp8 else e  # what a matrix multiplies in fp8 comes in fp8
+        op = "reduce_scatter" if sequence_parallel else "all_reduce"
+        gather = 2 * collective_seconds(machine, "all_gather", gathered * size, tp, 1, world)
+        reduce = 2 * collective_seconds(machine, op, e * size, tp, 1, world)
+        each = gather + reduce if sequence_parallel else reduce
         if how.overlaps_tensor and sequence_parallel:
             both = (
-                _in_pieces(ways["matrices"], 2 * each, tp) for ways in (time.forward, time.backward)
+                _in_pieces(ways["matrices"], each, tp) for ways in (time.forward, time.backward)
             )
             time.add("tp collectives", *both)
+        elif how.overlaps_tensor_backward:
+            inputs, weights = _column_backward(config, piece, machine.device, how)
+            waits = together(weights, reduce) - weights
+            if sequence_parallel:
+                again = 0.0 if how.keeps_gathered else gather
+                waits += gather + together(inputs, again) - inputs
+            time.add("tp collectives", each, waits)
         else:
-            time.add("tp collectives", 2 * each, 2 * each)
+            again = gather if sequence_parallel and not how.keeps_gathered else 0.0
+            time.add("tp collectives", each, each + again)
     if cp > 1:  # keys and values go round behind the attention to the block that is here
         kv = 2 * e * config.num_kv_heads * config.head_dim / tp * tokens
         # all hops of a round last as long as the slowest: one between nodes, if there is any
@@ -260,6 +315,17 @@ def _add_exchanges(time, config, piece, machine, how) -> None:
         time.add("ep all-to-all", pair, pair)
 
 
+def _column_backward(config, piece, device, how) -> tuple[float, float]:
+    """GEMMs behind which column-cut matrices exchange in backward: for their input's gradient,
+    while that input is gathered again, and for the weights', while the former is reduced."""
+    inputs = weights = 0.0
+    for shape in matrices(config, piece):
+        if shape.column:
+            inputs += shape.copies * gemm_seconds(device, shape.rows, shape.k, shape.n, how.fp8)
+            weights += shape.copies * gemm_seconds(device, shape.k, shape.n, shape.rows, how.fp8)
+    return inputs, weights
+
+
 def _in_pieces(matrices: float, traffic: float, tp: int) -> float:
     """What is left of messages that travel in tp pieces, each behind the matrix of the one before
     (Wang et al. 2023, "Overlap communication with dependent computation via decomposition")."""
@@ -267,30 +333,61 @@ def _in_pieces(matrices: float, traffic: float, tp: int) -> float:
     return traffic / tp + together(matrices, behind) - matrices
 
 
-def _matrices(config, piece) -> list[tuple[float, float, float, float]]:
-    """(rows, inner, columns, copies) of each GEMM; q, k, v and gate, up are one each."""
-    shapes: dict[tuple, list] = {}
-    t, tokens = piece.tp, piece.tokens
+class Gemm(NamedTuple):
+    """A layer's matrix, [rows, k] x [k, n], so often; `column`: tp cuts its columns."""
+
+    rows: float
+    k: float
+    n: float
+    copies: float
+    column: bool
+
+
+@lru_cache(maxsize=4096)
+def matrices(config: ModelConfig, piece: Piece) -> tuple[Gemm, ...]:
+    """Each GEMM of a layer; q, k, v and gate, up are one each."""
+    shapes: dict[tuple, Gemm] = {}
     for weight in layer_weights(config, piece.moe):
         if not weight.is_matmul:
             continue
-        k, n = weight.shape
-        k, n = (k / t, n) if weight.cut == "row" else (k, n)
-        if weight.cut == "column":
-            n /= t
-        elif weight.cut == "kv":
-            n /= min(t, config.num_kv_heads)
-        rows, copies = tokens, 1.0
-        if weight.experts > 1:  # balanced: the token copies spread evenly over the local experts
-            copies = weight.experts / piece.ep
-            rows = tokens * weight.visits / copies
+        shape = _gemm(config, piece, weight)
         joined = {"k": "q", "v": "q", "up": "gate" if config.activation == "swiglu" else "up"}
         key = (weight.kind, joined.get(weight.name, weight.name))
         if key in shapes:
-            shapes[key][2] += n
+            shapes[key] = shapes[key]._replace(n=shapes[key].n + shape.n)
         else:
-            shapes[key] = [rows, k, n, copies]
-    return [tuple(shape) for shape in shapes.values()]
+            shapes[key] = shape
+    return tuple(shapes.values())
+
+
+def _gemm(config, piece, weight) -> Gemm:
+    """What this rank multiplies of a weight, alone."""
+    k, n = weight.shape
+    if weight.cut == "row":
+        k /= piece.tp
+    elif weight.cut == "column":
+        n /= piece.tp
+    elif weight.cut == "kv":
+        n /= min(piece.tp, config.num_kv_heads)
+    rows, copies = piece.tokens, 1.0
+    if weight.experts > 1:  # balanced: the token copies spread evenly over the local experts
+        copies = weight.experts / piece.ep
+        rows = piece.tokens * weight.visits / copies
+    return Gemm(rows, k, n, copies, weight.cut in ("column", "kv"))
+
+
+def every_second_seconds(
+    config: ModelConfig, layout: Layout, machine: Hardware, how: Framework, moe: bool
+) -> float:
+    """Forward of every second matrix, and of all that is no matrix and no attention, once more."""
+    time, piece = layer_time(config, layout, machine, how, moe), _piece(config, layout, moe)
+    seconds = time.forward["elementwise"]
+    for weight in every_second(config, moe):
+        rows, k, n, copies, _ = _gemm(config, piece, weight)
+        seconds += copies * gemm_seconds(machine.device, rows, n, k, how.fp8)
+    if layout.tp > 1 and layout.sequence_parallel:  # what was reduced is kept
+        seconds += time.forward["tp collectives"] / 2
+    return seconds
 
 
 def head_seconds(

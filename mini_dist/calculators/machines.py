@@ -33,6 +33,9 @@ GEMM_FILL = 180
 # [simumax] causal attention kernels at head dim 128, FLOP/s of the half that is computed over the
 # sustained GEMM rate: A100 0.79 forward, 0.65 backward; B200 0.96, 0.80.  Nearer the A100's.
 FLASH_FORWARD, FLASH_BACKWARD = 0.80, 0.68
+# FlashAttention 2, written for the A100's instructions, gets 35 % of an H100's datasheet forward
+# (Shah et al. 2024, arXiv:2407.08608, abstract); backward as much less as above: assumed.
+FLASH_2_HOPPER = 0.35
 # [simumax] streaming kernels get 0.75 (A100) and 0.67 (B200) of the datasheet's bandwidth.
 STREAM_FRACTION = 0.72
 # A kernel's own start and end on the device: assumed.
@@ -49,14 +52,19 @@ NODE_FRACTIONS = {
 }
 # Between nodes: reports of nccl-tests over 200 Gb/s InfiniBand say 22-24 of 25 GB/s a port.
 NETWORK_FRACTION = 0.92
-# A collective of almost nothing on 8 devices takes 22-25 us [simumax]: a start and 7 or 14 steps
-# of a ring.  A step over a network: assumed.
 # While a collective runs, kernels beside it take longer: on average 18.9 % (Lee et al. 2025,
 # arXiv:2507.03114: FSDP and pipelines, A100, H100, MI210, MI250, overlapped against alone).
 SLOWED = 0.189
-COLLECTIVE_SECONDS = 10e-6
-NODE_LATENCY = 1e-6
-NETWORK_LATENCY = 8e-6
+# A collective of almost nothing on 8 devices takes 22 or 25 us [simumax]: a start, and 7 or 14 of
+# the shortest steps below.
+COLLECTIVE_SECONDS = 18.5e-6
+MEASURED_BYTES = 256e6  # in the timings of `Hardware.by_nodes`
+# Of a message over a link: assumed.
+NODE_LATENCY, NETWORK_LATENCY = 1e-6, 8e-6
+# A ring's step by NCCL's protocols LL, LL128 and Simple: how many of these latencies, inside a node
+# and between nodes, and the share of the link that is data (NCCL, src/graph/tuning.cc at 01afd20:
+# 0.47, 1.9, 3.4 us over NVLink; 2.7, 4.0, 9.6 over a network; a quarter, 120 of 128, all).
+PROTOCOLS = ((0.47, 2.7 / 8, 0.25), (1.9, 4.0 / 8, 0.92), (3.4, 9.6 / 8, 1.0))
 # To the host: 16 lanes of PCIe 4 or 5, and of 8 devices the two sockets' 8 channels of DDR4-3200
 # (DGX A100 datasheet) or DDR5-4800 (DGX H100). What copies and passes get of it: as a plain send.
 PCIE_4, PCIE_5 = 32e9, 64e9
@@ -76,6 +84,7 @@ class Device:
     cores: int | None = None  # multiprocessors, each with one 128 x 256 tile; None: no such grid
     peak_flops_fp8: float | None = None
     gemm_flops_fp8: float | None = None  # the best GEMM measured in fp8
+    flash_2_flops: float | None = None  # FlashAttention 2 forward, where later ones are faster
     source: str = ""
 
     def __post_init__(self):
@@ -88,6 +97,7 @@ class Device:
             "sustained_flops",
             "peak_flops_fp8",
             "gemm_flops_fp8",
+            "flash_2_flops",
         ):
             value = getattr(self, field)
             if value is not None and not (_is_number(value) and value > 0):
@@ -132,8 +142,9 @@ class Hardware:
     network_bandwidth: float  # bytes/s
     node_latency: float = NODE_LATENCY
     network_latency: float = NETWORK_LATENCY
-    # Measured: {nodes: fraction of the network's rate that a collective over them got}.
-    by_nodes: tuple[tuple[int, float], ...] = ()
+    # Measured with all devices of as many nodes in one ring, 256 MB: (nodes, bus bandwidth in
+    # bytes/s of an all-reduce, of an all-gather or reduce-scatter); one node first.
+    by_nodes: tuple[tuple[int, float, float], ...] = ()
     # One device's share of the way to its host, and of the host's memory: bytes/s, as sold.
     host_bandwidth: float = PCIE_4
     host_memory_bandwidth: float = DDR4_HOST
@@ -158,27 +169,44 @@ class Hardware:
                     f"{field}={value!r} of {self.name!r} is negative or no number: give 0 or more."
                 )
 
+        counts = [row[0] for row in self.by_nodes]
+        if counts and (counts != sorted(set(counts)) or counts[-1] < 2):
+            raise ValueError(
+                f"by_nodes of {self.name!r} has rows of {counts} nodes: give a row for each number "
+                "of nodes, in order, and one above 1."
+            )
+
     def node_link(self, op: str = "all_reduce") -> Link:
         """What `op` really gets inside a node."""
         return Link(self.node_latency, NODE_FRACTIONS[op] * self.node_bandwidth)
 
     def network_link(self, nodes: int = 2) -> Link:
-        """What a device really gets in a collective over that many nodes."""
-        return Link(
-            self.network_latency,
-            NETWORK_FRACTION * self.network_bandwidth * self.network_fraction(nodes),
-        )
+        """What a device gets of the network; of a ring over that many nodes, if it was timed."""
+        latency = self.step_seconds(nodes) if self.by_nodes else self.network_latency
+        return Link(latency, NETWORK_FRACTION * self.network_bandwidth)
 
-    def network_fraction(self, nodes: int) -> float:
-        """From `by_nodes`, straight between the measured points in log2 of nodes; 1 if none."""
-        points = sorted(self.by_nodes)
-        if not points or nodes <= points[0][0]:
-            return points[0][1] if points else 1.0
-        for (n0, f0), (n1, f1) in zip(points, points[1:]):
-            if nodes <= n1:
-                share = math.log2(nodes / n0) / math.log2(n1 / n0)
-                return f0 * (f1 / f0) ** share
-        return points[-1][1]
+    def step_seconds(self, nodes: int) -> float:
+        """What a step of a ring over `nodes` nodes was measured to take besides its bytes.
+
+        An all-gather over n devices is a ring of n - 1 steps, and in each of them the ports between
+        nodes begin and end a message.  On `h100-hf` a step loses 30 to 45 us so, whether 2 nodes
+        take part or 64: its bandwidth falls as nodes join because the ring has more steps.
+        """
+        link, steps = self.node_link("all_gather"), []
+        for count, _, rate in self._across():
+            each = MEASURED_BYTES / (count * self.devices_per_node)
+            steps.append((count, max(self.node_latency, each / rate - each / link.bandwidth)))
+        return _between(steps, nodes)
+
+    def tree_bandwidth(self, nodes: int) -> float:
+        """Bus bandwidth that an all-reduce over all devices of `nodes` nodes was measured to get.
+
+        Beyond a few nodes NCCL reduces along trees, in pieces of one size however many take part.
+        """
+        return _between([(count, rate) for count, rate, _ in self._across()], nodes)
+
+    def _across(self) -> list[tuple[int, float, float]]:
+        return [row for row in self.by_nodes if row[0] > 1]
 
     def host_seconds(self, num_bytes: float, memory: bool = False) -> float:
         """Bytes to the host or from it; memory: passed over by its processors."""
@@ -194,6 +222,16 @@ class Hardware:
         if isinstance(changes.get("device"), dict):
             changes["device"] = self.device.replace(**changes["device"])
         return dataclasses.replace(self, **changes)
+
+
+def _between(points: list[tuple[int, float]], nodes: int) -> float:
+    """A number that was measured on some numbers of nodes, straight in log2 between them."""
+    if nodes <= points[0][0]:
+        return points[0][1]
+    for (n0, value0), (n1, value1) in zip(points, points[1:]):
+        if nodes <= n1:
+            return value0 + (value1 - value0) * math.log2(nodes / n0) / math.log2(n1 / n0)
+    return points[-1][1]
 
 
 def hardware(name: str | Hardware) -> Hardware:
@@ -254,6 +292,7 @@ H100 = Device(
     132,
     1979 * T,
     1402.6 * T,
+    FLASH_2_HOPPER * 989 * T,
     source="[acc] [mamf] [simumax]",
 )
 H200 = Device(
@@ -266,6 +305,7 @@ H200 = Device(
     132,
     1979 * T,
     1453.4 * T,
+    FLASH_2_HOPPER * 989 * T,
     source="[acc] [mamf] [simumax]",
 )
 # 0.49-0.51 of the datasheet for 4096 x 8192 x 57344 and the like, timed on a node [simumax].
@@ -318,8 +358,7 @@ HARDWARE = {
     "tpu-v5p": Hardware("tpu-v5p", TPU_V5P, 64, 2 * 90 * GB, 6.25 * GB, source="[scaling-book]"),
     "tpu-v5e": Hardware("tpu-v5e", TPU_V5E, 16, 2 * 45 * GB, 3.1 * GB, source="[scaling-book]"),
     "laptop": Hardware("laptop", LAPTOP, 4, 2 * GB, 0.1 * GB, 1e-4, 1e-3, source="[here], rough"),
-    # The cluster of the playbook's sweep: what was left of the network fell steeply with nodes.
-    # all-reduce bus bandwidth there, over that of 2 nodes: it is a fact of that cluster.
+    # The cluster of the playbook's sweep, with its timings of collectives [hf].
     "h100-hf": Hardware(
         "h100-hf",
         H100,
@@ -329,12 +368,13 @@ HARDWARE = {
         **NEW_HOST,
         source="[hf]",
         by_nodes=(
-            (2, 1.0),
-            (4, 160.1 / 361.8),
-            (8, 99.6 / 361.8),
-            (16, 84.7 / 361.8),
-            (32, 64.9 / 361.8),
-            (64, 32.9 / 361.8),
+            (1, 436.0 * GB, 249.8 * GB),
+            (2, 361.8 * GB, 184.6 * GB),
+            (4, 160.1 * GB, 119.0 * GB),
+            (8, 99.6 * GB, 69.0 * GB),
+            (16, 84.7 * GB, 55.0 * GB),
+            (32, 64.9 * GB, 28.0 * GB),
+            (64, 32.9 * GB, 11.0 * GB),
         ),
     ),
 }

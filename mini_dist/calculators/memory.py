@@ -30,7 +30,7 @@ from .frameworks import Framework, framework
 from .lines import Breakdown, Line
 from .models import model
 from .moments import course_memory
-from .numbers import at_least
+from .numbers import at_least, cut_by
 from .parameters import (
     held_outside,
     layers_by_recompute,
@@ -38,6 +38,7 @@ from .parameters import (
     parameters_of_rank,
     stages_of_rank,
 )
+from .replica_traffic import in_every_micro_batch
 from .weight_gradients import weight_gradients
 
 SHARDED_FROM = {"parameters": 3, "gradients": 2, "optimizer": 1}  # the ZeRO stage that cuts it
@@ -110,7 +111,7 @@ def rank_memory(
     Raises ValueError when the layout cannot cut the model.
     """
     config = model(config)
-    layout.check(config)
+    cut_by(layout, config)
     if not 0 <= pp_rank < layout.pp:
         raise ValueError(
             f"pp_rank={pp_rank} is not a stage of pp={layout.pp}: give 0 to {layout.pp - 1}."
@@ -133,7 +134,7 @@ def peak_memory(
 ) -> Breakdown:
     """The waterfall of the fullest pipeline rank."""
     config = model(config)
-    layout.check(config)
+    cut_by(layout, config)
     return max(
         (rank_memory(config, layout, how, rank) for rank in _of_each_kind(config, layout, how)),
         key=lambda waterfall: waterfall.total,
@@ -217,6 +218,11 @@ def _states(config, layout, how, pp_rank) -> list[Line]:
 
 def _unsharded(config, layout, how, pp_rank) -> Line:
     """ZeRO-3: the layer that computes, those on their way and, all the time, what is outside."""
+    if not in_every_micro_batch(layout, how):  # all of them, and their gradients
+        numel = float(parameters_of_rank(config, layout, pp_rank).total)
+        each = how.activation_bytes + how.reduce_bytes
+        said = f"{how.activation_bytes:g} P, and {how.reduce_bytes:g} P of gradients"
+        return Line("whole in a pipeline", each * numel, "bytes", said, how.source)
     held, n = parameters_of_rank(config, layout, pp_rank), 1 + how.prefetch
     whole = n * held.largest_layer + held_outside(config, layout, pp_rank).total
     return Line(
@@ -323,6 +329,10 @@ def _backward_of_layer(config, layout, how) -> float:
             sum(item.bytes_per_token for item in layer_activations(config, layout, how, moe))
             for moe in kinds
         )
+    elif layout.recompute == "selective" and how.selective == "operators":
+        moe = config.is_moe_layer(config.num_layers - 1)
+        whole = sum(item.bytes_per_token for item in layer_activations(config, layout, how, moe))
+        extra += max(0.0, whole - kept_of_layer(config, layout, how, moe))
     elif layout.recompute == "selective" and not how.flash_attention:
         each = e + (e + how.mask_bytes if config.dropout else 0)
         extra += each * config.num_heads * config.seq_len / t

@@ -1,8 +1,10 @@
-"""One sentence for a number that cannot be: not a number, infinite, or too small."""
+"""One sentence for what cannot be: a number that is none, infinite or too small, no Layout."""
 
 from __future__ import annotations
 
 import math
+
+from ..config import Layout, ModelConfig
 
 
 def at_least(field: str, value: float, least: float, why: str = "") -> float:
@@ -13,3 +15,10 @@ def at_least(field: str, value: float, least: float, why: str = "") -> float:
         because = f" ({why})" if why else ""
         raise ValueError(f"{field}={value!r} is too small{because}: give {least:g} or more.")
     return value
+
+
+def cut_by(layout: Layout, config: ModelConfig) -> Layout:
+    """The layout, if it is one and can cut the model; ValueError says what would."""
+    if not isinstance(layout, Layout):
+        raise ValueError(f"layout={layout!r} is no Layout: give one, such as Layout(dp=8, zero=1).")
+    return layout.check(config)

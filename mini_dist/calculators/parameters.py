@@ -57,6 +57,12 @@ def layer_weights(config: ModelConfig, moe: bool = False) -> list[Weight]:
     )
 
 
+def every_second(config: ModelConfig, moe: bool = False) -> list[Weight]:
+    """The matrices of a layer whose outputs torchtitan's selective checkpointing does not keep, in
+    the order of forward: of q, k, v, o, gate, up, down these are k, o and up."""
+    return [weight for weight in layer_weights(config, moe) if weight.is_matmul][1::2]
+
+
 def outer_weights(config: ModelConfig, side: str) -> list[Weight]:
     """The weights before the first layer (`side="first"`) or after the last (`"last"`).
 

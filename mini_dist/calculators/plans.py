@@ -138,7 +138,7 @@ class Plan:
                 "before you count on it."
             )
         nodes = math.ceil(self.num_devices / machine.devices_per_node)
-        measured = max((count for count, _ in machine.by_nodes), default=2)
+        measured = max((count for count, *_ in machine.by_nodes), default=2)
         if nodes > measured:
             said.append(
                 f"How the network of {machine.name} shares itself among {nodes:,} nodes was not "

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from ..config import Layout
-from .kernels import collective_seconds, stream_seconds, together
-from .parameters import Held, held_by_layer, held_outside, parameters_of_rank
+from .kernels import Piece, collective_seconds, matrices, stream_seconds, together
+from .parameters import (
+    Held,
+    held_by_layer,
+    held_outside,
+    layers_of_stage,
+    parameters_of_rank,
+    stages_of_rank,
+)
 
 
 def copies(held: Held, layout: Layout) -> list[tuple[float, int, int]]:
@@ -26,6 +32,11 @@ class Traffic(NamedTuple):
     reduce: float  # of its gradients, after backward
     unpack: float  # from the gathered buffer into the parameters
     pack: float  # gradients into the buffer that leaves
+
+
+def in_every_micro_batch(layout: Layout, how) -> bool:
+    """Whether ZeRO-2's reduces and ZeRO-3's gathers come with each micro-batch, or once a step."""
+    return layout.zero >= 2 and not (how.whole_in_pipeline and layout.zero == 3 and layout.pp > 1)
 
 
 def of_layer(config, layout, machine, how, moe) -> Traffic:
@@ -66,14 +77,19 @@ def gradient_seconds(config, layout, machine, how, slowest) -> tuple[float, str]
         2: (None, ("all_gather", e)),
         3: (None, None),
     }[layout.zero]
+    once = layout.zero == 3 and not in_every_micro_batch(layout, how)
+    if once:  # as under ZeRO-1; the last backward waits for all gradients to be summed up
+        reduces, gathers = ("reduce_scatter", g), ("all_gather", e)
     seconds, said = 0.0, []
     if reduces:
         op, each = reduces
         traffic = sum(
-            _in_buckets(machine, op, each, *part, layout.world_size, how) for part in parts
+            _in_buckets(machine, op, each, *part, layout.world_size, messages)
+            for part, messages in zip(parts, _messages(config, layout, how, parts))
         )
-        seconds += _hidden(slowest.backward, traffic, how.overlaps_gradients)
-        where = " behind the last backward" if how.overlaps_gradients else ""
+        behind = how.overlaps_gradients and not once
+        seconds += _hidden(slowest.backward, traffic, behind)
+        where = " behind the last backward" if behind else ""
         said.append(f"{op.replace('_', '-')} of {each:g} P{where}")
     if gathers:
         op, each = gathers
@@ -88,9 +104,25 @@ def _hidden(compute: float, traffic: float, behind: bool) -> float:
     return together(compute, traffic) - compute if behind else traffic
 
 
-def _in_buckets(machine, op, each, numel, size, stride, world, how) -> float:
+def _messages(config, layout, how, parts) -> tuple[float, float]:
+    """Into how many messages the gradients of a rank go, and those of its experts.
+
+    What is larger than a bucket has one of its own, smaller tensors share them.
+    """
+    sizes = [max(how.bucket, how.bucket_a_rank * size) for _, size, _ in parts]
+    outside = config.vocab_size * config.d_model / layout.tp
+    dense = 1.0 if layout.pp > 1 else 2.0 - config.tied_embedding
+    dense *= min(1.0, outside / sizes[0])
+    for stage in stages_of_rank(layout, 0):
+        for moe, layers in layers_of_stage(config, layout, stage):
+            piece = Piece(moe, layout.tp, layout.cp, layout.ep, False, 1.0, layout.world_size)
+            each = [shape.k * shape.n for shape in matrices(config, piece) if shape.copies == 1]
+            dense += layers * sum(min(1.0, numel / sizes[0]) for numel in each)
+    return max(1.0, dense), max(1.0, parts[1][0] / sizes[1])
+
+
+def _in_buckets(machine, op, each, numel, size, stride, world, messages) -> float:
     """One message after the other: many small ones pay the latency of the ring many times."""
-    messages = max(1, math.ceil(numel / max(how.bucket, how.bucket_a_rank * size)))
     one = collective_seconds(machine, op, each * numel / messages, size, stride, world)
     return messages * one
 

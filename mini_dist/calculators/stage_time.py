@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .activations import cut_of_whole, tokens_of_micro_batch
-from .kernels import head_seconds, layer_time, together
+from .kernels import every_second_seconds, head_seconds, layer_time, together
 from .parameters import layers_by_recompute, stages_of_rank
-from .replica_traffic import of_layer, of_root
+from .replica_traffic import in_every_micro_batch, of_layer, of_root
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def _stage(config, layout, machine, how, rank, amounts, kinds) -> Stage:
             parts["head and loss"] = f + b
             forward, backward = forward + f, backward + b
         chunks.append((forward, backward, weight))
-    if layout.zero >= 2:
+    if in_every_micro_batch(layout, how):
         wait_f, wait_b = _at_the_ends(config, layout, machine, how, rank, amounts)
         parts["zero traffic"] = parts.get("zero traffic", 0.0) + wait_f + wait_b
         (f, b, w), *others = chunks
@@ -104,16 +104,19 @@ def _layer_parts(config, layout, machine, how, moe, recomputes) -> Stage:
     """One layer, recomputed or not, and what it waits for: ZeRO's messages, the host."""
     time = layer_time(config, layout, machine, how, moe)
     forward, backward = sum(time.forward.values()), sum(time.backward.values())
-    again = {
-        "none": 0.0,
-        "full": forward,
-        "selective": 0.0 if how.flash_attention else time.forward["attention"],
-    }[layout.recompute if recomputes else "none"]
+    again = 0.0
+    if recomputes and layout.recompute == "full":
+        again = forward
+    elif recomputes and layout.recompute == "selective":
+        if how.selective == "operators":
+            again = every_second_seconds(config, layout, machine, how, moe)
+        elif not how.flash_attention:
+            again = time.forward["attention"]
     parts = {name: time.forward[name] + time.backward[name] for name in time.forward}
     if again:
         parts["recomputed"] = again
     backward += again
-    if layout.zero >= 2:
+    if in_every_micro_batch(layout, how):
         unit = of_layer(config, layout, machine, how, moe)
         forward, backward = forward + unit.unpack, backward + unit.unpack + unit.pack
         wait_f = _hidden(how, forward, unit.gather)
@@ -128,10 +131,10 @@ def _layer_parts(config, layout, machine, how, moe, recomputes) -> Stage:
         wait_f, wait_b = max(0.0, away - forward), max(0.0, away - backward)
         parts["waiting for offloads"] = wait_f + wait_b
         forward, backward = forward + wait_f, backward + wait_b
-    # Kernels are launched ahead; near the host's own pace neither hides the other altogether.
+    # Kernels are launched ahead, and the queue is deep: the slower of both sets the pace.
     passes = 1 if recomputes and layout.recompute == "full" else 0
-    waits_f = _soft_max(forward, how.host_seconds) - forward
-    waits_b = _soft_max(backward, (2 + passes) * how.host_seconds) - backward
+    waits_f = max(0.0, how.host_seconds - forward)
+    waits_b = max(0.0, (2 + passes) * how.host_seconds - backward)
     parts["waiting for the host"] = waits_f + waits_b
     weight = time.backward["matrices"] / 2
     return Stage(parts, forward + waits_f, backward + waits_b, weight)
@@ -140,7 +143,3 @@ def _layer_parts(config, layout, machine, how, moe, recomputes) -> Stage:
 def _hidden(how, compute: float, traffic: float) -> float:
     """What messages behind a layer's computation add to it."""
     return together(compute, traffic) - compute if how.overlaps_gradients else traffic
-
-
-def _soft_max(device: float, host: float) -> float:
-    return (device**4 + host**4) ** 0.25

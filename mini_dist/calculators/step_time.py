@@ -7,7 +7,7 @@
 
 All constants stand in machines.py and frameworks.py, with their sources.  Those of kernels and
 links come from timings of single kernels and collectives; chosen.py lists those that do not.
-`step_time` says low ... high besides its best guess.
+`step_time` says low ... high besides its best guess (intervals.py).
 """
 
 from __future__ import annotations
@@ -18,27 +18,16 @@ from ..config import Layout, ModelConfig
 from .bubble import bubble_seconds, hop_seconds, message_line, simulated
 from .flops import model_flops, step_flops
 from .frameworks import Framework, framework
+from .intervals import Interval, interval_of
 from .kernels import COMMUNICATION
 from .lines import Breakdown, Line, readable
 from .machines import Hardware, hardware
 from .models import model
-from .numbers import at_least
+from .numbers import at_least, cut_by
 from .optimizer_time import optimizer_line
-from .parameters import layers_of_stage
+from .parameters import every_second, layers_of_stage
 from .replica_traffic import gradient_seconds
 from .stage_time import stages_of_pipeline
-
-# The interval: how far each part may be off.  A GEMM of an odd shape or a throttled chip; links
-# shared with others; a host that is busy; the slowest of many devices (high end only).  Assumed.
-# Of the tables that were in view four of five runs lie inside, but of nanotron's only half; of the
-# one that was looked at afterwards, on devices with a power limit, one of ten. So it is too narrow
-# (benchmarks/planner.py counts them).
-UNCERTAIN = {
-    "compute": (0.94, 1.08),
-    "communication": (0.7, 1.5),
-    "host": (0.8, 1.3),
-    "straggler": (1.0, 1.05),
-}
 
 
 @dataclass(frozen=True)
@@ -46,7 +35,7 @@ class StepTime:
     """Seconds of one optimizer step: the lines, the interval, and what follows from them."""
 
     breakdown: Breakdown
-    low: float
+    low: float  # four of five published runs of its kind lie between these two
     high: float
     tokens: int  # in a step, over all ranks
     mfu: float  # model FLOPs / (time * bf16 peak), all scores counted (PaLM appendix B)
@@ -105,7 +94,7 @@ def step_time(
     form.  Raises ValueError when the layout cannot cut the model.
     """
     config, machine, how = model(config), hardware(machine), framework(how)
-    layout.check(config)
+    cut_by(layout, config)
     at_least("straggler", straggler, 1, "the slowest device is not faster than the others")
     device, m = machine.device, layout.num_micro_batches
     stages = stages_of_pipeline(config, layout, machine, how)
@@ -157,39 +146,44 @@ def step_time(
     lines.append(optimizer_line(config, layout, machine, how))
 
     breakdown = Breakdown("step time", tuple(lines))
-    low, high = _interval(breakdown)
+    interval = _interval(breakdown, layout, machine)
     sequences, devices = layout.global_batch_size, layout.world_size
-    # FlashAttention computes its scores again in any case, and its own time has them.
-    flash = layout.recompute == "selective" and how.flash_attention
-    stages = (layers_of_stage(config, layout, stage) for stage in range(layout.num_stages))
-    recomputed = sum(layout.num_recomputed(n) for stage in stages for _, n in stage)
-    share = 0.0 if flash else recomputed / config.num_layers
     once = model_flops(config, sequences)
-    again = step_flops(config, sequences, layout.recompute).total - once
+    again = _recomputed_flops(config, layout, how)
     peak = breakdown.total * devices * device.peak_flops
     return StepTime(
         breakdown,
-        low,
-        high,
+        interval.low * breakdown.total,
+        interval.high * breakdown.total,
         sequences * config.seq_len,
         once / peak,
-        (once + share * again) / peak,
+        (once + again) / peak,
     )
 
 
-def _interval(breakdown: Breakdown) -> tuple[float, float]:
-    low = high = 0.0
-    for line in breakdown:
-        kind = (
-            "communication"
-            if line.name in (*COMMUNICATION, "pipeline messages", "gradients over dp")
-            else "host"
-            if line.name == "waiting for the host"
-            else "compute"
+def _recomputed_flops(config: ModelConfig, layout: Layout, how: Framework) -> float:
+    """FLOPs of a step, over all ranks, that recompute adds and whose time is counted."""
+    sequences = layout.global_batch_size
+    stages = (layers_of_stage(config, layout, stage) for stage in range(layout.num_stages))
+    layers = [(moe, layout.num_recomputed(n)) for stage in stages for moe, n in stage]
+    if layout.recompute == "selective" and how.selective == "operators":
+        matrices = sum(
+            count * weight.numel_visited
+            for moe, count in layers
+            for weight in every_second(config, moe)
         )
-        low += line.value * UNCERTAIN[kind][0]
-        high += line.value * UNCERTAIN[kind][1] * UNCERTAIN["straggler"][1]
-    return low, high
+        return 2 * sequences * config.seq_len * matrices
+    if layout.recompute == "selective" and how.flash_attention:
+        return 0.0  # it computes its scores again in any case, and its own time has them
+    again = step_flops(config, sequences, layout.recompute).total - model_flops(config, sequences)
+    return again * sum(count for _, count in layers) / config.num_layers
+
+
+def _interval(breakdown: Breakdown, layout: Layout, machine: Hardware) -> Interval:
+    """How far a step of this kind may be from the best guess."""
+    messages = (*COMMUNICATION, "pipeline messages", "gradients over dp")
+    waits = sum(line.value for line in breakdown if line.name in messages) / breakdown.total
+    return interval_of(layout.world_size / machine.devices_per_node, waits)
 
 
 _SOURCES = {

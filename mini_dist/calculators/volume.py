@@ -11,6 +11,7 @@ from ..config import Layout, ModelConfig
 from .frameworks import Framework, framework
 from .lines import Breakdown, Line
 from .models import model
+from .numbers import cut_by
 from .parameters import held_outside, layers_of_stage, parameters_of_rank, stages_of_rank
 
 
@@ -27,7 +28,7 @@ def step_volume(
     some D a layer).  Raises ValueError when the layout cannot cut the model.
     """
     config, how = model(config), framework(how)
-    layout.check(config)
+    cut_by(layout, config)
     stages = stages_of_rank(layout, pp_rank)
     kinds = [pair for stage in stages for pair in layers_of_stage(config, layout, stage)]
     layers = sum(count for _, count in kinds)

@@ -24,7 +24,7 @@ COLORS = {
 }
 MACHINES = {
     "H100, 8 a node": "NVLink in a node of 8, one 400 Gb/s InfiniBand port a GPU between nodes",
-    "H100, 8 a node, crowded network": "the same, with what a real cluster's network had left",
+    "H100, 8 a node, crowded network": "the same, with how long a step took on a real cluster",
     "H100, 1 a node": "every message over InfiniBand",
     "TPU v5e, 2D torus": "links only to four neighbours: who sends further shares them",
     "laptop": "ranks that share the cores of one machine: messages take turns",

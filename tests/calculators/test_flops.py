@@ -1,5 +1,7 @@
 """FLOPs against the papers' formulas, and the years that GPT-3 takes."""
 
+import math
+
 import pytest
 
 from mini_dist.calculators import (
@@ -12,6 +14,7 @@ from mini_dist.calculators import (
     step_flops,
     training_time,
 )
+from mini_dist.calculators.kernels import collective_seconds
 from mini_dist.calculators.published import gpt, megatron_2021
 from mini_dist.config import ModelConfig
 
@@ -112,6 +115,7 @@ def test_a_measured_ceiling_is_below_the_datasheet_s(name):
         ({"network_bandwidth": -1.0}, "network_bandwidth=-1.0 of 'h100' is not above 0"),
         ({"node_latency": -1e-6}, "node_latency=-1e-06 of 'h100' is negative"),
         ({"devices_per_node": 0}, "devices_per_node=0"),
+        ({"by_nodes": ((1, 4e11, 2e11),)}, "by_nodes of 'h100' has rows of [1] nodes"),
         ({"device": {"memory_bytes": 0}}, "memory_bytes=0 of device 'H100 SXM' is not above 0"),
     ],
 )
@@ -121,9 +125,56 @@ def test_impossible_hardware_is_refused(change, says):
     assert says in str(error.value)
 
 
-def test_the_measured_network_falls_with_nodes_and_is_interpolated_between_them():
-    machine = hardware("h100-hf")
-    bandwidths = [machine.network_link(n).bandwidth for n in (2, 3, 4, 8, 16, 32, 64, 128)]
-    assert bandwidths[:-1] == sorted(bandwidths[:-1], reverse=True)
-    assert bandwidths[-1] == pytest.approx(bandwidths[-2])  # nothing was measured beyond 64
-    assert hardware("h100").network_link(64).bandwidth == hardware("h100").network_link(2).bandwidth
+HF = hardware("h100-hf")
+
+
+@pytest.mark.parametrize("nodes", [2, 4, 8, 16, 32, 64])
+def test_the_timed_collectives_come_out_as_they_were_timed(nodes):
+    """256 MB over all devices of so many nodes: within a tenth, and an all-reduce no slower."""
+    rates = {count: rates for count, *rates in HF.by_nodes}
+    size = nodes * HF.devices_per_node
+    for op, times, rate in (
+        ("all_gather", 1, rates[nodes][1]),
+        ("reduce_scatter", 1, rates[nodes][1]),
+        ("all_reduce", 2, rates[nodes][0]),
+    ):
+        timed = times * (size - 1) / size * 256e6 / rate
+        ours = collective_seconds(HF, op, 256e6, size)
+        assert ours < 1.1 * timed and (op == "all_reduce" or ours > 0.9 * timed), op
+
+
+def test_a_longer_ring_gets_less_of_the_network_and_a_step_of_it_loses_the_same():
+    steps = [HF.step_seconds(nodes) for nodes in (2, 3, 4, 8, 16, 32, 64, 128)]
+    assert steps[-1] == steps[-2]  # nothing was measured beyond 64
+    assert min(steps) > 0.6 * max(steps)
+    got = [
+        256e6 / collective_seconds(HF, "all_gather", 256e6, 8 * n) for n in (2, 4, 8, 16, 32, 64)
+    ]
+    assert got == sorted(got, reverse=True) and got[-1] < got[0] / 10
+
+
+def test_between_measured_numbers_of_nodes_a_straight_line_in_their_logarithm():
+    two, three, four = (HF.tree_bandwidth(nodes) for nodes in (2, 3, 4))
+    share = math.log2(3 / 2)
+    assert three == pytest.approx(two + (four - two) * share)
+
+
+def test_over_nodes_an_all_reduce_takes_the_tree_where_a_ring_has_too_many_steps():
+    """A small one: two rings of 511 steps, or six levels up and down."""
+    machine, tiny = hardware("h100"), 1024
+    ring = collective_seconds(machine, "reduce_scatter", tiny, 512)
+    assert collective_seconds(machine, "all_reduce", tiny, 512) < ring / 3
+    big = 2**30
+    alone = collective_seconds(machine, "reduce_scatter", big, 16)
+    assert 1.7 * alone < collective_seconds(machine, "all_reduce", big, 16) < 2.2 * alone
+
+
+def test_a_ring_takes_the_protocol_of_short_steps_or_that_of_the_whole_link():
+    """Almost nothing over 8 devices: 22 us for an all-gather, 25 for an all-reduce, as timed."""
+    machine = hardware("b200")
+    for op, timed in (("all_gather", 22e-6), ("all_reduce", 25e-6)):
+        assert collective_seconds(machine, op, 8, 8) == pytest.approx(timed, rel=0.02)
+    alone = 7 / 8 * 2**30 / machine.node_link("all_gather").bandwidth
+    assert alone < collective_seconds(machine, "all_gather", 2**30, 8) < 1.05 * alone
+    took = [collective_seconds(machine, "all_gather", 2**k, 64) for k in range(3, 31)]
+    assert took == sorted(took)

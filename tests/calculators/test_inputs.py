@@ -67,6 +67,8 @@ def test_one_value_of_a_search_may_stand_alone():
         (lambda: step_time(NAMED, LAYOUT).training(-1, 8), "tokens=-1 is too small"),
         (lambda: step_time(NAMED, LAYOUT).training(1, 0), "num_devices=0 is too small"),
         (lambda: Layout(dp=-2), "dp=-2 is too small"),
+        (lambda: step_time(NAMED, "dp=8"), "layout='dp=8' is no Layout"),
+        (lambda: peak_memory(NAMED, {"dp": 8}), "layout={'dp': 8} is no Layout"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(call, says):

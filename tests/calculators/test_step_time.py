@@ -196,7 +196,7 @@ def test_small_layers_wait_for_the_host():
     waits = step_time(model("gpt2").replace(seq_len=128), Layout(tp=4), "h100").breakdown
     assert waits["waiting for the host"] > 0.5 * waits.total
     large = step_time(model("llama3-70b"), Layout(tp=4, sequence_parallel=True), "h100").breakdown
-    assert large["waiting for the host"] < 0.02 * large.total
+    assert "waiting for the host" not in [line.name for line in large]
 
 
 def test_moe_layers_cost_their_visits_and_their_exchange():

@@ -78,8 +78,7 @@ def recompute_though_there_is_room():
 
 @planned("What costs you most is tp collectives")
 def the_layout_of_every_blog_post():
-    return Layout(pp=4, dp=16, tp=8, sequence_parallel=True, zero=1, num_micro_batches=32,
-                  schedule="interleaved", num_chunks=4)  # fmt: skip
+    return Layout(pp=4, dp=16, tp=8, sequence_parallel=True, zero=1, num_micro_batches=32)
 
 
 # As an earlier cell of the lesson leaves them.
