@@ -1,10 +1,15 @@
 """Training in which nobody waits for all: a parameter server, and steps between two averages.
 
-    serve              keeps a table of parameters, applies what workers push, answers their pulls
-    pull, push, leave  a worker's side of it
-    outer_step         local SGD and DiLoCo: average what many local steps have changed
+    serve                    keeps a table of parameters, applies pushes, answers pulls
+    pull, push, leave        a worker's side of it
+    pull_dealt, push_dealt   the same where several servers share the rows
+    outer_step               local SGD and DiLoCo: average what many local steps have changed
 
-Legend: L rows of a table, of which a worker may ask for some; D the rest of its shape.
+What cannot be had: a worker whose process dies takes the run with it, as gloo and NCCL take a lost
+connection for an error, and `launch` ends the others. A worker that fails by an exception can
+`leave` (engine.py does it), and the servers go on. A server has to live.
+
+Legend: L rows of a table, l those that a request is for, D the rest of its shape; k servers.
 """
 
 from __future__ import annotations
@@ -101,7 +106,15 @@ def pull(like: Tensor, rows: Tensor | None, server: int, group) -> Tensor:
 
 @recorded
 def push(gradients: Tensor, rows: Tensor | None, server: int, group) -> None:
-    """Give the server the gradients [l, D] of these rows, which it applies at once."""
+    """Give the server the gradients [l, D] of these rows, which it applies at once.
+
+    Raises FloatingPointError, before anything is sent, if one of them is not finite.
+    """
+    if not gradients.isfinite().all():
+        raise FloatingPointError(
+            "a gradient is inf or nan, and what it is applied to all workers would pull: it was "
+            "not pushed; skip this step, or lower the learning rate"
+        )
     ask(PUSH, rows, server, group)
     send(gradients, server, group)
 
@@ -110,6 +123,47 @@ def push(gradients: Tensor, rows: Tensor | None, server: int, group) -> None:
 def leave(server: int, group) -> None:
     """Pull and push no more. Others no longer wait for this worker."""
     ask(LEAVE, None, server, group)
+
+
+def dealt(table: Tensor, server: int, num_servers: int) -> Tensor:
+    """The rows of a table [L, D] that this server keeps: row r lies on server r % k, at r // k.
+
+    Neighbours lie on different servers, so that each has its share of what is asked for often.
+    """
+    return table[server::num_servers]
+
+
+def pull_dealt(like: Tensor, rows: Tensor | None, num_servers: int, group) -> Tensor:
+    """As `pull`, from ranks 0 to k - 1, which keep what `dealt` gives them."""
+    pulled = torch.empty_like(like)
+    for server in range(num_servers):  # each is asked, if for nothing: it counts steps
+        if rows is None:
+            mine, there = slice(server, None, num_servers), None
+        else:
+            mine = rows % num_servers == server
+            there = rows[mine] // num_servers
+        pulled[mine] = pull(pulled[mine], there, server, group)
+    return pulled
+
+
+def push_dealt(gradients: Tensor, rows: Tensor | None, num_servers: int, group) -> None:
+    """As `push`, to ranks 0 to k - 1; a server that has none of the rows hears nothing."""
+    for server in range(num_servers):
+        if rows is None:
+            push(gradients[server::num_servers], None, server, group)
+            continue
+        mine = rows % num_servers == server
+        if mine.any():
+            push(gradients[mine], rows[mine] // num_servers, server, group)
+
+
+def push_touched(gradient: Tensor, tokens: Tensor, num_servers: int, group) -> None:
+    """Of an embedding's gradient [V, D], push the rows of these tokens, each once.
+
+    All other rows of it are 0. tokens: int64, any shape.
+    """
+    rows = tokens.unique()
+    push_dealt(gradient[rows], rows, num_servers, group)
 
 
 @recorded
