@@ -105,7 +105,7 @@ class Worker(Trainable):
             torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten()
             for p in trained(self.module)
         ]
-        push_dealt(torch.cat(parts), None, self.num_servers, self.servers_and_workers)
+        push_dealt(torch.cat(parts), self.num_servers, self.servers_and_workers)
 
     def leave(self) -> None:
         for server in range(self.num_servers):
@@ -180,6 +180,14 @@ class DiLoCo:
             elif (alone - turn) % self.every == 0:
                 fragment.leave(self.sender)
             if fragment.under_way and alone > 0 and (alone - turn) % self.every == self.delay:
+                fragment.arrive()
+        self.model.refresh_parameters()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """To be called once, after the last step: let what is under way arrive."""
+        for fragment in self.fragments:
+            if fragment.under_way:
                 fragment.arrive()
         self.model.refresh_parameters()
 

@@ -3,6 +3,7 @@
     serve                    keeps a table of parameters, applies pushes, answers pulls
     pull, push, leave        a worker's side of it
     pull_dealt, push_dealt   the same where several servers share the rows
+    push_touched             of an embedding's gradient, only the rows that a batch has touched
     outer_step               local SGD and DiLoCo: average what many local steps have changed
 
 What cannot be had: a worker whose process dies takes the run with it, as gloo and NCCL take a lost
@@ -146,24 +147,22 @@ def pull_dealt(like: Tensor, rows: Tensor | None, num_servers: int, group) -> Te
     return pulled
 
 
-def push_dealt(gradients: Tensor, rows: Tensor | None, num_servers: int, group) -> None:
-    """As `push`, to ranks 0 to k - 1; a server that has none of the rows hears nothing."""
+def push_dealt(gradients: Tensor, num_servers: int, group) -> None:
+    """Give each server the gradients [L, D] of what it keeps."""
     for server in range(num_servers):
-        if rows is None:
-            push(gradients[server::num_servers], None, server, group)
-            continue
-        mine = rows % num_servers == server
-        if mine.any():
-            push(gradients[mine], rows[mine] // num_servers, server, group)
+        push(dealt(gradients, server, num_servers), None, server, group)
 
 
 def push_touched(gradient: Tensor, tokens: Tensor, num_servers: int, group) -> None:
-    """Of an embedding's gradient [V, D], push the rows of these tokens, each once.
+    """Of an embedding's gradient [V, D], push the rows of these tokens, each once; others are 0.
 
-    All other rows of it are 0. tokens: int64, any shape.
+    tokens: int64, any shape. A server that keeps none of the rows hears nothing.
     """
     rows = tokens.unique()
-    push_dealt(gradient[rows], rows, num_servers, group)
+    for server in range(num_servers):
+        mine = rows[rows % num_servers == server]
+        if len(mine):
+            push(gradient[mine], mine // num_servers, server, group)
 
 
 @recorded

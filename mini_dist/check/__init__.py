@@ -13,6 +13,7 @@ from .engine import CheckFailed, Exercise, Verdict
 
 _FILES = (
     "all_axes",
+    "asynchronous",
     "clinic",
     "collectives",
     "context_parallel",
