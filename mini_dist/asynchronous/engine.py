@@ -157,7 +157,9 @@ class DiLoCo:
                 f"averages make 1 to {most} fragments"
             )
         if not 0 <= delay < every:
-            raise ValueError(f"delay={delay}: an average is there before the next, 0 to {every - 1}")
+            raise ValueError(
+                f"delay={delay}: an average is there before the next, 0 to {every - 1}"
+            )
         if start < 0 or not 0 <= keep <= 1:
             raise ValueError(f"start={start}, keep={keep}: give start from 0, and keep from 0 to 1")
         self.model, self.group, self.every = model, group, every

@@ -84,6 +84,18 @@ def gradient_seconds(config, layout, machine, how, slowest) -> tuple[float, str]
     return seconds, ", ".join(said)
 
 
+def average_seconds(config, layout, machine, how, local_steps: int) -> tuple[float, str]:
+    """A step's share of averaging all parameters once in `local_steps`: local SGD and DiLoCo.
+
+    As many bytes a number as gradients have. Nothing hides it: every rank waits for the average.
+    """
+    parts, each = copies(parameters_of_rank(config, layout, 0), layout), how.reduce_bytes
+    seconds = sum(
+        _in_buckets(machine, "all_reduce", each, *part, layout.world_size, how) for part in parts
+    )
+    return seconds / local_steps, f"all-reduce of {each:g} P every {local_steps} steps"
+
+
 def _hidden(compute: float, traffic: float, behind: bool) -> float:
     return together(compute, traffic) - compute if behind else traffic
 

@@ -25,7 +25,7 @@ from .models import model
 from .numbers import at_least
 from .optimizer_time import optimizer_line
 from .parameters import layers_of_stage
-from .replica_traffic import gradient_seconds
+from .replica_traffic import average_seconds, gradient_seconds
 from .stage_time import stages_of_pipeline
 
 # The interval: how far each part may be off.  A GEMM of an odd shape or a throttled chip; links
@@ -39,6 +39,9 @@ UNCERTAIN = {
     "host": (0.8, 1.3),
     "straggler": (1.0, 1.05),
 }
+
+
+OVER_DP = ("gradients over dp", "average over dp")
 
 
 @dataclass(frozen=True)
@@ -97,16 +100,26 @@ def step_time(
     how: str | Framework = "megatron-core",
     straggler: float = 1.0,
     simulate: bool = False,
+    local_steps: int = 1,
 ) -> StepTime:
     """Seconds of one optimizer step on all ranks.
 
     `straggler` is how much longer the slowest device computes (everyone waits for it);
     `simulate=True` takes the pipeline's makespan from mini_dist.schedule instead of the closed
-    form.  Raises ValueError when the layout cannot cut the model.
+    form.  `local_steps` is how many steps the ranks of dp take by themselves before they average
+    their parameters (local SGD, DiLoCo); 1 averages gradients at every step.
+    Raises ValueError when the layout cannot cut the model, or shards over ranks that part.
     """
     config, machine, how = model(config), hardware(machine), framework(how)
     layout.check(config)
     at_least("straggler", straggler, 1, "the slowest device is not faster than the others")
+    at_least("local_steps", local_steps, 1, "1 averages gradients at every step")
+    if local_steps > 1 and (layout.zero or layout.cp > 1 or layout.ep > 1):
+        raise ValueError(
+            f"local_steps={local_steps} with zero={layout.zero}, cp={layout.cp}, ep={layout.ep}: "
+            "ranks that step by themselves share nothing over dp * cp; give zero=0, cp=1 and ep=1, "
+            "or local_steps=1."
+        )
     device, m = machine.device, layout.num_micro_batches
     stages = stages_of_pipeline(config, layout, machine, how)
 
@@ -151,9 +164,13 @@ def step_time(
         lines.append(Line("pipeline bubble", bubble, "s", formula, _SOURCES["pipeline bubble"]))
         messages = message_line(layout, hops)
         lines.append(Line("pipeline messages", messages[0], "s", messages[1], _SOURCES["messages"]))
-    gradients, formula = gradient_seconds(config, layout, machine, how, slowest)
-    if gradients:
-        lines.append(Line("gradients over dp", gradients, "s", formula, "ZeRO section 7"))
+    if local_steps > 1:
+        average, formula = average_seconds(config, layout, machine, how, local_steps)
+        lines.append(Line("average over dp", average, "s", formula, "Stich 2019"))
+    else:
+        gradients, formula = gradient_seconds(config, layout, machine, how, slowest)
+        if gradients:
+            lines.append(Line("gradients over dp", gradients, "s", formula, "ZeRO section 7"))
     lines.append(optimizer_line(config, layout, machine, how))
 
     breakdown = Breakdown("step time", tuple(lines))
@@ -182,7 +199,8 @@ def _interval(breakdown: Breakdown) -> tuple[float, float]:
     for line in breakdown:
         kind = (
             "communication"
-            if line.name in (*COMMUNICATION, "pipeline messages", "gradients over dp")
+            if line.name
+            in (*COMMUNICATION, "pipeline messages", "gradients over dp", "average over dp")
             else "host"
             if line.name == "waiting for the host"
             else "compute"

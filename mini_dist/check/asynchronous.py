@@ -16,7 +16,17 @@ import torch
 from torch import Tensor
 
 from .. import asynchronous
-from ..asynchronous.ideas import LEAVE, PULL, PUSH, ask, leave, outer_step, push, push_touched, serve
+from ..asynchronous.ideas import (
+    LEAVE,
+    PULL,
+    PUSH,
+    ask,
+    leave,
+    outer_step,
+    push,
+    push_touched,
+    serve,
+)
 from ..collectives.messages import recv, send, start, wait
 from .engine import Exercise, Line, Measured, line, on_ranks, yes
 from .measures import close, mistake_of_dtype
@@ -50,10 +60,12 @@ class Told:
         rows = torch.arange(LENGTH * WIDTH, dtype=torch.float64).view(LENGTH, WIDTH)
         return rows + 10 * worker + number
 
-    def play(self, workers: int) -> tuple[list[Event], list, Tensor, list[tuple[int, int]]]:
-        """The events, what each worker's pulls bring, the table at the end, and the updates."""
+    def play(self, workers: int) -> tuple[list[Event], list, list, Tensor, list[tuple[int, int]]]:
+        """The events; of each rank's pulls what they bring, and after how many events; the table at
+        the end, and the updates."""
         lot = random.Random(100 * workers + self.seed)
-        table, events, brought = table_at_first(), [], [[] for _ in range(workers + 1)]
+        table, events = table_at_first(), []
+        brought, answered = ([[] for _ in range(workers + 1)] for _ in range(2))
         begun, pushes = dict.fromkeys(range(1, workers + 1), 0), dict.fromkeys(range(9), 0)
         waits: dict[int, tuple | None] = {}  # worker -> rows of a pull without an answer
         ready: list[int] = []  # who has its answer, and has not pushed
@@ -81,10 +93,11 @@ class Told:
                 if self.bound is None or (min(begun.values()) > 0 and ahead <= self.bound):
                     at = slice(None) if rows is None else list(rows)
                     brought[other].append(table[at].clone())
+                    answered[other].append(len(events))
                     pulled[other] = len(applied)
                     ready.append(other)
                     del waits[other]
-        return events, brought, table, applied
+        return events, brought, answered, table, applied
 
 
 def table_at_first() -> Tensor:
@@ -104,7 +117,7 @@ def server_trial(fn, case: Told, group):
         pairs = [tuple(each) for each in applied] if isinstance(applied, (list, tuple)) else applied
         let_go(range(1, workers + 1), group)
         return table, pairs
-    events, *_ = case.play(workers)
+    events = case.play(workers)[0]
     brought, pushes = [], 0
     for number, event in enumerate(events):
         if event.worker != rank:
@@ -143,9 +156,14 @@ def let_go(workers: Iterable[int], group) -> None:
 class Served(Measured):
     def measure(self):
         workers = self.size - 1
-        self.events, self.expected, self.table, self.applied = self.case.play(workers)
+        _, self.expected, self.after, self.table, self.applied = self.case.play(workers)
         (self.last, self.pairs), *self.brought = self.results
-        self.asked = [len(pulls) for pulls in self.expected[1:]]
+        self.answered_after, requests = [[] for _ in range(self.size)], 0
+        for comm in self.run.ledger.leaves(rank=SERVER):
+            requests += comm.op == "recv_anysource"
+            if comm.op == "send" and comm.sent:
+                (worker,) = comm.peers
+                self.answered_after[worker].append(requests)
         self.right = [
             len(found) == len(expected) and all(map(torch.equal, found, expected))
             for found, expected in zip(self.brought, self.expected[1:])
@@ -160,6 +178,7 @@ class Served(Measured):
         everyone = f"{self.size - 1} of {self.size - 1} workers"
         return [
             Line("the parameters of their time for", right, everyone, all(self.right)),
+            yes("each pull answered after the right request", self.answered_after == self.after),
             yes("all updates in the table", torch.equal(self.last, self.table)),
             yes("updates returned as (worker, staleness)", self.pairs == self.applied),
             line("bytes that the server sent", self.answered, self.answers),
@@ -171,17 +190,22 @@ class Served(Measured):
                 f"The server sent {self.answered:,} bytes where {self.answers:,} do: a pull is for "
                 "its rows, table[rows], and is answered once."
             )
-        if not all(self.right) and self.case.bound is not None:
+        if self.answered_after != self.after and self.case.bound is not None:
+            pairs = [
+                (found, right)
+                for of_one in zip(self.answered_after, self.after)
+                for found, right in zip(*of_one)
+            ]
+            early = any(found < right for found, right in pairs)
             return (
-                "A worker got parameters that were too old for it, or too new: it was answered at "
-                "another moment than it should have been. A pull begins a step of its worker, "
-                f"which is answered as soon as this worker has begun at most bound={self.case.bound} "
-                "steps more than the one that has begun the fewest, of those that have not left. "
-                "Who has not begun has begun 0."
+                f"A pull was answered too {'early' if early else 'late'}. A pull begins a step of "
+                "its worker, which is answered as soon as this worker has begun at most "
+                f"bound={self.case.bound} steps more than the one that has begun the fewest, of "
+                "those that have not left. Who has not begun has begun 0."
             )
-        if not all(self.right):
+        if self.answered_after != self.after:
             return "With bound=None nobody waits: answer each pull at once."
-        if not torch.equal(self.last, self.table):
+        if not torch.equal(self.last, self.table) or not all(self.right):
             return (
                 "The table is not what all updates have made of it: at each push, "
                 "table[rows] = update(table[rows], gradients), in place, once."
@@ -200,10 +224,10 @@ class Served(Measured):
         if "deadlock" not in error and "timeout" not in error.lower():
             return ""
         return (
-            "everyone waits. A pull that had to wait has to be looked at again after every request: "
-            "a step that another worker begins, or its leaving, may be what it waited for. With "
-            "bound=0 nobody is ahead, but all may be in the same step. Who has left is waited for "
-            "no more, and when all have, the server returns.\n"
+            "everyone waits. A pull that had to wait has to be looked at again after every "
+            "request: a step that another worker begins, or its leaving, may be what it waited "
+            "for. With bound=0 nobody is ahead, but all may be in the same step. Who has left is "
+            "waited for no more, and when all have, the server returns.\n"
         )
 
 
@@ -259,12 +283,12 @@ class Pushed(Measured):
         self.expected = [whole[server::k] for server in range(k)]
         self.tables, self.pushes = zip(*self.results[:k])
         rows = [case.batch(worker).unique() for worker in workers]
-        self.wanted_pushes = [sum(bool((r % k == server).any()) for r in rows) for server in range(k)]
+        self.wanted_pushes = [
+            sum(bool((r % k == server).any()) for r in rows) for server in range(k)
+        ]
         of_a_row = 8 + case.width * whole.element_size()
         self.wanted = sum(len(r) for r in rows) * of_a_row + 16 * sum(self.wanted_pushes)
         self.wanted += 16 * k * len(workers)  # they leave
-        self.once = sum(case.batch(worker).numel() for worker in workers)
-        self.dense = self.wanted + (case.vocabulary * len(workers) - sum(map(len, rows))) * of_a_row
 
     def lines(self) -> list[Line]:
         right = (close(a, b, 1e3) for a, b in zip(self.tables, self.expected))
@@ -312,7 +336,9 @@ class Pushed(Measured):
     def raised(error: str) -> str:
         if "index" not in error or "out of" not in error:
             return ""
-        return "a server has no row of that number: row r lies on server r % k, as its row r // k.\n"
+        return (
+            "a server has no row of that number: row r lies on server r % k, as its row r // k.\n"
+        )
 
 
 # ---- the outer step -----------------------------------------------------------------------------
@@ -358,11 +384,6 @@ class Stepped(Measured):
             "This is plain momentum: the step is against the momentum itself. Nesterov's looks "
             "ahead: it steps against change + beta * momentum, with the new momentum.": (
                 before - lr * self.new,
-                self.new,
-            ),
-            "The step is made with the momentum of before: first momentum = beta * momentum + "
-            "change, then the step, with the new one.": (
-                before - lr * (change + beta * momentum),
                 self.new,
             ),
             "These are sums of the changes: the mean over the ranks is what a gradient stands "
@@ -420,8 +441,8 @@ class Stepped(Measured):
                 "parameters are before - lr (d + beta m). Return both."
             )
         return (
-            f"Right, but {self.sent:,} bytes were sent where {self.wanted:,} do: one all-reduce, of "
-            "what was changed. `before` and the momentum are alike on all ranks."
+            f"Right, but {self.sent:,} bytes were sent where {self.wanted:,} do: one all-reduce, "
+            "of what was changed. `before` and the momentum are alike on all ranks."
         )
 
 

@@ -4,7 +4,7 @@ Every function returns a Picture, which a notebook shows as PNG and `.save(path)
 """
 
 from .emulated import devices, overlap, replayed
-from .ledgers import bars, curve, timeline, traffic
+from .ledgers import bars, curve, staleness, timeline, traffic
 from .messages import collective, flights, link_fit
 from .picture import Picture, canvas
 from .ranks import rank_grid, scores
@@ -25,6 +25,7 @@ __all__ = [
     "rank_grid",
     "replayed",
     "scores",
+    "staleness",
     "timeline",
     "traffic",
 ]
