@@ -54,6 +54,16 @@ def ends(kind):
 
 # Of each lab: what holds unless a case says otherwise, the cases, and the ends that take too long.
 CASES = {
+    "async_staleness": (
+        dict(workers=2, num_updates=8, hiccup_ms=0),
+        [
+            dict(workers=1, bound=-1, step_ms=0.1, slow_ms=0, momentum=0),
+            dict(workers=8, bound=100, slow_ms=10_000, hiccup_share=0, learning_rate=0.0001),
+            dict(bound=0, step_ms=10_000, hiccup_ms=10_000, hiccup_share=1),
+            dict(bound=-1, learning_rate=0.1, momentum=0.95, num_updates=40),
+        ],
+        dict(num_updates=1000),
+    ),
     "collectives_cost": (
         dict(num_bytes=1024, world_size=2, repeats=1),
         [
