@@ -6,8 +6,8 @@ the clock": the same workers asleep for those times, so the machine's own delays
 Rows "sent": bytes of all ranks by the ledger; local SGD beside torch's PeriodicModelAverager.
 Rows "average": of all parameters of a GPT over 4 ranks, beside torch's; both take turns in the same
 processes. Medians of the slowest rank.
-Rows "over 100 Mbit/s": a training step where an average takes as long as lesson 04's formula says for
-that link between two ranks, which sleep for it; theirs is dense training, an average a step.
+Rows "over 100 Mbit/s": a training step where an average takes as long as lesson 04's formula says
+for that link between two ranks, which sleep for it; theirs is dense training, an average a step.
 """
 
 import sys
