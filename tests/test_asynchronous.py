@@ -527,6 +527,30 @@ def test_a_dense_start_fragments_and_a_delay_do_what_they_say(options):
                 torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
 
 
+def by_the_page(steps, every, group):
+    """What DiLoCo does, by outer_step alone, all parameters as one."""
+    model = Moved(group.rank())
+    before = torch.zeros(8, dtype=torch.float64)
+    momentum, places = torch.zeros_like(before), []
+    for step in range(1, steps + 1):
+        model.move()
+        parameters = list(model.parameters())
+        if step % every == 0:
+            now = torch.cat([parameter.detach().flatten() for parameter in parameters])
+            before, momentum = outer_step(before, now, momentum, 0.7, 0.9, group)
+            for parameter, part in zip(parameters, before.split([6, 2])):
+                parameter.data.copy_(part.view_as(parameter))
+        places.append([parameter.detach().clone() for parameter in parameters])
+    return places
+
+
+def test_page_and_engine_are_equal_in_values_and_bytes():
+    page, engine = launch(by_the_page, 3, (7, 2)), launch(move, 3, (7, dict(every=2)))
+    for a, b in zip(page.results, engine.results):
+        assert all(torch.equal(x, y) for one, other in zip(a, b) for x, y in zip(one, other))
+    assert page.ledger.traffic() == engine.ledger.traffic()
+
+
 def bytes_of(options, steps):
     run = launch(move, 2, (steps, options))
     return run.ledger.total_bytes(op="all_reduce", rank=1)
