@@ -1,5 +1,7 @@
 """A server that waits for no one, for some or for all; and many steps between two averages."""
 
+import os
+import signal
 import time
 
 import pytest
@@ -26,6 +28,7 @@ from mini_dist.asynchronous import (
     updates,
 )
 from mini_dist.collectives import barrier
+from mini_dist.compression import Compressed, half, top_k
 from mini_dist.data_parallel import Naive
 from mini_dist.mesh import Mesh
 from mini_dist.trainable import Trainable
@@ -196,6 +199,22 @@ def server_dies(group):
 def test_the_death_of_a_server_is_one_error_that_names_it():
     with pytest.raises(RankError, match="^rank 0 of 3 raised MemoryError: no room for the table"):
         launch(server_dies, 3, timeout=20)
+
+
+def killed(rank, group):
+    if group.rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if group.rank() == 0:
+        return serve(torch.zeros(2), torch.sub, 2, 1, group)
+    for _ in range(STEPS):
+        push(pull(torch.zeros(2), None, 0, group), None, 0, group)
+    leave(0, group)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_process_that_dies_ends_the_run_with_one_error_that_names_it(rank):
+    with pytest.raises(RankError, match=f"^rank {rank} of 3 was killed"):
+        launch(killed, 3, (rank,), timeout=20)
 
 
 # -- virtual time ---------------------------------------------------------------------------------
@@ -549,6 +568,18 @@ def test_page_and_engine_are_equal_in_values_and_bytes():
     for a, b in zip(page.results, engine.results):
         assert all(torch.equal(x, y) for one, other in zip(a, b) for x, y in zip(one, other))
     assert page.ledger.traffic() == engine.ledger.traffic()
+
+
+@pytest.mark.parametrize(
+    "reduce", [Compressed(top_k(1.0)), half(torch.float64)], ids=["top", "half"]
+)
+def test_an_average_may_travel_compressed(reduce):
+    """With nothing left out it is the same; and each fragment has a state of its own."""
+    options = dict(every=2, fragments=2)
+    dense, found = (launch(move, 2, (7, o)) for o in (options, options | dict(reduce=reduce)))
+    for a, b in zip(dense.results, found.results):
+        for x, y in zip(a[-1], b[-1]):
+            torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
 
 
 def bytes_of(options, steps):

@@ -124,9 +124,11 @@ class DiLoCo:
     lr and beta are those of the outer step; lr=1 and beta=0 make it local SGD. start: so many steps
     at first are averaged one by one, as post-local SGD does (Lin et al. 2020). fragments: so many
     parts of the model take turns, each averaged after `every` steps of its own. delay: the average
-    travels in the background during so many steps, and is then mixed with what this rank has come
-    to meanwhile, of which `keep` is kept (both: Douillard et al. 2025, Streaming DiLoCo).
-    reduce: (flat, group) -> mean, such as a compressed one; its argument may be changed.
+    travels in the background during so many steps, in which nothing else may be sent in this group,
+    and is then mixed with what this rank has come to meanwhile, of which `keep` is kept (both:
+    Douillard et al. 2025, Streaming DiLoCo).
+    reduce: (flat, group) -> mean, or an object whose `of_bucket(tensors)` makes such a function, as
+    the wrappers of data_parallel take it; its argument may be changed.
     Raises ValueError where these cannot be, and FloatingPointError, on all ranks, where the average
     is not finite.
     """
@@ -164,10 +166,10 @@ class DiLoCo:
             raise ValueError(f"start={start}, keep={keep}: give start from 0, and keep from 0 to 1")
         self.model, self.group, self.every = model, group, every
         self.start, self.delay, self.steps = start, delay, 0
-        options = lr, beta, keep if delay else 0.0, reduce or mean
-        self.fragments = [
-            Fragment(self.tensors[place::fragments], *options, group) for place in range(fragments)
-        ]
+        parts = [self.tensors[place::fragments] for place in range(fragments)]
+        make = getattr(reduce, "of_bucket", lambda tensors: reduce or mean)
+        options = lr, beta, keep if delay else 0.0
+        self.fragments = [Fragment(part, *options, make(part), group) for part in parts]
         self.sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="across")
 
     @torch.no_grad()

@@ -6,9 +6,10 @@
     push_touched             of an embedding's gradient, only the rows that a batch has touched
     outer_step               local SGD and DiLoCo: average what many local steps have changed
 
-What cannot be had: a worker whose process dies takes the run with it, as gloo and NCCL take a lost
-connection for an error, and `launch` ends the others. A worker that fails by an exception can
-`leave` (engine.py does it), and the servers go on. A server has to live.
+A worker that fails by an exception can `leave` (engine.py does it), and the servers go on. What
+cannot be had here is a worker whose process dies: nobody tells a server. gloo goes on hearing the
+others, but with a bound all soon wait for the dead one, and so does the server at the end; and
+`launch`, as torchrun, ends a run in which a rank has died. Elsewhere workers send heartbeats.
 
 Legend: L rows of a table, l those that a request is for, D the rest of its shape; k servers.
 """

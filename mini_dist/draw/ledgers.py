@@ -109,7 +109,7 @@ def staleness(races: dict[str, tuple[list[float], list]], until: float) -> Pictu
     panels[0].set_xlim(0, until)
     panels[-1].set_xlabel("seconds")
     panels[len(races) // 2].set_ylabel("staleness")
-    panels[-1].legend(frameon=False, fontsize=8)
+    panels[0].legend(frameon=False, fontsize=8, ncols=4, loc="upper right")
     return Picture(figure, "staleness of each update: " + "; ".join(races))
 
 

@@ -8,9 +8,9 @@ def three_updates_late():
         760,
         270,
         "A server and two workers over time. The server's parameters go from version 0 to version "
-        "5. The fast worker pulls, computes and pushes four times, always at the version that it "
-        "has pulled. The slow worker pulls version 0 at the start, and when it pushes, three "
-        "updates of the fast one have been made: its gradient has staleness 3.",
+        "5. The fast worker pulls, computes and pushes four times. The slow worker pulls version 0 "
+        "at the start, and when it pushes, three updates of the fast one have been made: its "
+        "gradient has staleness 3.",
     )
     left, unit = 140, 118
     for y, name in ((40, "fast worker"), (125, "server"), (215, "slow worker")):
