@@ -18,13 +18,14 @@
 The servers' numbers are those of `serve` in ideas.py: all parameters are one flat vector, dealt to
 them element by element. In DiLoCo each rank averages the tensors that it steps with the ranks that
 have the same ones elsewhere: what is cut inside a cluster stays cut. It holds two more copies of
-them, those of the last average and the momentum. The numbers are those of `outer_step`.
+them, those of the last average and the momentum. The numbers are those of `outer_step`; what is
+averaged together is one message, and each number is read and written as seldom as can be.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor, nn
@@ -170,7 +171,9 @@ class DiLoCo:
         make = getattr(reduce, "of_bucket", lambda tensors: reduce or mean)
         options = lr, beta, keep if delay else 0.0
         self.fragments = [Fragment(part, *options, make(part), group) for part in parts]
-        self.sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="across")
+        self.sender = None
+        if delay:
+            self.sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="across")
 
     @torch.no_grad()
     def step(self) -> None:
@@ -203,8 +206,8 @@ class Fragment:
         self.tensors, self.group, self.reduce = tensors, group, reduce
         self.lr, self.beta, self.keep = lr, beta, keep
         self.before = self.now()
-        self.momentum = torch.zeros_like(self.before)
-        self.under_way: Future | None = None
+        self.momentum = torch.zeros_like(self.before) if beta else None
+        self.under_way: Callable[[], Tensor] | None = None  # gives the mean change, or waits for it
 
     def now(self) -> Tensor:
         return torch.cat([tensor.detach().flatten() for tensor in self.tensors])
@@ -214,28 +217,38 @@ class Fragment:
         for tensor, part in zip(self.tensors, values.split(sizes)):
             tensor.copy_(part.view_as(tensor))
 
+    def changed(self) -> Tensor:
+        now = self.now()
+        return torch.sub(self.before, now, out=now)
+
     def average(self) -> None:
-        self.before = self.before - check_finite(self.reduce(self.before - self.now(), self.group))
+        self.before -= check_finite(self.reduce(self.changed(), self.group))
         self.put(self.before)
 
-    def leave(self, sender: ThreadPoolExecutor) -> None:
-        """Send off what has changed."""
-        self.under_way = sender.submit(self.reduce, self.before - self.now(), self.group)
+    def leave(self, sender: ThreadPoolExecutor | None) -> None:
+        """Send off what has changed: in the background if there is a sender."""
+        if sender:
+            self.under_way = sender.submit(self.reduce, self.changed(), self.group).result
+        else:
+            change = self.reduce(self.changed(), self.group)
+            self.under_way = lambda: change
 
     def arrive(self) -> None:
         """The outer step, with the mean change."""
-        change, self.under_way = check_finite(self.under_way.result()), None
-        self.momentum = self.beta * self.momentum + change
-        self.before = self.before - self.lr * (change + self.beta * self.momentum)
-        self.put(self.before + self.keep * (self.now() - self.before) if self.keep else self.before)
+        step, self.under_way = check_finite(self.under_way()), None
+        if self.momentum is not None:
+            self.momentum.mul_(self.beta).add_(step)
+            step.add_(self.momentum, alpha=self.beta)
+        self.before.sub_(step, alpha=self.lr)
+        self.put(self.before.lerp(self.now(), self.keep) if self.keep else self.before)
 
 
 def mean(change: Tensor, group) -> Tensor:
-    return all_reduce(change, group, op="mean")
+    return all_reduce(change, group).div_(group.size())
 
 
 def check_finite(change: Tensor) -> Tensor:
-    if not change.isfinite().all():
+    if not change.sum().isfinite():
         raise FloatingPointError(
             "the mean change of the ranks is inf or nan, and would be in all that follows: look "
             "for the first rank whose loss was, or lower its learning rate"

@@ -115,6 +115,9 @@ MAY_USE = {
     "sharded_step": "all_gather reduce_scatter",
     "backward_in_units": "reduce_scatter",
     "forward_on_demand": "all_gather",
+    "serve": "Applied PULL PUSH next_request recv send",
+    "push_touched": "push",
+    "outer_step": "all_reduce",
 }
 
 
