@@ -20,7 +20,8 @@ from .ideas import LEAVE, PULL, PUSH
 
 
 class Arrivals:
-    """The group of a server, as `serve` sees it."""
+    """The group of a server, as `serve` sees it. seconds: of a worker's next step; where there are
+    several servers, each has arrivals of its own, with the same seconds."""
 
     def __init__(self, group, workers: Iterable[int], seconds: Callable[[int], float]):
         self.whole, self.seconds = group, seconds
