@@ -15,6 +15,7 @@ _FILES = (
     "all_axes",
     "clinic",
     "collectives",
+    "compression",
     "context_parallel",
     "data_parallel",
     "expert_parallel",

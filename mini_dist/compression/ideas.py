@@ -51,12 +51,15 @@ def quantize(x: Tensor, lots: torch.Generator | None = None) -> tuple[Tensor, Te
     blocks = x.unflatten(-1, (-1, BLOCK))
     scale = blocks.abs().amax(dim=-1, keepdim=True) / LEVELS
     steps = blocks / scale.where(scale > 0, 1.0)
-    if lots is None:
-        codes = steps.round()
-    else:
-        lot = torch.rand(steps.shape, generator=lots, dtype=steps.dtype, device=steps.device)
-        codes = (steps + lot).floor()
+    codes = steps.round() if lots is None else round_by_lot(steps, lots)
     return codes.clamp(-LEVELS, LEVELS).to(torch.int8), scale
+
+
+def round_by_lot(x: Tensor, lots: torch.Generator) -> Tensor:
+    """Each element to a whole number next to it, up with the probability of what is behind the
+    decimal point: 0.3 becomes 1 in three of ten cases, else 0, and its expectation is 0.3."""
+    lot = torch.rand(x.shape, generator=lots, dtype=x.dtype, device=x.device)  # each its own
+    return (x + lot).floor()
 
 
 def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
