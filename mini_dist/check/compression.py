@@ -101,6 +101,8 @@ class Rounding(Measured):
         if not self.is_like:
             return "Return a tensor with x's shape and dtype: whole numbers, still as floats."
         found, x = self.seen.found, self.x
+        if self.moves and torch.equal(found, found[:1].expand_as(found)):
+            return "One lot for all: each element needs its own, torch.rand(x.shape, ...)."
         for rounding, name in (
             (torch.round, "round"),
             (torch.floor, "floor"),
@@ -111,20 +113,19 @@ class Rounding(Measured):
                     f"This is {name}: 0.3 becomes 0 every time, and what is lost is lost for good. "
                     "Let a lot decide: torch.rand(x.shape, generator=lots)."
                 )
-        if not self.next_to and (found == found.round()).all():
+        whole = bool((found == found.round()).all())
+        if whole and self.off > ROOM and self.leans_towards_zero():
+            return (
+                "Right above 0 and wrong below it: the part behind the decimal point of -0.3 is "
+                "0.7 above -1. Take floor, not int or trunc, and x - x.floor() for the part."
+            )
+        if not self.next_to and whole:
             return (
                 "Some numbers are one or more away from x, or whole ones have been moved: add a "
                 "lot of 0...1 and take the floor. (A lot of -0.5...0.5 goes with round.)"
             )
         if not self.next_to:
             return "These are no whole numbers: floor the sum of x and the lot."
-        if torch.equal(found.unique(dim=0), found[:1]):
-            return "One lot for all: each element needs its own, torch.rand(x.shape, ...)."
-        if self.off > ROOM and (x < 0).any() and self.leans_towards_zero():
-            return (
-                "Right above 0 and wrong below it: the part behind the decimal point of -0.3 is "
-                "0.7 above -1. Take floor, not int or trunc, and x - x.floor() for the part."
-            )
         if self.off > ROOM:
             return (
                 "On the average this is not x: 0.3 is to go up in three of ten cases. A number "
@@ -179,9 +180,8 @@ def top_trial(fn, case: Top, group):
 class TopK(Measured):
     def measure(self):
         self.expected = self.with_feedback(1.0)
-        self.wanted = (
-            STEPS * self.size * (self.size - 1) * self.case.k * (4 + self.case.x(0, 0).itemsize)
-        )
+        self.itemsize = self.case.x(0, 0).itemsize
+        self.wanted = STEPS * self.size * (self.size - 1) * self.case.k * (4 + self.itemsize)
         self.largest = 8.0 * self.case.length
         self.two = all(isinstance(found, list) for found in self.results)
 
@@ -245,6 +245,8 @@ class TopK(Measured):
                 "The first mean is right and the rest is not: it is x + error without the k "
                 "elements that this rank has sent, not without the mean."
             )
+        if 0 < self.sent < self.wanted and self.narrow():
+            return too_few_bytes(self.sent, self.wanted)
         if not all(self.same(self.expected, 0)) or not all(self.same(self.expected, 1)):
             return (
                 "Wrong means. Each rank sends its own k places and values; who has all of them "
@@ -272,6 +274,11 @@ class TopK(Measured):
             "The ranks' means differ in their last bits: add up in the same order everywhere, "
             "rank 0's values first."
         )
+
+
+    def narrow(self) -> bool:
+        """Something travelled in 16 bits."""
+        return bool({comm.dtype for comm in self.run.ledger.leaves()} & {"float16", "bfloat16"})
 
 
 # ---- one step of the power method ---------------------------------------------------------------
@@ -383,6 +390,9 @@ class Power(Measured):
                 "The columns of p are not orthonormal, so p q.T is far too large: "
                 "torch.linalg.qr(p).Q makes them so."
             )
+        kept = str(self.case.dtype).removeprefix("torch.")
+        if 0 < self.sent < self.wanted and {c.dtype for c in self.run.ledger.leaves()} - {kept}:
+            return too_few_bytes(self.sent, self.wanted)
         if not all(self.right_means(0)) and self.size > 1 and self.sent < self.wanted:
             return (
                 "Both products must be of all ranks: p from the sum of their x @ q, or each rank "
@@ -420,6 +430,7 @@ EXERCISES = [
         [(1, Numbers()), (1, Numbers(torch.float64)), (1, Numbers(scale=0.5))],
         Rounding,
         refuses=[ideas.quantize, ideas.dequantize],
+        contiguous=("x",),
         again=False,
         hints=[
             "0.3 is to become 1 in three of ten cases. A lot u is anything from 0 to 1, each as "
