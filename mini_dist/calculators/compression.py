@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..config import ModelConfig
+from .links import Link
 from .numbers import at_least
 from .parameters import layer_weights, outer_weights
 
@@ -81,6 +82,15 @@ class Compression:
         passes = {"all_reduce": 2, "all_gather": 1, "all_to_all": 1}
         share = (size - 1) / size
         return sum(passes[op] * share * b for op, b in self.messages(numel, size, list(shapes)))
+
+    def ring_seconds(self, numel: float, size: int, link: Link, shapes=()) -> float:
+        """How long the messages take over links that are alike, each collective round its ring (an
+        all-to-all straight to its peers takes as long). Nothing is added for making them."""
+        rounds = {"all_reduce": 2, "all_gather": 1, "all_to_all": 1}
+        return sum(
+            link.seconds(num_bytes / size, rounds=rounds[op] * (size - 1))
+            for op, num_bytes in self.messages(numel, size, list(shapes))
+        )
 
     def touched(self, zero: int, num_micro_batches: int) -> float:
         """Bytes of memory an element that a rank passes over in a step.  ZeRO's units: 6 for a

@@ -275,7 +275,6 @@ class TopK(Measured):
             "rank 0's values first."
         )
 
-
     def narrow(self) -> bool:
         """Something travelled in 16 bits."""
         return bool({comm.dtype for comm in self.run.ledger.leaves()} & {"float16", "bfloat16"})
