@@ -24,6 +24,7 @@ from mini_dist.compression import (
     quantized_all_gather,
     quantized_mean,
     quantized_reduce_scatter,
+    quantized_reduce_scatter_by_nodes,
     random_k,
     random_k_mean,
     sign,
@@ -154,6 +155,35 @@ def test_int8_means_are_equal_on_all_ranks_and_off_by_two_roundings_at_most(size
         assert torch.equal(found, results[0][0])
         assert (found - xs.mean(dim=0)).abs().max() <= 2 * step
         assert (sent - xs[rank]).abs().max() <= step
+
+
+def in_one_and_two_hops(ranks_per_node, group):
+    x, lots = vector(group.rank(), 4 * group.size() * BLOCK), seeded(group.rank())
+    one, _ = quantized_reduce_scatter(x, lots, group)
+    return one, quantized_reduce_scatter_by_nodes(x, lots, ranks_per_node, group)
+
+
+@pytest.mark.parametrize("nodes, per_node", [(2, 2), (3, 2), (2, 3), (1, 3), (3, 1)])
+def test_in_two_hops_a_node_s_mean_leaves_it_and_not_every_rank_s(nodes, per_node):
+    size = nodes * per_node
+    run = launch(in_one_and_two_hops, size, (per_node,))
+    xs = torch.stack([vector(rank, 4 * size * BLOCK) for rank in range(size)])
+    step = xs.abs().max() / 127
+    for rank, hops in enumerate(run.results):
+        mean = xs.mean(0).chunk(size)[rank]
+        for found, roundings in zip(hops, (1, 2)):
+            assert (found - mean).abs().max() <= 1.0001 * roundings * step
+    one, two = (
+        sum(
+            nbytes
+            for comm in run.ledger.leaves(op=op)
+            for to, nbytes in comm.sent_to.items()
+            if to // per_node != comm.rank // per_node
+        )
+        for op in ("quantized_reduce_scatter", "quantized_reduce_scatter_by_nodes")
+    )
+    codes = 4 * size * BLOCK * (1 + 4 / BLOCK)
+    assert one == size * (size - per_node) / size * codes and two == one / per_node
 
 
 def test_each_rank_draws_lots_of_its_own():

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import all_gather, all_reduce, all_to_all
+from ..collectives.messages import Members
 from ..ledger.recording import recorded
 
 BLOCK = 256  # elements that share a scale
@@ -78,6 +79,25 @@ def quantized_reduce_scatter(x: Tensor, lots, group) -> tuple[Tensor, Tensor]:
     codes, scale = quantize(x.view(group.size(), -1), lots)  # [n, N/n/BLOCK, BLOCK]
     arrived = dequantize(all_to_all(codes, group), all_to_all(scale, group))  # [n, N/n]
     return arrived.mean(dim=0), dequantize(codes, scale).flatten()
+
+
+@recorded
+def quantized_reduce_scatter_by_nodes(x: Tensor, lots, ranks_per_node: int, group) -> Tensor:
+    """The same in two hops, inside each node and then between nodes (ZeRO++, section 3.3).
+
+    Codes cannot be added up on their way. In one hop all codes of a rank for other nodes leave its
+    node, (n-k)/n of N, for k ranks a node; here the node's mean leaves it, a k-th of that. Rounded
+    twice. k divides n, and n BLOCK divides N.
+    """
+    size, k = group.size(), ranks_per_node
+    node, place = divmod(group.rank(), k)
+    inner = Members(group, range(node * k, node * k + k))
+    outer = Members(group, range(place, size, k))
+    mean = x.view(size // k, k, -1).transpose(0, 1)  # [k, nodes, N/n], for whom in each node
+    for peers in (inner, outer):
+        codes, scale = quantize(mean.contiguous(), lots)
+        mean = dequantize(all_to_all(codes, peers), all_to_all(scale, peers)).mean(dim=0)
+    return mean  # [N/n]
 
 
 @recorded
@@ -220,14 +240,18 @@ def power_mean(x: Tensor, q: Tensor, group) -> tuple[Tensor, Tensor]:
     p q.T, with p [A, r] of orthonormal columns. Sends 2 (n-1)/n 4 r (A + B) bytes a rank, since a
     product with x can be added up as x can (Vogels et al. 2019, PowerSGD, algorithm 1).
     """
+    check_rank(q, x)
+    p = torch.linalg.qr(all_reduce(x @ q, group)).Q
+    q = all_reduce(x.T @ p, group, op="mean")
+    return p @ q.T, q
+
+
+def check_rank(q: Tensor, x: Tensor) -> None:
     if q.shape[1] > min(x.shape):
         raise ValueError(
             f"q has {q.shape[1]} columns, but a matrix {list(x.shape)} has rank {min(x.shape)} at "
             f"most: give {min(x.shape)} or fewer"
         )
-    p = torch.linalg.qr(all_reduce(x @ q, group)).Q
-    q = all_reduce(x.T @ p, group, op="mean")
-    return p @ q.T, q
 
 
 def with_feedback(mean: Callable, x: Tensor, error: Tensor, group) -> tuple[Tensor, Tensor]:

@@ -115,6 +115,9 @@ MAY_USE = {
     "sharded_step": "all_gather reduce_scatter",
     "backward_in_units": "reduce_scatter",
     "forward_on_demand": "all_gather",
+    "round_by_lot": "",
+    "top_k_with_feedback": "all_gather",
+    "power_mean": "all_reduce check_rank",
 }
 
 
