@@ -6,6 +6,7 @@ import torch
 from mini_dist import launch
 from mini_dist.calculators import Compression, hardware, pays_below, step_time
 from mini_dist.calculators.compression import INT8, TOUCHED, matrices
+from mini_dist.calculators.links import Link
 from mini_dist.calculators.models import model
 from mini_dist.calculators.parameters import num_parameters
 from mini_dist.compression import (
@@ -43,6 +44,14 @@ def test_the_bytes_are_those_that_the_library_sends(name):
     measured = launch(call, 4, (name,)).ledger.total_bytes()
     said = 4 * Compression(name, share=0.01, rank=RANK).sent(N, 4, [(A, B)])
     assert measured == pytest.approx(said, rel=1e-12)
+
+
+def test_over_equal_links_each_collective_goes_round_its_ring():
+    link = Link(latency=1e-3, bandwidth=1e6)
+    half, top = (Compression(name, share=0.01) for name in ("half", "top_k"))
+    assert half.ring_seconds(N, 4, link) == pytest.approx(6 * (1e-3 + 2 * N / 4 / 1e6))
+    assert top.ring_seconds(N, 4, link) == pytest.approx(3 * (1e-3 + 8 * 41 / 1e6))
+    assert Compression("int8").ring_seconds(N, 1, link) == 0
 
 
 def test_power_leaves_small_matrices_and_vectors_as_they_are():
