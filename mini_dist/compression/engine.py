@@ -180,18 +180,17 @@ class PowerBucket:
 
     def reduce(self, flat: Tensor, group) -> Tensor:
         """The mean over the ranks of a bucket's gradients [N], in their memory."""
-        check_finite(flat)
         parts = flat.split(self.sizes)
         matrices = [parts[place].view(sides) for place, sides in self.sides.items()]
         rest = [part for place, part in enumerate(parts) if place not in self.sides]
         for x, error in zip(matrices, self.errors):
             x += error
-        if self.options.feedback:
-            self.errors = [x.clone() for x in matrices]
         if not (self.q and self.options.warm_start):
             self.q = [self.random_q(x) for x in matrices]
 
         means = means_together([*(x @ q for x, q in zip(matrices, self.q)), *rest], group)
+        if self.options.feedback:
+            self.remember(matrices)
         ps = [torch.linalg.qr(p).Q for p in means[: len(matrices)]]
         self.q = means_together([x.T @ p for x, p in zip(matrices, ps)], group)
         for x, p, q in zip(matrices, ps, self.q):
@@ -202,6 +201,13 @@ class PowerBucket:
             part.copy_(mean)
         return flat
 
+    def remember(self, matrices: list[Tensor]) -> None:
+        """Keep them as they are before they become what is sent of them, in memory of our own."""
+        if not self.errors:
+            self.errors = [torch.empty_like(x) for x in matrices]
+        for error, x in zip(self.errors, matrices):
+            error.copy_(x)
+
     def random_q(self, x: Tensor) -> Tensor:
         return torch.randn(x.shape[1], self.options.rank, generator=self.generator).to(x)
 
@@ -210,6 +216,7 @@ def means_together(tensors: list[Tensor], group) -> list[Tensor]:
     """The mean of each over the ranks, all in one message."""
     if not tensors:
         return []
-    flat = all_reduce(torch.cat([tensor.flatten() for tensor in tensors]), group, op="mean")
-    parts = flat.split([tensor.numel() for tensor in tensors])
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    check_finite(flat)  # x @ q is not where x is not, and is gone through sooner
+    parts = all_reduce(flat, group, op="mean").split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors)]
