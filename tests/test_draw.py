@@ -165,6 +165,14 @@ def test_staleness_has_a_panel_a_race_and_a_point_an_update():
     assert panels[1].get_xlim() == (0, 0.5)
 
 
+def test_a_scatter_has_a_named_point_for_each_entry():
+    (axes,) = draw.scatter({"a": (1.0, 2.0), "b": (100.0, 3.0)}, "bytes", "loss").figure.axes
+    points = [tuple(each.get_offsets()[0]) for each in axes.collections]
+    assert points == [(1.0, 2.0), (100.0, 3.0)]
+    assert [each.get_text() for each in axes.texts] == ["a", "b"]
+    assert axes.get_xscale() == "log"
+
+
 def test_bars_stand_at_their_place_as_high_as_their_value():
     groups = {"ours": {2: 1.0, 8: 7.0}, "theirs": {8: 1.75}}
     (axes,) = draw.bars(groups, "models", x="ranks").figure.axes

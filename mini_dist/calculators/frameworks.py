@@ -52,6 +52,7 @@ class Framework:
     flash_speed: float = 1.0  # 0.5 for the first FlashAttention (Dao 2023: the second is twice)
     loss_traffic: float = 24  # bytes moved a logit, forward and backward
     reduce_bytes: float = 4  # a gradient on the wire
+    unit_bytes: float = 0  # of what ZeRO's units send, if it is rounded for its way: ZeRO++
     # Data-parallel traffic runs behind computation: gradients (and under ZeRO-3 parameters) behind
     # the backward; what ZeRO-1 and 2 have stepped, behind the next forward.
     overlaps_gradients: bool = True

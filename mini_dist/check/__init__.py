@@ -16,6 +16,7 @@ _FILES = (
     "asynchronous",
     "clinic",
     "collectives",
+    "compression",
     "context_parallel",
     "data_parallel",
     "expert_parallel",

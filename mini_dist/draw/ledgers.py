@@ -131,4 +131,17 @@ def bars(groups: dict[str, dict], unit: str, title: str = "", x: str = "") -> Pi
     return Picture(figure, f"{title or unit}: " + "; ".join(groups))
 
 
+def scatter(points: dict[str, tuple[float, float]], x: str, y: str) -> Picture:
+    """A named point each, over powers of ten: what one pays and what one gets."""
+    figure, axes = canvas(6, 3.4)
+    for number, (name, (left, up)) in enumerate(points.items()):
+        axes.scatter([left], [up], color=BAR_COLORS[number % len(BAR_COLORS)])
+        axes.annotate(name, (left, up), (4, 3), textcoords="offset points", fontsize=8)
+    axes.set_xscale("log")
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.margins(0.15)
+    return Picture(figure, f"{y} over {x}: " + "; ".join(points))
+
+
 BAR_COLORS = ["#d95f02", "#7570b3", "#1b9e77", "#999999"]

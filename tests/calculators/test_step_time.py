@@ -253,6 +253,7 @@ def test_a_plan_is_compared_with_a_run_of_its_kind():
         ({"layout": Layout(tp=5)}, "tp=5 does not divide num_heads=32"),
         ({"local_steps": 0}, "local_steps=0 is too small (1 averages"),
         ({"local_steps": 20, "layout": Layout(dp=2, zero=1)}, "local_steps=20 with zero=1"),
+        ({"local_steps": 20, "compression": "int8"}, "compression='int8' is of gradients, and"),
     ],
 )
 def test_impossible_steps_are_refused(arguments, says):

@@ -150,6 +150,11 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "`unflatten(future.result(), bucket)` done twice": "it puts the same views there again",
         "`hook.remove()` done twice": "what is removed stays removed",
     },
+    "power_mean": {
+        "`check_rank(q, x)` left out": "no q here has more columns than x can have",
+        "`check_rank(q, x)` done twice": "it only looks",
+        "`check_rank(q, x)` after the next": "no q here has more columns than x can have",
+    },
     "ring_all_gather": {
         "`after, before = ((rank + 1) % size, (rank - 1) % size)` after the next": "neither uses the other",
         "`parts[rank].copy_(x)` done twice": "the same part to the same place",
@@ -168,6 +173,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     },
     "ring_step": {
         "`rank, size = (group.rank(), group.size())` after the next": "neither uses the other",
+    },
+    "round_by_lot": {
+        "without the last keyword in `lot = torch.rand(x.shape, generator=lots, dtype=x.dtype, device=x.device)  # each its own`": "there is only the CPU here",
     },
     "scaled_step": {
         "`if not norm.isfinite():` after the next": "of a step that is skipped nobody reads the gradients",
@@ -205,6 +213,11 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     },
     "sharded_step": {
         "`shard = flat.chunk(group.size())[group.rank()]` after the next": "neither uses the other",
+    },
+    "top_k_with_feedback": {
+        "`everyones = all_gather(places.int(), group)` after the next": "neither uses the other",
+        "-1 for 0 in `mean = torch.zeros_like(x).index_add(0, everyones, values) / group.size()`": "the only dim is the last one, too",
+        "-1 for 0 in `return mean, whole.index_fill(0, places, 0.0)`": "the only dim is the last one, too",
     },
     "vocab_parallel_cross_entropy": {
         'without .detach() in `highest = collectives.all_reduce(mine.detach(), group, op="max")`': "the collectives have no gradient by themselves",

@@ -118,6 +118,9 @@ MAY_USE = {
     "serve": "Applied PULL PUSH next_request recv send",
     "push_touched": "push",
     "outer_step": "all_reduce",
+    "round_by_lot": "",
+    "top_k_with_feedback": "all_gather",
+    "power_mean": "all_reduce check_rank",
 }
 
 
