@@ -1,11 +1,16 @@
 """Compressed gradients: ours beside torch's hooks of DistributedDataParallel, on 4 ranks.
 
-Rows "step": one training step (forward, backward, AdamW) of the same GPT; both sides take turns in
-the same processes. Medians of the slowest rank.
+Rows "step, ...": one training step (forward, backward, AdamW) of the same GPT; both sides take
+turns in the same processes. Medians of the slowest rank; and of the processor time of all ranks,
+which a busy machine spoils less.
 Rows "sent": what all ranks send in a step, as the ledger counts it (a native collective: the least
 that any algorithm has to move).
 Rows "pays below": what compression saves in bytes beside what it costs in processor time on these
 cores: on links slower than this it pays, if nothing is hidden behind backward. Theirs: 1 Gbit/s.
+Rows "emulated step": the same model's step on devices that take LAYER seconds a layer, over links
+of the stated bandwidth (loopback would hide what is saved), `Overlapped` in four buckets; ours with
+that method, theirs dense. A bucket's messages take what the formula says, and begin with the
+processor time that was measured for it.
 torch's hook has one bucket here: with more, its all-reduces start from callbacks, and ranks enter
 them in different orders, which ends in an error under gloo.
 """
@@ -18,15 +23,30 @@ import torch
 from _form import Case, in_turn, main, of_all_ranks, step_cases
 
 from mini_dist import launch
-from mini_dist.compression import Compressed, PowerSGD, half, int8, sign, top_k
+from mini_dist.calculators.compression import Compression
+from mini_dist.calculators.links import Link
+from mini_dist.compression import Compressed, OneBit, PowerSGD, half, int8, sign, top_k
 from mini_dist.config import ModelConfig
 from mini_dist.data_parallel import Overlapped, mean_
+from mini_dist.emulate import Clock, Device, EmulatedAllReduce, EmulatedModel
 from mini_dist.loss import token_loss
 from mini_dist.model import GPT
 
 RANKS = 4
 CONFIG = ModelConfig(num_layers=4, d_model=256)  # 3.3 M parameters
 RANK = 4  # of PowerSGD
+LAYER = 0.002, 0.004  # seconds of an emulated layer's forward and backward
+GBITS = 0.1, 1.0, 10.0, 100.0  # of an emulated link, a second
+
+
+CALCULATED = {
+    "fp16": Compression("half"),
+    f"PowerSGD, rank {RANK}": Compression("power", rank=RANK),
+    "int8": Compression("int8"),
+    "signs": Compression("sign"),
+    "one bit both ways": Compression("one_bit"),
+    "top 1 %": Compression("top_k", share=0.01),
+}
 
 
 def step_of(model, group, finish=lambda: None):
@@ -49,6 +69,7 @@ OURS = {
     f"PowerSGD, rank {RANK}": lambda: PowerSGD(RANK),
     "int8": lambda: Compressed(int8()),
     "signs": lambda: Compressed(sign()),
+    "one bit both ways": OneBit,
     "top 1 %": lambda: Compressed(top_k(0.01)),
 }
 
@@ -115,12 +136,42 @@ def processor_time(name, group):
     return [statistics.median(times) for times in taken]
 
 
-def pays_below(name):
-    """Gbit/s of a rank's link."""
+def extra_seconds(name):
+    """What compressing all gradients costs a rank beside averaging them."""
     both = launch(processor_time, RANKS, (name,), quiet=True).results
-    extra = sum(compressed - dense for compressed, dense in both) / RANKS
+    return sum(compressed - dense for compressed, dense in both) / RANKS
+
+
+def pays_below(name, extra):
+    """Gbit/s of a rank's link."""
     saved = (sent(ours, "dense") - sent(ours, name)) / RANKS
     return saved * 8 / 1e3 / extra if extra > 0 else float("inf")
+
+
+def emulated_steps(name, extra, group):
+    """Of each link, ms of a step with this method and of a dense one."""
+    gpt = GPT(CONFIG)
+    shapes = [tuple(p.shape) for p in gpt.parameters() if p.dim() == 2]
+    numel = sum(p.numel() for p in gpt.parameters())
+    found = []
+    for gbits in GBITS:
+        link = Link(5e-5, 1e9 / 8 * gbits)
+        dense = link.seconds(4 * numel / RANKS, rounds=2 * (RANKS - 1))
+        compressed = CALCULATED[name].ring_seconds(numel, RANKS, link, shapes) + max(extra, 0)
+        found.append([emulated(seconds, link, group) for seconds in (compressed, dense)])
+    return found
+
+
+def emulated(seconds, link, group):
+    """ms of a step whose averages take so many seconds, a quarter of them for each layer."""
+    clock = Clock()
+    device = Device(clock)
+    reduce = EmulatedAllReduce(device, link, lambda num_bytes, size: seconds / 4)
+    model = Overlapped(EmulatedModel([100] * 4, *LAYER, device), group, reduce, bucket_bytes=800)
+    clock.start(group)
+    model().backward()
+    model.finish()
+    return 1e3 * reduce.network.done[-1].end
 
 
 def given(name, ours, theirs, unit, bar=None):
@@ -130,13 +181,18 @@ def given(name, ours, theirs, unit, bar=None):
 def cases(long):
     rounds = 100 if long else 40
     for name in ("fp16", f"PowerSGD, rank {RANK}"):
-        times = of_all_ranks(launch(both_in_turn, RANKS, (name, rounds), timeout=600).results)
-        yield from step_cases(f"step, {name}", times, 1.0)
+        results = launch(both_in_turn, RANKS, (name, rounds), timeout=600).results
+        yield from step_cases(f"step, {name}", of_all_ranks(results), 1.0)
+        yield from step_cases(f"step, {name}, CPU of all", of_all_ranks(results, sum, 1), 1.0)
         yield given(f"sent, {name}", sent(ours, name), sent(theirs, name), "MB", 1.001)
     for name in OURS:
         if name != "dense":
             yield given(f"sent, {name}, dense", sent(ours, name), sent(ours, "dense"), "MB")
-            yield given(f"pays below, {name}", pays_below(name), 1.0, "Gbit/s")
+            extra = extra_seconds(name)
+            yield given(f"pays below, {name}", pays_below(name, extra), 1.0, "Gbit/s")
+            steps = launch(emulated_steps, RANKS, (name, extra), quiet=True).results[0]
+            for gbits, (compressed, dense) in zip(GBITS, steps):
+                yield given(f"emulated step, {name}, {gbits:g} Gbit/s", compressed, dense, "ms")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -173,22 +174,32 @@ class EmulatedAllReduce:
 
     It begins when the last rank's gradients are ready and the one before it is over, and fills
     the gradients with the moment of its own end. Called in the thread of the device, it keeps the
-    device waiting; called in another, the device goes on.
+    device waiting; called in another, the device goes on. `seconds`, (bytes, ranks) -> how long it
+    takes instead, if it is another collective, or several, or begins with some computing.
     """
 
-    def __init__(self, device: Device, speed: LinkSpeed):
+    def __init__(
+        self,
+        device: Device,
+        speed: LinkSpeed,
+        seconds: Callable[[int, int], float] | None = None,
+    ):
         self.device, self.network, self.speed = device, Device(device.clock), speed
+        self.seconds = seconds or self.of_a_ring
         self.thread = threading.get_ident()
 
     def __call__(self, x: torch.Tensor, group) -> torch.Tensor:
         waits = threading.get_ident() == self.thread
         ready = max(x.max().item(), self.device.free if waits else 0.0)
         begin = all_reduce(torch.tensor(ready, dtype=torch.float64), group, op="max").item()
-        seconds = cost_of_all_reduce(x.nbytes, group.size(), "ring", self.speed).seconds
+        seconds = self.seconds(x.nbytes, group.size())
         end = self.network.run(seconds, begin, f"R{len(self.network.done)}")
         if waits:
             self.device.free = end
         return torch.full_like(x, end)
+
+    def of_a_ring(self, num_bytes: int, size: int) -> float:
+        return cost_of_all_reduce(num_bytes, size, "ring", self.speed).seconds
 
 
 def wall_spans(device: Device) -> list[Span]:

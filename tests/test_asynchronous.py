@@ -1,5 +1,7 @@
 """A server that waits for no one, for some or for all; and many steps between two averages."""
 
+import os
+import signal
 import time
 
 import pytest
@@ -7,7 +9,26 @@ import torch
 from torch import nn
 
 from mini_dist import RankError, launch
-from mini_dist.asynchronous import DiLoCo, leave, outer_step, pull, push, serve
+from mini_dist.asynchronous import (
+    Arrivals,
+    DiLoCo,
+    Worker,
+    add_rows_,
+    dealt,
+    leave,
+    outer_step,
+    pull,
+    pull_dealt,
+    push,
+    push_dealt,
+    push_touched,
+    serve,
+    serve_model,
+    shared,
+    updates,
+)
+from mini_dist.collectives import barrier
+from mini_dist.compression import Compressed, half, top_k
 from mini_dist.data_parallel import Naive
 from mini_dist.mesh import Mesh
 from mini_dist.trainable import Trainable
@@ -115,6 +136,227 @@ def test_only_the_rows_that_a_batch_touches_travel_and_change():
     assert run.ledger.total_bytes() == pulls + pushes + 2 * 3 * values + 2 * request
 
 
+def two_servers(group):
+    """Everything that a worker may ask of rows that lie on two servers."""
+    table = vector(0, 7, 2)
+    if group.rank() < 2:
+        part = dealt(table, group.rank(), 2).clone()
+        serve(part, torch.sub, 1, 0, group)
+        return part
+    rows, tokens = torch.tensor([6, 1, 4]), torch.tensor([[2, 5], [5, 2]])
+    whole = pull_dealt(table, None, 2, group)
+    some = pull_dealt(table[:3], rows, 2, group)
+    push_dealt(torch.ones_like(table), 2, group)
+    push_touched(torch.full_like(table, 10.0), tokens, 2, group)
+    for server in (0, 1):
+        leave(server, group)
+    return whole, some
+
+
+def test_rows_are_dealt_to_servers_and_come_back_in_their_order():
+    first, second, (whole, some) = launch(two_servers, 3).results
+    table = vector(0, 7, 2)
+    assert torch.equal(whole, table) and torch.equal(some, table[[6, 1, 4]])
+    table -= 1
+    table[[2, 5]] -= 10
+    assert torch.equal(first, table[0::2]) and torch.equal(second, table[1::2])
+
+
+def gives_up(bound, group):
+    """Worker 3 fails before its third push, and catches it."""
+    if group.rank() == 0:
+        return serve(torch.zeros(2), torch.sub, 3, bound, group)
+    try:
+        for step in range(STEPS):
+            gradient = pull(torch.zeros(2), None, 0, group)
+            if group.rank() == 3 and step == 2:
+                gradient /= 0
+            push(gradient + 0, None, 0, group)
+    except FloatingPointError as error:
+        return str(error)
+    finally:
+        leave(0, group)
+
+
+@pytest.mark.parametrize("bound", [0, 1, None])
+def test_a_worker_that_fails_and_leaves_stops_nobody_and_pushes_no_nan(bound):
+    applied, *_, said = launch(gives_up, 4, (bound,), timeout=20).results
+    made = [sum(update.worker == worker for update in applied) for worker in (1, 2, 3)]
+    assert made == [STEPS, STEPS, 2]
+    assert said.startswith("a gradient is inf or nan") and "not pushed" in said
+
+
+def server_dies(group):
+    def update(rows, gradients):
+        raise MemoryError("no room for the table")
+
+    if group.rank() == 0:
+        return serve(torch.zeros(2), update, 2, None, group)
+    push(torch.ones(2), None, 0, group)
+    return pull(torch.zeros(2), None, 0, group)
+
+
+def test_the_death_of_a_server_is_one_error_that_names_it():
+    with pytest.raises(RankError, match="^rank 0 of 3 raised MemoryError: no room for the table"):
+        launch(server_dies, 3, timeout=20)
+
+
+def killed(rank, group):
+    if group.rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if group.rank() == 0:
+        return serve(torch.zeros(2), torch.sub, 2, 1, group)
+    for _ in range(STEPS):
+        push(pull(torch.zeros(2), None, 0, group), None, 0, group)
+    leave(0, group)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_process_that_dies_ends_the_run_with_one_error_that_names_it(rank):
+    with pytest.raises(RankError, match=f"^rank {rank} of 3 was killed"):
+        launch(killed, 3, (rank,), timeout=20)
+
+
+# -- virtual time ---------------------------------------------------------------------------------
+
+
+def in_virtual_time(bound, slow, group):
+    """Worker 2 takes `slow` seconds a step, the others 1; who is late in reality counts nothing."""
+    workers, x = range(1, group.size()), torch.zeros(2)
+    if group.rank() == 0:
+        arrivals = Arrivals(group, workers, lambda worker: slow if worker == 2 else 1.0)
+        return serve(x, torch.sub, len(workers), bound, arrivals), arrivals.pushed
+    for _ in range(4):
+        pull(x, None, 0, group)
+        time.sleep(0.003 * (3 - group.rank()))
+        push(torch.ones(2), None, 0, group)
+    leave(0, group)
+
+
+@pytest.mark.parametrize(
+    "bound, order, moments",
+    [
+        (None, [1, 1, 2, 1, 1, 2, 2, 2], [1, 2, 2.5, 3, 4, 5, 7.5, 10]),
+        (0, [1, 2, 1, 2, 1, 2, 1, 2], [1, 2.5, 3.5, 5, 6, 7.5, 8.5, 10]),
+        (1, [1, 1, 2, 1, 2, 1, 2, 2], [1, 2, 2.5, 3.5, 5, 6, 7.5, 10]),
+    ],
+)
+def test_in_virtual_time_the_order_is_that_of_the_stated_seconds(bound, order, moments):
+    run = launch(in_virtual_time, 3, (bound, 2.5))
+    applied, pushed = run.results[0]
+    assert [update.worker for update in applied] == order
+    assert pushed == moments
+    assert updates(run.ledger) == applied  # the messages say the same
+
+
+def test_of_two_workers_at_one_moment_the_lower_rank_is_heard():
+    applied, pushed = launch(in_virtual_time, 3, (None, 1.0)).results[0]
+    assert [update.worker for update in applied] == [1, 2] * 4
+    assert [update.staleness for update in applied] == [0] + [1] * 7
+
+
+# -- a model on servers ---------------------------------------------------------------------------
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def on_servers(num_servers, group):
+    """Synchronous: three rounds of all workers; what the first of them has pulled at the end."""
+    model = module()
+    model[0].bias.requires_grad_(False)
+    if group.rank() < num_servers:
+        return serve_model(model, sgd, num_servers, 0, group)
+    number = group.rank() - num_servers
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.zero_()  # the servers' values count
+    with Worker(model, num_servers, group) as worker:
+        for step in range(3):
+            worker.pull()
+            inputs, targets = batch(number, step)
+            (worker(inputs) - targets).square().mean().backward()
+            worker.push()
+        worker.pull()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("num_servers, workers", [(1, 1), (3, 1), (1, 2), (2, 3)])
+def test_a_model_on_servers_trains_as_one_process_with_all_pushes(num_servers, workers):
+    alone = module()
+    alone[0].bias.requires_grad_(False)
+    optimizer = sgd([p for p in alone.parameters() if p.requires_grad])
+    for step in range(3):
+        gradients = []
+        for number in range(workers):
+            inputs, targets = batch(number, step)
+            alone.zero_grad()
+            (alone(inputs) - targets).square().mean().backward()
+            gradients.append([p.grad for p in alone.parameters()])
+        if workers == 1:  # of several pushes the order is the race's, and momentum sees it
+            for parameter, grad in zip(alone.parameters(), gradients[0]):
+                parameter.grad = grad
+            optimizer.step()
+    run = launch(on_servers, num_servers + workers, (num_servers,))
+    for applied in run.results[:num_servers]:
+        assert len(applied) == 3 * workers
+    pulled = run.results[num_servers:]
+    if workers == 1:
+        for found, expected in zip(pulled[0], alone.parameters()):
+            torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-12)
+    n = sum(p.numel() for p in alone.parameters() if p.requires_grad)
+    requests = num_servers * workers * (4 + 3 + 1)
+    assert run.ledger.total_bytes() == workers * (4 + 3) * 8 * n + 16 * requests
+
+
+def test_somebody_has_to_work():
+    with pytest.raises(RankError, match="num_servers=2 of 2 ranks: give 1 or more"):
+        launch(on_servers, 2, (2,))
+
+
+# -- shared memory --------------------------------------------------------------------------------
+
+
+def wild(rows, group):
+    rank, size = group.rank(), group.size()
+    table = shared(torch.full((rows * size, 3), float(rank)), group)
+    first = table.clone()
+    barrier(group)
+    mine = torch.arange(rank, rows * size, size)
+    for _ in range(50):
+        add_rows_(table, mine, torch.ones(rows, 3))
+    barrier(group)
+    return first, table.clone()
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_ranks_share_one_table_and_rows_of_their_own_lose_nothing(size):
+    for first, last in launch(wild, size, (4,)).results:
+        assert (first == 0).all()  # rank 0's values
+        assert (last == 50).all()
+
+
+def collide(group):
+    table = shared(torch.zeros(1), group)
+    read = table.clone()
+    barrier(group)
+    for turn in range(group.size()):
+        if turn == group.rank():
+            table.copy_(read + 1)
+        barrier(group)
+    return table.item()
+
+
+def test_updates_that_have_read_the_same_number_are_lost_but_for_one():
+    assert launch(collide, 3).results == [1.0] * 3
+
+
+def test_only_the_cpus_memory_can_be_shared():
+    with pytest.raises(ValueError, match="on meta: ranks can share the CPU's memory only"):
+        shared(torch.empty(1, device="meta"), None)
+
+
 def test_bad_input_gets_one_sentence():
     with pytest.raises(RankError, match="bound=-1: the slowest worker"):
         launch(by_server, 2, (-1, 0))
@@ -125,6 +367,12 @@ def test_bad_input_gets_one_sentence():
         DiLoCo(model, None, every=1, lr=-1)
     with pytest.raises(ValueError, match="beta=1"):
         DiLoCo(model, None, every=1, beta=1)
+    with pytest.raises(ValueError, match="fragments=3: 2 tensors and 5 steps .* make 1 to 2"):
+        DiLoCo(model, None, every=5, fragments=3)
+    with pytest.raises(ValueError, match="delay=5: an average is there before the next, 0 to 4"):
+        DiLoCo(model, None, every=5, delay=5)
+    with pytest.raises(ValueError, match="start=-1"):
+        DiLoCo(model, None, every=5, start=-1)
 
 
 # -- many steps between two averages --------------------------------------------------------------
@@ -218,3 +466,195 @@ def test_clusters_that_average_now_and_then_are_two_processes_that_do(kind, ever
         expected = [model(vector(300, 2, 6)) for model in models]
     for rank, found in enumerate(launch(clusters, 4, (kind, every)).results):
         torch.testing.assert_close(found, expected[rank // 2], rtol=1e-9, atol=1e-9)
+
+
+class Moved(Trainable):
+    """Its steps are stated: in step t every rank adds a vector of its own."""
+
+    def __init__(self, rank):
+        super().__init__(nn.Linear(3, 2).double())
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.zero_()
+        self.rank, self.t = rank, 0
+
+    @torch.no_grad()
+    def move(self):
+        for number, parameter in enumerate(self.parameters()):
+            parameter += vector(1000 * self.rank + 10 * self.t + number, *parameter.shape)
+        self.t += 1
+
+
+def move(steps, options, group):
+    model = Moved(group.rank())
+    diloco = DiLoCo(model, group, **options)
+    places = []
+    for _ in range(steps):
+        model.move()
+        diloco.step()
+        places.append([parameter.detach().clone() for parameter in model.parameters()])
+    diloco.finish()
+    return places
+
+
+def moved(steps, size, every, lr, beta, start=0, fragments=1, delay=0, keep=0.5):
+    """The same for all ranks in one process, parameter by parameter."""
+    models = [Moved(rank) for rank in range(size)]
+    names = range(2)
+    before = [parameter.detach().clone() for parameter in models[0].parameters()]
+    momentum, change = [torch.zeros_like(x) for x in before], [None, None]
+    places = [[] for _ in models]
+    for step in range(1, steps + 1):
+        for model in models:
+            model.move()
+        nows = [[p.data for p in model.parameters()] for model in models]
+        for i in names:
+            turn = (i % fragments) * every // fragments
+            average = sum(now[i] for now in nows) / size
+            if step <= start:
+                before[i] = average
+                for now in nows:
+                    now[i].copy_(average)
+            elif (step - start - turn) % every == 0:
+                change[i] = before[i] - average
+            if step > start and change[i] is not None and (step - start - turn) % every == delay:
+                momentum[i] = beta * momentum[i] + change[i]
+                before[i] = before[i] - lr * (change[i] + beta * momentum[i])
+                for now in nows:
+                    now[i].copy_(before[i] + (keep if delay else 0) * (now[i] - before[i]))
+                change[i] = None
+        for place, now in zip(places, nows):
+            place.append([x.clone() for x in now])
+    return places
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(every=3, lr=1.0, beta=0.0, start=2),
+        dict(every=4, lr=0.7, beta=0.9, fragments=2),
+        dict(every=3, lr=0.7, beta=0.9, delay=1),
+        dict(every=4, lr=0.5, beta=0.5, start=1, fragments=2, delay=2, keep=0.25),
+    ],
+    ids=str,
+)
+def test_a_dense_start_fragments_and_a_delay_do_what_they_say(options):
+    run = launch(move, 3, (11, options))
+    for found, expected in zip(run.results, moved(11, 3, **options)):
+        for a, b in zip(found, expected):
+            for x, y in zip(a, b):
+                torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
+
+
+def by_the_page(steps, every, group):
+    """What DiLoCo does, by outer_step alone, all parameters as one."""
+    model = Moved(group.rank())
+    before = torch.zeros(8, dtype=torch.float64)
+    momentum, places = torch.zeros_like(before), []
+    for step in range(1, steps + 1):
+        model.move()
+        parameters = list(model.parameters())
+        if step % every == 0:
+            now = torch.cat([parameter.detach().flatten() for parameter in parameters])
+            before, momentum = outer_step(before, now, momentum, 0.7, 0.9, group)
+            for parameter, part in zip(parameters, before.split([6, 2])):
+                parameter.data.copy_(part.view_as(parameter))
+        places.append([parameter.detach().clone() for parameter in parameters])
+    return places
+
+
+def test_page_and_engine_are_equal_in_values_and_bytes():
+    page, engine = launch(by_the_page, 3, (7, 2)), launch(move, 3, (7, dict(every=2)))
+    for a, b in zip(page.results, engine.results):
+        for one, other in zip(a, b):
+            torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-14)
+    assert page.ledger.traffic() == engine.ledger.traffic()
+
+
+@pytest.mark.parametrize(
+    "reduce", [Compressed(top_k(1.0)), half(torch.float64)], ids=["top", "half"]
+)
+def test_an_average_may_travel_compressed(reduce):
+    """With nothing left out it is the same; and each fragment has a state of its own."""
+    options = dict(every=2, fragments=2)
+    dense, found = (launch(move, 2, (7, o)) for o in (options, options | dict(reduce=reduce)))
+    for a, b in zip(dense.results, found.results):
+        for x, y in zip(a[-1], b[-1]):
+            torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
+
+
+def bytes_of(options, steps):
+    run = launch(move, 2, (steps, options))
+    return run.ledger.total_bytes(op="all_reduce", rank=1)
+
+
+def test_a_rank_sends_the_parameters_once_in_every_steps():
+    n = 8 * (2 * 3 + 2)
+    assert bytes_of(dict(every=1), 20) == 20 * n
+    assert bytes_of(dict(every=5), 20) == 4 * n
+    assert bytes_of(dict(every=20), 20) == n
+    weight, bias = 8 * 2 * 3, 8 * 2  # after steps 5, 10, 15, 20, and 2, 7, 12, 17, 22
+    assert bytes_of(dict(every=5, fragments=2, delay=2), 22) == 4 * weight + 5 * bias
+
+
+def overflows(group):
+    model = Moved(group.rank())
+    diloco = DiLoCo(model, group, every=1)
+    if group.rank() == 1:
+        next(model.parameters()).data[0, 0] = float("nan")
+    try:
+        diloco.step()
+    except FloatingPointError as error:
+        return str(error), [bool(p.isfinite().all()) for p in diloco.fragments[0].tensors]
+
+
+def test_a_nan_of_one_rank_is_an_error_on_all_of_them_before_anything_is_changed():
+    for rank, (said, finite) in enumerate(launch(overflows, 2).results):
+        assert said.startswith("the mean change of the ranks is inf or nan")
+        assert finite == [rank == 0, True]
+
+
+def torchs_post_local_sgd(start, every, group):
+    """PostLocalSGDOptimizer and the hook of DistributedDataParallel, without groups inside."""
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+        PostLocalSGDState,
+        post_localSGD_hook,
+    )
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    model = nn.parallel.DistributedDataParallel(module(), process_group=group)
+    state = PostLocalSGDState(group, None, start, post_local_gradient_allreduce=False)
+    model.register_comm_hook(state, post_localSGD_hook)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    averager = PeriodicModelAverager(every, start + every - 1, group)
+    optimizer = PostLocalSGDOptimizer(plain, averager)
+    for step in range(9):
+        inputs, targets = batch(group.rank(), step)
+        optimizer.zero_grad()
+        (model(inputs) - targets).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def our_post_local_sgd(start, every, group):
+    model = Trainable(module())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    local = DiLoCo(model, group, every, lr=1.0, beta=0.0, start=start)
+    for step in range(9):
+        inputs, targets = batch(group.rank(), step)
+        optimizer.zero_grad()
+        (model(inputs) - targets).square().mean().backward()
+        optimizer.step()
+        local.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("start, every", [(0, 3), (3, 2), (2, 5)])
+def test_post_local_sgd_is_torchs(start, every):
+    ours, theirs = (
+        launch(f, 2, (start, every)) for f in (our_post_local_sgd, torchs_post_local_sgd)
+    )
+    for a, b in zip(ours.results, theirs.results):
+        for x, y in zip(a, b):
+            torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)

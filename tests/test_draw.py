@@ -10,6 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from mini_dist import draw, launch
+from mini_dist.asynchronous import Applied
 from mini_dist.calculators.links import Link
 from mini_dist.collectives import pairwise_all_to_all, ring_all_reduce, star_all_reduce
 from mini_dist.draw import labels
@@ -146,6 +147,30 @@ def test_a_curve_has_a_line_for_each_name():
         "a": [3.0, 2.0],
         "b": [1.0, 0.5],
     }
+
+
+def test_a_curve_of_a_pair_stands_over_the_first_of_it():
+    (axes,) = draw.curve({"a": ([0.5, 2.0], [3.0, 1.0])}, "seconds", "loss").figure.axes
+    assert axes.lines[0].get_xdata().tolist() == [0.5, 2.0]
+    assert axes.lines[0].get_ydata().tolist() == [3.0, 1.0]
+
+
+def test_staleness_has_a_panel_a_race_and_a_point_an_update():
+    race = [0.1, 0.2, 0.3], [Applied(1, 0), Applied(2, 1), Applied(1, 2)]
+    panels = draw.staleness({"one": race, "two": race}, until=0.5).figure.axes
+    assert [axes.get_title("left") for axes in panels] == ["one", "two"]
+    of_one, of_two = panels[0].lines
+    assert [*zip(of_one.get_xdata(), of_one.get_ydata())] == [(0.1, 0), (0.3, 2)]
+    assert [*zip(of_two.get_xdata(), of_two.get_ydata())] == [(0.2, 1)]
+    assert panels[1].get_xlim() == (0, 0.5)
+
+
+def test_a_scatter_has_a_named_point_for_each_entry():
+    (axes,) = draw.scatter({"a": (1.0, 2.0), "b": (100.0, 3.0)}, "bytes", "loss").figure.axes
+    points = [tuple(each.get_offsets()[0]) for each in axes.collections]
+    assert points == [(1.0, 2.0), (100.0, 3.0)]
+    assert [each.get_text() for each in axes.texts] == ["a", "b"]
+    assert axes.get_xscale() == "log"
 
 
 def test_bars_stand_at_their_place_as_high_as_their_value():

@@ -3,9 +3,11 @@
 import time
 
 import pytest
+import torch
 
 from mini_dist import launch
-from mini_dist.emulate import Clock, Device, Link
+from mini_dist.calculators import links
+from mini_dist.emulate import Clock, Device, EmulatedAllReduce, Link
 from mini_dist.pipeline import run_emulated
 from mini_dist.pipeline.emulated import emulate
 from mini_dist.schedule import (
@@ -59,6 +61,23 @@ def clock_of(group):
     clock = Clock()
     clock.start(group)
     return clock.origin, clock.now()
+
+
+def averaged_twice(group):
+    """By a ring, and by something that takes as long as it is told."""
+    clock, speed = Clock(), links.Link(latency=1e-4, bandwidth=1e6)
+    clock.start(group)
+    ends = []
+    for seconds in (None, lambda num_bytes, size: 1e-6 * num_bytes * size):
+        reduce = EmulatedAllReduce(Device(clock), speed, seconds)
+        ends.append(reduce(torch.zeros(100, dtype=torch.float64), group).max().item())
+    return ends
+
+
+def test_an_average_takes_as_long_as_a_ring_or_as_it_is_told():
+    for ring, told in launch(averaged_twice, 2).results:
+        assert ring == pytest.approx(2 * (1e-4 + 400 / 1e6))
+        assert told == pytest.approx(1e-6 * 800 * 2)
 
 
 def test_all_ranks_read_the_same_clock():

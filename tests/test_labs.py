@@ -54,6 +54,16 @@ def ends(kind):
 
 # Of each lab: what holds unless a case says otherwise, the cases, and the ends that take too long.
 CASES = {
+    "async_staleness": (
+        dict(workers=2, num_updates=8, hiccup_ms=0),
+        [
+            dict(workers=1, bound=-1, step_ms=0.1, slow_ms=0, momentum=0),
+            dict(workers=8, bound=100, slow_ms=10_000, hiccup_share=0, learning_rate=0.0001),
+            dict(bound=0, step_ms=10_000, hiccup_ms=10_000, hiccup_share=1),
+            dict(bound=-1, learning_rate=0.1, momentum=0.95, num_updates=40),
+        ],
+        dict(num_updates=1000),
+    ),
     "collectives_cost": (
         dict(num_bytes=1024, world_size=2, repeats=1),
         [
@@ -63,6 +73,21 @@ CASES = {
             dict(algorithm="halving_doubling", world_size=3),
         ],
         dict(num_bytes=2**26),
+    ),
+    "compression_tradeoff": (
+        dict(world_size=2, sequences=1, steps=1),
+        [
+            dict(method="dense", gigabits_per_second=0.001),
+            dict(method="half", latency_us=0, world_size=8),
+            dict(method="int8", world_size=3, feedback=False),
+            dict(method="sign", latency_us=100_000, world_size=4),
+            dict(method="one_bit", gigabits_per_second=1000, milliseconds_a_sequence=0.01),
+            dict(method="top_k", share=0.0001, optimizer="adam", learning_rate=1e-5),
+            dict(method="random_k", share=1.0, sequences=64, learning_rate=1.0),
+            dict(method="power", rank=1, milliseconds_a_sequence=1000),
+            dict(method="power", rank=16, world_size=1),
+        ],
+        dict(steps=2000),
     ),
     "data_parallel_scaling": (
         dict(world_size=2, layers=4, backward_ms=0.1, layer_megabytes=0.001),

@@ -1,9 +1,43 @@
 """Training in which nobody waits for all: a parameter server, and steps between two averages.
 
-ideas.py is to be read; engine.py averages any model that trains, sharded or not.
+ideas.py is to be read; engine.py trains any model so, sharded or not. hogwild.py: parameters in
+memory that all ranks share. emulated.py: a server in virtual time. staleness.py: how old the
+parameters of each update were, from the ledger.
 """
 
-from .engine import DiLoCo
-from .ideas import Applied, leave, outer_step, pull, push, serve
+from .emulated import Arrivals
+from .engine import DiLoCo, Worker, serve_model
+from .hogwild import add_rows_, shared
+from .ideas import (
+    Applied,
+    dealt,
+    leave,
+    outer_step,
+    pull,
+    pull_dealt,
+    push,
+    push_dealt,
+    push_touched,
+    serve,
+)
+from .staleness import updates
 
-__all__ = ["Applied", "DiLoCo", "leave", "outer_step", "pull", "push", "serve"]
+__all__ = [
+    "Applied",
+    "Arrivals",
+    "DiLoCo",
+    "Worker",
+    "add_rows_",
+    "dealt",
+    "leave",
+    "outer_step",
+    "pull",
+    "pull_dealt",
+    "push",
+    "push_dealt",
+    "push_touched",
+    "serve",
+    "serve_model",
+    "shared",
+    "updates",
+]

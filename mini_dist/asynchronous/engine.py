@@ -1,4 +1,12 @@
-"""Steps between two averages for any model that trains, and for groups of ranks that are one.
+"""Asynchronous training of any model: parameters on servers, or steps between two averages.
+
+    if group.rank() < 2:                                       # two servers, the others work
+        return serve_model(GPT(config), sgd, 2, bound, group)
+    with Worker(GPT(config), 2, group) as model:
+        for inputs, targets in batches:
+            model.pull()
+            loss(model(inputs), targets).backward()
+            model.push()
 
     model = ZeRO3(gpt, inside, adamw, units=gpt.blocks)     # `inside`: the ranks of one cluster
     diloco = DiLoCo(model, across, every=50)                # `across`: one rank of each cluster
@@ -7,46 +15,242 @@
         model.step()
         diloco.step()
 
-Each rank averages the tensors that it steps with the ranks that have the same ones elsewhere: what
-is cut inside a cluster stays cut. It holds two more copies of them, those of the last average and
-the momentum. The numbers are those of `outer_step` in ideas.py.
+The servers' numbers are those of `serve` in ideas.py: all parameters are one flat vector, dealt to
+them element by element. In DiLoCo each rank averages the tensors that it steps with the ranks that
+have the same ones elsewhere: what is cut inside a cluster stays cut. It holds two more copies of
+them, those of the last average and the momentum. The numbers are those of `outer_step`; what is
+averaged together is one message, and each number is read and written as seldom as can be.
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
+import torch
+from torch import Tensor, nn
+
+from ..collectives import all_reduce
 from ..trainable import Trainable
-from .ideas import outer_step
+from .ideas import Applied, dealt, leave, pull_dealt, push_dealt, serve
+
+
+def check_servers(num_servers: int, group) -> None:
+    if not 1 <= num_servers < group.size():
+        raise ValueError(
+            f"num_servers={num_servers} of {group.size()} ranks: give 1 or more, and leave at "
+            "least one rank to work"
+        )
+
+
+def flat(module: nn.Module) -> Tensor:
+    """All parameters that are trained, as one vector [N]."""
+    return torch.cat([p.detach().flatten() for p in trained(module)])
+
+
+def trained(module: nn.Module) -> list[Tensor]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def serve_model(
+    module: nn.Module,
+    optimizer: Callable[[list[Tensor]], torch.optim.Optimizer],
+    num_servers: int,
+    bound: int | None,
+    group,
+) -> list[Applied]:
+    """On ranks 0 to num_servers - 1: keep this one's share of the module's parameters for the other
+    ranks, and step them by its optimizer at every push, until all workers have left.
+
+    It starts from the module's values, so let all servers have the same ones. bound as in `serve`.
+    Raises ValueError if nobody is left to work.
+    """
+    check_servers(num_servers, group)
+    share = nn.Parameter(dealt(flat(module), group.rank(), num_servers).clone())
+    steps = optimizer([share])
+
+    def update(values: Tensor, gradients: Tensor) -> Tensor:
+        share.grad = gradients
+        steps.step()
+        return share.data
+
+    return serve(share.data, update, group.size() - num_servers, bound, group)
+
+
+class Worker(Trainable):
+    """A model whose parameters lie on servers (`serve_model`): it computes gradients of a copy.
+
+    As a context it leaves the servers at its end, also if that is an exception: whoever catches it
+    outside has a rank that works no more, and the others go on without it.
+    Raises ValueError as `serve_model`.
+    """
+
+    def __init__(self, module: nn.Module, num_servers: int, group):
+        super().__init__(module)
+        check_servers(num_servers, group)
+        self.num_servers, self.servers_and_workers = num_servers, group
+
+    @torch.no_grad()
+    def pull(self) -> None:
+        """Take the servers' parameters, and forget the gradients."""
+        parameters = trained(self.module)
+        values = pull_dealt(flat(self.module), None, self.num_servers, self.servers_and_workers)
+        for parameter, part in zip(parameters, values.split([p.numel() for p in parameters])):
+            parameter.copy_(part.view_as(parameter))
+            parameter.grad = None
+
+    @torch.no_grad()
+    def push(self) -> None:
+        """Give the gradients away. Raises FloatingPointError if one of them is not finite."""
+        parts = [
+            torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten()
+            for p in trained(self.module)
+        ]
+        push_dealt(torch.cat(parts), self.num_servers, self.servers_and_workers)
+
+    def leave(self) -> None:
+        for server in range(self.num_servers):
+            leave(server, self.servers_and_workers)
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.leave()
 
 
 class DiLoCo:
     """Average after `every` steps what they have changed (Douillard et al. 2023).
 
-    lr and beta are those of the outer step; lr=1 and beta=0 make it local SGD. Raises ValueError
-    where they cannot be, or if `every` is below 1.
+    lr and beta are those of the outer step; lr=1 and beta=0 make it local SGD. start: so many steps
+    at first are averaged one by one, as post-local SGD does (Lin et al. 2020). fragments: so many
+    parts of the model take turns, each averaged after `every` steps of its own. delay: the average
+    travels in the background during so many steps, in which nothing else may be sent in this group,
+    and is then mixed with what this rank has come to meanwhile, of which `keep` is kept (both:
+    Douillard et al. 2025, Streaming DiLoCo).
+    reduce: (flat, group) -> mean, or an object whose `of_bucket(tensors)` makes such a function, as
+    the wrappers of data_parallel take it; its argument may be changed.
+    Raises ValueError where these cannot be, and FloatingPointError, on all ranks, where the average
+    is not finite.
     """
 
-    def __init__(self, model: Trainable, group, every: int, lr: float = 0.7, beta: float = 0.9):
+    def __init__(
+        self,
+        model: Trainable,
+        group,
+        every: int,
+        lr: float = 0.7,
+        beta: float = 0.9,
+        *,
+        start: int = 0,
+        fragments: int = 1,
+        delay: int = 0,
+        keep: float = 0.5,
+        reduce: Callable[..., Tensor] | None = None,
+    ):
         if every < 1:
             raise ValueError(f"every={every}: there is at least 1 step between two averages")
         if lr <= 0 or not 0 <= beta < 1:
             raise ValueError(f"lr={lr}, beta={beta}: give lr above 0, and beta from 0 to below 1")
-        self.model, self.group, self.every, self.lr, self.beta = model, group, every, lr, beta
-        self.steps = 0
         self.tensors = model.tensors_to_step()
-        self.before = [tensor.detach().clone() for tensor in self.tensors]
-        self.momentum = [torch.zeros_like(tensor) for tensor in self.before]
+        most = min(every, len(self.tensors))
+        if not 1 <= fragments <= most:
+            raise ValueError(
+                f"fragments={fragments}: {len(self.tensors)} tensors and {every} steps between two "
+                f"averages make 1 to {most} fragments"
+            )
+        if not 0 <= delay < every:
+            raise ValueError(
+                f"delay={delay}: an average is there before the next, 0 to {every - 1}"
+            )
+        if start < 0 or not 0 <= keep <= 1:
+            raise ValueError(f"start={start}, keep={keep}: give start from 0, and keep from 0 to 1")
+        self.model, self.group, self.every = model, group, every
+        self.start, self.delay, self.steps = start, delay, 0
+        parts = [self.tensors[place::fragments] for place in range(fragments)]
+        make = getattr(reduce, "of_bucket", lambda tensors: reduce or mean)
+        options = lr, beta, keep if delay else 0.0
+        self.fragments = [Fragment(part, *options, make(part), group) for part in parts]
+        self.sender = None
+        if delay:
+            self.sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="across")
 
     @torch.no_grad()
     def step(self) -> None:
         """To be called after each step of the optimizer."""
         self.steps += 1
-        if self.steps % self.every:
-            return
-        for i, now in enumerate(self.tensors):
-            self.before[i], self.momentum[i] = outer_step(
-                self.before[i], now, self.momentum[i], self.lr, self.beta, self.group
-            )
-            now.copy_(self.before[i])
+        alone = self.steps - self.start  # steps since ranks may differ
+        for place, fragment in enumerate(self.fragments):
+            turn = place * self.every // len(self.fragments)
+            if alone <= 0:
+                fragment.average()
+            elif (alone - turn) % self.every == 0:
+                fragment.leave(self.sender)
+            if fragment.under_way and alone > 0 and (alone - turn) % self.every == self.delay:
+                fragment.arrive()
         self.model.refresh_parameters()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """To be called once, after the last step: let what is under way arrive."""
+        for fragment in self.fragments:
+            if fragment.under_way:
+                fragment.arrive()
+        self.model.refresh_parameters()
+
+
+class Fragment:
+    """Tensors that are averaged together: their values at the last average, flat, and momentum."""
+
+    def __init__(self, tensors: list[Tensor], lr, beta, keep, reduce, group):
+        self.tensors, self.group, self.reduce = tensors, group, reduce
+        self.lr, self.beta, self.keep = lr, beta, keep
+        self.before = self.now()
+        self.momentum = torch.zeros_like(self.before) if beta else None
+        self.under_way: Callable[[], Tensor] | None = None  # gives the mean change, or waits for it
+
+    def now(self) -> Tensor:
+        return torch.cat([tensor.detach().flatten() for tensor in self.tensors])
+
+    def put(self, values: Tensor) -> None:
+        sizes = [tensor.numel() for tensor in self.tensors]
+        for tensor, part in zip(self.tensors, values.split(sizes)):
+            tensor.copy_(part.view_as(tensor))
+
+    def changed(self) -> Tensor:
+        now = self.now()
+        return torch.sub(self.before, now, out=now)
+
+    def average(self) -> None:
+        self.before -= check_finite(self.reduce(self.changed(), self.group))
+        self.put(self.before)
+
+    def leave(self, sender: ThreadPoolExecutor | None) -> None:
+        """Send off what has changed: in the background if there is a sender."""
+        if sender:
+            self.under_way = sender.submit(self.reduce, self.changed(), self.group).result
+        else:
+            change = self.reduce(self.changed(), self.group)
+            self.under_way = lambda: change
+
+    def arrive(self) -> None:
+        """The outer step, with the mean change."""
+        step, self.under_way = check_finite(self.under_way()), None
+        if self.momentum is not None:
+            self.momentum.mul_(self.beta).add_(step)
+            step.add_(self.momentum, alpha=self.beta)
+        self.before.sub_(step, alpha=self.lr)
+        self.put(self.before.lerp(self.now(), self.keep) if self.keep else self.before)
+
+
+def mean(change: Tensor, group) -> Tensor:
+    return all_reduce(change, group).div_(group.size())
+
+
+def check_finite(change: Tensor) -> Tensor:
+    if not change.sum().isfinite():
+        raise FloatingPointError(
+            "the mean change of the ranks is inf or nan, and would be in all that follows: look "
+            "for the first rank whose loss was, or lower its learning rate"
+        )
+    return change

@@ -1,10 +1,17 @@
 """Training in which nobody waits for all: a parameter server, and steps between two averages.
 
-    serve              keeps a table of parameters, applies what workers push, answers their pulls
-    pull, push, leave  a worker's side of it
-    outer_step         local SGD and DiLoCo: average what many local steps have changed
+    serve                    keeps a table of parameters, applies pushes, answers pulls
+    pull, push, leave        a worker's side of it
+    pull_dealt, push_dealt   the same where several servers share the rows
+    push_touched             of an embedding's gradient, only the rows that a batch has touched
+    outer_step               local SGD and DiLoCo: average what many local steps have changed
 
-Legend: L rows of a table, of which a worker may ask for some; D the rest of its shape.
+A worker that fails by an exception can `leave` (engine.py does it), and the servers go on. What
+cannot be had here is a worker whose process dies: nobody tells a server. gloo goes on hearing the
+others, but with a bound all soon wait for the dead one, and so does the server at the end; and
+`launch`, as torchrun, ends a run in which a rank has died. Elsewhere workers send heartbeats.
+
+Legend: L rows of a table, l those that a request is for, D the rest of its shape; k servers.
 """
 
 from __future__ import annotations
@@ -101,7 +108,15 @@ def pull(like: Tensor, rows: Tensor | None, server: int, group) -> Tensor:
 
 @recorded
 def push(gradients: Tensor, rows: Tensor | None, server: int, group) -> None:
-    """Give the server the gradients [l, D] of these rows, which it applies at once."""
+    """Give the server the gradients [l, D] of these rows, which it applies at once.
+
+    Raises FloatingPointError, before anything is sent, if one of them is not finite.
+    """
+    if not gradients.isfinite().all():
+        raise FloatingPointError(
+            "a gradient is inf or nan, and what it is applied to all workers would pull: it was "
+            "not pushed; skip this step, or lower the learning rate"
+        )
     ask(PUSH, rows, server, group)
     send(gradients, server, group)
 
@@ -110,6 +125,45 @@ def push(gradients: Tensor, rows: Tensor | None, server: int, group) -> None:
 def leave(server: int, group) -> None:
     """Pull and push no more. Others no longer wait for this worker."""
     ask(LEAVE, None, server, group)
+
+
+def dealt(table: Tensor, server: int, num_servers: int) -> Tensor:
+    """The rows of a table [L, D] that this server keeps: row r lies on server r % k, at r // k.
+
+    Neighbours lie on different servers, so that each has its share of what is asked for often.
+    """
+    return table[server::num_servers]
+
+
+def pull_dealt(like: Tensor, rows: Tensor | None, num_servers: int, group) -> Tensor:
+    """As `pull`, from ranks 0 to k - 1, which keep what `dealt` gives them."""
+    pulled = torch.empty_like(like)
+    for server in range(num_servers):  # each is asked, if for nothing: it counts steps
+        if rows is None:
+            mine, there = slice(server, None, num_servers), None
+        else:
+            mine = rows % num_servers == server
+            there = rows[mine] // num_servers
+        pulled[mine] = pull(pulled[mine], there, server, group)
+    return pulled
+
+
+def push_dealt(gradients: Tensor, num_servers: int, group) -> None:
+    """Give each server the gradients [L, D] of what it keeps."""
+    for server in range(num_servers):
+        push(dealt(gradients, server, num_servers), None, server, group)
+
+
+def push_touched(gradient: Tensor, tokens: Tensor, num_servers: int, group) -> None:
+    """Of an embedding's gradient [V, D], push the rows of these tokens, each once; others are 0.
+
+    tokens: int64, any shape. A server that keeps none of the rows hears nothing.
+    """
+    rows = tokens.unique()
+    for server in range(num_servers):
+        mine = rows[rows % num_servers == server]
+        if len(mine):
+            push(gradient[mine], mine // num_servers, server, group)
 
 
 @recorded

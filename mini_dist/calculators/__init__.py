@@ -22,6 +22,7 @@ Read in this order:
                    pipeline_in_flight.py, rank_sizes.py, backward_moments.py
     volume.py      what each axis sends
     places.py      which links a group of the mesh uses
+    compression.py what gradients in fewer bits send, and cost to make
     kernels.py     how long the parts of a layer last
     step_time.py   what a step waits for: the sum of
                    stage_time.py, bubble.py, replica_traffic.py, optimizer_time.py
@@ -34,6 +35,7 @@ Read in this order:
 
 from ..config import Layout, ModelConfig
 from .activations import kept_of_layer
+from .compression import Compression, pays_below
 from .export import (
     deepspeed_json,
     layout_source,
@@ -73,6 +75,7 @@ __all__ = [
     "MODELS",
     "Breakdown",
     "Candidate",
+    "Compression",
     "Device",
     "Framework",
     "Hardware",
@@ -100,6 +103,7 @@ __all__ = [
     "num_parameters",
     "parameter_counts",
     "parameters_of_rank",
+    "pays_below",
     "peak_memory",
     "plan",
     "rank_memory",

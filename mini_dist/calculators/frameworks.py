@@ -61,6 +61,7 @@ class Framework:
     # Bytes moved around the optimizer's own pass, a number that is stepped: gradients are read for
     # their norm (4) and clipped (8), the new parameter is copied into 16 bits (6).
     around_step: float = 18
+    unit_bytes: float = 0  # of what ZeRO's units send, if it is rounded for its way: ZeRO++
     # Data-parallel traffic runs behind computation: gradients (and under ZeRO-3 parameters) behind
     # the backward; what ZeRO-1 and 2 have stepped, behind the next forward.
     overlaps_gradients: bool = True

@@ -16,18 +16,21 @@ from dataclasses import dataclass
 
 from ..config import Layout, ModelConfig
 from .bubble import bubble_seconds, hop_seconds, message_line, simulated
+from .compression import Compression
 from .flops import model_flops, step_flops
 from .frameworks import Framework, framework
 from .intervals import Interval, interval_of
-from .kernels import COMMUNICATION
+from .kernels import COMMUNICATION, stream_seconds
 from .lines import Breakdown, Line, readable
 from .machines import Hardware, hardware
 from .models import model
 from .numbers import at_least, cut_by
 from .optimizer_time import optimizer_line
-from .parameters import every_second, layers_of_stage
-from .replica_traffic import gradient_seconds
+from .parameters import every_second, layers_of_stage, parameters_of_rank
+from .replica_traffic import average_seconds, checked, compressed_units, gradient_seconds
 from .stage_time import stages_of_pipeline
+
+OVER_DP = ("gradients over dp", "average over dp")
 
 
 @dataclass(frozen=True)
@@ -86,16 +89,37 @@ def step_time(
     how: str | Framework = "megatron-core",
     straggler: float = 1.0,
     simulate: bool = False,
+    local_steps: int = 1,
+    compression: Compression | str | None = None,
 ) -> StepTime:
     """Seconds of one optimizer step on all ranks.
 
     `straggler` is how much longer the slowest device computes (everyone waits for it);
     `simulate=True` takes the pipeline's makespan from mini_dist.schedule instead of the closed
-    form.  Raises ValueError when the layout cannot cut the model.
+    form.  `local_steps` is how many steps the ranks of dp take by themselves before they average
+    their parameters (local SGD, DiLoCo); 1 averages gradients at every step.  `compression`, of
+    gradients between replicas, or its name: what is sent instead, and the memory that is passed
+    over for it; in ZeRO's stages "int8", of parameters, too, as ZeRO++ does.
+    Raises ValueError when the layout cannot cut the model, or shards over ranks that part, or the
+    method does not fit.
     """
     config, machine, how = model(config), hardware(machine), framework(how)
     cut_by(layout, config)
+    compression = checked(compression, config, layout)
+    how = compressed_units(how, layout, compression)
     at_least("straggler", straggler, 1, "the slowest device is not faster than the others")
+    at_least("local_steps", local_steps, 1, "1 averages gradients at every step")
+    if local_steps > 1 and (layout.zero or layout.cp > 1 or layout.ep > 1):
+        raise ValueError(
+            f"local_steps={local_steps} with zero={layout.zero}, cp={layout.cp}, ep={layout.ep}: "
+            "ranks that step by themselves share nothing over dp * cp; give zero=0, cp=1 and ep=1, "
+            "or local_steps=1."
+        )
+    if compression and local_steps > 1:
+        raise ValueError(
+            f"compression={compression.name!r} is of gradients, and with local_steps={local_steps} "
+            "none travel: give one of the two."
+        )
     device, m = machine.device, layout.num_micro_batches
     stages = stages_of_pipeline(config, layout, machine, how)
 
@@ -140,9 +164,19 @@ def step_time(
         lines.append(Line("pipeline bubble", bubble, "s", formula, _SOURCES["pipeline bubble"]))
         messages = message_line(layout, hops)
         lines.append(Line("pipeline messages", messages[0], "s", messages[1], _SOURCES["messages"]))
-    gradients, formula = gradient_seconds(config, layout, machine, how, slowest)
-    if gradients:
-        lines.append(Line("gradients over dp", gradients, "s", formula, "ZeRO section 7"))
+    if local_steps > 1:
+        average, formula = average_seconds(config, layout, machine, how, local_steps)
+        lines.append(Line("average over dp", average, "s", formula, "Stich 2019"))
+    else:
+        gradients, formula = gradient_seconds(config, layout, machine, how, slowest, compression)
+        if gradients:
+            lines.append(Line("gradients over dp", gradients, "s", formula, "ZeRO section 7"))
+    if compression:
+        each = compression.touched(layout.zero, m)
+        numel = float(parameters_of_rank(config, layout, 0).total)
+        seconds = stream_seconds(device, each * numel)
+        formula = f"{each:g} bytes * {numel:.3g} parameters / bandwidth"
+        lines.append(Line("compressing", seconds, "s", formula, "passes over memory, counted"))
     lines.append(optimizer_line(config, layout, machine, how))
 
     breakdown = Breakdown("step time", tuple(lines))
@@ -181,7 +215,7 @@ def _recomputed_flops(config: ModelConfig, layout: Layout, how: Framework) -> fl
 
 def _interval(breakdown: Breakdown, layout: Layout, machine: Hardware) -> Interval:
     """How far a step of this kind may be from the best guess."""
-    messages = (*COMMUNICATION, "pipeline messages", "gradients over dp")
+    messages = (*COMMUNICATION, "pipeline messages", *OVER_DP)
     waits = sum(line.value for line in breakdown if line.name in messages) / breakdown.total
     return interval_of(layout.world_size / machine.devices_per_node, waits)
 

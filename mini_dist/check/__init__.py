@@ -13,8 +13,10 @@ from .engine import CheckFailed, Exercise, Verdict
 
 _FILES = (
     "all_axes",
+    "asynchronous",
     "clinic",
     "collectives",
+    "compression",
     "context_parallel",
     "data_parallel",
     "expert_parallel",

@@ -6,7 +6,7 @@ import torch
 
 from mini_dist import collectives, ops
 from mini_dist import context_parallel as cp
-from mini_dist.collectives import all_reduce, exchange
+from mini_dist.collectives import all_gather, all_reduce, exchange
 from mini_dist.config import Layout
 from mini_dist.data_parallel import Bucketed
 from mini_dist.loss import IGNORE_INDEX, TokenLoss, token_loss
@@ -171,3 +171,12 @@ def layout_for_70b():
     return Layout(
         dp=128, tp=4, sequence_parallel=True, zero=3, micro_batch_size=1, num_micro_batches=4
     )
+
+
+def top_k_with_feedback(x, error, k, group):
+    whole = x + error
+    places = whole.abs().topk(k).indices
+    everyones = all_gather(places.int(), group)
+    values = all_gather(whole[places], group)
+    mean = torch.zeros_like(x).index_add(0, everyones, values) / group.size()
+    return mean, whole.index_fill(0, places, 0.0)

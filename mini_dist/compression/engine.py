@@ -2,6 +2,7 @@
 
     model = Overlapped(GPT(config), group, reduce=half())
     model = Overlapped(GPT(config), group, reduce=Compressed(top_k(0.01)))
+    model = Overlapped(GPT(config), group, reduce=OneBit())
     model = Overlapped(GPT(config), group, reduce=PowerSGD(rank=4))
 
 What is left out is kept for each bucket on each rank, N more elements. 16 bits are averaged in
@@ -18,7 +19,15 @@ import torch
 from torch import Tensor
 
 from ..collectives import all_reduce, pipelined_ring_all_reduce
-from .ideas import quantized_mean, random_k_mean, sign_mean, top_k_mean, with_feedback
+from .ideas import (
+    majority,
+    one_bit_mean,
+    quantized_mean,
+    random_k_mean,
+    sign_mean,
+    top_k_mean,
+    with_feedback,
+)
 
 
 class Compressed:
@@ -64,8 +73,23 @@ def half(dtype: torch.dtype = torch.bfloat16) -> Callable:
     return reduce
 
 
-def int8() -> Callable:
-    return quantized_mean
+def int8(seed: int = 0) -> Callable:
+    """int8 with block scales, rounded by lot; each rank draws lots of its own."""
+    lots = Lots(seed)
+    return lambda x, group: quantized_mean(x, lots.of(x, group), group)
+
+
+class Lots:
+    """A rank's own random numbers, on the device where they are needed."""
+
+    def __init__(self, seed: int):
+        self.seed, self.generator = seed, None
+
+    def of(self, x: Tensor, group) -> torch.Generator:
+        if self.generator is None:
+            self.generator = torch.Generator(x.device)
+            self.generator.manual_seed(group.size() * self.seed + group.rank())
+        return self.generator
 
 
 def sign() -> Callable:
@@ -90,11 +114,42 @@ def check_share(share: float) -> None:
         raise ValueError(f"share={share}: give the part of all elements that is sent, such as 0.01")
 
 
+def vote(flat: Tensor, group) -> Tensor:
+    """A bucket's +1 and -1 by majority, for an optimizer that steps by signs, such as plain SGD
+    with a small learning rate. Raises FloatingPointError where a gradient is not finite: nan has no
+    sign."""
+    check_finite(flat)
+    return majority(flat, group)
+
+
+class OneBit:
+    """Average buckets in one bit both ways, with feedback on both: on this rank's own gradient, N
+    elements more, and on the means that it hands out, N/n more (Tang et al. 2021).
+
+    Raises FloatingPointError where a gradient is not finite.
+    """
+
+    def of_bucket(self, parameters: Sequence[Tensor]) -> Callable:
+        error: Tensor | float = 0.0
+        left: Tensor | float = 0.0
+
+        def reduce(flat: Tensor, group) -> Tensor:
+            nonlocal error, left
+            check_finite(flat)
+            whole = flat + error
+            mean, sent, left = one_bit_mean(whole, left, group)
+            error = whole - sent
+            return mean
+
+        return reduce
+
+
 class PowerSGD:
     """Average every large matrix by its thin parts (Vogels et al. 2019), the rest as it is.
 
     rank: columns of the thin matrices; a matrix [A, B] is large if 2 rank (A + B) < A B, as torch's
-    hook has it. warm_start=False draws new q at every step. Raises ValueError for a rank below 1,
+    hook has it, so it is above the rank on both sides. warm_start=False draws new q at every step.
+    Raises ValueError for a rank below 1,
     and FloatingPointError where a gradient is not finite.
     """
 
@@ -125,18 +180,17 @@ class PowerBucket:
 
     def reduce(self, flat: Tensor, group) -> Tensor:
         """The mean over the ranks of a bucket's gradients [N], in their memory."""
-        check_finite(flat)
         parts = flat.split(self.sizes)
         matrices = [parts[place].view(sides) for place, sides in self.sides.items()]
         rest = [part for place, part in enumerate(parts) if place not in self.sides]
         for x, error in zip(matrices, self.errors):
             x += error
-        if self.options.feedback:
-            self.errors = [x.clone() for x in matrices]
         if not (self.q and self.options.warm_start):
             self.q = [self.random_q(x) for x in matrices]
 
         means = means_together([*(x @ q for x, q in zip(matrices, self.q)), *rest], group)
+        if self.options.feedback:
+            self.remember(matrices)
         ps = [torch.linalg.qr(p).Q for p in means[: len(matrices)]]
         self.q = means_together([x.T @ p for x, p in zip(matrices, ps)], group)
         for x, p, q in zip(matrices, ps, self.q):
@@ -147,6 +201,13 @@ class PowerBucket:
             part.copy_(mean)
         return flat
 
+    def remember(self, matrices: list[Tensor]) -> None:
+        """Keep them as they are before they become what is sent of them, in memory of our own."""
+        if not self.errors:
+            self.errors = [torch.empty_like(x) for x in matrices]
+        for error, x in zip(self.errors, matrices):
+            error.copy_(x)
+
     def random_q(self, x: Tensor) -> Tensor:
         return torch.randn(x.shape[1], self.options.rank, generator=self.generator).to(x)
 
@@ -155,6 +216,7 @@ def means_together(tensors: list[Tensor], group) -> list[Tensor]:
     """The mean of each over the ranks, all in one message."""
     if not tensors:
         return []
-    flat = all_reduce(torch.cat([tensor.flatten() for tensor in tensors]), group, op="mean")
-    parts = flat.split([tensor.numel() for tensor in tensors])
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    check_finite(flat)  # x @ q is not where x is not, and is gone through sooner
+    parts = all_reduce(flat, group, op="mean").split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors)]

@@ -4,7 +4,7 @@ Every function returns a Picture, which a notebook shows as PNG and `.save(path)
 """
 
 from .emulated import devices, overlap, replayed
-from .ledgers import bars, curve, timeline, traffic
+from .ledgers import bars, curve, scatter, staleness, timeline, traffic
 from .messages import collective, flights, link_fit
 from .picture import Picture, canvas
 from .ranks import rank_grid, scores
@@ -24,7 +24,9 @@ __all__ = [
     "overlap",
     "rank_grid",
     "replayed",
+    "scatter",
     "scores",
+    "staleness",
     "timeline",
     "traffic",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from matplotlib.patches import Patch
 
 from ..ledger import Ledger
-from .picture import INK, PHASE_COLORS, Picture, canvas
+from .picture import INK, PHASE_COLORS, RANK_COLORS, Picture, canvas
 
 COMM_COLORS = ["#756bb1", "#de2d26", "#2b8cbe", "#31a354", "#b15928", "#e7298a"]
 
@@ -78,15 +78,39 @@ def traffic(ledger: Ledger, title: str = "", axis: str | None = None) -> Picture
 UNITS = [(1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")]
 
 
-def curve(lines: dict[str, list[float]], x: str, y: str) -> Picture:
-    """One line per entry over its index, as a loss over steps."""
+def curve(lines: dict[str, list[float] | tuple], x: str, y: str) -> Picture:
+    """One line per entry over its index, as a loss over steps; or of a pair, the second of it over
+    the first, as a loss over seconds."""
     figure, axes = canvas(6, 3)
     for label, values in lines.items():
-        axes.plot(values, label=label, linewidth=1.6)
+        pair = values if isinstance(values, tuple) else (range(len(values)), values)
+        axes.plot(*pair, label=label, linewidth=1.6)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.legend(frameon=False, fontsize=8)
     return Picture(figure, f"{y} over {x}: " + "; ".join(lines))
+
+
+def staleness(races: dict[str, tuple[list[float], list]], until: float) -> Picture:
+    """The staleness of each update over the moment when it was made, in seconds, a panel a race.
+
+    races: {label: (moments, updates)}, updates with a `worker` and a `staleness`.
+    """
+    figure, first = canvas(6, 1.4 * len(races))
+    first.remove()
+    panels = figure.subplots(len(races), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
+    for axes, (label, (moments, updates)) in zip(panels, races.items()):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title(label, fontsize=9, loc="left")
+        for worker in sorted({update.worker for update in updates}):
+            mine = [(t, u.staleness) for t, u in zip(moments, updates) if u.worker == worker]
+            color = RANK_COLORS[worker % len(RANK_COLORS)]
+            axes.plot(*zip(*mine), ".", color=color, label=f"worker {worker}")
+    panels[0].set_xlim(0, until)
+    panels[-1].set_xlabel("seconds")
+    panels[len(races) // 2].set_ylabel("staleness")
+    panels[0].legend(frameon=False, fontsize=8, ncols=4, loc="upper right")
+    return Picture(figure, "staleness of each update: " + "; ".join(races))
 
 
 def bars(groups: dict[str, dict], unit: str, title: str = "", x: str = "") -> Picture:
@@ -105,6 +129,19 @@ def bars(groups: dict[str, dict], unit: str, title: str = "", x: str = "") -> Pi
     axes.margins(y=0.25)  # room for the legend above the bars
     axes.legend(frameon=False, fontsize=8, ncols=len(groups))
     return Picture(figure, f"{title or unit}: " + "; ".join(groups))
+
+
+def scatter(points: dict[str, tuple[float, float]], x: str, y: str) -> Picture:
+    """A named point each, over powers of ten: what one pays and what one gets."""
+    figure, axes = canvas(6, 3.4)
+    for number, (name, (left, up)) in enumerate(points.items()):
+        axes.scatter([left], [up], color=BAR_COLORS[number % len(BAR_COLORS)])
+        axes.annotate(name, (left, up), (4, 3), textcoords="offset points", fontsize=8)
+    axes.set_xscale("log")
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.margins(0.15)
+    return Picture(figure, f"{y} over {x}: " + "; ".join(points))
 
 
 BAR_COLORS = ["#d95f02", "#7570b3", "#1b9e77", "#999999"]

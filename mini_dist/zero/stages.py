@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..collectives import broadcast
+from ..collectives import broadcast, in_flight
 from ..grad_norm import clip_, grad_norm
 from ..trainable import Trainable
 from .offload import tier_of
@@ -38,6 +38,8 @@ class ZeRO1(Trainable):
     master_dtype: of the shards, e.g. float32 for a bfloat16 model; gradients travel in the model's.
     offload: "cpu" keeps shards and optimizer states on the host, a directory in files there.
     ignored: parameters that another wrapper takes care of. Frozen ones stay whole on every rank.
+    messages: what begins a unit's gather and scatter: `compression.Quantized()` does in 8 bits. The
+    optimizer steps shards that were not rounded.
     A parameter that no rank used in a step has a gradient of zeros, not None: weight decay and
     momentum still move it.
 
@@ -54,6 +56,7 @@ class ZeRO1(Trainable):
         master_dtype: torch.dtype | None = None,
         offload: str | Path | None = None,
         ignored: Iterable[Tensor] = (),
+        messages=in_flight,
     ):
         module, *units = map(as_module, (module, *units))
         super().__init__(module)
@@ -70,7 +73,9 @@ class ZeRO1(Trainable):
         for part in (*units, module):
             named = {names.pop(p): p for p in part.parameters() if p in names}
             if named:
-                self.units.append(Unit(part, named, group, master_dtype, self.tier))
+                self.units.append(Unit(part, named, group, master_dtype, self.tier, messages))
+                if messages is not in_flight:
+                    self.units[-1].part_from_whole()
         self.units.sort(key=lambda unit: unit.module is not module)  # the root is used first
         self.leaving: Unit | None = None  # whose gradients are under way
         self.optimizer = make_optimizer(self.tensors_to_step())

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ..collectives import all_gather, begin_all_gather_, begin_reduce_scatter
+from ..collectives import all_gather
 from ..replicas import gradient
 from .freed import Freed
 from .offload import Device
@@ -32,10 +32,11 @@ class Unit:
         group,
         master_dtype: torch.dtype | None,
         tier: Device,
+        messages,
     ):
         self.module = module  # whose forward and backward need the parameters
         self.names, self.parameters = list(named), list(named.values())
-        self.group, self.tier = group, tier
+        self.group, self.tier, self.messages = group, tier, messages
         dtypes = {str(parameter.dtype) for parameter in self.parameters}
         if len(dtypes) > 1:
             raise ValueError(
@@ -85,7 +86,7 @@ class Unit:
         storage.resize_(self.flat.numel() * self.flat.element_size())  # if it was freed
         if not self.shard_is_mine:
             self.tier.fill_(self.mine, self.shard)
-        self.arriving = begin_all_gather_(self.flat, self.group)
+        self.arriving = self.messages.begin_all_gather_(self.flat, self.group)
 
     def gather(self) -> None:
         """Fill the parameters with all ranks' shards."""
@@ -157,7 +158,7 @@ class Unit:
         whole = self.flatten([gradient(parameter) for parameter in self.parameters])
         for parameter in self.parameters:
             parameter.grad = None
-        self.leaving = begin_reduce_scatter(whole, self.group, dtype=self.shard.dtype)
+        self.leaving = self.messages.begin_reduce_scatter(whole, self.group, self.shard.dtype)
 
     @torch.no_grad()
     def finish_scatter(self) -> None:

@@ -191,6 +191,22 @@ def test_more_of_anything_takes_longer():
     assert seconds(layout.replace(zero=3), machine=slow) > seconds(layout, machine=slow)
 
 
+def test_local_steps_divide_what_an_average_of_all_parameters_takes():
+    config, layout = model("gpt2"), Layout(dp=16)
+    slow = H100.replace(network_bandwidth=1e9 / 8, network_latency=0.0)
+
+    def lines(local_steps):
+        return step_time(config, layout, slow, local_steps=local_steps).breakdown
+
+    every, seldom = lines(10)["average over dp"], lines(500)["average over dp"]
+    assert every == pytest.approx(50 * seldom)
+    dense, local = lines(1), lines(10)
+    assert dense["gradients over dp"] > 5 * every  # backward hides little on such a network
+    for line in dense:
+        if line.name != "gradients over dp":
+            assert local[line.name] == line.value
+
+
 def test_small_layers_wait_for_the_host():
     """A GPT-2 cut 4 ways with short sequences: the device is done before the next launch."""
     waits = step_time(model("gpt2").replace(seq_len=128), Layout(tp=4), "h100").breakdown
@@ -235,6 +251,9 @@ def test_a_plan_is_compared_with_a_run_of_its_kind():
         ({"machine": "h900"}, "hardware='h900'"),
         ({"how": "jax"}, "framework='jax' is not known"),
         ({"layout": Layout(tp=5)}, "tp=5 does not divide num_heads=32"),
+        ({"local_steps": 0}, "local_steps=0 is too small (1 averages"),
+        ({"local_steps": 20, "layout": Layout(dp=2, zero=1)}, "local_steps=20 with zero=1"),
+        ({"local_steps": 20, "compression": "int8"}, "compression='int8' is of gradients, and"),
     ],
 )
 def test_impossible_steps_are_refused(arguments, says):

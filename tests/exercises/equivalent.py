@@ -150,6 +150,11 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "`unflatten(future.result(), bucket)` done twice": "it puts the same views there again",
         "`hook.remove()` done twice": "what is removed stays removed",
     },
+    "power_mean": {
+        "`check_rank(q, x)` left out": "no q here has more columns than x can have",
+        "`check_rank(q, x)` done twice": "it only looks",
+        "`check_rank(q, x)` after the next": "no q here has more columns than x can have",
+    },
     "ring_all_gather": {
         "`after, before = ((rank + 1) % size, (rank - 1) % size)` after the next": "neither uses the other",
         "`parts[rank].copy_(x)` done twice": "the same part to the same place",
@@ -169,11 +174,35 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     "ring_step": {
         "`rank, size = (group.rank(), group.size())` after the next": "neither uses the other",
     },
+    "round_by_lot": {
+        "without the last keyword in `lot = torch.rand(x.shape, generator=lots, dtype=x.dtype, device=x.device)  # each its own`": "there is only the CPU here",
+    },
     "scaled_step": {
         "`if not norm.isfinite():` after the next": "of a step that is skipped nobody reads the gradients",
         "`optimizer.step()` after the next": "neither uses the other",
         "`scaler.scale /= scaler.factor` after the next": "neither uses the other",
         "`scaler.scale *= scaler.factor` after the next": "neither uses the other",
+    },
+    "serve": {
+        "`if bound is not None and bound < 0:` left out": "the task has no such bound",
+        "`if bound is not None and bound < 0:` after the next": "the task has no such bound",
+        "`steps: dict[int, int] = {}` after the next": "neither uses the other",
+        "`early: list[tuple[int, Tensor | slice]] = []` after the next": "neither uses the other",
+        "`pulled: dict[int, int] = {}` after the next": "neither uses the other",
+        "`applied: list[Applied] = []` after the next": "neither uses the other",
+        "`raise ValueError(f'bound={bound}: the slowest worker cannot be ahead of itself; give 0 or more')` left out": "the task has no such bound",
+        "`table[rows] = update(table[rows], gradients)` after the next": "neither uses the other",
+        "`steps[worker] = steps.get(worker, 0) + 1` after the next": "neither uses the other",
+        "`left += 1` after the next": "neither uses the other",
+        "`steps.pop(worker, None)` done twice": "who has left stays away",
+        "`pulled[worker] = len(applied)` after the next": "no update is made between the two",
+        "-1 for 0 in `if bound is not None and bound < 0:`": "the task has no such bound",
+        "turned round in `early: list[tuple[int, Tensor | slice]] = []  # pulls of workers that are too far ahead`": "an annotation is not evaluated",
+        "BitAnd as operator in `early: list[tuple[int, Tensor | slice]] = []  # pulls of workers that are too far ahead`": "an annotation is not evaluated",
+        "1 for 0 in `steps[worker] = steps.get(worker, 0) + 1`": "only differences between workers count",
+        "-1 for 0 in `steps[worker] = steps.get(worker, 0) + 1`": "only differences between workers count",
+        "1 for 0 in `applied.append(Applied(worker, len(applied) - pulled.get(worker, 0)))`": "here everyone pulls before it pushes",
+        "-1 for 0 in `applied.append(Applied(worker, len(applied) - pulled.get(worker, 0)))`": "here everyone pulls before it pushes",
     },
     "shard_and_step": {
         "`from torch.distributed.fsdp import fully_shard` after the next": "the mesh needs it not",
@@ -184,6 +213,11 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     },
     "sharded_step": {
         "`shard = flat.chunk(group.size())[group.rank()]` after the next": "neither uses the other",
+    },
+    "top_k_with_feedback": {
+        "`everyones = all_gather(places.int(), group)` after the next": "neither uses the other",
+        "-1 for 0 in `mean = torch.zeros_like(x).index_add(0, everyones, values) / group.size()`": "the only dim is the last one, too",
+        "-1 for 0 in `return mean, whole.index_fill(0, places, 0.0)`": "the only dim is the last one, too",
     },
     "vocab_parallel_cross_entropy": {
         'without .detach() in `highest = collectives.all_reduce(mine.detach(), group, op="max")`': "the collectives have no gradient by themselves",

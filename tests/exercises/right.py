@@ -262,3 +262,26 @@ def balance_loss(decision, group):
     visits = all_reduce(mine, group)
     share = visits / visits.sum()
     return num_experts * (share * decision.probabilities.mean(dim=0)).sum(), visits
+
+
+def round_by_lot(x, lots):
+    below = x.floor()
+    return below + torch.bernoulli(x - below, generator=lots)
+
+
+def top_k_with_feedback(x, error, k, group):
+    owed = x + error
+    places = owed.abs().argsort(descending=True)[:k]
+    at = all_gather(places.int()[None], group)
+    values = all_gather(owed[places][None], group)
+    mean = torch.zeros_like(x)
+    for one, theirs in zip(at, values):
+        mean.index_add_(0, one, theirs / group.size())
+    sent = torch.zeros_like(x).index_copy(0, places, owed[places])
+    return mean, owed - sent
+
+
+def power_mean(x, q, group):
+    p = torch.linalg.svd(all_reduce(x @ q, group, op="mean"), full_matrices=False).U
+    q = all_reduce(x.T @ p, group) / group.size()
+    return p @ q.T, q

@@ -115,6 +115,12 @@ MAY_USE = {
     "sharded_step": "all_gather reduce_scatter",
     "backward_in_units": "reduce_scatter",
     "forward_on_demand": "all_gather",
+    "serve": "Applied PULL PUSH next_request recv send",
+    "push_touched": "push",
+    "outer_step": "all_reduce",
+    "round_by_lot": "",
+    "top_k_with_feedback": "all_gather",
+    "power_mean": "all_reduce check_rank",
 }
 
 

@@ -1,0 +1,178 @@
+"""Asynchronous training: a server with and without a bound, and steps between two averages.
+
+Rows "updates a second": a server and 4 workers of 10 ms a step, the last one 50 ms slower.
+"virtual": in virtual time, over 120 updates; theirs is the formula, for a race without an end. "on
+the clock": the same workers asleep for those times, so the machine's own delays come in.
+Rows "sent": bytes of all ranks by the ledger; local SGD beside torch's PeriodicModelAverager.
+Rows "average": of all parameters of a GPT over 4 ranks, beside torch's; both take turns in the same
+processes. Medians of the slowest rank.
+Rows "over 100 Mbit/s": a training step where an average takes as long as lesson 04's formula says
+for that link between two ranks, which sleep for it; theirs is dense training, an average a step.
+"""
+
+import sys
+import time
+import warnings
+
+import torch
+from _form import Case, in_turn, main, of_all_ranks, step_cases
+
+from mini_dist import launch
+from mini_dist.asynchronous import (
+    Arrivals,
+    DiLoCo,
+    leave,
+    pull,
+    push,
+    push_dealt,
+    push_touched,
+    serve,
+)
+from mini_dist.calculators import costs
+from mini_dist.calculators.links import Link
+from mini_dist.config import ModelConfig
+from mini_dist.data_parallel import Bucketed, mean_
+from mini_dist.loss import token_loss
+from mini_dist.model import GPT
+from mini_dist.trainable import Trainable
+
+STEPS = {0: [30] * 4, 3: [31, 31, 31, 27], None: [38, 38, 38, 6]}  # 120 updates each
+FORMULA = {0: 4 / 0.060, 3: 4 / 0.060, None: 3 / 0.010 + 1 / 0.060}
+CONFIG = ModelConfig(num_layers=4, d_model=128, seq_len=32)
+EVERY = 20
+OCEAN = Link(latency=0.050, bandwidth=100e6 / 8)
+
+
+def seconds_of(worker):
+    return 0.060 if worker == 4 else 0.010
+
+
+def race(bound, virtual, group):
+    """Seconds in which the server made its updates."""
+    x = torch.zeros(1000)
+    if group.rank() == 0:
+        heard = Arrivals(group, range(1, 5), seconds_of) if virtual else group
+        start = time.perf_counter()
+        serve(x, torch.sub, 4, bound, heard)
+        return heard.pushed[-1] if virtual else time.perf_counter() - start
+    for _ in range(STEPS[bound][group.rank() - 1]):
+        gradient = pull(x, None, 0, group)
+        if not virtual:
+            time.sleep(seconds_of(group.rank()))
+        push(gradient, None, 0, group)
+    leave(0, group)
+
+
+def updates_a_second(bound, virtual):
+    return 120 / launch(race, 5, (bound, virtual), quiet=True).results[0]
+
+
+def embedding(whole, group):
+    """One push of the gradient of 50,000 rows, of which 512 were touched, to two servers."""
+    rows, width, k = 50_000, 64, 2
+    if group.rank() < k:
+        return len(serve(torch.zeros(rows // k, width), torch.sub, 1, None, group))
+    tokens = torch.arange(512) * 97 % rows
+    gradient = torch.zeros(rows, width)
+    if whole:
+        push_dealt(gradient, k, group)
+    else:
+        push_touched(gradient, tokens, k, group)
+    for server in range(k):
+        leave(server, group)
+
+
+def pushed(whole):
+    return launch(embedding, 3, (whole,), quiet=True).ledger.total_bytes(op="push") / 1e6
+
+
+def ours(every, group):
+    """A function that averages the parameters of a model, every so many calls."""
+    return DiLoCo(Trainable(GPT(CONFIG)), group, every, lr=1.0, beta=0.0).step
+
+
+def theirs(every, group):
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+
+    warnings.filterwarnings("ignore", "When period is 1")  # as here, where only it is timed
+    model, averager = GPT(CONFIG), PeriodicModelAverager(every, every - 1, group)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach()  # it passes over those that have none
+    return lambda: averager.average_parameters(model.parameters())
+
+
+def both_in_turn(rounds, group):
+    sides = [make(1, group) for make in (ours, theirs)]
+    for average in sides:
+        average()
+    return in_turn(*sides, rounds, group)
+
+
+def sent(make):
+    """MB of all ranks in EVERY steps."""
+
+    def run(group):
+        average = make(EVERY, group)
+        for _ in range(EVERY):
+            average()
+
+    return launch(run, 4, quiet=True).ledger.total_bytes() / 1e6
+
+
+def slowly(x, group):
+    """A mean over the emulated link."""
+    time.sleep(costs.all_reduce(x.nbytes, group.size(), "ring", OCEAN).seconds)
+    return mean_(x, group)
+
+
+def over_the_ocean(kind, group):
+    """Milliseconds a step, of 2 EVERY steps."""
+    gpt = GPT(CONFIG)
+    model = Bucketed(gpt, group, slowly, 1 << 30) if kind == "dense" else Trainable(gpt)
+    optimizer = torch.optim.SGD(gpt.parameters(), lr=0.01)
+    options = {"DiLoCo": {}, "streaming": {"fragments": 4, "delay": 4}}
+    apart = kind != "dense" and DiLoCo(model, group, EVERY, reduce=slowly, **options[kind])
+    generator = torch.Generator().manual_seed(group.rank())
+    tokens = torch.randint(0, CONFIG.vocab_size, (4, CONFIG.seq_len + 1), generator=generator)
+    group.barrier().wait()
+    start = time.perf_counter()
+    for _ in range(2 * EVERY):
+        optimizer.zero_grad()
+        token_loss(model(tokens[:, :-1]), tokens[:, 1:]).mean().backward()
+        model.finish()
+        optimizer.step()
+        if apart:
+            apart.step()
+    if apart:
+        apart.finish()
+    return 1e3 * (time.perf_counter() - start) / (2 * EVERY)
+
+
+def ocean(kind):
+    return max(launch(over_the_ocean, 2, (kind,), timeout=600, quiet=True).results)
+
+
+def given(name, ours, theirs, unit, bar=None):
+    return Case(name, lambda: ours, theirs, bar=bar, unit=unit, repeats=1, warmup=0)
+
+
+def cases(long):
+    for bound in STEPS:
+        # A bound of 3 is reached only after its first steps: a tenth more than in the long run.
+        virtual = updates_a_second(bound, virtual=True)
+        yield given(
+            f"updates a second, bound {bound}, virtual", virtual, FORMULA[bound], "1/s", 1.11
+        )
+        measured = updates_a_second(bound, virtual=False)
+        yield given(f"updates a second, bound {bound}, on the clock", measured, virtual, "1/s")
+    yield given("sent, touched rows, whole table", pushed(False), pushed(True), "MB", 0.011)
+    yield given(f"sent, local SGD, H = {EVERY}", sent(ours), sent(theirs), "MB", 1.0)
+    times = launch(both_in_turn, 4, (200 if long else 60,), timeout=600).results
+    yield from step_cases("average, local SGD", of_all_ranks(times), 1.1)
+    dense = ocean("dense")
+    for kind in ("DiLoCo", "streaming"):
+        yield given(f"step over 100 Mbit/s, {kind}, H = {EVERY}", ocean(kind), dense, "ms", 0.5)
+
+
+if __name__ == "__main__":
+    sys.exit(main(cases, __doc__))
