@@ -57,7 +57,8 @@ class Cache:
 
     def cut(self, length: int) -> None:
         """Forget all but the first `length` tokens."""
-        self.layers = [(k[:, :, :length], v[:, :, :length]) for k, v in self.layers]
+        if length < self.length:
+            self.layers = [(k[:, :, :length], v[:, :, :length]) for k, v in self.layers]
 
 
 @contextmanager
@@ -221,7 +222,7 @@ def speculate(
         tokens = torch.cat([tokens, torch.tensor(new, dtype=tokens.dtype)])
         forwards, accepted = forwards + 1, accepted + len(new) - 1
         for cache in caches:  # the keys and values of guesses that fell are wrong
-            cache.cut(min(cache.length, len(tokens) - 1))
+            cache.cut(len(tokens) - 1)
     return Speculated(tokens, forwards, accepted)
 
 
