@@ -445,7 +445,9 @@ def serve_on_ranks(config, requests, policy, group):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("name", ["rotary, as many kv heads", "learned positions, tied, 2 kv heads"])
+@pytest.mark.parametrize(
+    "name", ["rotary, as many kv heads", "learned positions, tied, 2 kv heads"]
+)
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_ranks_give_the_same_tokens_and_send_two_all_reduces_a_layer(size, name, temperature):
     config = MODELS[name]

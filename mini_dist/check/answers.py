@@ -169,3 +169,12 @@ def layout_for_70b():
     return Layout(
         dp=128, tp=4, sequence_parallel=True, zero=3, micro_batch_size=1, num_micro_batches=4
     )
+
+
+def cache_bytes(config, tokens, bytes_a_number, tp):
+    layers = config.get("num_hidden_layers", config.get("n_layer"))
+    heads = config.get("num_attention_heads", config.get("n_head"))
+    kv_heads = config.get("num_key_value_heads", heads)
+    head_dim = config.get("head_dim") or config.get("hidden_size", config.get("n_embd")) // heads
+    on_a_device = max(kv_heads // tp, 1)
+    return 2 * layers * on_a_device * head_dim * tokens * bytes_a_number

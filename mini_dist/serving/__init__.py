@@ -18,6 +18,7 @@ from .actions import Action, Request, ServingError, Step, num_tokens
 from .engine import Engine, Served
 from .ideas import (
     Cache,
+    Text,
     accept,
     choose,
     continue_text,
@@ -25,8 +26,10 @@ from .ideas import (
     forward,
     paged_attention,
     pick,
+    place_tokens,
     speculate,
     uniform,
+    who_runs,
 )
 from .int8 import Int8Linear, weight_bytes, with_int8_weights
 from .measures import Result, measure, replayed, token_times
@@ -46,6 +49,7 @@ __all__ = [
     "Served",
     "ServingError",
     "Step",
+    "Text",
     "accept",
     "choose",
     "continue_text",
@@ -55,6 +59,7 @@ __all__ = [
     "num_tokens",
     "paged_attention",
     "pick",
+    "place_tokens",
     "plan",
     "replayed",
     "serve",
@@ -62,5 +67,6 @@ __all__ = [
     "token_times",
     "uniform",
     "weight_bytes",
+    "who_runs",
     "with_int8_weights",
 ]

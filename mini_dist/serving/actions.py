@@ -7,7 +7,7 @@ gives them times, the figure draws them: all read one and the same thing, as wit
                  values; if the last of them is the last that is known, a next one is chosen
     a TAKE 3     a free block becomes the next one of a's table
     a SHARE 3    the same with a block that holds the right keys and values already
-    a COPY 3>7   a has to write into block 3, which others read: 7, with the same content, replaces it
+    a COPY 3>7   a has to write into block 3, which others read: 7, with its content, replaces it
     a FORK b     b begins with a's tokens and a's blocks
     a OUT 3>0    the content of block 3 moves to place 0 on the host; the block is free
     a IN 0>5     and back, into a free block, the next one of a's table

@@ -162,8 +162,7 @@ class Engine:
         flat, positions = torch.tensor(sum(tokens, []))[None], torch.cat(positions)[None]  # [1, S]
         places = Places(batch, self.memory)
         layers = [
-            places.attend(keys, values)
-            for keys, values in zip(self.keys, self.values, strict=True)
+            places.attend(keys, values) for keys, values in zip(self.keys, self.values, strict=True)
         ]
         with attending(self.model, layers):
             x = self.model.embed(flat, positions)

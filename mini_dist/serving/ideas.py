@@ -1,14 +1,16 @@
 """Serving in plain functions: what is kept, where it lies, and two ways to have more for it.
 
-    forward               only new tokens go through the model; Cache has the others' keys and values
+    forward               only new tokens go through the model; Cache has the others' keys, values
     continue_text         prefill once, then decode: one token at a time
+    place_tokens          where the keys and values of new tokens go: a block table
     paged_attention       the same attention over blocks that lie anywhere
+    who_runs              who leaves and who comes in when blocks are few
     choose                a seed decides, whoever else is in the batch
     speculate, accept     a small model guesses, the large one checks all guesses at once
     decode_in_pipeline    who idles when one token goes through stages
 
-engine.py does the first four for many sequences at once. Legend: S new tokens, T tokens in the
-cache, N heads, K kv heads, H head dim, V vocab, L layers.
+engine.py does the same for many sequences at once, scheduler.py decides as `who_runs` does.
+Legend: S new tokens, T tokens in the cache, N heads, K kv heads, H head dim, V vocab, L layers.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ class Cache:
 
 @contextmanager
 def attending(model: GPT, functions: Sequence[Callable]) -> Iterator[None]:
-    """Inside, layer i of the model attends by functions[i], (q, k, v, positions, dropout) -> out."""
+    """Inside, layer i attends by functions[i], (q, k, v, positions, dropout) -> out."""
     layers = [block.attn for block in model.blocks]
     before = [attn.attend for attn in layers]
     for attn, function in zip(layers, functions, strict=True):
@@ -83,9 +85,7 @@ def forward(model: GPT, tokens: Tensor, cache: Cache) -> Tensor:
         def attend(q, k, v, positions, dropout):
             k, v = cache.extend(layer, k, v)  # [1, K, T + S, H]
             sees = torch.arange(k.shape[2]) <= positions[:, None]  # [S, T + S]
-            return torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, sees, enable_gqa=True
-            )
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, sees, enable_gqa=True)
 
         return attend
 
@@ -116,6 +116,23 @@ def continue_text(model: GPT, tokens: Tensor, max_new_tokens: int) -> Tensor:
 # --- where they lie -----------------------------------------------------------------------------
 
 
+def place_tokens(
+    table: list[int], free: list[int], written: int, new: int, block_size: int
+) -> tuple[list[int], list[int]]:
+    """A table with room for `new` more tokens, and the place of each among all blocks' places.
+
+    table: the blocks that a text has, of which `written` tokens are in use. free: blocks that
+    nobody has; as few as possible are taken, from the first on.
+    """
+    needed = -(-(written + new) // block_size)
+    table = table + free[: needed - len(table)]
+    places = []
+    for i in range(written, written + new):
+        block, rest = divmod(i, block_size)
+        places.append(table[block] * block_size + rest)
+    return table, places
+
+
 def paged_attention(
     q: Tensor, keys: Tensor, values: Tensor, table: Sequence[int], length: int
 ) -> Tensor:
@@ -136,6 +153,44 @@ def paged_attention(
         part = Partial(out[None, :, None], lse[None, :, None])  # [1, N, 1, H], [1, N, 1]
         merged = part if merged is None else merge(merged, part)
     return merged.out[0, :, 0]
+
+
+# --- who may stay -------------------------------------------------------------------------------
+
+
+class Text(NamedTuple):
+    """A text that runs or waits: how many of its tokens are known, and how many blocks it has."""
+
+    name: str
+    tokens: int
+    blocks: int
+
+
+def who_runs(
+    running: list[Text], waiting: list[Text], free: int, block_size: int
+) -> tuple[list[str], list[str]]:
+    """Who leaves and who comes in before the next step, each a list of names.
+
+    A running text needs blocks for all its tokens. Where the free ones do not suffice, the last to
+    come leaves, and gives its blocks back: so the first one always gets on, and everybody does in
+    the end (Kwon et al. 2023, section 4.5). Where nobody leaves, those that wait come in, in order.
+    """
+
+    def missing(text: Text) -> int:
+        return -(-text.tokens // block_size) - text.blocks
+
+    stay, leave, come = list(running), [], []
+    while sum(map(missing, stay)) > free:
+        last = stay.pop()
+        free += last.blocks
+        leave.append(last.name)
+    free -= sum(map(missing, stay))
+    for text in waiting:
+        if leave or missing(text) > free:
+            break
+        free -= missing(text)
+        come.append(text.name)
+    return leave, come
 
 
 # --- the next token -----------------------------------------------------------------------------

@@ -49,9 +49,8 @@ class Policy:
                 f"max_batch={self.max_batch}, max_tokens={self.max_tokens}: give 1 or more."
             )
         if self.preempt not in PREEMPTIONS:
-            raise ServingError(
-                f"preempt={self.preempt!r} is not known: give {' or '.join(map(repr, PREEMPTIONS))}."
-            )
+            known = " or ".join(map(repr, PREEMPTIONS))
+            raise ServingError(f"preempt={self.preempt!r} is not known: give {known}.")
 
 
 class Growing:
