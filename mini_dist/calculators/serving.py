@@ -24,7 +24,7 @@ from ..fields import whole_number
 from .flops import score_flops
 from .kernels import collective_seconds, stream_seconds
 from .lines import Breakdown, Line
-from .machines import FLASH_FORWARD, KERNEL_SECONDS, Hardware, hardware
+from .machines import FLASH_FORWARD, KERNEL_SECONDS, Device, Hardware, hardware
 from .models import model
 from .numbers import at_least
 from .parameters import Weight, layer_weights, num_parameters, outer_weights
@@ -258,27 +258,29 @@ def curve(server: Server, prompt: int, new: int) -> list[tuple[int, Answers]]:
 
 
 class Measured(NamedTuple):
-    """A published number, and what it was measured on. tokens_a_second: a device's; 0 where only
-    the first token was timed."""
+    """A published number, and what it was measured on. One of the last three is not 0."""
 
     server: Server
     batch: int
     prompt: int
     new: int
-    tokens_a_second: float
-    first_token: float = 0.0
+    tokens_a_second: float = 0.0  # of a device
+    first_token: float = 0.0  # s
+    next_token: float = 0.0  # s, after so many tokens of prompt
 
     @property
     def predicted(self) -> float:
         if self.first_token:
             return prefill_time(self.server, self.prompt).total
+        if self.next_token:
+            return decode_time(self.server, self.batch, self.prompt).total
         fitted = Server(**{**vars(self.server), "memory_share": 1.0})
         return answer(fitted, self.batch, self.prompt, self.new).tokens_a_second
 
     @property
     def error(self) -> float:
         """Predicted over measured, less one."""
-        return self.predicted / (self.first_token or self.tokens_a_second) - 1
+        return self.predicted / (self.first_token or self.next_token or self.tokens_a_second) - 1
 
 
 def tensorrt_llm() -> list[Measured]:
@@ -332,6 +334,67 @@ def tensorrt_llm() -> list[Measured]:
         ),
     ]
 
+
+L4 = Hardware(
+    "l4",
+    Device("L4", 121e12, None, 24e9, 0.3e12, peak_flops_fp8=242e12, source="NVIDIA's datasheet"),
+    devices_per_node=1,
+    node_bandwidth=32e9,
+    network_bandwidth=3.1e9,
+)
+QWEN3_4B = ModelConfig(
+    vocab_size=151936,
+    seq_len=32768,
+    d_model=2560,
+    num_layers=36,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    d_ffn=9728,
+    activation="swiglu",
+    norm="rmsnorm",
+    bias=False,
+    qk_norm=True,
+    tied_embedding=True,
+)
+
+
+def vllm_on_l4() -> list[Measured]:
+    """vLLM 0.25.1, Qwen3 4B on an L4, batch 1: docs/features/quantization/quantized_kvcache.md.
+
+    The times of a token after so many, with the cache in 16 bits and in 8; weights in 16. "2k" is
+    taken for 2,048. Looked at after the formulas were written; nothing was changed since.
+    """
+    rows = [(2048, 29.1, 29.4), (8192, 26.4, 27.9), (16384, 23.6, 26.2), (32768, 19.4, 23.4)]
+    return [
+        Measured(Server(QWEN3_4B, L4, kv_bytes=kv_bytes), 1, context, 1, next_token=1 / speed)
+        for context, *speeds in rows
+        for kv_bytes, speed in zip((2, 1), speeds)
+    ]
+
+
+class Log(NamedTuple):
+    """What vLLM says at its start: the memory that is left for the cache, and the tokens in it."""
+
+    name: str
+    config: ModelConfig | str
+    kv_bytes: int
+    gib: float
+    tokens: int
+    source: str
+
+    @property
+    def predicted(self) -> float:
+        return self.gib * 2**30 / kv_bytes_a_token(self.config, self.kv_bytes).total
+
+
+LLAMA_ISSUE, QWEN_PAGE = "vLLM issue 10517, RTX 3090", "vLLM docs, quantized_kvcache.md, L4"
+LOGS = [  # GPU blocks of 16 tokens in the first two
+    Log("Llama 3.1 8B", "llama3-8b", 2, 3.81, 16 * 1952, LLAMA_ISSUE),
+    Log("Llama 3.1 8B", "llama3-8b", 2, 2.89, 16 * 1478, LLAMA_ISSUE),
+    Log("Qwen3 4B", QWEN3_4B, 2, 11.47, 83_488, QWEN_PAGE),
+    Log("Qwen3 4B, fp8", QWEN3_4B, 1, 11.47, 166_992, QWEN_PAGE),
+]
 
 _H100_7B = [  # batch, prompt, new, tokens a second
     (768, 128, 128, 19694),
