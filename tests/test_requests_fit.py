@@ -37,9 +37,8 @@ def test_what_cannot_be_is_told():
 
 def test_fewer_bits_make_room():
     def fits(**changed):
-        return int(
-            re.search(r"([\d,]+) requests", requests_fit(**changed).html)[1].replace(",", "")
-        )
+        (found,) = re.findall(r"([\d,]+) requests of", requests_fit(**changed).html)
+        return int(found.replace(",", ""))
 
     assert fits() < fits(weights="8 bits") < fits(weights="8 bits", cache="8 bits")
 

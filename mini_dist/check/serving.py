@@ -378,8 +378,6 @@ class Cache(Measured):
         ratio = found / self.expected
         heads = settings.get("num_attention_heads", settings.get("n_head"))
         kv_heads = settings.get("num_key_value_heads", heads)
-        if ratio == 0.5:
-            return "Half of it: keys and values are kept, both."
         if kv_heads < heads and ratio == heads / kv_heads and case.tp == 1:
             return (
                 f"{ratio:g} times too many: the cache has key/value heads, num_key_value_heads="
@@ -397,6 +395,8 @@ class Cache(Measured):
                 f"{settings['head_dim']} numbers where config.json says so; hidden_size / "
                 "num_attention_heads only where it does not."
             )
+        if ratio == 0.5 and case.bytes_a_number == 2:
+            return "Half of it: keys and values are kept, both."
         return (
             f"{found:,} bytes, and there are {self.expected:,}: 2 (keys and values) * layers * "
             "key/value heads * numbers of a head * tokens * bytes of a number."

@@ -33,9 +33,8 @@ def blocks(runs: dict[str, Iterable[Step]], memory: Memory, requests: Iterable[R
             empty += [book.unused_share] if book.used else []
             for block, color, share in of_blocks(book, colors):
                 image[block][column] = paler(color, 0.25 + 0.75 * share)
-        shares[label] = (
-            f"{len(steps)} steps, {sum(empty) / len(empty):.0%} of what is held is empty"
-        )
+        share = sum(empty) / len(empty)
+        shares[label] = f"{len(steps)} steps, {share:.0%} of what is held is empty"
         axes.imshow(image, aspect="auto", interpolation="nearest", origin="lower")
         axes.set_title(f"{label}: {shares[label]}", fontsize=9, loc="left")
         axes.set_ylabel("block", fontsize=8)

@@ -458,11 +458,8 @@ def per_family(config, tokens, bytes_a_number, tp):
     return numbers * bytes_a_number * tokens
 
 
-OTHERS = [
-    (each.name, fn)
-    for each in (another_table, another_choice, another_count)
-    for fn in each.answers
-]
+ANOTHER = (another_table, another_choice, another_count)
+OTHERS = [(each.name, fn) for each in ANOTHER for fn in each.answers]
 
 
 @pytest.mark.parametrize("name, fn", OTHERS, ids=lambda each: getattr(each, "__name__", each))
