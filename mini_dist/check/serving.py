@@ -284,6 +284,8 @@ class Choices(Measured):
             and all(isinstance(name, str) for part in came for name in part)
         ):
             return "shape"
+        if any(len(set(part)) < len(part) for part in came):
+            return "twice"
         leave, come = map(set, came)
         must_leave, may_come = map(set, right_choice(*situation, size))
         stay = [text for text in running if text.name not in leave]
@@ -323,6 +325,7 @@ class Choices(Measured):
 
 WRONG_CHOICES = {  # the likeliest mistakes first
     "shape": "Return two lists of names: who leaves, and who comes in.",
+    "twice": "A name stands in a list twice: each text leaves or comes in once.",
     "strangers": "Somebody leaves who does not run, or comes in who does not wait.",
     "short": "The blocks do not suffice: a text needs as many as hold all its tokens, less those "
     "that it has, and who leaves gives all of its blocks back.",

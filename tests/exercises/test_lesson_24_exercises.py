@@ -263,6 +263,12 @@ def numbers(running, waiting, free, block_size):
     return 0, 1
 
 
+@chosen("A name stands in a list twice")
+def each_name_twice(running, waiting, free, block_size):
+    leave, come = solutions.who_runs(running, waiting, free, block_size)
+    return leave * 2, come
+
+
 @chosen("Somebody leaves who does not run")
 def who_waits_leaves(running, waiting, free, block_size):
     return [text.name for text in waiting[:1]], []
