@@ -130,6 +130,12 @@ def test_logits_after_a_cache_are_those_of_the_whole_text_and_a_cut_cache_forget
     torch.testing.assert_close(forward(model, tokens[7:], cache), whole[7:])
 
 
+def test_a_text_beyond_the_window_is_refused():
+    with pytest.raises(ServingError, match="beyond the model's window, seq_len=64"):
+        continue_text(model_of(SMALL), torch.arange(60), 6)
+    assert len(continue_text(model_of(SMALL), torch.arange(60), 5)) == 65
+
+
 @pytest.mark.parametrize("length", [1, 3, 4, 11, 12])
 def test_attention_over_blocks_anywhere_is_attention_over_a_row(length):
     generator = torch.Generator().manual_seed(0)

@@ -38,8 +38,9 @@ class Served(NamedTuple):
 class Engine:
     """A model, blocks of keys and values [blocks, block_size, K/t, H] a layer, and texts.
 
-    group: the ranks among which the model's layers are cut; None if they are not. Every rank calls
-    the same methods. Raises ServingError for actions that cannot be done.
+    memory: says how many blocks, and of what size. group: the ranks among which the model's layers
+    are cut; None if they are not. Every rank calls the same methods. Raises ServingError for
+    actions that cannot be done.
     """
 
     def __init__(self, model: GPT, memory: Memory, group):

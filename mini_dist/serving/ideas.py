@@ -27,6 +27,7 @@ from torch import Tensor
 from ..context_parallel.ideas import Partial, merge
 from ..digits import at_least_float32
 from ..model import GPT
+from .actions import ServingError
 
 # --- keys and values are kept -------------------------------------------------------------------
 
@@ -79,7 +80,15 @@ def attending(model: GPT, functions: Sequence[Callable]) -> Iterator[None]:
 
 @torch.no_grad()
 def forward(model: GPT, tokens: Tensor, cache: Cache) -> Tensor:
-    """The tokens [S] that follow on those in the cache -> logits [S, V]; the cache grows by S."""
+    """The tokens [S] that follow on those in the cache -> logits [S, V]; the cache grows by S.
+
+    Raises ServingError beyond the window of the model, whose positions end there.
+    """
+    if cache.length + len(tokens) > model.config.seq_len:
+        raise ServingError(
+            f"{cache.length} tokens in the cache and {len(tokens)} more are beyond the model's "
+            f"window, seq_len={model.config.seq_len}: cut the text, or ask for less."
+        )
 
     def attend_in(layer: int) -> Callable:
         def attend(q, k, v, positions, dropout):

@@ -114,7 +114,10 @@ class Scheduler:
         self.running: list[Growing] = []  # who came in first, first
         self.ended: list[Growing] = []  # still have their blocks
         self.prefixes = Prefixes(memory.block_size)
-        self.actions: list[Action] = []  # of the step that is being made
+        # Of the step that is being made:
+        self.actions: list[Action] = []
+        self.budget: float = 0  # tokens that it still takes
+        self.came_short = False  # somebody had to leave
 
     @property
     def is_busy(self) -> bool:

@@ -2,7 +2,7 @@
 
 from board import GRAY, RANKS, Board
 
-SHARED = "#cccccc"
+SHARED, ARROWS = "#cccccc", ("#4a90c4", "#f08a3c")
 
 
 def block_table():
@@ -41,8 +41,8 @@ def block_table():
             has = place < full.get(block, 0)
             fill = owner[block] if has else "white"
             board.box(664 + 34 * place, y, 32, 26, "", fill, dashed=not has, line="#bbbbbb")
-    for row, (_, table, _, color) in enumerate(texts):
+    for row, (_, table, _, _) in enumerate(texts):
         for i, block in enumerate(table):
             y = 46 + 150 * row + 26 * i + 12
-            board.arrow(492, y, 632, 38 + 30 * block + 13, "", color, 1.4)
+            board.arrow(492, y, 632, 38 + 30 * block + 13, "", ARROWS[row], 1.4)
     return board
