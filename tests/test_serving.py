@@ -176,6 +176,27 @@ def test_the_page_places_tokens_where_the_engine_writes_them():
         assert (table, Places([action], memory).write.tolist()) == expected
 
 
+def test_the_engine_attends_as_the_page_does():
+    """Sequences of several lengths in one batch; the blocks of each lie anywhere."""
+    memory, generator = Memory(12, 4), torch.Generator().manual_seed(0)
+    lengths = {"a": 1, "b": 9, "c": 12}
+    for name, length in lengths.items():
+        for _ in range(memory.blocks_for(length)):
+            memory.do(Action(name, "TAKE", list(memory.free)[-1 if length == 9 else 0]))
+        if length > 1:
+            memory.do(Action(name, "RUN", 0, length - 1))
+    batch = [Action(name, "RUN", length - 1, length) for name, length in lengths.items()]
+    for action in batch:
+        memory.do(action)
+    keys, values = torch.randn(2, 12, 4, 2, 8, generator=generator, dtype=torch.float64)
+    q = torch.randn(1, 4, 3, 8, generator=generator, dtype=torch.float64)
+    k, v = torch.randn(2, 1, 2, 3, 8, generator=generator, dtype=torch.float64)
+    out = Places(batch, memory).attend(keys, values)(q, k, v, None, 0.0)
+    for row, (name, length) in enumerate(lengths.items()):
+        expected = paged_attention(q[0, :, row], keys, values, memory.tables[name], length)
+        torch.testing.assert_close(out[0, :, row], expected)
+
+
 def test_the_page_decides_as_the_scheduler_does():
     """Who leaves and who comes in, step by step, in a run with little memory."""
     scheduler = Scheduler(Memory(12, 4), Policy(99, share=False))
