@@ -114,6 +114,17 @@ CASES = {
         ],
         dict(tries=20),
     ),
+    "serve_trace": (
+        dict(num_requests=10, memory_tokens=16384),
+        [
+            dict(policy="static", requests_a_second=0.5, prompt_tokens=4, new_tokens=2, seed=1000),
+            dict(policy="reserved", requests_a_second=100, block_size=256, max_batch=1),
+            dict(policy="paged", prompt_tokens=2048, new_tokens=512, chunk=16, num_requests=2),
+            dict(policy="swapped", block_size=1, max_batch=512, chunk=8192, prompt_tokens=600),
+            dict(memory_tokens=2**19, num_requests=300, new_tokens=2, prompt_tokens=4, seed=0),
+        ],
+        {},
+    ),
     "plan_sweep": (
         dict(num_gpus=64, batch_mtokens=4),
         [

@@ -1,7 +1,7 @@
 """The layers of mini_dist: arrows point down only, and two files speak to torch.distributed.
 
 L5  check  widgets  draw  sweep  replay   views
-L4  all_axes  train  checkpoint  trainer  full_state
+L4  all_axes  train  checkpoint  trainer  full_state  serving
 L3  the strategies                siblings: they never import each other
 L2  ops  grad_norm  replicas  trainable  backend  emulate  watch  calculators
 L1  mesh  collectives
@@ -26,7 +26,7 @@ LAYERS = [
     {"mesh", "collectives"},
     {"ops", "grad_norm", "replicas", "trainable", "backend", "emulate", "watch", "calculators"},
     STRATEGIES,
-    {"all_axes", "train", "checkpoint", "trainer", "full_state"},
+    {"all_axes", "train", "checkpoint", "trainer", "full_state", "serving"},
     {"check", "widgets", "draw", "sweep", "replay"},
 ]
 LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}

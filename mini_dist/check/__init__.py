@@ -26,6 +26,7 @@ _FILES = (
     "planner",
     "scaling",
     "sequence_parallel",
+    "serving",
     "tensor_parallel",
     "wrappers",
     "zero",

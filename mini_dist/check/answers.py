@@ -180,3 +180,12 @@ def top_k_with_feedback(x, error, k, group):
     values = all_gather(whole[places], group)
     mean = torch.zeros_like(x).index_add(0, everyones, values) / group.size()
     return mean, whole.index_fill(0, places, 0.0)
+
+
+def cache_bytes(config, tokens, bytes_a_number, tp):
+    layers = config.get("num_hidden_layers", config.get("n_layer"))
+    heads = config.get("num_attention_heads", config.get("n_head"))
+    kv_heads = config.get("num_key_value_heads", heads)
+    head_dim = config.get("head_dim") or config.get("hidden_size", config.get("n_embd")) // heads
+    on_a_device = max(kv_heads // tp, 1)
+    return 2 * layers * on_a_device * head_dim * tokens * bytes_a_number

@@ -3,6 +3,7 @@
 Every function returns a Picture, which a notebook shows as PNG and `.save(path)` writes.
 """
 
+from .blocks import blocks
 from .emulated import devices, overlap, replayed
 from .ledgers import bars, curve, scatter, staleness, timeline, traffic
 from .messages import collective, flights, link_fit
@@ -13,6 +14,7 @@ from .schedules import gantt, held
 __all__ = [
     "Picture",
     "bars",
+    "blocks",
     "canvas",
     "collective",
     "curve",

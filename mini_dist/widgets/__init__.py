@@ -6,6 +6,7 @@ from .memory import memory_waterfall
 from .model_needs import memory_and_time
 from .planner import layout_planner
 from .published_runs import compare_with_published
+from .requests_fit import requests_fit
 from .routing import expert_routing
 from .scaling import scaling_curve
 from .stepper import collective_stepper
@@ -20,6 +21,7 @@ __all__ = [
     "memory_and_time",
     "memory_waterfall",
     "rank_grid",
+    "requests_fit",
     "scaling_curve",
     "zero_figure",
 ]

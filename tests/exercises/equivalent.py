@@ -36,6 +36,12 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "`for parameter in unit:` after the next": "the gradients go a moment later, and those of one unit only are there",
         "`handle.remove()` done twice": "what is removed stays removed",
     },
+    "cache_bytes": {
+        "`layers = config.get('num_hidden_layers', config.get('n_layer'))` after the next": "neither uses the other",
+        "`kv_heads = config.get('num_key_value_heads', heads)` after the next": "neither uses the other",
+        "`head_dim = config.get('head_dim') or config.get('hidden_size', config.get('n_embd')) // heads` after the next": "neither uses the other",
+        "arguments 0 and 1 swapped in `on_a_device = max(kv_heads // tp, 1)`": "of max",
+    },
     "combine": {
         "without the last keyword in `as_they_came[dispatched.by_expert] = torch.arange(len(answers), device=answers.device)`": "device=: on these ranks all tensors are the CPU's, where new ones are made, too",
     },
@@ -154,6 +160,8 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "`check_rank(q, x)` left out": "no q here has more columns than x can have",
         "`check_rank(q, x)` done twice": "it only looks",
         "`check_rank(q, x)` after the next": "no q here has more columns than x can have",
+    "place_tokens": {
+        "`table = table + free[:needed - len(table)]` after the next": "neither uses the other",
     },
     "ring_all_gather": {
         "`after, before = ((rank + 1) % size, (rank - 1) % size)` after the next": "neither uses the other",
@@ -223,6 +231,10 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         'without .detach() in `highest = collectives.all_reduce(mine.detach(), group, op="max")`': "the collectives have no gradient by themselves",
         "`at_target = logits.gather(-1, row[..., None]).squeeze(-1).where(is_here, 0)` after the next": "neither uses the other",
         "`losses = highest + exp_sum.log() - at_target` after the next": "neither uses the other",
+    },
+    "who_runs": {
+        "`free += last.blocks` after the next": "neither uses the other",
+        "`free -= missing(text)` after the next": "neither uses the other",
     },
     "zigzag": {
         "`check_divides(2 * size, seq_len, 'seq_len', by=two_chunks_each)` left out": "lengths that cannot be cut are not asked for; .view refuses them, too",

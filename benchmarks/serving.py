@@ -1,0 +1,260 @@
+"""Serving: paged continuous batching beside static batching, and beside transformers' own generate.
+
+Rows "trace": one stream of requests with mixed lengths and the same memory, all of it; ours pages
+and lets in before every step, theirs reserves the model's window for each and lets in when all have
+ended (both by our engine; the static one computes no padding, so it is a good static one).
+Rows "empty": what share of the token places in used blocks holds no token, beside 4 %, and
+beside the reservation's.
+Row "a decode step": one new token after 448 others, from the cache and by the whole window again.
+Rows "transformers": the same weights, greedy, the same prompts; a Llama of 4 layers x 256. Ours has
+its texts compared with theirs in every run. On one rank, and with tp_plan="auto" on 4 gloo ranks in
+the same processes by turns; bytes are what the ledger counts for a token of each sequence, all
+ranks together. On one rank ours misses its bar: 1.23 of their CPU time on two shared cores in
+November 2026 (an eighth of ours is in `rotate`, which takes its cosines in every layer anew; theirs
+takes them once a step). These rows need transformers and accelerate, which nothing else here needs:
+
+    pip install -e '.[bench]'
+"""
+
+import random
+import statistics
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+
+import torch
+from _form import Case, main
+
+from mini_dist import GPT, ModelConfig, launch
+from mini_dist.serving import Cache, Engine, Memory, Policy, Request, forward, measure
+from mini_dist.tensor_parallel import GPT_PLAN, shard_model
+
+CONFIG = ModelConfig(
+    d_model=256,
+    num_layers=4,
+    num_heads=8,
+    num_kv_heads=4,
+    seq_len=512,
+    norm="rmsnorm",
+    activation="swiglu",
+    bias=False,
+)
+RANKS = 4
+MEMORY = Memory(num_blocks=256, block_size=8)  # 2,048 tokens: four windows
+
+
+def trace(number):
+    """Prompts of 8 to 128 tokens, answers of 8 to 256: few are long, none is near the window."""
+    rng = random.Random(0)
+    requests = []
+    for i in range(number):
+        prompt = [rng.randrange(256) for _ in range(min(128, 8 + int(rng.expovariate(1 / 40))))]
+        new = min(256, 8 + int(rng.expovariate(1 / 60)))
+        requests.append(Request(str(i), prompt, new))
+    return requests
+
+
+POLICIES = {
+    "paged": Policy(max_batch=64, max_tokens=256),
+    "static": Policy(max_batch=64, static=True, reserve=CONFIG.seq_len),
+}
+
+
+def trace_cases(long):
+    model, requests = GPT(CONFIG), trace(96 if long else 32)
+    texts, wasted = {}, {}
+
+    def run(name):
+        began = time.perf_counter()
+        served = Engine(model, MEMORY, None).serve(requests, POLICIES[name])
+        taken = 1e3 * (time.perf_counter() - began)
+        texts[name] = served.texts
+        wasted[name] = 100 * measure(served.steps, requests, MEMORY).wasted
+        return taken
+
+    repeats = 5 if long else 3
+    name = f"trace of {len(requests)}, paged / static"
+    yield Case(name, lambda: run("paged"), lambda: run("static"), 0.5, repeats=repeats)
+    assert texts["paged"] == texts["static"], "the policies gave different texts"
+    yield Case("empty, paged / 4 %", lambda: wasted["paged"], 4.0, 1.0, "%", 1, 0)
+    yield Case(
+        "empty, paged / reserved",
+        lambda: wasted["paged"],
+        lambda: wasted["static"],
+        None,
+        "%",
+        1,
+        0,
+    )
+
+
+def step_case():
+    model, tokens = GPT(CONFIG).eval(), torch.arange(449) % 256
+    cache = Cache(CONFIG.num_layers)
+    forward(model, tokens[:-1], cache)
+
+    def decode():
+        forward(model, tokens[-1:], cache)
+        cache.cut(448)
+
+    def again():
+        with torch.no_grad():
+            model(tokens[None])
+
+    yield Case("a decode step / the whole window", decode, again, 0.25, repeats=15)
+
+
+# ---- transformers --------------------------------------------------------------------------------
+
+OUTER = {
+    "embed.token.weight": "model.embed_tokens.weight",
+    "head.norm.weight": "model.norm.weight",
+    "head.out.weight": "lm_head.weight",
+}
+INNER = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    **{f"attn.{name}": f"self_attn.{name}_proj" for name in "qkvo"},
+    **{f"ffn.{name}": f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+}
+PROMPT, BATCH = 64, 8
+
+
+def llama_from(model):
+    """transformers' model with the weights of ours."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=CONFIG.vocab_size,
+        hidden_size=CONFIG.d_model,
+        intermediate_size=CONFIG.d_ffn,
+        num_hidden_layers=CONFIG.num_layers,
+        num_attention_heads=CONFIG.num_heads,
+        num_key_value_heads=CONFIG.num_kv_heads,
+        max_position_embeddings=CONFIG.seq_len,
+        rms_norm_eps=1e-5,
+        rope_theta=10_000.0,
+        bos_token_id=None,
+        eos_token_id=None,  # no text ends early
+        attn_implementation="sdpa",
+    )
+    state = {}
+    for name, value in model.state_dict().items():
+        if name not in OUTER:
+            _, layer, rest = name.split(".", 2)
+            name = f"model.layers.{layer}.{INNER[rest.removesuffix('.weight')]}.weight"
+        state[OUTER.get(name, name)] = value
+    theirs = LlamaForCausalLM(config)
+    theirs.load_state_dict(state)
+    return theirs.eval()
+
+
+def prompts():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, CONFIG.vocab_size, (BATCH, PROMPT), generator=generator)
+
+
+def sides(model, theirs, new, group):
+    """Two functions that continue all prompts, and return the texts [B, new]."""
+    tokens = prompts()
+    requests = [Request(str(i), row.tolist(), new) for i, row in enumerate(tokens)]
+
+    def ours():
+        engine = Engine(model, Memory(BATCH * 8, 16), group)
+        texts = engine.serve(requests, Policy(max_batch=BATCH)).texts
+        return torch.tensor(list(texts.values()))
+
+    def hugging_face():
+        out = theirs.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=new,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        return out[:, PROMPT:]
+
+    return {"ours": ours, "theirs": hugging_face}
+
+
+def one_rank_case(new, repeats):
+    model = GPT(CONFIG).eval()
+    both = sides(model, llama_from(model), new, None)
+    texts = {name: side() for name, side in both.items()}
+    assert torch.equal(texts["ours"], texts["theirs"]), "the texts differ"
+
+    def a_token(side):  # one thread on both sides: its CPU time is what it takes when alone
+        began = time.process_time()
+        both[side]()
+        return 1e3 * (time.process_time() - began) / new
+
+    name = f"transformers, 1 rank: CPU time of a token of {BATCH} texts"
+    yield Case(name, lambda: a_token("ours"), lambda: a_token("theirs"), 1.0, repeats=repeats)
+
+
+def both_on_ranks(folder, new, group):
+    import os
+
+    import torch.distributed as dist
+    from transformers import LlamaForCausalLM
+
+    rank, size = group.rank(), group.size()
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))  # it asks them
+    mesh = dist.device_mesh.init_device_mesh("cpu", (size,))
+    theirs = LlamaForCausalLM.from_pretrained(folder, tp_plan="auto", device_mesh=mesh).eval()
+    model = shard_model(GPT(CONFIG).eval(), GPT_PLAN, group)
+    return sides(model, theirs, new, group)
+
+
+def in_turn_on_ranks(folder, new, rounds, group):
+    """{side: [seconds of each round]}, and both sides' texts."""
+    both = both_on_ranks(folder, new, group)
+    texts = {name: side() for name, side in both.items()}
+    taken = {name: [] for name in both}
+    for turn in range(rounds):
+        for name in both if turn % 2 else reversed(both):
+            group.barrier().wait()
+            began = time.perf_counter()
+            both[name]()
+            taken[name].append(time.perf_counter() - began)
+    return taken, texts
+
+
+def once_on_ranks(folder, new, name, group):
+    both_on_ranks(folder, new, group)[name]()
+
+
+def ranks_cases(new, rounds):
+    with tempfile.TemporaryDirectory() as folder:
+        llama_from(GPT(CONFIG)).save_pretrained(folder)
+        results = launch(in_turn_on_ranks, RANKS, (folder, new, rounds), timeout=500).results
+        sent = {}
+        for side in ("ours", "theirs"):  # eight tokens more: no prompt, no setting up
+            few, more = (
+                launch(once_on_ranks, RANKS, (folder, n, side), timeout=500).ledger.total_bytes()
+                for n in (4, 12)
+            )
+            sent[side] = (more - few) / 8
+    ms = {}
+    for side in ("ours", "theirs"):
+        assert all(torch.equal(texts[side], results[0][1]["theirs"]) for _, texts in results)
+        slowest = [max(turns) for turns in zip(*(taken[side] for taken, _ in results))]
+        ms[side] = 1e3 * statistics.median(slowest) / new
+    name = f"transformers, tp on {RANKS} ranks: a token of {BATCH} texts"
+    yield Case(name, lambda: ms["ours"], lambda: ms["theirs"], 1.0, "ms", 1, 0)
+    yield Case(name, lambda: sent["ours"], lambda: sent["theirs"], 1.0, "bytes", 1, 0)
+
+
+def cases(long):
+    torch.set_num_threads(1)  # on both sides
+    yield from trace_cases(long)
+    yield from step_case()
+    if not (find_spec("transformers") and find_spec("accelerate")):
+        print("no rows beside transformers: pip install -e '.[bench]' brings it")
+        return
+    yield from one_rank_case(64 if long else 32, 7 if long else 5)
+    yield from ranks_cases(64 if long else 16, 7 if long else 3)
+
+
+sys.exit(main(cases, __doc__))

@@ -1,0 +1,128 @@
+"""What a server does, as data: requests, and steps that are lists of actions.
+
+Nothing else decides. The scheduler writes the lists, the engine runs them on a model, the simulator
+gives them times, the figure draws them: all read one and the same thing, as with schedule/.
+
+    a RUN 0:16   a's tokens at positions 0..15 go through the model, which writes their keys and
+                 values; if the last of them is the last that is known, a next one is chosen
+    a TAKE 3     a free block becomes the next one of a's table
+    a SHARE 3    the same with a block that holds the right keys and values already
+    a COPY 3>7   a has to write into block 3, which others read: 7, with its content, replaces it
+    a FORK b     b begins with a's tokens and a's blocks
+    a OUT 3>0    the content of block 3 moves to place 0 on the host; the block is free
+    a IN 0>5     and back, into a free block, the next one of a's table
+    a DROP       a loses its blocks, and will compute again what was in them
+    a FREE       a has ended, or was cancelled
+
+In a step all blocks are moved first, then everything that is to RUN goes through the model at once.
+A sequence is one text that grows; a request with several samples becomes several sequences.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+_PATTERN = re.compile(
+    r"(?P<sequence>\S+) (?:(?P<kind>RUN) (\d+):(\d+)|(TAKE|SHARE) (\d+)|(COPY|OUT|IN) (\d+)>(\d+)"
+    r"|(FORK) (\S+)|(DROP|FREE))"
+)
+
+
+class ServingError(ValueError):
+    """A request that cannot be served, or an action that cannot be done; one sentence says why."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, and how it is to be continued.
+
+    arrival: when, in the clock of whoever serves (steps, or seconds). samples: so many different
+    continuations. temperature: 0 takes the likeliest token; else the seed decides, together with
+    the place of the token, whoever else is served meanwhile. stop: a token that ends the text.
+    Raises ServingError in one sentence.
+    """
+
+    name: str
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    arrival: float = 0.0
+    samples: int = 1
+    temperature: float = 0.0
+    seed: int = 0
+    stop: int | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "prompt", tuple(int(token) for token in self.prompt))
+        if not self.prompt:
+            raise ServingError(f"request {self.name!r} is empty: give at least one token.")
+        for field in ("max_new_tokens", "samples"):
+            if getattr(self, field) < 1:
+                raise ServingError(
+                    f"request {self.name!r} has {field}={getattr(self, field)}: give 1 or more."
+                )
+        if self.temperature < 0:
+            raise ServingError(
+                f"request {self.name!r} has temperature={self.temperature}: give 0 for the "
+                "likeliest token, or more."
+            )
+
+    @property
+    def positions(self) -> int:
+        """How many tokens have keys and values at the end: the last one is never read."""
+        return len(self.prompt) + self.max_new_tokens - 1
+
+    @property
+    def sequences(self) -> list[str]:
+        """The names of what it becomes."""
+        if self.samples == 1:
+            return [self.name]
+        return [f"{self.name}.{i}" for i in range(self.samples)]
+
+
+class Action(NamedTuple):
+    """One thing that is done for a sequence; prints as `a TAKE 3`."""
+
+    sequence: str
+    kind: str
+    first: int | str = 0  # a position, a block, a place on the host, or the name of a new sequence
+    last: int = 0  # the position after the last; where a content goes to
+
+    @staticmethod
+    def parse(text: str) -> Action:
+        match = _PATTERN.fullmatch(text.strip())
+        if match is None:
+            raise ServingError(
+                f"{text!r} is not an action: write who, what and where, as in `a TAKE 3`."
+            )
+        sequence, kind, *rest = [each for each in match.groups() if each is not None]
+        if kind == "FORK":
+            return Action(sequence, kind, rest[0])
+        return Action(sequence, kind, *map(int, rest))
+
+    def __str__(self) -> str:
+        between = {"RUN": ":", "COPY": ">", "OUT": ">", "IN": ">"}
+        if self.kind in between:
+            return f"{self.sequence} {self.kind} {self.first}{between[self.kind]}{self.last}"
+        where = f" {self.first}" if self.kind in ("TAKE", "SHARE", "FORK") else ""
+        return f"{self.sequence} {self.kind}{where}"
+
+    __repr__ = __str__
+
+
+class Step(NamedTuple):
+    """What is done between two moments: at most one batch through the model."""
+
+    start: float
+    end: float
+    actions: tuple[Action, ...]
+
+    def __str__(self) -> str:
+        return f"{self.start:g}: " + ", ".join(map(str, self.actions))
+
+
+def num_tokens(actions: Iterable[Action]) -> int:
+    """How many tokens go through the model in a step."""
+    return sum(action.last - action.first for action in actions if action.kind == "RUN")

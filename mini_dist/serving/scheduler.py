@@ -1,0 +1,344 @@
+"""Who runs next, and who has to leave: a policy, and the lists of actions that follow from it.
+
+    memory = Memory(num_blocks=64, block_size=16)
+    steps = plan(requests, Scheduler(memory, Policy(max_batch=8)))
+
+Static batching waits until all have ended before it lets others in. Continuous batching asks anew
+before every step (Yu et al. 2022, Orca, section 3.1). A long prompt is cut into chunks that run
+beside the others' next tokens, so that nobody waits for it (Agrawal et al. 2024, Sarathi-Serve,
+section 4). Where blocks run out, the one who came last leaves and comes back (Kwon et al. 2023,
+section 4.5).
+
+A scheduler knows lengths, not texts: it never asks the model anything. It knows the end of a text
+only when it is there, so it cannot know how many blocks a request will need.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from .actions import Action, Request, ServingError, Step
+from .memory import Memory
+
+PREEMPTIONS = ("recompute", "swap")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a server decides. The defaults are what is usual: continuous batching, paged blocks.
+
+    max_batch: sequences that run at once. max_tokens: of a step; longer prompts are cut into chunks
+    (None: never). static: nobody comes in before all have ended. reserve: tokens for which a
+    request gets blocks when it comes in, as if memory had to be contiguous (0: none beforehand).
+    preempt: "recompute" or "swap". share: use blocks again that hold the same beginning of a text.
+    """
+
+    max_batch: int = 16
+    max_tokens: int | None = None
+    static: bool = False
+    reserve: int = 0
+    preempt: str = "recompute"
+    share: bool = True
+
+    def __post_init__(self):
+        if self.max_batch < 1 or self.max_tokens is not None and self.max_tokens < 1:
+            raise ServingError(
+                f"max_batch={self.max_batch}, max_tokens={self.max_tokens}: give 1 or more."
+            )
+        if self.preempt not in PREEMPTIONS:
+            known = " or ".join(map(repr, PREEMPTIONS))
+            raise ServingError(f"preempt={self.preempt!r} is not known: give {known}.")
+
+
+class Growing:
+    """A sequence: its request, and how many of its tokens are known (prompt and chosen ones)."""
+
+    def __init__(self, name: str, request: Request):
+        self.name, self.request, self.known = name, request, len(request.prompt)
+
+    @property
+    def has_ended(self) -> bool:
+        return self.known == len(self.request.prompt) + self.request.max_new_tokens
+
+
+class Prefixes:
+    """Which block holds the keys and values of which beginning of a text, by its hash.
+
+    A block's hash is that of its tokens and of the hash before, so it stands for all that the
+    tokens have seen. A block that nobody uses keeps its content until it is taken.
+    """
+
+    def __init__(self, block_size: int):
+        self.block_size = block_size
+        self.block_of: dict[bytes, int] = {}
+        self.hash_of: dict[int, bytes] = {}
+
+    def hashes(self, tokens: Sequence[int]) -> list[bytes]:
+        """One for each full block."""
+        found, before = [], b""
+        for i in range(0, len(tokens) - self.block_size + 1, self.block_size):
+            part = repr(tokens[i : i + self.block_size]).encode()
+            before = hashlib.sha256(before + part).digest()
+            found.append(before)
+        return found
+
+    def find(self, tokens: Sequence[int]) -> list[int]:
+        """Blocks that hold its beginning. The last token is left out: somebody has to run it."""
+        blocks = []
+        for each in self.hashes(tokens[:-1]):
+            if each not in self.block_of:
+                break
+            blocks.append(self.block_of[each])
+        return blocks
+
+    def remember(self, tokens: Sequence[int], table: Sequence[int], written: int) -> None:
+        full = self.hashes(tokens[:written])
+        for each, block in zip(full, table):
+            if each not in self.block_of and block not in self.hash_of:
+                self.block_of[each], self.hash_of[block] = block, each
+
+    def forget(self, block: int) -> None:
+        """Something else will be written into it."""
+        self.block_of.pop(self.hash_of.pop(block, None), None)
+
+
+class Scheduler:
+    """Decides step by step; `memory` is its own book, which nobody else may change."""
+
+    def __init__(self, memory: Memory, policy: Policy | None = None):
+        self.memory, self.policy = memory, policy or Policy()
+        self.waiting: list[Growing] = []  # who comes in first, first
+        self.running: list[Growing] = []  # who came in first, first
+        self.ended: list[Growing] = []  # still have their blocks
+        self.prefixes = Prefixes(memory.block_size)
+        # Of the step that is being made:
+        self.actions: list[Action] = []
+        self.budget: float = 0  # tokens that it still takes
+        self.came_short = False  # somebody had to leave
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.waiting or self.running or self.ended)
+
+    def add(self, request: Request) -> None:
+        """Let a request wait. Raises ServingError if it could not run even alone."""
+        self.refuse_what_never_fits(request)
+        self.waiting.append(Growing(request.sequences[0], request))
+
+    def refuse_what_never_fits(self, request: Request) -> None:
+        memory, policy = self.memory, self.policy
+        positions = max(request.positions, policy.reserve)
+        if memory.blocks_for(positions) > memory.num_blocks:
+            raise ServingError(
+                f"request {request.name!r} can grow to {positions} tokens, which need "
+                f"{memory.blocks_for(positions)} blocks of {memory.block_size}, and there are "
+                f"{memory.num_blocks}: it would never fit."
+            )
+        if request.samples > policy.max_batch:
+            raise ServingError(
+                f"request {request.name!r} has samples={request.samples}, and max_batch="
+                f"{policy.max_batch} run at once: it would never fit."
+            )
+        if request.samples > 1 and policy.reserve:
+            raise ServingError(
+                f"request {request.name!r} has samples={request.samples}, which share blocks: "
+                "give a policy with reserve=0."
+            )
+
+    def end(self, name: str) -> None:
+        """A sequence has ended before its time: its text came to `stop`."""
+        self.ended += [each for each in self.running if each.name == name]
+        self.running = [each for each in self.running if each.name != name]
+
+    def cancel(self, name: str) -> None:
+        """Nobody wants a request's answer any more: it leaves, wherever it is."""
+        gone = [each for each in self.running + self.waiting if each.request.name == name]
+        self.waiting = [each for each in self.waiting if each not in gone]
+        self.running = [each for each in self.running if each not in gone]
+        self.ended += [each for each in gone if each.name in self.memory.tables]
+
+    def step(self) -> list[Action]:
+        """The next step; an empty list if there is nothing to do."""
+        self.actions, self.came_short = [], False
+        self.memory.begin_step()
+        self.budget = math.inf if self.policy.max_tokens is None else self.policy.max_tokens
+        self._give_back()
+        # Next tokens before prompts: who has begun to read must not wait.
+        for sequence in sorted(self.running, key=lambda each: self._left(each) > 1):
+            if sequence in self.running:
+                self._go_on(sequence)
+        if not self.came_short and not (self.policy.static and self.running):
+            self._let_in()
+        self.ended += [each for each in self.running if each.has_ended]
+        self.running = [each for each in self.running if not each.has_ended]
+        return self.actions
+
+    # --- the parts of a step -------------------------------------------------------------------
+
+    def _do(self, sequence: Growing, kind: str, first=0, last=0) -> None:
+        action = Action(sequence.name, kind, first, last)
+        self.memory.do(action)
+        self.actions.append(action)
+
+    def _give_back(self) -> None:
+        if self.policy.static and self.running:
+            return  # the memory is the batch's until all have ended
+        for sequence in self.ended:
+            self._do(sequence, "FREE")
+        self.ended = []
+
+    def _left(self, sequence: Growing) -> int:
+        """Tokens that are known, and have no keys and values yet."""
+        return sequence.known - self.memory.written.get(sequence.name, 0)
+
+    def _go_on(self, sequence: Growing) -> None:
+        """One that has come in runs as many tokens as the step still takes."""
+        tokens = min(self._left(sequence), self.budget)
+        while tokens and self._blocks_to_write(sequence, tokens) > len(self.memory.free):
+            self.came_short = True
+            others = [each for each in self.running if each.name not in self.memory.ran]
+            last = others[-1]
+            self._preempt(last)
+            if last is sequence:
+                return
+        if tokens:
+            self._run(sequence, tokens)
+
+    def _blocks_to_write(self, sequence: Growing, tokens: int) -> int:
+        """How many free blocks it takes: new ones, and a copy of one that others read."""
+        memory = self.memory
+        table, written = memory.tables[sequence.name], memory.written[sequence.name]
+        shared = table[written // memory.block_size :]
+        copies = sum(memory.users[block] > 1 for block in shared)
+        return max(0, memory.blocks_for(written + tokens) - len(table)) + copies
+
+    def _run(self, sequence: Growing, tokens: int) -> None:
+        memory, name = self.memory, sequence.name
+        first = memory.written[name]
+        for block in memory.tables[name][first // memory.block_size :]:
+            if memory.users[block] > 1:
+                self._do(sequence, "COPY", block, self._free_block())
+        for _ in range(self._blocks_to_write(sequence, tokens)):
+            self._do(sequence, "TAKE", self._free_block())
+        self._do(sequence, "RUN", first, first + tokens)
+        self.budget -= tokens
+        if self.policy.share and not self.policy.reserve:
+            self.prefixes.remember(sequence.request.prompt, memory.tables[name], first + tokens)
+        if first + tokens < sequence.known:
+            return
+        began = sequence.known == len(sequence.request.prompt)
+        sequence.known += 1
+        for child in sequence.request.sequences[1:]:
+            if began and name == sequence.request.sequences[0]:
+                self._do(sequence, "FORK", child)
+                forked = Growing(child, sequence.request)
+                forked.known = sequence.known
+                self.running.append(forked)
+
+    def _free_block(self) -> int:
+        block = next(iter(self.memory.free))
+        self.prefixes.forget(block)
+        return block
+
+    def _preempt(self, sequence: Growing) -> None:
+        """It leaves, and waits in front of all that have not begun."""
+        table = list(self.memory.tables[sequence.name])
+        if self.policy.preempt == "swap" and len(table) <= len(self.memory.free_places):
+            for block in table:
+                self._do(sequence, "OUT", block, next(iter(self.memory.free_places)))
+        else:
+            self._do(sequence, "DROP")
+        self.running.remove(sequence)
+        self.waiting.insert(0, sequence)
+
+    def _let_in(self) -> None:
+        """Those that wait come in, in order, until one does not fit."""
+        while self.waiting and self.budget:
+            sequence = self.waiting[0]
+            begins = sequence.known == len(sequence.request.prompt)
+            if len(self.running) + (sequence.request.samples if begins else 1) > (
+                self.policy.max_batch
+            ):
+                return
+            came_in = self._swap_in(sequence) or self._begin(sequence)
+            if not came_in:
+                return
+            self.waiting.pop(0)
+            self.running.append(sequence)
+            self._run(sequence, min(self._left(sequence), self.budget))
+
+    def _swap_in(self, sequence: Growing) -> bool:
+        places = list(self.memory.hosted.get(sequence.name, []))
+        to_write = self.memory.blocks_for(sequence.known)
+        if not places or to_write > len(self.memory.free):
+            return False
+        for place in places:
+            self._do(sequence, "IN", place, self._free_block())
+        return True
+
+    def _begin(self, sequence: Growing) -> bool:
+        """Its first blocks: those that hold its beginning already, and all that is reserved."""
+        memory, policy, request = self.memory, self.policy, sequence.request
+        if sequence.name in memory.hosted:
+            return False  # it waits to be swapped in
+        reserved = memory.blocks_for(max(policy.reserve, request.positions)) * bool(policy.reserve)
+        shared = [] if policy.reserve or not policy.share else self.prefixes.find(request.prompt)
+        left = sequence.known - len(shared) * memory.block_size
+        tokens = len(shared) * memory.block_size + min(left, self.budget)
+        new = max(memory.blocks_for(tokens), reserved) - len(shared)
+        if new + sum(block in memory.free for block in shared) > len(memory.free):
+            return False
+        for block in shared:
+            self._do(sequence, "SHARE", block)
+        for _ in range(new):
+            self._do(sequence, "TAKE", self._free_block())
+        return True
+
+
+def serve(
+    requests: Iterable[Request],
+    scheduler: Scheduler,
+    execute: Callable[[list[Action]], Iterable[str]],
+    seconds: Callable[[list[Action]], float] = lambda actions: 1.0,
+    cancel: dict[str, float] | None = None,
+) -> list[Step]:
+    """Let requests arrive, step until all have been answered, and return what was done.
+
+    execute: does the actions, and returns the sequences that came to their `stop`. seconds: how
+    long the step took, asked after it (1 unless given: the clock counts steps). cancel: request ->
+    when nobody wants it any more. Raises ServingError, before the first step, for a request that
+    can never fit.
+    """
+    coming = sorted(requests, key=lambda request: request.arrival)
+    names = [name for request in coming for name in request.sequences]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ServingError(f"two requests are called {twice[0]!r}: give each its own name.")
+    for request in coming:
+        scheduler.refuse_what_never_fits(request)
+    cancel, clock, steps = dict(cancel or {}), 0.0, []
+    while coming or scheduler.is_busy:
+        while coming and coming[0].arrival <= clock:
+            scheduler.add(coming.pop(0))
+        for name in [name for name, when in cancel.items() if when <= clock]:
+            scheduler.cancel(name)
+            coming = [request for request in coming if request.name != name]
+            del cancel[name]
+        actions = scheduler.step()
+        if not actions and scheduler.is_busy:
+            raise ServingError(f"nobody can go on at {clock:g}, and nobody has ended.")
+        if not actions:
+            clock = coming[0].arrival if coming else clock
+            continue
+        for name in execute(actions):
+            scheduler.end(name)
+        start, clock = clock, clock + seconds(actions)
+        steps.append(Step(start, clock, tuple(actions)))
+    return steps
+
+
+def plan(requests: Iterable[Request], scheduler: Scheduler, **how) -> list[Step]:
+    """The steps as they would be, without a model: nobody comes to a `stop`. how: as `serve`."""
+    return serve(requests, scheduler, lambda actions: (), **how)
