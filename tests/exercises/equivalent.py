@@ -160,6 +160,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "`check_rank(q, x)` left out": "no q here has more columns than x can have",
         "`check_rank(q, x)` done twice": "it only looks",
         "`check_rank(q, x)` after the next": "no q here has more columns than x can have",
+    },
     "place_tokens": {
         "`table = table + free[:needed - len(table)]` after the next": "neither uses the other",
     },
