@@ -287,6 +287,7 @@ def tensorrt_llm() -> list[Measured]:
     """NVIDIA, TensorRT-LLM v0.6.1 (H100, A100) and v0.5 (L40S, first tokens), docs/source/
     performance.md at commit 138f96d: fixed batches of equal requests. H100 and L40S: weights and
     cache in fp8. LLaMA 7B and 70B, of the tables' four models. The 70B is Llama 2's.
+    The H100's table is per GPU; the A100's, which does not say, is read so, too.
     """
     fp8 = {"weight_bytes": 1, "kv_bytes": 1}
     throughput = [  # model, machine, tp, batch, prompt, new, tokens a second and device

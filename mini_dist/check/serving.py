@@ -6,6 +6,7 @@ whose blocks were taken, and by how many. The choice is judged situation by situ
 
 from __future__ import annotations
 
+import operator
 import random
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -93,7 +94,7 @@ def write(fn, case: Texts, group) -> Written:
             found.shape = malformed(came)
             if found.shape:
                 return found
-            table, places = ([int(each) for each in part] for part in came)
+            table, places = (list(map(operator.index, part)) for part in came)
             fresh = table[len(tables[i]) :]
             found.taken += table[: len(tables[i])] != tables[i] or len({*fresh}) < len(fresh)
             found.taken += sum(block not in free for block in fresh)
@@ -123,6 +124,12 @@ def malformed(came) -> str:
     for part, what in zip(came, ("table", "places")):
         if not isinstance(part, (list, tuple, range, torch.Tensor)):
             return f"The {what} came as {type(part).__name__}: give a list of whole numbers."
+        for each in part:
+            try:
+                operator.index(each)
+            except TypeError:
+                kind = type(each).__name__
+                return f"In the {what} stands a {kind}, {each!r}: give a list of whole numbers."
     return ""
 
 
@@ -440,6 +447,15 @@ REACH = {
 }
 LLAMA_8B, LLAMA_70B = llama(4096, 32, 32, 8, 14336), llama(8192, 80, 64, 8, 28672)
 GPT_2 = settings("gpt2", 50257, 1024, n_embd=768, n_layer=12, n_head=12)
+OPEN_LLAMA = settings(  # neither num_key_value_heads nor head_dim
+    "llama",
+    32000,
+    2048,
+    hidden_size=3200,
+    num_hidden_layers=26,
+    num_attention_heads=32,
+    intermediate_size=8640,
+)
 QWEN = settings(
     "qwen3",
     151936,
@@ -454,6 +470,7 @@ QWEN = settings(
 REAL = [
     (1, Real("Llama 3 8B", LLAMA_8B, 8192, 2, 1, 2 * 32 * 8 * 128)),
     (1, Real("GPT-2", GPT_2, 1000, 4, 1, 2 * 12 * 12 * 64)),
+    (1, Real("OpenLLaMA 3B", OPEN_LLAMA, 2048, 2, 1, 2 * 26 * 32 * 100)),
     (1, Real("Qwen3 0.6B", QWEN, 4096, 2, 1, 2 * 28 * 8 * 128)),
     (1, Real("Llama 3 70B", LLAMA_70B, 4096, 1, 4, 2 * 80 * 2 * 128)),
     (1, Real("Llama 3 70B", LLAMA_70B, 100, 2, 16, 2 * 80 * 1 * 128)),

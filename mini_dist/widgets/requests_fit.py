@@ -95,7 +95,7 @@ def draw(server: Server, tokens: int, batch: int, points, mine) -> Picture:
     )
     right.set(xlim=(low, high), ylim=(min(ys) - 0.3, max(ys) + 0.3))
     right.set(xlabel="ms to the next token")
-    right.set_title("tokens a second and GPU; each point twice the batch", fontsize=9)
+    right.set_title("tokens a second and GPU; all but the last: twice the batch", fontsize=9)
     right.spines[["top", "right"]].set_visible(False)
     said = f"{points[-1][0]:,} requests of {tokens:,} tokens fit; {batch}: "
     return Picture(figure, f"{said}{mine.tokens_a_second:,.0f} tokens a second and GPU")

@@ -96,6 +96,17 @@ def a_number(table, free, written, new, block_size):
     return table, table[-1]
 
 
+@placed("In the places stands a tuple, ")
+def block_and_offset(table, free, written, new, block_size):
+    table = table + free[: -(-(written + new) // block_size) - len(table)]
+    return table, [divmod(i, block_size) for i in range(written, written + new)]
+
+
+@placed("In the table stands a float, ")
+def half_a_block(table, free, written, new, block_size):
+    return [*table, *map(float, free[:1])], list(range(new))
+
+
 @pytest.mark.parametrize("fn, says", placed.answers, ids=placed.names())
 def test_a_bad_table_is_refused_with_the_hint_that_names_it(fn, says):
     verdict = check.place_tokens.judge(fn)
@@ -406,6 +417,20 @@ def every_key_is_there(config, tokens, bytes_a_number, tp):
     return 2 * config["num_hidden_layers"] * kv * head_dim * tokens * bytes_a_number
 
 
+@counted("need not have every key")
+def only_gpt2_lacks_kv_heads(config, tokens, bytes_a_number, tp):
+    layers, heads, _, head_dim = sizes(config)
+    kv = heads if config["model_type"] == "gpt2" else config["num_key_value_heads"]
+    return 2 * layers * max(kv // tp, 1) * head_dim * tokens * bytes_a_number
+
+
+@counted("2 (keys and values) * layers")
+def a_head_has_64_or_128(config, tokens, bytes_a_number, tp):
+    layers, _, kv, _ = sizes(config)
+    head_dim = 64 if config["model_type"] == "gpt2" else 128
+    return 2 * layers * max(kv // tp, 1) * head_dim * tokens * bytes_a_number
+
+
 @counted("2 (keys and values) * layers")
 def always_two_bytes(config, tokens, bytes_a_number, tp):
     layers, _, kv, head_dim = sizes(config)
@@ -459,7 +484,7 @@ def per_family(config, tokens, bytes_a_number, tp):
     else:
         heads = config["num_attention_heads"]
         of_head = config.get("head_dim", config["hidden_size"] // heads)
-        on_each = -(-config["num_key_value_heads"] // tp)
+        on_each = -(-config.get("num_key_value_heads", heads) // tp)
         numbers = 2 * config["num_hidden_layers"] * on_each * of_head
     return numbers * bytes_a_number * tokens
 
