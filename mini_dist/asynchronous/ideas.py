@@ -68,11 +68,11 @@ def serve(
         else:
             left += 1
             steps.pop(worker, None)
+        all_began = len(steps) == num_workers - left
+        fewest = min(steps.values(), default=0) if all_began else 0
         waiting, early = early, []
         for worker, rows in waiting:
-            if bound is None or (
-                len(steps) == num_workers - left and steps[worker] - min(steps.values()) <= bound
-            ):
+            if bound is None or steps[worker] - fewest <= bound:
                 pulled[worker] = len(applied)
                 send(table[rows], worker, group)
             else:

@@ -50,11 +50,13 @@ class Told:
 
     bound: int | None
     steps: int = 3
+    fewer: int = 0  # steps that the odd workers take less, so that they leave before the others
     with_rows: bool = False
     seed: int = 0
 
     def __str__(self) -> str:
-        return f"bound={self.bound}" + ", workers that ask for some rows only" * self.with_rows
+        rows = ", workers that ask for some rows only" * self.with_rows
+        return f"bound={self.bound}" + ", some workers leave early" * bool(self.fewer) + rows
 
     def gradient(self, worker: int, number: int) -> Tensor:
         rows = torch.arange(LENGTH * WIDTH, dtype=torch.float64).view(LENGTH, WIDTH)
@@ -81,7 +83,7 @@ class Told:
                 table[at] = update(table[at], self.gradient(worker, pushes[worker])[at])
                 applied.append((worker, len(applied) - pulled[worker]))
                 ready.remove(worker)
-            elif begun[worker] == self.steps:
+            elif begun[worker] == self.steps - worker % 2 * self.fewer:
                 events.append(Event(worker, LEAVE, None))
                 del begun[worker]
             else:
@@ -90,7 +92,7 @@ class Told:
                 waits[worker] = rows
             for other, rows in list(waits.items()):
                 ahead = begun[other] - min(begun.values())
-                if self.bound is None or (min(begun.values()) > 0 and ahead <= self.bound):
+                if self.bound is None or ahead <= self.bound:
                     at = slice(None) if rows is None else list(rows)
                     brought[other].append(table[at].clone())
                     answered[other].append(len(events))
@@ -226,8 +228,9 @@ class Served(Measured):
         return (
             "everyone waits. A pull that had to wait has to be looked at again after every "
             "request: a step that another worker begins, or its leaving, may be what it waited "
-            "for. With bound=0 nobody is ahead, but all may be in the same step. Who has left is "
-            "waited for no more, and when all have, the server returns.\n"
+            "for. With bound=0 nobody is ahead, but all may be in the same step. Who has not begun "
+            "has begun 0: with bound=1 nobody's first step waits for it. Who has left is waited "
+            "for no more, and when all have, the server returns.\n"
         )
 
 
@@ -455,6 +458,7 @@ EXERCISES = [
             (3, Told(0)),
             (4, Told(1)),
             (4, Told(2, steps=5, seed=1)),
+            (4, Told(1, steps=5, fewer=3)),
             (3, Told(1, steps=4, with_rows=True)),
             (3, Told(None)),
             (2, Told(0)),

@@ -20,8 +20,19 @@ cloudpickle.register_pickle_by_value(solutions)
 wrong_server, wrong_push, wrong_outer = Wrong(), Wrong(), Wrong()
 
 
-def server(table, update, num_workers, group, may_go, stale=lambda applied, pulled, worker: None):
-    """A server with a rule of its own: may_go(steps, worker, number of workers that are there)."""
+def server(
+    table,
+    update,
+    num_workers,
+    group,
+    may_go,
+    stale=lambda applied, pulled, worker: None,
+    looks=lambda kind: True,
+    forgets=True,
+):
+    """A server with a rule of its own: may_go(steps, worker, number of workers that are there).
+
+    looks: after which requests it looks at the waiting pulls. forgets: the steps of who leaves."""
     steps, waiting, pulled, applied, left = {}, [], {}, [], 0
     while left < num_workers:
         kind, worker, rows = next_request(group)
@@ -35,8 +46,9 @@ def server(table, update, num_workers, group, may_go, stale=lambda applied, pull
             waiting.append((worker, rows))
         else:
             left += 1
-            del steps[worker]
-        for each in list(waiting):
+            if forgets:
+                del steps[worker]
+        for each in list(waiting) if looks(kind) else []:
             if may_go(steps, each[0], num_workers - left):
                 waiting.remove(each)
                 pulled[each[0]] = len(applied)
@@ -46,9 +58,8 @@ def server(table, update, num_workers, group, may_go, stale=lambda applied, pull
 
 def bounded(bound):
     def may_go(steps, worker, there):
-        return bound is None or (
-            len(steps) == there and steps[worker] - min(steps.values()) <= bound
-        )
+        fewest = min(steps.values()) if len(steps) == there else 0
+        return bound is None or steps[worker] - fewest <= bound
 
     return may_go
 
@@ -82,6 +93,30 @@ def waits_for_those_who_have_left(table, update, num_workers, bound, group):
         return bounded(bound)(steps, worker, num_workers)
 
     return server(table, update, num_workers, group, may_go)
+
+
+@wrong_server("Who has not begun has begun 0")
+def waits_until_all_have_begun(table, update, num_workers, bound, group):
+    def may_go(steps, worker, there):
+        return bound is None or (len(steps) == there and bounded(bound)(steps, worker, there))
+
+    return server(table, update, num_workers, group, may_go)
+
+
+@wrong_server("Who has left is waited")
+def remembers_the_steps_of_those_who_have_left(table, update, num_workers, bound, group):
+    def may_go(steps, worker, there):
+        return bounded(bound)(steps, worker, max(there, len(steps)))
+
+    return server(table, update, num_workers, group, may_go, forgets=False)
+
+
+@wrong_server("or its leaving, may be what it waited for")
+def does_not_look_again_when_one_leaves(table, update, num_workers, bound, group):
+    def looks(kind):
+        return kind != LEAVE
+
+    return server(table, update, num_workers, group, bounded(bound), looks=looks)
 
 
 @wrong_server("The staleness is off")
@@ -294,7 +329,7 @@ def hears_the_message_itself(table, update, num_workers, bound, group):
             table[where] = update(table[where], recv(table[where], who, group))
             out.append((who, len(out) - at[who]))
         slowest = min((n for w, n in begun.items() if w not in gone), default=0)
-        for w in [w for w in open_ if bound is None or slowest and begun[w] <= slowest + bound]:
+        for w in [w for w in open_ if bound is None or begun[w] <= slowest + bound]:
             at[w] = len(out)
             send(table[open_.pop(w)], w, group)
     return out
@@ -316,7 +351,7 @@ def answers_the_last_comer_first(table, update, num_workers, bound, group):
         else:
             table[rows] = update(table[rows], recv(table[rows], worker, group))
             applied += [Applied(worker, len(applied) - then[worker])]
-        least = min(steps.values()) if len(steps) == num_workers and steps else float("-inf")
+        least = min(steps.values()) if len(steps) == num_workers and steps else 0
         go = [p for p in pulls if bound is None or steps[p[0]] <= least + bound]
         pulls = [p for p in pulls if p not in go]
         for who, which in go:
