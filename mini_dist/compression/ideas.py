@@ -160,8 +160,8 @@ def one_bit_mean(x: Tensor, left: Tensor, group) -> tuple[Tensor, Tensor, Tensor
     Each rank sends the signs of its x, and a size for each of the n chunks; averages one chunk, to
     which it adds `left`, [N/n] rounded up to whole bytes, what the last mean left out there; and
     sends of that signs and a size again: 2 (n-1)/n (N/8 + 4 n) bytes a rank, for N padded to 8 n.
-    Returns mean, sent, and the new `left` (Tang et al. 2021, 1-bit Adam, algorithm 1 and section
-    5.2: there it is the momentum that is sent).
+    Returns mean, sent, and the new `left` (Tang et al. 2021, 1-bit Adam, algorithm 1; there it is
+    the momentum that is sent).
     """
     rank, size = group.rank(), group.size()
     padded = torch.nn.functional.pad(x, (0, -len(x) % (8 * size))).view(size, -1)

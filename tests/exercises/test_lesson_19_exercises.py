@@ -58,6 +58,20 @@ def a_lot_a_row(x, lots):
     return (x + torch.rand(len(x), 1, generator=lots, dtype=x.dtype)).floor()
 
 
+@wrong_lot("Elements share a lot")
+def a_lot_for_two_columns(x, lots):
+    lot = torch.rand(x.shape, generator=lots, dtype=x.dtype)
+    lot[:, 3] = lot[:, 2]
+    return (x + lot).floor()
+
+
+@wrong_lot("Elements share a lot")
+def a_lot_and_what_it_lacks_to_one(x, lots):
+    lot = torch.rand(x.shape, generator=lots, dtype=x.dtype)
+    lot[:, 5] = 1 - lot[:, 4]
+    return (x + lot).floor()
+
+
 @wrong_lot("On the average this is not x")
 def a_coin(x, lots):
     up = torch.rand(x.shape, generator=lots) < 0.5
@@ -124,6 +138,11 @@ def nearest_of_a_shifted_one(x, lots):
 
 
 @right_lot
+def by_lots_of_float32(x, lots):
+    return (x + torch.rand(x.shape, generator=lots)).floor()
+
+
+@right_lot
 def in_double_precision(x, lots):
     lot = torch.rand(x.shape, generator=lots, dtype=torch.float64)
     return (x.double() + lot).floor().to(x.dtype)
@@ -169,6 +188,36 @@ def forgets(x, error, k, group):
 def returns_sums(x, error, k, group):
     whole, places = chosen(x, error, k)
     mean = gathered(x, whole, places, group) * group.size()
+    return mean, whole.index_fill(0, places, 0.0)
+
+
+@wrong_top("the number of all ranks")
+def divides_by_those_who_sent(x, error, k, group):
+    whole, places = chosen(x, error, k)
+    everyones = all_gather(places.int(), group)
+    total = spread(x, everyones, all_gather(whole[places], group), group) * group.size()
+    counts = torch.zeros_like(x).index_add(0, everyones, x.new_ones(len(everyones)))
+    return total / counts.clamp(min=1), whole.index_fill(0, places, 0.0)
+
+
+@wrong_top("of x + error, not of x")
+def keeps_what_is_left_of_x(x, error, k, group):
+    whole, places = chosen(x, error, k)
+    return gathered(x, whole, places, group), x.index_fill(0, places, 0.0)
+
+
+@wrong_top("of x + error, not of x")
+def subtracts_what_was_sent_from_x(x, error, k, group):
+    whole, places = chosen(x, error, k)
+    sent = torch.zeros_like(x).index_copy(0, places, whole[places])
+    return gathered(x, whole, places, group), x - sent
+
+
+@wrong_top("Places travel as int32")
+def sends_short_places(x, error, k, group):
+    whole, places = chosen(x, error, k)
+    everyones = all_gather(places.short(), group).int() & 0xFFFF
+    mean = spread(x, everyones.clamp(max=len(x) - 1), all_gather(whole[places], group), group)
     return mean, whole.index_fill(0, places, 0.0)
 
 
