@@ -40,7 +40,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "`layers = config.get('num_hidden_layers', config.get('n_layer'))` after the next": "neither uses the other",
         "`kv_heads = config.get('num_key_value_heads', heads)` after the next": "neither uses the other",
         "`head_dim = config.get('head_dim') or config.get('hidden_size', config.get('n_embd')) // heads` after the next": "neither uses the other",
-        "arguments 0 and 1 swapped in `on_a_device = max(kv_heads // tp, 1)`": "of max",
+        "arguments 0 and 1 swapped in `on_a_device = max(kv_heads // tp, 1)`": "the largest of two in either order",
     },
     "combine": {
         "without the last keyword in `as_they_came[dispatched.by_expert] = torch.arange(len(answers), device=answers.device)`": "device=: on these ranks all tensors are the CPU's, where new ones are made, too",
