@@ -57,7 +57,6 @@ def differentiable_all_reduce(x, group):
     class AllReduce(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x, group):
-            ctx.group = group
             return all_reduce(x, group)
 
         @staticmethod
