@@ -14,6 +14,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from mini_dist import widgets
+
 ROOT = Path(__file__).resolve().parent.parent
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 LESSON = "00_start_here.ipynb"
@@ -41,6 +43,7 @@ EXPLORERS = {  # each with the slider that is moved
     "zero_figure": "ranks",
     "all_reduces": "num bytes",
     "pipelines": "num micro batches",
+    "requests_fit": "batch",
 }
 
 
@@ -197,6 +200,7 @@ SHOWN = """cell => {
 
 
 def test_every_explorer_moves_in_jupyterlab(lab, page):
+    assert {*widgets.__all__} - {"Explorer"} <= EXPLORERS.keys()
     open_notebook(lab, page, "explorers.ipynb")
     page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-all-cells') }")
     for number, (name, slider) in enumerate(EXPLORERS.items(), start=1):
