@@ -6,6 +6,8 @@
 
 The first axis is the outermost: the last one joins neighbouring ranks, so it should be the one
 that talks most. The usual order is AXES: tensor parallel ranks sit side by side, inside a node.
+Where a launcher dealt the ranks out otherwise, `Mesh(group, by_hosts=True, ...)` numbers them host
+by host; `parallelize`, which makes its own mesh, is given `host_by_host(group)`.
 
 Experts divide the same ranks another way. `ep` is no axis of the grid: the dp*cp ranks that
 share a place in pp and tp are cut into groups of ep, which hold all experts between them. What is
@@ -16,9 +18,12 @@ left over, edp = dp*cp/ep, is the experts' own data parallelism: who holds the s
 
 from __future__ import annotations
 
+import itertools
 import math
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
+if TYPE_CHECKING:
+    import torch.distributed as dist  # (Grid needs no torch, and works where there is none)
 
 AXES = ("pp", "dp", "cp", "tp")  # the usual order, outermost first
 
@@ -98,6 +103,16 @@ class Grid:
             )
         return [axis for axis in self.axes if axis not in shared] + [*self.experts]
 
+    def crossing(self, hosts: list[int]) -> dict[str, int]:
+        """For each axis how many of its groups have ranks on more than one host.
+
+        hosts: the host of each rank, as `hosts_of(group)` has it.
+        """
+        return {
+            axis: sum(len({hosts[rank] for rank in ranks}) > 1 for ranks in self.groups(axis))
+            for axis in (*self.axes, *self.experts)
+        }
+
     def __str__(self) -> str:
         """All groups of all axes, a line an axis."""
         sizes = self.axes | self.experts
@@ -116,6 +131,49 @@ def axis_groups(**axes: int) -> dict[str, list[list[int]]]:
     """
     grid = Grid(**axes)
     return {axis: grid.groups(axis) for axis in (*grid.axes, *grid.experts)}
+
+
+def uplink_bytes(grid: Grid, sent: dict[str, int], hosts: list[int]) -> int:
+    """Bytes that the busiest host sends to others, if each group of an axis is a ring.
+
+    sent: for each axis the bytes that a rank sends to the next one of its group. hosts: of each
+    rank the host.
+    """
+    out = dict.fromkeys(hosts, 0)
+    for axis, nbytes in sent.items():
+        for ranks in grid.groups(axis):
+            for rank, after in zip(ranks, ranks[1:] + ranks[:1]):
+                out[hosts[rank]] += nbytes * (hosts[rank] != hosts[after])
+    return max(out.values())
+
+
+def order_on_hosts(axes: dict[str, int], sent: dict[str, int], ranks_per_host: int) -> tuple:
+    """The order of the axes, outermost first, in which the busiest uplink carries least.
+
+    The ranks are on hosts one after the other, `ranks_per_host` on each; the rest is as in
+    `uplink_bytes`. Of several orders that are as good it is the first, as `axes` has them.
+    """
+    size = math.prod(axes.values())
+    hosts = [rank // ranks_per_host for rank in range(size)]
+
+    def busiest(order: tuple) -> int:
+        return uplink_bytes(Grid(**{axis: axes[axis] for axis in order}), sent, hosts)
+
+    return min(itertools.permutations(axes), key=busiest)
+
+
+def host_by_host(group) -> dist.ProcessGroup:
+    """The ranks of `group` in the order of their hosts, as a group: for a Mesh whose last axes are
+    to be inside hosts, whatever the launcher did. All of them call it."""
+    import torch.distributed as dist
+
+    from .ranks.hosts import hosts_of
+
+    hosts, members = hosts_of(group), dist.get_process_group_ranks(group)
+    order = sorted(range(group.size()), key=lambda rank: hosts[rank])
+    if order == list(range(group.size())):
+        return group
+    return dist.new_group([members[rank] for rank in order], sort_ranks=False)
 
 
 def megatron_order(order: str, **sizes: int) -> dict[str, int]:
@@ -143,16 +201,20 @@ def megatron_order(order: str, **sizes: int) -> dict[str, int]:
 class Mesh:
     """The ranks of `group` as a Grid, with a process group for every axis.
 
-    Every member of `group` must make the same mesh. Raises ValueError if the sizes of the axes do
-    not multiply to the size of the group.
+    Every member of `group` must make the same mesh. by_hosts: number the ranks host by host, so
+    that the last axes are inside hosts, whatever the launcher did (`host_by_host`); all ranks of
+    the world must then make it. Raises ValueError if the sizes of the axes do not multiply to the
+    size of the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup, **axes: int):
+    def __init__(self, group: dist.ProcessGroup, *, by_hosts: bool = False, **axes: int):
         self.group, self.grid = group, Grid(**axes)
         self.axes = self.grid.axes
         if self.grid.size != group.size():
             shape = " * ".join(f"{axis}={size}" for axis, size in self.axes.items())
             raise ValueError(f"{shape} is {self.grid.size}, but the group has {group.size()} ranks")
+        if by_hosts:
+            self.group = host_by_host(group)
         self._groups: dict[frozenset[str], dist.ProcessGroup] = {}
         for axis in (*self.axes, *self.grid.experts):
             self._groups[frozenset([axis])] = self._make(axis)
@@ -162,8 +224,12 @@ class Mesh:
         if len(mine) == self.group.size() and axes[0] in self.axes:
             made = self.group
         else:
+            import torch.distributed as dist
+
             members = dist.get_process_group_ranks(self.group)
-            made = dist.new_group([members[rank] for rank in mine], use_local_synchronization=True)
+            made = dist.new_group(  # (host by host, world ranks may go up and down along an axis)
+                [members[rank] for rank in mine], use_local_synchronization=True, sort_ranks=False
+            )
         if hasattr(self.group, "recorder"):  # so that the ledger can say which axis spoke
             self.group.recorder.axes[made.group_name] = "*".join(axes)
         return made

@@ -53,9 +53,7 @@ def all_reduce_in_every_way(x, group, op="sum", small_pieces=True):
     ways = ALL_REDUCE + ("auto",)
     results = {way: collectives.all_reduce(x, group, op, way) for way in ways}
     for k in divisors(group.size()):
-        results[f"hierarchical {k}"] = collectives.all_reduce(
-            x, group, op, "hierarchical", ranks_per_node=k
-        )
+        results[f"hierarchical {k}"] = collectives.all_reduce(x, group, op, "hierarchical", nodes=k)
     for roots in range(1, group.size() + 1) if op != "mean" else ():
         results[f"stars, {roots} roots"] = collectives.stars_all_reduce(x, group, op, roots)
     if small_pieces:
@@ -682,8 +680,8 @@ X = torch.ones(4)
         (lambda c, g: c.all_reduce(X.int(), g, op="mean"), "torch.int32 would have to round"),
         (lambda c, g: c.all_reduce(X.bool(), g), "count with x.int()"),
         (lambda c, g: c.all_reduce(X, g, algorithm="fast"), "algorithm='fast' is none of"),
-        (lambda c, g: c.hierarchical_all_reduce(X, g, 3), "ranks_per_node=3 does not divide the 1"),
-        (lambda c, g: c.all_reduce(X, g, algorithm="hierarchical"), "ranks_per_node=None"),
+        (lambda c, g: c.hierarchical_all_reduce(X, g, 3), "nodes=3 ranks each do not divide the 1"),
+        (lambda c, g: c.hierarchical_all_gather(X, g, [0, 1]), "not one entry for each of 1 ranks"),
         (lambda c, g: c.broadcast(X, 1, g), "root=1 is no rank of this group: give 0 to 0"),
         (lambda c, g: c.star_reduce(X, -1, g), "root=-1 is no rank"),
         (lambda c, g: c.all_gather(X, g, sizes=[3]), "of which rank 0 has 4 rows"),

@@ -9,7 +9,16 @@ import torch.distributed as dist
 
 from mini_dist import launch
 from mini_dist.config import Layout
-from mini_dist.mesh import AXES, Grid, Mesh, axis_groups, megatron_order
+from mini_dist.mesh import (
+    AXES,
+    Grid,
+    Mesh,
+    axis_groups,
+    host_by_host,
+    megatron_order,
+    uplink_bytes,
+)
+from mini_dist.ranks.hosts import Hosts, hosts_of
 
 
 def test_the_last_axis_joins_neighbours():
@@ -210,6 +219,62 @@ def a_mesh_of_a_subgroup(group):
 
 def test_a_mesh_of_a_subgroup_speaks_of_the_right_world_ranks():
     assert launch(a_mesh_of_a_subgroup, 4).results == [None, [1, 3], None, [1, 3]]
+
+
+# -- on hosts -------------------------------------------------------------------------------------
+
+THREE = Hosts(3, ranks=[2, 0, 1, 1, 0, 2], emulated=True)
+IN_ORDER, SHUFFLED = [0, 0, 1, 1, 2, 2], list(THREE.ranks)
+
+
+def test_crossing_counts_the_groups_that_leave_a_host():
+    assert Grid(dp=3, tp=2).crossing(IN_ORDER) == {"dp": 2, "tp": 0}
+    assert Grid(tp=2, dp=3).crossing(IN_ORDER) == {"tp": 3, "dp": 2}
+    assert Grid(dp=3, tp=2).crossing(SHUFFLED) == {"dp": 2, "tp": 2}  # 2 3 are on one host
+    assert Grid(dp=3, tp=2).crossing([0] * 6) == {"dp": 0, "tp": 0}
+    # experts: ep joins neighbours among the dp ranks, edp those at the same place
+    experts = Grid(dp=6, ep=2)
+    assert experts.crossing(IN_ORDER) == {"dp": 1, "edp": 2, "ep": 0}
+    assert Grid(dp=6, ep=3).crossing(IN_ORDER) == {"dp": 1, "edp": 3, "ep": 2}
+
+
+def test_the_busiest_uplink_is_that_of_rings_along_each_axis():
+    grid = Grid(dp=3, tp=2)  # dp: 0 2 4 | 1 3 5; each of the two ranks of a host sends on
+    assert uplink_bytes(grid, {"dp": 10}, IN_ORDER) == 20
+    assert uplink_bytes(grid, {"tp": 1}, IN_ORDER) == 0
+    assert uplink_bytes(grid, {"dp": 10, "tp": 1}, IN_ORDER) == 20
+    # tp: 0 1 | 2 3 | 4 5 on hosts 2 0 | 1 1 | 0 2: both ranks of hosts 0 and 2 send out
+    assert uplink_bytes(grid, {"tp": 1}, SHUFFLED) == 2
+    assert uplink_bytes(grid, {"tp": 1}, [0, 1, 1, 1, 1, 1]) == 1
+    # ep 3: 0 1 2 | 3 4 5, and of hosts 0 0 1 | 1 2 2 host 1 sends 2 to 0, 3 to 4; edp: all
+    assert uplink_bytes(Grid(dp=6, ep=3), {"ep": 1}, IN_ORDER) == 2
+    assert uplink_bytes(Grid(dp=6, ep=3), {"edp": 5, "ep": 1}, IN_ORDER) == 12
+
+
+def meshes_on_hosts(group):
+    by_hosts = host_by_host(group)
+    mesh = Mesh(group, by_hosts=True, pp=3, tp=2)
+    everyone = dist.get_process_group_ranks(by_hosts)
+    axes = {axis: dist.get_process_group_ranks(mesh[axis]) for axis in ("pp", "tp")}
+    place = {axis: mesh.index(axis) for axis in axes}
+    as_coordinates = place == mesh.grid.coordinates(mesh.group.rank())
+    x = torch.tensor([group.rank()])
+    dist.all_reduce(x, group=mesh["pp"])
+    crossing = mesh.grid.crossing(hosts_of(mesh.group))
+    return everyone, axes, as_coordinates, x.item(), crossing, by_hosts is group
+
+
+def test_host_by_host_neighbours_of_the_mesh_share_a_host_and_places_are_in_that_order():
+    """By the map, host 0 has ranks 1 and 4, host 1 has 2 and 3, host 2 has 0 and 5. The stages of
+    a pipeline go 1 2 0 and 4 3 5: were a group's ranks sorted, 0 would be a first stage."""
+    for rank, found in enumerate(launch(meshes_on_hosts, 6, hosts=THREE).results):
+        everyone, axes, as_coordinates, total, crossing, unchanged = found
+        assert everyone == [1, 4, 2, 3, 0, 5] and not unchanged
+        assert axes["tp"] in ([1, 4], [2, 3], [0, 5]) and rank in axes["tp"]
+        assert axes["pp"] == ([1, 2, 0] if rank < 3 else [4, 3, 5])
+        assert as_coordinates and total == sum(axes["pp"])
+        assert crossing == {"pp": 2, "tp": 0}
+    assert launch(meshes_on_hosts, 6).results[0][-1]  # one host: the very same group
 
 
 def wrong_sizes(group):

@@ -6,8 +6,10 @@
     halving_doubling.py  fewer rounds than the ring: partners at powers of two
     pipelined_ring.py    the ring made fast
     hierarchical.py      nodes x ranks in a node
+    torus.py             rows x columns, both at once
     pairwise.py          everyone with everyone; the barrier
     in_flight.py         begun now, waited for later
+    by_hosts.py          the same on two levels
     choose.py            all_reduce(x, group, op=..., algorithm="auto") and its like
 
 What holds for all of them:
@@ -31,12 +33,21 @@ from .halving_doubling import (
     recursive_doubling_all_gather,
     recursive_halving_reduce_scatter,
 )
-from .hierarchical import hierarchical_all_reduce
+from .hierarchical import (
+    hierarchical_all_gather,
+    hierarchical_all_reduce,
+    hierarchical_reduce_scatter,
+)
 from .in_flight import begin_all_gather_, begin_reduce_scatter
 from .messages import collective, exchange, recv, send, split_sizes, start, wait
 from .pairwise import barrier, pairwise_all_to_all
 from .pipelined_ring import pipelined_ring_all_reduce
 from .ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from .ring_by_hosts import (
+    ring_by_hosts_all_gather,
+    ring_by_hosts_all_reduce,
+    ring_by_hosts_reduce_scatter,
+)
 from .star_tree import (
     gather,
     scatter,
@@ -48,6 +59,7 @@ from .star_tree import (
     tree_broadcast,
     tree_reduce,
 )
+from .torus import torus_all_reduce
 
 __all__ = [
     "all_gather",
@@ -62,7 +74,9 @@ __all__ = [
     "exchange",
     "gather",
     "halving_doubling_all_reduce",
+    "hierarchical_all_gather",
     "hierarchical_all_reduce",
+    "hierarchical_reduce_scatter",
     "pairwise_all_to_all",
     "pipelined_ring_all_reduce",
     "recursive_doubling_all_gather",
@@ -72,6 +86,9 @@ __all__ = [
     "reduce_scatter",
     "ring_all_gather",
     "ring_all_reduce",
+    "ring_by_hosts_all_gather",
+    "ring_by_hosts_all_reduce",
+    "ring_by_hosts_reduce_scatter",
     "ring_reduce_scatter",
     "scatter",
     "send",
@@ -81,6 +98,7 @@ __all__ = [
     "star_reduce",
     "stars_all_reduce",
     "start",
+    "torus_all_reduce",
     "tree_all_reduce",
     "tree_broadcast",
     "tree_reduce",

@@ -7,12 +7,18 @@ All ranks must arrive at the same choice, so it depends only on what they share:
 ranks and the bytes of the whole. The limits were measured with gloo on one machine of two cores
 (benchmarks/collectives.py), where a byte costs the same wherever it goes and a message much more:
 there stars win for longer than where each rank has a link of its own. Lesson 04 finds yours.
+On several hosts (`launch(hosts=...)`) it is the uplinks that count: "hierarchical" sends least over
+them, from the first byte to the last in fewer or as many messages as a ring. Hosts of unequal size
+take "ring_by_hosts", which goes through one host after the other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from ..ranks.hosts import hosts_of
 from .halving_doubling import (
     doubling_all_reduce,
     halving_doubling_all_reduce,
@@ -20,11 +26,20 @@ from .halving_doubling import (
     recursive_doubling_all_gather,
     recursive_halving_reduce_scatter,
 )
-from .hierarchical import hierarchical_all_reduce
+from .hierarchical import (
+    hierarchical_all_gather,
+    hierarchical_all_reduce,
+    hierarchical_reduce_scatter,
+)
 from .messages import begin, check_rows, collective
 from .pairwise import pairwise_all_to_all
 from .pipelined_ring import pipelined_ring_all_reduce
 from .ring import check_sizes, ring_all_gather, ring_all_reduce, ring_reduce_scatter
+from .ring_by_hosts import (
+    ring_by_hosts_all_gather,
+    ring_by_hosts_all_reduce,
+    ring_by_hosts_reduce_scatter,
+)
 from .star_tree import (
     star_all_reduce,
     star_broadcast,
@@ -38,17 +53,22 @@ from .star_tree import (
 STAR_BYTES = 1 << 19  # up to here the fewest messages win, though one rank handles them all
 STARS_BYTES = 4 << 20  # up to here it pays to share that rank's load, for a few messages more
 REDUCE_STAR_BYTES = 4 << 20  # a reduce to one root: up to here by a star, beyond by a tree
+HOSTS_BYTES = 1 << 12  # on several hosts: beyond, the bytes on the uplinks count
 ROUNDS_BYTES = 1 << 20  # up to here the fewest rounds win; beyond, the fewest bytes
 
 BROADCAST = {"star": star_broadcast, "tree": tree_broadcast}
 REDUCE = {"star": star_reduce, "tree": tree_reduce}
 ALL_GATHER = {"ring": ring_all_gather, "doubling": recursive_doubling_all_gather}
+ALL_GATHER |= {"hierarchical": hierarchical_all_gather, "ring_by_hosts": ring_by_hosts_all_gather}
 REDUCE_SCATTER = {"ring": ring_reduce_scatter, "halving": recursive_halving_reduce_scatter}
+REDUCE_SCATTER["hierarchical"] = hierarchical_reduce_scatter
+REDUCE_SCATTER["ring_by_hosts"] = ring_by_hosts_reduce_scatter
 ALL_REDUCE = {
     "star": star_all_reduce,
     "stars": stars_all_reduce,
     "tree": tree_all_reduce,
     "ring": ring_all_reduce,
+    "ring_by_hosts": ring_by_hosts_all_reduce,
     "pipelined_ring": pipelined_ring_all_reduce,
     "doubling": doubling_all_reduce,
     "halving_doubling": halving_doubling_all_reduce,
@@ -84,14 +104,16 @@ def all_gather(
 ) -> torch.Tensor:
     """Every rank returns all ranks' x, concatenated along `dim` in rank order.
 
-    sizes: every rank's x.shape[dim], where they differ. algorithm: "ring", "doubling", or "auto".
+    sizes: every rank's x.shape[dim], where they differ. algorithm: "ring", "doubling",
+    "hierarchical", "ring_by_hosts", or "auto".
     """
     check_rows(x)
     x = x.movedim(dim, 0)
     sizes = check_sizes(x, sizes, group)
-    nbytes = sum(sizes) * (x.nbytes // max(len(x), 1))
-    function = pick(ALL_GATHER, algorithm, by_rounds(nbytes, group, "doubling", "ring"))
-    return function(x, group, sizes).movedim(0, dim)
+    nbytes = sum(sizes) * x.shape[1:].numel() * x.itemsize  # (a rank's own part may be empty)
+    auto = by_uplinks(nbytes, group) or by_rounds(nbytes, group, "doubling", "ring")
+    function = pick(ALL_GATHER, algorithm, auto)
+    return function(x, group, sizes=sizes).movedim(0, dim)
 
 
 @collective
@@ -101,11 +123,13 @@ def reduce_scatter(
     """Cut x along `dim` into n chunks; rank r returns chunk r, reduced over all ranks.
 
     If n does not divide x.shape[dim], the first chunks are one longer (as torch.tensor_split).
-    op: "sum", "mean", "max", "min" or "product". algorithm: "ring", "halving", or "auto".
+    op: "sum", "mean", "max", "min" or "product". algorithm: "ring", "halving", "hierarchical",
+    "ring_by_hosts", or "auto".
     """
     check_rows(x)
-    function = pick(REDUCE_SCATTER, algorithm, by_rounds(x.nbytes, group, "halving", "ring"))
-    chunk = function(x.movedim(dim, 0), group, begin(op, x)).movedim(0, dim)
+    auto = by_uplinks(x.nbytes, group) or by_rounds(x.nbytes, group, "halving", "ring")
+    function = pick(REDUCE_SCATTER, algorithm, auto)
+    chunk = function(x.movedim(dim, 0), group, op=begin(op, x)).movedim(0, dim)
     return finish(chunk, op, group)
 
 
@@ -115,19 +139,21 @@ def all_reduce(
     group,
     op: str = "sum",
     algorithm: str = "auto",
-    ranks_per_node: int | None = None,
+    nodes: int | Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Every rank returns x reduced over all ranks, the same to the last bit.
 
     op: "sum", "mean" (the sum, divided at the end), "max", "min" or "product". algorithm: "star",
-    "stars", "tree", "ring", "pipelined_ring", "doubling", "halving_doubling", "hierarchical" (with
-    `ranks_per_node`) or "auto".
+    "stars", "tree", "ring", "ring_by_hosts", "pipelined_ring", "doubling", "halving_doubling",
+    "hierarchical" (with `nodes`, as hierarchical.py has them, where launch does not know the hosts)
+    or "auto".
     """
     ways = dict(ALL_REDUCE)
-    ways["hierarchical"] = lambda *args: hierarchical_all_reduce(*args[:2], ranks_per_node, args[2])
+    ways["hierarchical"] = lambda *args: hierarchical_all_reduce(*args[:2], nodes, args[2])
     auto = "stars" if x.nbytes <= STARS_BYTES else "ring"
     if x.nbytes <= STAR_BYTES:
         auto = "star"
+    auto = by_uplinks(x.nbytes, group) or auto
     return finish(pick(ways, algorithm, auto)(x, group, begin(op, x)), op, group)
 
 
@@ -153,6 +179,15 @@ def by_rounds(nbytes: int, group, few_rounds: str, few_bytes: str) -> str:
     folded = power_of_two(group.size()) < group.size()
     limit = ROUNDS_BYTES // 8 if folded else ROUNDS_BYTES
     return few_rounds if nbytes <= limit else few_bytes
+
+
+def by_uplinks(nbytes: int, group) -> str | None:
+    """What spares the uplinks; None where there are none, or where rounds count and not bytes."""
+    hosts = hosts_of(group)
+    if len({*hosts}) == 1 or nbytes <= HOSTS_BYTES:
+        return None
+    even = len({hosts.count(host) for host in hosts}) == 1
+    return "hierarchical" if even else "ring_by_hosts"
 
 
 def pick(ways: dict, algorithm: str, auto: str):

@@ -70,9 +70,18 @@ def enter_an_empty_network() -> None:
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
         bring_loopback_up()
-        check(libc.capset(*before))
+        BEFORE.append(before)
     else:
         bring_loopback_up()
+
+
+BEFORE: list[tuple] = []  # the capabilities of before a user namespace of its own
+
+
+def give_rights_back() -> None:
+    """Let go of all capabilities that a user namespace of its own gave this process."""
+    if BEFORE:
+        check(ctypes.CDLL(None, use_errno=True).capset(*BEFORE[0]))
 
 
 def bring_loopback_up() -> None:

@@ -1,0 +1,161 @@
+"""Collectives and ZeRO between two hosts with real slow links (Linux; lesson 26).
+
+Rows "all-reduce": 4 ranks on 2 hosts, 4 MB; ours is hierarchical, theirs gloo's own; the fastest of
+some rounds of the slowest rank, both in turn in the same processes.
+Rows "clock / formula": the fastest round beside the formula's time, so the ratio is how much longer
+it takes. For the cable that is bytes / speed, headers included. A ring is inside a host while it is
+on the cable; the hierarchy is inside before and after, so its formula adds how long these two parts
+take alone, measured in the same run: on two cores they are no small thing beside 1 Gbit/s. The rows
+"of the cable alone" leave that out and have no bar.
+Rows "clock / seconds_on": the fastest round beside what the same messages take in virtual time, for
+a ring, a ring whose ranks are dealt, and the hierarchy. At 40 Mbit/s the cable decides: there clock
+and virtual time are to agree within 15 %.
+Row "HSDP step": a training step of a small GPT, ours beside FSDP2 on a mesh of two dims.
+Where the system allows no namespaces there is nothing to measure, and the benchmark says so.
+"""
+
+import sys
+import time
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from _form import Case, in_turn, main, of_all_ranks, step_cases
+
+from mini_dist import (
+    GPT,
+    Batches,
+    Hosts,
+    Mesh,
+    ModelConfig,
+    launch,
+    load_text,
+    seconds_on,
+    token_loss,
+)
+from mini_dist.collectives import all_reduce, ring_all_gather, ring_reduce_scatter
+from mini_dist.collectives.hierarchical import two_levels
+from mini_dist.zero import ZeRO3
+
+N = 4_000_000
+CONFIG = ModelConfig(num_layers=4, d_model=128, num_heads=4, seq_len=64, tied_embedding=False)
+
+
+def sides(rounds, group):
+    """Seconds of each round: {side: [...]}."""
+    x = torch.ones(N // 4)
+    taken = {"hierarchical": [], "ring": [], "gloo": [], "inside": []}
+    node, _ = two_levels(group, None)
+    for _ in range(rounds):
+        for side, seconds in taken.items():
+            dist.barrier(group)
+            began = time.perf_counter()
+            if side == "gloo":
+                dist.all_reduce(x.clone(), group=group)
+            elif side == "inside":  # what the hierarchy does before the cable and after it
+                ring_all_gather(ring_reduce_scatter(x, node), node)
+            else:
+                all_reduce(x, group, algorithm=side)
+            seconds.append(time.perf_counter() - began)
+    return taken
+
+
+def rounds_of(algorithm, rounds, group):
+    """Seconds of each round."""
+    x, taken = torch.ones(N // 16), []
+    for _ in range(rounds):
+        dist.barrier(group)
+        began = time.perf_counter()
+        all_reduce(x, group, algorithm=algorithm)
+        taken.append(time.perf_counter() - began)
+    return taken
+
+
+def clock_and_virtual(algorithm, ranks, rounds):
+    """Milliseconds of the fastest round, and of the same messages in virtual time."""
+    slow = Hosts(2, "40 Mbit/s", ranks=ranks)
+    run = launch(rounds_of, 4, (algorithm, rounds), hosts=slow, quiet=True)
+    only = launch(lambda g: all_reduce(torch.ones(N // 16), g, algorithm=algorithm), 4, hosts=slow)
+    return 1e3 * min(map(max, zip(*run.results))), 1e3 * seconds_on(only.ledger, slow)
+
+
+def fastest(uplink, rounds):
+    run = launch(sides, 4, (rounds,), hosts=Hosts(2, uplink), quiet=True)
+    if run.no_hosts:
+        sys.exit(f"no hosts to measure on: {run.no_hosts}")
+    return {
+        side: 1e3 * min(map(max, zip(*(taken[side] for taken in run.results))))
+        for side in run.results[0]
+    }
+
+
+def ours(grid):
+    gpt = GPT(CONFIG, seed=0)
+    make = partial(torch.optim.AdamW, lr=1e-3)
+    model = ZeRO3(gpt, grid["inside"], make, units=gpt.blocks, replicas=grid["across"])
+    inputs, targets = Batches(load_text(), 8, CONFIG.seq_len).batch(0)
+
+    def step():
+        token_loss(model(inputs), targets).mean().backward()
+        model.step()
+        model.zero_grad()
+
+    return step
+
+
+def theirs(grid):
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = DeviceMesh.from_group(
+        [grid["across"], grid["inside"]],
+        "cpu",
+        mesh=torch.arange(4).view(2, 2),
+        mesh_dim_names=("replicate", "shard"),
+    )
+    gpt = GPT(CONFIG, seed=0)
+    for module in (*gpt.blocks, gpt):
+        fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-3)
+    inputs, targets = Batches(load_text(), 8, CONFIG.seq_len).batch(0)
+
+    def step():
+        token_loss(gpt(inputs), targets).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def hsdp(rounds, group):
+    grid = Mesh(group, across=2, inside=2)
+    both = [ours(grid), theirs(grid)]
+    for step in both:
+        step()
+    return in_turn(*both, rounds, group)
+
+
+def cases(long):
+    rounds = 12 if long else 6
+    for uplink, speed in (("200 Mbit/s", 25e6), ("1 Gbit/s", 125e6)):
+        found = fastest(uplink, rounds)
+        one = dict(repeats=1, warmup=0)
+        yield Case(
+            f"all-reduce, {uplink}", partial(found.get, "hierarchical"), found["gloo"], 0.75, **one
+        )
+        cable = 1e3 * N / speed * 1514 / 1448
+        for side, formula in (("ring", 1.5 * cable), ("hierarchical", cable + found["inside"])):
+            name = f"clock / formula, {side}, {uplink}"
+            yield Case(name, partial(found.get, side), formula, 1.15, **one)
+        name = f"clock / formula of the cable alone, hierarchical, {uplink}"
+        yield Case(name, partial(found.get, "hierarchical"), cable, **one)
+    for side, ranks in (("ring", "neighbours"), ("ring", "dealt"), ("hierarchical", "neighbours")):
+        clock, virtual = clock_and_virtual(side, ranks, rounds)
+        name = f"clock / seconds_on, {side}, {ranks}, 40 Mbit/s"
+        yield Case(name, lambda clock=clock: clock, virtual, 1.15, repeats=1, warmup=0)
+    results = launch(hsdp, 4, (rounds,), hosts=Hosts(2, "200 Mbit/s"), quiet=True, timeout=300)
+    yield from step_cases("HSDP step, 200 Mbit/s", of_all_ranks(results.results), 1.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(cases, __doc__))
