@@ -1,0 +1,268 @@
+"""The rank's side of an elastic run: who has died, who has come, and a new group of those there.
+
+    def train(group):
+        while not done:
+            try:
+                ...                                # steps, with any collectives
+            except RanksChanged as news:           # raised wherever this rank is in the group
+                group = regroup(group)             # of those that are there now
+                ...                                # agree on where to go on
+
+A rank that waits in gloo for one that is dead would wait for ever, and so would those that wait for
+it: a ring breaks in one place and stands still everywhere. So a thread listens to the parent, which
+hears of every death. On bad news it shuts this rank's connections, so that whatever waits on them
+fails, and who waits all the same is fetched out of it (`Membership.call`). gloo takes no new work
+on such a group: `regroup` makes another, over a store of its own.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import os
+import pickle
+import queue
+import socket
+import threading
+import time
+from dataclasses import dataclass
+
+from .transport import receive, send
+
+LOOK = 0.05  # seconds between two looks, for news and whether a group is there
+PATIENCE = 10.0  # seconds for the parent to say why a connection has broken
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A rank that is gone. rank: its number in the run, which nobody gets again; host: where it
+    ran; how it ended; doing: its last communication."""
+
+    rank: int
+    host: str
+    how: str
+    doing: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} on {self.host} {self.how}; {self.doing}"
+
+
+@dataclass(frozen=True)
+class News:
+    """From the parent: the group of this generation is no more. joining: ranks that want to come
+    in."""
+
+    generation: int
+    lost: tuple[Lost, ...]
+    joining: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """From the parent: who makes the next group, in its order."""
+
+    generation: int
+    members: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """To the parent: "ready" for the next group, "invite" another rank, or "beat", alive."""
+
+    what: str
+
+
+class RanksChanged(ConnectionError):
+    """Ranks have died or want to join: this group is over. `lost`: a Lost of each that died;
+    `joining`: numbers of those that have come."""
+
+    def __init__(self, lost: list[Lost], joining: list[int]):
+        self.lost, self.joining = lost, joining
+        told = [str(each) for each in lost]
+        told += [f"rank {rank} wants to join" for rank in joining]
+        super().__init__(". ".join(told) + ". Call regroup(group) and go on with those there.")
+
+
+class Membership:
+    """What a rank knows of the others, and its wire to the parent."""
+
+    def __init__(self, parent: socket.socket, recorder, directory: str, number: int):
+        self.parent, self.recorder, self.directory = parent, recorder, directory
+        self.number, self.generation, self.members = number, 0, ()
+        self.broken = False  # whether the present group is over
+        self.lost: list[Lost] = []
+        self.joining: list[int] = []
+        self.told = 0  # how many of the lost this rank's program has been told of
+        self.groups: queue.SimpleQueue[Group] = queue.SimpleQueue()
+        self.here = threading.local()  # of each thread: where it has others wait for it
+        self.speaking = _thread.allocate_lock()
+        self.dismissed = _thread.allocate_lock()
+        self.dismissed.acquire()
+
+    def start(self, members: tuple[int, ...], beat: float | None) -> None:
+        self.members = members
+        # (No threading.Thread: whether a rank waits alone is seen from the number of those.)
+        _thread.start_new_thread(self.listen, ())
+        if beat:
+            _thread.start_new_thread(self.beat, (beat,))
+
+    # -- the wire -----------------------------------------------------------------------------
+
+    def ask(self, what: str) -> None:
+        with self.speaking, contextlib.suppress(OSError):  # (without a parent this rank ends)
+            send(self.parent, [pickle.dumps(Ask(what))])
+
+    def beat(self, seconds: float) -> None:
+        while True:
+            self.ask("beat")
+            time.sleep(seconds)
+
+    def listen(self) -> None:
+        """The parent speaks in order: a group, then perhaps that it is over."""
+        while True:
+            try:
+                message = pickle.loads(receive(self.parent)[0])
+            except (EOFError, OSError):
+                self.dismissed.release()
+                return
+            if isinstance(message, Group):
+                self.generation, self.members = message.generation, message.members
+                self.broken, self.joining = False, []
+                self.groups.put(message)
+            else:
+                self.lost += message.lost
+                self.joining += message.joining
+                if message.generation == self.generation:
+                    self.broken = True
+                    shut_connections()
+
+    # -- what a program sees ------------------------------------------------------------------
+
+    def changed(self) -> RanksChanged:
+        news, self.told = self.lost[self.told :], len(self.lost)
+        return RanksChanged(news, list(self.joining))
+
+    def check(self) -> None:
+        """Raises RanksChanged if the present group is over."""
+        if self.broken:
+            raise self.changed()
+
+    def explain(self, error: Exception) -> Exception:
+        """What a failed communication means: the parent may be about to tell of a death."""
+        deadline = time.monotonic() + PATIENCE
+        while not self.broken and time.monotonic() < deadline:
+            time.sleep(LOOK / 10)
+        return self.changed() if self.broken else error
+
+    def regroup(self):
+        """A group of those that are there now. Returns when all of them ask for it."""
+        import torch.distributed as dist
+
+        from ..ledger.group import BACKEND
+        from .rank import LONGER_THAN_ANY_RUN
+
+        while True:
+            self.recorder.flight.idle()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            self.ask("ready")
+            group = self.groups.get()
+            # torch names groups by counting them, failed ones, too; who comes new counts from 0.
+            dist.distributed_c10d._world.group_count = 0
+            path = f"{self.directory}/store-{group.generation}"
+            try:
+                dist.init_process_group(
+                    BACKEND,
+                    store=dist.FileStore(path, -1),
+                    rank=group.members.index(self.number),
+                    world_size=len(group.members),
+                    timeout=LONGER_THAN_ANY_RUN,
+                )
+                return dist.group.WORLD
+            except Exception:
+                if not self.broken:
+                    raise
+
+    def call(self, blocking):
+        """`blocking()`, whose thread is left behind if the group is over before it returns.
+
+        Who waits in gloo cannot be interrupted, and not everybody is woken when connections are
+        shut: who was about to send stays, and so does who waits for one that has not connected yet.
+        """
+        if not hasattr(self.here, "jobs"):
+            self.here.jobs = queue.SimpleQueue()
+            _thread.start_new_thread(serve, (self.here.jobs,))
+        answer: queue.SimpleQueue = queue.SimpleQueue()
+        self.here.jobs.put((blocking, answer))
+        while True:
+            try:
+                value, error = answer.get(timeout=LOOK)
+            except queue.Empty:
+                if self.broken:
+                    del self.here.jobs
+                    raise self.changed() from None
+                continue
+            if error:
+                raise self.explain(error) from error
+            return value
+
+
+def serve(jobs: queue.SimpleQueue) -> None:
+    while True:
+        blocking, answer = jobs.get()
+        try:
+            answer.put((blocking(), None))
+        except Exception as error:
+            answer.put((None, error))
+
+
+def regroup(group):
+    """After RanksChanged: a group of all ranks that are there now, each of which has to call it.
+
+    Ranks keep their order; those that have come are behind them. The old group, and all that was
+    made from it, is of no use any more. Raises RuntimeError where the run is not elastic.
+    """
+    return membership(group).regroup()
+
+
+def invite(group) -> None:
+    """Ask for one more rank. It starts in the background, and when it is there, all get
+    RanksChanged. Raises RuntimeError where the run is not elastic."""
+    membership(group).ask("invite")
+
+
+def check_members(group) -> None:
+    """Raise RanksChanged now, if there is news: for a rank that computes long without a message.
+    Nothing where the run is not elastic."""
+    if is_elastic(group):
+        membership(group).check()
+
+
+def numbers(group) -> tuple[int, ...]:
+    """The ranks of the group, by their number in the run, which they keep."""
+    return membership(group).members
+
+
+def is_elastic(group) -> bool:
+    return getattr(getattr(group, "recorder", None), "membership", None) is not None
+
+
+def membership(group) -> Membership:
+    found = getattr(getattr(group, "recorder", None), "membership", None)
+    if found is None:
+        raise RuntimeError(
+            "this run is not elastic: its ranks live and die together. Start it by "
+            "launch(..., elastic=True)"
+        )
+    return found
+
+
+def shut_connections() -> None:
+    """End every TCP connection of this process, so that nobody waits on one: gloo's are all that
+    a rank has. (Not what only listens: gloo aborts if that is shut.)"""
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # no socket, not connected, or closed since
+            with socket.socket(fileno=os.dup(int(fd))) as copy:
+                if copy.family in (socket.AF_INET, socket.AF_INET6):
+                    copy.getpeername()
+                    copy.shutdown(socket.SHUT_RDWR)
