@@ -15,7 +15,7 @@ ALGORITHMS = ("star", "tree", "ring", "halving_doubling", "hierarchical")
 
 
 def reduce_by(algorithm, numel, ranks_per_node, group):
-    all_reduce(torch.ones(numel), group, algorithm=algorithm, ranks_per_node=ranks_per_node)
+    all_reduce(torch.ones(numel), group, algorithm=algorithm, nodes=ranks_per_node)
 
 
 def seconds(ledger, link, **how):

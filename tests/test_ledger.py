@@ -1,10 +1,12 @@
 """The scoreboard: everything that communicates is in it, once, with the right bytes."""
 
+import itertools
 import json
 import math
 import os
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,9 +14,12 @@ from torch import nn
 
 from mini_dist import launch
 from mini_dist.collectives import ring_all_reduce
+from mini_dist.data_parallel import Overlapped
 from mini_dist.ledger.flow import flow, split
 from mini_dist.ledger.memory import held
+from mini_dist.ledger.steps import messages
 from mini_dist.mesh import Mesh
+from mini_dist.profile import profiled
 
 N = 4  # ranks
 
@@ -330,14 +335,110 @@ def test_bytes_are_told_apart_by_axis():
     assert traffic[0][2] > 0 and traffic[0][1] > 0 and traffic[1][2] == 0
 
 
-def test_a_trace_for_the_browser_holds_every_communication(tmp_path):
-    run = launch(our_ring, 2)
-    path = tmp_path / "trace.json"
-    run.ledger.to_chrome_trace(path)
-    events = json.loads(path.read_text())["traceEvents"]
-    named = [event for event in events if event["tid"] != "phase"]
-    assert len(named) == len(run.ledger.comms)
-    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in events)
+TRACE_EVENT = {  # after Google's "Trace Event Format" of 2016: what each kind of event must have
+    "type": "object",
+    "required": ["ph", "pid", "tid", "name"],
+    "properties": {
+        "ph": {"enum": ["X", "M", "s", "f"]},
+        "pid": {"type": "integer", "minimum": 0},
+        "tid": {"type": "integer", "minimum": 0},
+        "name": {"type": "string", "minLength": 1},
+        "ts": {"type": "number", "minimum": 0},
+        "dur": {"type": "number", "minimum": 0},
+        "cat": {"type": "string"},
+        "args": {"type": "object"},
+    },
+    "allOf": [
+        {
+            "if": {"properties": {"ph": {"const": kind}}},
+            "then": {"required": needs, "properties": more},
+        }
+        for kind, needs, more in (
+            ("X", ["ts", "dur", "args"], {}),
+            ("M", ["args"], {"name": {"enum": ["process_name", "thread_name"]}}),
+            ("s", ["ts", "id", "cat"], {}),
+            ("f", ["ts", "id", "cat", "bp"], {"bp": {"const": "e"}}),
+        )
+    ],
+}
+TRACE = {
+    "type": "object",
+    "required": ["traceEvents"],
+    "properties": {"traceEvents": {"type": "array", "minItems": 1, "items": TRACE_EVENT}},
+}
+
+
+def overlapped(group):
+    model = Overlapped(nn.Sequential(nn.Linear(D, F), nn.Linear(F, D)), group, bucket_bytes=1000)
+    model(torch.randn(B, D)).square().mean().backward()
+    model.finish()
+
+
+def seen_by_the_profiler(group):
+    with profiled(group) as profile:
+        for _ in range(2):
+            with profile.step(), profile.region("all of it"):
+                overlapped(group)
+    return profile.spans
+
+
+def written_trace(fn, folder):
+    run = launch(fn, 3)
+    spans = run.results if fn is seen_by_the_profiler else ()
+    run.ledger.to_chrome_trace(folder / "trace.json", spans)
+    return run, json.loads((folder / "trace.json").read_text())
+
+
+TRACED = [our_ring, overlapped, seen_by_the_profiler]
+
+
+@pytest.mark.parametrize("fn", TRACED)
+def test_a_trace_for_the_browser_holds_every_communication_and_an_arrow_a_message(fn, tmp_path):
+    run, trace = written_trace(fn, tmp_path)
+    jsonschema.validate(trace, TRACE)
+    events = trace["traceEvents"]
+    slices = [event for event in events if event["ph"] == "X"]
+    assert sum(e["cat"] in ("collectives", "messages") for e in slices) == len(run.ledger.comms)
+    tails, heads = (
+        {event["id"]: event for event in events if event["ph"] == ph} for ph in ("s", "f")
+    )
+    found = messages(run.ledger)
+    assert set(tails) == set(heads) == set(range(len(found)))
+    assert [(tails[i]["pid"], heads[i]["pid"]) for i in tails] == [
+        (message.source, message.target) for message in found
+    ]
+    assert all(tails[i]["ts"] <= heads[i]["ts"] for i in tails)
+
+
+def test_a_trace_holds_the_spans_of_the_profiler_on_each_ranks_own_lanes(tmp_path):
+    run, trace = written_trace(seen_by_the_profiler, tmp_path)
+    for rank, spans in enumerate(run.results):
+        drawn = [e for e in trace["traceEvents"] if e["pid"] == rank and e.get("cat") == "program"]
+        assert sorted(e["name"] for e in drawn) == sorted(span.name for span in spans)
+        assert sum("addmm" in e["name"] for e in drawn) == 2 * 2  # two layers, two steps
+
+
+@pytest.mark.parametrize("fn", TRACED)
+def test_slices_of_a_lane_are_apart_or_inside_each_other(fn, tmp_path):
+    """Else a viewer cuts them, or draws them where they were not."""
+    run, _ = written_trace(fn, tmp_path)
+    lanes = {}
+    for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]:
+        if event["ph"] == "X":
+            place = event["ts"], event["ts"] + event["dur"]
+            lanes.setdefault((event["pid"], event["tid"]), []).append(place)
+    for slices in lanes.values():
+        slices.sort(key=lambda slice: (slice[0], -slice[1]))  # who begins with another is inside
+        for (a, b), (c, d) in itertools.combinations(slices, 2):
+            room = 1e-3  # microseconds, of rounding
+            assert c >= b - room or d <= b + room, (a, b, c, d)
+
+
+def test_the_ledger_knows_which_communication_another_thread_made():
+    calls = launch(overlapped, 2).ledger.calls
+    assert {call.own_thread for call in calls(op="broadcast")} == {True}
+    reduced = [call for call in calls() if "all_reduce" in call.op]
+    assert reduced and not any(call.own_thread for call in reduced)
 
 
 # ---- what is held --------------------------------------------------------------------------------

@@ -108,6 +108,7 @@ def test_a_model_alone_trains_as_plain_torch_does():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.sampled
 def test_ranks_train_the_model_of_one_process(kind, size):
     """Accumulated or not, clipped or not, recomputed or not; with unlike numbers of tokens."""
     run = launch(train, size, (kind, CASES))

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..ranks.hosts import ranks_of
 from .flow import flow
 from .table import Table
 
@@ -38,6 +39,7 @@ class Comm:
     sent_to: dict[int, int] = field(default_factory=dict)  # rank -> bytes
     received_from: dict[int, int] = field(default_factory=dict)
     is_leaf: bool = True
+    own_thread: bool = True  # False: another thread of the rank called it, while its own went on
 
     @property
     def sent(self) -> int:
@@ -65,7 +67,9 @@ class Ledger:
 
     phases: for each rank, when which phase began. wire_bytes: for each rank what the kernel
     counted on its sockets during the run, as (sent, received), headers of gloo included; None
-    where nobody counts. span: for each rank when its function began and ended.
+    where nobody counts. span: for each rank when its function began and ended. hosts: the host of
+    each rank, where there are several. uplinks: for each host what the kernel counted at its
+    uplink, as (sent, received), headers of TCP and Ethernet included; None on emulated hosts.
     """
 
     comms: list[Comm]
@@ -74,6 +78,8 @@ class Ledger:
     span: list[tuple[float, float]]
     memory: Any = None
     programs: Any = None  # with launch(count=True): for each rank what it did, see counting.py
+    hosts: list[int] | None = None
+    uplinks: list[tuple[int, int]] | None = None
 
     def leaves(self, op=None, axis=None, phase=None, rank=None) -> Iterator[Comm]:
         """Communications that moved bytes themselves.
@@ -115,6 +121,22 @@ class Ledger:
                 matrix[comm.rank][peer] += nbytes
         return matrix
 
+    def out_of(self, op=None, axis=None, phase=None) -> list[int]:
+        """Bytes that left each host for another, by what the ledger knows of tensors alone."""
+        if not self.hosts:
+            return [0]
+        out = [0] * (max(self.hosts) + 1)
+        for comm in self.leaves(op, axis, phase):
+            for peer, nbytes in comm.sent_to.items():
+                if self.hosts[peer] != self.hosts[comm.rank]:
+                    out[self.hosts[comm.rank]] += nbytes
+        return out
+
+    def by_link(self, op=None, axis=None, phase=None) -> dict[str, int]:
+        """Bytes sent inside the hosts, and across from one to another."""
+        across = sum(self.out_of(op, axis, phase))
+        return {"inside": self.total_bytes(op, axis, phase) - across, "across": across}
+
     def table(self) -> Table:
         """Per collective, axis and phase: calls, and bytes sent by each rank and in all."""
         size = len(self.span)
@@ -135,24 +157,14 @@ class Ledger:
         head = ["op", "axis", "phase", "calls", *(f"rank {r}" for r in range(size)), "all ranks"]
         return Table(head, lines, "bytes sent")
 
-    def to_chrome_trace(self, path) -> None:
-        """Write the run for chrome://tracing or https://ui.perfetto.dev: a process a rank."""
-        began = min(start for start, _ in self.span)
-        events = []
+    def to_chrome_trace(self, path, spans=()) -> None:
+        """Write the run for https://ui.perfetto.dev: a process a rank, an arrow a message.
 
-        def span(rank, lane, name, start, end, **args):
-            place = dict(ph="X", pid=f"rank {rank}", tid=lane, name=name, args=args)
-            events.append(place | dict(ts=1e6 * (start - began), dur=1e6 * (end - start)))
+        spans: for each rank what `profile.profiled` has seen, to lie on the same timeline.
+        """
+        from .trace import chrome_trace
 
-        for rank, changes in enumerate(self.phases):
-            ends = [time for time, _ in changes[1:]] + [self.span[rank][1]]
-            for (start, phase), end in zip(changes, ends):
-                span(rank, "phase", phase, max(start, began), max(end, began))
-        for comm in self.comms:
-            sizes = dict(axis=comm.axis, dtype=comm.dtype, sent=comm.sent, received=comm.received)
-            depth = sum(1 for _ in comm.within())
-            span(comm.rank, f"communication {depth}", comm.op, comm.start, comm.end, **sizes)
-        Path(path).write_text(json.dumps({"traceEvents": events}))
+        Path(path).write_text(json.dumps(chrome_trace(self, spans)))
 
     @classmethod
     def from_ranks(cls, exports: Iterable[dict]) -> Ledger:
@@ -166,12 +178,35 @@ class Ledger:
             [(export["started"], export["stopped"]) for export in exports],
             [export["memory"] for export in exports],
             [export["program"] for export in exports],
+            exports[0]["hosts"],
+            uplinks(exports),
         )
+
+
+def uplinks(exports: list[dict]) -> list[tuple[int, int]] | None:
+    """What was counted at each host from when its first rank began until its last one was done."""
+    places = exports[0]["hosts"]
+    if not places or not all(export["uplink"] for export in exports):
+        return None
+    of_host = [[exports[r]["uplink"] for r in ranks_of(h, places)] for h in range(max(places) + 1)]
+    return [
+        tuple(
+            max(after[way] for _, after in counts) - min(before[way] for before, _ in counts)
+            for way in (0, 1)
+        )
+        for counts in of_host
+    ]
+
+
+def nothing(time: float) -> dict:
+    """What is known of a rank that has died: as if it had written nothing down."""
+    empty = dict(comms=[], groups={}, axes={}, phases=[], wire_bytes=None, memory=None)
+    return dict(empty, started=time, stopped=time, program=None, hosts=None, uplink=None)
 
 
 def read_rank(rank: int, export: dict) -> list[Comm]:
     comms: list[Comm] = []
-    for op, name, dtype, nbytes, detail, start, end, phase, parent in export["comms"]:
+    for op, name, dtype, nbytes, detail, start, end, phase, parent, own in export["comms"]:
         members = export["groups"][name]
         comm = Comm(
             rank=rank,
@@ -185,6 +220,7 @@ def read_rank(rank: int, export: dict) -> list[Comm]:
             phase=phase,
             parent=None if parent is None else comms[parent],
             is_leaf=detail != "collective",
+            own_thread=own,
         )
         if comm.is_leaf:
             flows = flow(op, nbytes, dtype, detail, members.index(rank), len(members))

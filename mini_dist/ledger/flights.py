@@ -16,7 +16,7 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from . import Ledger
-from .steps import messages
+from .steps import to_play
 
 
 class Flight(NamedTuple):
@@ -36,18 +36,13 @@ def play_messages(ledger: Ledger, link, scale: float = 1.0) -> list[Flight]:
     scale: bytes that are played / bytes of the run, so that a small run stands for a large one.
     Raises ValueError where torch's own collectives are in the ledger: what they send is not seen.
     """
-    for comm in ledger.leaves():
-        if comm.op not in ("send", "recv"):
-            raise ValueError(
-                f"{comm.op} is not made of messages that the ledger sees; play_messages can follow "
-                "send, recv and the collectives of mini_dist"
-            )
+    played = to_play(ledger, "play_messages")
     link_of = (lambda source, target: link) if hasattr(link, "seconds") else link
     done = defaultdict(list)  # rank -> (when it had waited for a message in the run, as played)
     sender_free, receiver_free = defaultdict(float), defaultdict(float)
     flights = []
     # Neither side can finish a message that the other has not turned to yet, so this order is safe.
-    for message in sorted(messages(ledger), key=lambda m: max(m.send.start, m.recv.start)):
+    for message in sorted(played, key=lambda m: max(m.send.start, m.recv.start)):
         source, target, nbytes = message.source, message.target, scale * message.nbytes
         ends = (message.send, message.recv)
         ready = [then for comm in ends for ended, then in done[comm.rank] if ended <= comm.start]

@@ -35,7 +35,9 @@ class RecordedWork(dist._Work):
             self._flight.wait(self._number)
         self._recorder.waits(self._row)
         try:
-            return self._work.wait(timeout) if timeout else self._work.wait()
+            wait = functools.partial(self._work.wait, timeout) if timeout else self._work.wait
+            members = self._recorder.membership  # of an elastic run; else None
+            return members.call(wait) if members else wait()
         finally:
             end(self._row)
             if self._flight:
@@ -74,8 +76,13 @@ class RecordingGroup(dist.ProcessGroup):
         # The real group is a member, not the base: pybind would hand super().allreduce back to us.
         self.inner = dist.ProcessGroup(options.store, rank, size)
         kinds = dist.ProcessGroup.BackendType
-        with threads_that_do_not_interrupt():
-            gloo = dist.ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
+        members = recorder.membership  # of an elastic run; else None
+
+        def connect():
+            with threads_that_do_not_interrupt():
+                return dist.ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
+
+        gloo = members.call(connect) if members else connect()
         backends = [("cpu", kinds.GLOO, gloo)]
         if device.type == "cuda":
             store = dist.PrefixStore("cuda", options.store)
@@ -87,12 +94,15 @@ class RecordingGroup(dist.ProcessGroup):
             group._set_default_backend(kinds.GLOO)
             group._set_group_name(options.group_id)
         self.ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-        self.me = self.ranks[rank]
         self.name = self.group_name  # read for every message, and slow to ask torch for
+        if members and members.generation:  # another group of that name was before, of others
+            self.ranks = [members.members[each] for each in self.ranks]
+            self.name += f"-{members.generation}"
+        self.me = self.ranks[rank]
         self.device = device
         self.recorder = recorder
         recorder.groups[self.name] = self.ranks
-        if len(recorder.groups) == 1:
+        if len(recorder.groups) == 1 or (members and self.ranks == list(members.members)):
             recorder.axes[self.name] = "world"
         if recorder.flight:
             recorder.flight.add_group(self.name, self.ranks)
@@ -126,7 +136,10 @@ class RecordingGroup(dist.ProcessGroup):
             words = message_in_words(op, *where, row[2], tensors[0].shape)
             number = flight.begin(*words, waits=False)
         call = getattr(self.inner, op)
-        work = call(tensors, tag) if peer is None else call(tensors, peer, tag)
+        try:
+            work = call(tensors, tag) if peer is None else call(tensors, peer, tag)
+        except RuntimeError as error:
+            raise explained(error, self.recorder) from error
         return RecordedWork(work, row, self.recorder, number)
 
     # -- collectives --------------------------------------------------------------------------
@@ -151,7 +164,10 @@ class RecordingGroup(dist.ProcessGroup):
                 f"{'' if detail is None or rooted == '' else f', root {detail}'})",
                 waits=waits,
             )
-        work = getattr(self.inner, method)(*args, opts)
+        try:
+            work = getattr(self.inner, method)(*args, opts)
+        except RuntimeError as error:
+            raise explained(error, self.recorder) from error
         if work is None:
             return None
         if waits:  # a callback would run in gloo's thread, and the two would fight for the GIL
@@ -166,7 +182,8 @@ class RecordingGroup(dist.ProcessGroup):
             work.get_future().add_done_callback(ended)
         except RuntimeError:  # gloo's reduce_scatter has no future
             return RecordedWork(work, row, self.recorder, number)
-        if self.recorder.counter:  # what matters then is who waits for it, and where
+        # (What matters then is who waits for it, and where; or that it can be left.)
+        if self.recorder.counter or self.recorder.membership:
             return RecordedWork(work, row, self.recorder, number)
         return work
 
@@ -254,6 +271,11 @@ class RecordingGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:  # (torch's own name for it)
         return BACKEND
+
+
+def explained(error: Exception, recorder: Recorder) -> Exception:
+    """What stopped a communication: in an elastic run perhaps somebody's death."""
+    return recorder.membership.explain(error) if recorder.membership else error
 
 
 @functools.lru_cache(4096)

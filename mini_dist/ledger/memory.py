@@ -88,7 +88,8 @@ class MemoryRecorder(TorchDispatchMode):
             if parameter.requires_grad and parameter.is_leaf and parameter not in self._known:
                 self._known[parameter] = True
                 parameter.register_post_accumulate_grad_hook(self._see_gradient)
-        for buffer in module.buffers(recurse=False):
+        # (not module.buffers: Megatron's DDP has a list of that name)
+        for buffer in torch.nn.Module.buffers(module, recurse=False):
             self.see(buffer, "buffers")
 
     def _see_gradient(self, parameter) -> None:
@@ -131,15 +132,18 @@ class MemoryRecorder(TorchDispatchMode):
         for parameter in self._known:  # a gradient may have been put there by hand
             self._see_gradient(parameter)
         return Memory(
-            [(t, phase, self.kinds.get(s, "other"), change) for t, phase, s, change in self.events]
+            [(t, phase, self.kinds.get(s, "other"), change) for t, phase, s, change in self.events],
+            [serial for _, _, serial, _ in self.events],
         )
 
 
 @dataclass
 class Memory:
-    """Bytes that one rank held, over time. `events`: (time, phase, kind, change in bytes)."""
+    """Bytes that one rank held, over time. `events`: (time, phase, kind, change in bytes);
+    `serials`: of each event, which storage it was."""
 
     events: list[tuple[float, str, str, int]]
+    serials: list[int]
 
     def live(self) -> dict[str, int]:
         """Bytes by kind after the last event. (When the function has returned, little is left:

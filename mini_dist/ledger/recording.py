@@ -14,6 +14,8 @@ from collections.abc import Callable
 
 import torch
 
+from ..ranks.cables import is_on_a_host
+from ..ranks.hosts import uplink_counters
 from .memory import MemoryRecorder
 from .phases import Phases
 from .wire import wire_bytes
@@ -29,12 +31,16 @@ class Recorder:
         self.comms: list[list] = []  # rows of FIELDS
         self.phases = Phases()
         self.started = self.stopped = self._wire = self.memory = self.counter = None
-        self.thread = Thread()
+        self.hosts: list[int] | None = None  # of every rank of the world, where it has several
+        self._uplink = None
+        self.thread, self.main = Thread(), threading.get_ident()
+        self.membership = None  # of an elastic run (ranks/membership.py)
         self.unfinished: list[Callable] = []  # what goes on behind the rank's function, to wait for
 
-    def start(self, memory: bool, count: bool = False) -> None:
+    def start(self, memory: bool, count: bool = False, hosts: list[int] | None = None) -> None:
         """Begin with an empty page: what torch itself exchanged to set up is not the learner's."""
         self.comms, self.phases, self.memory = [], Phases(), None
+        self.main = threading.get_ident()
         self.phases.watch()
         if memory:
             self.memory = MemoryRecorder(self.phases)
@@ -44,7 +50,9 @@ class Recorder:
             from .counting import Counter
 
             self.counter = Counter(self.phases).__enter__()
-        self._wire = wire_bytes()
+        self._wire, self.hosts = wire_bytes(), hosts
+        # An emulated host's eth0, if there is one, is the real machine's.
+        self._uplink = uplink_counters() if hosts and is_on_a_host() else None
         self.started = time.time()
 
     def stop(self) -> None:
@@ -56,6 +64,8 @@ class Recorder:
             self.counter.__exit__()
         now = wire_bytes()
         self._wire = now and (now[0] - self._wire[0], now[1] - self._wire[1])
+        if self._uplink:
+            self._uplink = self._uplink, uplink_counters()
         self.phases.unwatch()
         if self.memory:
             self._recording.__exit__(None, None, None)
@@ -70,6 +80,8 @@ class Recorder:
             "started": self.started,
             "stopped": self.stopped,
             "wire_bytes": self._wire,
+            "hosts": self.hosts,
+            "uplink": self._uplink,
             "memory": self.memory and self.memory.export(),
             "program": self.counter and self.counter.export(self.comms),
         }
@@ -79,7 +91,8 @@ class Recorder:
         nbytes = sum(tensor.nbytes for tensor in tensors)
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
         now, parent = self.phases.now, self.thread.parent
-        row = [op, group, dtype, nbytes, detail, time.time(), None, now, parent]
+        own = threading.get_ident() == self.main
+        row = [op, group, dtype, nbytes, detail, time.time(), None, now, parent, own]
         self.comms.append(row)
         if self.counter and detail != "collective":
             self.counter.begin(row, tag, filled)
@@ -97,7 +110,10 @@ class Thread(threading.local):
     parent = None  # the row of the collective of ours that it is in
 
 
-FIELDS = ("op", "group", "dtype", "nbytes", "detail", "start", "end", "phase", "parent")
+FIELDS = (
+    *("op", "group", "dtype", "nbytes", "detail", "start", "end", "phase", "parent"),
+    "own_thread",
+)
 
 
 def end(row: list) -> None:

@@ -51,6 +51,19 @@ def messages(ledger: Ledger) -> list[Message]:
     return found
 
 
+def to_play(ledger: Ledger, player: str) -> list[Message]:
+    """The messages of a run in which nothing else was sent. Raises ValueError, which names the
+    function that plays them, where torch's own collectives are in it: what they send is not seen.
+    """
+    for comm in ledger.leaves():
+        if comm.op not in ("send", "recv"):
+            raise ValueError(
+                f"{comm.op} is not made of messages that the ledger sees; {player} can follow "
+                "send, recv and the collectives of mini_dist"
+            )
+    return messages(ledger)
+
+
 def steps(ledger: Ledger) -> list[list[Message]]:
     """The messages of a run, step by step, in rank order of their senders within a step."""
     done: list[list[tuple[float, int]]] = [[] for _ in ledger.span]  # a rank's (end, step)

@@ -16,6 +16,7 @@ Read in this order:
     loop.py        train: the training loop, on each rank
     resuming.py    checkpoints of a run: the newest that fits, and who wrote it
     metering.py    what came of a step: loss, speed, bytes
+    monitor.py     a long run watched: a line a step, alerts, how long it will take
     on_ranks.py    the ranks that the recipe asks for, started again after a crash
     __main__.py    the command line
 """

@@ -25,13 +25,18 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="NAME",
         help="go on from a checkpoint of another recipe, which differs in this; may be repeated",
     )
+    parser.add_argument("--log", metavar="FILE", help="append a line of JSON a step to this file")
     given = parser.parse_args(arguments)
     try:
         recipe = Recipe.from_json(given.recipe.read_text())
     except (OSError, TypeError, ValueError) as error:
         parser.error(str(error))
     history = train_on_ranks(
-        recipe, restarts=given.restarts, changed=given.changed, timeout=float("inf")
+        recipe,
+        restarts=given.restarts,
+        changed=given.changed,
+        log=given.log,
+        timeout=float("inf"),
     ).results[0]
     if os.environ.get("RANK", "0") != "0":  # one of torchrun's ranks is enough to say it
         return 0

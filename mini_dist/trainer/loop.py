@@ -13,16 +13,20 @@ from ..all_axes import parallelize
 from ..data import Batches, load_text
 from ..precision import FULL, LossScaler, Precision
 from .metering import Meter, Metrics
+from .monitor import Monitor
 from .recipe import Recipe
 from .resuming import NoCheckpoints, RunCheckpoints
 
 
-def train(recipe: Recipe, group, *, changed: Iterable[str] = ()) -> list[Metrics]:
+def train(
+    recipe: Recipe, group, *, changed: Iterable[str] = (), log: str | None = None
+) -> list[Metrics]:
     """Train on the ranks of `group`, from the newest checkpoint if there is one.
 
     changed: what may be other than in the recipe of that checkpoint, as "learning_rate", "batch",
         "model.dropout", "model" for all of it, "all". Without being named may change: steps,
         save_every, checkpoints, machine, and the layout if a step still has as many sequences.
+    log: a file to which rank 0 appends a line of JSON a step (see monitor.py).
     Returns the metrics of the steps that this call made. Raises ValueError for a layout that does
     not fit the group or the model, and for a checkpoint of another recipe.
     """
@@ -50,13 +54,18 @@ def train(recipe: Recipe, group, *, changed: Iterable[str] = ()) -> list[Metrics
     first = checkpoints.resume(changed)
 
     history: list[Metrics] = []
+    monitor = Monitor(log, recipe.steps) if log and group.rank() == 0 else None
     for step in progress(first, recipe.steps, group):
         model.optimizer.set_learning_rate(recipe.learning_rate_at(step))
         meter = Meter(recipe, group)
         done = model.step(*batches.batch(step), max_norm=recipe.max_norm)
         history.append(meter.read(step, done))
+        if monitor:
+            monitor.write(history[-1])
         if (step + 1) % recipe.save_every == 0 or step + 1 == recipe.steps:
             checkpoints.save(step + 1)
+    if monitor:
+        monitor.close()
     return history
 
 

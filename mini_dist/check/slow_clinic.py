@@ -1,0 +1,185 @@
+"""The clinic of lesson 21: what is wrong with a slow run, or a stopped one? Judged on records.
+
+    visit("A")                        # the record of a patient: nine of them, each sick in its way
+    check.diagnose_slow(fn)           # fn(record) -> (disease, rank), on runs that nobody has seen
+
+The judge gives the function records of other runs than the patients': another rank is sick, there
+are more ranks or fewer, it is worse or better, or nothing is wrong at all. (sick_runs.py has the
+programs; who reads on below reads the answers.)
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from numbers import Integral
+
+from ..profile.diagnose import diagnose_slow
+from .engine import LIBRARY, RIGHT, WRONG, Exercise, Line, Measured, Verdict, name_of
+from .sick_runs import DISEASES, Record, Sick, run, run_all
+from .watch import calls_of, learners
+
+__all__ = ["DISEASES", "visit"]
+
+
+def patients() -> dict[str, Sick]:
+    return {
+        "A": Sick("straggler", 2, much=1.5),
+        "B": Sick("input stall"),
+        "C": Sick("another batch size", 1, much=1.5),
+        "D": Sick("host sync"),
+        "E": Sick("memory leak", 0),
+        "F": Sick("buckets too small"),
+        "G": Sick("bad shard", 3),
+        "H": Sick("unsynchronised seeds", 1),
+        "I": Sick("save on one rank", 0),
+        "healthy": Sick("healthy"),
+    }
+
+
+def unseen() -> list[Sick]:
+    """What the judge asks about: other ranks, sizes and strengths, nothing wrong among them."""
+    few, more = dict(size=3, steps=8), dict(size=5, steps=8)
+    return [
+        Sick("healthy", **few),
+        Sick("straggler", 0, **few),
+        Sick("input stall", **more),
+        Sick("another batch size", 4, much=0.5, **more),
+        Sick("host sync", **few),
+        Sick("memory leak", **few),
+        Sick("buckets too small", **few),
+        Sick("bad shard", 0, much=1.0, **more),
+        Sick("unsynchronised seeds", 0, **few),
+        Sick("save on one rank", 2, **few),
+        Sick("save on one rank", 0, **more),
+        Sick("healthy", batch=12, **more),
+        Sick("straggler", 4, much=1.4, **more),
+        Sick("input stall", 1, **few),
+        Sick("memory leak", 3, much=1.0, **more),
+        Sick("another batch size", 0, much=2.0, **few),
+    ]
+
+
+def visit(patient: str) -> Record:
+    """The record of a patient, of a healthy run ("healthy"), or of an unseen one by its number
+    ("unseen 3"). Raises KeyError for a name that is none."""
+    known = patients() | {f"unseen {i}": sick for i, sick in enumerate(unseen(), 1)}
+    if patient not in known:
+        raise KeyError(
+            f"no patient {patient!r}; there are {', '.join(patients())} and unseen 1 to "
+            f"{len(unseen())}"
+        )
+    run_all(patients().values())  # all at once, for whoever visits one visits others
+    return copy.deepcopy(run(known[patient]))
+
+
+# What speaks against a diagnosis, by what the run really has.
+AGAINST = {
+    "input stall": "Where did the time go? Look at .went.seconds, all parts of it, on all ranks: "
+    "what does a rank do before it waits for others?",
+    "straggler": "Look whom the others wait for, .went.waited, and whether that rank had more to "
+    "do than they, or longer for the same.",
+    "another batch size": "Compare what ranks should have alike before you look at times: how many "
+    "samples has each in a step?",
+    "unsynchronised seeds": "Times are fine. Which samples did each rank have? No sample should be "
+    "read by two.",
+    "buckets too small": "Where did the time go? Nobody is late, and still it is sent and sent: "
+    "count .messages(rank).",
+    "host sync": "Where did the time go? Nobody waits for others, for data or for messages: the "
+    "device has nothing to do. Who keeps it waiting?",
+    "memory leak": "Times are fine, losses too. What is held after each step?",
+    "bad shard": "Times are fine. Look at each rank's own losses, step by step.",
+    "save on one rank": "It has stopped: .waiting. Who waits in another operation than the others?",
+    "healthy": "Nothing is wrong with it. Which of its numbers did you take for a symptom? A "
+    "healthy run sends a little, and looks at its loss now and then.",
+}
+
+
+class SlowClinic(Exercise):
+    """`check.diagnose_slow`: the records are made on ranks, the diagnoses here."""
+
+    def judge(self, fn: Callable) -> Verdict:
+        if verdict := self.made_before(fn):
+            return verdict
+        lines, runs = [], unseen()
+        run_all(runs)
+        for number, sick in enumerate(runs, 1):
+            record = copy.deepcopy(run(sick))
+            try:
+                with calls_of(self._refuses) as called:
+                    answer = learners(fn, record)
+            except Exception as error:
+                hint = f"With unseen {number}, {title(sick)}, your function raised "
+                hint += f"{type(error).__name__}: {error}{look(number)}"
+                return Verdict(self.name, WRONG, lines, hint)
+            if called:
+                note = f"These are the library's. Replace its call in {name_of(fn)} by your own."
+                return Verdict(self.name, LIBRARY, lines, note)
+            wrong = mistake(sick, answer)
+            if not wrong and vars(record) != vars(run(sick)):
+                wrong = "It is right, but the record is changed: others want to read it, too."
+            told = Line(f"unseen {number}: {title(sick)}", str(answer), "what it has", not wrong)
+            lines.append(told)
+            if wrong:
+                return Verdict(self.name, WRONG, lines, f"Unseen {number}: {wrong}{look(number)}")
+        return Verdict(self.name, RIGHT, lines)
+
+
+def title(sick: Sick) -> str:
+    return f"{sick.size} ranks"
+
+
+def look(number: int) -> str:
+    return f' (slow_clinic.visit("unseen {number}") shows it.)'
+
+
+def mistake(sick: Sick, answer) -> str:
+    """What is wrong with an answer, without saying what is right; "" for nothing."""
+    if not isinstance(answer, (tuple, list)) or len(answer) != 2:
+        return f"return (disease, rank), not {answer!r}."
+    disease, rank = answer
+    if not isinstance(disease, str) or disease not in DISEASES:
+        return f"the disease is one of {', '.join(map(repr, DISEASES))}, not {disease!r}."
+    if rank is not None and (not isinstance(rank, Integral) or isinstance(rank, bool)):
+        return f"the rank is a number, or None where no single one is at fault, not {rank!r}."
+    if disease != sick.disease:
+        return f"you say {disease}. {AGAINST[sick.disease]}"
+    if rank != sick.rank:
+        where = "on no single rank" if rank is None else f"on rank {rank}"
+        return (
+            f"{disease} it is, but not {where}. None says that all ranks are alike; a rank, that "
+            "the others would be well without it."
+        )
+    return ""
+
+
+EXERCISES = [
+    SlowClinic(
+        "diagnose_slow",
+        diagnose_slow,
+        run,
+        [],
+        Measured,
+        refuses={patients, unseen, mistake, run, run_all},
+        makes=(Record, Sick),
+        hints=[
+            "From what is certain to what is a matter of degree: has it stopped? What should ranks "
+            "have alike (how many samples, which, held bytes)? Whose loss jumps? Only then times.",
+            "For times take shares of a step: record.went.seconds[rank][part] / "
+            "record.went.step[rank]. Compare with slow_clinic.visit('healthy'), and put your limit "
+            "in the middle. A straggler is the one that does not wait.",
+        ],
+        skeleton="""\
+def diagnose_slow(record):
+    if record.waiting:
+        return "save on one rank", ...       # whose operation is another than the others'?
+    counts = [len(steps[0].samples) for steps in record.steps]
+    ...                                      # another batch size, unsynchronised seeds
+    losses = [max(step.loss for step in steps) for steps in record.steps]
+    ...                                      # bad shard, memory leak
+    went = record.went
+    waiting = [parts["waiting"] / step for parts, step in zip(went.seconds, went.step)]
+    ...                                      # input stall, straggler, buckets, host sync
+    return "healthy", None""",
+    )
+]
