@@ -4,6 +4,7 @@ Every function returns a Picture, which a notebook shows as PNG and `.save(path)
 """
 
 from .blocks import blocks
+from .borrowed import lanes, memory_map
 from .emulated import devices, overlap, replayed
 from .ledgers import bars, curve, scatter, staleness, timeline, traffic
 from .messages import collective, flights, link_fit
@@ -22,7 +23,9 @@ __all__ = [
     "flights",
     "gantt",
     "held",
+    "lanes",
     "link_fit",
+    "memory_map",
     "overlap",
     "rank_grid",
     "replayed",

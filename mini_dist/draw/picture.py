@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 INK = "#333333"
@@ -40,6 +39,8 @@ class Picture:
         self.figure, self.alt = figure, alt
 
     def _repr_png_(self) -> bytes:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # (a page of the site has none)
+
         buffer = io.BytesIO()
         FigureCanvasAgg(self.figure).print_png(buffer, metadata={"Software": None})
         return buffer.getvalue()

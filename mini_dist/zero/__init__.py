@@ -23,6 +23,9 @@ units of (n-1)/n Ψ:
     ZeRO2   k + 1    the gradients after every micro-batch
     ZeRO3   3k       gather for forward, gather for backward, scatter; the root, which stays from
                      the one to the other, is gathered once: 2k for its part
+
+On hosts with slow links between them (lesson 26): `replicas=` makes HSDP and MiCS of any stage,
+`inside=` adds the second shards of ZeRO++ (hpZ) to ZeRO3, `messages=by_hosts` cares for the rest.
 """
 
 from .freed import FreedError

@@ -1,8 +1,13 @@
-"""ZeRO in three functions (Rajbhandari et al. 2020, section 5): what is cut among the ranks?
+"""ZeRO in a few functions (Rajbhandari et al. 2020, section 5): what is cut among the ranks?
 
     sharded_step        ZeRO-1: the optimizer's states
     backward_in_units   ZeRO-2: the gradients, too
     forward_on_demand   ZeRO-3: the parameters, too
+
+and two for hosts with slow links between them:
+
+    hybrid_step         HSDP, MiCS: cut inside a host, replicas on the others
+    weight_again        hpZ: a second copy, cut inside a host, to gather for backward
 
 stages.py takes the care that real models need.
 """
@@ -14,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..collectives import all_gather, reduce_scatter
+from ..collectives import all_gather, all_reduce, reduce_scatter
 from ..ledger.recording import recorded
 
 
@@ -73,3 +78,31 @@ def forward_on_demand(x: Tensor, layers: list[Callable], shards: list[Tensor], g
         x = layer(x, weight)
         del weight  # or it would live until the next one has arrived: two instead of one
     return x
+
+
+@recorded
+def hybrid_step(flat: Tensor, gradient: Tensor, update: Callable, across, group) -> Tensor:
+    """HSDP: ZeRO-1 among the ranks of a host, all-reduce with those at the same place on others.
+
+    group: the k ranks of this host. across: the h ranks, one a host, that hold the same shard. The
+    rest is as in `sharded_step`; k divides L. Of what a rank sends, 2 (h-1)/h L/k elements pass to
+    other hosts, 2 (k-1)/k L stay. (FSDP: Zhao et al. 2023, section 3.2.2; MiCS: Zhang et al. 2022.)
+    """
+    shard = flat.chunk(group.size())[group.rank()]
+    mean = reduce_scatter(gradient, group, op="mean")
+    mean = all_reduce(mean, across, op="mean")
+    return all_gather(update(shard, mean), group)
+
+
+@recorded
+def weight_again(shard: Tensor, inside, group) -> tuple[Tensor, Callable]:
+    """hpZ: gather a weight from all n ranks, and keep enough of it to gather it again in the host.
+
+    shard [L/n]: this rank's, of `group`. inside: the k ranks of `group` that are on this host.
+    Returns the weight [L], for forward, and a function that gathers it again, for backward; what
+    that one holds is [L/k], and none of what it sends leaves the host. k divides L. (ZeRO++: Wang
+    et al. 2023, section 3.2.)
+    """
+    weight = all_gather(shard, group)
+    second = weight.chunk(inside.size())[inside.rank()].clone()
+    return weight, lambda: all_gather(second, inside)

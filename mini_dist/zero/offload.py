@@ -3,12 +3,14 @@
 What moves is in the ledger with its bytes, as `to_host`, `to_device_`, `to_file_`, `from_file_`.
 This is ZeRO-Offload (Ren et al. 2021, section 3: states and step on the host; 2 + 2 bytes a
 parameter move) and ZeRO-Infinity (Rajbhandari et al. 2021, section 5: in files) in miniature:
-nothing here overlaps with anything, so a step is longer by all of these transfers.
+nothing here overlaps with anything, so a step is longer by all of these transfers. The tier of
+mini_dist/offload hides them; it comes in by `offload=Overlapped(...)` and has the same methods.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,6 +23,8 @@ from ..ledger.recording import recorded
 class Device:
     """Nothing is offloaded: shards and states are where the parameters are."""
 
+    keeps_last_units = False  # from forward to backward, which begins with them: ZeRO-3
+
     def __init__(self, group):
         self.group = group
 
@@ -28,13 +32,31 @@ class Device:
         """What the optimizer steps for this part of the parameters: the part itself, if it can."""
         return nn.Parameter(mine.to(dtype))
 
-    def fill_(self, mine: Tensor, shard: Tensor) -> None:
-        """Put the shard's values where the parameters are."""
+    def fetch(self, mine: Tensor, shard: Tensor) -> None:
+        """The shard's values will be asked for soon."""
+
+    def fill_(self, mine: Tensor, shard: Tensor):
+        """Put the shard's values where the parameters are; None, or what to wait for."""
         mine.copy_(shard)
 
     def gradient(self, part: Tensor) -> Tensor:
         """A shard's gradient, where it will be stepped."""
         return part
+
+    def add_gradient(self, shard: Tensor, part: Tensor) -> None:
+        """Add a micro-batch's to the shard's gradient."""
+        part = self.gradient(part)
+        shard.grad = part if shard.grad is None else shard.grad.add_(part)
+
+    def show_gradients(self, shards: list[Tensor]) -> None:
+        """From here on each shard's `grad` is all of its gradient."""
+
+    def one_by_one(self, shards: list[Tensor]) -> Iterable[Tensor]:
+        """The same while each is looked at, for who does not need them together."""
+        return shards
+
+    def forget_gradient(self, shard: Tensor) -> None:
+        shard.grad = None
 
     def take_over(self, optimizer: torch.optim.Optimizer) -> None:
         """Change how it steps, if need be."""
@@ -115,10 +137,12 @@ class Files(Host):
         return self.folder / f"{self.numbers[shard]}.{name}"
 
 
-def tier_of(offload: str | Path | None, group) -> Device:
-    """The tier of memory that `offload` names: None, "cpu", or a folder."""
+def tier_of(offload, group) -> Device:
+    """The tier of memory that `offload` names: None, "cpu", a folder, or one's own, by `of`."""
     if offload is None:
         return Device(group)
+    if hasattr(offload, "of"):
+        return offload.of(group)
     return Host(group) if offload == "cpu" else Files(offload, group)
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from ..collectives import broadcast, in_flight
+from ..collectives import all_reduce, broadcast, in_flight
 from ..grad_norm import clip_, grad_norm
 from ..trainable import Trainable
 from .offload import tier_of
@@ -36,10 +35,14 @@ class ZeRO1(Trainable):
     as the blocks of a GPT; what is in none of them is one unit more, the root. Lists of parameters
     are units, too.
     master_dtype: of the shards, e.g. float32 for a bfloat16 model; gradients travel in the model's.
-    offload: "cpu" keeps shards and optimizer states on the host, a directory in files there.
+    offload: "cpu" keeps shards and optimizer states on the host, a directory in files there;
+    `offload.Overlapped(...)` does so behind the computation.
     ignored: parameters that another wrapper takes care of. Frozen ones stay whole on every rank.
-    messages: what begins a unit's gather and scatter: `compression.Quantized()` does in 8 bits. The
-    optimizer steps shards that were not rounded.
+    messages: what begins a unit's gather and scatter: `compression.Quantized()` does in 8 or 4
+    bits, and the optimizer steps shards that were not rounded; `collectives.by_hosts` sends the
+    least that it can from host to host.
+    replicas: the group of the ranks that hold the same shards as this one, in other groups like
+    `group`; then the mean gradient is theirs, too (HSDP, MiCS).
     A parameter that no rank used in a step has a gradient of zeros, not None: weight decay and
     momentum still move it.
 
@@ -54,13 +57,14 @@ class ZeRO1(Trainable):
         make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer],
         units: Iterable[nn.Module | Iterable[nn.Parameter]] = (),
         master_dtype: torch.dtype | None = None,
-        offload: str | Path | None = None,
+        offload=None,
         ignored: Iterable[Tensor] = (),
         messages=in_flight,
+        replicas=None,
     ):
         module, *units = map(as_module, (module, *units))
         super().__init__(module)
-        self.group, self.tier = group, tier_of(offload, group)
+        self.group, self.replicas, self.tier = group, replicas, tier_of(offload, group)
         ignored = set(ignored)
         self.own = {n: p for n, p in module.named_parameters() if p not in ignored}
         names = {p: name for name, p in self.own.items() if p.requires_grad}
@@ -68,6 +72,8 @@ class ZeRO1(Trainable):
             raise ValueError("no parameter requires a gradient: there is nothing to train")
         with torch.no_grad():  # ranks that start equal stay equal
             for tensor in (*self.own.values(), *module.buffers()):
+                if replicas:
+                    tensor.copy_(broadcast(tensor, 0, replicas))
                 tensor.copy_(broadcast(tensor, 0, group))
         self.units: list[Unit] = []
         for part in (*units, module):
@@ -100,10 +106,11 @@ class ZeRO1(Trainable):
         With `max_norm` the gradients are clipped, and their norm before that is returned.
         """
         self.finish()
+        self.average_with_replicas()
         norm = None
         if max_norm is not None:
             norm = self.grad_norm()
-            clip_(self.tensors_to_step(), norm, max_norm)
+            clip_(self.tier.one_by_one(self.tensors_to_step()), norm, max_norm)
         self.optimizer.step()
         self.refresh_parameters()
         return norm
@@ -112,6 +119,13 @@ class ZeRO1(Trainable):
         for unit in reversed(self.units):
             self.scatter(unit)
         self.finish_scatter()
+
+    def average_with_replicas(self) -> None:
+        """Once a step, however many micro-batches it has: the second hop of MiCS (Zhang et al.
+        2022, section 3.3). FSDP2 does it in every backward unless told otherwise."""
+        if self.replicas:
+            for unit in self.units:
+                unit.shard.grad = all_reduce(unit.shard.grad, self.replicas, op="mean")
 
     def refresh_parameters(self) -> None:
         for unit in self.units:
@@ -124,23 +138,29 @@ class ZeRO1(Trainable):
         return [unit.shard for unit in self.units]
 
     def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.tier.show_gradients(self.tensors_to_step())
         for unit in self.units:
             for parameter, _, in_shard in unit.parameters_in_shard():
                 yield parameter, unit.shard.grad[in_shard]
 
     def grad_norm(self) -> Tensor:
-        return grad_norm(sharded={self.group: self.tensors_to_step()})
+        return grad_norm(sharded={self.group: self.tier.one_by_one(self.tensors_to_step())})
 
     def zero_grad(self) -> None:
-        for tensor in (*self.own.values(), *self.tensors_to_step()):
-            tensor.grad = None
+        for parameter in self.own.values():
+            parameter.grad = None
+        for shard in self.tensors_to_step():
+            self.tier.forget_gradient(shard)
 
-    # One unit's gradients are under way at a time: more would only hold more memory.
+    # One unit's gradients are under way at a time: more would only hold more memory. Alone, a rank
+    # has nobody to wait for.
 
     def scatter(self, unit: Unit) -> None:
         self.finish_scatter()
         unit.begin_scatter()
         self.leaving = unit
+        if self.group.size() == 1:
+            self.finish_scatter()
 
     def finish_scatter(self) -> None:
         if self.leaving:
@@ -186,9 +206,12 @@ class ZeRO3(ZeRO2):
     in the model: it is there from the start of forward to the end of its backward. All ranks must
     run the same units in the same order: who leaves one out keeps the others waiting in its gather.
     A parameter that is freed has its shape, and raises FreedError when it is read or written.
+    inside: the part of `group` that is on this host. Each rank then keeps a second shard of what a
+    forward has gathered, one k-th for k ranks a host, and backward gathers from these: nothing
+    passes the uplink (hpZ; Wang et al. 2023, ZeRO++, section 3.2).
     """
 
-    def __init__(self, *args, prefetch: int = 1, **kwargs):
+    def __init__(self, *args, prefetch: int = 1, inside=None, **kwargs):
         super().__init__(*args, **kwargs)
         if any(isinstance(unit.module, nn.ParameterList) for unit in self.units):
             raise ValueError(
@@ -200,6 +223,7 @@ class ZeRO3(ZeRO2):
         for unit in self.units:
             unit.part_from_whole()
             unit.free()
+            unit.inside = inside
             unit.module.register_forward_pre_hook(partial(self.before_forward, unit))
             if unit.module is not self.module:
                 unit.module.register_forward_hook(partial(self.after_forward, unit))
@@ -210,10 +234,14 @@ class ZeRO3(ZeRO2):
             self.begin_gathers(self.units, after=unit)
 
     def after_forward(self, unit: Unit, module: nn.Module, inputs, output) -> None:
+        trains = False
         for tensor in tree_leaves(output):  # the first whose gradient comes begins its backward
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(partial(self.before_backward, unit))
-        if unit not in self.kept:
+                trains = True
+        # Backward begins with the last units, this one and as many as it gathers ahead.
+        stays = trains and self.tier.keeps_last_units and unit in self.units[-1 - self.prefetch :]
+        if unit not in self.kept and not stays:
             unit.free()
 
     def before_backward(self, unit: Unit, *_) -> None:
@@ -225,6 +253,8 @@ class ZeRO3(ZeRO2):
         place = order.index(after) + 1
         for unit in order[place : place + self.prefetch]:
             unit.begin_gather()
+        for unit in order[place + self.prefetch : place + self.prefetch + 1]:
+            unit.begin_fetch()
 
     def unit_is_done(self, unit: Unit) -> None:
         super().unit_is_done(unit)
@@ -236,6 +266,7 @@ class ZeRO3(ZeRO2):
         have the values of before the step, so they are freed."""
         for unit in self.units:
             unit.free()
+            unit.second = None
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:

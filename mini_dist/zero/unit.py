@@ -55,6 +55,8 @@ class Unit:
         self.shard_is_mine = self.shard.data_ptr() == self.mine.data_ptr()
         self.is_whole = True  # the parameters are all ranks' latest
         self.arriving = self.leaving = None  # a gather, a scatter under way
+        self.inside = None  # a group on one host, with which a second shard is kept (hpZ)
+        self.second: Tensor | None = None  # [L/k], of the parameters as they were last gathered
         self.lent: Tensor | None = None  # what the parameters are views of instead of `flat`
 
     def flatten(self, tensors: list[Tensor]) -> Tensor:
@@ -84,9 +86,20 @@ class Unit:
             return
         storage = self.flat.untyped_storage()
         storage.resize_(self.flat.numel() * self.flat.element_size())  # if it was freed
-        if not self.shard_is_mine:
-            self.tier.fill_(self.mine, self.shard)
-        self.arriving = self.messages.begin_all_gather_(self.flat, self.group)
+        if self.second is not None:
+            self.part_inside().copy_(self.second)
+            self.arriving = self.messages.begin_all_gather_(self.flat, self.inside)
+            return
+        filling = None if self.shard_is_mine else self.tier.fill_(self.mine, self.shard)
+        if filling:
+            self.arriving = Gathered(self, filling)
+        else:
+            self.arriving = self.messages.begin_all_gather_(self.flat, self.group)
+
+    def begin_fetch(self) -> None:
+        """Ask another tier for this rank's own part, before the gather begins."""
+        if not (self.is_whole or self.arriving):
+            self.tier.fetch(self.mine, self.shard)
 
     def gather(self) -> None:
         """Fill the parameters with all ranks' shards."""
@@ -102,10 +115,16 @@ class Unit:
         error; a view of one that somebody else keeps is a view of nothing."""
         if self.arriving:  # a gather was begun, and no forward or backward has waited for it
             self.gather()
+        if self.inside and self.is_whole and self.second is None:
+            self.second = self.part_inside().clone()
         self.is_whole = False
         self.flat.untyped_storage().resize_(0)
         if self.lent is None:
             self.become([Freed] * len(self.parameters))
+
+    def part_inside(self) -> Tensor:
+        """This rank's part of `flat` among the ranks of its host."""
+        return self.flat.chunk(self.inside.size())[self.inside.rank()]
 
     def become(self, classes: list[type]) -> None:
         for parameter, cls in zip(self.parameters, classes):
@@ -118,7 +137,9 @@ class Unit:
         if self.arriving:
             self.free()
         mine = self.flat.new_empty(self.shard.numel())
-        self.tier.fill_(mine, self.shard)
+        filling = self.tier.fill_(mine, self.shard)
+        if filling:
+            filling.wait()
         self.lent = all_gather(mine, self.group)
         self.before = mine
         self.become(self.classes)
@@ -133,7 +154,7 @@ class Unit:
             with self.tier.fetched(self.shard, {}):
                 self.shard[changed] = after.to(self.shard)[changed]
         self.point_at(self.parts)
-        self.lent = self.before = None
+        self.lent = self.before = self.second = None
         if self.is_whole:  # between its forward and its backward
             self.is_whole = False
             self.gather()
@@ -163,6 +184,17 @@ class Unit:
     @torch.no_grad()
     def finish_scatter(self) -> None:
         """Add this rank's part of the mean gradient to its shard's."""
-        part = self.tier.gradient(self.leaving.wait().div_(self.group.size()))
-        self.shard.grad = part if self.shard.grad is None else self.shard.grad.add_(part)
+        part = self.leaving.wait().div_(self.group.size())
+        self.tier.add_gradient(self.shard, part)
         self.leaving = None
+
+
+class Gathered:
+    """A gather whose own part is still on its way from another tier: that comes first."""
+
+    def __init__(self, unit: Unit, filling):
+        self.unit, self.filling = unit, filling
+
+    def wait(self) -> None:
+        self.filling.wait()
+        self.unit.messages.begin_all_gather_(self.unit.flat, self.unit.group).wait()

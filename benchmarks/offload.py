@@ -1,0 +1,336 @@
+"""Offload that overlaps: its step beside the bound, its bytes and memory beside the calculator, and
+beside torch FSDP2's CPUOffloadPolicy.
+
+Rows "emulated step": one step of a GPT on one rank, ZeRO-3, on devices that compute LAYER seconds
+a layer, over a link of the stated bandwidth, in virtual time (the same on every machine). Ours with
+lanes; theirs the bound, the larger of computing and of the busiest lane. "in order" is the same
+program without lanes, with no bar; nor has any row whose link is busier than the device.
+"beside the bound with ends": the same step; theirs computing and what this schedule leaves at its
+ends, by `ends` (a formula, nothing is fitted): the last gradients' way out, the first units' step
+and their way back. It does not grow with the layers, so it is ends / (3 ms * layers) of a step.
+That is below 5 % from 300 MB/s on with 16 layers, but not at 250 and below, where the device still
+is the busiest: there the bar is on rows with 64 layers, and those with 16 have none.
+"beside the bound of each pass": at 150 MB/s a block's parameters need longer than its forward, but
+both passes together longer than the link. As two units are held, forward cannot take of backward's
+time: it waits in each block, so 64 layers miss 1.05 of the whole step's bound as well. Theirs is
+the longer of the two in each pass, by `of_passes`.
+"beside any schedule": theirs computing and what no schedule of whole units can hide, by `no_less`.
+"files": states in files, or everything, on a disk as fast as the link; in time or one step late.
+Without a bar: in time, a step ends when all is written, and the bound knows nothing of that.
+Rows "bytes" and "held": what moved, and the most that the device held of gathered parameters and
+of gradients, beside the lines of `calculators.peak_memory` for them.
+Rows "peak": the most that device and host hold in two whole steps, from every birth and death of a
+tensor (device and host are the same memory here: offload/sides.py tells them apart), beside the
+calculator's. Off by 1 % in either direction is a failure.
+Rows "fragments": what the toy allocator reserves beyond what is in use when it replays recorded
+training steps of one length, beside the share that the calculator assumes for all frameworks
+(FRAGMENTATION); where a GPU is, PyTorch's own allocator with the same requests.
+Rows "CPU Adam": the calculator's beside published times; it was chosen on the larger two, and of
+the smallest it says 16 % too much. The bar is for all three.
+Rows "step": real threads on this machine, against FSDP2 with CPUOffloadPolicy, in the same
+processes in turn. (Device and host are the same memory here, so both copy for nothing.) Medians of
+the slowest rank, and the processor time of all ranks, which a busy machine spoils less.
+"""
+
+import sys
+import tempfile
+
+import torch
+from _form import Case, in_turn, main, of_all_ranks, step_cases
+
+from mini_dist import GPT, ModelConfig, launch
+from mini_dist.calculators import framework, host_memory, num_parameters, peak_memory
+from mini_dist.calculators.frameworks import FRAGMENTATION
+from mini_dist.calculators.links import Link
+from mini_dist.calculators.offload import CPU_ADAM, cpu_adam_seconds
+from mini_dist.config import Layout
+from mini_dist.loss import token_loss
+from mini_dist.offload import EmulatedLanes, Lanes, Overlapped, Sides, requests
+from mini_dist.offload.allocator import lost, on_a_gpu
+from mini_dist.zero import ZeRO3
+
+RANKS = 2
+CONFIG = ModelConfig(num_layers=16, d_model=64, num_heads=4, seq_len=32)
+REAL = ModelConfig(num_layers=4, d_model=256)
+FRAGMENTED = ModelConfig(num_layers=4, d_model=512, num_heads=8)
+LAYER = 0.001, 0.002
+LATENCY = 1e-5
+MANY = 64  # layers
+MEGABYTES = 30_000, 10_000, 3_000, 1_000, 300, 100  # a second
+ENDS_TELL = 250, 200, 150  # where the ends are more than 5 % of 16 layers
+STEPS = 4
+AWAY = dict(offload_optimizer=True, offload_gradients=True, offload_parameters=True)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-3)
+
+
+def units_of(gpt):
+    """Embedding and head each for itself: as one root their gradients would be the last to leave,
+    and their parameters the first to come back."""
+    return gpt.embed, *gpt.blocks, gpt.head
+
+
+def step_of(config, model, optimizer_step, zero_grad, group, sequences=2):
+    generator = torch.Generator().manual_seed(group.rank())
+    tokens = torch.randint(
+        0, config.vocab_size, (sequences, config.seq_len + 1), generator=generator
+    )
+
+    def step():
+        token_loss(model(tokens[:, :-1]), tokens[:, 1:]).mean().backward()
+        optimizer_step()
+        zero_grad()
+
+    return step
+
+
+def emulated(megabytes, in_order, options, layers, group):
+    link = Link(LATENCY, 1e6 * megabytes)
+    host = Link(0.0, 1e7 * megabytes)
+    speeds = {"to_host": link, "to_device": link, "host": host, "read": link, "write": link}
+    lanes = EmulatedLanes(speeds, in_order)
+    config = CONFIG.replace(num_layers=layers)
+    gpt = GPT(config)
+    lanes.computes(gpt.blocks, *LAYER)
+    model = ZeRO3(gpt, group, adamw, units=units_of(gpt), offload=Overlapped(lanes, **options))
+    step, overs = step_of(config, model, model.step, model.zero_grad, group), []
+    for _ in range(STEPS):
+        step()
+        overs.append(lanes.now)
+    busy = {}
+    for span in lanes.log:
+        busy[span.lane] = busy.get(span.lane, 0.0) + (span.end - span.start) / STEPS
+    return 1e3 * (overs[-1] - overs[0]) / (STEPS - 1), {lane: 1e3 * s for lane, s in busy.items()}
+
+
+def of_units(config):
+    """Bytes of a block, of the embedding, of the head."""
+    gpt = GPT(config)
+    return [
+        4 * sum(p.numel() for p in m.parameters()) for m in (gpt.blocks[0], gpt.embed, gpt.head)
+    ]
+
+
+def of_passes(megabytes, layers):
+    """ms of computing, or of waiting where a block's parameters need longer than it computes."""
+    comes = LATENCY + of_units(CONFIG)[0] / (1e6 * megabytes)
+    return 1e3 * layers * sum(max(seconds, comes) for seconds in LAYER)
+
+
+def no_less(megabytes):
+    """ms of a step that no schedule of whole units hides: the first block's gradients are the last
+    to be made, and its parameters among the first to be used. Between the two they go to the host,
+    are added (2 times their bytes pass) and stepped (7 times), and come back."""
+    link, host = 1e6 * megabytes, 1e7 * megabytes
+    block, _, _ = of_units(CONFIG)
+    return 1e3 * (2 * (LATENCY + block / link) + 9 * block / host)
+
+
+def ends(megabytes, early):
+    """ms of a step in which the device waits although the link is fast enough, by the schedule.
+
+    After backward the first block's gradients and the embedding's leave, and the host adds both (2
+    times their bytes pass). It steps the embedding (7 times), which comes back, and the first
+    block, which comes next. Early, it steps the block as soon as it has arrived.
+    """
+    link, host, a = 1e6 * megabytes, 1e7 * megabytes, LATENCY
+    block, embedding, _ = of_units(CONFIG)
+    arrived = a + block / link, a + (block + embedding) / link
+    host_is_free = arrived[0] + (9 if early else 2) * block / host
+    stepped = max(arrived[1], host_is_free) + 9 * embedding / host
+    block_is_stepped = host_is_free if early else stepped + 7 * block / host
+    block_may_come = max(stepped + a + embedding / link, block_is_stepped)
+    return 1e3 * (block_may_come + a + block / link)
+
+
+def ours(group):
+    gpt = GPT(REAL)
+    model = ZeRO3(gpt, group, adamw, units=gpt.blocks, offload=Overlapped(Lanes()))
+    return step_of(REAL, model, model.step, model.zero_grad, group)
+
+
+def theirs(group):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    gpt, mesh = GPT(REAL), init_device_mesh("cpu", (group.size(),))
+    for module in (*gpt.blocks, gpt):
+        fully_shard(module, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    optimizer = adamw(gpt.parameters())
+    return step_of(REAL, gpt, optimizer.step, optimizer.zero_grad, group)
+
+
+def both_in_turn(rounds, group):
+    steps = [make(group) for make in (ours, theirs)]
+    for step in steps:
+        for _ in range(3):
+            step()
+    return in_turn(*steps, rounds, group)
+
+
+def counted(group):
+    """The most bytes of parameters, and of gradients, that were there at once; of each unit."""
+    gpt = GPT(CONFIG)
+    model = ZeRO3(gpt, group, adamw, units=gpt.blocks, offload=Overlapped(EmulatedLanes({})))
+    most = 0
+
+    def look(*_):
+        nonlocal most
+        most = max(most, sum(unit.flat.untyped_storage().nbytes() for unit in model.units))
+
+    for block in gpt.blocks:
+        block.register_forward_pre_hook(look)
+    step = step_of(CONFIG, model, model.step, model.zero_grad, group)
+    add, gradients = model.tier.add_gradient, []
+
+    def look_at_gradients(shard, part):
+        leaving = sum(each.nbytes for _, each in model.tier.leaving)
+        gradients.append(part.nbytes + leaving)
+        add(shard, part)
+
+    model.tier.add_gradient = look_at_gradients
+    step()
+    return most, max(gradients), [unit.flat.nbytes for unit in model.units]
+
+
+def whole_steps(config, sequences, group):
+    """Peak bytes of device and host in two steps, blocks and a root as units."""
+    gpt, lanes = GPT(config), Sides({}, group)
+    model = ZeRO3(gpt, group, adamw, units=gpt.blocks, offload=Overlapped(lanes))
+    step = step_of(config, model, model.step, model.zero_grad, group, sequences)
+    for _ in range(2):
+        step()
+    return lanes.peaks()
+
+
+def peaks():
+    how = framework("course").replace(**AWAY)
+    for what, config, sequences in (
+        ("the loss is the fullest", CONFIG, 2),
+        ("gradients are", REAL, 1),
+    ):
+        found = launch(whole_steps, 1, (config, sequences), memory=True).results[0]
+        layout = Layout(zero=3, micro_batch_size=sequences)
+        said = {
+            "device": peak_memory(config, layout, how).total,
+            "host": host_memory(config, layout, how).total,
+        }
+        for side, nbytes in found.items():
+            assert said[side] <= 1.01 * nbytes, (what, side, said[side], nbytes)
+            yield given(f"peak, {side}, where {what}", nbytes / 1e6, said[side] / 1e6, "MB", 1.01)
+
+
+def three_steps(group):
+    """Of one length, as most training has them, on one device, with nothing borrowed."""
+    gpt = GPT(FRAGMENTED)
+    optimizer = adamw(gpt.parameters())
+    step = step_of(FRAGMENTED, gpt, optimizer.step, optimizer.zero_grad, group, sequences=8)
+    for _ in range(3):
+        step()
+
+
+def fragments():
+    asked = requests(launch(three_steps, 1, memory=True).ledger.memory[0])
+    assumed = 100 * FRAGMENTATION
+    for name, expandable in (("segments", False), ("expandable segments", True)):
+        found = 100 * lost(asked, expandable=expandable)
+        yield given(f"fragments, {name}, beside what is assumed", found, assumed, "%")
+    if torch.cuda.is_available():
+        held, reserved = map(max, zip(*on_a_gpu(asked)))
+        found = 100 * (reserved / held - 1)
+        yield given("fragments, PyTorch's allocator, beside what is assumed", found, assumed, "%")
+
+
+def adam():
+    for parameters, published in CPU_ADAM:
+        title = f"CPU Adam, {parameters / 1e9:.0f} billion on a DGX-2"
+        yield given(title, cpu_adam_seconds("dgx-2", parameters), published, "s", 1.2)
+
+
+def given(name, ours, theirs, unit, bar=None):
+    return Case(name, lambda: ours, theirs, bar=bar, unit=unit, repeats=1, warmup=0)
+
+
+def steps(megabytes, name, in_order, options, layers=CONFIG.num_layers):
+    taken, busy = launch(emulated, 1, (megabytes, in_order, options, layers)).results[0]
+    lane = max(busy, key=busy.get)
+    title = f"emulated step, {megabytes:,} MB/s, {name}"
+    if lane != "device" or in_order:
+        yield given(f"{title} (bound: {lane})", taken, busy[lane], "ms")
+        return
+    passes = of_passes(megabytes, layers)
+    hides = passes <= 1.02 * busy[lane]
+    deep = layers == MANY or megabytes not in ENDS_TELL
+    bar = 1.05 if hides and deep else None
+    yield given(f"{title} (bound: {lane})", taken, busy[lane], "ms", bar)
+    with_ends = passes + ends(megabytes, options.get("early", False))
+    yield given(f"{title}, beside the bound with ends", taken, with_ends, "ms", 1.001)
+    if hides:
+        least, bar = passes + no_less(megabytes), 1.02 if deep else None
+        yield given(f"{title}, beside any schedule", taken, least, "ms", bar)
+    else:
+        bar = 1.05 if deep else None
+        yield given(f"{title}, beside the bound of each pass", taken, passes, "ms", bar)
+
+
+def through_files(megabytes):
+    everything = {"parameters_too": True, "gradients_too": True}
+    for name, options in (
+        ("states, in time", {}),
+        ("states, one step late", {"delayed": True}),
+        ("everything, in time", everything),
+        ("everything, one step late", {"delayed": True, **everything}),
+    ):
+        with tempfile.TemporaryDirectory() as folder:
+            options = {"folder": folder, **options}
+            work = (megabytes, False, options, CONFIG.num_layers)
+            taken, busy = launch(emulated, 1, work).results[0]
+        lane = max(busy, key=busy.get)
+        title = f"emulated step, {megabytes:,} MB/s, files, {name} (bound: {lane})"
+        yield given(title, taken, busy[lane], "ms")
+
+
+def cases(long):
+    for megabytes in MEGABYTES:
+        for name, in_order, options in (
+            ("with lanes", False, {}),
+            ("early", False, {"early": True}),
+            ("in order", True, {}),
+        ):
+            yield from steps(megabytes, name, in_order, options)
+    for megabytes in ENDS_TELL:
+        yield from steps(megabytes, "with lanes", False, {})
+    for megabytes in (300, *ENDS_TELL):
+        yield from steps(megabytes, f"with lanes, {MANY} layers", False, {}, MANY)
+    for megabytes in (10_000, 1_000):
+        yield from through_files(megabytes)
+    run = launch(counted, 1)
+    most, gradients, (root, *blocks) = run.results[0]
+    twice = sum(blocks[:-2])  # the last two stay from forward to backward
+    for op, expected in (
+        ("to_host_", root + sum(blocks)),
+        ("to_device_", root + sum(blocks) + twice),
+    ):
+        moved = sum(comm.nbytes for comm in run.ledger.calls(op=op)) / 1e6
+        yield given(f"bytes, {op}", moved, expected / 1e6, "MB", 1.0)
+    assert root + sum(blocks) == 4 * num_parameters(CONFIG)
+    floats = dict(activation_bytes=4, parameter_bytes=4, gradient_bytes=4)
+    how = framework("megatron-core").replace(**floats, **AWAY)
+    lines = peak_memory(CONFIG, Layout(zero=3), how)
+    for name, held, line in (
+        ("parameters", most, "unsharded parameters"),
+        ("gradients", gradients, "gradients on their way"),
+    ):
+        yield given(f"held, {name}", held / 1e6, lines[line] / 1e6, "MB", 1.01)
+    yield from peaks()
+    yield from fragments()
+    yield from adam()
+    results = launch(both_in_turn, RANKS, (60 if long else 25,), timeout=600).results
+    yield from step_cases("step", of_all_ranks(results), 1.0)
+    yield from step_cases("step, CPU of all", of_all_ranks(results, sum, 1), 1.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(cases, __doc__))

@@ -1,0 +1,42 @@
+"""Borrowed memory: the host's and files', and how a device's own is dealt out.
+
+ideas.py        to be read
+lanes.py        copies, files and the host's arithmetic beside the device's; in virtual time, too
+sides.py        how much memory each of the two would need, where both are one
+tier.py         what ZeRO takes as `offload=`: transfers behind the computation
+files.py        tensors in files, straight to the disk; what happens when it is full
+activations.py  what forward keeps for backward, on the host
+states.py       an optimizer whose states have 8 bits
+allocator.py    a caching allocator to look at, fed with what a training step asked for
+"""
+
+from .activations import activations_to_host
+from .allocator import Allocator, OutOfMemory, replay, requests
+from .files import FileStore, OffloadError
+from .ideas import blockwise, delayed, offsets, read_ahead, step_behind, undo
+from .lanes import CudaLanes, EmulatedLanes, Lanes
+from .sides import Sides
+from .states import Adam8bit
+from .tier import Overlapped
+
+__all__ = [
+    "Adam8bit",
+    "Allocator",
+    "CudaLanes",
+    "EmulatedLanes",
+    "FileStore",
+    "Lanes",
+    "OffloadError",
+    "OutOfMemory",
+    "Overlapped",
+    "Sides",
+    "activations_to_host",
+    "blockwise",
+    "delayed",
+    "offsets",
+    "read_ahead",
+    "replay",
+    "requests",
+    "step_behind",
+    "undo",
+]
