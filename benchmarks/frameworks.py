@@ -1,0 +1,135 @@
+"""Our ZeRO-1, 2 and 3 beside DeepSpeed's on 4 ranks; other frameworks' bytes beside ours.
+
+    pip install -e .[frameworks]
+    python benchmarks/frameworks.py
+
+Rows "step": one training step (forward, backward, AdamW) of the same GPT by both, in turn in the
+same processes. DeepSpeed is as it is shipped, but for what it needs to run here at all (its shared
+memory operator is not compiled: gloo is used) and for clipping, which ours does not do either.
+"offloaded": ZeRO-2 with optimizer and gradients on the host; both step with torch's AdamW there
+(DeepSpeed's CPU Adam would be compiled first). Device and host are the same memory, so both copy
+for nothing. Ours has lanes, which are threads.
+Rows "sent": bytes of all ranks in a step of lesson 22's small model, by the ledger; "memory": the
+most bytes of tensors on a rank. DeepSpeed's bucket of 5e8 numbers is in it: it is allocated, if not
+written. In "plain" and "bare" it is as large as the model, and the bytes are its paper's.
+Megatron-core: the grids that both have; equal bytes are the bar. torchtitan: `fsdp 4` beside our
+ZeRO-3 (its grids with tp have sequence parallelism, ours of lesson 22 do not). torchft is beside
+our data parallelism, "on sockets": by the kernel's count, as its groups are none of the ledger's.
+The losses of both sides are compared in every row.
+"""
+
+import sys
+
+import torch
+from _form import Case, in_turn, main, of_all_ranks, step_cases
+
+from mini_dist import GPT, ModelConfig, launch, token_loss
+from mini_dist.elsewhere import (
+    in_deepspeed,
+    in_megatron,
+    in_torch,
+    in_torchft,
+    in_torchtitan,
+    ours,
+)
+from mini_dist.elsewhere.kept import is_installed
+from mini_dist.elsewhere.run import RANKS, adamw
+from mini_dist.offload import Lanes, Overlapped
+
+CONFIG = ModelConfig(num_layers=4, d_model=256)  # 3.3 M parameters, as in data_parallel.py
+TOKENS = (1, 32)  # sequences of tokens a rank: mostly communication
+
+
+def data(group):
+    dice = torch.Generator().manual_seed(group.rank())
+    tokens = torch.randint(0, CONFIG.vocab_size, (TOKENS[0], TOKENS[1] + 1), generator=dice)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def our_step(stage, offloaded, group):
+    from mini_dist import zero
+
+    gpt, offload = GPT(CONFIG), Overlapped(Lanes()) if offloaded else None
+    model = getattr(zero, f"ZeRO{stage}")(gpt, group, adamw, units=gpt.blocks, offload=offload)
+    inputs, targets = data(group)
+
+    def step():
+        model.zero_grad()
+        loss = token_loss(model(inputs), targets).mean()
+        loss.backward()
+        model.step()
+        return loss.item()
+
+    return step
+
+
+def their_step(stage, offloaded, group):
+    deepspeed = in_deepspeed.start(group)
+    offload = in_deepspeed.OFFLOAD if offloaded else {}
+    gpt, settings = GPT(CONFIG), in_deepspeed.config(stage, **offload)
+    settings["train_batch_size"] = RANKS * TOKENS[0]
+    settings["train_micro_batch_size_per_gpu"] = TOKENS[0]
+    engine, *_ = deepspeed.initialize(model=gpt, optimizer=adamw(gpt.parameters()), config=settings)
+    inputs, targets = data(group)
+
+    def step():
+        loss = token_loss(engine(inputs), targets).mean()
+        engine.backward(loss)
+        engine.step()
+        return loss.item()
+
+    return step
+
+
+def both(stage, offloaded, rounds, group):
+    """Both steps' first losses on this rank, and their times in turn."""
+    steps = our_step(stage, offloaded, group), their_step(stage, offloaded, group)
+    losses = [[step() for _ in range(3)] for step in steps]
+    return losses, in_turn(*steps, rounds, group)
+
+
+def cases(long):
+    needed = ("deepspeed", "megatron.core", "torchft", "torchtitan", "triton")
+    missing = [name for name in needed if not is_installed(name)]
+    if missing:
+        sys.exit(f"{' and '.join(missing)} not installed here: pip install -e '.[frameworks]'")
+    for stage, offloaded in ((1, False), (2, False), (3, False), (2, True)):
+        work = (stage, offloaded, 60 if long else 20)
+        ranks = launch(both, RANKS, work, timeout=600, quiet=True).results
+        for (mine, theirs), _ in ranks:
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=0)
+        times = of_all_ranks([taken for _, taken in ranks])
+        name = f"step, ZeRO-{stage}{', offloaded' * offloaded}, DeepSpeed's"
+        yield from step_cases(name, times, bar=1.0)
+    mine = {row["name"]: row for row in ours.runs()}
+    theirs = {row["name"]: row for row in in_deepspeed.runs()}
+    for stage, names in (
+        (1, ("ZeRO-1, as shipped",)),
+        (2, ("ZeRO-2, as shipped", "ZeRO-2, plain")),
+        (3, ("ZeRO-3, as shipped", "ZeRO-3, bare")),
+    ):
+        for name in names:
+            yield from compared(mine[f"ZeRO-{stage}"], theirs[name], f"DeepSpeed {name}")
+    for row in in_megatron.grids():
+        yield from compared(mine[row["name"]], row, f"Megatron {row['name']}", bar=1.001)
+    counterparts = {"DDP": "data parallel", "FSDP2": "ZeRO-3", "HSDP 2 x 2": "HSDP 2 x 2"}
+    for row in in_torch.runs():
+        yield from compared(mine[counterparts[row["name"]]], row, f"PyTorch {row['name']}")
+    sharded = {row["name"]: row for row in in_torchtitan.grids()}["fsdp 4"]
+    yield from compared(mine["ZeRO-3"], sharded, "torchtitan fsdp 4")
+    (replicas,) = in_torchft.runs()
+    if replicas["on_sockets"]:  # else nobody counts them here
+        yield from compared(mine["data parallel"], replicas, "torchft", key="on_sockets")
+
+
+def compared(mine, theirs, name, bar=None, key="sent"):
+    """Bytes and memory of two rows of elsewhere.run.measure, whose losses have to be equal."""
+    torch.testing.assert_close(mine["losses"], theirs["losses"], rtol=0, atol=1e-5)
+    what = key.replace("_", " ")
+    for label, column, at_most in ((what, key, bar), ("memory", "peak", None)):
+        values = mine[column] / 1e6, theirs[column] / 1e6
+        yield Case(f"{label}, {name}", lambda v=values: v[0], values[1], at_most, "MB", 1, 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(cases, __doc__))
