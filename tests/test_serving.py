@@ -173,7 +173,7 @@ def test_the_page_places_tokens_where_the_engine_writes_them():
         memory.do(action)
         table = memory.tables["a"]
         expected = place_tokens(table, [], first, last - first, 4)
-        assert (table, Places([action], memory).write.tolist()) == expected
+        assert (table, Places([action], memory, torch.float32).write.tolist()) == expected
 
 
 def test_the_engine_attends_as_the_page_does():
@@ -191,7 +191,7 @@ def test_the_engine_attends_as_the_page_does():
     keys, values = torch.randn(2, 12, 4, 2, 8, generator=generator, dtype=torch.float64)
     q = torch.randn(1, 4, 3, 8, generator=generator, dtype=torch.float64)
     k, v = torch.randn(2, 1, 2, 3, 8, generator=generator, dtype=torch.float64)
-    out = Places(batch, memory).attend(keys, values)(q, k, v, None, 0.0)
+    out = Places(batch, memory, torch.float64).attend(keys, values, None)(q, k, v, None, 0.0)
     for row, (name, length) in enumerate(lengths.items()):
         expected = paged_attention(q[0, :, row], keys, values, memory.tables[name], length)
         torch.testing.assert_close(out[0, :, row], expected)
@@ -468,13 +468,37 @@ def test_a_cancelled_request_leaves_no_block_behind_and_disturbs_nobody(when, pr
 @pytest.mark.parametrize(
     "make, why",
     [
-        (lambda: Memory(0, 4), "num_blocks=0 is too few"),
-        (lambda: Memory(4, 0), "block_size=0 is too few"),
-        (lambda: Policy(0), "give 1 or more"),
+        (lambda: Memory(0, 4), "num_blocks=0 will not do: give a whole number, 1 or more"),
+        (lambda: Memory(4, 0), "block_size=0 will not do"),
+        (lambda: Memory(8, 1.5), "block_size=1.5 will not do"),
+        (lambda: Memory(8, 4, -1), "host_blocks=-1 will not do: give a whole number, 0 or more"),
+        (lambda: Policy(0), "max_batch=0 will not do: give a whole number, 1 or more"),
+        (lambda: Policy(1.5), "max_batch=1.5 will not do"),
+        (lambda: Policy(max_tokens=0), "max_tokens=0 will not do"),
+        (lambda: Policy(reserve=-5), "reserve=-5 will not do: give a whole number, 0 or more"),
         (lambda: Policy(preempt="wait"), "'recompute' or 'swap'"),
         (lambda: Request("a", (), 3), "'a' is empty"),
         (lambda: Request("a", (1,), 0), "max_new_tokens=0"),
+        (lambda: Request("a", (1,), 1.5), "max_new_tokens=1.5 will not do"),
+        (lambda: Request("a", (1,), 1, samples=True), "samples=True will not do"),
+        (lambda: Request("a", (1.5,), 1), "other things than tokens"),
+        (lambda: Request("a b", (1,), 1), "'a b' is no name"),
+        (lambda: Request("", (1,), 1), "'' is no name"),
+        (lambda: Request("a", (1,), 1, arrival=float("nan")), "arrival=nan"),
+        (lambda: Request("a", (1,), 1, arrival=float("inf")), "arrival=inf"),
         (lambda: Request("a", (1,), 1, temperature=-1), "temperature=-1"),
+        (lambda: Request("a", (1,), 1, temperature=float("nan")), "temperature=nan"),
+        (lambda: cancelled({"nope": 1}), "'nope': ...} is no request's name: give one of a, b"),
+        (lambda: cancelled({"a.0": 1}), "'a.0': ...} is no request's name: give one of a, b"),
+        (lambda: cancelled({"a": float("nan")}), "'a': nan} is no time"),
+        (lambda: measure([], [], Memory(8, 4)), "there are no steps to measure"),
+        (lambda: continue_text(model_of(SMALL), torch.tensor([]), 2), "no token to continue"),
+        (
+            lambda: speculate(
+                model_of(SMALL), model_of(SMALL.replace(vocab_size=32)), torch.arange(3), 4
+            ),
+            "the draft's vocab_size=32 is not the target's 64",
+        ),
         (lambda: served(Request("a", (1,) * 65, 1)), "more than the model's window, seq_len=64"),
         (lambda: served(Request("a", (1,) * 30, 4), blocks=8), "would never fit"),
         (lambda: served(Request("a", (64,), 4)), "a token outside 0..63"),
@@ -490,6 +514,22 @@ def test_bad_input_is_one_sentence(make, why):
 
 def served(*requests, blocks=40):
     return Engine(model_of(SMALL), Memory(blocks, 4), None).serve(requests)
+
+
+def cancelled(cancel):
+    requests = [Request("a", (1, 2), 4, samples=2), Request("b", (3,), 4)]
+    return plan(requests, Scheduler(Memory(40, 4), Policy(4)), cancel=cancel)
+
+
+def test_a_refused_cancel_leaves_no_block_behind():
+    engine = Engine(model_of(SMALL), Memory(8, 4), None)
+    with pytest.raises(ServingError, match="is no request's name"):
+        engine.serve([Request("a", (1, 2), 5)], cancel={"a": 2, "nope": 1})
+    assert engine.memory.used == 0
+
+
+def test_tokens_of_a_prompt_may_be_anything_that_is_a_whole_number():
+    assert Request("a", torch.arange(3), 1).prompt == Request("a", range(3), 1).prompt == (0, 1, 2)
 
 
 def test_a_refused_request_leaves_no_block_behind():
@@ -511,15 +551,38 @@ def serve_on_ranks(config, requests, policy, group):
     return served.texts, served.steps, engine.nbytes, engine.memory.used
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("name", list(MODELS)[:2])
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_ranks_give_the_same_tokens_and_send_two_all_reduces_a_layer(size, name, temperature):
-    config = MODELS[name]
+ROTARY, LEARNED, ONE_KV_HEAD = list(MODELS)[:3]
+
+
+@pytest.mark.parametrize(
+    "size, name, preempt, temperature",
+    [
+        (1, ONE_KV_HEAD, "recompute", 0.9),
+        (2, ROTARY, "recompute", 0.0),
+        (2, LEARNED, "swap", 0.9),
+        (2, ONE_KV_HEAD, "recompute", 0.9),
+        (4, ROTARY, "swap", 0.9),
+        (4, LEARNED, "recompute", 0.0),
+        (4, ONE_KV_HEAD, "swap", 0.0),
+    ],
+)
+def test_ranks_give_the_same_tokens_and_send_two_all_reduces_a_layer(
+    size, name, preempt, temperature
+):
+    """Also of texts that had to leave, that share a beginning, that copied a block."""
+    config, model = MODELS[name], model_of(MODELS[name])
     requests = requests_of(config, 6, temperature)
-    expected = {request.name: alone(model_of(config), request) for request in requests}
-    policy = Policy(4, max_tokens=12, preempt="swap")
+    requests.append(Request("two", range(6), 12, samples=2, temperature=0.9))
+    expected = {
+        each: alone(model, request, sample)
+        for request in requests
+        for sample, each in enumerate(request.sequences)
+    }
+    policy = Policy(4, max_tokens=12, preempt=preempt)
     run = launch(serve_on_ranks, size, (config, requests, policy))
+    done = kinds(run.results[0][1])
+    left = {"swap": ("OUT", "IN"), "recompute": ("DROP",)}[preempt]
+    assert all(done[kind] for kind in ("SHARE", "FORK", "COPY", *left)), done
     whole = Memory(12, 4).num_blocks * 4 * 2 * config.num_layers * config.head_dim * 8
     for texts, steps, nbytes, used in run.results:
         assert texts == expected and used == 0
@@ -651,6 +714,41 @@ def test_an_engine_serves_int8_weights():
     small = with_int8_weights(model_of(SMALL))
     request = Request("a", (1, 2, 3), 8)
     assert Engine(small, Memory(12, 4), None).serve([request]).texts["a"] == alone(small, request)
+
+
+def serve_int8_on_ranks(config, requests, group):
+    whole = shard_model(model_of(config), GPT_PLAN, group)
+    model = with_int8_weights(whole)
+    served = Engine(model, Memory(12, 4), group).serve(requests)
+    return served.texts, weight_bytes(model) / weight_bytes(whole)
+
+
+def rounded(weight, parts=1):
+    """A weight of int8 times a scale a row of each of its parts."""
+    scales = [part.abs().amax(1, keepdim=True) / 127 for part in weight.chunk(parts, 1)]
+    pieces = [(part / scale).round() * scale for part, scale in zip(weight.chunk(parts, 1), scales)]
+    return torch.cat(pieces, 1)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("name", [LEARNED, ONE_KV_HEAD])
+def test_int8_weights_of_several_ranks_are_those_of_the_whole_cut(size, name):
+    """The same rows and scales, but where a rank has a part of each row: o and down."""
+    config = MODELS[name]
+    oracle, requests = model_of(config), requests_of(config, 4)
+    with torch.no_grad():
+        if config.tied_embedding:  # the embedding stays as it was
+            oracle.head.out.weight = torch.nn.Parameter(oracle.head.out.weight.clone())
+        for path, module in oracle.named_modules():
+            if isinstance(module, torch.nn.Linear):
+                by_inputs = path.endswith((".o", ".down"))
+                module.weight.copy_(rounded(module.weight, size if by_inputs else 1))
+    expected = {request.name: alone(oracle, request) for request in requests}
+    exact = {request.name: alone(model_of(config), request) for request in requests}
+    assert expected != exact
+    for texts, share in launch(serve_int8_on_ranks, size, (config, requests)).results:
+        assert texts == expected
+        assert share < 0.4  # an eighth of the linears, and all of the embedding
 
 
 def test_a_measure_counts_tokens_and_waste():

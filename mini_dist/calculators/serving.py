@@ -16,12 +16,14 @@ Letters: B sequences, T tokens, D model, N heads, K kv heads, H head dim, E expe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import warnings
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..config import ModelConfig
-from ..fields import whole_number
-from .flops import score_flops
+from ..fields import nearest_divisor, whole_number
+from .flops import forward_flops, score_flops
+from .importing import whole
 from .kernels import collective_seconds, stream_seconds
 from .lines import Breakdown, Line
 from .machines import FLASH_FORWARD, KERNEL_SECONDS, Device, Hardware, hardware
@@ -51,6 +53,7 @@ class Server:
         whole_number(self, "tp", at_least=1)
         if self.config.num_heads % self.tp:
             raise ValueError(f"tp={self.tp} does not divide num_heads={self.config.num_heads}.")
+        kv_heads_a_device(self.config, self.tp)
         for field in ("weight_bytes", "kv_bytes"):
             at_least(field, getattr(self, field), 0.25)
         if not 0 < self.memory_share <= 1:
@@ -64,13 +67,25 @@ class Server:
 # --- memory --------------------------------------------------------------------------------------
 
 
+def kv_heads_a_device(config: ModelConfig, tp: int) -> int:
+    """K/t; with t > K each is held by t / K devices. ValueError where a head would be cut."""
+    heads = config.num_kv_heads
+    if whole("tp", tp) > 1 and heads % tp and tp % heads and not config.is_mla:
+        raise ValueError(
+            f"tp={tp} would cut a head of num_kv_heads={heads}: give {nearest_divisor(heads, tp)}."
+        )
+    return max(heads // tp, 1)
+
+
 def kv_bytes_a_token(config: ModelConfig | str, kv_bytes: float = 2, tp: int = 1) -> Breakdown:
     """What one token leaves in the cache of one device, all layers together.
 
-    With tp > K each kv head is held by tp / K devices. Latent attention keeps one latent and one
-    rotated key a token, whole on every device (DeepSeek-V2, section 2.1).
+    Latent attention keeps one latent and one rotated key a token, whole on every device
+    (DeepSeek-V2, section 2.1). Raises ValueError if no device could have whole heads.
     """
     config = model(config)
+    at_least("kv_bytes", kv_bytes, 0.25)
+    heads = kv_heads_a_device(config, tp)
     if config.is_mla:
         numbers = config.kv_lora_rank + config.rope_head_dim
         line = Line(
@@ -81,11 +96,24 @@ def kv_bytes_a_token(config: ModelConfig | str, kv_bytes: float = 2, tp: int = 1
             "DeepSeek-V2, section 2.1",
         )
         return Breakdown("cache of a token", (line,))
-    heads = max(config.num_kv_heads / tp, 1)
     value = config.num_layers * heads * config.head_dim * kv_bytes
     formula = f"L K/t H bytes = {config.num_layers} * {heads:g} * {config.head_dim} * {kv_bytes:g}"
     lines = [Line(name, value, "bytes", formula, "Pope et al. 2022") for name in ("keys", "values")]
     return Breakdown("cache of a token", tuple(lines))
+
+
+def kv_bytes_a_text(
+    config: ModelConfig | str, tokens: float, kv_bytes: float = 2, tp: int = 1
+) -> float:
+    """The cache of a text of so many tokens on one device.
+
+    A layer with a window keeps its last `window` tokens only, the others all of them.
+    """
+    config = model(config)
+    at_least("tokens", tokens, 0)
+    windowed = config.windowed_layers
+    kept = (config.num_layers - windowed) * tokens + windowed * min(tokens, config.window)
+    return kv_bytes_a_token(config, kv_bytes, tp).total * kept / config.num_layers
 
 
 def cache_room(server: Server) -> Breakdown:
@@ -106,14 +134,15 @@ def cache_room(server: Server) -> Breakdown:
 
 
 def cached_tokens(server: Server) -> int:
-    """How many tokens' keys and values fit, of all sequences together."""
+    """How many tokens' keys and values fit, of all sequences together (none beyond its window)."""
     each = kv_bytes_a_token(server.config, server.kv_bytes, server.tp).total
     return int(cache_room(server).total / each)
 
 
 def largest_batch(server: Server, tokens: int) -> int:
     """How many sequences of so many tokens fit at once."""
-    return cached_tokens(server) // tokens
+    each = kv_bytes_a_text(server.config, at_least("tokens", tokens, 1), server.kv_bytes, server.tp)
+    return int(cache_room(server).total / each)
 
 
 # --- time ----------------------------------------------------------------------------------------
@@ -124,15 +153,19 @@ def decode_floor(server: Server, batch: int, context: float) -> float:
 
     context: tokens before it, on average. The datasheet's bandwidth: no server is faster.
     """
+    whole("batch", batch)
+    at_least("context", context, 0)
     weights = sum(each.bytes for each in _layers(server, batch)) / server.tp
-    cache = kv_bytes_a_token(server.config, server.kv_bytes, server.tp).total * context * batch
+    cache = batch * kv_bytes_a_text(server.config, context, server.kv_bytes, server.tp)
     return (weights + cache) / server.machine.device.memory_bandwidth
 
 
 def decode_time(server: Server, batch: int, context: float) -> Breakdown:
     """One step that gives each of `batch` sequences its next token; context: tokens before it."""
+    whole("batch", batch)
+    at_least("context", context, 0)
     device = server.machine.device
-    cache = kv_bytes_a_token(server.config, server.kv_bytes, server.tp).total * context * batch
+    cache = batch * kv_bytes_a_text(server.config, context, server.kv_bytes, server.tp)
     layers = server.config.num_layers
     lines = _matrices(server, batch, batch)
     attention = layers * stream_seconds(device, cache / layers)
@@ -140,8 +173,29 @@ def decode_time(server: Server, batch: int, context: float) -> Breakdown:
     return Breakdown("a decode step", (*lines, _traffic(server, batch)))
 
 
+def prefill_flops(server: Server, tokens: int, sequences: int = 1) -> Breakdown:
+    """FLOPs, of all devices together, for the prompts of so many sequences, `tokens` each.
+
+    The head sees the last token of each alone. Scores of layers with a window are counted whole.
+    """
+    whole("tokens", tokens)
+    whole("sequences", sequences)
+    lines = [
+        replace(
+            line,
+            value=line.value * sequences / (tokens if line.name == "head" else 1),
+            formula=f"B {line.formula}" + " / S: the last token" * (line.name == "head"),
+        )
+        for line in forward_flops(server.config, causal=True, seq_len=tokens)
+    ]
+    return Breakdown("FLOPs of a prefill", tuple(lines))
+
+
 def prefill_time(server: Server, tokens: int, sequences: int = 1) -> Breakdown:
-    """The prompts of so many sequences, `tokens` each, and their first new tokens."""
+    """The prompts of so many sequences, `tokens` each, and their first new tokens. Scores of layers
+    with a window are counted whole."""
+    whole("tokens", tokens, at_least=0)
+    whole("sequences", sequences)
     rate = server.machine.device.gemm_rate * FLASH_FORWARD
     flops = score_flops(server.config, tokens, causal=True) * sequences / server.tp
     lines = _matrices(server, tokens * sequences, sequences)
@@ -177,7 +231,7 @@ def _layers(server: Server, tokens: int, logits: int | None = None) -> list[Prod
             if weight.experts > 1:
                 share = weight.visits / weight.experts
                 visited = weight.experts * (1 - (1 - share) ** rows)
-                each = rows * weight.visits / visited
+                each = rows * weight.visits / visited if rows else 0.0
             size = weight.numel / weight.experts * visited * server.weight_bytes
             products.append(Product(weight, copies * visited, each, copies * size))
     return products
@@ -226,15 +280,25 @@ class Answers(NamedTuple):
 
     def dollars(self, dollars_an_hour: float) -> float:
         """For a million new tokens, at a price of one device."""
+        at_least("dollars_an_hour", dollars_an_hour, 0)
         return dollars_an_hour / 3600 / self.tokens_a_second * 1e6
 
 
 def answer(server: Server, batch: int, prompt: int, new: int) -> Answers:
     """`batch` requests that begin together: prefill, then new - 1 decode steps.
 
-    Decode time is linear in the context, so the mean context gives the mean step. Raises ValueError
-    if they do not fit.
+    Decode time is linear in the context, so the mean context gives the mean step (a little too
+    much where a window is passed in between). Raises ValueError if they do not fit; warns beyond
+    seq_len, the length of training.
     """
+    for field, value in (("batch", batch), ("prompt", prompt), ("new", new)):
+        whole(field, value)
+    if prompt + new > server.config.seq_len:
+        warnings.warn(
+            f"{prompt + new} tokens are more than seq_len={server.config.seq_len}, the length of "
+            "training: give a config with a longer one if the model reads so far.",
+            stacklevel=2,
+        )
     fits = largest_batch(server, prompt + new)
     if batch > fits:
         raise ValueError(

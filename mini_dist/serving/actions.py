@@ -20,6 +20,8 @@ A sequence is one text that grows; a request with several samples becomes severa
 
 from __future__ import annotations
 
+import math
+import operator
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -33,6 +35,12 @@ _PATTERN = re.compile(
 
 class ServingError(ValueError):
     """A request that cannot be served, or an action that cannot be done; one sentence says why."""
+
+
+def whole_number(said: str, value: object, least: int) -> None:
+    """Raises ServingError if the value is no int or less than `least`. said: how it is called."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ServingError(f"{said}={value!r} will not do: give a whole number, {least} or more.")
 
 
 @dataclass(frozen=True)
@@ -55,15 +63,23 @@ class Request:
     stop: int | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "prompt", tuple(int(token) for token in self.prompt))
+        if not isinstance(self.name, str) or self.name.split() != [self.name]:
+            raise ServingError(
+                f"{self.name!r} is no name: give a text without spaces, such as 'a'."
+            )
+        try:
+            object.__setattr__(self, "prompt", tuple(map(operator.index, self.prompt)))
+        except TypeError:
+            raise ServingError(
+                f"request {self.name!r} has a prompt of other things than tokens: give ints."
+            ) from None
         if not self.prompt:
             raise ServingError(f"request {self.name!r} is empty: give at least one token.")
         for field in ("max_new_tokens", "samples"):
-            if getattr(self, field) < 1:
-                raise ServingError(
-                    f"request {self.name!r} has {field}={getattr(self, field)}: give 1 or more."
-                )
-        if self.temperature < 0:
+            whole_number(f"request {self.name!r}: {field}", getattr(self, field), 1)
+        if not math.isfinite(self.arrival):
+            raise ServingError(f"request {self.name!r} has arrival={self.arrival}: give a number.")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ServingError(
                 f"request {self.name!r} has temperature={self.temperature}: give 0 for the "
                 "likeliest token, or more."

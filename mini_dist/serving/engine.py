@@ -17,7 +17,8 @@ H head dim, V vocab, L layers, t ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..collectives import all_gather
-from ..model import GPT
+from ..model import GPT, cosines_and_sines, turn
 from .actions import Action, Request, ServingError, Step
 from .ideas import attending, choose, uniform
 from .memory import Memory
@@ -111,7 +112,7 @@ class Engine:
             self.requests[name] = request, sample
         self.tokens[request.sequences[0]] = list(request.prompt)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def execute(self, actions: Iterable[Action]) -> list[str]:
         """Do the actions of a step; the names of sequences that came to their `stop`."""
         self.memory.begin_step()
@@ -144,15 +145,19 @@ class Engine:
         # Those that decode first: attention takes them together.
         batch = sorted(batch, key=lambda action: action.last - action.first > 1)
         logits = self.forward(batch)
+        likeliest = logits.argmax(-1).tolist()
         ended = []
         for row, (name, _, _, last) in enumerate(batch):
             if last < len(self.tokens[name]):
                 continue  # a chunk of a prompt: more of it will come
             for each in (name, *self.forks.pop(name, [])):
                 request, sample = self.requests[each]
-                place = f"{sample}/{len(self.tokens[each]) - len(request.prompt)}"
-                u = uniform(request.seed, place)
-                self.tokens[each].append(choose(logits[row], request.temperature, u))
+                token = likeliest[row]
+                if request.temperature > 0:
+                    place = f"{sample}/{len(self.tokens[each]) - len(request.prompt)}"
+                    u = uniform(request.seed, place)
+                    token = choose(logits[row], request.temperature, u)
+                self.tokens[each].append(token)
                 if self.tokens[each][-1] == request.stop:
                     ended.append(each)
         return ended
@@ -163,11 +168,13 @@ class Engine:
         positions = [torch.arange(first, last) for _, _, first, last in batch]
         ends = torch.tensor([len(each) for each in positions]).cumsum(0) - 1
         flat, positions = torch.tensor(sum(tokens, []))[None], torch.cat(positions)[None]  # [1, S]
-        places = Places(batch, self.memory)
+        places, attn = Places(batch, self.memory, self.dtype), self.model.blocks[0].attn
+        angles = cosines_and_sines(positions, attn.head_dim, self.dtype) if attn.rotary else None
         layers = [
-            places.attend(keys, values) for keys, values in zip(self.keys, self.values, strict=True)
+            places.attend(keys, values, angles)
+            for keys, values in zip(self.keys, self.values, strict=True)
         ]
-        with attending(self.model, layers):
+        with attending(self.model, layers), not_turning(self.model):
             x = self.model.embed(flat, positions)
             for block in self.model.blocks:
                 x = block(x, positions)
@@ -178,51 +185,78 @@ class Engine:
         return parts.mT
 
 
+@contextmanager
+def not_turning(model: GPT) -> Iterator[None]:
+    """Inside, the attention function gets queries and keys that nobody has turned."""
+    layers = [block.attn for block in model.blocks if block.attn.rotary]
+    for attn in layers:
+        attn.rotary = False
+    try:
+        yield
+    finally:
+        for attn in layers:
+            attn.rotary = True
+
+
 class Places:
     """Where the tokens of a batch are written, and what each of them reads; alike in all layers."""
 
-    def __init__(self, batch: list[Action], memory: Memory):
+    def __init__(self, batch: list[Action], memory: Memory, dtype: torch.dtype):
         size = memory.block_size
         write, self.decoding = [], sum(last - first == 1 for _, _, first, last in batch)
-        self.chunks = []  # first row of the batch, first, last, table
+        self.chunks = []  # rows of the batch, table, number of tokens, what each row sees
         tables = []
         for row, (name, _, first, last) in enumerate(batch):
             table = memory.tables[name][: memory.blocks_for(last)]
+            rows = slice(len(write), len(write) + last - first)
             write += [table[i // size] * size + i % size for i in range(first, last)]
             if row < self.decoding:
                 tables.append(table)
             else:
-                self.chunks.append((len(write) - (last - first), first, last, torch.tensor(table)))
+                sees = torch.arange(last) <= torch.arange(first, last)[:, None]
+                self.chunks.append((rows, torch.tensor([table]), last, additive(sees, dtype)))
         self.write = torch.tensor(write)  # [S], places in all blocks' tokens
         longest = max(map(len, tables), default=0)
         filled = [table + [0] * (longest - len(table)) for table in tables]
         self.tables = torch.tensor(filled, dtype=torch.long)  # [B, longest], 0 behind the end
         lengths = torch.tensor([last for _, _, _, last in batch[: self.decoding]])
-        self.sees = torch.arange(longest * size) < lengths[:, None]  # [B, longest * size]
+        sees = torch.arange(longest * size) < lengths[:, None]  # [B, longest * size]
+        self.sees = additive(sees[:, None, None], dtype)
 
-    def attend(self, keys: Tensor, values: Tensor) -> Callable:
-        """The attention function of one layer, over its blocks [blocks, block_size, K/t, H]."""
+    def attend(self, keys: Tensor, values: Tensor, angles: tuple | None) -> Callable:
+        """The attention function of one layer, over its blocks [blocks, block_size, K/t, H].
+
+        angles: cosines and sines by which queries and keys still have to be turned.
+        """
 
         def attend(q: Tensor, k: Tensor, v: Tensor, positions, dropout) -> Tensor:
             # q [1, N/t, S, H], k and v [1, K/t, S, H]
+            if angles is not None:
+                q, k = turn(torch.cat([q, k], 1), *angles).split([q.shape[1], k.shape[1]], 1)
             for blocks, new in ((keys, k), (values, v)):
                 blocks.view(-1, *blocks.shape[2:])[self.write] = new[0].transpose(0, 1)
             outs = []
             if self.decoding:
-                k_all, v_all = (read(blocks, self.tables) for blocks in (keys, values))
+                k_all, v_all = read(keys, self.tables), read(values, self.tables)
                 queries = q[0, :, : self.decoding].transpose(0, 1).unsqueeze(2)  # [B, N/t, 1, H]
-                sees = self.sees[:, None, None]
-                out = scaled_dot_product_attention(queries, k_all, v_all, sees, enable_gqa=True)
+                out = scaled_dot_product_attention(
+                    queries, k_all, v_all, self.sees, enable_gqa=True
+                )
                 outs.append(out.squeeze(2))  # [B, N/t, H]
-            for row, first, last, table in self.chunks:
-                k_all, v_all = (read(blocks, table[None])[:, :, :last] for blocks in (keys, values))
-                queries = q[:, :, row : row + last - first]  # [1, N/t, last - first, H]
-                sees = torch.arange(last) <= torch.arange(first, last)[:, None]
+            for rows, table, length, sees in self.chunks:
+                k_all, v_all = (read(blocks, table)[:, :, :length] for blocks in (keys, values))
+                queries = q[:, :, rows]  # [1, N/t, last - first, H]
                 out = scaled_dot_product_attention(queries, k_all, v_all, sees, enable_gqa=True)
                 outs.append(out[0].transpose(0, 1))
             return torch.cat(outs).transpose(0, 1).unsqueeze(0)  # [1, N/t, S, H]
 
         return attend
+
+
+def additive(sees: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where something may be seen, minus infinity elsewhere: what the kernel adds to scores. Of a
+    mask of booleans it would make this in every layer."""
+    return torch.zeros(sees.shape, dtype=dtype).masked_fill_(~sees, -torch.inf)
 
 
 def read(blocks: Tensor, tables: Tensor) -> Tensor:

@@ -82,8 +82,10 @@ def attending(model: GPT, functions: Sequence[Callable]) -> Iterator[None]:
 def forward(model: GPT, tokens: Tensor, cache: Cache) -> Tensor:
     """The tokens [S] that follow on those in the cache -> logits [S, V]; the cache grows by S.
 
-    Raises ServingError beyond the window of the model, whose positions end there.
+    Raises ServingError beyond the window of the model, whose positions end there, and for no token.
     """
+    if not len(tokens):
+        raise ServingError("there is no token to continue: give at least one.")
     if cache.length + len(tokens) > model.config.seq_len:
         raise ServingError(
             f"{cache.length} tokens in the cache and {len(tokens)} more are beyond the model's "
@@ -261,8 +263,14 @@ def speculate(
 
     The draft guesses num_guesses tokens, one after the other. One forward of the target looks at
     all of them: a weight is read once for many tokens, as in prefill. At temperature 0 the result
-    is the target's own text; else `accept` keeps its distribution.
+    is the target's own text; else `accept` keeps its distribution. Raises ServingError if the two
+    have not one vocabulary.
     """
+    if draft.config.vocab_size != target.config.vocab_size:
+        raise ServingError(
+            f"the draft's vocab_size={draft.config.vocab_size} is not the target's "
+            f"{target.config.vocab_size}: give a draft that was trained with the same tokens."
+        )
 
     def probabilities(logits: Tensor) -> Tensor:
         if temperature == 0:

@@ -9,6 +9,15 @@ import copy
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
+
+from ..tensor_parallel.layers import HoldsPieces, VocabParallelEmbedding
+
+
+def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight [F, D] -> int8 [F, D] and a scale a row [F]: w ~ scale * q, |q| <= 127."""
+    scale = weight.abs().amax(1).clamp(min=1e-12) / 127
+    return (weight / scale[:, None]).round().to(torch.int8), scale
 
 
 class Int8Linear(nn.Module):
@@ -20,9 +29,8 @@ class Int8Linear(nn.Module):
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
-        weight = linear.weight.detach()
-        scale = weight.abs().amax(1).clamp(min=1e-12) / 127  # [F]
-        self.register_buffer("weight", (weight / scale[:, None]).round().to(torch.int8))
+        weight, scale = quantized(linear.weight.detach())
+        self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
         self.bias = linear.bias
 
@@ -32,13 +40,31 @@ class Int8Linear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
+class Int8Piece(nn.Module):
+    """The weight of a tensor-parallel layer: kept as `quantized` gives it, multiplied out in use.
+
+    A piece that is cut by its outputs has the rows of the whole matrix, and so their scales. One
+    that is cut by its inputs has a scale for its part of each row, never a larger one.
+    """
+
+    def forward(self, weight: Tensor, scale: Tensor) -> Tensor:
+        return weight * scale[:, None]
+
+    def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return quantized(weight)
+
+
 def with_int8_weights(model: nn.Module) -> nn.Module:
-    """A copy of a model that is on one device, its linears in int8; embeddings and norms stay."""
-    model = copy.deepcopy(model).requires_grad_(False)
+    """A copy of a model, whole or after `shard_model`, its linears in int8; embeddings and norms
+    stay."""
+    group = model.sharding.group if hasattr(model, "sharding") else None
+    model = copy.deepcopy(model, {id(group): group}).requires_grad_(False)
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, nn.Linear):
                 setattr(module, name, Int8Linear(child))
+            elif isinstance(child, HoldsPieces) and not isinstance(child, VocabParallelEmbedding):
+                register_parametrization(child, "weight", Int8Piece())
     return model
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from .actions import Request, Step
+from .actions import Request, ServingError, Step
 from .memory import Memory
 
 
@@ -57,7 +57,10 @@ class Result(NamedTuple):
 
 
 def measure(steps: list[Step], requests: Iterable[Request], memory: Memory) -> Result:
-    """What a run came to; sequences that have no token yet do not count."""
+    """What a run came to; sequences that have no token yet do not count. Raises ServingError if
+    there are no steps."""
+    if not steps:
+        raise ServingError("there are no steps to measure: give those of a run.")
     requests = list(requests)
     times = token_times(steps, requests)
     arrival = {name: r.arrival for r in requests for name in r.sequences}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .actions import Action, ServingError
+from .actions import Action, ServingError, whole_number
 
 
 class Memory:
@@ -27,8 +27,7 @@ class Memory:
             ("block_size", block_size, 1),
             ("host_blocks", host_blocks, 0),
         ):
-            if value < least:
-                raise ServingError(f"{name}={value} is too few: give {least} or more.")
+            whole_number(name, value, least)
         self.num_blocks, self.block_size, self.host_blocks = num_blocks, block_size, host_blocks
         self.tables: dict[str, list[int]] = {}
         self.written: dict[str, int] = {}

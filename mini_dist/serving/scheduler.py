@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from .actions import Action, Request, ServingError, Step
+from .actions import Action, Request, ServingError, Step, whole_number
 from .memory import Memory
 
 PREEMPTIONS = ("recompute", "swap")
@@ -44,10 +44,10 @@ class Policy:
     share: bool = True
 
     def __post_init__(self):
-        if self.max_batch < 1 or self.max_tokens is not None and self.max_tokens < 1:
-            raise ServingError(
-                f"max_batch={self.max_batch}, max_tokens={self.max_tokens}: give 1 or more."
-            )
+        whole_number("max_batch", self.max_batch, 1)
+        whole_number("reserve", self.reserve, 0)
+        if self.max_tokens is not None:
+            whole_number("max_tokens", self.max_tokens, 1)
         if self.preempt not in PREEMPTIONS:
             known = " or ".join(map(repr, PREEMPTIONS))
             raise ServingError(f"preempt={self.preempt!r} is not known: give {known}.")
@@ -309,8 +309,8 @@ def serve(
 
     execute: does the actions, and returns the sequences that came to their `stop`. seconds: how
     long the step took, asked after it (1 unless given: the clock counts steps). cancel: request ->
-    when nobody wants it any more. Raises ServingError, before the first step, for a request that
-    can never fit.
+    when nobody wants it any more, all of its samples. Raises ServingError, before the first step,
+    for a request that can never fit and for a name in `cancel` that nobody has.
     """
     coming = sorted(requests, key=lambda request: request.arrival)
     names = [name for request in coming for name in request.sequences]
@@ -319,6 +319,13 @@ def serve(
     for request in coming:
         scheduler.refuse_what_never_fits(request)
     cancel, clock, steps = dict(cancel or {}), 0.0, []
+    known = [request.name for request in coming]
+    if unknown := [name for name in cancel if name not in known]:
+        raise ServingError(
+            f"cancel={{{unknown[0]!r}: ...}} is no request's name: give one of {', '.join(known)}."
+        )
+    if never := [name for name, when in cancel.items() if math.isnan(when)]:
+        raise ServingError(f"cancel={{{never[0]!r}: nan}} is no time: give a number.")
     while coming or scheduler.is_busy:
         while coming and coming[0].arrival <= clock:
             scheduler.add(coming.pop(0))

@@ -11,6 +11,7 @@ from ..calculators.serving import (
     cache_room,
     curve,
     decode_time,
+    kv_bytes_a_text,
     kv_bytes_a_token,
 )
 from ..draw.labels import ticks
@@ -68,7 +69,7 @@ def draw(server: Server, tokens: int, batch: int, points, mine) -> Picture:
     figure = Figure(figsize=(9.4, 3.2), dpi=100)
     left, right = figure.add_axes((0.03, 0.2, 0.4, 0.5)), figure.add_axes((0.54, 0.18, 0.44, 0.68))
     whole, room = server.machine.device.memory_bytes, cache_room(server)
-    each = kv_bytes_a_token(server.config, server.kv_bytes, server.tp).total * tokens
+    each = kv_bytes_a_text(server.config, tokens, server.kv_bytes, server.tp)
     start, gib = 0.0, 2**30
     for name, size, color in (
         ("weights", -room["weights"], "#3182bd"),

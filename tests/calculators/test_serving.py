@@ -1,12 +1,13 @@
 """What serving costs: formulas beside the library's own caches and published numbers."""
 
+import math
 from statistics import median
 
 import pytest
 import torch
 
 from mini_dist import GPT, ModelConfig
-from mini_dist.calculators import MODELS, Hardware, hardware, num_parameters
+from mini_dist.calculators import MODELS, Hardware, from_hugging_face, hardware, num_parameters
 from mini_dist.calculators.serving import (
     LOGS,
     Server,
@@ -16,8 +17,10 @@ from mini_dist.calculators.serving import (
     curve,
     decode_floor,
     decode_time,
+    kv_bytes_a_text,
     kv_bytes_a_token,
     largest_batch,
+    prefill_flops,
     prefill_time,
     tensorrt_llm,
     vllm_on_l4,
@@ -43,6 +46,55 @@ def test_bytes_of_a_token_known_by_hand():
     assert kv_bytes_a_token("llama3-70b", tp=8).total == 80 * 2 * 128 * 2
     assert kv_bytes_a_token("llama3-70b", tp=16) == kv_bytes_a_token("llama3-70b", tp=8)
     assert kv_bytes_a_token("deepseek-v3").total == 61 * (512 + 64) * 2
+
+
+# google/gemma-3-1b-it and mistralai/Mistral-7B-v0.1, the keys of config.json that matter here.
+GEMMA = {"model_type": "gemma3_text", "num_hidden_layers": 26, "hidden_size": 1152}
+GEMMA |= {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256}
+GEMMA |= {"intermediate_size": 6912, "vocab_size": 262144, "max_position_embeddings": 32768}
+GEMMA |= {"sliding_window": 512, "sliding_window_pattern": 6}
+MISTRAL = {"model_type": "mistral", "num_hidden_layers": 32, "hidden_size": 4096}
+MISTRAL |= {"num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336}
+MISTRAL |= {"vocab_size": 32000, "max_position_embeddings": 32768, "sliding_window": 4096}
+
+
+def test_a_layer_with_a_window_keeps_its_last_tokens_only():
+    """Gemma 3 1B at 32,768 tokens by hand: 4 layers keep all of them, 22 keep 512."""
+    gemma, a_token_and_layer = from_hugging_face(GEMMA, 32768), 2 * 1 * 256 * 2
+    assert (gemma.windowed_layers, gemma.window) == (22, 512)
+    assert kv_bytes_a_token(gemma).total == 26 * a_token_and_layer
+    assert kv_bytes_a_text(gemma, 32768) == a_token_and_layer * (4 * 32768 + 22 * 512)
+    assert kv_bytes_a_text(gemma, 500) == 500 * 26 * a_token_and_layer
+    mistral = from_hugging_face(MISTRAL, 32768)
+    for tokens, kept in ((1000, 1000), (4096, 4096), (32768, 4096)):
+        assert kv_bytes_a_text(mistral, tokens) == kept * 131_072
+        each = kv_bytes_a_text(mistral, tokens)
+        server = Server(mistral, "h100")
+        assert largest_batch(server, tokens) == int(cache_room(server).total / each)
+    near, far = (decode_floor(server, 8, context) for context in (4096, 32768))
+    assert near == far
+
+
+@pytest.mark.parametrize(
+    "more, windows",
+    [
+        ({"sliding_window": None}, (0, 0)),
+        ({"layer_types": ["full_attention"] * 6 + ["sliding_attention"] * 20}, (20, 512)),
+        ({"layer_types": ["full_attention"] * 26}, (0, 0)),
+        ({"model_type": "gemma2", "sliding_window_pattern": None}, (13, 512)),
+        ({"model_type": "qwen2"}, (0, 0)),
+        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 21}, (5, 512)),
+        ({"model_type": "phi3"}, (26, 512)),
+    ],
+)
+def test_windows_are_read_as_transformers_reads_them(more, windows):
+    config = from_hugging_face(GEMMA | more, 4096)
+    assert (config.windowed_layers, config.window) == windows
+
+
+def test_a_text_without_windows_is_its_tokens():
+    for name in MODELS:
+        assert kv_bytes_a_text(name, 1000) == 1000 * kv_bytes_a_token(name).total
 
 
 @pytest.mark.parametrize("log", LOGS, ids=lambda log: f"{log.name} {log.gib}")
@@ -80,8 +132,25 @@ def test_of_many_experts_one_token_reads_few_and_many_tokens_read_all():
 
 def test_prefill_is_arithmetic():
     peak = LLAMA.machine.device.peak_flops
-    flops = 2 * 4096 * (num_parameters(LLAMA.config) - 2 * 128256 * 4096)
-    assert 1.0 < prefill_time(LLAMA, 4096).total / (flops / peak) < 2.2
+    flops = prefill_flops(LLAMA, 4096)
+    norms = (2 * 32 + 1) * 4096
+    matrices = 2 * 4096 * (num_parameters(LLAMA.config) - 2 * 128256 * 4096 - norms)
+    scores = 32 * 4096**2 * 32 * 2 * 128  # a product with keys, one with values; half is masked
+    assert flops.total == matrices + scores + 2 * 128256 * 4096  # logits of the last token
+    assert prefill_flops(LLAMA, 4096, 3).total == 3 * flops.total
+    assert prefill_flops(Server("llama3-8b", "h100", 8), 4096) == flops  # of all together
+    assert 1.0 < prefill_time(LLAMA, 4096).total / (flops.total / peak) < 2.2
+
+
+def test_a_step_without_tokens_has_no_flops_to_wait_for():
+    for name in ("llama3-8b", "mixtral-8x7b"):
+        server = Server(name, "h200", 4)
+        assert prefill_time(server, 0).total < prefill_time(server, 1).total
+
+
+def test_beyond_the_length_of_training_is_said():
+    with pytest.warns(UserWarning, match="8193 tokens are more than seq_len=8192"):
+        answer(LLAMA, 1, 8000, 193)
 
 
 def test_tensor_parallelism_cuts_reading_and_adds_messages():
@@ -129,6 +198,25 @@ def test_published_next_tokens():
         (lambda: answer(LLAMA, 1000, 8000, 192), "give 56 at most"),
         (lambda: curve(LLAMA, 500_000, 1), "not one request"),
         (lambda: Server("llama4", "h100"), "is not known"),
+        (lambda: Server(ModelConfig(num_heads=12, d_model=96, num_kv_heads=4), "h100", 6), "cut a"),
+        (lambda: kv_bytes_a_token("llama3-8b", tp=3), "tp=3 would cut a head of num_kv_heads=8"),
+        (lambda: kv_bytes_a_token("llama3-8b", tp=0), "tp=0 is too small"),
+        (lambda: kv_bytes_a_token("llama3-8b", -2), "kv_bytes=-2 is too small"),
+        (lambda: kv_bytes_a_text("llama3-8b", -1), "tokens=-1 is too small"),
+        (lambda: largest_batch(LLAMA, -1), "tokens=-1 is too small"),
+        (lambda: largest_batch(LLAMA, 0), "tokens=0 is too small"),
+        (lambda: decode_time(LLAMA, -1, 10), "batch=-1 is too small"),
+        (lambda: decode_time(LLAMA, 1, math.nan), "context=nan is no number"),
+        (lambda: decode_floor(LLAMA, 0, 10), "batch=0 is too small"),
+        (lambda: prefill_time(LLAMA, -5), "tokens=-5 is too small"),
+        (lambda: prefill_time(LLAMA, 5, 0), "sequences=0 is too small"),
+        (lambda: prefill_flops(LLAMA, 0), "tokens=0 is too small"),
+        (lambda: answer(LLAMA, 1, 10, 0), "new=0 is too small"),
+        (lambda: answer(LLAMA, 0, 10, 1), "batch=0 is too small"),
+        (lambda: answer(LLAMA, 1, 1.5, 1), "prompt=1.5 is no whole number"),
+        (lambda: answer(LLAMA, 1, 10, 1).dollars(-2), "dollars_an_hour=-2 is too small"),
+        (lambda: ModelConfig(windowed_layers=2), "windowed_layers=2 with window=0"),
+        (lambda: ModelConfig(windowed_layers=5, window=8), "give at most num_layers=4"),
     ],
 )
 def test_bad_input_is_one_sentence(make, why):
