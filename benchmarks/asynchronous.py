@@ -3,7 +3,8 @@
 Rows "updates a second": a server and 4 workers of 10 ms a step, the last one 50 ms slower.
 "virtual": in virtual time, over 120 updates; theirs is the formula, for a race without an end. "on
 the clock": the same workers asleep for those times, so the machine's own delays come in.
-Rows "sent": bytes of all ranks by the ledger; local SGD beside torch's PeriodicModelAverager.
+Rows "sent": bytes of all ranks by the ledger; local SGD beside torch's PeriodicModelAverager;
+post-local SGD, which begins with dense steps, beside torch's optimizer and hook for it.
 Rows "average": of all parameters of a GPT over 4 ranks, beside torch's; both take turns in the same
 processes. Medians of the slowest rank.
 Rows "over 100 Mbit/s": a training step where an average takes as long as lesson 04's formula says
@@ -16,6 +17,7 @@ import warnings
 
 import torch
 from _form import Case, in_turn, main, of_all_ranks, step_cases
+from torch.nn.parallel import DistributedDataParallel
 
 from mini_dist import launch
 from mini_dist.asynchronous import (
@@ -39,7 +41,7 @@ from mini_dist.trainable import Trainable
 STEPS = {0: [30] * 4, 3: [31, 31, 31, 27], None: [38, 38, 38, 6]}  # 120 updates each
 FORMULA = {0: 4 / 0.060, 3: 4 / 0.060, None: 3 / 0.010 + 1 / 0.060}
 CONFIG = ModelConfig(num_layers=4, d_model=128, seq_len=32)
-EVERY = 20
+EVERY, DENSE = 20, 5
 OCEAN = Link(latency=0.050, bandwidth=100e6 / 8)
 
 
@@ -119,6 +121,30 @@ def sent(make):
     return launch(run, 4, quiet=True).ledger.total_bytes() / 1e6
 
 
+def our_post_local(group):
+    local = DiLoCo(Trainable(GPT(CONFIG)), group, EVERY, lr=1.0, beta=0.0, start=DENSE)
+    for _ in range(DENSE + EVERY):
+        local.step()
+
+
+def torchs_post_local(group):
+    """Only all-reduces: what DDP does once when it is made is not counted."""
+    from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    ddp = DistributedDataParallel(GPT(CONFIG), process_group=group)
+    state = post.PostLocalSGDState(group, None, DENSE, post_local_gradient_allreduce=False)
+    ddp.register_comm_hook(state, post.post_localSGD_hook)
+    averager = PeriodicModelAverager(EVERY, DENSE + EVERY - 1, group)
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    optimizer, tokens = PostLocalSGDOptimizer(sgd, averager), torch.arange(33)[None]
+    for _ in range(DENSE + EVERY):
+        optimizer.zero_grad()
+        token_loss(ddp(tokens[:, :-1]), tokens[:, 1:]).mean().backward()
+        optimizer.step()
+
+
 def slowly(x, group):
     """A mean over the emulated link."""
     time.sleep(costs.all_reduce(x.nbytes, group.size(), "ring", OCEAN).seconds)
@@ -167,6 +193,9 @@ def cases(long):
         yield given(f"updates a second, bound {bound}, on the clock", measured, virtual, "1/s")
     yield given("sent, touched rows, whole table", pushed(False), pushed(True), "MB", 0.011)
     yield given(f"sent, local SGD, H = {EVERY}", sent(ours), sent(theirs), "MB", 1.0)
+    mine = launch(our_post_local, 4, quiet=True).ledger.total_bytes() / 1e6
+    torchs = launch(torchs_post_local, 4, quiet=True).ledger.total_bytes(op="all_reduce") / 1e6
+    yield given(f"sent, post-local SGD, {DENSE} dense, H = {EVERY}", mine, torchs, "MB", 1.0)
     times = launch(both_in_turn, 4, (200 if long else 60,), timeout=600).results
     yield from step_cases("average, local SGD", of_all_ranks(times), 1.1)
     dense = ocean("dense")

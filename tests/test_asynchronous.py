@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -27,7 +28,7 @@ from mini_dist.asynchronous import (
     shared,
     updates,
 )
-from mini_dist.collectives import barrier
+from mini_dist.collectives import barrier, recv, send
 from mini_dist.compression import Compressed, half, top_k
 from mini_dist.data_parallel import Naive
 from mini_dist.mesh import Mesh
@@ -658,3 +659,43 @@ def test_post_local_sgd_is_torchs(start, every):
     for a, b in zip(ours.results, theirs.results):
         for x, y in zip(a, b):
             torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
+
+
+# -- deaths ---------------------------------------------------------------------------------------
+
+
+def with_a_death(victim, bound, group):
+    """Three workers of eight steps; rank `victim` is killed after three, or the server with it."""
+    model, me = nn.Linear(3, 1), group.rank()
+    if me == 0:
+        if victim == 0:
+            recv(torch.empty(1), 1, group)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return serve_model(model, lambda x: torch.optim.SGD(x, lr=0.1), 1, bound, group)
+    if victim == 0 and me == 1:
+        send(torch.ones(1), 0, group)
+    with Worker(model, 1, group) as worker:
+        for step in range(8):
+            worker.pull()
+            if me == victim and step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            worker(torch.ones(2, 3)).sum().backward()
+            worker.push()
+    return step
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for connections in Linux's /proc")
+@pytest.mark.parametrize("bound", [0, 2, None])
+def test_when_a_workers_process_dies_the_server_goes_on_with_the_others(bound):
+    run = launch(with_a_death, 4, (2, bound), elastic=True)
+    made = [sum(update.worker == worker for update in run.results[0]) for worker in range(4)]
+    assert made[2] == 3 and {made[1], made[3]} <= {7, 8}  # a push may be lost, none comes twice
+    assert run.results[1:] == [7, None, 7] and [lost.rank for lost in run.lost] == [2]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for connections in Linux's /proc")
+def test_when_the_server_dies_that_is_one_clear_error():
+    with pytest.raises(RankError, match="rank 0 of 3 was killed by SIGKILL") as raised:
+        launch(with_a_death, 3, (0, None), elastic=True)
+    said = raised.value.failures[1]
+    assert said.type == "ServerLost" and "a server is gone" in said.message

@@ -6,7 +6,7 @@ parameters of each update were, from the ledger.
 """
 
 from .emulated import Arrivals
-from .engine import DiLoCo, Worker, serve_model
+from .engine import DiLoCo, ServerLost, Worker, serve_model
 from .hogwild import add_rows_, shared
 from .ideas import (
     Applied,
@@ -26,6 +26,7 @@ __all__ = [
     "Applied",
     "Arrivals",
     "DiLoCo",
+    "ServerLost",
     "Worker",
     "add_rows_",
     "dealt",

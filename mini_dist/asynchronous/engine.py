@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives import all_reduce
+from ..ranks.membership import RanksChanged, is_elastic, numbers, regroup
 from ..trainable import Trainable
 from .ideas import Applied, dealt, leave, pull_dealt, push_dealt, serve
 
@@ -63,7 +64,9 @@ def serve_model(
     ranks, and step them by its optimizer at every push, until all workers have left.
 
     It starts from the module's values, so let all servers have the same ones. bound as in `serve`.
-    Raises ValueError if nobody is left to work.
+    In an elastic run it goes on with the others when a worker dies, whose push may be lost; in what
+    it returns workers have their number in the run. Raises ValueError if nobody is left to work,
+    and ServerLost if a server dies.
     """
     check_servers(num_servers, group)
     share = nn.Parameter(dealt(flat(module), group.rank(), num_servers).clone())
@@ -74,7 +77,63 @@ def serve_model(
         steps.step()
         return share.data
 
-    return serve(share.data, update, group.size() - num_servers, bound, group)
+    if not is_elastic(group):
+        return serve(share.data, update, group.size() - num_servers, bound, group)
+    applied: list[Applied] = []
+    while True:
+        noting = Noting(group, applied)
+
+        def noted_update(values: Tensor, gradients: Tensor, noting: Noting = noting) -> Tensor:
+            noting.add_update()
+            return update(values, gradients)
+
+        try:
+            serve(share.data, noted_update, group.size() - num_servers, bound, noting)
+            return applied
+        except RanksChanged as news:
+            group = without_the_dead(news, num_servers, group)
+            if group.size() == num_servers:
+                return applied
+
+
+class Noting:
+    """The group of a server in an elastic run: what it has done stays when it is broken off."""
+
+    def __init__(self, group, applied: list[Applied]):
+        self.group, self.applied = group, applied
+        self.numbers = numbers(group)
+        self.pulled: dict[int, int] = {}  # updates that were made when a worker last pulled
+        self.source = 0
+
+    def __getattr__(self, name: str):
+        return getattr(self.group, name)
+
+    def send(self, tensors, to, tag):
+        self.pulled[to] = len(self.applied)
+        return self.group.send(tensors, to, tag)
+
+    def recv(self, tensors, source, tag):
+        self.source = source
+        return self.group.recv(tensors, source, tag)
+
+    def add_update(self) -> None:
+        stale = len(self.applied) - self.pulled.get(self.source, 0)
+        self.applied.append(Applied(self.numbers[self.source], stale))
+
+
+class ServerLost(RuntimeError):
+    """A server has died, and with it the parameters that it kept."""
+
+
+def without_the_dead(news: RanksChanged, num_servers: int, group):
+    """The group of those who are there. Raises ServerLost if a server is not among them."""
+    lost = [each for each in news.lost if each.rank < num_servers]
+    if lost:
+        raise ServerLost(
+            f"a server is gone, and with it the parameters that it kept: {lost[0]}. Start again "
+            "from a checkpoint"
+        ) from None
+    return regroup(group)
 
 
 class Worker(Trainable):
@@ -92,31 +151,51 @@ class Worker(Trainable):
 
     @torch.no_grad()
     def pull(self) -> None:
-        """Take the servers' parameters, and forget the gradients."""
-        parameters = trained(self.module)
-        values = pull_dealt(flat(self.module), None, self.num_servers, self.servers_and_workers)
+        """Take the servers' parameters, and forget the gradients. Raises ServerLost if one died."""
+        parameters, before = trained(self.module), flat(self.module)
+        values = self.until_done(
+            lambda: pull_dealt(before, None, self.num_servers, self.servers_and_workers)
+        )
         for parameter, part in zip(parameters, values.split([p.numel() for p in parameters])):
             parameter.copy_(part.view_as(parameter))
             parameter.grad = None
 
     @torch.no_grad()
     def push(self) -> None:
-        """Give the gradients away. Raises FloatingPointError if one of them is not finite."""
+        """Give the gradients away: once, or in an elastic run, if somebody dies just then, perhaps
+        not at all. Raises FloatingPointError if one is not finite, and ServerLost."""
         parts = [
             torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten()
             for p in trained(self.module)
         ]
-        push_dealt(torch.cat(parts), self.num_servers, self.servers_and_workers)
+        try:
+            push_dealt(torch.cat(parts), self.num_servers, self.servers_and_workers)
+        except RanksChanged as news:
+            self.go_on(news)
 
     def leave(self) -> None:
-        for server in range(self.num_servers):
-            leave(server, self.servers_and_workers)
+        self.until_done(
+            lambda: [leave(k, self.servers_and_workers) for k in range(self.num_servers)]
+        )
+
+    def until_done(self, ask: Callable):
+        """What the servers answer, asked again by those who are left if somebody dies meanwhile."""
+        while True:
+            try:
+                return ask()
+            except RanksChanged as news:
+                self.go_on(news)
+
+    def go_on(self, news: RanksChanged) -> None:
+        group = self.servers_and_workers
+        self.servers_and_workers = without_the_dead(news, self.num_servers, group)
 
     def __enter__(self) -> Worker:
         return self
 
-    def __exit__(self, *_) -> None:
-        self.leave()
+    def __exit__(self, kind, *_) -> None:
+        if kind is None or not issubclass(kind, ServerLost):
+            self.leave()
 
 
 class DiLoCo:

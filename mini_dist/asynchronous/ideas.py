@@ -6,10 +6,9 @@
     push_touched             of an embedding's gradient, only the rows that a batch has touched
     outer_step               local SGD and DiLoCo: average what many local steps have changed
 
-A worker that fails by an exception can `leave` (engine.py does it), and the servers go on. What
-cannot be had here is a worker whose process dies: nobody tells a server. gloo goes on hearing the
-others, but with a bound all soon wait for the dead one, and so does the server at the end; and
-`launch`, as torchrun, ends a run in which a rank has died. Elsewhere workers send heartbeats.
+A worker that fails by an exception can `leave` (engine.py does it), and the servers go on. One
+whose process dies says nothing: with a bound all would soon wait for it, and so would the server at
+the end. In an elastic run the server is told, and engine.py goes on with those who are left.
 
 Legend: L rows of a table, l those that a request is for, D the rest of its shape; k servers.
 """

@@ -16,7 +16,7 @@ from .numbers import at_least
 from .parameters import layer_weights, outer_weights
 
 BLOCK = 256  # elements that share a scale, as mini_dist/compression has it
-INT8 = 1 + 4 / BLOCK  # bytes an element
+INT8, INT4 = 1 + 4 / BLOCK, 1 / 2 + 4 / BLOCK  # bytes an element
 
 # Bytes of memory read and written an element, 24 of them for feedback (x + error, x - sent).
 TOUCHED = {
@@ -35,12 +35,15 @@ TOUCHED = {
 class Compression:
     """A method by its name, with its share (top_k, random_k) or rank (power).
 
-    Raises ValueError for a name that is not known, a share outside 0...1, a rank below 1.
+    gradient_bits: of a code in ZeRO's scatters, 8 or 4 (int8; parameters have 8, as ZeRO++ sends
+    them). Raises ValueError for a name that is not known, a share outside 0...1, a rank below 1,
+    other bits, and 4 of them for another method than int8.
     """
 
     name: str
     share: float = 0.01
     rank: int = 4
+    gradient_bits: int = 8
 
     def __post_init__(self):
         if self.name not in TOUCHED:
@@ -50,6 +53,11 @@ class Compression:
         if not 0 < self.share <= 1:
             raise ValueError(f"share={self.share!r} is no part of all elements: give 0.01, say.")
         at_least("rank", self.rank, 1)
+        bits = self.gradient_bits
+        if bits != 8 and (bits != 4 or self.name != "int8"):
+            raise ValueError(
+                f"gradient_bits={bits!r} with {self.name!r}: give 8, or 4 with 'int8'."
+            )
 
     def messages(
         self, numel: float, size: int, shapes: Iterable[tuple[int, int]] = ()
@@ -94,9 +102,11 @@ class Compression:
 
     def touched(self, zero: int, num_micro_batches: int) -> float:
         """Bytes of memory an element that a rank passes over in a step.  ZeRO's units: 6 for a
-        scatter, codes to send and codes to add, and 3 for a gather, codes to 16 bits."""
-        m = num_micro_batches
-        return {0: TOUCHED[self.name], 1: 6 + 3, 2: 6 * m + 3, 3: (6 + 2 * 3) * m}[zero]
+        scatter, codes to send and codes to add (5 with 4 bits), and 3 for a gather, codes to 16
+        bits."""
+        m, scatter = num_micro_batches, 4 + self.gradient_bits / 4
+        units = {1: scatter + 3, 2: scatter * m + 3, 3: (scatter + 2 * 3) * m}
+        return units[zero] if zero else TOUCHED[self.name]
 
 
 def shapes_of_matrices(config: ModelConfig) -> list[tuple[int, int]]:

@@ -149,14 +149,15 @@ class PowerSGD:
 
     rank: columns of the thin matrices; a matrix [A, B] is large if 2 rank (A + B) < A B, as torch's
     hook has it, so it is above the rank on both sides. warm_start=False draws new q at every step.
-    Raises ValueError for a rank below 1,
-    and FloatingPointError where a gradient is not finite.
+    Raises ValueError for a rank below 1, or, when the first gradients come, above a side of each
+    matrix of the model: all would be sent whole. FloatingPointError where a gradient is not finite.
     """
 
     def __init__(self, rank: int, feedback: bool = True, warm_start: bool = True, seed: int = 0):
         if rank < 1:
             raise ValueError(f"rank={rank}: a thin matrix has at least 1 column")
         self.rank, self.feedback, self.warm_start, self.seed = rank, feedback, warm_start, seed
+        self.most = 0  # the highest rank that a matrix of any bucket can have
 
     def of_bucket(self, parameters: Sequence[Tensor]) -> Callable:
         bucket = PowerBucket(self, [parameter.shape for parameter in parameters])
@@ -174,12 +175,18 @@ class PowerBucket:
                 a, b = shape[0], shape[1:].numel()
                 if 2 * options.rank * (a + b) < a * b:
                     self.sides[place] = a, b
+                options.most = max(options.most, min(a, b))
         self.generator = torch.Generator().manual_seed(options.seed)  # alike on all ranks
         self.q: list[Tensor] = []  # [B, r]
         self.errors: list[Tensor] = []  # [A, B]
 
     def reduce(self, flat: Tensor, group) -> Tensor:
         """The mean over the ranks of a bucket's gradients [N], in their memory."""
+        if 0 < self.options.most < self.options.rank:
+            raise ValueError(
+                f"rank={self.options.rank}: no matrix of this model has a rank above "
+                f"{self.options.most}, and all would be sent whole; give a rank far below that"
+            )
         parts = flat.split(self.sizes)
         matrices = [parts[place].view(sides) for place, sides in self.sides.items()]
         rest = [part for place, part in enumerate(parts) if place not in self.sides]

@@ -29,7 +29,7 @@ from ..collectives.messages import Members
 from ..ledger.recording import recorded
 
 BLOCK = 256  # elements that share a scale
-LEVELS = 127  # of int8, on either side of 0
+LEVELS = 127  # of int8, on either side of 0; 7 of four bits
 
 
 @recorded
@@ -43,17 +43,19 @@ def half_mean(x: Tensor, group, dtype: torch.dtype = torch.bfloat16) -> tuple[Te
     return all_reduce(part, group).to(x.dtype), part.to(x.dtype) * n
 
 
-def quantize(x: Tensor, lots: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+def quantize(
+    x: Tensor, lots: torch.Generator | None = None, levels: int = LEVELS
+) -> tuple[Tensor, Tensor]:
     """int8 codes [..., blocks, BLOCK] and a scale for each block; x: [..., multiple of BLOCK].
 
     Rounded to the nearest, or with `lots` up with a probability of what is behind the decimal
     point: then the expectation of codes * scale is x (Alistarh et al. 2017, QSGD, section 3.1).
     """
     blocks = x.unflatten(-1, (-1, BLOCK))
-    scale = blocks.abs().amax(dim=-1, keepdim=True) / LEVELS
+    scale = blocks.abs().amax(dim=-1, keepdim=True) / levels
     steps = blocks / scale.where(scale > 0, 1.0)
     codes = steps.round() if lots is None else round_by_lot(steps, lots)
-    return codes.clamp(-LEVELS, LEVELS).to(torch.int8), scale
+    return codes.clamp(-levels, levels).to(torch.int8), scale
 
 
 def round_by_lot(x: Tensor, lots: torch.Generator) -> Tensor:

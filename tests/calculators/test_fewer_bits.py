@@ -6,11 +6,14 @@ import torch
 from mini_dist import launch
 from mini_dist.calculators import Compression, hardware, pays_below, step_time
 from mini_dist.calculators.compression import INT8, TOUCHED, shapes_of_matrices
+from mini_dist.calculators.frameworks import framework
 from mini_dist.calculators.links import Link
 from mini_dist.calculators.models import model
 from mini_dist.calculators.parameters import num_parameters
+from mini_dist.calculators.replica_traffic import compressed_units, of_layer
 from mini_dist.compression import (
     PowerSGD,
+    Quantized,
     half_mean,
     majority,
     one_bit_mean,
@@ -124,6 +127,33 @@ def test_zero_sends_its_units_in_int8():
         assert step_time("gpt2-xl", layout, ETHERNET, compression="int8").seconds > 0
 
 
+def test_zero_gathers_8_bits_and_scatters_4_as_the_library_sends_them():
+    """Lesson 19's formula for `Quantized(8, 4)`: (n-1)/n (bits/8 + 4/256) bytes an element."""
+    compression = Compression("int8", gradient_bits=4)
+    how = compressed_units(framework("fsdp"), Layout(dp=4, zero=3), compression)
+    for op, each in (("gather", how.unit_gather_bytes), ("scatter", how.unit_scatter_bytes)):
+        ledger = launch(one_unit, 4, (op,)).ledger
+        assert ledger.total_bytes() == 4 * 3 / 4 * each * N, op
+    unit = [
+        of_layer(model("gpt2"), Layout(dp=64, zero=3), WITHOUT_LATENCY, each, moe=False)
+        for each in (framework("fsdp"), how)
+    ]
+    assert unit[1].gather == pytest.approx((1 + 4 / 256) / 2 * unit[0].gather, rel=0.01)
+    ratio = (1 / 2 + 4 / 256) / framework("fsdp").reduce_bytes
+    assert unit[1].reduce == pytest.approx(ratio * unit[0].reduce, rel=0.01)
+
+
+def one_unit(op, group):
+    messages, unit = Quantized(8, 4), torch.ones(N)
+    if op == "gather":
+        messages.begin_all_gather_(unit, group).wait()
+    else:
+        messages.begin_reduce_scatter(unit, group).wait()
+
+
+WITHOUT_LATENCY = ETHERNET.replace(devices_per_node=1, network_latency=0.0)
+
+
 def test_codes_that_go_straight_to_their_rank_do_not_share_the_ports_of_a_node():
     """On nodes of eight devices one hop of int8 is no faster than a ring of float32: why ZeRO++
     adds up inside a node first."""
@@ -150,6 +180,8 @@ def test_the_bandwidth_at_which_it_pays_by_hand():
         (lambda: Compression("zip"), "compression='zip' is not known"),
         (lambda: Compression("top_k", share=0), "share=0"),
         (lambda: Compression("power", rank=0), "rank=0"),
+        (lambda: Compression("int8", gradient_bits=2), "gradient_bits=2 with 'int8'"),
+        (lambda: Compression("half", gradient_bits=4), "gradient_bits=4 with 'half'"),
         (lambda: step_time("gpt2", Layout(dp=8, zero=1), compression="sign"), "zero=1 scatters"),
         (lambda: step_time("gpt2", Layout(dp=8, tp=2), compression="power"), "give tp=1, pp=1"),
     ],

@@ -29,5 +29,5 @@ def three_updates_late():
     board.arrow(left + 8, 145, left + 8, 195, color=GRAY)
     board.arrow(slow - 8, 195, slow - 1, 145, color=WRONG)
     board.words(slow + 12, 172, "meets v3: staleness 3", 13, INK, "start")
-    board.words(left, 255, "grey: pull.  green, red: push", 12, GRAY, "start")
+    board.words(left, 255, "from the server: pull.  to the server: push", 12, GRAY, "start")
     return board
