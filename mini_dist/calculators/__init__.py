@@ -26,11 +26,15 @@ Read in this order:
     kernels.py     how long the parts of a layer last
     step_time.py   what a step waits for: the sum of
                    stage_time.py, bubble.py, replica_traffic.py, optimizer_time.py
+    offload.py     what is borrowed of the host and of files; the largest model on few devices
     chosen.py      which constants were chosen with what in view
     layouts.py     the layouts that are worth a try
     planner.py     every layout, those that fit, the fastest
     plans.py       its answer, and why the winner won
+    rules.py       rules of thumb of tutorials, judged by the planner
     export.py      a layout in the words of Megatron-LM, DeepSpeed, torchtitan, torchrun
+    importing.py   and back: the batch equation, and what their words say besides, in
+                   from_deepspeed.py, from_megatron.py, from_torchtitan.py
 """
 
 from ..config import Layout, ModelConfig
@@ -45,6 +49,10 @@ from .export import (
 )
 from .flops import forward_flops, model_flops, step_flops, training_time
 from .frameworks import FRAMEWORKS, Framework, framework
+from .from_deepspeed import from_deepspeed
+from .from_megatron import from_megatron
+from .from_torchtitan import from_torchtitan
+from .importing import Imported
 from .layouts import Search, short
 from .lines import Breakdown, Line, readable
 from .machines import HARDWARE, Device, Hardware, hardware
@@ -57,6 +65,14 @@ from .memory import (
     rank_memory,
 )
 from .models import MODELS, from_hugging_face, model
+from .offload import (
+    Largest,
+    file_memory,
+    host_memory,
+    intensity,
+    largest_model,
+    traffic,
+)
 from .parameters import (
     num_active_parameters,
     num_parameters,
@@ -67,7 +83,7 @@ from .parameters import (
 from .planner import plan
 from .plans import Candidate, Plan
 from .step_time import StepTime, step_time
-from .volume import step_volume
+from .volume import crossing_tokens, step_volume
 
 __all__ = [
     "FRAMEWORKS",
@@ -79,19 +95,29 @@ __all__ = [
     "Device",
     "Framework",
     "Hardware",
+    "Imported",
+    "Largest",
     "Layout",
     "Line",
     "ModelConfig",
     "Plan",
     "Search",
     "StepTime",
+    "crossing_tokens",
     "deepspeed_json",
     "device_memory",
+    "file_memory",
     "forward_flops",
     "framework",
+    "from_deepspeed",
     "from_hugging_face",
+    "from_megatron",
+    "from_torchtitan",
     "hardware",
+    "host_memory",
+    "intensity",
     "kept_of_layer",
+    "largest_model",
     "layer_activations",
     "layout_source",
     "megatron_arguments",
@@ -115,5 +141,6 @@ __all__ = [
     "step_volume",
     "torchrun_line",
     "torchtitan_config",
+    "traffic",
     "training_time",
 ]

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from ..config import Layout, ModelConfig
 from .frameworks import Framework, framework
+from .models import model
 from .parameters import every_second, layer_weights
 
 
@@ -25,14 +26,18 @@ class Saved:
 
 
 def layer_activations(
-    config: ModelConfig, layout: Layout, how: str | Framework = "megatron-core", moe: bool = False
+    config: ModelConfig | str,
+    layout: Layout,
+    how: str | Framework = "megatron-core",
+    moe: bool = False,
 ) -> tuple[Saved, ...]:
     """What one layer keeps without recompute ([K22] section 4, generalised).
 
     For GPT (K = N, F = 4 D, gelu, dropout, eager attention) the sum is [K22]'s
     s b h (34 + 5 a s / h), and with tp and sequence parallel its table 2.
     """
-    return _layer_activations(config, layout.tp, layout.sequence_parallel, framework(how), moe)
+    cuts = layout.tp, layout.sequence_parallel
+    return _layer_activations(model(config), *cuts, framework(how), moe)
 
 
 @lru_cache(maxsize=4096)

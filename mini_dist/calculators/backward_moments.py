@@ -42,12 +42,16 @@ class Backward:
         self.scatters = layout.zero >= 2
         self.is_new = self.scatters or not flight.again  # gradients come as new tensors
         self.first = not flight.again
+        self.offloads = rank.how.offload_gradients
         # without a pipeline embedding and head are no units but the root
         self.has_root = layout.pp == 1
         self.left = len(self.layers)  # layers whose activations are there
         self.fresh = 0.0  # new gradients that are complete and whole
         self.leaving = 0.0  # bytes of the unit whose gradients are on their way
         self.shards = 0.0  # of gradients that came home in a first backward
+        # Of the last unit's, that the device has until they are on the host. The root is the last.
+        root = rank.how.gradient_bytes * rank.outside / rank.ways
+        self.on_link = root if self.offloads and flight.again else 0.0
         self.put_off = 0.0
 
     def moments(self) -> Iterator[Moment]:
@@ -63,12 +67,13 @@ class Backward:
         left = self.layers[: self.left]
         held["activations"] += sum(rank.kept(*layer) for layer in left) - freed
         held["statistics and angles"] += sum(rank.small(again) for _, again in left)
-        held["gradients"] += self.shards
+        held["gradients"] = held.get("gradients", 0.0) + self.shards
         held["put off"] += self.put_off
         held["whole gradients"] = self.fresh
         held["leaving gradients"] = self.leaving * (2 - 1 / rank.ways)  # flat; the others' parts
+        held["gradients on their way"] = self.on_link
         held["received gradient"] = 0.0 if self.has_head else rank.x  # until the stage is through
-        if rank.layout.zero == 3 and rank.ways > 1:
+        if rank.layout.zero == 3 and rank.ways > 1 or rank.how.offload_parameters:
             root = rank.how.parameter_bytes * rank.outside if self.has_root else 0.0
             held["unsharded parameters"] = units + root
         return Moment(when, {**held, **{name.replace("_", " "): lines[name] for name in lines}})
@@ -77,7 +82,9 @@ class Backward:
         rank = self.rank
         # Backward's own: the loss and its gradient; cut, there are two ways from it to the logits.
         softmax = (3 if rank.layout.tp > 1 else 2) * rank.logits
-        yield self.moment("at the loss", loss_and_logits=rank.head_keeps + softmax)
+        last = self.layers[-2:] if rank.how.offload_parameters else []  # they stay for backward
+        units = sum(rank.unit(moe) for moe, _ in last)
+        yield self.moment("at the loss", units=units, loss_and_logits=rank.head_keeps + softmax)
         yield self.moment(
             "in the head's backward",
             units=rank.head + rank.unit(self.layers[-1][0]),
@@ -90,16 +97,23 @@ class Backward:
             self.done(rank.head, scatter=self.scatters and not self.has_root)
 
     def done(self, unit: float, scatter: bool) -> None:
-        """A unit's new gradients are complete: they stay, or leave when those before are home."""
+        """A unit's new gradients are complete: they stay, or leave (those before are home)."""
         if scatter:
-            self.come_home()
             self.leaving = unit
+            if self.rank.ways == 1:  # home at once
+                for _ in self.come_home():
+                    pass
         else:
             self.fresh += unit
 
-    def come_home(self) -> None:
-        if self.first:  # later ones are added to what is there
-            self.shards += self.leaving / self.rank.ways
+    def come_home(self, **lines: float) -> Iterator[Moment]:
+        """The unit's before are added up, and if they shall be on the host, begin to leave."""
+        part = self.leaving / self.rank.ways
+        if self.offloads and part:
+            yield self.moment("when gradients are home", **lines)
+            self.on_link = part
+        elif self.first:  # later ones are added to what is there
+            self.shards += part
         self.leaving = 0.0
 
     def layer(self, moe: bool, again: bool) -> Iterator[Moment]:
@@ -110,6 +124,8 @@ class Backward:
         else:
             next_unit = rank.embedding if self.has_embedding and not self.has_root else 0.0
         units = rank.unit(moe) + next_unit
+        if rank.how.offload_parameters and rank.ways > 1 and number > 1:  # this rank's part of one
+            units += rank.unit(self.layers[number - 2][0]) / rank.ways
         recomputes = again and rank.layout.recompute == "full"
         remade = rank.kept(moe, again=False) + rank.x if recomputes else 0.0
         for part in parts_of_layer(rank, moe, self.splits):
@@ -137,7 +153,9 @@ class Backward:
                 new_gradients=unit,
             )
         if self.scatters:  # beside them their flat copy; those before are home
-            self.come_home()
+            yield from self.come_home(
+                units=units, activation_gradients=2 * rank.x, new_gradients=unit
+            )
             yield self.moment(
                 "when a layer's gradients leave",
                 units=units,
@@ -157,9 +175,9 @@ class Backward:
                 weight_gradients_in_passing=rank.table,
             )
         if self.scatters and self.has_root:
-            self.come_home()
-            self.fresh = 0.0
             outside = rank.how.gradient_bytes * rank.outside
+            self.fresh = 0.0
+            yield from self.come_home(new_gradients=outside)
             yield self.moment("when the root's gradients leave", new_gradients=2 * outside)
 
 

@@ -41,6 +41,11 @@ def megatron_arguments(config: ModelConfig, layout: Layout) -> list[str]:
                 f"{field}={getattr(config, field)!r} is said to Megatron-LM by a model's own spec, "
                 f"not by arguments: only {usual!r} is exported."
             )
+    if config.windowed_layers:
+        raise ValueError(
+            f"windowed_layers={config.windowed_layers} does not say which layers these are: give 0 "
+            "and window=0, and add --window-size and --window-attn-skip-freq by hand."
+        )
     if layout.schedule not in ("1f1b", "interleaved") and layout.pp > 1:
         raise ValueError(
             f"schedule={layout.schedule!r} is not one of Megatron-LM's: give "
@@ -162,6 +167,7 @@ def layers_per_stage(config: ModelConfig, layout: Layout) -> int:
 def deepspeed_json(layout: Layout) -> str:
     """A DeepSpeed config: its batch sizes and ZeRO stage.  tp and pp are set outside of it.
 
+    Gradients are not clipped, as a Layout says nothing of it; left out, DeepSpeed 0.19 clips at 1.
     Raises ValueError for ZeRO-2 and 3 in a pipeline, which DeepSpeed's pipeline engine refuses.
     """
     if layout.pp > 1 and layout.zero > 1:
@@ -174,6 +180,7 @@ def deepspeed_json(layout: Layout) -> str:
             "train_batch_size": layout.global_batch_size,
             "train_micro_batch_size_per_gpu": layout.micro_batch_size,
             "gradient_accumulation_steps": layout.num_micro_batches,
+            "gradient_clipping": 0.0,
             "bf16": {"enabled": True},
             "zero_optimization": {"stage": layout.zero, "overlap_comm": True},
         },
@@ -184,10 +191,10 @@ def deepspeed_json(layout: Layout) -> str:
 def torchtitan_config(config: ModelConfig, layout: Layout) -> str:
     """torchtitan's Trainer.Config, as Python (version 0.3.0): batch, cuts and recompute.
 
-    The model and the data are other fields of it. "Sharded" is fully_shard. With zero=3 it gathers
-    parameters for each forward, else it keeps them until the step is over. Gradients are reduced
-    in every micro-batch, as ZeRO-2 and 3 do; in a pipeline once a step, as ZeRO-1 does. Raises
-    ValueError for what torchtitan would do in another way.
+    The model, the data and clipping (max_norm, 1 unless said) are other fields. "Sharded" is
+    fully_shard. With zero=3 it gathers parameters for each forward, else it keeps them until the
+    step is over. Gradients are reduced in every micro-batch, as ZeRO-2 and 3 do; in a pipeline once
+    a step, as ZeRO-1 does. Raises ValueError for what torchtitan would do in another way.
     """
     layout.check(config)
     if layout.pp > 1 and layout.schedule not in TORCH_SCHEDULES:
@@ -215,6 +222,8 @@ def torchtitan_config(config: ModelConfig, layout: Layout) -> str:
         "global_batch_size": layout.global_batch_size,
         "seq_len": config.seq_len,
     }
+    if layout.pp > 1:
+        training["disable_cuda_graphs"] = True  # Trainer.Config refuses a pipeline else
     sharded = layout.zero > 0
     parallelism = {
         "data_parallel_replicate_degree": 1 if sharded else layout.dp,

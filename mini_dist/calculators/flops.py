@@ -18,6 +18,8 @@ from functools import lru_cache
 from ..config import RECOMPUTE, ModelConfig
 from .lines import Breakdown, Line
 from .machines import Hardware, hardware
+from .models import model as model_preset
+from .numbers import at_least
 from .parameters import layer_weights, num_active_parameters, outer_weights
 
 YEAR = 365.25 * 86400
@@ -65,12 +67,15 @@ def score_flops(config: ModelConfig, seq_len: int, causal: bool = False) -> floa
 
 
 def step_flops(
-    config: ModelConfig, sequences: int, recompute: str = "none", causal: bool = False
+    config: ModelConfig | str, sequences: int, recompute: str = "none", causal: bool = False
 ) -> Breakdown:
     """FLOPs of one optimizer step on `sequences` sequences: forward, backward, recomputed.
 
-    The total is the hardware FLOPs; `model_flops` leaves out what is recomputed.
+    The total is the hardware FLOPs; `model_flops` leaves out what is recomputed.  `config` may be a
+    model's name.  Raises ValueError for one that is not known, and for fewer than 0 sequences.
     """
+    config = model_preset(config)
+    at_least("sequences", sequences, 0)
     if recompute not in RECOMPUTE:
         raise ValueError(
             f"recompute={recompute!r} is not known: give one of {', '.join(map(repr, RECOMPUTE))}."
@@ -109,7 +114,8 @@ def step_flops(
     )
 
 
-def model_flops(config: ModelConfig, sequences: int, causal: bool = False) -> float:
+def model_flops(config: ModelConfig | str, sequences: int, causal: bool = False) -> float:
+    """FLOPs of one optimizer step that the mathematics needs: MFU counts these."""
     return step_flops(config, sequences, "none", causal).total
 
 

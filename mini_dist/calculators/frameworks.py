@@ -49,6 +49,14 @@ class Framework:
     fragmentation: float = 0.0  # share of the allocator's count
     offload_optimizer: bool = False  # to the host
     offload_activations: bool = False  # what full recompute keeps goes to the host
+    offload_gradients: bool = False  # to where they are stepped, a layer at a time
+    offload_parameters: bool = False  # on the device only while their layer computes
+    # The optimizer's states (and parameters, if they are offloaded) are in files, not on the host.
+    offload_to_files: bool = False
+    # Gradients leave behind backward, and of the step states, arithmetic and parameters go on
+    # beside each other. Without, one after the other.
+    offload_overlaps: bool = False
+    offload_delayed: bool = False  # the host steps behind the next step: one update late
     # What the time depends on.
     # Matrices of the layers, as Transformer Engine and torchao have them, and what sequence
     # parallelism gathers for them; no other number is.
@@ -61,7 +69,10 @@ class Framework:
     # Bytes moved around the optimizer's own pass, a number that is stepped: gradients are read for
     # their norm (4) and clipped (8), the new parameter is copied into 16 bits (6).
     around_step: float = 18
-    unit_bytes: float = 0  # of what ZeRO's units send, if it is rounded for its way: ZeRO++
+    # Of a parameter that ZeRO's units gather, and of a gradient that they scatter, where these are
+    # rounded for their way: ZeRO++.
+    unit_gather_bytes: float = 0
+    unit_scatter_bytes: float = 0
     # Data-parallel traffic runs behind computation: gradients (and under ZeRO-3 parameters) behind
     # the backward; what ZeRO-1 and 2 have stepped, behind the next forward.
     overlaps_gradients: bool = True
@@ -111,6 +122,13 @@ class Framework:
                     f"{field}={value!r} of framework {self.name!r} is negative or no "
                     "number: give 0 or more."
                 )
+        if not self.offload_optimizer and (
+            self.offload_gradients or self.offload_parameters or self.offload_to_files
+        ):
+            raise ValueError(
+                f"framework {self.name!r} offloads something, but offload_optimizer=False: the "
+                "optimizer's states, which are the most and are used the least, go first."
+            )
         if self.weight_gradients not in ("none", "largest", "one_layer"):
             raise ValueError(
                 f"weight_gradients={self.weight_gradients!r} is not known: give "
@@ -139,6 +157,7 @@ class Framework:
 # a tenth of the allocator's peak lost to blocks too small to reuse. The tenth was picked with
 # nanotron's sweep in view, so that sweep is no independent test of it: with 0 the benchmark misses
 # 16.7 % of its crashes instead of 13.2 %, and BLOOM-176B comes out 16.7 % low instead of 8.7 %.
+# benchmarks/offload.py prints beside it what offload/allocator.py loses when it replays a step.
 CUDA_OUTSIDE = 1.5 * 2**30
 FRAGMENTATION = 0.10
 
@@ -188,7 +207,9 @@ FRAMEWORKS = {
         weight_gradients="one_layer",
         outside=CUDA_OUTSIDE,
         fragmentation=FRAGMENTATION,
-        overlaps_parameters=True,  # --overlap-param-gather
+        # A usual choice, not the default: --overlap-param-gather, and --overlap-grad-reduce for
+        # gradients, are off unless given (arguments.py [code]).
+        overlaps_parameters=True,
         overlaps_tensor_backward=True,  # tensor_parallel/layers.py
         bucket=40e6,  # distributed_data_parallel.py
         bucket_a_rank=1e6,

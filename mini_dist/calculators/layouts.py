@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..config import RECOMPUTE, ZERO, Layout, ModelConfig
+from ..schedule import V_SHAPED
 from .numbers import at_least
 
 LONG = 16384  # tokens of a sequence, from which on cutting it is worth a try
+SEARCHED = ("1f1b", "interleaved", "zb_h1", "zb_v")  # schedules that can be
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,7 @@ class Search:
 
     zero: stages; (0, 1) is what Megatron-LM's distributed optimizer does. max_tp: None for the
     devices of a node; max_pp: for the layers; max_cp: for 64 if a sequence is LONG, else 1.
+    schedules: of pipelines; "zb_h1" and "zb_v" (zero-bubble) are tried if they are named.
     """
 
     micro_batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
@@ -27,6 +30,7 @@ class Search:
     max_cp: int | None = None
     num_simulated: int = 10
     recompute_every: tuple[int, ...] = (1, 2, 4)
+    schedules: tuple[str, ...] = ("1f1b", "interleaved")
 
     def __post_init__(self):
         for field, known in (
@@ -34,6 +38,7 @@ class Search:
             ("recompute", RECOMPUTE),
             ("recompute_every", None),
             ("zero", ZERO),
+            ("schedules", SEARCHED),
         ):
             values = getattr(self, field)
             if isinstance(values, (str, int)):  # one is meant
@@ -76,17 +81,27 @@ def layouts(
                     for ep in _divisors(dp * cp, config.num_experts or 1):
                         for stage in (z for z in zeros if z in search.zero or dp * cp == 1):
                             base = Layout(pp, dp, cp, tp, ep, tp > 1, stage, size, m)
-                            for cut in (base, *_interleaved(config, base)):
+                            for cut in _scheduled(config, base, search.schedules):
                                 yield from _recomputing(config, cut, search)
 
 
-def _interleaved(config: ModelConfig, base: Layout) -> Iterator[Layout]:
-    """Every number of chunks that deals the layers out evenly, with the embedding and the head as
-    a layer each or without. (Narayanan et al. 2021 had 3 chunks, Llama 3 126 layers + 2.)"""
-    if base.pp > 1 and base.num_micro_batches % base.pp == 0:
-        for chunks in range(2, (config.num_layers + 2) // base.pp + 1):
-            if not all((config.num_layers + ends) % (base.pp * chunks) for ends in (0, 2)):
-                yield base.replace(schedule="interleaved", num_chunks=chunks)
+def _scheduled(config: ModelConfig, base: Layout, schedules: tuple[str, ...]) -> Iterator[Layout]:
+    """The layout under each schedule, where it has a pipeline.
+
+    Several stages a rank deal the layers out evenly, with the embedding and the head as a layer
+    each or without. (Narayanan et al. 2021 had 3 chunks, Llama 3 126 layers + 2.)
+    """
+    if base.pp == 1:
+        yield base
+        return
+    most = (config.num_layers + 2) // base.pp
+    whole_rounds = base.num_micro_batches % base.pp == 0
+    for name in schedules:
+        numbers = range(2, most + 1) if name == "interleaved" else (2 if name in V_SHAPED else 1,)
+        for chunks in numbers:
+            even = not all((config.num_layers + ends) % (base.pp * chunks) for ends in (0, 2))
+            if chunks == 1 or even and (whole_rounds or name != "interleaved"):
+                yield base.replace(schedule=name, num_chunks=chunks)
 
 
 def _recomputing(config: ModelConfig, base: Layout, search: Search) -> Iterator[Layout]:
@@ -104,7 +119,9 @@ def short(layout: Layout) -> str:
     rest = [f"micro-batch {layout.micro_batch_size} x {layout.num_micro_batches}"]
     if layout.zero:
         rest.append(f"ZeRO-{layout.zero}")
-    if layout.num_chunks > 1:
+    if layout.schedule not in ("1f1b", "interleaved"):
+        rest.append(layout.schedule)
+    elif layout.num_chunks > 1:
         rest.append(f"{layout.num_chunks} chunks")
     if layout.recompute != "none":
         some = f", 1 layer in {layout.recompute_every}" if layout.recompute_every > 1 else ""

@@ -66,9 +66,15 @@ NODE_LATENCY, NETWORK_LATENCY = 1e-6, 8e-6
 # 0.47, 1.9, 3.4 us over NVLink; 2.7, 4.0, 9.6 over a network; a quarter, 120 of 128, all).
 PROTOCOLS = ((0.47, 2.7 / 8, 0.25), (1.9, 4.0 / 8, 0.92), (3.4, 9.6 / 8, 1.0))
 # To the host: 16 lanes of PCIe 4 or 5, and of 8 devices the two sockets' 8 channels of DDR4-3200
-# (DGX A100 datasheet) or DDR5-4800 (DGX H100). What copies and passes get of it: as a plain send.
+# (DGX A100 datasheet) or DDR5-4800 (DGX H100). What copies get of PCIe: as a plain send. What Adam
+# gets of the memory: chosen on DeepSpeed's CPU-Adam on a DGX-2 (`CPU_ADAM` in offload.py), which
+# gets 0.43 with 4 and with 10 billion parameters and 0.50 with one.
+HOST_ADAM_FRACTION = 0.43
 PCIE_4, PCIE_5 = 32e9, 64e9
 DDR4_HOST, DDR5_HOST = 2 * 8 * 25.6e9 / 8, 2 * 8 * 38.4e9 / 8
+# One device's share of the host's memory and of the disks in the node: 2 TB, and 8 drives of
+# 3.84 TB (DGX A100 640GB and DGX H100 datasheets). What a drive reads or writes: assumed.
+HOST_BYTES, FILE_BYTES, FILE_BANDWIDTH = 2e12 / 8, 30.7e12 / 8, 3e9
 
 
 @dataclass(frozen=True)
@@ -148,21 +154,24 @@ class Hardware:
     # One device's share of the way to its host, and of the host's memory: bytes/s, as sold.
     host_bandwidth: float = PCIE_4
     host_memory_bandwidth: float = DDR4_HOST
+    host_memory_bytes: float = HOST_BYTES
+    file_bytes: float = FILE_BYTES  # of its node's disks; 0: there are none
+    file_bandwidth: float = FILE_BANDWIDTH  # read or written, bytes/s
     dollars_per_hour: float | None = None  # of one device: yours to fill in, prices move
     source: str = ""
 
     def __post_init__(self):
         for field in (
             *("devices_per_node", "node_bandwidth", "network_bandwidth"),
-            *("host_bandwidth", "host_memory_bandwidth"),
+            *("host_bandwidth", "host_memory_bandwidth", "host_memory_bytes", "file_bandwidth"),
         ):
             value = getattr(self, field)
             if not _is_number(value) or value <= 0:
                 raise ValueError(
                     f"{field}={value!r} of {self.name!r} is not above 0: give "
-                    f"{'a count' if field == 'devices_per_node' else 'bytes/s'}."
+                    f"{_UNITS.get(field, 'bytes/s')}."
                 )
-        for field in ("node_latency", "network_latency", "dollars_per_hour"):
+        for field in ("node_latency", "network_latency", "dollars_per_hour", "file_bytes"):
             value = getattr(self, field)
             if value is not None and (not _is_number(value) or value < 0):
                 raise ValueError(
@@ -208,10 +217,13 @@ class Hardware:
     def _across(self) -> list[tuple[int, float, float]]:
         return [row for row in self.by_nodes if row[0] > 1]
 
-    def host_seconds(self, num_bytes: float, memory: bool = False) -> float:
-        """Bytes to the host or from it; memory: passed over by its processors."""
-        rate = self.host_memory_bandwidth if memory else self.host_bandwidth
-        return num_bytes / (NODE_FRACTIONS["send"] * rate)
+    def host_seconds(self, num_bytes: float) -> float:
+        """Bytes to the host or from it."""
+        return num_bytes / (NODE_FRACTIONS["send"] * self.host_bandwidth)
+
+    def host_adam_seconds(self, num_bytes: float) -> float:
+        """Bytes that the optimizer's step passes over in the host's memory."""
+        return num_bytes / (HOST_ADAM_FRACTION * self.host_memory_bandwidth)
 
     def links(self, nodes: int = 2, op: str = "all_reduce") -> Hierarchy:
         """Both, as `calculators.costs` takes them."""
@@ -222,6 +234,9 @@ class Hardware:
         if isinstance(changes.get("device"), dict):
             changes["device"] = self.device.replace(**changes["device"])
         return dataclasses.replace(self, **changes)
+
+
+_UNITS = {"devices_per_node": "a count", "host_memory_bytes": "bytes"}
 
 
 def _between(points: list[tuple[int, float]], nodes: int) -> float:
@@ -327,6 +342,7 @@ MI300X = Device(
 L40S = Device(
     "L40S", 362 * T, None, 48 * GB, 0.864 * T, peak_flops_fp8=733 * T, source="[acc] [sheet]"
 )
+V100 = Device("V100 SXM 32GB", 125 * T, None, 31.7 * GIB, 0.9 * T, cores=80, source="[sheet]")
 TPU_V4 = Device("TPU v4", 275 * T, None, 32 * GIB, 1.2 * T, source="[acc] [scaling-book]")
 TPU_V5P = Device("TPU v5p", 459 * T, None, 95 * GB, 2.76 * T, source="[acc] [scaling-book]")
 TPU_V5E = Device("TPU v5e", 197 * T, None, 16 * GB, 0.82 * T, source="[acc] [scaling-book]")
@@ -352,6 +368,21 @@ HARDWARE = {
     "mi300x": Hardware("mi300x", MI300X, 8, 448 * GB, 50 * GB, source="[acc]"),
     # PCIe 4 x16 and one 100 Gb/s port for four cards.
     "l40s": Hardware("l40s", L40S, 4, 32 * GB, 3.1 * GB, source="[sheet]"),
+    # 16 a node, 1.5 TB and 30 TB (DGX-2 datasheet: 8 drives of 3.84 TB), 8 x 100 Gb/s InfiniBand;
+    # NVMe of the whole node as ZeRO-Infinity states it, 28 GB/s (Rajbhandari et al. 2021).
+    "dgx-2": Hardware(
+        "dgx-2",
+        V100,
+        16,
+        150 * GB,
+        6.25 * GB,
+        host_bandwidth=16e9,
+        host_memory_bandwidth=2 * 6 * 21.3e9 / 16,
+        host_memory_bytes=1.5e12 / 16,
+        file_bytes=30.7e12 / 16,
+        file_bandwidth=28e9 / 16,
+        source="DGX-2 datasheet",
+    ),
     # A torus has no nodes: the 'node' is a cube or plane whose links are all direct, 2 links an
     # axis; between slices the data centre's network (scaling-book, "TPU networking").
     "tpu-v4": Hardware("tpu-v4", TPU_V4, 64, 2 * 45 * GB, 6.25 * GB, source="[scaling-book]"),

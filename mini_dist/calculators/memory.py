@@ -17,8 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from ..config import Layout, ModelConfig
 from .activations import (
     cut_of_whole,
@@ -121,7 +119,7 @@ def rank_memory(
     states = _states(config, layout, how, pp_rank)
     if how.own_runs:
         return course_memory(config, layout, how, pp_rank, states)
-    if layout.zero == 3 and layout.dp * layout.cp > 1:
+    if layout.zero == 3 and layout.dp * layout.cp > 1 or how.offload_parameters:
         states.append(_unsharded(config, layout, how, pp_rank))
     running = _saved_activations(config, layout, how, pp_rank) + _worst_moment(
         config, layout, how, pp_rank
@@ -160,33 +158,34 @@ def _ends(layout: Layout) -> tuple[int, int, int]:
 
 def states_of_all(
     config: ModelConfig, layouts: Sequence[Layout], how: str | Framework = "megatron-core"
-) -> np.ndarray:
-    """Bytes of model states on the fullest of three ranks: [len(layouts)], all at once.
+) -> list[float]:
+    """Bytes of model states on the fullest of three ranks, for each layout.
 
     No peak is below them, so a planner can drop most of what will not fit before it draws up a
     single waterfall.
     """
     how = framework(how)
-    cuts: dict[tuple, list[list[float]]] = {}  # [ranks, (dense, experts)], the same at any ZeRO
+    cuts: dict[tuple, list[tuple[float, float]]] = {}  # of each rank; the same at any ZeRO
+    fullest = []
     for layout in layouts:
         cut = _cut(layout)
         if cut not in cuts:
             held = [parameters_of_rank(config, layout, rank) for rank in _ends(layout)]
-            cuts[cut] = [[float(each.dense), float(each.experts)] for each in held]
-    numel = np.array([cuts[_cut(layout)] for layout in layouts])  # [layouts, ranks, 2]
-    ways = np.array([(x.dp * x.cp, x.dp * x.cp // x.ep) for x in layouts])[:, None, :]
-    zero = np.array([layout.zero for layout in layouts])[:, None, None]
-    copies = np.where((zero == 1) | (zero == 2), how.shard_bytes, 0)
-    each = {
-        "parameters": how.parameter_bytes,
-        "gradients": how.gradient_bytes,
-        "optimizer": 0 if how.offload_optimizer else how.optimizer_bytes + copies,
-    }
-    states = sum(
-        each[kind] * numel / np.where(zero >= stage, ways, 1)
-        for kind, stage in SHARDED_FROM.items()
-    )
-    return states.sum(-1).max(-1)
+            cuts[cut] = [(float(each.dense), float(each.experts)) for each in held]
+        each = {
+            "parameters": how.parameter_bytes,
+            "gradients": how.gradient_bytes,
+            "optimizer": how.optimizer_bytes + how.shard_bytes * (layout.zero in (1, 2)),
+        }
+        each |= dict.fromkeys(offloaded(how), 0)
+        ways = layout.dp * layout.cp  # ranks that may share the states of what is dense
+        dense = experts = 0.0  # bytes a parameter
+        for kind, stage in SHARDED_FROM.items():
+            shared = layout.zero >= stage
+            dense += each[kind] / (ways if shared else 1)
+            experts += each[kind] / (ways // layout.ep if shared else 1)
+        fullest.append(max(dense * of_all + experts * of_some for of_all, of_some in cuts[cut]))
+    return fullest
 
 
 def _cut(layout: Layout) -> tuple:
@@ -208,17 +207,34 @@ def _states(config, layout, how, pp_rank) -> list[Line]:
         parts.append((" of experts", float(held.experts), ways // layout.ep))
     stepped = how.optimizer_bytes + (how.shard_bytes if layout.zero in (1, 2) else 0)
     each = how.parameter_bytes, how.gradient_bytes, stepped
-    return [
+    lines = [
         line
         for what, numel, shards in parts
         for line in _state_lines(what, numel, shards, layout.zero, each)
-        if not (how.offload_optimizer and line.name.startswith("optimizer"))
+        if line.name.split()[0] not in offloaded(how)
     ]
+    if how.offload_gradients and not how.own_runs:  # of the layer that has them, and one's leaving
+        value = 2 * how.gradient_bytes * float(held.largest_layer)
+        formula = f"2 * {how.gradient_bytes:g} P_layer"
+        lines.append(Line("gradients on their way", value, "bytes", formula, "Ren et al. 2021"))
+    return lines
+
+
+def offloaded(how: Framework) -> set[str]:
+    """The kinds of model states that are not on the device."""
+    kinds = {
+        "optimizer": how.offload_optimizer,
+        "gradients": how.offload_gradients,
+        "parameters": how.offload_parameters,
+    }
+    return {kind for kind, away in kinds.items() if away}
 
 
 def _unsharded(config, layout, how, pp_rank) -> Line:
     """ZeRO-3: the layer that computes, those on their way and, all the time, what is outside."""
-    if not in_every_micro_batch(layout, how):  # all of them, and their gradients
+    if layout.zero == 3 and not in_every_micro_batch(
+        layout, how
+    ):  # all of them, and their gradients
         numel = float(parameters_of_rank(config, layout, pp_rank).total)
         each = how.activation_bytes + how.reduce_bytes
         said = f"{how.activation_bytes:g} P, and {how.reduce_bytes:g} P of gradients"

@@ -184,6 +184,8 @@ _UNSUPPORTED = {
     "interleave_moe_layer_step": (1, None),
 }
 _HAVE_ATTENTION_BIASES = ("gpt_neox", "gpt_oss")
+# Families in which every n-th layer sees all tokens, where config.json does not list the layers.
+_EVERY_NTH_SEES_ALL = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "llama4_text": 4}
 _MOE = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "llama4_text", "gpt_oss"),
     *("deepseek_v2", "deepseek_v3"),
@@ -240,7 +242,32 @@ def from_hugging_face(source: str | Path | dict, seq_len: int | None = None) -> 
     if family == "llama4_text":
         fields["d_ffn"], fields["d_expert"] = settings["intermediate_size_mlp"], fields["d_ffn"]
     fields["seq_len"] = _sequence(fields, seq_len)
+    fields["windowed_layers"], fields["window"] = _windows(settings, fields["num_layers"])
     return ModelConfig(**fields)
+
+
+def _windows(settings: dict, num_layers: int) -> tuple[int, int]:
+    """How many layers see a window of the last tokens only, and how many tokens that is.
+
+    Which layers these are: `layer_types`, else the rules of transformers' configuration classes.
+    """
+    family = settings["model_type"]
+    chunked = family == "llama4_text"  # sees back to the beginning of its chunk
+    window = settings.get("attention_chunk_size" if chunked else "sliding_window") or 0
+    if family.startswith("qwen") and not settings.get("use_sliding_window"):
+        window = 0
+    if settings.get("layer_types"):
+        layers = sum(each != "full_attention" for each in settings["layer_types"])
+    elif family in ("qwen2", "qwen3"):
+        layers = max(0, num_layers - settings.get("max_window_layers", 28))
+    elif family == "qwen2_moe":
+        layers = -(-min(num_layers, settings.get("max_window_layers", 28)) // 2)
+    elif family in _EVERY_NTH_SEES_ALL:
+        nth = settings.get("sliding_window_pattern") or _EVERY_NTH_SEES_ALL[family]
+        layers = num_layers - num_layers // nth
+    else:
+        layers = num_layers
+    return (layers, window) if layers and window else (0, 0)
 
 
 def _sequence(fields: dict, seq_len: int | None) -> int:

@@ -76,6 +76,8 @@ def after_backward(rank: Rank) -> Iterator[Moment]:
         held = {**states, "gradients": 0.0, "gradients of experts": 0.0}
         held |= {"whole gradients": gradients, "leaving gradients": flat}
         yield Moment("while gradients are scattered", held)
+    if how.offload_optimizer:  # the host steps
+        return
     if layout.zero:
         units = [rank.held(moe).dense for stage in rank.stages for moe, _ in rank.layers(stage)]
         largest = how.gradient_bytes * max(*map(float, units), rank.outside) / rank.ways
@@ -101,6 +103,7 @@ WHY = {
     ),
     "whole gradients": ("new ones, not yet added up or scattered", "autograd, zero/stages.py"),
     "leaving gradients": ("flat copy g P_unit + g P_unit (n-1)/n received", "zero/unit.py"),
+    "gradients on their way": ("g P_unit / n, until they are on the host", "offload/tier.py"),
     "new gradients": ("of the layer that computes; leaving, with a flat copy", "zero/unit.py"),
     "flat gradients": ("a bucket's copy and its mean", "data_parallel/wrappers.py"),
     "optimizer's temporaries": ("2 * largest tensor", "torch.optim [code]"),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from .kernels import stream_seconds
-from .lines import Line
+from .lines import Line, readable
 from .parameters import parameters_of_rank
 from .replica_traffic import copies
 
 
-def optimizer_line(config, layout, machine, how) -> Line:
+def optimizer_line(config, layout, machine, how, behind=(0.0, 0.0)) -> Line:
     """Passes over gradients, states and parameters, of this rank's shard under ZeRO; and over all
     gradients that it holds, to set them to zero.
 
@@ -17,7 +17,7 @@ def optimizer_line(config, layout, machine, how) -> Line:
     """
     held = parameters_of_rank(config, layout, 0)
     updated = sum(numel / (size if layout.zero else 1) for numel, size, _ in copies(held, layout))
-    traffic = how.gradient_bytes + 2 * how.optimizer_bytes + how.parameter_bytes
+    traffic = passed_in_step(how)
     zeroed = how.gradient_bytes * (float(held.total) if layout.zero < 2 else updated)
     around = how.around_step * updated + zeroed
     if not how.offload_optimizer:
@@ -25,13 +25,69 @@ def optimizer_line(config, layout, machine, how) -> Line:
         formula = f"({traffic:g} + {how.around_step:g}) bytes * {updated:.3g} parameters + zeroing"
         return Line("optimizer", seconds, "s", formula, "states and gradients read and written")
     there = 2 * how.activation_bytes
+    if how.offload_overlaps:
+        return _pipelined(config, layout, machine, how, updated, traffic, around, behind)
     seconds = machine.host_seconds(there * updated) + stream_seconds(machine.device, around)
-    seconds += machine.host_seconds(traffic * updated, memory=True)
+    seconds += machine.host_adam_seconds(traffic * updated)
+    formula = f"{traffic:g} bytes * {updated:.3g} parameters / the host's memory + {there:g} bytes"
+    formula += " each there and back"
+    if how.offload_to_files:
+        seconds += _states_seconds(machine, how, updated)
+        seconds += 2 * gradients_leave(layout, how) * _gradients_seconds(machine, how, updated)
+        formula += ", and states through files"
+    return Line("optimizer", seconds, "s", formula, "Ren et al. 2021 section 4")
+
+
+def passed_in_step(how) -> float:
+    """Bytes a parameter: gradients are read, states read and written, parameters written."""
+    return how.gradient_bytes + 2 * how.optimizer_bytes + how.parameter_bytes
+
+
+def gradients_leave(layout, how) -> int:
+    """How often in a step: a device that shall hold none lets go of each micro-batch's. In files
+    the first is written, each later one added to what is read, and the sum read to be stepped."""
+    return layout.num_micro_batches if how.offload_gradients else 1
+
+
+def _states_seconds(machine, how, updated) -> float:
+    """They are read from files and written."""
+    return 2 * how.optimizer_bytes * updated / machine.file_bandwidth
+
+
+def _gradients_seconds(machine, how, updated) -> float:
+    """To read or write those that are in files."""
+    in_files = how.offload_to_files and how.offload_gradients
+    return how.gradient_bytes * updated / machine.file_bandwidth if in_files else 0.0
+
+
+def _pipelined(config, layout, machine, how, updated, traffic, around, behind) -> Line:
+    """The slowest of the host's arithmetic, the way back and the files, layer by layer, and one
+    layer's way through the others; before it what backward does not hide of the gradients' way.
+
+    behind: seconds of the computation that the last gradients leave behind, and of the whole step.
+    """
+    one_way = machine.host_seconds(how.activation_bytes * updated)
+    parts = {
+        "the host's arithmetic": machine.host_adam_seconds(traffic * updated),
+        "parameters on their way back": one_way,
+    }
+    if how.offload_to_files:
+        parts["files"] = _states_seconds(machine, how, updated)
+        parts["files"] += _gradients_seconds(machine, how, updated)
+    slowest = max(parts, key=parts.__getitem__)
+    rest = sum(parts.values()) - parts[slowest]
+    step = parts[slowest] + rest / config.num_layers
+    # The last micro-batch's gradients leave: over the link, and to where the others' sum is.
+    passes = 2 if gradients_leave(layout, how) > 1 else 1
+    out = max(one_way, passes * _gradients_seconds(machine, how, updated))
+    leaving = max(0.0, out - behind[0]) + out / config.num_layers
+    if how.offload_delayed:
+        step = max(0.0, step - behind[1])
     return Line(
         "optimizer",
-        seconds,
+        leaving + step + stream_seconds(machine.device, around),
         "s",
-        f"{traffic:g} bytes * {updated:.3g} parameters / the host's memory + {there:g} bytes each "
-        "there and back",
-        "Ren et al. 2021 section 4",
+        f"gradients {readable(leaving, 's')} + {slowest} {readable(parts[slowest], 's')}"
+        + " behind the next step" * how.offload_delayed,
+        "Ren et al. 2021 section 5",
     )

@@ -14,6 +14,7 @@ from functools import lru_cache
 from ..config import Layout, ModelConfig
 from ..schedule import V_SHAPED
 from .lines import Breakdown, Line
+from .models import model
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,9 @@ def parameter_counts(config: ModelConfig) -> Breakdown:
     )
 
 
-def num_parameters(config: ModelConfig) -> int:
-    return int(parameter_counts(config).total)
+def num_parameters(config: ModelConfig | str) -> int:
+    """Of a model, or of the model of that name."""
+    return int(parameter_counts(model(config)).total)
 
 
 def num_active_parameters(config: ModelConfig) -> int:

@@ -21,11 +21,31 @@ from .machines import Hardware, hardware
 from .memory import device_memory, peak_memory, states_of_all
 from .models import model as model_preset
 from .numbers import at_least
-from .plans import Candidate, Dropped, Plan
+from .offload import lacks_room
+from .plans import CLOSE, NEARLY_FULL, Candidate, Dropped, Plan
 from .step_time import step_time
 
 USUAL = Search()
+# What is tried, in this order, when nothing fits: each borrows more than the one before.
+BORROWED = (
+    dict(offload_optimizer=True, offload_overlaps=True),
+    dict(offload_optimizer=True, offload_gradients=True, offload_overlaps=True),
+    dict(
+        offload_optimizer=True,
+        offload_gradients=True,
+        offload_parameters=True,
+        offload_overlaps=True,
+    ),
+    dict(
+        offload_optimizer=True,
+        offload_gradients=True,
+        offload_parameters=True,
+        offload_to_files=True,
+        offload_overlaps=True,
+    ),
+)
 MOST_ACTIONS = 10_000  # of a simulation, about 0.1 s; there the closed form is as good
+Needed = tuple[Layout, Breakdown, float]  # a layout, its waterfall, bytes on the device
 
 
 def plan(
@@ -40,6 +60,8 @@ def plan(
     """The fastest layouts of `model` on `num_devices` of `machine`.
 
     `global_batch_tokens` is one optimizer step's batch; it must be a whole number of sequences.
+    When nothing fits, it is tried with more and more of the model's states on the hosts, at last in
+    files; `Plan.how` and its cautions say so.
     Raises ValueError when an argument is impossible, or when nothing fits (with the nearest miss).
     """
     config, machine, how = model_preset(model), hardware(machine), framework(how)
@@ -54,24 +76,20 @@ def plan(
     if search.max_tp is None:
         search = replace(search, max_tp=machine.devices_per_node)
     tried = list(layouts(config, num_devices, int(sequences), search))
-    fitting, dropped = _fit(config, tried, machine, how)
+    fitting, dropped, nearly = _fit(config, tried, machine, how)
+    if not fitting:  # what does not fit may be borrowed
+        for more in BORROWED if not how.own_runs else ():
+            borrowing = how.replace(**more)
+            fitting, _, nearly = _fit(config, tried, machine, borrowing)
+            if fitting:
+                how = borrowing
+                break
     if not fitting:
         raise ValueError(_nothing_fits(config, machine, how, num_devices, dropped))
 
-    ranked = sorted(
-        (
-            Candidate(layout, waterfall, needed, step_time(config, layout, machine, how))
-            for layout, waterfall, needed in fitting
-        ),
-        key=lambda c: c.time.seconds,
-    )
-    top = ranked[: search.num_simulated]
-    played = [c.layout.pp > 1 and num_simulated_actions(c.layout) <= MOST_ACTIONS for c in top]
-    top = [
-        replace(c, time=step_time(config, c.layout, machine, how, simulate=True)) if play else c
-        for c, play in zip(top, played)
-    ]
-    top.sort(key=lambda c: c.time.seconds)
+    ranked = _by_time(fitting, config, machine, how)
+    top, num_simulated = _simulated(ranked[: search.num_simulated], config, machine, how)
+    missed, _ = _simulated(_by_time(nearly, config, machine, how)[:1], config, machine, how)
     return Plan(
         config,
         machine,
@@ -79,16 +97,33 @@ def plan(
         num_devices,
         tuple(top + ranked[search.num_simulated :]),
         tuple(dropped),
-        sum(played),
+        num_simulated,
+        next((c for c in missed if CLOSE * c.time.seconds < (top or ranked)[0].time.seconds), None),
     )
+
+
+def _by_time(fits, config, machine, how) -> list[Candidate]:
+    timed = [Candidate(*fit, step_time(config, fit[0], machine, how)) for fit in fits]
+    return sorted(timed, key=lambda c: c.time.seconds)
+
+
+def _simulated(candidates, config, machine, how) -> tuple[list[Candidate], int]:
+    """The same, ranked anew with pipelines simulated, and how many were."""
+    played = [
+        replace(c, time=step_time(config, c.layout, machine, how, simulate=True))
+        if c.layout.pp > 1 and num_simulated_actions(c.layout) <= MOST_ACTIONS
+        else c
+        for c in candidates
+    ]
+    again = sum(one is not other for one, other in zip(played, candidates))
+    return sorted(played, key=lambda c: c.time.seconds), again
 
 
 def _fit(
     config: ModelConfig, tried: list[Layout], machine: Hardware, how: Framework
-) -> tuple[list[tuple[Layout, Breakdown, float]], list[Dropped]]:
-    """(layout, waterfall, device bytes) of what fits, and the rest with the reason."""
-    fitting: list[tuple[Layout, Breakdown, float]] = []
-    dropped: list[Dropped] = []
+) -> tuple[list[Needed], list[Dropped], list[Needed]]:
+    """What fits, the rest with the reason, and of that what nearly fits."""
+    fitting, dropped, nearly = [], [], []
     limit = machine.device.memory_bytes
     can_cut = []
     for layout in tried:
@@ -103,15 +138,21 @@ def _fit(
             what = f"{readable(states, 'bytes')} of model states alone"
             dropped.append(Dropped(layout, "memory", f"{what}, for {readable(limit, 'bytes')}"))
             continue
+        lacking = lacks_room(config, layout, machine, how)
+        if lacking:
+            dropped.append(Dropped(layout, "memory", lacking))
+            continue
         waterfall = peak_memory(config, layout, how)
         needed = device_memory(waterfall.total, how)
         if needed > limit:
             largest = max(waterfall, key=lambda line: line.value)
             what = f"{readable(needed, 'bytes')} of {readable(limit, 'bytes')}"
             dropped.append(Dropped(layout, "memory", f"{what}, most of it {largest.name}"))
+            if NEARLY_FULL * needed <= limit:
+                nearly.append((layout, waterfall, needed))
         else:
             fitting.append((layout, waterfall, needed))
-    return fitting, dropped
+    return fitting, dropped, nearly
 
 
 def _nothing_fits(config, machine, how, num_devices, dropped) -> str:

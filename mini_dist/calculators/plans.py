@@ -20,12 +20,18 @@ from .frameworks import Framework
 from .layouts import short
 from .lines import Breakdown, readable
 from .machines import Hardware
+from .offload import borrowed
 from .step_time import StepTime
 
-NEARLY_FULL = 0.95  # of a device's memory: predictions of it are off by some percent
+NEARLY_FULL = 0.95  # of a device's memory, or of a prediction: those are off by some percent
+CLOSE = 1.05  # a step that is so much longer is as good: the model of time is no better
 NOT_MODELLED = (
     "uneven experts, memory in fp8, messages of ep behind computation, other traffic on the "
-    "network, stragglers beyond some percent, zero-bubble schedules, failures"
+    "network, stragglers beyond some percent, failures"
+)
+NOT_SEARCHED = (
+    "zero-bubble schedules (Search(schedules=...)), messages of tp behind matrices and fp8 "
+    "(framework(...).replace(...))"
 )
 
 
@@ -66,6 +72,7 @@ class Plan:
     candidates: tuple[Candidate, ...]
     dropped: tuple[Dropped, ...]
     num_simulated: int  # pipelines
+    nearly: Candidate | None = None  # clearly faster than the best, and by some percent too large
 
     @property
     def best(self) -> Candidate:
@@ -131,11 +138,25 @@ class Plan:
     def cautions(self) -> list[str]:
         """Where the best layout's numbers rest on more than measurements have ever shown."""
         best, machine, said = self.best, self.machine, []
+        if self.how.offload_optimizer:
+            said.append(
+                f"Nothing fits into the devices alone: {borrowed(self.how)}. Its time was "
+                "compared with little: one published rate (10 billion parameters on one V100), and "
+                "the CPU's Adam on a DGX-2, on which the model was chosen."
+            )
         if best.device_bytes > NEARLY_FULL * machine.device.memory_bytes:
             said.append(
                 f"{readable(best.device_bytes, 'bytes')} of "
                 f"{readable(machine.device.memory_bytes, 'bytes')} may be too full: measure it "
                 "before you count on it."
+            )
+        if self.nearly:
+            faster = best.time.seconds / self.nearly.time.seconds - 1
+            said.append(
+                f"{short(self.nearly.layout)} would be {faster:.1%} faster and needs "
+                f"{readable(self.nearly.device_bytes, 'bytes')}, as far above "
+                f"{readable(machine.device.memory_bytes, 'bytes')} as predictions of memory are "
+                "off: it may fit."
             )
         nodes = math.ceil(self.num_devices / machine.devices_per_node)
         measured = max((count for count, *_ in machine.by_nodes), default=2)
@@ -189,5 +210,5 @@ class Plan:
         run = published.nearest(self.model, self.machine, self.num_devices)
         return (
             f"{self.funnel()}\n\n{self.table()}\n\n{self.explain()}\n\nNearest published run: {run}"
-            f"\nNot modelled: {NOT_MODELLED}."
+            f"\nNot searched unless asked: {NOT_SEARCHED}.\nNot modelled: {NOT_MODELLED}."
         )

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..config import Layout, ModelConfig
-from .compression import INT8, Compression, shapes_of_matrices
+from ..fields import nearest_divisor
+from .compression import INT4, INT8, Compression, shapes_of_matrices
 from .frameworks import Framework
 from .kernels import Piece, collective_seconds, matrices, stream_seconds, together
+from .numbers import at_least
 from .parameters import (
     Held,
     held_by_layer,
@@ -56,7 +58,7 @@ def _of_unit(held: Held, layout, machine, how) -> Traffic:
     if layout.zero < 2 or parts[0][1] == 1:
         return Traffic(0.0, 0.0, 0.0, 0.0)
     g, e, device = how.reduce_bytes, how.activation_bytes, machine.device
-    wire = how.unit_bytes or e
+    wire = how.unit_gather_bytes or e
     gather = _collective(machine, "all_gather", wire, parts, layout) if layout.zero == 3 else 0.0
     reduce = _collective(machine, *_scatter(how), parts, layout)
     if not how.copies_units:
@@ -68,36 +70,44 @@ def _of_unit(held: Held, layout, machine, how) -> Traffic:
 
 def _scatter(how: Framework) -> tuple[str, float]:
     """How gradients are scattered, and bytes of one: codes cannot be added on a ring's way."""
-    return (
-        ("all_to_all", how.unit_bytes) if how.unit_bytes else ("reduce_scatter", how.reduce_bytes)
-    )
+    if how.unit_scatter_bytes:
+        return "all_to_all", how.unit_scatter_bytes
+    return "reduce_scatter", how.reduce_bytes
 
 
 def checked(
-    compression: Compression | str | None, config: ModelConfig, layout: Layout
+    compression: Compression | str | None, config: ModelConfig, layout: Layout, local_steps: int
 ) -> Compression | None:
-    """The method that is named; ValueError where this layout's gradients cannot go that way."""
+    """The method that is named; ValueError where this layout's numbers cannot go that way."""
     if compression is None or isinstance(compression, str):
         compression = compression and Compression(compression)
     if not compression:
         return None
-    name = compression.name
-    if layout.zero and name != "int8":
+    name, scattered = compression.name, layout.zero and local_steps == 1
+    if scattered and name != "int8":
         raise ValueError(
             f"compression={name!r} averages whole gradients, and zero={layout.zero} scatters them: "
             "give 'int8', or zero=0."
         )
-    if name == "power" and (layout.tp * layout.pp > 1 or config.num_experts):
+    if compression.gradient_bits == 4 and not scattered:
+        raise ValueError(
+            "gradient_bits=4 is of what ZeRO's units scatter: give zero=1, 2 or 3 and "
+            "local_steps=1, or gradient_bits=8."
+        )
+    if name == "power" and (layout.tp * layout.pp > 1 or layout.zero or config.num_experts):
         raise ValueError(
             "compression='power' is counted for whole matrices, on every replica the same: give "
-            "tp=1, pp=1 and a model without experts."
+            "tp=1, pp=1, zero=0 and a model without experts."
         )
     return compression
 
 
 def compressed_units(how: Framework, layout: Layout, compression: Compression | None) -> Framework:
-    """The framework with what its ZeRO stages send in int8 (ZeRO++), if so asked."""
-    return how.replace(unit_bytes=INT8) if compression and layout.zero else how
+    """The framework with what its ZeRO stages send in codes (ZeRO++), if so asked."""
+    if not (compression and layout.zero):
+        return how
+    scatter = INT4 if compression.gradient_bits == 4 else INT8
+    return how.replace(unit_gather_bytes=INT8, unit_scatter_bytes=scatter)
 
 
 def gradient_seconds(
@@ -110,8 +120,10 @@ def gradient_seconds(
     """
     parts = copies(parameters_of_rank(config, layout, 0), layout)
     if compression and not layout.zero:
-        return _compressed(config, layout, machine, how, slowest, compression)
-    g, e = how.reduce_bytes, how.unit_bytes or how.activation_bytes
+        seconds, said = _compressed(config, parts, layout, machine, compression)
+        where = " behind the last backward" if how.overlaps_gradients else ""
+        return _hidden(slowest.backward, seconds, how.overlaps_gradients), said + where
+    g, e = how.reduce_bytes, how.unit_gather_bytes or how.activation_bytes
     reduces, gathers = {
         0: (("all_reduce", g), None),
         1: (_scatter(how), ("all_gather", e)),
@@ -141,28 +153,82 @@ def gradient_seconds(
     return seconds, ", ".join(said)
 
 
-def average_seconds(config, layout, machine, how, local_steps: int) -> tuple[float, str]:
-    """A step's share of averaging all parameters once in `local_steps`: local SGD and DiLoCo.
+def cluster_of(layout: Layout, clusters: int | None, local_steps: int) -> Layout:
+    """What trains synchronously: one of the clusters that step by themselves, each rank of dp if
+    clusters is None; all where local_steps is 1. ValueError where dp cannot be cut so."""
+    if local_steps == 1:
+        if clusters is not None:
+            raise ValueError(
+                f"clusters={clusters} average once in local_steps=1 steps, as one cluster does: "
+                "give local_steps above 1, or no clusters."
+            )
+        return layout
+    clusters = layout.dp if clusters is None else clusters
+    at_least("clusters", clusters, 1)
+    if layout.dp % clusters:
+        raise ValueError(
+            f"clusters={clusters} does not divide dp={layout.dp}: "
+            f"{nearest_divisor(layout.dp, clusters)} would."
+        )
+    inside = layout.dp // clusters
+    if layout.zero and inside * layout.cp == 1:
+        raise ValueError(
+            f"zero={layout.zero} shards over the ranks of a cluster, and with local_steps="
+            f"{local_steps} and clusters={clusters} of dp={layout.dp} each is one rank: give "
+            "clusters below dp, or zero=0."
+        )
+    if inside * layout.cp % layout.ep:
+        raise ValueError(
+            f"ep={layout.ep} does not divide the {inside * layout.cp} ranks of dp * cp in a "
+            f"cluster: give fewer clusters than {clusters}, or ep=1."
+        )
+    return layout.replace(dp=inside)
 
-    As many bytes a number as gradients have. Nothing hides it: every rank waits for the average.
+
+def averaged(config, layout: Layout, inside: Layout) -> list[tuple[float, int, int]]:
+    """(numbers that a rank averages, over so many clusters, how far apart its likes stand).
+
+    The ranks of a cluster are neighbours. What ZeRO has sharded inside is averaged as shards.
     """
-    parts, each = copies(parameters_of_rank(config, layout, 0), layout), how.reduce_bytes
-    seconds = sum(
-        _in_buckets(machine, "all_reduce", each, *part, layout.world_size, messages)
-        for part, messages in zip(parts, _messages(config, layout, how, parts))
-    )
-    return seconds / local_steps, f"all-reduce of {each:g} P every {local_steps} steps"
+    clusters = layout.dp // inside.dp
+    return [
+        (numel / (ways if layout.zero else 1), clusters, inside.world_size)
+        for numel, ways, _ in copies(parameters_of_rank(config, inside, 0), inside)
+    ]
 
 
-def _compressed(config, layout, machine, how, slowest, compression) -> tuple[float, str]:
+def average_seconds(
+    config, layout, inside, machine, how, local_steps: int, compression: Compression | None
+) -> tuple[float, str]:
+    """A step's share of averaging what the clusters step, once in `local_steps`: local SGD, DiLoCo.
+
+    As many bytes a number as gradients have, or as the compression says. Nothing hides it: every
+    rank waits for the average.
+    """
+    parts, each = averaged(config, layout, inside), how.reduce_bytes
+    shards = inside.dp * inside.cp if layout.zero else 1
+    if compression:
+        seconds, said = _compressed(config, parts, layout, machine, compression)
+    else:
+        seconds = sum(
+            _in_buckets(
+                machine, "all_reduce", each, *part, layout.world_size, max(1, messages / shards)
+            )
+            for part, messages in zip(parts, _messages(config, layout, how, parts))
+        )
+        said = f"all-reduce of {each:g} P"
+    of_shards = f" / {shards}" if layout.zero else ""
+    return seconds / local_steps, f"{said}{of_shards} every {local_steps} steps"
+
+
+def _compressed(config, parts, layout, machine, compression) -> tuple[float, str]:
     shapes = shapes_of_matrices(config) if compression.name == "power" else []
     seconds, said = 0.0, []
-    for numel, size, stride in copies(parameters_of_rank(config, layout, 0), layout):
+    for numel, size, stride in parts:
         for op, num_bytes in compression.messages(numel, size, shapes) if numel else []:
             seconds += collective_seconds(machine, op, num_bytes, size, stride, layout.world_size)
             said.append(f"{op.replace('_', '-')} of {num_bytes / numel:.2g} P")
-    where = " behind the last backward" if how.overlaps_gradients else ""
-    return _hidden(slowest.backward, seconds, how.overlaps_gradients), ", ".join(said) + where
+    return seconds, ", ".join(said)
 
 
 def _hidden(compute: float, traffic: float, behind: bool) -> float:

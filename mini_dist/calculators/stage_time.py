@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from .activations import cut_of_whole, tokens_of_micro_batch
 from .kernels import every_second_seconds, head_seconds, layer_time, together
-from .parameters import layers_by_recompute, stages_of_rank
+from .parameters import held_by_layer, layers_by_recompute, stages_of_rank
 from .replica_traffic import in_every_micro_batch, of_layer, of_root
 
 
@@ -131,6 +131,14 @@ def _layer_parts(config, layout, machine, how, moe, recomputes) -> Stage:
         wait_f, wait_b = max(0.0, away - forward), max(0.0, away - backward)
         parts["waiting for offloads"] = wait_f + wait_b
         forward, backward = forward + wait_f, backward + wait_b
+    if how.offload_parameters:
+        # A layer's parameters come behind the one before it, in forward and in backward.
+        arrive = parameters_arrive(config, layout, machine, how, moe)
+        hidden = how.offload_overlaps
+        wait_f = max(0.0, arrive - forward) if hidden else arrive
+        wait_b = max(0.0, arrive - backward) if hidden else arrive
+        parts["waiting for offloads"] = parts.get("waiting for offloads", 0.0) + wait_f + wait_b
+        forward, backward = forward + wait_f, backward + wait_b
     # Kernels are launched ahead, and the queue is deep: the slower of both sets the pace.
     passes = 1 if recomputes and layout.recompute == "full" else 0
     waits_f = max(0.0, how.host_seconds - forward)
@@ -138,6 +146,15 @@ def _layer_parts(config, layout, machine, how, moe, recomputes) -> Stage:
     parts["waiting for the host"] = waits_f + waits_b
     weight = time.backward["matrices"] / 2
     return Stage(parts, forward + waits_f, backward + waits_b, weight)
+
+
+def parameters_arrive(config, layout, machine, how, moe) -> float:
+    """Seconds in which this rank's part of a layer's parameters comes to the device, from the host
+    or through it from files."""
+    ways = layout.dp * layout.cp if layout.zero == 3 else 1
+    size = how.activation_bytes * float(held_by_layer(config, layout, moe).total) / ways
+    files = size / machine.file_bandwidth if how.offload_to_files else 0.0
+    return max(machine.host_seconds(size), files)
 
 
 def _hidden(how, compute: float, traffic: float) -> float:

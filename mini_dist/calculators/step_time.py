@@ -27,7 +27,14 @@ from .models import model
 from .numbers import at_least, cut_by
 from .optimizer_time import optimizer_line
 from .parameters import every_second, layers_of_stage, parameters_of_rank
-from .replica_traffic import average_seconds, checked, compressed_units, gradient_seconds
+from .replica_traffic import (
+    average_seconds,
+    averaged,
+    checked,
+    cluster_of,
+    compressed_units,
+    gradient_seconds,
+)
 from .stage_time import stages_of_pipeline
 
 OVER_DP = ("gradients over dp", "average over dp")
@@ -42,7 +49,9 @@ class StepTime:
     high: float
     tokens: int  # in a step, over all ranks
     mfu: float  # model FLOPs / (time * bf16 peak), all scores counted (PaLM appendix B)
-    hfu: float  # hardware FLOPs: with what is recomputed
+    # Hardware FLOPs: with what is recomputed. All scores are counted as in MFU, and a causal kernel
+    # computes half of them: on very long sequences this may exceed 1.
+    hfu: float
 
     @property
     def seconds(self) -> float:
@@ -90,6 +99,7 @@ def step_time(
     straggler: float = 1.0,
     simulate: bool = False,
     local_steps: int = 1,
+    clusters: int | None = None,
     compression: Compression | str | None = None,
 ) -> StepTime:
     """Seconds of one optimizer step on all ranks.
@@ -97,31 +107,24 @@ def step_time(
     `straggler` is how much longer the slowest device computes (everyone waits for it);
     `simulate=True` takes the pipeline's makespan from mini_dist.schedule instead of the closed
     form.  `local_steps` is how many steps the ranks of dp take by themselves before they average
-    their parameters (local SGD, DiLoCo); 1 averages gradients at every step.  `compression`, of
-    gradients between replicas, or its name: what is sent instead, and the memory that is passed
-    over for it; in ZeRO's stages "int8", of parameters, too, as ZeRO++ does.
+    their parameters (local SGD, DiLoCo); 1 averages gradients at every step.  With `clusters`, the
+    dp / clusters ranks of each train as one, with ZeRO if the layout says so, and the clusters
+    average.  `compression`, of gradients between replicas, or of averages where `local_steps` is
+    above 1, or its name: what is sent instead, and the memory that is passed over for it; in ZeRO's
+    stages "int8", of parameters, too, as ZeRO++ does.
     Raises ValueError when the layout cannot cut the model, or shards over ranks that part, or the
     method does not fit.
     """
     config, machine, how = model(config), hardware(machine), framework(how)
     cut_by(layout, config)
-    compression = checked(compression, config, layout)
-    how = compressed_units(how, layout, compression)
     at_least("straggler", straggler, 1, "the slowest device is not faster than the others")
     at_least("local_steps", local_steps, 1, "1 averages gradients at every step")
-    if local_steps > 1 and (layout.zero or layout.cp > 1 or layout.ep > 1):
-        raise ValueError(
-            f"local_steps={local_steps} with zero={layout.zero}, cp={layout.cp}, ep={layout.ep}: "
-            "ranks that step by themselves share nothing over dp * cp; give zero=0, cp=1 and ep=1, "
-            "or local_steps=1."
-        )
-    if compression and local_steps > 1:
-        raise ValueError(
-            f"compression={compression.name!r} is of gradients, and with local_steps={local_steps} "
-            "none travel: give one of the two."
-        )
+    compression = checked(compression, config, layout, local_steps)
+    inside = cluster_of(layout, clusters, local_steps)
+    if local_steps == 1:
+        how = compressed_units(how, layout, compression)
     device, m = machine.device, layout.num_micro_batches
-    stages = stages_of_pipeline(config, layout, machine, how)
+    stages = stages_of_pipeline(config, inside, machine, how)
 
     # The slowest stage computes all the time but for the bubble.
     slowest = max(stages, key=lambda stage: stage.total)
@@ -147,7 +150,7 @@ def step_time(
                 "assumed",
             )
         )
-    hops = hop_seconds(config, layout, machine, how)
+    hops = hop_seconds(config, inside, machine, how)
     if simulate and layout.pp > 1:
         idle = simulated(layout, stages, hops) - m * slowest.total
         formula = "makespan - slowest stage's work"
@@ -164,20 +167,29 @@ def step_time(
         lines.append(Line("pipeline bubble", bubble, "s", formula, _SOURCES["pipeline bubble"]))
         messages = message_line(layout, hops)
         lines.append(Line("pipeline messages", messages[0], "s", messages[1], _SOURCES["messages"]))
+    gradients, formula = gradient_seconds(
+        config, inside, machine, how, slowest, compression if local_steps == 1 else None
+    )
+    if gradients:
+        lines.append(Line("gradients over dp", gradients, "s", formula, "ZeRO section 7"))
     if local_steps > 1:
-        average, formula = average_seconds(config, layout, machine, how, local_steps)
+        average, formula = average_seconds(
+            config, layout, inside, machine, how, local_steps, compression
+        )
         lines.append(Line("average over dp", average, "s", formula, "Stich 2019"))
-    else:
-        gradients, formula = gradient_seconds(config, layout, machine, how, slowest, compression)
-        if gradients:
-            lines.append(Line("gradients over dp", gradients, "s", formula, "ZeRO section 7"))
-    if compression:
+    if compression and local_steps > 1:
+        each = compression.touched(0, m) / local_steps
+        numel = sum(numel for numel, _, _ in averaged(config, layout, inside))
+    elif compression:
         each = compression.touched(layout.zero, m)
         numel = float(parameters_of_rank(config, layout, 0).total)
+    if compression:
         seconds = stream_seconds(device, each * numel)
         formula = f"{each:g} bytes * {numel:.3g} parameters / bandwidth"
         lines.append(Line("compressing", seconds, "s", formula, "passes over memory, counted"))
-    lines.append(optimizer_line(config, layout, machine, how))
+    # the last micro-batch's backward; all that the device does
+    behind = slowest.backward, sum(line.value for line in lines)
+    lines.append(optimizer_line(config, inside, machine, how, behind))
 
     breakdown = Breakdown("step time", tuple(lines))
     interval = _interval(breakdown, layout, machine)

@@ -104,6 +104,21 @@ def step_volume(
     return Breakdown(f"bytes that pipeline rank {pp_rank} sends in a step", tuple(lines))
 
 
+def crossing_tokens(config: ModelConfig | str, how: str | Framework = "megatron-core") -> float:
+    """Tokens of a step from which n ranks send less with ZeRO-3 than as a pipeline of n stages.
+
+    One micro-batch a replica, and x crosses n - 1 borders, forward and back:
+    (g + 2 e) P - e P_outside = 2 e T D, times n - 1 on both sides, so n does not matter.
+    Where each replica accumulates m micro-batches, m times as many.
+    """
+    config, how = model(config), framework(how)
+    whole = Layout()
+    held = float(parameters_of_rank(config, whole, 0).total)
+    outside = float(held_outside(config, whole, 0).total)
+    e = how.activation_bytes
+    return ((how.reduce_bytes + 2 * e) * held - e * outside) / (2 * e * config.d_model)
+
+
 def _dp(config, layout, how, pp_rank) -> list[Line]:
     """Gradients, and the parameters that ZeRO gathers ([ZeRO] section 7).
 

@@ -1,15 +1,20 @@
-"""Explorers: thin views over calculators/ and schedule/. Everything they show is computed there."""
+"""Explorers: thin views over calculators/ and schedule/. Everything they show is computed there.
+
+Those that need torch are imported when they are first used: a page of the site has none.
+"""
+
+import importlib
 
 from .explorer import Explorer
+from .goodput import goodput_of_a_month
 from .grid import rank_grid
+from .largest_fits import largest_fits
 from .memory import memory_waterfall
 from .model_needs import memory_and_time
 from .planner import layout_planner
 from .published_runs import compare_with_published
 from .requests_fit import requests_fit
-from .routing import expert_routing
 from .scaling import scaling_curve
-from .stepper import collective_stepper
 from .zero import zero_figure
 
 __all__ = [
@@ -17,6 +22,8 @@ __all__ = [
     "collective_stepper",
     "compare_with_published",
     "expert_routing",
+    "goodput_of_a_month",
+    "largest_fits",
     "layout_planner",
     "memory_and_time",
     "memory_waterfall",
@@ -25,3 +32,11 @@ __all__ = [
     "scaling_curve",
     "zero_figure",
 ]
+
+_WITH_TORCH = {"collective_stepper": "stepper", "expert_routing": "routing"}
+
+
+def __getattr__(name: str):
+    if name in _WITH_TORCH:
+        return getattr(importlib.import_module(f".{_WITH_TORCH[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

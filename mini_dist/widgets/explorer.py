@@ -126,14 +126,30 @@ def control(name: str, parameter: Parameter, value):
     if isinstance(parameter, Text):
         return widgets.Text(value=value, continuous_update=False, **label)
     assert isinstance(parameter, Number)
-    least, most = parameter.least, parameter.most
     if parameter.log:
-        steps = doublings(least, most) if parameter.is_whole else round_values(least, most)
-        return widgets.SelectionSlider(options=sorted({*steps, most, value}), value=value, **label)
+        return widgets.SelectionSlider(options=stops(parameter, value), value=value, **label)
+    least, most = parameter.least, parameter.most
     if parameter.is_whole:
         return widgets.IntSlider(value, least, most, **label)
-    step = 10 ** math.floor(math.log10((most - least) / 50))  # 0.01, 0.1, 1, ...: round values
-    return widgets.FloatSlider(value, min=least, max=most, step=step, **label)
+    return widgets.FloatSlider(value, min=least, max=most, step=step_of(parameter), **label)
+
+
+def stops(parameter: Number, value) -> list:
+    """Where the slider of a number can stand; it starts at `value`."""
+    least, most = parameter.least, parameter.most
+    if parameter.log:
+        grown = doublings(least, most) if parameter.is_whole else round_values(least, most)
+        return sorted({*grown, most, value})
+    if parameter.is_whole:
+        return list(range(least, most + 1))
+    step = step_of(parameter)
+    count = round((most - least) / step)
+    return sorted({*(round(least + k * step, 9) for k in range(count + 1)), value})
+
+
+def step_of(parameter: Number) -> float:
+    """0.01, 0.1, 1, ...: round values, 50 of them or more."""
+    return 10 ** math.floor(math.log10((parameter.most - parameter.least) / 50))
 
 
 def doublings(least: int, most: int) -> list[int]:

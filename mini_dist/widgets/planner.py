@@ -63,7 +63,10 @@ def search(model: str, gpu: str, num_gpus: int, tokens: int) -> Plan:
         max_pp=max(PP),
         num_simulated=0,
     )
-    return plan(config, gpu, num_gpus, sequences * config.seq_len, search=on_the_map)
+    found = plan(config, gpu, num_gpus, sequences * config.seq_len, search=on_the_map)
+    if found.how.offload_optimizer:  # the map is of the devices' own memory
+        raise ValueError(found.cautions()[0])
+    return found
 
 
 def best_of_cells(found: Plan) -> dict[tuple[int, int], Candidate]:

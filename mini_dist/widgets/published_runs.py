@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ..calculators import StepTime, hardware, readable, step_time
+from ..calculators import StepTime, framework, hardware, readable, step_time
 from ..calculators.layouts import short
 from ..calculators.published import Run, korthikanti_2022, later, megatron_2021
 from ..draw.labels import numbered, ticks
@@ -60,7 +60,7 @@ def words(name: str, predicted: dict[str, StepTime]) -> str:
     off = errors(predicted)
     rows = [
         ("layout", short(run.layout)),
-        ("framework", run.how),
+        ("framework", framework(run.how).name),
         ("measured", f"{readable(run.seconds, 's')} ({run.source})"),
         (
             "predicted",

@@ -135,3 +135,12 @@ def test_shared_experts_of_their_own_size_are_multiplied_and_a_spec_is_not_expor
     assert more == 3 * 2 * 4096 * 24 * 3 * 2048 * 5632
     with pytest.raises(ValueError, match="shared_gate=True is said to Megatron-LM by"):
         megatron_arguments(config, Layout())
+
+
+def test_windows_are_not_exported_without_a_word():
+    config, _ = RELEASED["gemma-3-1b"]
+    windowed = from_hugging_face(config | {"sliding_window": 512}, 4096)
+    plain = {"norms_a_layer": 2, "qk_norm": False}
+    with pytest.raises(ValueError, match="windowed_layers=22 does not say which layers these are"):
+        megatron_arguments(windowed.replace(**plain), Layout())
+    assert megatron_arguments(windowed.replace(**plain, windowed_layers=0, window=0), Layout())

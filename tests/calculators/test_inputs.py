@@ -8,11 +8,15 @@ from mini_dist.calculators import (
     Search,
     device_memory,
     hardware,
+    layer_activations,
     model,
+    model_flops,
     model_states,
+    num_parameters,
     peak_memory,
     plan,
     rank_memory,
+    step_flops,
     step_time,
     step_volume,
     training_time,
@@ -28,6 +32,10 @@ def test_every_calculator_takes_the_names_that_plan_takes():
     assert step_time(NAMED, LAYOUT, "h100").seconds == step_time(config, LAYOUT, machine).seconds
     for calculate in (peak_memory, rank_memory, step_volume):
         assert calculate(NAMED, LAYOUT).total == calculate(config, LAYOUT).total
+    for count in (lambda model: model_flops(model, 8), num_parameters):
+        assert count(NAMED) == count(config)
+    assert step_flops(NAMED, 8, "full") == step_flops(config, 8, "full")
+    assert layer_activations(NAMED, LAYOUT) == layer_activations(config, LAYOUT)
     assert model(config) is config and hardware(machine) is machine
 
 
@@ -55,6 +63,7 @@ def test_one_value_of_a_search_may_stand_alone():
         (lambda: step_time(NAMED, LAYOUT, straggler=math.nan), "straggler=nan is no number"),
         (lambda: Search(recompute="all"), "recompute='all' is not known: give some of 'none'"),
         (lambda: Search(zero=4), "zero=4 is not known: give some of 0, 1, 2, 3"),
+        (lambda: Search(schedules="gpipe"), "schedules='gpipe' is not known: give some of '1f1b'"),
         (lambda: Search(micro_batch_sizes=0), "micro_batch_sizes=0 is too small"),
         (lambda: Search(micro_batch_sizes=()), "micro_batch_sizes=() is empty"),
         (lambda: Search(max_tp=-1), "max_tp=-1 is too small"),
@@ -62,11 +71,18 @@ def test_one_value_of_a_search_may_stand_alone():
         (lambda: model_states(-1.0), "parameters=-1.0 is too small"),
         (lambda: model_states(1.0, 0), "shards=0 is too small"),
         (lambda: model_states(1.0, optimizer_bytes=-12), "bytes of optimizer=-12 is too small"),
+        (lambda: model_flops(model(NAMED), -1), "sequences=-1 is too small"),
+        (lambda: step_flops(NAMED, -1, "full"), "sequences=-1 is too small"),
+        (lambda: step_flops(NAMED, math.nan), "sequences=nan is no number"),
+        (lambda: model_flops("llama9", 1), "model='llama9' is not known"),
+        (lambda: num_parameters(8), "model=8 is not known"),
+        (lambda: layer_activations(None, LAYOUT), "model=None is not known"),
         (lambda: device_memory(-1), "allocated=-1 is too small"),
         (lambda: training_time(-7e9, 1e12), "model=-7000000000.0 is too small"),
         (lambda: step_time(NAMED, LAYOUT).training(-1, 8), "tokens=-1 is too small"),
         (lambda: step_time(NAMED, LAYOUT).training(1, 0), "num_devices=0 is too small"),
         (lambda: Layout(dp=-2), "dp=-2 is too small"),
+        (lambda: Layout(zero=1.0), "zero=1.0 is not known: give one of 0, 1, 2, 3"),
         (lambda: step_time(NAMED, "dp=8"), "layout='dp=8' is no Layout"),
         (lambda: peak_memory(NAMED, {"dp": 8}), "layout={'dp': 8} is no Layout"),
     ],

@@ -18,6 +18,7 @@ from mini_dist.calculators.parameters import every_second
 from mini_dist.config import Layout
 
 H100 = hardware("h100")
+OVER_DP = "gradients over dp"
 FP8 = framework("megatron-core").replace(fp8=True)
 
 
@@ -84,6 +85,29 @@ def test_a_column_s_backward_hides_one_reduce_of_two_and_the_second_gather():
     assert 0.75 * kept < behind < 0.75 * kept + 0.25 * 0.2 * kept
     again = waits(overlaps_tensor_backward=True)
     assert behind < again < behind + 0.25 * 0.2 * kept
+
+
+@pytest.mark.parametrize("how", ["megatron-core", "fsdp", "nanotron"])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("nodes", [1, 2, 16])
+@pytest.mark.parametrize("network", [1e8, 5e10])
+def test_parameters_gathered_behind_the_next_forward_make_no_step_longer(how, zero, nodes, network):
+    """ZeRO-1 and 2 gather what they have stepped; the other stages have nothing to hide."""
+    layout = Layout(dp=8 * nodes, zero=zero)
+    machine = H100.replace(network_bandwidth=network)
+    waits, hides = (
+        step_time(
+            "llama3-8b", layout, machine, framework(how).replace(overlaps_parameters=overlaps)
+        )
+        for overlaps in (False, True)
+    )
+    if zero in (1, 2):  # shorter, by no more than the forward that it hides behind
+        forward = sum(
+            line.value for line in waits.breakdown if line.name not in ("optimizer", OVER_DP)
+        )
+        assert 0 < waits.seconds - hides.seconds < forward
+    else:
+        assert waits.seconds == hides.seconds
 
 
 def test_selective_by_operators_computes_every_second_matrix_again_and_keeps_the_others_outputs():

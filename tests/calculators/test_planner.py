@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,8 @@ from mini_dist.calculators import (
     model,
     peak_memory,
     plan,
+    planner,
+    step_time,
     torchrun_line,
     torchtitan_config,
 )
@@ -45,6 +48,7 @@ def test_every_candidate_fits_and_the_dropped_do_not(big):
 
 @pytest.mark.parametrize("how", FRAMEWORKS)
 @pytest.mark.parametrize("name", ["llama3-70b", "deepseek-v3", "gpt2"])
+@pytest.mark.sampled
 def test_the_states_of_all_layouts_at_once_are_those_of_each_and_a_floor_of_its_peak(name, how):
     config = model(name)
     every = list(layouts(config, 128, 1024, Search((1, 4), max_tp=8, max_pp=8, max_cp=2)))
@@ -115,6 +119,59 @@ def test_enumeration_finds_every_cut_of_a_small_machine():
     assert {l.zero for l in only if l.dp > 1} == {1}
 
 
+EVERY_SCHEDULE = ("1f1b", "interleaved", "zb_h1", "zb_v")
+
+
+def test_zero_bubble_schedules_are_tried_only_where_they_are_named():
+    config = model("bloom-176b")  # 70 layers: 72 stages with the embedding and the head
+    usual, wide = (
+        list(layouts(config, 384, 2048, search))
+        for search in (Search(max_tp=8), Search(max_tp=8, schedules=EVERY_SCHEDULE))
+    )
+    assert usual == [l for l in wide if not l.schedule.startswith("zb_")]
+    assert {l.schedule for l in wide if l.pp > 1} == set(EVERY_SCHEDULE)
+    assert {l.schedule for l in wide if l.pp == 1} == {"1f1b"}
+    assert {l.pp for l in wide if l.schedule == "zb_v"} == {2, 3, 4, 6, 12}  # 2 pp divides 72
+    only = [l for l in layouts(config, 384, 2048, Search(schedules="zb_v")) if l.pp > 1]
+    assert only and {(l.schedule, l.num_chunks) for l in only} == {("zb_v", 2)}
+
+
+def test_a_plan_finds_what_a_step_under_a_zero_bubble_schedule_takes():
+    name, machine, size = "gpt3-175b", "a100-80", (96, 96 * 2048)
+    usual = plan(name, machine, *size)
+    wide = plan(name, machine, *size, search=Search(schedules=EVERY_SCHEDULE))
+    assert wide.best.layout.schedule == "zb_v" and "zb_v" in short(wide.best.layout)
+    assert wide.best.time == step_time(name, wide.best.layout, machine, simulate=True)
+    assert wide.best.time.seconds < usual.best.time.seconds
+    by_formula = wide.candidates[Search().num_simulated :]
+    for candidate in [c for c in by_formula if c.layout.schedule == "zb_v"][::20]:
+        assert candidate.time == step_time(name, candidate.layout, machine)
+    assert {c.layout for c in usual.candidates} < {c.layout for c in wide.candidates}
+    assert "Not searched unless asked: zero-bubble" in str(usual)
+
+
+def test_on_98304_devices_most_layouts_cost_no_waterfall_and_no_step(monkeypatch):
+    calls = Counter()
+
+    def counted(name, calculate):
+        def calculates(*arguments, **more):
+            calls[name] += 1
+            return calculate(*arguments, **more)
+
+        monkeypatch.setattr(planner, name, calculates)
+
+    for name in ("peak_memory", "step_time"):
+        counted(name, getattr(planner, name))
+    found = plan("deepseek-v3", "h100", 98_304, 98_304 * 4096)
+    tried = len(found.candidates) + len(found.dropped)
+    assert found.best.layout.world_size == 98_304 and tried < 12_000
+    # A waterfall only where the model states alone would fit, a time only where that fits, or
+    # nearly; and once more for the first of them.
+    assert calls["peak_memory"] < tried / 2
+    nearly = calls["step_time"] - len(found.candidates) - Search().num_simulated
+    assert 0 <= nearly < tried / 50
+
+
 def test_what_cannot_be_cut_is_dropped_with_its_reason():
     config = model("llama3-8b").replace(num_heads=12, num_kv_heads=12, head_dim=128, d_ffn=1536)
     answer = plan(config, "h100", 8, 64 * 8192)
@@ -147,7 +204,10 @@ def test_a_small_model_on_one_device_needs_no_axes():
         ({"global_batch_tokens": 3 * 8192 + 1}, ": 24576 would be"),
         ({"model": "llama9"}, "model='llama9' is not known"),
         ({"machine": "abacus"}, "hardware='abacus' is not known"),
-        ({"model": "llama3-405b"}, "num_devices=8 of h100 is too few: the nearest layout"),
+        (
+            {"model": "llama3-405b", "machine": hardware("h100").replace(file_bytes=0)},
+            "num_devices=8 of h100 is too few: the nearest layout",
+        ),
         (
             {"model": "llama3-70b", "num_devices": 125},
             "No layout of num_devices=125 cuts",

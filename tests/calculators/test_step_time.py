@@ -4,7 +4,16 @@ import math
 
 import pytest
 
-from mini_dist.calculators import hardware, model, step_time
+from mini_dist.calculators import (
+    Compression,
+    device_memory,
+    hardware,
+    model,
+    num_parameters,
+    peak_memory,
+    readable,
+    step_time,
+)
 from mini_dist.calculators.bubble import bubble_seconds
 from mini_dist.calculators.frameworks import FRAMEWORKS
 from mini_dist.calculators.kernels import collective_seconds, gemm_seconds, stream_seconds
@@ -13,6 +22,7 @@ from mini_dist.calculators.parameters import parameters_of_rank
 from mini_dist.calculators.published import (
     ZERO_BUBBLE_RATES,
     korthikanti_2022,
+    later,
     megatron_2021,
     nearest,
 )
@@ -207,6 +217,28 @@ def test_local_steps_divide_what_an_average_of_all_parameters_takes():
             assert local[line.name] == line.value
 
 
+def test_clusters_average_their_shards_and_train_like_one_of_them_alone():
+    """DiLoCo over groups that are ZeRO inside: two sites of a node of eight devices each."""
+    config, layout, alone = model("gpt2"), Layout(dp=16, zero=1), Layout(dp=8, zero=1)
+    slow = H100.replace(network_bandwidth=1e9 / 8, network_latency=0.0)
+    apart = step_time(config, layout, slow, local_steps=20, clusters=2).breakdown
+    for line in step_time(config, alone, slow).breakdown:
+        assert apart[line.name] == line.value, line.name
+    average, numel = apart["average over dp"], num_parameters(config)
+    # 4 bytes a number of an eighth of the model, between ranks that stand 8 apart
+    shard = collective_seconds(slow, "all_reduce", 4 * numel / 8, 2, 8, 16)
+    assert average == pytest.approx(shard / 20, rel=0.02)
+    whole = step_time(
+        config, Layout(dp=16), slow, local_steps=20, clusters=2, compression="int8"
+    ).breakdown
+    plain = step_time(config, Layout(dp=16), slow, local_steps=20, clusters=2).breakdown
+    assert plain["average over dp"] == pytest.approx(8 * average, rel=0.02)
+    # int8 sends 1 + 4/256 bytes for 4, straight to the owner and back
+    ratio = whole["average over dp"] / plain["average over dp"]
+    assert ratio == pytest.approx((1 + 4 / 256) / 4, rel=0.02)
+    assert 0 < whole["compressing"] < average
+
+
 def test_small_layers_wait_for_the_host():
     """A GPT-2 cut 4 ways with short sequences: the device is done before the next launch."""
     waits = step_time(model("gpt2").replace(seq_len=128), Layout(tp=4), "h100").breakdown
@@ -244,6 +276,18 @@ def test_a_plan_is_compared_with_a_run_of_its_kind():
     assert "8,192" in nearest(model("llama3-405b"), H100, 8192).name
 
 
+def test_a_published_run_says_where_we_call_it_too_large():
+    llama = later()[0]
+    needed = device_memory(peak_memory(llama.config, llama.layout).total)
+    limit = H100.device.memory_bytes
+    assert needed > limit
+    sizes = f"{readable(needed, 'bytes')} of {readable(limit, 'bytes')}"
+    assert str(llama).endswith(f"we call it too large: {sizes}")
+    fits = megatron_2021()[6]
+    assert device_memory(peak_memory(fits.config, fits.layout, fits.how).total, fits.how) < limit
+    assert "too large" not in str(fits)
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -252,8 +296,10 @@ def test_a_plan_is_compared_with_a_run_of_its_kind():
         ({"how": "jax"}, "framework='jax' is not known"),
         ({"layout": Layout(tp=5)}, "tp=5 does not divide num_heads=32"),
         ({"local_steps": 0}, "local_steps=0 is too small (1 averages"),
-        ({"local_steps": 20, "layout": Layout(dp=2, zero=1)}, "local_steps=20 with zero=1"),
-        ({"local_steps": 20, "compression": "int8"}, "compression='int8' is of gradients, and"),
+        ({"local_steps": 20, "layout": Layout(dp=2, zero=1)}, "give clusters below dp, or zero=0"),
+        ({"local_steps": 20, "clusters": 3, "layout": Layout(dp=8)}, "clusters=3 does not divide"),
+        ({"clusters": 2, "layout": Layout(dp=8)}, "give local_steps above 1, or no clusters"),
+        ({"compression": Compression("int8", gradient_bits=4)}, "gradient_bits=4 is of what ZeRO"),
     ],
 )
 def test_impossible_steps_are_refused(arguments, says):

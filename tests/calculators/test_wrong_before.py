@@ -10,13 +10,14 @@ from mini_dist.calculators import (
     pipeline_in_flight,
     plan,
     rank_memory,
+    step_flops,
     step_time,
 )
 from mini_dist.calculators.bubble import simulated
 from mini_dist.calculators.frameworks import FRAMEWORKS
 from mini_dist.calculators.memory import AT_MOST_IN_FLIGHT
 from mini_dist.calculators.stage_time import Stage
-from mini_dist.config import Layout
+from mini_dist.config import RECOMPUTE, Layout
 from mini_dist.data_parallel import wrappers
 from mini_dist.pipeline import plan as plan_of_pipeline
 from mini_dist.schedule import SPLIT, SYNCHRONOUS, V_SHAPED, Times, build, simulate
@@ -72,16 +73,49 @@ def test_what_it_can_run_has_one(simulate):
     assert step_time(LLAMA, layout, simulate=simulate).seconds > 0
 
 
+def nearly_at_its_peak(name):
+    device = hardware(name).device
+    return hardware(name).replace(device={"sustained_flops": 0.99 * device.peak_flops})
+
+
+EVERY_KIND_OF_STEP = [
+    (how, recompute, size, micro_batches)
+    for how in FRAMEWORKS
+    for recompute in RECOMPUTE
+    for size, micro_batches in ((1, 1), (1, 8), (4, 1), (16, 8))
+]
+
+
+@pytest.mark.parametrize(("how", "recompute", "size", "micro_batches"), EVERY_KIND_OF_STEP)
 @pytest.mark.parametrize("name", ["h100", "a100-80", "b200"])
-def test_nobody_uses_more_than_the_whole_device(name):
-    """Selective recompute repeats nothing that flash attention does not compute twice anyway."""
-    long = LLAMA.replace(seq_len=131_072)
-    machine = hardware(name).replace(
-        device={"sustained_flops": 0.99 * hardware(name).device.peak_flops}
+def test_nobody_uses_more_than_the_whole_device(name, how, recompute, size, micro_batches):
+    machine = nearly_at_its_peak(name)
+    layout = Layout(recompute=recompute, micro_batch_size=size, num_micro_batches=micro_batches)
+    for seq_len in (2048, 8192):
+        time = step_time(LLAMA.replace(seq_len=seq_len), layout, machine, how)
+        assert time.mfu <= time.hfu <= 1
+    # Where scores are most of the work, what the attention really computes of them.
+    long, flash = LLAMA.replace(seq_len=131_072), FRAMEWORKS[how].flash_attention
+    computed = recompute if recompute == "full" or not flash else "none"
+    flops = step_flops(long, layout.global_batch_size, computed, causal=flash).total
+    assert flops <= step_time(long, layout, machine, how).seconds * machine.device.peak_flops
+
+
+FLASH = [name for name, how in FRAMEWORKS.items() if how.flash_attention]
+
+
+@pytest.mark.parametrize("how", [name for name in FLASH if FRAMEWORKS[name].selective == "scores"])
+@pytest.mark.parametrize("micro_batches", [1, 8])
+@pytest.mark.parametrize("name", ["h100", "a100-80", "b200"])
+def test_selective_repeats_nothing_that_flash_attention_does_not_compute_twice_anyway(
+    name, how, micro_batches
+):
+    long, machine = LLAMA.replace(seq_len=131_072), nearly_at_its_peak(name)
+    selective, none = (
+        step_time(long, Layout(recompute=recompute, num_micro_batches=micro_batches), machine, how)
+        for recompute in ("selective", "none")
     )
-    time = step_time(long, Layout(recompute="selective"), machine)
-    assert time.hfu == time.mfu
-    assert time.hfu == step_time(long, Layout(), machine).hfu
+    assert selective.hfu == selective.mfu == none.hfu
 
 
 @pytest.mark.parametrize(("name", "chunks"), SCHEDULES)

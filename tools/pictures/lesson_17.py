@@ -1,6 +1,6 @@
-"""Lesson 17: what two layouts send over the network."""
+"""Lesson 17: the planner's funnel, and what two layouts send over the network."""
 
-from board import BACKWARD, FORWARD, GRAY, MESSAGE, RANKS, Board
+from board import BACKWARD, FORWARD, GRAY, LINE, MESSAGE, RANKS, Board
 
 
 def _node(board, x, y, colors):
@@ -37,4 +37,34 @@ def what_crosses_the_network():
     board.arrow(550, 223, 550, 129, color=BACKWARD)
     board.words(575, 155, "once a micro-batch:", 12, GRAY, "start")
     board.words(575, 173, "x down, dx back", 12, GRAY, "start")
+    return board
+
+
+def the_funnel():
+    board = Board(
+        760,
+        300,
+        "A funnel with four levels, each narrower: all layouts of the devices; those that fit into "
+        "memory, with their batch; the ten with the shortest step by formula; and the plan, once "
+        "the pipelines among the ten have been simulated.",
+    )
+    levels = (
+        (
+            400,
+            "all layouts: tp, pp, dp, ZeRO, micro-batch",
+            RANKS[5],
+            "all that multiply to the devices",
+        ),
+        (270, "those that fit, with their batch", RANKS[0], "fit: bytes by formula"),
+        (150, "the first ten", RANKS[2], "throughput: each step by formula"),
+        (90, "the plan", RANKS[6], "the pipelines among them, simulated"),
+    )
+    for level, (width, words, color, why) in enumerate(levels):
+        y = 20 + 70 * level
+        board.box(250 - width / 2, y, width, 44, words, color)
+        if level:
+            above = levels[level - 1][0]
+            board.line(250 - above / 2, y - 26, 250 - width / 2, y, LINE)
+            board.line(250 + above / 2, y - 26, 250 + width / 2, y, LINE)
+        board.words(500, y + 22, why, 13, GRAY, "start")
     return board
