@@ -1,7 +1,8 @@
 """Draw the lessons' pictures anew: python tools/pictures [--check]
 
 Each function of a lesson_NN.py here returns a Board, which becomes lessons/figures/FUNCTION.svg.
---check writes nothing, and fails if a picture is not what its function draws.
+--check writes nothing. A picture that is not what its function draws fails, and so does one that
+no function draws.
 """
 
 import importlib
@@ -26,8 +27,12 @@ def drawn() -> dict[str, str]:
 
 
 def main() -> int:
-    stale = 0
-    for name, svg in drawn().items():
+    stale, pictures = 0, drawn()
+    for path in sorted(FIGURES.glob("*.svg")):
+        if path.stem not in pictures:
+            print(f"{path.name} is drawn by no function of tools/pictures")
+            stale += 1
+    for name, svg in pictures.items():
         path = FIGURES / f"{name}.svg"
         if path.exists() and path.read_text() == svg:
             continue

@@ -16,8 +16,8 @@ def flat_or_each():
     board.words(90, 180, "FSDP2", 14, bold=True, anchor="end")
     total = sum(width for _, width in PARAMETERS)
     for rank, color in enumerate(RANKS[:4]):
-        board.box(110 + total / 4 * rank, 55, total / 4, 40, "", color, line="#ffffff")
-        board.box(190 + 120 * rank, 234, 18, 18, "", color)
+        board.box(110 + total / 4 * rank, 55, total / 4, 40, str(rank), color, line="#ffffff")
+        board.box(190 + 120 * rank, 234, 18, 18, str(rank), color)
         board.words(214 + 120 * rank, 243, f"rank {rank}", 13, GRAY, "start")
     left, apart = 110, 110
     for words, width in PARAMETERS:
@@ -25,7 +25,9 @@ def flat_or_each():
         board.words(left + width / 2, 38, words, 13, GRAY)
         board.words(apart + width / 2, 138, words, 13, GRAY)
         for rank, color in enumerate(RANKS[:4]):
-            board.box(apart + width / 4 * rank, 155, width / 4, 50, "", color, line="#ffffff")
+            board.box(
+                apart + width / 4 * rank, 155, width / 4, 50, str(rank), color, line="#ffffff"
+            )
         board.box(apart, 155, width, 50, "", "none")
         left, apart = left + width, apart + width + 16
     return board

@@ -1,0 +1,113 @@
+"""Explorers in the page: from a moved control to the new picture, beside 300 ms.
+
+    make site
+    python benchmarks/site.py
+
+Chromium opens out/site from the disk. Rows "NAME: CONTROL": a slider moves, a different value each
+time; the time is that of the page, from the event to the frame after the picture is there. "A new
+question": another number of GPUs makes the planner search anew, which takes longer than that. The
+row with the bar is of the time until the page says "searching ..."; that of the answer informs, as
+does the row of how long Python takes to load.
+"""
+
+import itertools
+import shutil
+import sys
+from pathlib import Path
+
+from _form import Case, main
+
+SITE = Path(__file__).resolve().parent.parent / "out/site"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+BAR = 300  # ms
+MOVES = {  # explorer -> (its control, places of the slider)
+    "memory_and_time": ("utilisation", range(20, 60)),
+    "memory_waterfall": ("dp", range(11)),
+    "rank_grid": ("rank", range(16)),
+    "layout_planner": ("pp", range(6)),
+    "scaling_curve": ("num_gpus", range(10)),
+    "compare_with_published": ("straggler", range(40)),
+    "zero_figure": ("ranks", range(13)),
+    "requests_fit": ("prompt", range(8)),
+    "all_reduces": ("num_bytes", range(20)),
+    "pipelines": ("num_micro_batches", range(32)),
+}
+MOVE = """async (place, [name, value]) => {
+    const control = place.querySelector(`[name=${name}]`);
+    const answered = new Promise((resolve) => new MutationObserver((_, observer) => {
+        observer.disconnect();
+        requestAnimationFrame(() => setTimeout(resolve));
+    }).observe(place, { attributeFilter: ["data-answers"] }));
+    const before = place.querySelector(".picture").innerHTML, began = performance.now();
+    control.tagName === "SELECT" ? (control.selectedIndex = value) : (control.value = value);
+    control.dispatchEvent(new Event(control.tagName === "SELECT" ? "change" : "input"));
+    await answered;
+    const took = performance.now() - began;
+    if (place.querySelector(".wrong")) throw new Error(place.innerText);
+    if (place.querySelector(".picture").innerHTML === before) throw new Error(`${name}: no change`);
+    return took;
+}"""
+SEARCHES = """async (place, [name, value]) => {
+    const control = place.querySelector(`[name=${name}]`), status = place.querySelector(".status");
+    const answers = () => Number(place.dataset.answers ?? 0), before = answers();
+    control.tagName === "SELECT" ? (control.selectedIndex = value) : (control.value = value);
+    const began = performance.now();
+    control.dispatchEvent(new Event(control.tagName === "SELECT" ? "change" : "input"));
+    await new Promise(requestAnimationFrame);
+    const said = status.textContent, took = performance.now() - began;
+    while (answers() === before) await new Promise((resolve) => setTimeout(resolve, 5));
+    if (said !== "searching ...") throw new Error(`it said ${said}`);
+    return took;
+}"""
+FLAGS = "--no-sandbox --disable-gpu --disable-background-networking --no-first-run".split()
+
+
+def mover(place, control, values, until=MOVE):
+    """A function that moves one control to its next value and returns the milliseconds."""
+    following = itertools.cycle(values)
+    stands = f"""place => {{ const control = place.querySelector("[name={control}]");
+        return control.selectedIndex ?? Number(control.value); }}"""
+
+    def move():
+        before = place.evaluate(stands)
+        while (value := next(following)) == before:
+            pass
+        return place.evaluate(until, [control, value])
+
+    return move
+
+
+def started(page, name):
+    """(the place of an explorer, ms until it had answered first)."""
+    place = page.locator(f"section:has(> h2:text('{name}')) .live-explorer").last
+    began = page.evaluate("() => performance.now()")
+    place.locator("button").click()
+    place.locator("xpath=self::*[@data-state='started']").wait_for(timeout=120_000)
+    return place, page.evaluate("() => performance.now()") - began
+
+
+def cases(long):
+    from playwright.sync_api import sync_playwright
+
+    repeats = 51 if long else 15
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        page = browser.new_page(viewport={"width": 1300, "height": 1000})
+        page.goto((SITE / "site/explorers.html").as_uri())
+        first, *others = MOVES
+        place, took = started(page, first)
+        yield Case("Python and the first explorer", lambda: took, 5000, repeats=1, warmup=0)
+        places = {first: place, **{name: started(page, name)[0] for name in others}}
+        for name, (control, values) in MOVES.items():
+            move = mover(places[name], control, values)
+            yield Case(f"{name}: {control}", move, BAR, 1.0, repeats=repeats)
+        planner = places["layout_planner"]  # (it remembers a question: each size once)
+        said = mover(planner, "num_gpus", range(3, 6), SEARCHES)
+        yield Case("a new question: searching ...", said, BAR, 1.0, repeats=3, warmup=0)
+        answer = mover(planner, "num_gpus", range(6, 11))
+        yield Case("a new question: the answer", answer, BAR, repeats=5, warmup=0)
+        browser.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(cases, __doc__))

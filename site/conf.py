@@ -1,0 +1,158 @@
+"""The course as a static site: `make site`. Sphinx reads the repository; nothing is executed.
+
+The pages are notebooks/ with the outputs that are kept in them, docs/, TEACHING.md, and the
+library's docstrings. What stands there is taken up, so a new lesson needs no line here.
+"""
+
+import json
+import os
+import pkgutil
+import shutil
+import sys
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+
+import mini_dist
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+sys.path.insert(0, str(HERE))
+
+# Where Binder serves the repository, as https://mybinder.org/v2/gh/OWNER/NAME/main. The pages link
+# there; unset, they say nothing of it.
+BINDER = os.environ.get("MINI_DIST_BINDER", "")
+
+project = "mini_dist"
+author = "the authors of mini_dist"
+extensions = ["myst_nb", "sphinx.ext.autodoc", "words", "explorers"]
+root_doc = "site/index"
+include_patterns = ["site/*.md", "site/library/*.md", "notebooks/**", "docs/**.md", "*.md"]
+exclude_patterns = [
+    "site/explorers_head.md",
+    "**/.ipynb_checkpoints",
+    "**/node_modules",
+    ".venv*",
+    "out",
+    "runs",
+    "README.md",
+]
+templates_path = ["templates"]
+html_additional_pages = {"index": "redirect.html"}  # the folder's first page
+
+# ---- pages ---------------------------------------------------------------------------------------
+
+nb_execution_mode = "off"
+nb_merge_streams = True
+nb_ipywidgets_js = {}
+myst_enable_extensions = ["amsmath", "dollarmath"]
+myst_heading_anchors = 4
+myst_links_external_new_tab = True
+suppress_warnings = ["mystnb.unknown_mime_type"]
+
+html_theme = "sphinx_book_theme"
+html_title = "mini_dist"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+html_context = {"default_mode": "auto"}
+html_show_sourcelink = False
+html_show_search_summary = False  # it would be fetched, which a page of file:// may not
+html_theme_options = {
+    "home_page_in_toc": True,
+    "show_toc_level": 2,
+    "collapse_navigation": True,  # (the sidebar of the library alone would be half of each page)
+}
+# One file that draws formulas as SVG: no fonts to fetch.
+mathjax_path = "mathjax/tex-svg.js"
+
+# ---- the library's reference ---------------------------------------------------------------------
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+autodoc_default_options = {"members": True, "show-inheritance": True}
+toc_object_entries = False  # (each page would carry all of them, twice the time to build)
+
+
+def write_library(app):
+    """A page for each module and package of mini_dist."""
+    folder = HERE / "library"
+    names = [module.name for module in pkgutil.iter_modules(mini_dist.__path__)]
+    pages = {name: f"# {name}\n\n" for name in names if not name.startswith("_")}
+    for name in pages:
+        directive = f".. automodule:: mini_dist.{name}"
+        pages[name] += f"```{{eval-rst}}\n{directive}\n```\n"
+    folder.mkdir(exist_ok=True)
+    for old in folder.glob("*.md"):
+        if old.stem not in pages:
+            old.unlink()
+    for name, text in pages.items():
+        page = folder / f"{name}.md"
+        if not page.exists() or page.read_text() != text:
+            page.write_text(text)
+
+
+def as_markdown(app, what, name, obj, options, lines):
+    """Docstrings are plain text with indented code, which is Markdown."""
+    page = MarkdownIt().render("\n".join(lines))
+    if page:
+        lines[:] = [".. raw:: html", "", *(f"   {line}" for line in page.splitlines()), ""]
+
+
+# ---- notebooks -----------------------------------------------------------------------------------
+
+
+TO_RUN = """
+```{{tip}}
+This page shows a run. To run it yourself, and to change it: `make lab`, and there
+`{path}`{or_in_binder}.
+```
+"""
+
+
+def or_in_binder(path):
+    return f", or [in Binder]({BINDER}?urlpath=lab/tree/{path})" if BINDER else ""
+
+
+def prepare(app, docname, source):
+    """Say how it is run; fold the cells that JupyterLab folds; mark those that show an explorer."""
+    if docname == root_doc:
+        source[0] = source[0].replace("{or_in_binder}", or_in_binder("notebooks"))
+    if not docname.startswith("notebooks/"):
+        return
+    path = f"{docname}.ipynb"
+    notebook = json.loads(source[0])
+    paragraphs = "".join(notebook["cells"][0]["source"]).split("\n\n")
+    paragraphs.insert(
+        2, TO_RUN.format(path=path, or_in_binder=or_in_binder(path))
+    )  # below the title and the minutes
+    notebook["cells"][0]["source"] = "\n\n".join(paragraphs)
+    for cell in notebook["cells"]:
+        tags = cell["metadata"].setdefault("tags", [])
+        if cell["metadata"].get("jupyter", {}).get("source_hidden"):
+            tags.append("hide-input")
+        if "mini_dist.widgets" in "".join(cell["source"]) and shows_a_picture(cell):
+            tags.append("explorer")
+    source[0] = json.dumps(notebook)
+
+
+def shows_a_picture(cell):
+    return any("image/png" in output.get("data", {}) for output in cell.get("outputs", []))
+
+
+def copy_mathjax(app, exception):
+    if exception is None and app.builder.format == "html":
+        source, target = HERE / "node_modules/mathjax/es5", Path(app.outdir) / "_static/mathjax"
+        for part in ("tex-svg.js", "input/tex/extensions"):
+            if (source / part).is_dir():
+                shutil.copytree(source / part, target / part, dirs_exist_ok=True)
+            else:
+                target.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source / part, target / part)
+
+
+def setup(app):
+    app.connect("builder-inited", write_library)
+    app.connect("autodoc-process-docstring", as_markdown)
+    app.connect("source-read", prepare)
+    app.connect("build-finished", copy_mathjax)

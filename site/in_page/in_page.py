@@ -1,0 +1,84 @@
+"""What a page of the site asks of Python: an explorer out of a cell's source, and its answers."""
+
+import ast
+import json
+
+from mini_dist.lab import Choice, Flag, Text
+from mini_dist.widgets.explorer import Explorer, stops
+
+shown = []  # the page's explorers, by number
+
+NEEDS = (
+    "This needs PyTorch or processes of its own, which a web page does not have. It works in "
+    "JupyterLab: make lab."
+)
+
+
+def open_cell(source: str) -> str:
+    """The explorer that a cell ends in, as JSON: its number, controls, picture and words.
+
+    What the cell gives the explorer and a page cannot have (a link measured above, a run on ranks)
+    is left out, and `left_out` names it.
+    """
+    *before, last = ast.parse(source).body
+    names: dict = {}
+    try:
+        exec(compile(ast.Module(before, []), "cell", "exec"), names)
+        explorer, left_out = call(last.value, names)
+    except ImportError:
+        return json.dumps({"error": NEEDS})
+    assert isinstance(explorer, Explorer), explorer
+    shown.append(explorer)
+    controls = [
+        control(name, parameter, explorer.values[name])
+        for name, parameter in explorer.declared.items()
+    ]
+    found = {"number": len(shown) - 1, "controls": controls, "left_out": left_out}
+    return json.dumps({**found, **seen(explorer)})
+
+
+def call(node: ast.Call, names: dict):
+    """(what the call gives, the name of the argument that had to be left out or "")."""
+
+    def made(keywords):
+        alone = ast.Expression(ast.Call(node.func, node.args, keywords))
+        return eval(compile(ast.fix_missing_locations(alone), "cell", "eval"), names)
+
+    try:
+        return made(node.keywords), ""
+    except ImportError:
+        raise
+    except Exception:
+        for without in node.keywords:
+            try:
+                return made([each for each in node.keywords if each is not without]), without.arg
+            except Exception:
+                continue
+        raise
+
+
+def control(name: str, parameter, value) -> dict:
+    """A control as the page draws it; `values` are all that it can say."""
+    if isinstance(parameter, Text):
+        return {"name": name, "kind": "text", "value": value}
+    if isinstance(parameter, Flag):
+        return {"name": name, "kind": "flag", "value": value}
+    kind = "choice" if isinstance(parameter, Choice) else "slider"
+    values = list(parameter.values) if kind == "choice" else stops(parameter, value)
+    return {"name": name, "kind": kind, "values": values, "value": value}
+
+
+def change(number: int, values: str) -> str:
+    """The answer of an explorer to new values, or what is wrong with them."""
+    explorer = shown[number]
+    try:
+        explorer.change(**json.loads(values))
+    except ValueError as error:
+        return json.dumps({"error": str(error)})
+    except Exception as error:
+        return json.dumps({"error": f"{NEEDS} ({type(error).__name__})"})
+    return json.dumps(seen(explorer))
+
+
+def seen(explorer: Explorer) -> dict:
+    return {"picture": explorer.picture.figure.svg(explorer.picture.alt), "html": explorer.html}

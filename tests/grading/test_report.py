@@ -1,0 +1,89 @@
+"""What the teacher gets: points, states, what is alike, and nothing that runs."""
+
+import csv
+
+import pytest
+
+from mini_dist.grade import report
+from mini_dist.grade.grading import Graded, Notebook, Record
+from mini_dist.grade.sandbox import COURSE
+from mini_dist.grade.submissions import lessons
+
+ZERO = [each for each in lessons(COURSE / "notebooks") if each.stem == "07_zero"]
+EVIL = "<script>alert(1)</script>"
+
+
+def record(learner, **states):
+    exercises = {name: Graded(state, code=code) for name, (state, code) in states.items()}
+    notebooks = [Notebook("x.ipynb", "07_zero", exercises=exercises)]
+    return Record(learner, "", notebooks)
+
+
+def rows(tmp_path, records, same=None):
+    report.write_csv(tmp_path / "grades.csv", records, ZERO, same or {})
+    return list(csv.DictReader((tmp_path / "grades.csv").open(encoding="utf-8-sig")))
+
+
+def test_only_right_answers_count_of_all_that_the_lesson_asks(tmp_path):
+    ada = record("ada", sharded_step=("right", "a"), backward_in_units=("wrong", "b"))
+    (row,) = rows(tmp_path, [ada])
+    assert (row["right"], row["of"]) == ("1", "3")
+    assert row["07 backward_in_units"] == "wrong" and row["07 forward_on_demand"] == ""
+
+
+def test_of_two_notebooks_of_a_lesson_the_better_counts():
+    ada = record("ada", sharded_step=("wrong", ""))
+    ada.notebooks += record("ada", sharded_step=("right", "")).notebooks
+    assert ada.best("sharded_step").state == "right"
+
+
+def test_alike_are_those_with_the_same_code_and_who_has_the_printed_one():
+    class_ = [record(who, sharded_step=("right", code)) for who, code in zip("abcd", "xxyz")]
+    assert report.alike(class_, {"sharded_step": "z"}) == {
+        ("a", "sharded_step"): ["b"],
+        ("b", "sharded_step"): ["a"],
+        ("d", "sharded_step"): ["the printed solution"],
+    }
+
+
+def test_what_a_learner_wrote_is_text_on_the_page():
+    ada = Record(EVIL, "", [], [EVIL])
+    graded = Graded("wrong", [[EVIL] * 4], EVIL, EVIL, EVIL)
+    ada.notebooks = [Notebook(EVIL, "07_zero", EVIL, exercises={"sharded_step": graded})]
+    page = report.page(ada, ZERO, {(EVIL, "sharded_step"): [EVIL]})
+    assert "<script" not in page and page.count("&lt;script&gt;") == 13
+    assert "<script" not in report.overview([ada], ZERO, {EVIL: "script"})
+
+
+def test_no_cell_of_the_csv_is_a_formula(tmp_path):
+    ada = Record("=cmd()", "", problems=["+1"])
+    (row,) = rows(tmp_path, [ada])
+    assert row["learner"] == "'=cmd()" and row["notes"] == "'+1"
+
+
+def test_learners_of_one_plain_name_get_folders_of_their_own():
+    taken = {}
+    names = [report.folder_of(name, taken) for name in ("a b", "a/b", "A b", "..", "张伟")]
+    assert names == ["a_b", "a_b-2", "A_b-3", "learner", "张伟"]
+
+
+def test_progress_is_merged_where_it_was_handed_in(tmp_path):
+    ada = Record("ada", "", progress={"lessons": {"07_zero": {"guesses": {"x": 1, "y": 2}}}})
+    (row,) = rows(tmp_path, [ada])
+    assert (row["guesses"], row["lessons opened"]) == ("2", "07")
+    for odd in ({"lessons": 3}, {"lessons": {"07": 3}}, {"lessons": {"07": {"guesses": 5}}}):
+        rows(tmp_path, [Record("ada", "", progress=odd)])
+
+
+def test_a_record_comes_back_as_it_was_written_and_half_a_one_not_at_all(tmp_path):
+    ada = record("ada", sharded_step=("right", "x"))
+    ada.write(tmp_path / "ada/grade.json")
+    assert Record.read(tmp_path / "ada/grade.json") == ada
+    (tmp_path / "half.json").write_text((tmp_path / "ada/grade.json").read_text()[:100])
+    assert Record.read(tmp_path / "half.json") is None
+
+
+@pytest.mark.parametrize("learner", ["grades.csv", "index.html", "INDEX.html", "x" * 300])
+def test_no_learners_folder_stands_in_the_way_of_the_grades(learner):
+    name = report.folder_of(learner, {})
+    assert name.lower() not in ("grades.csv", "index.html") and len(name) < 100
