@@ -3,7 +3,12 @@
 #   make lab                    set up .venv, open JupyterLab on the first lesson
 #   make test                   the whole suite: library, lessons, every notebook, a browser
 #   make notebooks              rebuild the notebooks whose lesson changed
+#   make site                   the course as web pages, in out/site; open index.html (wants npm)
 #   make check                  ruff: lint and format, on code and notebooks
+#   make frameworks             DeepSpeed, Megatron, torchtitan, torchft, JAX and Ray in .venv-frameworks,
+#                               and the tests that compare them with the course's own
+#   make torchtitan             the version 0.3 that our exports are for, in .venv-torchtitan, and the
+#                               test that it builds its config from them
 #   make everywhere             the suite as on other machines: instruction sets, numbers of cores
 #                               (ONLY="notebooks/08*.ipynb" for what changed)
 #
@@ -18,8 +23,9 @@ ONLY ?=
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+SITE_INSTALLED := $(VENV)/.installed-site
 
-.PHONY: lab test notebooks check everywhere
+.PHONY: lab test notebooks site site-tools check everywhere frameworks torchtitan
 
 # As the default address, not as an argument: then the one printed leads there too, which is what
 # WSL2 and remote machines have.
@@ -33,13 +39,30 @@ test: $(INSTALLED)
 	@$(BIN)/python -m compileall -q mini_dist tests  # or each rank does it anew, where Python may not
 	@status=0; \
 	$(PYTEST) -n 2 --dist loadfile -m "not alone" --sample --durations 20 tests || status=1; \
-	$(PYTEST) -m alone tests || status=1; \
+	$(PYTEST) -m alone --sample $(ALONE) || status=1; \
 	$(PYTEST) -n 2 --dist loadfile $(NBVAL) notebooks || status=1; \
 	exit $$status
+ALONE := $(shell grep -rl --include=*.py mark.alone tests)  # the others need not be collected
 NBVAL := --nbval-lax --nbval-current-env --nbval-cell-timeout=90
 
 notebooks: $(INSTALLED)
 	$(BIN)/python tools/build_notebooks.py
+
+# Nothing is executed: pages show the outputs that notebooks/ keep. Warnings end the build.
+site: site-tools
+	$(BIN)/python -m sphinx -W --keep-going -q -c site -d out/site-doctrees . out/site
+	@echo "open out/site/index.html"
+
+site-tools: $(SITE_INSTALLED) site/node_modules/.package-lock.json
+
+$(SITE_INSTALLED): $(INSTALLED)
+	$(BIN)/pip install -c constraints.txt -e '.[lab,test,site]'
+	@touch $@
+
+site/node_modules/.package-lock.json: site/package.json site/package-lock.json
+	@command -v npm >/dev/null || { echo "The site wants npm for two packages (site/package.json). On Debian and Ubuntu: sudo apt install npm"; exit 1; }
+	npm ci --prefix site --no-audit --no-fund
+	@touch $@
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -47,6 +70,31 @@ check: $(INSTALLED)
 
 everywhere: $(INSTALLED)
 	$(BIN)/python tools/everywhere.py $(ONLY)
+
+# An environment of their own: 3 GB that the course does without. These tests are skipped in
+# `make test`, where nothing of this is installed.
+FRAMEWORKS := .venv-frameworks
+frameworks: $(FRAMEWORKS)/.installed
+	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks
+	$(FRAMEWORKS)/bin/python -m pytest tests/test_cluster.py -k ray
+
+$(FRAMEWORKS)/.installed: pyproject.toml constraints.txt
+	test -x $(FRAMEWORKS)/bin/python || $(PYTHON) -m venv $(FRAMEWORKS)
+	$(if $(TORCH),$(FRAMEWORKS)/bin/pip install --no-deps -c constraints.txt --index-url https://download.pytorch.org/whl/$(TORCH) torch)
+	$(FRAMEWORKS)/bin/pip install -c constraints.txt -e '.[lab,test,frameworks]'
+	@touch $@
+
+# Our exports are for torchtitan 0.3, the run of lesson 22 for 0.2, and one environment has one of
+# them. It wants other versions of other packages, so of ours only torch's is taken.
+TITAN := .venv-torchtitan
+torchtitan: $(TITAN)/.installed
+	$(TITAN)/bin/python -m pytest tests/frameworks/test_frameworks.py::test_torchtitan_builds_its_config_from_our_exports
+
+$(TITAN)/.installed: pyproject.toml constraints.txt
+	test -x $(TITAN)/bin/python || $(PYTHON) -m venv $(TITAN)
+	$(TITAN)/bin/pip install -c constraints.txt $(if $(TORCH),--no-deps --index-url https://download.pytorch.org/whl/$(TORCH)) torch
+	$(TITAN)/bin/pip install -e '.[test]' triton 'torchtitan==0.3.*'
+	@touch $@
 
 # torch first when its build is chosen; pip then keeps it. The stamp is written last, so an
 # interrupted set-up starts over.

@@ -3,9 +3,11 @@
     python benchmarks/launch.py [--json FILE] [--long]
 
 Every way runs the same function, defined in the notebook: an all-reduce of one number. Its time is
-that of the call in the cell. The first four rows compare with a stated number of milliseconds. "By
+that of the call in the cell. The first five rows compare with a stated number of milliseconds. "By
 hand" leaves 0.3 s between cells, as a learner does at least; "at once" is Run All, where a launch
 finds the next ranks still under way. A first call stands in the cell right after the import.
+The row "4 ranks on 2 hosts" is launch with hosts (Linux; lesson 26) beside launch without: how much
+longer it takes to make them. It has no bar.
 accelerate is for this file only: pip install -e '.[bench]'.
 """
 
@@ -39,6 +41,13 @@ def add_up(group=None):
 # What each way needs before its first call, and the call, for n ranks. Without rendezvous over
 # loopback in one process group each, the others would not run the same function.
 OURS = "from mini_dist import launch", "launch(add_up, n)"
+ON_HOSTS = (
+    """
+    from mini_dist import Hosts, launch
+    two = Hosts(2, uplink="200 Mbit/s")
+    """,
+    "launch(add_up, n, hosts=two)",
+)
 SPAWN = (
     """
     import cloudpickle, torch.multiprocessing
@@ -186,6 +195,8 @@ def cases(long):
             at_once = lambda n=n: ours(n)  # noqa: E731
             yield Case(f"{n} ranks, later, at once", at_once, bar, 1, repeats=often, warmup=3)
         ours_by_hand = after_a_pause(ours, 4)
+        on_hosts = after_a_pause(way(ON_HOSTS), 4)
+        yield Case("4 ranks on 2 hosts", on_hosts, ours_by_hand, repeats=often, warmup=3)
         few = 3 if long else 1
         others = [("torch.multiprocessing.spawn", SPAWN, few, 0), ("torchrun", TORCHRUN, few, 0)]
         if importlib.util.find_spec("accelerate"):

@@ -24,7 +24,10 @@ _NAMES = {
     "train": "split train_step",
     "full_state": "full_state_dict",
     "ledger.table": "Table",
+    "ledger.hosts": "seconds_on",
+    "ranks.hosts": "Hosts hosts_of",
     "all_axes": "parallelize",
+    "learner": "progress",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 

@@ -24,6 +24,7 @@ OURS = {
     "norms_a_layer": (2,),
     **dict.fromkeys(("qk_norm", "embedding_norm", "attention_sinks"), (False,)),
     **dict.fromkeys(("shared_gate", "router_bias"), (False,)),
+    "windowed_layers": (0,),
 }
 RECOMPUTE = ("none", "selective", "full")
 
@@ -54,6 +55,8 @@ class ModelConfig:
     qk_norm_whole: bool = False  # over N H and K H instead (OLMo 2)
     norms_a_layer: int = 2  # 4: also after attention and ffn (Gemma 2)
     attention_sinks: bool = False  # a learned score a head that takes a share of softmax (gpt-oss)
+    windowed_layers: int = 0  # of L: those that keep the last `window` tokens only (Gemma 3)
+    window: int = 0  # (only the size of a server's cache knows both: calculators/serving.py)
     embedding_norm: bool = False  # a norm right after the embedding (BLOOM)
     tied_embedding: bool = False  # the head is the token embedding
     dropout: float = 0.0
@@ -97,6 +100,8 @@ class ModelConfig:
             "q_lora_rank",
             "rope_head_dim",
             "d_shared",
+            "windowed_layers",
+            "window",
         ):
             whole_number(self, field, at_least=0)
         for field in (
@@ -182,6 +187,13 @@ class ModelConfig:
         ):
             if getattr(self, field) and not getattr(self, of):
                 raise ValueError(f"{field}={getattr(self, field)} needs {of}: give that as well.")
+        if self.windowed_layers > self.num_layers or (self.windowed_layers > 0) != (
+            self.window > 0
+        ):
+            raise ValueError(
+                f"windowed_layers={self.windowed_layers} with window={self.window}: give at most "
+                f"num_layers={self.num_layers} of them and a window of 1 or more, or 0 for both."
+            )
         if not self.is_mla:
             for field in ("q_lora_rank", "rope_head_dim"):
                 if getattr(self, field):

@@ -27,7 +27,7 @@ def true_or_false(config, field: str):
 
 def one_of(config, field: str, known: tuple):
     value = getattr(config, field)
-    if isinstance(value, bool) or value not in known:
+    if isinstance(value, (bool, float)) or value not in known:  # True == 1 == 1.0
         raise ValueError(
             f"{field}={value!r} is not known: give one of "
             f"{', '.join(repr(name) for name in known)}."

@@ -24,6 +24,8 @@ from fractions import Fraction
 from numbers import Real
 from pathlib import Path
 
+from . import learner
+
 # ---- show ----------------------------------------------------------------------------------------
 
 
@@ -33,6 +35,7 @@ def show(*objects):
     The source is read from the library at this moment, so a lesson never holds a second copy of it.
     Outside a notebook it is printed. Raises TypeError for what has no Python source.
     """
+    learner.note()
     for obj in objects:
         obj = _unwrap(obj)
         _display_source(_where(obj), _source(obj))
@@ -44,10 +47,19 @@ def _display_source(where: str, source: str) -> None:
     else:
         from IPython.display import display
 
-        # A fence in Markdown takes its colours from the page: light, dark, JupyterLab, GitHub.
-        fence = "`" * (3 + 3 * ("```" in source))
-        text = f"`{where}`\n{fence}python\n{source}\n{fence}"
+        text = _fenced(where, "python", source)
         display({"text/markdown": text, "text/plain": f"# {where}\n{source}"}, raw=True)
+
+
+def _fenced(title: str, language: str, source: str) -> str:
+    """Markdown of code under its title.
+
+    A fence takes its colours from the page: light, dark, JupyterLab, GitHub. Pages of nbconvert
+    show it in the letters of what is around it, so these are said to be monospaced.
+    """
+    fence = "`" * (3 + 3 * ("```" in source))
+    code = f"`{title}`\n{fence}{language}\n{source}\n{fence}"
+    return f'<div style="font-family: monospace">\n\n{code}\n\n</div>'
 
 
 def show_to_paste(*objects, name: str = ""):
@@ -135,8 +147,8 @@ def show_diff(old, new):
     else:
         from IPython.display import display
 
-        text = {"text/markdown": f"`{title}`\n```diff\n{source}\n```"}
-        display({**text, "text/plain": f"# {title}\n{source}"}, raw=True)
+        text = _fenced(title, "diff", source)
+        display({"text/markdown": text, "text/plain": f"# {title}\n{source}"}, raw=True)
 
 
 def _unwrap(obj):
@@ -208,6 +220,7 @@ def predict(name, value=None):
     """Keep the learner's guess under `name` until `reveal(name, ...)`; None means no guess yet."""
     _guesses[name] = value
     if value is not None:
+        learner.note(guess=(str(name), value))
         print(f"noted: {name} = {_format(value)}")
 
 
@@ -224,6 +237,7 @@ def reveal(name, measured, unit="", how="measured"):
         raise ValueError(f"nothing was predicted as {name!r}; {hint}")
     measured = measured.item() if hasattr(measured, "item") else measured
     unit = f" {unit}" if unit else ""
+    learner.note()
     line = f"{name}: {how} {_format(measured)}{unit}"
     guess = _guesses[name]
     if guess is not None:

@@ -259,12 +259,25 @@ def rotate(x: Tensor, positions: Tensor | None = None, base: float = 10_000.0) -
     """
     if positions is None:
         positions = torch.arange(x.shape[-2], device=x.device)
-    half = x.shape[-1] // 2
+    return turn(x, *cosines_and_sines(positions, x.shape[-1], x.dtype, base))
+
+
+def cosines_and_sines(
+    positions: Tensor, head_dim: int, dtype: torch.dtype, base: float = 10_000.0
+) -> tuple[Tensor, Tensor]:
+    """Of the angles by which `rotate` turns, for positions [S] or [B, S]: both
+    [1, S, H/2] or [B, 1, S, H/2]."""
+    half = head_dim // 2
     # angles in bf16 would put neighbours of a long sequence at the same place
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    frequency = base ** (-torch.arange(half, device=x.device, dtype=dtype) / half)  # [H/2]
+    dtype = torch.promote_types(dtype, torch.float32)
+    frequency = base ** (-torch.arange(half, device=positions.device, dtype=dtype) / half)  # [H/2]
     angle = (positions[..., None] * frequency).unsqueeze(-3)  # [1, S, H/2] or [B, 1, S, H/2]
-    cos, sin = angle.cos(), angle.sin()
+    return angle.cos(), angle.sin()
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [B, N, S, H] by the angles whose cosines and sines are given."""
+    half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 

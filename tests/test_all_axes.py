@@ -93,6 +93,7 @@ CASES = [(case, False) for case in LAYOUTS] + [(case, True) for case in TIED]
 @pytest.mark.parametrize(
     ("case", "tied"), CASES, ids=[name_of(case) + " tied" * tied for case, tied in CASES]
 )
+@pytest.mark.sampled
 def test_every_layout_trains_what_one_process_trains(case, tied):
     layout, config = layout_of(**case), ModelConfig(**DENSE, tied_embedding=tied)
     expected = oracle(config, layout.global_batch_size)

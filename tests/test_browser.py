@@ -44,6 +44,8 @@ EXPLORERS = {  # each with the slider that is moved
     "all_reduces": "num bytes",
     "pipelines": "num micro batches",
     "requests_fit": "batch",
+    "goodput_of_a_month": "devices",
+    "largest_fits": "micro batch size",
 }
 
 

@@ -796,6 +796,7 @@ def expected_with(scale, return_lse):
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("scale", [None, 0.2, 1.7])
 @pytest.mark.parametrize("size", [1, 3, 4])
+@pytest.mark.sampled
 def test_any_scale_and_the_log_sum_exp_with_its_gradient(size, scale, return_lse):
     """In all forms and kernels; Ulysses has no log-sum-exp, torch's attention keeps it."""
     ways = [

@@ -171,6 +171,7 @@ NEXT = inspect.getsource(assert_next_launch_is_warm_and_right)
 
 
 @each_fault
+@pytest.mark.sampled
 def test_fault_in_a_plain_process(fault):
     with pytest.raises(RankError) as caught:
         launch(fault, 2, quiet=True, timeout=PATIENCE)
@@ -181,6 +182,7 @@ def test_fault_in_a_plain_process(fault):
 
 
 @each_fault
+@pytest.mark.sampled
 def test_fault_in_a_notebook(fault, notebook):
     name = fault.__name__
     cell = notebook.try_to_run(

@@ -100,6 +100,29 @@ CASES = {
         ],
         {},
     ),
+    "elastic_run": (
+        dict(world_size=2, steps=2, deaths=1, first_death=1, replaced=0),
+        [
+            dict(first_death=0, apart=0, deaths=7, replaced=7, silence=60.0),
+            dict(first_death=1000, deaths=0),
+            dict(world_size=8, steps=1, apart=1000),
+            dict(stop=True, silence=1.0),
+        ],
+        dict(steps=1000),
+    ),
+    "offload_bandwidth": (
+        dict(layers=1, width=32, sequences=1),
+        [
+            dict(tier="host", way="in order", megabytes_per_second=1, milliseconds_a_layer=1000),
+            dict(tier="files", way="early", file_megabytes_per_second=1, latency_us=0, width=64),
+            dict(tier="all in files", way="delayed", host_times=0.1, sequences=64),
+            dict(tier="all in files", way="with lanes", host_times=1000, latency_us=10_000),
+            dict(way="with lanes", megabytes_per_second=1_000_000, milliseconds_a_layer=0.001),
+            dict(tier="files", file_megabytes_per_second=1_000_000, layers=24),
+            dict(width=128),
+        ],
+        {},
+    ),
     "pipeline_bubble": (
         dict(num_ranks=2, num_micro_batches=2, forward_ms=1, backward_ms=1, weight_ms=1, tries=1),
         [
@@ -113,6 +136,17 @@ CASES = {
             dict(schedule="dualpipe_v", num_micro_batches=4),
         ],
         dict(tries=20),
+    ),
+    "profile_step": (
+        dict(world_size=2, trouble_ms=1, d_model=8, layers=1, batch_a_rank=1, steps=2),
+        [
+            dict(trouble="data", world_size=1, strategy="overlapped", bucket_kib=1),
+            dict(trouble="straggler", world_size=4, strategy="bucketed", bucket_kib=65536),
+            dict(trouble="host", layers=6, trouble_ms=0),
+            dict(trouble="unnamed", trouble_ms=200),
+            dict(trouble="nothing", steps=20, batch_a_rank=32, world_size=1),
+        ],
+        dict(d_model=512),
     ),
     "serve_trace": (
         dict(num_requests=10, memory_tokens=16384),
@@ -192,6 +226,7 @@ def test_every_lab_has_cases():
 
 
 @pytest.mark.parametrize("lab, values", EACH)
+@pytest.mark.sampled
 def test_a_lab_runs_and_writes_its_result(lab, values, tmp_path):
     run(lab, tmp_path, **values)
     record = json.loads((tmp_path / "result.json").read_text())

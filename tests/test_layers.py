@@ -1,11 +1,12 @@
 """The layers of mini_dist: arrows point down only, and two files speak to torch.distributed.
 
-L5  check  widgets  draw  sweep  replay   views
-L4  all_axes  train  checkpoint  trainer  full_state  serving
+L5  check  widgets  draw  sweep  replay  grade  elsewhere   views
+L4  all_axes  train  checkpoint  trainer  full_state  serving  elastic
 L3  the strategies                siblings: they never import each other
-L2  ops  grad_norm  replicas  trainable  backend  emulate  watch  calculators
+L2  ops  grad_norm  replicas  trainable  backend  emulate  watch  calculators  profile  preflight
+    sharding
 L1  mesh  collectives
-L0  ranks  ledger         schedule  defaults  config  divides  lesson  lab
+L0  ranks  ledger         schedule  defaults  config  divides  lesson  lab  learner
                           model  routing  initial_values  loss  sampling  digits  data
 """
 
@@ -19,15 +20,18 @@ PACKAGE = Path(__file__).resolve().parent.parent / "mini_dist"
 STRATEGIES = {
     *("data_parallel", "zero", "tensor_parallel", "context_parallel", "pipeline"),
     *("expert_parallel", "precision", "recompute", "compression", "asynchronous"),
+    "offload",
 }
 LAYERS = [
     {"ranks", "ledger", "schedule", "defaults", "config", "fields", "divides", "lesson", "lab"}
+    | {"learner"}
     | {"model", "routing", "initial_values", "loss", "sampling", "digits", "data"},
     {"mesh", "collectives"},
-    {"ops", "grad_norm", "replicas", "trainable", "backend", "emulate", "watch", "calculators"},
+    {"ops", "grad_norm", "replicas", "trainable", "backend", "emulate", "watch", "calculators"}
+    | {"profile", "preflight", "sharding"},
     STRATEGIES,
-    {"all_axes", "train", "checkpoint", "trainer", "full_state", "serving"},
-    {"check", "widgets", "draw", "sweep", "replay"},
+    {"all_axes", "train", "checkpoint", "trainer", "full_state", "serving", "elastic"},
+    {"check", "widgets", "draw", "sweep", "replay", "grade", "elsewhere"},
 ]
 LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
 WITHOUT_RANKS = {"model", "routing", "initial_values", "loss", "sampling", "digits", "data"}

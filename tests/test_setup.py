@@ -37,6 +37,9 @@ def make(*args):
 @pytest.mark.parametrize("extra", ["the library", *EXTRAS])
 def test_every_dependency_has_a_tested_version_that_its_range_admits(extra):
     for name, wanted in named(EXTRAS.get(extra, PROJECT["dependencies"])).items():
+        if name == "triton":  # a torch with CUDA asks for one version itself
+            assert name not in PINS
+            continue
         (pin,) = PINS[name].specifier
         assert pin.operator == "=="
         assert wanted.specifier.contains(pin.version), f"{wanted} does not admit {pin.version}"

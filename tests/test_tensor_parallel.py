@@ -136,6 +136,7 @@ def oracle():
 @sizes
 @pairs
 @models
+@pytest.mark.sampled
 def test_training_equals_one_process(config, pair, size, oracle):
     """Logits, losses, norms, every gradient, and the weights after 5 clipped steps of AdamW."""
     seen, gradients, weights = oracle[config]
@@ -186,6 +187,7 @@ def through(make, pair, group):
 @pytest.mark.parametrize("part", ["ffn", "attn", "block"])
 @pairs
 @sizes
+@pytest.mark.sampled
 def test_the_gradient_of_the_input_equals_one_process(size, pair, part):
     def make(model):
         block = model.blocks[0]
@@ -357,6 +359,7 @@ def in_and_out(config, on_meta, group):
 @pytest.mark.parametrize("on_meta", [False, True])
 @models
 @sizes
+@pytest.mark.sampled
 def test_a_full_state_dict_comes_out_as_it_went_in(size, config, on_meta):
     assert all(launch(in_and_out, size, (config, on_meta)).results)
 

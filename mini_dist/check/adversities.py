@@ -372,11 +372,12 @@ SECONDS = 10  # until a run that does not end, and is no deadlock that one could
 
 
 def once_started(function: Callable, size: int, args: tuple) -> Run:
-    """Launch it; with more time where torch was still being loaded: that is nobody's mistake."""
+    """Launch it; with more time where torch or a module was still being loaded, as on a laptop that
+    is busy: that is nobody's mistake."""
     try:
         return launch(function, size, args, timeout=SECONDS, quiet=True)
     except RankError as error:
-        if "No rank has started" not in str(error):
+        if not any(sign in str(error) for sign in ("No rank has started", "<frozen importlib")):
             raise
     return launch(function, size, args, timeout=6 * SECONDS, quiet=True)
 

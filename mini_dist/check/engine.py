@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
+from .. import learner
 from ..ledger.table import Table
 from ..lesson import show_to_paste, to_paste
 from ..ranks.launch import RankError, Run
@@ -207,6 +208,7 @@ class Exercise:
     def __call__(self, fn: Callable) -> Verdict:
         """Judge `fn`; with MINI_DIST_STRICT=1 raise CheckFailed unless it is right."""
         verdict = self.judge(fn)
+        learner.note(verdict=(self.name, verdict.state == RIGHT))
         if os.environ.get("MINI_DIST_STRICT") == "1" and verdict.state != RIGHT:
             raise CheckFailed(str(verdict))
         return verdict
@@ -240,8 +242,10 @@ class Exercise:
 
     def made_before(self, fn: Callable) -> Verdict | None:
         """The verdict on who hands back what an earlier cell has made."""
-        if not (name := made_before(fn, self._makes)):
-            return None
+        name = made_before(fn, self._makes)
+        return self.told_made_before(name) if name else None
+
+    def told_made_before(self, name: str) -> Verdict:
         hint = (
             f"Your function uses {name}, which was there before it was called: what it returns is "
             "to be made inside of it."

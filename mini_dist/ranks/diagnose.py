@@ -15,6 +15,7 @@ import time
 from contextlib import suppress
 
 from . import flight
+from .hosts import UPLINK, ranks_of
 from .limits import full_disks, what_ran_out
 from .rank import Failure
 from .world import World
@@ -25,12 +26,14 @@ class RankError(RuntimeError):
     """A run on ranks failed; the message names the rank, the line and the cause.
 
     `rank`: the rank at fault (None if it is not one rank's); `failures`: rank -> what it raised;
-    `outputs`: what each rank had printed.
+    `outputs`: what each rank had printed; `flights`: each rank's last operations, and the one that
+    it waited in (flight.py).
     """
 
     rank: int | None = None
     failures: dict[int, Failure] = {}
     outputs: list[str] = []
+    flights: list[flight.Flight] = []
 
     def _render_traceback_(self) -> list[str]:
         # IPython asks for this: the frames between the cell and its ranks help nobody.
@@ -58,6 +61,7 @@ def explain(outcome: str, world: World, timeout: float) -> RankError:
     kept_out = {rank: failure for rank, failure in absent.items() if not failure.is_connection}
     genuine = {rank: failure for rank, failure in raised.items() if not failure.is_connection}
     died = {r.number: r.status for r in world.ranks if r.status is not None and not r.report}
+    unplugged = world.unplugged()
     unlike = flight.mismatch(scene.flights)
     stuck = flight.stuck(scene.flights, scene.returned)
     kind, culprit = RankError, None
@@ -76,16 +80,28 @@ def explain(outcome: str, world: World, timeout: float) -> RankError:
     elif died:
         culprit = min(died, key=lambda rank: (died[rank] >= 0, rank))  # first those killed
         lines = [f"rank {culprit} of {world.size} {describe_status(died[culprit])}"]
+        lines += hosts_that_are_gone(world, died)
         lines += words_of_the_system(world.ranks[culprit].text())
         lines += scene.tell([culprit, *scene.waiting])
     elif raised:
         culprit = min(genuine or raised)
         lines = describe_exception(culprit, world.size, raised[culprit])
+        if world.has_hosts:
+            lines[0] += f"\n  (rank {culprit} is on host {world.places[culprit]})"
         lines += hints(raised[culprit], world)
         alike = [rank for rank in genuine if same(genuine[rank], raised[culprit])]
         if len(alike) > 1:
             lines.append(f"{ranks_text(set(alike) - {culprit})} raised the same.")
         lines += scene.tell(scene.waiting)
+    elif unplugged and outcome in ("unplugged", "timeout"):
+        cut_off = [
+            f"host {host} ({ranks_text(ranks_of(host, world.places))})" for host in unplugged
+        ]
+        lines = [
+            f"{' and '.join(cut_off)}: the cable is pulled. {UPLINK} is down there, so nothing "
+            "comes or goes, and TCP alone would wait for a quarter of an hour."
+        ]
+        lines += scene.tell(range(world.size))
     elif outcome == "stuck":
         # (Nothing moves any more; should a rank have died since, the others are still named.)
         lines = [f"deadlock: {waits(stuck or scene.waiting)} for what can no longer happen."]
@@ -101,8 +117,17 @@ def explain(outcome: str, world: World, timeout: float) -> RankError:
         lines += scene.tell(range(world.size))
     error = kind("\n".join(lines))
     error.rank, error.failures = culprit, raised | absent
-    error.outputs = [rank.text() for rank in world.ranks]
+    error.outputs, error.flights = [rank.text() for rank in world.ranks], scene.flights
     return error
+
+
+def hosts_that_are_gone(world: World, died: dict[int, int]) -> list[str]:
+    """A line for each host of which no rank is left."""
+    if not world.places or not world.hosts or world.hosts.number == 1:
+        return []
+    homes = {host: ranks_of(host, world.places) for host in range(world.hosts.number)}
+    gone = {host: ranks for host, ranks in homes.items() if {*ranks} <= {*died}}
+    return [f"host {host} is gone: so ended {ranks_text(ranks)}." for host, ranks in gone.items()]
 
 
 def cannot_run(error: OSError, size: int) -> RankError:
@@ -198,6 +223,12 @@ def hints(failure: Failure, world: World) -> list[str]:
         return [
             "(Ranks have a network of their own, which leads nowhere else. Fetch it before, "
             "or give launch network=True.)"
+        ]
+    said = " ".join(each.message for each in chain)
+    if world.has_hosts and ("[127.0.0.1]" in said or "find address for" in said):
+        return [
+            f"(The way from one host to another is {UPLINK}. Here gloo took another: what is "
+            "GLOO_SOCKET_IFNAME where the group is made?)"
         ]
     if any(each.type == "BdbQuit" or each.message == NO_INPUT for each in chain):
         return [

@@ -86,6 +86,10 @@ class FlightRecorder:
         blocked = threading.active_count() == 1
         HEADER.pack_into(self._map, 0, self._written, number if blocked else -1)
 
+    def idle(self) -> None:
+        """The caller waits for nothing any more: what it waited for has failed."""
+        HEADER.pack_into(self._map, 0, self._written, -1)
+
     def done(self, number: int) -> None:
         if self._written - number < ENTRIES:  # else it is overwritten
             at = FIRST + number % ENTRIES * ENTRY.size + DONE_AT

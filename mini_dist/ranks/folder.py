@@ -3,8 +3,9 @@
     /dev/shm/ranks-of-mini_dist-x1y2z3w4/  in memory, or where temporary files go
         made-by-mini_dist                  the marker; locked as long as anybody uses the folder
         zygote.log
-        7/                                 a world: the file store of its rendezvous, and of each
-            store flight-0 stack-0 ...     rank the flight recorder and the stack
+        7/                                 a world: the file store of its rendezvous (store-1 and
+            store flight-0 stack-0 ...     so on of later groups), and of each rank the flight
+                                           recorder and the stack
 
 A process that is killed leaves its folder, and the next one sweeps it away. It removes what has
 this name, this owner, this marker and nothing but files of these names in it; whatever else there
@@ -27,7 +28,7 @@ NAME = re.compile(re.escape(PREFIX) + r"[a-z0-9_]{8}")  # as mkdtemp fills it up
 MARKER, LOG = "made-by-mini_dist", "zygote.log"
 TEXT = b"A folder of mini_dist's ranks. Nobody uses it any more if this file is not locked.\n"
 WORLD = re.compile(r"[0-9]+")
-IN_A_WORLD = re.compile(r"store|(flight|stack)-[0-9]+")
+IN_A_WORLD = re.compile(r"store(-[0-9]+)?|(flight|stack)-[0-9]+")
 ROOM = 32 << 20  # bytes: for the recorders of as many ranks as a laptop can run
 
 

@@ -7,7 +7,9 @@
 
 How it is done: `zygote.py` (who forks the ranks), `rank.py` (a rank's life); the parent's side of
 them, `zygote_handle.py`, `rank_handle.py`, `world.py` (ranks and one job) and `standby.py` (started
-before they are wanted); `flight.py` and `diagnose.py` (how a failure is told).
+before they are wanted); `flight.py` and `diagnose.py` (how a failure is told); `hosts.py` and
+`cables.py` (ranks on several hosts); `elastic.py` and `membership.py` (a run that lives on when a
+rank dies: the parent's side and the rank's).
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ import warnings
 from collections.abc import Callable
 from numbers import Integral, Real
 
-from ..ledger import Ledger
+from ..ledger import Ledger, nothing
 from .diagnose import RankError, RankInterrupt, RankTimeout, brief, cannot_run, explain
+from .elastic import Elastic, ElasticRun, as_elastic
+from .hosts import UPLINK, Hosts
 from .network import other_people
 from .rank import Job
 from .report import Run, print_outputs
@@ -54,6 +58,8 @@ def launch(
     start: str | None = None,
     quiet: bool = False,
     network: bool = False,
+    hosts: Hosts | None = None,
+    elastic: bool | Elastic = False,
 ) -> Run:
     """Call `fn(*args, group, **kwargs)` in `world_size` fresh processes and collect the results.
 
@@ -68,6 +74,11 @@ def launch(
     count: record every kernel, for mini_dist.replay (slower). start: "fork" (warm, the default
     on Linux) or "spawn". quiet: do not show the ranks' prints. network: leave the ranks in the
     host's network, where they can reach the internet, and other users of the host can reach them.
+    hosts: deal the ranks out to several hosts with slow links between them (`hosts.py`); where the
+    system allows none, they run on this one, `run.no_hosts` says why, and `seconds_on` what it
+    would have taken.
+    elastic: a rank that dies does not end the others, which get RanksChanged and may `regroup`
+    (membership.py); its result is None, and Run.lost tells of it. Not under torchrun.
 
     Raises RankError if a rank fails, RankTimeout after `timeout`, ValueError or TypeError for
     arguments that cannot work.
@@ -75,6 +86,11 @@ def launch(
     if not callable(fn):
         raise TypeError(f"fn must be a function to call on each rank, not {fn!r}")
     if "TORCHELASTIC_RUN_ID" in os.environ:
+        if elastic:
+            raise ValueError(
+                "elastic=True under torchrun: it ends all ranks when one dies, and starts them "
+                "anew. Leave elastic out, and resume from a checkpoint (--max-restarts, --nnodes)"
+            )
         return join_torchrun(
             fn, world_size, args, kwargs or {}, seed=seed, memory=memory, count=count
         )
@@ -85,18 +101,45 @@ def launch(
         )
     start = start or ("fork" if sys.platform == "linux" else "spawn")
     check_arguments(world_size, args, kwargs, timeout, seed, start)
+    check_hosts(hosts, int(world_size), start, network)
     world_size, seed = int(world_size), int(seed)  # (they may be numpy's)
     check_call(fn, args, kwargs or {})
     call = to_frames((fn, tuple(args), kwargs or {}), "the function or an argument")
     timeout = float("inf") if timeout > FOR_EVER else float(timeout)
     device = "cuda" if count_gpus() >= world_size else "cpu"
-    job = Job(seed, memory, count, working_directory(), sys.path, rank_environment())
+    elastic = as_elastic(elastic)
+    if elastic and hosts:
+        raise ValueError(
+            "hosts and elastic do not go together: a rank that joins would have no host. "
+            "Leave one of them out."
+        )
+    job = Job(
+        seed,
+        memory,
+        count,
+        working_directory(),
+        sys.path,
+        rank_environment(),
+        elastic=elastic is not None,
+        beat=elastic.beat if elastic and elastic.silence else None,
+    )
+    if hosts:
+        job.hosts, device = hosts.places(world_size), "cpu"
+    how = hosts, timeout, (start, network), quiet, elastic
     with LOCK:
-        return run_job(job, call, world_size, device, timeout, (start, network), quiet)
+        return run_job(job, call, world_size, device, *how)
 
 
 def run_job(
-    job: Job, call: Frames, world_size: int, device: str, timeout: float, kind: tuple, quiet: bool
+    job: Job,
+    call: Frames,
+    world_size: int,
+    device: str,
+    hosts: Hosts | None,
+    timeout: float,
+    kind: tuple,
+    quiet: bool,
+    elastic: Elastic | None,
 ) -> Run:
     """Take a world, run the job on it, put the next one on standby, and collect what came of it.
 
@@ -107,16 +150,19 @@ def run_job(
     """
     began = time.perf_counter()
     try:
-        world = take_world(kind, world_size, device, timeout)
+        world = take_world(kind, world_size, device, hosts, timeout)
+        if world.has_hosts:
+            job.environment["GLOO_SOCKET_IFNAME"] = UPLINK
+        runner = ElasticRun(world, elastic) if elastic else world
         try:
-            outcome = world.run(job, call, timeout)
+            outcome = runner.run(job, call, timeout)
         except KeyboardInterrupt:
             outcome = "interrupt"
         with uninterrupted():
             error = None if outcome == "done" else explain(outcome, world, timeout)
             # Ranks that are done need no waiting for, unless the next want the same GPU memory.
             world.end(wait=bool(error) or device == "cuda")
-            prepare(world.keeper, world_size, device)
+            prepare(world.keeper, world_size, device, hosts)
     except BaseException as unexpected:  # whatever it is, no rank outlives it
         with uninterrupted():
             if kind in ZYGOTES:
@@ -133,17 +179,22 @@ def run_job(
     if error:
         raise error
     seconds = time.perf_counter() - began
-    results = [unpickle(rank.result, rank.number) for rank in world.ranks]
-    ledger = Ledger.from_ranks([rank.report.ledger for rank in world.ranks])
-    return Run(results, outputs, ledger, seconds, device)
+    results = [
+        unpickle(rank.result, rank.number) if rank.returned else None for rank in world.ranks
+    ]
+    ledger = Ledger.from_ranks(
+        [rank.report.ledger if rank.returned else nothing(time.time()) for rank in world.ranks]
+    )
+    lost = runner.lost if elastic else []
+    return Run(results, outputs, ledger, seconds, device, hosts, world.no_hosts, lost)
 
 
-def take_world(kind: tuple, size: int, device: str, timeout: float) -> World:
+def take_world(kind: tuple, size: int, device: str, hosts: Hosts | None, timeout: float) -> World:
     deadline = time.monotonic() + timeout
     try:
-        return take(get_zygote(*kind), size, device, deadline)
+        return take(get_zygote(*kind), size, device, hosts, deadline)
     except ZygoteDied:  # somebody has ended or stopped it since the last launch
-        return take(get_zygote(*kind), size, device, deadline)
+        return take(get_zygote(*kind), size, device, hosts, deadline)
 
 
 LOCK = threading.Lock()  # one run at a time in a process: two would share its cores
@@ -253,6 +304,20 @@ def check_arguments(world_size, args, kwargs, timeout, seed, start) -> None:
         raise ValueError(f"timeout must be a number of seconds above 0, not {brief(timeout)}")
     if start not in ("fork", "spawn"):
         raise ValueError(f'start must be "fork" or "spawn", not {start!r}')
+
+
+def check_hosts(hosts, world_size: int, start: str, network: bool) -> None:
+    if hosts is None:
+        return
+    if not isinstance(hosts, Hosts):
+        raise TypeError(f"hosts must be Hosts(number, uplink=...), not {brief(hosts)}")
+    hosts.places(world_size)
+    if network:
+        raise ValueError(
+            "hosts of ours lead nowhere else: give either hosts=... or network=True, not both"
+        )
+    if start == "spawn" and sys.platform == "linux":
+        raise ValueError('ranks on hosts are forked: give no start, or start="fork"')
 
 
 def check_call(fn, args, kwargs) -> None:

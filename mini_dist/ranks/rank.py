@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from .flight import FlightRecorder
+from .membership import Membership
 from .threads import stay_on_a_core
 from .transport import Frames, from_frames, receive, send, to_frames
 
@@ -37,6 +38,9 @@ class Job:
     directory: str  # the parent's working directory, sys.path and environment
     path: list[str]
     environment: dict[str, str]
+    hosts: list[int] | None = None  # of each rank, with launch(hosts=...)
+    elastic: bool = False  # a rank's death is not the end of the others
+    beat: float | None = None  # seconds between two signs of life
 
 
 @dataclass
@@ -66,7 +70,7 @@ class Failure:
 def main(rank: int, size: int, device: str, directory: str, control: int, output: int) -> None:
     pid = os.getpid()
     parent = socket.socket(fileno=control)
-    streams, result = [], []
+    streams, result, members = [], [], None
     try:
         streams = redirect_output(output)
         # A rank that waits in C++ runs no Python; on this signal, and when native code aborts, its
@@ -75,7 +79,8 @@ def main(rank: int, size: int, device: str, directory: str, control: int, output
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         faulthandler.enable(file=stack)
         keep_freed_memory()
-        group = join(rank, size, device, directory)
+        recorder = get_ready(rank, device, directory)
+        group = join(rank, size, directory) if rank < size else None
     except BaseException as error:
         report = Report("absent", error=describe(error))
     else:
@@ -84,14 +89,25 @@ def main(rank: int, size: int, device: str, directory: str, control: int, output
         except (EOFError, OSError):  # the parent has no job for this rank, or is gone
             os._exit(0)
         stay_on_a_core(rank, size)
-        report, result = run(pickle.loads(about), call, group)
+        job, members = pickle.loads(about), None
+        if job.elastic:
+            members = recorder.membership = Membership(parent, recorder, directory, rank)
+            members.start(tuple(range(size)), job.beat)
+        try:
+            group = group or members.regroup()  # who comes later joins those who are there
+            report, result = run(job, call, group)
+        except BaseException as error:
+            report, result = Report("absent", error=describe(error)), []
     if os.getpid() != pid:  # a fork that the job made and that came back from it
         os._exit(0)
     for stream in (*streams, sys.stdout, sys.stderr):
         with contextlib.suppress(BaseException):  # the job may have put anything in its place
             stream.flush()
     with contextlib.suppress(OSError):
-        send(parent, [pickle.dumps(report), *result])
+        with members.speaking if members else contextlib.nullcontext():
+            send(parent, [pickle.dumps(report), *result])
+        if members:
+            members.dismissed.acquire()
         parent.recv(1)  # stay until dismissed: leaving would break the others' connections
     os._exit(0)  # the interpreter's own exit costs 50 ms and sometimes aborts after success
 
@@ -121,18 +137,26 @@ def redirect_output(pipe: int) -> list:
     return [sys.stdout, sys.stderr]
 
 
-def join(rank: int, size: int, device: str, directory: str):
-    """Initialise torch.distributed through a file, over loopback, with the ledger in front."""
+def get_ready(rank: int, device: str, directory: str):
+    """Let torch.distributed know of groups with the ledger in front; this rank's recorder."""
     import torch
-    import torch.distributed as dist
 
-    from ..ledger.group import BACKEND, register
+    from ..ledger.group import register
     from ..ledger.recording import Recorder
 
     torch.set_num_threads(1)
     recorder = Recorder(FlightRecorder(f"{directory}/flight-{rank}"))
     index = torch.device(device, rank) if device == "cuda" else torch.device(device)
     register(recorder, index)
+    return recorder
+
+
+def join(rank: int, size: int, directory: str):
+    """Initialise torch.distributed through a file, over loopback."""
+    import torch.distributed as dist
+
+    from ..ledger.group import BACKEND
+
     dist.init_process_group(
         BACKEND,
         store=dist.FileStore(f"{directory}/store", size),
@@ -162,7 +186,7 @@ def run(job: Job, call: Frames, group) -> tuple[Report, Frames]:
             torch.cuda.set_device(group.device)
         seed_everything(job.seed + group.rank())
         function, args, kwargs = from_frames(call)
-        recorder.start(job.memory, job.count)
+        recorder.start(job.memory, job.count, job.hosts)
         result = function(*args, group, **kwargs)
         recorder.stop()
         frames = to_frames(result, f"the result of rank {group.rank()}")

@@ -30,6 +30,7 @@ class Rank:
         self.pid: int | None = None
         self.refused: int | None = None  # the errno if the system did not start it
         self.report: Report | None = None
+        self.asked: list = []  # what it has asked for since somebody looked (membership.Ask)
         self.result: Frames = []
         self.status: int | None = None  # set when the process has ended
 
@@ -54,8 +55,12 @@ class Rank:
         except ConnectionResetError:
             return False
         if self.inbox.message is not None:
-            about, *self.result = self.inbox.message
-            self.report, self.inbox = pickle.loads(about), Inbox()
+            about, *result = self.inbox.message
+            said, self.inbox = pickle.loads(about), Inbox()
+            if isinstance(said, Report):
+                self.report, self.result = said, result
+            else:
+                self.asked.append(said)
         return more
 
     def read_output(self) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import html
 import reprlib
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..ledger import Ledger
+from .hosts import Hosts
+from .membership import Lost
 
 
 @dataclass
@@ -16,7 +18,9 @@ class Run:
     """What came back from a launch, everything in rank order.
 
     results: what each rank returned. outputs: what each rank printed. ledger: what was sent.
-    seconds: from the call to the last result. device: cpu or cuda.
+    seconds: from the call to the last result. device: cpu or cuda. hosts: that were asked for;
+    no_hosts: why the ranks were on one host all the same. lost: of an elastic run, the ranks that
+    died; their results are None, and what they had sent is in no ledger.
     """
 
     results: list[Any]
@@ -24,6 +28,9 @@ class Run:
     ledger: Ledger
     seconds: float
     device: str
+    hosts: Hosts | None = None
+    no_hosts: str | None = None
+    lost: list[Lost] = field(default_factory=list)
 
     @property
     def world_size(self) -> int:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import time
 
+from .hosts import Hosts
 from .world import World
 from .zygote_handle import LOOK, Zygote, ZygoteDied
 
 
-def take(zygote: Zygote, size: int, device: str, deadline: float) -> World:
+def take(zygote: Zygote, size: int, device: str, hosts: Hosts | None, deadline: float) -> World:
     """The world on standby if it fits and is whole, else a new one."""
     if zygote.standby:  # the zygote answers in order: before this, what has died of it
         zygote.request(ping=True)
@@ -18,23 +19,23 @@ def take(zygote: Zygote, size: int, device: str, deadline: float) -> World:
             zygote.read_answers()
     world, zygote.standby = zygote.standby, None
     whole = world and not any(rank.failed for rank in world.ranks)
-    if whole and (world.size, world.device) == (size, device):
+    if whole and (world.size, world.device, world.hosts) == (size, device, hosts):
         return world
     if world:
         world.end(wait=False)
     try:
-        return World(zygote, size, device)
+        return World(zygote, size, device, hosts)
     except OSError:  # the system has no room, perhaps as long as those ranks are not gone yet
         if not world:
             raise
         zygote.request(ping=True)
         time.sleep(LOOK)
-        return World(zygote, size, device)
+        return World(zygote, size, device, hosts)
 
 
-def prepare(zygote: Zygote, size: int, device: str) -> None:
+def prepare(zygote: Zygote, size: int, device: str, hosts: Hosts | None = None) -> None:
     """Put a world on standby for the next launch, which is likely to want the same."""
     if not zygote.alive():
         return
     with contextlib.suppress(OSError, ZygoteDied):  # that launch will find out
-        zygote.standby = World(zygote, size, device)
+        zygote.standby = World(zygote, size, device, hosts)

@@ -36,7 +36,9 @@ def join_torchrun(fn, world_size: int, args, kwargs, *, seed: int, memory: bool,
     group = dist.group.WORLD
     began = time.perf_counter()
     seed_everything(seed + group.rank())
-    group.recorder.start(memory, count)
+    on_a_host = int(os.environ["LOCAL_WORLD_SIZE"])
+    hosts = [rank // on_a_host for rank in range(actual)] if on_a_host < actual else None
+    group.recorder.start(memory, count, hosts)
     result = fn(*args, group, **kwargs)
     group.recorder.stop()
     both = [None] * actual

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from . import flight
 from .folder import remove_world
+from .hosts import Hosts, is_unplugged
 from .rank import Job
 from .rank_handle import Rank
 from .transport import Frames, send
@@ -27,35 +28,66 @@ PATIENCE = 10  # seconds for killed ranks to be gone
 class World:
     """n ranks that have joined each other, or are about to."""
 
-    def __init__(self, keeper: Zygote, size: int, device: str):
-        self.keeper, self.size, self.device = keeper, size, device
+    def __init__(self, keeper: Zygote, size: int, device: str, hosts: Hosts | None = None):
+        self.keeper, self.size, self.device, self.hosts = keeper, size, device, hosts
+        self.places = hosts and hosts.places(size)
+        self.has_hosts = False
+        self.no_hosts: str | None = None  # why its ranks are on one host after all
         self.number = keeper.started = keeper.started + 1
         keeper.worlds[self.number] = self
         self.directory = f"{keeper.directory}/{self.number}"
         self.ranks: list[Rank] = []
         try:
             os.mkdir(self.directory)
+            self.has_hosts = bool(hosts) and self.ask_for_hosts(hosts)
             for number in range(size):
                 self.ranks.append(Rank(number))
             for rank in self.ranks:
-                keeper.request(
-                    [rank.far_socket.fileno(), rank.far_output_fd],
-                    **dict(start=rank.number, size=size, device=device, world=self.number),
-                )
-                rank.hand_over()
+                self.start(rank)
         except OSError:
             self.end(wait=False)
             remove_world(self.directory)
             raise
 
+    def ask_for_hosts(self, hosts: Hosts) -> bool:
+        """Whether the zygote could make them; if not, `no_hosts` says why."""
+        if hosts.emulated or not self.keeper.forks:
+            why = "emulated=True asks for none", "this system has no network namespaces"
+            self.no_hosts = why[not hosts.emulated]
+            return False
+        self.switched = False
+        about = dict(switch=hosts.number, rate=hosts.bandwidth, latency=hosts.latency)
+        self.keeper.request(**about, world=self.number)
+        while not self.switched:
+            self.keeper.read_answers()
+        return self.no_hosts is None
+
+    def start(self, rank: Rank) -> None:
+        self.keeper.request(
+            [rank.far_socket.fileno(), rank.far_output_fd],
+            **dict(start=rank.number, size=self.size, device=self.device, world=self.number),
+            **({"host": self.places[rank.number]} if self.has_hosts else {}),
+        )
+        rank.hand_over()
+
+    def add(self) -> Rank:
+        """One rank more, which waits to be told who it is to join (elastic.py)."""
+        self.ranks.append(Rank(len(self.ranks)))
+        self.start(self.ranks[-1])
+        return self.ranks[-1]
+
     def note(self, answer: dict) -> None:
+        if "switched" in answer:
+            self.switched, self.no_hosts = True, answer["switched"]
+            return
         rank = self.ranks[answer["rank"]]
         rank.pid = answer.get("started", rank.pid)
         rank.refused = answer.get("refused", rank.refused)
         rank.status = answer.get("status", rank.status)
 
     def run(self, job: Job, call: Frames, timeout: float) -> str:
-        """Run the job on all ranks; say how it ended: done, failed, mismatch, stuck, timeout.
+        """Run the job on all ranks; say how it ended: done, failed, mismatch, stuck, unplugged,
+        timeout.
 
         call: (function, args, kwargs), pickled.
         """
@@ -93,6 +125,8 @@ class World:
                 elif now > next_look:
                     next_look = now + LOOK
                     heads, before = self.heads(), heads
+                    if heads == before and self.unplugged():
+                        return "unplugged"
                     # While something moves there is nothing to find, and what one would read may
                     # be two ranks at different moments. When all is quiet, one analysis is enough.
                     if heads == before and heads != analysed:
@@ -101,6 +135,14 @@ class World:
                             return "mismatch"
                         if flight.stuck(flights, {r.number for r in self.ranks if r.returned}):
                             return "stuck"
+
+    def unplugged(self) -> list[int]:
+        """The hosts that nothing reaches any more."""
+        if not self.has_hosts:
+            return []
+        first = {place: rank for rank, place in zip(self.ranks[::-1], self.places[::-1])}
+        alive = {place: rank.pid for place, rank in first.items() if rank.pid and not rank.gone}
+        return sorted(place for place, pid in alive.items() if is_unplugged(pid))
 
     def heads(self) -> list:
         """How far each rank has come; unchanged while it computes, waits, or is done."""

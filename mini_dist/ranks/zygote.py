@@ -11,12 +11,14 @@ directory of the worlds and leaves.
 
 A request is one JSON object padded to REQUEST_BYTES: {"start": rank, "size": n, "device": "cpu" or
 "cuda", "world": w} with two file descriptors (the rank's socket to the parent, its output), or
-{"kill": w}, or {"ping": true}. Ranks start when all is loaded. The files of world w are in the
-folder w of the zygote's directory. An answer is a line of JSON: first {"open": null or why it is in
-the host's network}, then {"started": pid, "world": w, "rank": r}, or {"refused": errno, "world": w,
-"rank": r} if the system starts no more processes, or {"ended": pid, "world": w, "rank": r,
-"status": s} where s is an exit code, or minus the signal that killed it, or {"pong": true}: what
-had happened before the ping has been told before.
+{"kill": w}, or {"ping": true}, or {"switch": n, "rate": bytes/s, "latency": s, "world": w}, which
+makes n hosts for the ranks of w (cables.py); their requests then have a "host". Ranks start when
+all is loaded. The files of world w are in the folder w of the zygote's directory. An answer is a
+line of JSON: first {"open": null or why it is in the host's network}, then {"started": pid,
+"world": w, "rank": r}, or {"refused": errno, "world": w, "rank": r} if the system starts no more
+processes, or {"switched": null or why there are no hosts, "world": w}, or {"ended": pid, "world":
+w, "rank": r, "status": s} where s is an exit code, or minus the signal that killed it, or
+{"pong": true}: what had happened before the ping has been told before.
 """
 
 import contextlib
@@ -53,6 +55,8 @@ class Zygote:
         self.backlog: list[tuple[dict, list[int]]] = []  # ranks to start once all is loaded
         self.directory = directory
         self.ranks: dict[int, tuple[int, int]] = {}  # pid -> (world, rank)
+        self.switches: dict[int, Switch] = {}  # of worlds that have hosts
+        self.open: str | None = None  # why it is in the host's network, where nothing is changed
         self.doomed: set[int] = set()  # worlds whose folder is to go with their last rank
         self.spawned: dict[int, subprocess.Popen] = {}  # held, or subprocess would reap them itself
         self.woken, wake = os.pipe()
@@ -95,6 +99,9 @@ class Zygote:
         if "kill" in request:
             self.kill_world(request["kill"])
             return
+        if "switch" in request:
+            self.make_switch(request["world"], request)
+            return
         if self.preload:
             self.backlog.append((request, fds))
             return
@@ -104,7 +111,8 @@ class Zygote:
                 self.answer(ended=0, world=world, rank=rank, status=0)
                 return
             folder = f"{self.directory}/{world}"
-            pid = self.start(rank, request["size"], request["device"], folder, *fds)
+            home = self.switches[world].homes[request["host"]] if "host" in request else None
+            pid = self.start(rank, request["size"], request["device"], folder, *fds, home=home)
             self.ranks[pid] = (world, rank)
             self.answer(started=pid, world=world, rank=rank)
         except OSError as error:
@@ -112,6 +120,18 @@ class Zygote:
         finally:
             for fd in fds:
                 os.close(fd)
+
+    def make_switch(self, world: int, about: dict) -> None:
+        if self.open:
+            self.answer(switched=self.open, world=world)
+            return
+        try:
+            name = f"w{world % 1_000_000}"  # (an interface's name has 15 characters)
+            made = Switch(name, about["switch"], about["rate"], about["latency"])
+            self.switches[world] = made
+            self.answer(switched=None, world=world)
+        except OSError as error:
+            self.answer(switched=error.strerror or str(error), world=world)
 
     def kill_world(self, doomed: int) -> None:
         for pid, (world, _) in self.ranks.items():
@@ -130,9 +150,11 @@ class Zygote:
         """Remove what a killed world left; not before its last rank can write no more."""
         if world in self.doomed and all(of != world for of, _ in self.ranks.values()):
             self.doomed.discard(world)
+            if world in self.switches:
+                self.switches.pop(world).close()
             remove_world(f"{self.directory}/{world}")
 
-    def fork(self, *arguments) -> int:
+    def fork(self, *arguments, home: int | None) -> int:
         pid = os.fork()
         if pid == 0:
             try:
@@ -140,6 +162,11 @@ class Zygote:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 os.close(self.woken)
                 self.control.close()
+                if home is not None:
+                    move_to(home)
+                    os.environ["GLOO_SOCKET_IFNAME"] = UPLINK
+                else:
+                    give_rights_back()
                 become_rank(*arguments)
             except BaseException:
                 traceback.print_exc()  # into the zygote's log
@@ -147,7 +174,7 @@ class Zygote:
                 os._exit(70)
         return pid
 
-    def spawn(self, *arguments) -> int:
+    def spawn(self, *arguments, home: None) -> int:
         command = [sys.executable, __file__, "rank", *map(str, arguments)]
         process = subprocess.Popen(command, pass_fds=arguments[-2:])
         self.spawned[process.pid] = process
@@ -251,8 +278,10 @@ if __name__ == "__main__":
     sys.argv[1:] = []
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the parent's thread may have blocked some
     load_mini_dist()
+    from mini_dist.ranks.cables import Switch, move_to
     from mini_dist.ranks.folder import remove_directory, remove_world
-    from mini_dist.ranks.network import leave_the_hosts_network
+    from mini_dist.ranks.hosts import UPLINK
+    from mini_dist.ranks.network import give_rights_back, leave_the_hosts_network
     from mini_dist.ranks.sources import trust_no_older_bytecode
 
     trust_no_older_bytecode()
@@ -263,7 +292,8 @@ if __name__ == "__main__":
     if sys.platform == "linux":
         LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
     zygote = Zygote(socket.socket(fileno=int(control)), role, directory)
-    zygote.answer(open=leave_the_hosts_network() if network == "own" else None)
+    zygote.open = leave_the_hosts_network() if network == "own" else None
+    zygote.answer(open=zygote.open)
     try:
         zygote.serve()
     except (BrokenPipeError, ConnectionResetError):

@@ -43,6 +43,7 @@ class Zygote:
         self.inbox = b""
         self.answered = True
         self.open: str | None = None  # why others on the host could reach its ranks
+        self.forks = mode == "fork"
         self.secluded = sys.platform == "linux" and not network
         self.edits = last_edits()
         with contextlib.ExitStack() as if_it_fails:

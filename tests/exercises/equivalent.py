@@ -17,6 +17,11 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         '-1 for 0 in `before[max(0, i - early)].append(Action(stage, f"RECV_{source_kind}", micro))`': "early is 0 here",
         'Add as operator in `before[max(0, i - early)].append(Action(stage, f"RECV_{source_kind}", micro))`': "early is 0 here",
     },
+    "all_reduce_on_hosts": {
+        "`across = Members(group, [members[inside.rank()] for members in ranks.values()])` after the next": "neither uses the other",
+        "`chunk = ring_all_reduce(chunk, across)` after the next": "neither uses the other",
+        "without sorted in `ranks = {host: [r for r, its in enumerate(hosts) if its == host] for host in sorted({*hosts})}`": "a set of the same numbers has the same order on every rank",
+    },
     "all_to_all": {
         "`rank, size = (group.rank(), group.size())` after the next": "neither uses the other",
         "`parts = x.split(input_splits)` after the next": "neither uses the other",
@@ -76,6 +81,26 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     "copy": {
         "without .clone() in `return x.clone()`": "autograd hands on an input that forward returns as a view of it, as ops.copy does",
     },
+    "diagnose_slow": {
+        "`if record.waiting:` after the next": "what has stopped has been healthy until then",
+        "`if (rank := odd_one_out([len(samples) for samples in read])) is not None:` after the next": "neither uses the other",
+        "`if any(shared):` after the next": "neither uses the other",
+        "`if max(losses) > 20 * min(losses):` after the next": "neither uses the other",
+        "`if any(grows):` after the next": "neither uses the other",
+        "`if any(data):` after the next": "neither uses the other",
+        "`if max(waits) > 0.15:` after the next": "a straggler's others wait, which is no communication",
+        "`if min((share['communication'] for share in shares)) > 0.25:` after the next": "each run has one disease, so two of them may be asked for in any order",
+        "GtE as comparison in `if max(losses) > 20 * min(losses):`": "a limit between healthy and sick: no run is exactly at it",
+        "GtE as comparison in `if max(waits) > 0.15:`": "a limit between healthy and sick: no run is exactly at it",
+        'GtE as comparison in `if min(share["communication"] for share in shares) > 0.25:`': "a limit between healthy and sick: no run is exactly at it",
+        'GtE as comparison in `if min(share["host"] for share in shares) > 0.15:`': "a limit between healthy and sick: no run is exactly at it",
+        "GtE as comparison in `grows = [max(mine) > 2 * min(mine) for mine in held]`": "a limit between healthy and sick: no run is exactly at it",
+        'GtE as comparison in `data = [share["data"] > 0.15 for share in shares]`': "a limit between healthy and sick: no run is exactly at it",
+        "21 for 20 in `if max(losses) > 20 * min(losses):`": "a limit between healthy and sick: as good",
+        "19 for 20 in `if max(losses) > 20 * min(losses):`": "a limit between healthy and sick: as good",
+        "3 for 2 in `grows = [max(mine) > 2 * min(mine) for mine in held]`": "a limit between healthy and sick: as good",
+        "1 for 2 in `grows = [max(mine) > 2 * min(mine) for mine in held]`": "what a healthy rank holds is the same to the byte after each step",
+    },
     "diagnoses": {
         "turned round in `\"D\": ('swapped group order', (1, 2)),  # ranks speak in two groups, and not all in the same order`": "the order of the ranks at fault says nothing",
     },
@@ -110,6 +135,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "Sub as operator in `total = add(x, recv(x, rank + m, group)) if rank + m < size else x.clone()`": "runs only where the number of ranks is no power of two, which the task does not ask for",
         "the world for the group in `total = add(x, recv(x, rank + m, group)) if rank + m < size else x.clone()`": "runs only where the number of ranks is no power of two, which the task does not ask for",
     },
+    "find_exchanged": {
+        "`n = len(traffic)` after the next": "neither uses the other",
+    },
     "forget_and_repeat": {
         "`ctx.block, ctx.random_state = (block, torch.get_rng_state())` after the next": "neither uses the other",
         "`ctx.save_for_backward(x)` done twice": "it names the same tensor again",
@@ -138,6 +166,10 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     "my_all_reduce": {
         "`right, left = ((rank + 1) % size, (rank - 1) % size)` after the next": "neither uses the other",
     },
+    "offsets": {
+        "`beside = [i for i in place if tensors[i][1] < end and begin < tensors[i][2]]` after the next": "neither uses the other",
+        "arguments 0 and 1 swapped in `lowest = max(lowest, stop)`": "max(a, b) is max(b, a)",
+    },
     "one_f_one_b": {
         "`check_sizes(num_ranks, num_micro_batches)` left out": "sizes below 1 are not asked about",
         "`check_sizes(num_ranks, num_micro_batches)` done twice": "sizes below 1 are not asked about",
@@ -145,6 +177,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "arguments 0 and 1 swapped in `check_sizes(num_ranks, num_micro_batches)`": "sizes below 1 are not asked about",
         "`for micro in range(num_micro_batches):` after the next": "the list is filled after it was appended",
         "arguments 0 and 1 swapped in `warmup = min(num_ranks - 1 - rank, num_micro_batches)`": "min takes the smaller one either way",
+    },
+    "order_on_hosts": {
+        "`hosts = [rank // ranks_per_host for rank in range(size)]` after the next": "a function may name what is there when it is called",
     },
     "overlapped_backward": {
         "`missing, leaving = ([len(bucket) for bucket in buckets], [])` after the next": "a function may name what is there when it is called",
@@ -160,6 +195,11 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "`check_rank(q, x)` left out": "no q here has more columns than x can have",
         "`check_rank(q, x)` done twice": "it only looks",
         "`check_rank(q, x)` after the next": "no q here has more columns than x can have",
+    },
+    "patience": {
+        "`check_silences(silences, allowed)` left out": "what cannot be is not asked for",
+        "`check_silences(silences, allowed)` done twice": "a check that raises or does nothing",
+        "`check_silences(silences, allowed)` after the next": "what cannot be is not asked for",
     },
     "place_tokens": {
         "`table = table + free[:needed - len(table)]` after the next": "neither uses the other",
@@ -223,6 +263,13 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     },
     "sharded_step": {
         "`shard = flat.chunk(group.size())[group.rank()]` after the next": "neither uses the other",
+    },
+    "shares": {
+        "`check_seconds(seconds)` left out": "what cannot be is not asked for",
+        "`check_seconds(seconds)` done twice": "a check that raises or does nothing",
+        "`check_seconds(seconds)` after the next": "what cannot be is not asked for",
+        "`taken = [0] * len(seconds)` after the next": "neither uses the other",
+        "`heapq.heapify(done)` done twice": "a heap stays one",
     },
     "top_k_with_feedback": {
         "`everyones = all_gather(places.int(), group)` after the next": "neither uses the other",

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mini_dist import check, collectives
+from mini_dist import RankTimeout, check, collectives
+from mini_dist.check import adversities
 from mini_dist.check.engine import Exercise, Line, Measured, line, on_ranks
 from mini_dist.check.watch import functions_of
 from mini_dist.collectives import (
@@ -334,3 +335,29 @@ def test_every_exercise_accepts_its_printed_solution_under_a_name_of_the_learner
         return solutions.sharded_step(*args, **kwargs)
 
     assert check.sharded_step.judge(mine).state == "right"
+
+
+LOADING = 'rank 0 is running\n      File "<frozen importlib._bootstrap>", line 241'
+
+
+@pytest.mark.parametrize(
+    "said, again", [(LOADING, True), ("No rank has started", True), ("rank 0 is running", False)]
+)
+def test_loading_modules_on_a_busy_machine_is_no_mistake(monkeypatch, said, again):
+    """A run that was given up while a rank still loaded is run once more, with more time; one that
+    does not end is not."""
+    given = []
+
+    def busy(function, size, args, timeout, quiet):
+        given.append(timeout)
+        if len(given) == 1:
+            raise RankTimeout(f"not done after {timeout} s\n{said}")
+        return "done"
+
+    monkeypatch.setattr(adversities, "launch", busy)
+    if again:
+        assert adversities.once_started(print, 2, ()) == "done"
+        assert given[1] > given[0]
+    else:
+        with pytest.raises(RankTimeout):
+            adversities.once_started(print, 2, ())
