@@ -233,6 +233,7 @@ def bytes_of_a_step(config, layout):
     ],
     ids=name_of,
 )
+@pytest.mark.sampled
 def test_bytes_by_axis_equal_the_calculators(case):
     layout, config = layout_of(**case), ModelConfig(**DENSE)
     measured, pp_ranks = bytes_of_a_step(config, layout)

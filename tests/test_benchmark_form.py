@@ -72,12 +72,34 @@ def test_long_reaches_the_cases():
     assert seen == [False, True]
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in sorted(BENCHMARKS.glob("*.py")) if p.name[0] != "_"], ids=lambda p: p.stem
-)
-def test_every_benchmark_takes_the_form(path):
-    run = subprocess.run(
-        [sys.executable, path, "--help"], capture_output=True, text=True, timeout=60
-    )
-    assert run.returncode == 0
-    assert "--json FILE" in run.stdout and "--long" in run.stdout
+HELP = """
+import contextlib, io, json, runpy, sys
+said = {}
+for path in sys.argv[1:]:
+    sys.argv, out, status = [path, "--help"], io.StringIO(), None
+    sys.path.insert(0, path.rpartition("/")[0])
+    with contextlib.redirect_stdout(out):
+        try:
+            runpy.run_path(path, run_name="__main__")
+        except SystemExit as end:
+            status = end.code
+    said[path] = status, out.getvalue()
+print(json.dumps(said))
+"""
+PATHS = [path for path in sorted(BENCHMARKS.glob("*.py")) if path.name[0] != "_"]
+
+
+@pytest.fixture(scope="module")
+def helps():
+    """(exit status, text) of every benchmark's --help, asked in one process: torch loads once."""
+    command = [sys.executable, "-c", HELP, *map(str, PATHS)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_every_benchmark_takes_the_form(path, helps):
+    status, text = helps[str(path)]
+    assert status == 0
+    assert "--json FILE" in text and "--long" in text

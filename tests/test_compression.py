@@ -355,6 +355,7 @@ def trained(wrapper, name, group):
 
 
 @pytest.mark.parametrize("name", REDUCES)
+@pytest.mark.sampled
 def test_every_wrapper_keeps_ranks_equal_and_a_state_for_each_bucket(name):
     for wrapper in (Naive, Bucketed, Overlapped):
         results = launch(trained, 2, (wrapper, name)).results

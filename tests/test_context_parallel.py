@@ -457,6 +457,7 @@ BOTH = [(form, placement) for form in FORMS for placement in PLACEMENTS]
     [(1, GROUPED), (2, CONFIG), (2, GROUPED), (4, CONFIG), (4, GROUPED), (4, LEARNED)],
     ids=["1-gqa", "2-mha", "2-gqa", "4-mha", "4-gqa", "4-learned"],
 )
+@pytest.mark.sampled
 def test_training_equals_one_process(size, config):
     """Logits, gradients at the embedding, every weight's gradient, losses and weights: float64."""
     first, losses, weights = train_whole(config, "float64 AdamW")

@@ -446,6 +446,7 @@ DEEP = dict(num_layers=16, d_model=64, num_heads=4, seq_len=32)
         (3, {"num_layers": 4, "d_model": 128}, 2, 2, 2),
     ],
 )
+@pytest.mark.sampled
 def test_a_whole_step_peaks_as_the_calculator_says(stage, changes, sequences, m, size):
     """Device and host within 1 % (two ranks: 2 %), at different moments of the step."""
     config = ModelConfig(**changes)

@@ -566,6 +566,7 @@ ROTARY, LEARNED, ONE_KV_HEAD = list(MODELS)[:3]
         (4, ONE_KV_HEAD, "swap", 0.0),
     ],
 )
+@pytest.mark.sampled
 def test_ranks_give_the_same_tokens_and_send_two_all_reduces_a_layer(
     size, name, preempt, temperature
 ):

@@ -449,6 +449,7 @@ def forward_backward(config, pair, group):
 
 @pytest.mark.parametrize("pair, passes", [(RING, 8), (SEQUENCE, 8), (SEQUENCE_AGAIN, 10)])
 @sizes
+@pytest.mark.sampled
 def test_bytes_a_rank_a_block_are_the_papers(size, pair, passes):
     """8 (t-1)/t BSD (Shoeybi et al. 2019, section 3), and an all-gather more for each region
     where backward gathers again (Korthikanti et al. 2022, section 4.2.2)."""
@@ -629,6 +630,7 @@ def test_the_terms_add_up_to_the_papers_table():
 
 @pytest.mark.parametrize("name", PAIRS)
 @sizes
+@pytest.mark.sampled
 def test_activations_of_a_layer_are_the_papers(size, name):
     """In bfloat16, as the paper counts, within 3 %. torch's dropout on a CPU keeps its mask in the
     dtype of x, so m = 2. What the paper leaves out: the statistics of two LayerNorms, two numbers
@@ -643,6 +645,7 @@ def test_activations_of_a_layer_are_the_papers(size, name):
 
 @pytest.mark.parametrize("name", PAIRS)
 @sizes
+@pytest.mark.sampled
 def test_activations_of_a_layer_are_the_calculators(size, name):
     """In float32, with the course's own list of what is kept; within 3 % for the same reason."""
     how = FRAMEWORKS["course"].replace(flash_attention=False, keeps_gathered=name == "SP")

@@ -285,6 +285,7 @@ def as_it_is(gpt):
 
 @pytest.mark.parametrize("k, prepare", [(1, as_it_is), (3, as_it_is), (3, full)])
 @pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.sampled
 def test_bytes_a_step_are_the_papers(k, n, prepare):
     """Rajbhandari et al. 2020, section 7, counted with micro-batches; the root as stated.
     Recomputation adds none; clipping adds the all-reduce of one number."""

@@ -116,6 +116,7 @@ def fetch_all(directory, group):
 
 
 @pytest.mark.parametrize("saved_as, ranks", [("alike", 3), *[(layout, 2) for layout in LAYOUTS]])
+@pytest.mark.sampled
 def test_what_is_saved_in_one_layout_is_loaded_in_any_other_bit_by_bit(saved_as, ranks, tmp_path):
     launch(store, ranks, (str(tmp_path), saved_as, 5))
     for size in (1, 4):
