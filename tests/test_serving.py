@@ -189,12 +189,38 @@ def test_the_engine_attends_as_the_page_does():
     for action in batch:
         memory.do(action)
     keys, values = torch.randn(2, 12, 4, 2, 8, generator=generator, dtype=torch.float64)
-    q = torch.randn(1, 4, 3, 8, generator=generator, dtype=torch.float64)
-    k, v = torch.randn(2, 1, 2, 3, 8, generator=generator, dtype=torch.float64)
-    out = Places(batch, memory, torch.float64).attend(keys, values, None)(q, k, v, None, 0.0)
+    q = torch.randn(3, 4, 8, generator=generator, dtype=torch.float64)
+    k, v = torch.randn(2, 3, 2, 8, generator=generator, dtype=torch.float64)
+    out = Places(batch, memory, torch.float64).attend(q, k, v, keys, values)
     for row, (name, length) in enumerate(lengths.items()):
-        expected = paged_attention(q[0, :, row], keys, values, memory.tables[name], length)
-        torch.testing.assert_close(out[0, :, row], expected)
+        last = memory.tables[name][(length - 1) // 4], (length - 1) % 4
+        assert torch.equal(keys[last], k[row]) and torch.equal(values[last], v[row])
+        expected = paged_attention(q[row], keys, values, memory.tables[name], length)
+        torch.testing.assert_close(out[row], expected)
+
+
+def test_chunks_of_equally_many_tokens_attend_in_one_call_and_each_sees_its_own_beginning():
+    """Two of two tokens, at different places of their texts, beside one of three and one of one."""
+    memory, generator = Memory(12, 4), torch.Generator().manual_seed(0)
+    runs = {"d": (8, 9), "a": (3, 5), "b": (0, 2), "c": (4, 7)}
+    for name, (first, last) in runs.items():
+        for _ in range(memory.blocks_for(last)):
+            memory.do(Action(name, "TAKE", list(memory.free)[-1 if name == "b" else 0]))
+        if first:
+            memory.do(Action(name, "RUN", 0, first))
+    batch = [Action(name, "RUN", *run) for name, run in runs.items()]
+    for action in batch:
+        memory.do(action)
+    places = Places(batch, memory, torch.float64)
+    assert [group.num_runs for group in places.groups] == [1, 2, 1]
+    keys, values = torch.randn(2, 12, 4, 2, 8, generator=generator, dtype=torch.float64)
+    q = torch.randn(8, 4, 8, generator=generator, dtype=torch.float64)
+    k, v = torch.randn(2, 8, 2, 8, generator=generator, dtype=torch.float64)
+    rows = iter(places.attend(q, k, v, keys, values))
+    tokens = [(name, i) for name, (first, last) in runs.items() for i in range(first, last)]
+    for query, (name, i), row in zip(q, tokens, rows, strict=True):
+        expected = paged_attention(query, keys, values, memory.tables[name], i + 1)
+        torch.testing.assert_close(row, expected)
 
 
 def test_the_page_decides_as_the_scheduler_does():
@@ -431,11 +457,29 @@ def test_an_engine_runs_steps_that_somebody_else_wrote():
     assert engine.tokens["a"][3:] == alone(model, request)
 
 
-def test_the_model_attends_as_before_when_the_engine_is_done():
+def test_the_model_attends_as_before_when_the_engine_is_done_or_has_failed():
     model = model_of(SMALL)
-    before = [block.attn.attend for block in model.blocks]
-    Engine(model, Memory(12, 4), None).serve(requests_of(SMALL))
-    assert [block.attn.attend for block in model.blocks] == before
+    tokens = torch.arange(9)[None]
+    before = model(tokens)
+    engine = Engine(model, Memory(12, 4), None)
+    engine.serve(requests_of(SMALL))
+    assert torch.equal(model(tokens), before)
+    engine.attention_of_each_layer = lambda batch, positions: [None] * SMALL.num_layers
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        engine.serve(requests_of(SMALL))
+    assert torch.equal(model(tokens), before)  # also after an error
+
+
+def test_an_engine_moves_matrices_in_memory_and_leaves_their_shapes_and_values():
+    model, same = model_of(SMALL), model_of(SMALL)
+    held = sum(each.untyped_storage().nbytes() for each in model.parameters())
+    Engine(Engine(model, Memory(12, 4), None).model, Memory(12, 4), None)
+    for (name, moved), whole in zip(model.named_parameters(), same.parameters(), strict=True):
+        in_layer = name.startswith("blocks") and moved.ndim == 2
+        assert torch.equal(moved, whole)
+        assert moved.stride() == ((1, len(whole)) if in_layer else whole.stride()), name
+    assert sum(each.untyped_storage().nbytes() for each in model.parameters()) == held
+    model(torch.arange(9)[None]).sum().backward()  # it can still be trained
 
 
 def test_a_stop_token_ends_a_text_and_frees_its_blocks():
