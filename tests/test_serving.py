@@ -22,6 +22,7 @@ from mini_dist.serving import (
     choose,
     continue_text,
     decode_in_pipeline,
+    decode_in_stages,
     forward,
     measure,
     num_tokens,
@@ -38,6 +39,7 @@ from mini_dist.serving import (
     with_int8_weights,
 )
 from mini_dist.serving.engine import Places
+from mini_dist.serving.ideas import stage_of
 from mini_dist.tensor_parallel import GPT_PLAN, shard_model
 
 SMALL = ModelConfig(vocab_size=64, seq_len=64, d_model=32, num_layers=2, num_heads=4)
@@ -459,9 +461,8 @@ def test_an_engine_runs_steps_that_somebody_else_wrote():
 
 def test_the_model_attends_as_before_when_the_engine_is_done_or_has_failed():
     model = model_of(SMALL)
-    tokens = torch.arange(9)[None]
+    engine, tokens = Engine(model, Memory(12, 4), None), torch.arange(9)[None]
     before = model(tokens)
-    engine = Engine(model, Memory(12, 4), None)
     engine.serve(requests_of(SMALL))
     assert torch.equal(model(tokens), before)
     engine.attention_of_each_layer = lambda batch, positions: [None] * SMALL.num_layers
@@ -543,6 +544,8 @@ def test_a_cancelled_request_leaves_no_block_behind_and_disturbs_nobody(when, pr
             ),
             "the draft's vocab_size=32 is not the target's 64",
         ),
+        (lambda: stage_of(model_of(SMALL), 0, 1), "1 stages of 2 layers .* give 2 to 2 ranks"),
+        (lambda: stage_of(model_of(SMALL), 0, 3), "3 stages of 2 layers will not do"),
         (lambda: served(Request("a", (1,) * 65, 1)), "more than the model's window, seq_len=64"),
         (lambda: served(Request("a", (1,) * 30, 4), blocks=8), "would never fit"),
         (lambda: served(Request("a", (64,), 4)), "a token outside 0..63"),
@@ -734,6 +737,29 @@ def test_a_pipeline_that_decodes_idles_but_for_as_many_groups_as_stages(stages, 
     for stage in range(stages):
         spans = sorted((v.start, v.end) for v in visits if v.stage == stage)
         assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))
+
+
+def decode_on_ranks(config, texts, new, group):
+    return decode_in_stages(model_of(config), texts, new, group)
+
+
+@pytest.mark.parametrize(
+    "stages, groups, name", [(2, 1, ROTARY), (2, 3, LEARNED), (3, 2, LEARNED), (4, 6, ROTARY)]
+)
+def test_stages_on_ranks_give_the_same_tokens_and_idle_as_the_list_says(stages, groups, name):
+    config = MODELS[name].replace(num_layers=4)
+    texts = [torch.arange(3 + i, 8 + 2 * i) for i in range(groups)]
+    run = launch(decode_on_ranks, stages, (config, texts, 9))
+    expected = [generate(model_of(config), text, 9, temperature=0).tolist() for text in texts]
+    assert len({token for text in expected for token in text[-9:]}) > 3
+    for rank in (0, -1):
+        assert [text.tolist() for text in run.results[rank][0]] == expected
+    visits = [visit for _, visits in run.results for visit in visits]
+    assert sorted(visits) == sorted(decode_in_pipeline(stages, groups, 9))
+    # x [S, D] over every border, one token back, each with its moment.
+    rows = sum(len(text) + 9 - 1 for text in texts)
+    over_borders = (stages - 1) * (rows * config.d_model * 8 + 9 * groups * 4)
+    assert run.ledger.total_bytes() == over_borders + 9 * groups * (8 + 4)
 
 
 def test_int8_weights_are_off_by_half_a_scale_at_most_and_weigh_a_quarter():
