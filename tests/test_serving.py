@@ -579,13 +579,24 @@ def test_tokens_of_a_prompt_may_be_anything_that_is_a_whole_number():
     assert Request("a", torch.arange(3), 1).prompt == Request("a", range(3), 1).prompt == (0, 1, 2)
 
 
-def test_a_refused_request_leaves_no_block_behind():
-    engine = Engine(model_of(SMALL), Memory(8, 4), None)
-    good, bad = Request("a", (1, 2), 5), Request("b", (1,) * 30, 9, arrival=3)
-    with pytest.raises(ServingError, match="would never fit"):
+@pytest.mark.parametrize(
+    "bad, why",
+    [
+        (Request("b", (1,) * 65, 1, arrival=3), "more than the model's window, seq_len=64"),
+        (Request("b", (1,) * 30, 9, arrival=3), "would never fit"),
+        (Request("b", (1,), 4, samples=20, arrival=3), "would never fit"),
+        (Request("b", (64,), 4, arrival=3), "a token outside 0..63"),
+        (Request("a", (2,), 4, arrival=3), "two requests are called 'a'"),
+    ],
+)
+def test_a_refused_request_leaves_no_block_behind(bad, why):
+    """It comes when `a` has long had blocks, and is refused before `a` gets one."""
+    engine, good = Engine(model_of(SMALL), Memory(8, 4), None), Request("a", (1, 2), 5)
+    with pytest.raises(ServingError, match=why):
         engine.serve([good, bad])
-    assert engine.memory.used == 0
+    assert engine.memory.used == 0 and len(engine.memory.free) == 8
     assert len(engine.serve([good]).texts["a"]) == 5
+    assert engine.memory.used == 0 and len(engine.memory.free) == 8
 
 
 # ---- ranks ---------------------------------------------------------------------------------------
