@@ -83,7 +83,7 @@ def attending(model: GPT, functions: Sequence[Callable]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def forward(model: GPT, tokens: Tensor, cache: Cache) -> Tensor:
+def forward(model: GPT | Stage, tokens: Tensor, cache: Cache) -> Tensor:
     """The tokens [S] that follow on those in the cache -> logits [S, V]; the cache grows by S.
 
     Raises ServingError beyond the window of the model, whose positions end there, and for no token.
@@ -343,7 +343,8 @@ class Stage(NamedTuple):
 
 
 def stage_of(model: GPT, number: int, num_stages: int) -> Stage:
-    """A p-th of the layers. Raises ServingError if that is none, or all."""
+    """Stage `number` of `num_stages`, equally many layers each. A real server loads only these.
+    Raises ServingError for one stage, and for more than there are layers."""
     num_layers = len(model.blocks)
     if not 1 < num_stages <= num_layers:
         raise ServingError(
@@ -366,6 +367,7 @@ def decode_in_stages(
     measured who idles, and not how busy this machine is.
     """
     rank, last = group.rank(), group.size() - 1
+    following = 0 if rank == last else rank + 1
     stage, width, texts = stage_of(model, rank, last + 1), model.config.d_model, list(texts)
     caches = [Cache(len(stage.blocks)) for _ in texts]
     free, visits, sent = torch.zeros(1), [], []
@@ -393,7 +395,7 @@ def decode_in_stages(
             if rank == last:
                 x = x[-1].argmax().view(1)
                 texts[i] = torch.cat([text, x])
-            messages = [(x.contiguous(), (rank + 1) % (last + 1)), (free, (rank + 1) % (last + 1))]
+            messages = [(x.contiguous(), following), (free, following)]
             sent.append((messages, start(group, sends=messages)))  # nobody waits for a receiver
     for _, handles in sent:
         wait(handles)
