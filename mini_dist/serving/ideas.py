@@ -343,7 +343,7 @@ class Stage(NamedTuple):
 
 
 def stage_of(model: GPT, number: int, num_stages: int) -> Stage:
-    """Stage `number` of `num_stages`, equally many layers each. A real server loads only these.
+    """Stage `number` of `num_stages`, of about as many layers each; a real server loads only these.
     Raises ServingError for one stage, and for more than there are layers."""
     num_layers = len(model.blocks)
     if not 1 < num_stages <= num_layers:
