@@ -12,11 +12,11 @@ Row "a decode step": one new token after 448 others, from the cache and by the w
 Rows "transformers": the same weights, greedy, the same prompts; a Llama of 4 layers x 256. Ours has
 its texts compared with theirs in every run. On one rank, and with tp_plan="auto" on 4 gloo ranks in
 the same processes by turns; bytes are what the ledger counts for a token of each sequence, all
-ranks together. On one rank ours misses its bar: 1.06 of their CPU time on two shared cores in
-November 2026. (It was 1.23 when
-each layer took its own cosines and made its own mask; what is left is spread over many operators.)
-These rows need transformers and accelerate,
-which nothing else here needs:
+ranks together. On one rank ours took 0.95 of their CPU time on two shared cores in November 2026;
+it was 1.06 before tokens lost their batch dim, prompts of one length attended in one call, and the
+layers' matrices lay inputs first (serving/engine.py). More than half of it, on both sides, is the
+same products of 8 rows with all weights. These rows need transformers and accelerate, which
+nothing else here needs:
 
     pip install -e '.[bench]'
 """

@@ -22,6 +22,7 @@ from mini_dist.serving import (
     choose,
     continue_text,
     decode_in_pipeline,
+    decode_in_stages,
     forward,
     measure,
     num_tokens,
@@ -38,6 +39,7 @@ from mini_dist.serving import (
     with_int8_weights,
 )
 from mini_dist.serving.engine import Places
+from mini_dist.serving.ideas import stage_of
 from mini_dist.tensor_parallel import GPT_PLAN, shard_model
 
 SMALL = ModelConfig(vocab_size=64, seq_len=64, d_model=32, num_layers=2, num_heads=4)
@@ -189,12 +191,38 @@ def test_the_engine_attends_as_the_page_does():
     for action in batch:
         memory.do(action)
     keys, values = torch.randn(2, 12, 4, 2, 8, generator=generator, dtype=torch.float64)
-    q = torch.randn(1, 4, 3, 8, generator=generator, dtype=torch.float64)
-    k, v = torch.randn(2, 1, 2, 3, 8, generator=generator, dtype=torch.float64)
-    out = Places(batch, memory, torch.float64).attend(keys, values, None)(q, k, v, None, 0.0)
+    q = torch.randn(3, 4, 8, generator=generator, dtype=torch.float64)
+    k, v = torch.randn(2, 3, 2, 8, generator=generator, dtype=torch.float64)
+    out = Places(batch, memory, torch.float64).attend(q, k, v, keys, values)
     for row, (name, length) in enumerate(lengths.items()):
-        expected = paged_attention(q[0, :, row], keys, values, memory.tables[name], length)
-        torch.testing.assert_close(out[0, :, row], expected)
+        last = memory.tables[name][(length - 1) // 4], (length - 1) % 4
+        assert torch.equal(keys[last], k[row]) and torch.equal(values[last], v[row])
+        expected = paged_attention(q[row], keys, values, memory.tables[name], length)
+        torch.testing.assert_close(out[row], expected)
+
+
+def test_chunks_of_equally_many_tokens_attend_in_one_call_and_each_sees_its_own_beginning():
+    """Two of two tokens, at different places of their texts, beside one of three and one of one."""
+    memory, generator = Memory(12, 4), torch.Generator().manual_seed(0)
+    runs = {"d": (8, 9), "a": (3, 5), "b": (0, 2), "c": (4, 7)}
+    for name, (first, last) in runs.items():
+        for _ in range(memory.blocks_for(last)):
+            memory.do(Action(name, "TAKE", list(memory.free)[-1 if name == "b" else 0]))
+        if first:
+            memory.do(Action(name, "RUN", 0, first))
+    batch = [Action(name, "RUN", *run) for name, run in runs.items()]
+    for action in batch:
+        memory.do(action)
+    places = Places(batch, memory, torch.float64)
+    assert [group.num_runs for group in places.groups] == [1, 2, 1]
+    keys, values = torch.randn(2, 12, 4, 2, 8, generator=generator, dtype=torch.float64)
+    q = torch.randn(8, 4, 8, generator=generator, dtype=torch.float64)
+    k, v = torch.randn(2, 8, 2, 8, generator=generator, dtype=torch.float64)
+    rows = iter(places.attend(q, k, v, keys, values))
+    tokens = [(name, i) for name, (first, last) in runs.items() for i in range(first, last)]
+    for query, (name, i), row in zip(q, tokens, rows, strict=True):
+        expected = paged_attention(query, keys, values, memory.tables[name], i + 1)
+        torch.testing.assert_close(row, expected)
 
 
 def test_the_page_decides_as_the_scheduler_does():
@@ -431,11 +459,28 @@ def test_an_engine_runs_steps_that_somebody_else_wrote():
     assert engine.tokens["a"][3:] == alone(model, request)
 
 
-def test_the_model_attends_as_before_when_the_engine_is_done():
+def test_the_model_attends_as_before_when_the_engine_is_done_or_has_failed():
     model = model_of(SMALL)
-    before = [block.attn.attend for block in model.blocks]
-    Engine(model, Memory(12, 4), None).serve(requests_of(SMALL))
-    assert [block.attn.attend for block in model.blocks] == before
+    engine, tokens = Engine(model, Memory(12, 4), None), torch.arange(9)[None]
+    before = model(tokens)
+    engine.serve(requests_of(SMALL))
+    assert torch.equal(model(tokens), before)
+    engine.attention_of_each_layer = lambda batch, positions: [None] * SMALL.num_layers
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        engine.serve(requests_of(SMALL))
+    assert torch.equal(model(tokens), before)  # also after an error
+
+
+def test_an_engine_moves_matrices_in_memory_and_leaves_their_shapes_and_values():
+    model, same = model_of(SMALL), model_of(SMALL)
+    held = sum(each.untyped_storage().nbytes() for each in model.parameters())
+    Engine(Engine(model, Memory(12, 4), None).model, Memory(12, 4), None)
+    for (name, moved), whole in zip(model.named_parameters(), same.parameters(), strict=True):
+        in_layer = name.startswith("blocks") and moved.ndim == 2
+        assert torch.equal(moved, whole)
+        assert moved.stride() == ((1, len(whole)) if in_layer else whole.stride()), name
+    assert sum(each.untyped_storage().nbytes() for each in model.parameters()) == held
+    model(torch.arange(9)[None]).sum().backward()  # it can still be trained
 
 
 def test_a_stop_token_ends_a_text_and_frees_its_blocks():
@@ -499,6 +544,8 @@ def test_a_cancelled_request_leaves_no_block_behind_and_disturbs_nobody(when, pr
             ),
             "the draft's vocab_size=32 is not the target's 64",
         ),
+        (lambda: stage_of(model_of(SMALL), 0, 1), "1 stages of 2 layers .* give 2 to 2 ranks"),
+        (lambda: stage_of(model_of(SMALL), 0, 3), "3 stages of 2 layers will not do"),
         (lambda: served(Request("a", (1,) * 65, 1)), "more than the model's window, seq_len=64"),
         (lambda: served(Request("a", (1,) * 30, 4), blocks=8), "would never fit"),
         (lambda: served(Request("a", (64,), 4)), "a token outside 0..63"),
@@ -532,13 +579,24 @@ def test_tokens_of_a_prompt_may_be_anything_that_is_a_whole_number():
     assert Request("a", torch.arange(3), 1).prompt == Request("a", range(3), 1).prompt == (0, 1, 2)
 
 
-def test_a_refused_request_leaves_no_block_behind():
-    engine = Engine(model_of(SMALL), Memory(8, 4), None)
-    good, bad = Request("a", (1, 2), 5), Request("b", (1,) * 30, 9, arrival=3)
-    with pytest.raises(ServingError, match="would never fit"):
+@pytest.mark.parametrize(
+    "bad, why",
+    [
+        (Request("b", (1,) * 65, 1, arrival=3), "more than the model's window, seq_len=64"),
+        (Request("b", (1,) * 30, 9, arrival=3), "would never fit"),
+        (Request("b", (1,), 4, samples=20, arrival=3), "would never fit"),
+        (Request("b", (64,), 4, arrival=3), "a token outside 0..63"),
+        (Request("a", (2,), 4, arrival=3), "two requests are called 'a'"),
+    ],
+)
+def test_a_refused_request_leaves_no_block_behind(bad, why):
+    """It comes when `a` has long had blocks, and is refused before `a` gets one."""
+    engine, good = Engine(model_of(SMALL), Memory(8, 4), None), Request("a", (1, 2), 5)
+    with pytest.raises(ServingError, match=why):
         engine.serve([good, bad])
-    assert engine.memory.used == 0
+    assert engine.memory.used == 0 and len(engine.memory.free) == 8
     assert len(engine.serve([good]).texts["a"]) == 5
+    assert engine.memory.used == 0 and len(engine.memory.free) == 8
 
 
 # ---- ranks ---------------------------------------------------------------------------------------
@@ -691,6 +749,29 @@ def test_a_pipeline_that_decodes_idles_but_for_as_many_groups_as_stages(stages, 
     for stage in range(stages):
         spans = sorted((v.start, v.end) for v in visits if v.stage == stage)
         assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:]))
+
+
+def decode_on_ranks(config, texts, new, group):
+    return decode_in_stages(model_of(config), texts, new, group)
+
+
+@pytest.mark.parametrize(
+    "stages, groups, name", [(2, 1, ROTARY), (2, 3, LEARNED), (3, 2, LEARNED), (4, 6, ROTARY)]
+)
+def test_stages_on_ranks_give_the_same_tokens_and_idle_as_the_list_says(stages, groups, name):
+    config = MODELS[name].replace(num_layers=4)
+    texts = [torch.arange(3 + i, 8 + 2 * i) for i in range(groups)]
+    run = launch(decode_on_ranks, stages, (config, texts, 9))
+    expected = [generate(model_of(config), text, 9, temperature=0).tolist() for text in texts]
+    assert len({token for text in expected for token in text[-9:]}) > 3
+    for rank in (0, -1):
+        assert [text.tolist() for text in run.results[rank][0]] == expected
+    visits = [visit for _, visits in run.results for visit in visits]
+    assert sorted(visits) == sorted(decode_in_pipeline(stages, groups, 9))
+    # x [S, D] over every border, one token back, each with its moment.
+    rows = sum(len(text) + 9 - 1 for text in texts)
+    over_borders = (stages - 1) * (rows * config.d_model * 8 + 9 * groups * 4)
+    assert run.ledger.total_bytes() == over_borders + 9 * groups * (8 + 4)
 
 
 def test_int8_weights_are_off_by_half_a_scale_at_most_and_weigh_a_quarter():

@@ -8,6 +8,7 @@
     choose                a seed decides, whoever else is in the batch
     speculate, accept     a small model guesses, the large one checks all guesses at once
     decode_in_pipeline    who idles when one token goes through stages
+    decode_in_stages      the same, done: each rank has some of the layers
 
 engine.py does the same for many sequences at once, scheduler.py decides as `who_runs` does.
 Legend: S new tokens, T tokens in the cache, N heads, K kv heads, H head dim, V vocab, L layers.
@@ -23,7 +24,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
+from ..collectives import start, wait
+from ..config import ModelConfig
 from ..context_parallel.ideas import Partial, merge
 from ..digits import at_least_float32
 from ..model import GPT
@@ -79,7 +83,7 @@ def attending(model: GPT, functions: Sequence[Callable]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def forward(model: GPT, tokens: Tensor, cache: Cache) -> Tensor:
+def forward(model: GPT | Stage, tokens: Tensor, cache: Cache) -> Tensor:
     """The tokens [S] that follow on those in the cache -> logits [S, V]; the cache grows by S.
 
     Raises ServingError beyond the window of the model, whose positions end there, and for no token.
@@ -327,3 +331,72 @@ def decode_in_pipeline(num_stages: int, num_groups: int, num_tokens: int) -> lis
                 free[stage] = ready[group] = start + 1
                 visits.append(Visit(stage, group, token, start, start + 1))
     return visits
+
+
+class Stage(NamedTuple):
+    """Some of a model's layers, as `forward` reads them; only the ends embed and have the head."""
+
+    config: ModelConfig
+    embed: Callable
+    blocks: Sequence[Module]
+    head: Callable
+
+
+def stage_of(model: GPT, number: int, num_stages: int) -> Stage:
+    """Stage `number` of `num_stages`, of about as many layers each; a real server loads only these.
+    Raises ServingError for one stage, and for more than there are layers."""
+    num_layers = len(model.blocks)
+    if not 1 < num_stages <= num_layers:
+        raise ServingError(
+            f"{num_stages} stages of {num_layers} layers will not do: give 2 to {num_layers} ranks."
+        )
+    layers = slice(number * num_layers // num_stages, (number + 1) * num_layers // num_stages)
+    embed = model.embed if number == 0 else lambda x, positions: x
+    head = model.head if number == num_stages - 1 else lambda x: x
+    return Stage(model.config, embed, model.blocks[layers], head)
+
+
+def decode_in_stages(
+    model: GPT, texts: Sequence[Tensor], max_new_tokens: int, group
+) -> tuple[list[Tensor], list[Visit]]:
+    """Continue texts, each a group of its own, with rank i as stage i; returns them, as far as this
+    rank learns of them (the first and the last do), and its visits.
+
+    x [S, D] of a text's new tokens goes on to the next rank, and the last one's choice back to the
+    first. With each message travels the moment at which it was ready, if a visit takes 1: so it is
+    measured who idles, and not how busy this machine is.
+    """
+    rank, last = group.rank(), group.size() - 1
+    following = 0 if rank == last else rank + 1
+    stage, width, texts = stage_of(model, rank, last + 1), model.config.d_model, list(texts)
+    caches = [Cache(len(stage.blocks)) for _ in texts]
+    free, visits, sent = torch.zeros(1), [], []
+
+    def receive(message: Tensor, source: int) -> tuple[Tensor, Tensor]:
+        ready = torch.empty(1)
+        wait(start(group, receives=[(message, source), (ready, source)]))
+        return message, ready
+
+    for token in range(max_new_tokens + 1):
+        for i, text in enumerate(texts):
+            x, ready = text, torch.zeros(1)
+            if rank == 0 and token > 0:
+                x, ready = receive(text.new_empty(1), last)
+                texts[i] = torch.cat([text, x])
+            if token == max_new_tokens:
+                continue  # only the first rank still had something to learn
+            if rank > 0:
+                shape = len(text) if token == 0 else 1, width
+                x, ready = receive(torch.empty(shape, dtype=model.head.norm.weight.dtype), rank - 1)
+            x = forward(stage, x, caches[i])  # [S, D], or logits [S, V]
+            begin = torch.maximum(free, ready)
+            free = begin + 1
+            visits.append(Visit(rank, i, token, float(begin), float(free)))
+            if rank == last:
+                x = x[-1].argmax().view(1)
+                texts[i] = torch.cat([text, x])
+            messages = [(x.contiguous(), following), (free, following)]
+            sent.append((messages, start(group, sends=messages)))  # nobody waits for a receiver
+    for _, handles in sent:
+        wait(handles)
+    return texts, visits

@@ -54,10 +54,12 @@ class Policy:
 
 
 class Growing:
-    """A sequence: its request, and how many of its tokens are known (prompt and chosen ones)."""
+    """A sequence: its request, how many of its tokens are known (prompt and chosen ones), and the
+    hashes of the prompt's full blocks."""
 
-    def __init__(self, name: str, request: Request):
+    def __init__(self, name: str, request: Request, hashes: Sequence[bytes]):
         self.name, self.request, self.known = name, request, len(request.prompt)
+        self.hashes = hashes
 
     @property
     def has_ended(self) -> bool:
@@ -85,18 +87,18 @@ class Prefixes:
             found.append(before)
         return found
 
-    def find(self, tokens: Sequence[int]) -> list[int]:
-        """Blocks that hold its beginning. The last token is left out: somebody has to run it."""
+    def find(self, hashes: Sequence[bytes]) -> list[int]:
+        """The blocks that hold the beginning of a text of these hashes, as far as there are."""
         blocks = []
-        for each in self.hashes(tokens[:-1]):
+        for each in hashes:
             if each not in self.block_of:
                 break
             blocks.append(self.block_of[each])
         return blocks
 
-    def remember(self, tokens: Sequence[int], table: Sequence[int], written: int) -> None:
-        full = self.hashes(tokens[:written])
-        for each, block in zip(full, table):
+    def remember(self, hashes: Sequence[bytes], table: Sequence[int]) -> None:
+        """The first blocks of a table hold what these hashes stand for."""
+        for each, block in zip(hashes, table):
             if each not in self.block_of and block not in self.hash_of:
                 self.block_of[each], self.hash_of[block] = block, each
 
@@ -126,7 +128,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Let a request wait. Raises ServingError if it could not run even alone."""
         self.refuse_what_never_fits(request)
-        self.waiting.append(Growing(request.sequences[0], request))
+        hashes = self.prefixes.hashes(request.prompt)
+        self.waiting.append(Growing(request.sequences[0], request, hashes))
 
     def refuse_what_never_fits(self, request: Request) -> None:
         memory, policy = self.memory, self.policy
@@ -226,7 +229,8 @@ class Scheduler:
         self._do(sequence, "RUN", first, first + tokens)
         self.budget -= tokens
         if self.policy.share and not self.policy.reserve:
-            self.prefixes.remember(sequence.request.prompt, memory.tables[name], first + tokens)
+            full = sequence.hashes[: (first + tokens) // memory.block_size]
+            self.prefixes.remember(full, memory.tables[name])
         if first + tokens < sequence.known:
             return
         began = sequence.known == len(sequence.request.prompt)
@@ -234,7 +238,7 @@ class Scheduler:
         for child in sequence.request.sequences[1:]:
             if began and name == sequence.request.sequences[0]:
                 self._do(sequence, "FORK", child)
-                forked = Growing(child, sequence.request)
+                forked = Growing(child, sequence.request, sequence.hashes)
                 forked.known = sequence.known
                 self.running.append(forked)
 
@@ -285,7 +289,11 @@ class Scheduler:
         if sequence.name in memory.hosted:
             return False  # it waits to be swapped in
         reserved = memory.blocks_for(max(policy.reserve, request.positions)) * bool(policy.reserve)
-        shared = [] if policy.reserve or not policy.share else self.prefixes.find(request.prompt)
+        shared = []
+        if policy.share and not policy.reserve:
+            # The last token is left out: somebody has to run it.
+            full = (len(request.prompt) - 1) // memory.block_size
+            shared = self.prefixes.find(sequence.hashes[:full])
         left = sequence.known - len(shared) * memory.block_size
         tokens = len(shared) * memory.block_size + min(left, self.budget)
         new = max(memory.blocks_for(tokens), reserved) - len(shared)
