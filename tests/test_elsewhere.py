@@ -7,7 +7,9 @@ import sys
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
+from mini_dist import GPT, launch, token_loss
 from mini_dist.elsewhere import in_torch, in_torchtitan, kept, ours, run
 from mini_dist.elsewhere.kept import FOLDER
 from tools.keep import all_kept
@@ -32,6 +34,26 @@ def test_ours_and_pytorchs_train_the_same_and_send_what_is_said():
     assert mine["HSDP 2 x 2"]["sent"] == inside + across - 4 * root * 2
     assert theirs["HSDP 2 x 2"]["sent"] == mine["HSDP 2 x 2"]["sent"]
     assert mine["ZeRO-3"]["peak"] < mine["data parallel"]["peak"]
+
+
+def clipped(with_root, group):
+    """After a backward pass: what clip_grad_norm_ says of blocks wrapped with or without root."""
+    gpt, mesh = GPT(run.CONFIG), in_torch.one_axis(group)
+    for module in (*gpt.blocks, *([gpt] if with_root else [])):
+        fully_shard(module, mesh=mesh)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    token_loss(gpt(tokens), tokens).mean().backward()
+    try:
+        return torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0).full_tensor().item() > 0
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_root_that_is_not_wrapped_shows_itself_where_gradients_are_clipped():
+    """As the last pitfall of lesson 22 says."""
+    assert launch(clipped, 2, (True,)).results == [True, True]
+    for said in launch(clipped, 2, (False,)).results:
+        assert "mixed torch.Tensor and DTensor" in said
 
 
 def test_everything_that_needs_another_program_is_kept():
