@@ -63,7 +63,7 @@ def test_everything_that_needs_another_program_is_kept():
 
 
 def test_what_torchtitan_has_executed_is_what_is_exported_today():
-    """After another export: `make torchtitan`, and tools/keep.py in_torchtitan there."""
+    """After another export: `make torchtitan`, and tools/keep.py in_torchtitan.exports there."""
     kept_now = json.loads((FOLDER / "in_torchtitan.exports.json").read_text())["result"]
     executed = {name: each["source"] for name, each in kept_now.items()}
     assert in_torchtitan.exported() == executed
