@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 
 import pytest
 import torch
@@ -34,6 +35,28 @@ def test_ours_and_pytorchs_train_the_same_and_send_what_is_said():
     assert mine["HSDP 2 x 2"]["sent"] == inside + across - 4 * root * 2
     assert theirs["HSDP 2 x 2"]["sent"] == mine["HSDP 2 x 2"]["sent"]
     assert mine["ZeRO-3"]["peak"] < mine["data parallel"]["peak"]
+
+
+def sleeps(batches, group):
+    """0.2 s a step of waiting."""
+    return [time.sleep(0.2) or 0.0 for _ in batches(group.rank(), group.size())]
+
+
+def works(batches, group):
+    """0.2 s a step of the processor, however long that takes."""
+    losses = []
+    for _ in batches(group.rank(), group.size()):
+        end = time.process_time() + 0.2
+        while time.process_time() < end:
+            pass
+        losses.append(0.0)
+    return losses
+
+
+def test_the_processors_time_is_of_all_ranks_and_no_waiting_is_in_it():
+    waiting, working = run.measure({"sleeps": (sleeps,), "works": (works,)})
+    assert waiting["seconds"] > 0.2 > waiting["cpu_seconds"]
+    assert 0.2 * run.RANKS <= working["cpu_seconds"] < 0.2 * run.RANKS + 0.2
 
 
 def clipped(with_root, group):
