@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 
+from mini_dist import GPT, launch, token_loss
 from mini_dist.elsewhere import in_torch, in_torchtitan, kept, ours, run
 from mini_dist.elsewhere.kept import FOLDER
 from tools.keep import all_kept
@@ -34,6 +37,48 @@ def test_ours_and_pytorchs_train_the_same_and_send_what_is_said():
     assert mine["ZeRO-3"]["peak"] < mine["data parallel"]["peak"]
 
 
+def sleeps(batches, group):
+    """0.2 s a step of waiting."""
+    return [time.sleep(0.2) or 0.0 for _ in batches(group.rank(), group.size())]
+
+
+def works(batches, group):
+    """0.2 s a step of the processor, however long that takes."""
+    losses = []
+    for _ in batches(group.rank(), group.size()):
+        end = time.process_time() + 0.2
+        while time.process_time() < end:
+            pass
+        losses.append(0.0)
+    return losses
+
+
+def test_the_processors_time_is_of_all_ranks_and_no_waiting_is_in_it():
+    waiting, working = run.measure({"sleeps": (sleeps,), "works": (works,)})
+    assert waiting["seconds"] > 0.2 > waiting["cpu_seconds"]
+    assert 0.2 * run.RANKS <= working["cpu_seconds"] < 0.2 * run.RANKS + 0.2
+
+
+def clipped(with_root, group):
+    """After a backward pass: what clip_grad_norm_ says of blocks wrapped with or without root."""
+    gpt, mesh = GPT(run.CONFIG), in_torch.one_axis(group)
+    for module in (*gpt.blocks, *([gpt] if with_root else [])):
+        fully_shard(module, mesh=mesh)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    token_loss(gpt(tokens), tokens).mean().backward()
+    try:
+        return torch.nn.utils.clip_grad_norm_(gpt.parameters(), 1.0).full_tensor().item() > 0
+    except RuntimeError as error:
+        return str(error)
+
+
+def test_a_root_that_is_not_wrapped_shows_itself_where_gradients_are_clipped():
+    """As the last pitfall of lesson 22 says."""
+    assert launch(clipped, 2, (True,)).results == [True, True]
+    for said in launch(clipped, 2, (False,)).results:
+        assert "mixed torch.Tensor and DTensor" in said
+
+
 def test_everything_that_needs_another_program_is_kept():
     for fn in all_kept():
         text = (FOLDER / f"{fn.__module__.rsplit('.', 1)[-1]}.{fn.__name__}.json").read_text()
@@ -41,7 +86,7 @@ def test_everything_that_needs_another_program_is_kept():
 
 
 def test_what_torchtitan_has_executed_is_what_is_exported_today():
-    """After another export: `make torchtitan`, and tools/keep.py in_torchtitan there."""
+    """After another export: `make torchtitan`, and tools/keep.py in_torchtitan.exports there."""
     kept_now = json.loads((FOLDER / "in_torchtitan.exports.json").read_text())["result"]
     executed = {name: each["source"] for name, each in kept_now.items()}
     assert in_torchtitan.exported() == executed

@@ -43,7 +43,7 @@ def kept(*needs: str, how: str = "pip install -e '.[frameworks]'") -> Callable:
             )
             return record["result"]
 
-        run_or_recall.needs = needs
+        run_or_recall.needs, run_or_recall.how = needs, how
         return run_or_recall
 
     return decorate

@@ -50,7 +50,7 @@ def adamw(parameters) -> torch.optim.Optimizer:
 
 
 class Meter:
-    """This rank's batches; notes the time and the kernel's count at the start of each step."""
+    """This rank's batches; notes times and the kernel's count at the start of each step."""
 
     def __init__(self, group, steps: int = STEPS):
         self.group, self.steps, self.marks = group, steps, []
@@ -69,7 +69,8 @@ class Meter:
 
     def mark(self) -> None:
         self.group.barrier().wait()
-        self.marks.append((time.time(), time.perf_counter(), wire_bytes()))
+        clocks = time.time(), time.perf_counter(), time.process_time()
+        self.marks.append((*clocks, wire_bytes()))
 
 
 def metered(runs: dict, group) -> list[tuple]:
@@ -102,7 +103,8 @@ def measure(runs: dict[str, tuple]) -> list[dict]:
     losses: of each step, the mean over the ranks that know it. sent: bytes of all ranks in a step,
     by the ledger; sent_by: the same by axis and operation. on_sockets: by the kernel, None where
     nobody counts. peak: bytes of tensors, most on a rank, in two steps. seconds: of
-    a step, the slowest rank. lines: of code, of `train` and what it calls in its file. The
+    a step, the slowest rank. cpu_seconds: of all ranks together in a step, which others on the
+    machine hardly change. lines: of code, of `train` and what it calls in its file. The
     first step sets things up, and is not in the bytes and seconds.
     """
     run = launch(metered, RANKS, (runs,), timeout=600, quiet=True)
@@ -123,8 +125,9 @@ def row_of(name: str, train: Callable, of_ranks: tuple, ledger) -> dict:
             by[key] = by.get(key, 0) + comm.sent / (STEPS - 1)
     times = [[mark[1] for mark in of_rank] for of_rank in marks]
     took = [max(t[i + 1] - t[i] for t in times) for i in range(1, STEPS)]
-    counted = all(of_rank[1][2] for of_rank in marks)
-    on_sockets = counted and sum(m[-1][2][0] - m[1][2][0] for m in marks) / (STEPS - 1)
+    busy = sum(of_rank[-1][2] - of_rank[1][2] for of_rank in marks) / (STEPS - 1)
+    counted = all(of_rank[1][3] for of_rank in marks)
+    on_sockets = counted and sum(m[-1][3][0] - m[1][3][0] for m in marks) / (STEPS - 1)
     return {
         "name": name,
         "losses": [round(sum(step) / len(known), 6) for step in zip(*known)],
@@ -133,6 +136,7 @@ def row_of(name: str, train: Callable, of_ranks: tuple, ledger) -> dict:
         "on_sockets": on_sockets or None,
         "peak": max(peaks),
         "seconds": statistics.median(took),
+        "cpu_seconds": busy,
         "lines": num_lines(train),
     }
 

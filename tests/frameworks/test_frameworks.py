@@ -35,7 +35,7 @@ def fresh(fn):
     """What a function that is decorated with `kept` gives here; skips where it cannot run."""
     for module in fn.needs:
         if not is_installed(module):
-            pytest.skip(f"{module} is not installed: make frameworks")
+            pytest.skip(f"{module} is not installed ({fn.how})")
     return fn()
 
 
