@@ -20,6 +20,8 @@ class Search:
     zero: stages; (0, 1) is what Megatron-LM's distributed optimizer does. max_tp: None for the
     devices of a node; max_pp: for the layers; max_cp: for 64 if a sequence is LONG, else 1.
     schedules: of pipelines; "zb_h1" and "zb_v" (zero-bubble) are tried if they are named.
+    fastest_of_axes: of all layouts with the same pp, dp, cp and tp only the fastest (by the closed
+    form) is surely ranked, and most others are not looked at: the answer comes sooner.
     """
 
     micro_batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
@@ -31,6 +33,7 @@ class Search:
     num_simulated: int = 10
     recompute_every: tuple[int, ...] = (1, 2, 4)
     schedules: tuple[str, ...] = ("1f1b", "interleaved")
+    fastest_of_axes: bool = False
 
     def __post_init__(self):
         for field, known in (
@@ -100,7 +103,9 @@ def _scheduled(config: ModelConfig, base: Layout, schedules: tuple[str, ...]) ->
         numbers = range(2, most + 1) if name == "interleaved" else (2 if name in V_SHAPED else 1,)
         for chunks in numbers:
             even = not all((config.num_layers + ends) % (base.pp * chunks) for ends in (0, 2))
-            if chunks == 1 or even and (whole_rounds or name != "interleaved"):
+            if (name, chunks) == (base.schedule, base.num_chunks):
+                yield base
+            elif chunks == 1 or even and (whole_rounds or name != "interleaved"):
                 yield base.replace(schedule=name, num_chunks=chunks)
 
 
@@ -108,7 +113,10 @@ def _recomputing(config: ModelConfig, base: Layout, search: Search) -> Iterator[
     """Nothing, and of a stage's layers each, or every second or fourth, where it has so many."""
     longest = -(-config.num_layers // base.num_stages)
     for again in search.recompute:
-        for every in (1,) if again == "none" else search.recompute_every:
+        if again == "none":
+            yield base
+            continue
+        for every in search.recompute_every:
             if every <= longest:
                 yield base.replace(recompute=again, recompute_every=every)
 
