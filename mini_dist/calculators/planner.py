@@ -136,27 +136,27 @@ def _fit(config: ModelConfig, tried: list[Layout], machine: Hardware, how: Frame
 def _fit_best_first(
     config: ModelConfig, tried: list[Layout], machine: Hardware, how: Framework
 ) -> Fitted:
-    """The same, for each cut of the axes in the order of a lower bound on their time, up to where
-    it is above the time of one that fits. What recomputes more than another that fits is slower."""
+    """The same without many of the slower ones: of each cut of the axes those whose time may be
+    below that of all others, by a lower bound, until none is left."""
     can_cut, dropped = _can_cut(config, tried, how)
-    found: Fitted = [], dropped, []
-    bound = _lower_bound(config, machine, how)
+    states, bound = states_of_all(config, can_cut, how), _lower_bound(config, machine, how)
     by_axes: dict[tuple, list[tuple[float, int]]] = {}
     for number, layout in enumerate(can_cut):
         axes = layout.pp, layout.dp, layout.cp, layout.tp
         by_axes.setdefault(axes, []).append((bound(layout), number))
-    states = states_of_all(config, can_cut, how)
+    looked_at: dict[int, Fitted] = {}
     for alike in by_axes.values():
-        fastest, fit = math.inf, set()
+        fastest = math.inf
         for least, number in sorted(alike):
-            layout = can_cut[number]
             if least > fastest:
                 break
-            if _but_for_recompute(layout) in fit:
-                continue
-            if candidate := _put_down(found, config, layout, states[number], machine, how):
-                fastest = min(fastest, candidate.time.seconds)
-                fit.add(_but_for_recompute(layout))
+            one = looked_at[number] = [], [], []
+            if fits := _put_down(one, config, can_cut[number], states[number], machine, how):
+                fastest = min(fastest, fits.time.seconds)
+    found: Fitted = [], dropped, []
+    for number in sorted(looked_at):  # in the order of _fit
+        for every, one in zip(found, looked_at[number]):
+            every += one
     return found
 
 
@@ -193,11 +193,6 @@ def _put_down(found: Fitted, config, layout, states, machine, how) -> Candidate 
     timed = Candidate(layout, waterfall, needed, step_time(config, layout, machine, how))
     (nearly if needed > limit else fitting).append(timed)
     return None if needed > limit else timed
-
-
-def _but_for_recompute(layout: Layout) -> tuple:
-    stages = layout.schedule, layout.num_chunks
-    return layout.micro_batch_size, layout.zero, layout.ep, *stages
 
 
 def _lower_bound(config: ModelConfig, machine: Hardware, how: Framework):
