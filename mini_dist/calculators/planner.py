@@ -199,14 +199,14 @@ def _lower_bound(config: ModelConfig, machine: Hardware, how: Framework):
     """A function of a layout: no step takes fewer seconds.
 
     The slowest rank computes at least the mean of all, m times, and 1F1B waits for the others once.
-    What a layer waits for besides, head, gradients and optimizer are left out.
+    What waits for ZeRO, for messages between stages or the host is left out, as is the optimizer.
     """
     moe_layers = config.num_moe_layers
     kinds = (True, moe_layers), (False, config.num_layers - moe_layers)
     known: dict[tuple, tuple[float, float]] = {}
 
     def all_layers(layout) -> tuple[float, float]:
-        """Forward and backward of the model's layers on one micro-batch."""
+        """Forward and backward of one micro-batch: the layers, and with backward the head."""
         sizes = layout.tp, layout.cp, layout.ep, layout.sequence_parallel, layout.micro_batch_size
         if sizes not in known:
             times = [(n, layer_time(config, layout, machine, how, moe)) for moe, n in kinds if n]
