@@ -203,6 +203,15 @@ def test_the_fastest_of_each_cut_are_those_of_the_whole_search(name, machine, si
     assert max(bound(c.layout) / c.time.seconds for c in whole.candidates) > 0.8
 
 
+def test_what_nearly_fits_is_compared_by_the_same_way_of_timing():
+    for simulated in (0, 10):
+        search = Search(micro_batch_sizes=(1,), zero=(1,), num_simulated=simulated)
+        found = plan("llama3-70b", "h100", 512, 4 * 2**20, search=search)
+        for candidate in (found.best, found.nearly):
+            again = step_time(found.model, candidate.layout, "h100", simulate=simulated > 0)
+            assert candidate.time == again
+
+
 def fastest_of_axes(found):
     first = {}
     for candidate in found.candidates:
