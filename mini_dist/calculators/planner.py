@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from ..config import Layout, ModelConfig
 from ..schedule import SPLIT
-from .bubble import num_simulated_actions
+from .bubble import hop_seconds, message_line, num_simulated_actions
 from .frameworks import Framework, framework
 from .kernels import head_seconds, layer_time
 from .layouts import Search, layouts, short
@@ -199,11 +199,13 @@ def _lower_bound(config: ModelConfig, machine: Hardware, how: Framework):
     """A function of a layout: no step takes fewer seconds.
 
     The slowest rank computes at least the mean of all, m times, and 1F1B waits for the others once.
-    What waits for ZeRO, for messages between stages or the host is left out, as is the optimizer.
+    Messages between stages come on top. What waits for ZeRO, for gradients or for the host is left
+    out, as is the optimizer.
     """
     moe_layers = config.num_moe_layers
     kinds = (True, moe_layers), (False, config.num_layers - moe_layers)
     known: dict[tuple, tuple[float, float]] = {}
+    ways: dict[tuple, list[float]] = {}
 
     def all_layers(layout) -> tuple[float, float]:
         """Forward and backward of one micro-batch: the layers, and with backward the head."""
@@ -217,13 +219,19 @@ def _lower_bound(config: ModelConfig, machine: Hardware, how: Framework):
             )
         return known[sizes]
 
+    def messages(layout) -> float:
+        if (key := (*layout.axes.values(), layout.micro_batch_size)) not in ways:
+            ways[key] = hop_seconds(config, layout, machine, how)
+        return message_line(layout, ways[key])[0]
+
     def bound(layout: Layout) -> float:
         forward, backward = all_layers(layout)
         if layout.recompute == "full":
             backward += forward / layout.recompute_every
         waits = (layout.pp - 1) / layout.num_chunks if layout.schedule not in SPLIT else 0.0
+        computed = (layout.num_micro_batches + waits) * (forward + backward) / layout.pp
         rounding = 1 - 1e-9
-        return rounding * (layout.num_micro_batches + waits) * (forward + backward) / layout.pp
+        return rounding * (computed + (messages(layout) if layout.pp > 1 else 0.0))
 
     return bound
 
