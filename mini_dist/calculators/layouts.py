@@ -21,7 +21,7 @@ class Search:
     devices of a node; max_pp: for the layers; max_cp: for 64 if a sequence is LONG, else 1.
     schedules: of pipelines; "zb_h1" and "zb_v" (zero-bubble) are tried if they are named.
     fastest_of_axes: of all layouts with the same pp, dp, cp and tp only the fastest (by the closed
-    form) is surely ranked, and most others are not looked at: the answer comes sooner.
+    form) is surely ranked; most others are not looked at, nor counted: the answer comes sooner.
     """
 
     micro_batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
