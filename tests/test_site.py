@@ -197,6 +197,15 @@ def test_every_page_opens_without_an_error_asks_no_other_host_and_fits_a_phone(s
     assert formulas > 100
 
 
+@in_a_browser
+def test_on_a_phone_a_word_and_its_meaning_are_seen_without_scrolling(site, page):
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.goto((site / "docs/glossary.html").as_uri())
+    cells = "all => all.map(cell => cell.getBoundingClientRect().right)"
+    rights = page.locator("#glossary td").evaluate_all(cells)
+    assert len(rights) > 400 and max(rights) <= 390
+
+
 # of the texts that an article shows: how many, and those whose contrast (as in WCAG 2) is too low
 CONTRAST = r"""() => {
   const context = document.createElement("canvas").getContext("2d", { willReadFrequently: true });

@@ -55,6 +55,7 @@ def stream_seconds(device: Device, num_bytes: float) -> float:
     return num_bytes / device.stream_bandwidth + KERNEL_SECONDS
 
 
+@lru_cache(maxsize=4096)
 def collective_seconds(
     machine: Hardware,
     op: str,

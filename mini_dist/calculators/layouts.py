@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..config import RECOMPUTE, ZERO, Layout, ModelConfig
+from ..fields import true_or_false
 from ..schedule import V_SHAPED
 from .numbers import at_least
 
@@ -20,6 +21,8 @@ class Search:
     zero: stages; (0, 1) is what Megatron-LM's distributed optimizer does. max_tp: None for the
     devices of a node; max_pp: for the layers; max_cp: for 64 if a sequence is LONG, else 1.
     schedules: of pipelines; "zb_h1" and "zb_v" (zero-bubble) are tried if they are named.
+    fastest_of_axes: of all layouts with the same pp, dp, cp and tp only the fastest (by the closed
+    form) is surely ranked; most others are not looked at, nor counted: the answer comes sooner.
     """
 
     micro_batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
@@ -31,6 +34,7 @@ class Search:
     num_simulated: int = 10
     recompute_every: tuple[int, ...] = (1, 2, 4)
     schedules: tuple[str, ...] = ("1f1b", "interleaved")
+    fastest_of_axes: bool = False
 
     def __post_init__(self):
         for field, known in (
@@ -52,6 +56,7 @@ class Search:
                     names = ", ".join(map(repr, known))
                     raise ValueError(f"{field}={value!r} is not known: give some of {names}.")
             object.__setattr__(self, field, tuple(values))
+        true_or_false(self, "fastest_of_axes")
         for field, least in (("max_tp", 1), ("max_pp", 1), ("max_cp", 1), ("num_simulated", 0)):
             if (value := getattr(self, field)) is not None:
                 at_least(field, value, least)
@@ -100,7 +105,9 @@ def _scheduled(config: ModelConfig, base: Layout, schedules: tuple[str, ...]) ->
         numbers = range(2, most + 1) if name == "interleaved" else (2 if name in V_SHAPED else 1,)
         for chunks in numbers:
             even = not all((config.num_layers + ends) % (base.pp * chunks) for ends in (0, 2))
-            if chunks == 1 or even and (whole_rounds or name != "interleaved"):
+            if (name, chunks) == (base.schedule, base.num_chunks):
+                yield base
+            elif chunks == 1 or even and (whole_rounds or name != "interleaved"):
                 yield base.replace(schedule=name, num_chunks=chunks)
 
 
@@ -108,7 +115,10 @@ def _recomputing(config: ModelConfig, base: Layout, search: Search) -> Iterator[
     """Nothing, and of a stage's layers each, or every second or fourth, where it has so many."""
     longest = -(-config.num_layers // base.num_stages)
     for again in search.recompute:
-        for every in (1,) if again == "none" else search.recompute_every:
+        if again == "none":
+            yield base
+            continue
+        for every in search.recompute_every:
             if every <= longest:
                 yield base.replace(recompute=again, recompute_every=every)
 

@@ -30,9 +30,9 @@ from .models import model
 from .moments import course_memory
 from .numbers import at_least, cut_by
 from .parameters import (
+    first_alike,
     held_outside,
-    layers_by_recompute,
-    layers_of_stage,
+    layers_of_rank,
     parameters_of_rank,
     stages_of_rank,
 )
@@ -144,12 +144,7 @@ def _of_each_kind(config, layout, how) -> list[int]:
     (What this library holds besides is another on each.)"""
     if framework(how).own_runs:
         return list(range(layout.pp))
-    first: dict[tuple, int] = {}
-    for rank in range(layout.pp):
-        stages = stages_of_rank(layout, rank)
-        layers = tuple(tuple(layers_of_stage(config, layout, stage)) for stage in stages)
-        first.setdefault((layers, 0 in stages, layout.num_stages - 1 in stages), rank)
-    return list(first.values())
+    return list(dict.fromkeys(first_alike(config, layout)))
 
 
 def _ends(layout: Layout) -> tuple[int, int, int]:
@@ -206,12 +201,12 @@ def _states(config, layout, how, pp_rank) -> list[Line]:
     if held.experts:
         parts.append((" of experts", float(held.experts), ways // layout.ep))
     stepped = how.optimizer_bytes + (how.shard_bytes if layout.zero in (1, 2) else 0)
-    each = how.parameter_bytes, how.gradient_bytes, stepped
+    each, away = (how.parameter_bytes, how.gradient_bytes, stepped), offloaded(how)
     lines = [
         line
         for what, numel, shards in parts
         for line in _state_lines(what, numel, shards, layout.zero, each)
-        if line.name.split()[0] not in offloaded(how)
+        if line.name.split()[0] not in away
     ]
     if how.offload_gradients and not how.own_runs:  # of the layer that has them, and one's leaving
         value = 2 * how.gradient_bytes * float(held.largest_layer)
@@ -254,11 +249,10 @@ def _saved_activations(config, layout, how, pp_rank) -> list[Line]:
     """What forward keeps for backward, of all micro-batches in flight."""
     tokens, whole = tokens_of_micro_batch(config, layout), cut_of_whole(layout)
     stages, flight = stages_of_rank(layout, pp_rank), micro_batches_in_flight(layout, pp_rank)
-    kinds = [kind for stage in stages for kind in layers_by_recompute(config, layout, stage)]
+    kinds = [kind for stage in layers_of_rank(config, layout, pp_rank) for kind in stage]
     layers = sum(count for _, _, count in kinds)
-    each = sum(
-        count * kept_of_layer(config, layout, how, moe, again) for moe, again, count in kinds
-    )
+    kept = {kind[:2]: kept_of_layer(config, layout, how, *kind[:2]) for kind in set(kinds)}
+    each = sum(count * kept[moe, again] for moe, again, count in kinds)
     mean = each / max(1, layers)
     lines = [
         Line(

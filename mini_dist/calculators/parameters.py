@@ -6,7 +6,6 @@ with it; `experts` how many copies of it there are, spread by expert parallelism
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -185,18 +184,63 @@ def layers_of_stage(config: ModelConfig, layout: Layout, stage: int) -> list[tup
     return list(_layers_of_stage(config, layout.num_stages, stage))
 
 
-def layers_by_recompute(
-    config: ModelConfig, layout: Layout, stage: int
-) -> Iterator[tuple[bool, bool, int]]:
-    """(with experts?, recomputed?, how many) of the same; each kind is counted for itself."""
-    for moe, count in layers_of_stage(config, layout, stage):
-        again = layout.num_recomputed(count)
-        for recomputed, layers in ((True, again), (False, count - again)):
-            if layers:
-                yield moe, recomputed, layers
+def layers_of_rank(
+    config: ModelConfig, layout: Layout, pp_rank: int
+) -> tuple[tuple[tuple[bool, bool, int], ...], ...]:
+    """(with experts?, recomputed?, how many) for each stage of a rank; each kind for itself."""
+    again = layout.recompute, layout.recompute_every
+    return _layers_of_rank(config, layout.num_stages, tuple(stages_of_rank(layout, pp_rank)), again)
+
+
+def first_alike(config: ModelConfig, layout: Layout) -> tuple[int, ...]:
+    """For each pipeline rank the first one that holds as much: as many layers of each kind in each
+    of its stages, and the embedding or the head if that one does."""
+    return _first_alike(config, layout.pp, layout.num_chunks, layout.schedule)
+
+
+def layers_of_stages(
+    config: ModelConfig, layout: Layout
+) -> tuple[tuple[tuple[bool, int], ...], ...]:
+    """layers_of_stage of every stage."""
+    return _layers_of_stages(config, layout.num_stages)
 
 
 # The planner asks for the same parts of a model in hundreds of layouts.
+
+
+@lru_cache(maxsize=4096)
+def _layers_of_rank(
+    config: ModelConfig, num_stages: int, stages: tuple[int, ...], again: tuple[str, int]
+) -> tuple[tuple[tuple[bool, bool, int], ...], ...]:
+    recompute, every = again
+    rule, found = Layout(recompute=recompute, recompute_every=every), []
+    for stage in stages:
+        kinds = []
+        for moe, count in _layers_of_stage(config, num_stages, stage):
+            recomputed = rule.num_recomputed(count)
+            kinds += [(moe, True, recomputed), (moe, False, count - recomputed)]
+        found.append(tuple(kind for kind in kinds if kind[2]))
+    return tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def _first_alike(config: ModelConfig, pp: int, num_chunks: int, schedule: str) -> tuple[int, ...]:
+    layout = Layout(pp=pp, num_chunks=num_chunks, schedule=schedule)
+    first: dict[tuple, int] = {}
+    alike = []
+    for rank in range(pp):
+        stages = stages_of_rank(layout, rank)
+        layers = tuple(_layers_of_stage(config, layout.num_stages, stage) for stage in stages)
+        holds = layers, 0 in stages, layout.num_stages - 1 in stages
+        alike.append(first.setdefault(holds, rank))
+    return tuple(alike)
+
+
+@lru_cache(maxsize=4096)
+def _layers_of_stages(
+    config: ModelConfig, num_stages: int
+) -> tuple[tuple[tuple[bool, int], ...], ...]:
+    return tuple(_layers_of_stage(config, num_stages, stage) for stage in range(num_stages))
 
 
 @lru_cache(maxsize=4096)

@@ -9,14 +9,17 @@ first 10, where their lists are not very long, and rank these again.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 
 from ..config import Layout, ModelConfig
-from .bubble import num_simulated_actions
+from ..schedule import SPLIT
+from .bubble import hop_seconds, message_line, num_simulated_actions
 from .frameworks import Framework, framework
+from .kernels import head_seconds, layer_time
 from .layouts import Search, layouts, short
-from .lines import Breakdown, readable
+from .lines import readable
 from .machines import Hardware, hardware
 from .memory import device_memory, peak_memory, states_of_all
 from .models import model as model_preset
@@ -45,7 +48,7 @@ BORROWED = (
     ),
 )
 MOST_ACTIONS = 10_000  # of a simulation, about 0.1 s; there the closed form is as good
-Needed = tuple[Layout, Breakdown, float]  # a layout, its waterfall, bytes on the device
+Fitted = tuple[list[Candidate], list[Dropped], list[Candidate]]  # fits, dropped, nearly fits
 
 
 def plan(
@@ -76,20 +79,23 @@ def plan(
     if search.max_tp is None:
         search = replace(search, max_tp=machine.devices_per_node)
     tried = list(layouts(config, num_devices, int(sequences), search))
-    fitting, dropped, nearly = _fit(config, tried, machine, how)
+    fit = _fit_best_first if search.fastest_of_axes else _fit
+    fitting, dropped, nearly = fit(config, tried, machine, how)
     if not fitting:  # what does not fit may be borrowed
         for more in BORROWED if not how.own_runs else ():
             borrowing = how.replace(**more)
-            fitting, _, nearly = _fit(config, tried, machine, borrowing)
+            fitting, _, nearly = fit(config, tried, machine, borrowing)
             if fitting:
                 how = borrowing
                 break
     if not fitting:
         raise ValueError(_nothing_fits(config, machine, how, num_devices, dropped))
 
-    ranked = _by_time(fitting, config, machine, how)
+    ranked = _fastest_first(fitting)
     top, num_simulated = _simulated(ranked[: search.num_simulated], config, machine, how)
-    missed, _ = _simulated(_by_time(nearly, config, machine, how)[:1], config, machine, how)
+    missed = _fastest_first(nearly)[:1]
+    if search.num_simulated:  # else closed forms are compared with each other
+        missed, _ = _simulated(missed, config, machine, how)
     return Plan(
         config,
         machine,
@@ -102,9 +108,8 @@ def plan(
     )
 
 
-def _by_time(fits, config, machine, how) -> list[Candidate]:
-    timed = [Candidate(*fit, step_time(config, fit[0], machine, how)) for fit in fits]
-    return sorted(timed, key=lambda c: c.time.seconds)
+def _fastest_first(candidates: list[Candidate]) -> list[Candidate]:
+    return sorted(candidates, key=lambda c: c.time.seconds)
 
 
 def _simulated(candidates, config, machine, how) -> tuple[list[Candidate], int]:
@@ -116,43 +121,119 @@ def _simulated(candidates, config, machine, how) -> tuple[list[Candidate], int]:
         for c in candidates
     ]
     again = sum(one is not other for one, other in zip(played, candidates))
-    return sorted(played, key=lambda c: c.time.seconds), again
+    return _fastest_first(played), again
 
 
-def _fit(
-    config: ModelConfig, tried: list[Layout], machine: Hardware, how: Framework
-) -> tuple[list[Needed], list[Dropped], list[Needed]]:
+def _fit(config: ModelConfig, tried: list[Layout], machine: Hardware, how: Framework) -> Fitted:
     """What fits, the rest with the reason, and of that what nearly fits."""
-    fitting, dropped, nearly = [], [], []
-    limit = machine.device.memory_bytes
-    can_cut = []
+    can_cut, dropped = _can_cut(config, tried, how)
+    found: Fitted = [], dropped, []
+    for layout, states in zip(can_cut, states_of_all(config, can_cut, how)):
+        _put_down(found, config, layout, states, machine, how)
+    return found
+
+
+def _fit_best_first(
+    config: ModelConfig, tried: list[Layout], machine: Hardware, how: Framework
+) -> Fitted:
+    """The same without many of the slower ones: of each cut of the axes those whose time may be
+    below that of all others, by a lower bound, until none is left."""
+    can_cut, dropped = _can_cut(config, tried, how)
+    states, bound = states_of_all(config, can_cut, how), _lower_bound(config, machine, how)
+    by_axes: dict[tuple, list[tuple[float, int]]] = {}
+    for number, layout in enumerate(can_cut):
+        axes = layout.pp, layout.dp, layout.cp, layout.tp
+        by_axes.setdefault(axes, []).append((bound(layout), number))
+    looked_at: dict[int, Fitted] = {}
+    for alike in by_axes.values():
+        fastest = math.inf
+        for least, number in sorted(alike):
+            if least > fastest:
+                break
+            one = looked_at[number] = [], [], []
+            if fits := _put_down(one, config, can_cut[number], states[number], machine, how):
+                fastest = min(fastest, fits.time.seconds)
+    found: Fitted = [], dropped, []
+    for number in sorted(looked_at):  # in the order of _fit
+        for every, one in zip(found, looked_at[number]):
+            every += one
+    return found
+
+
+def _can_cut(config, tried, how) -> tuple[list[Layout], list[Dropped]]:
+    can_cut, dropped = [], []
     for layout in tried:
         try:
             how.check(config, layout.check(config))
             can_cut.append(layout)
         except ValueError as error:
             dropped.append(Dropped(layout, "the model cannot be cut so", str(error)))
-    at_least = states_of_all(config, can_cut, how) if can_cut else []
-    for layout, states in zip(can_cut, at_least):
-        if device_memory(states, how) > limit:
-            what = f"{readable(states, 'bytes')} of model states alone"
-            dropped.append(Dropped(layout, "memory", f"{what}, for {readable(limit, 'bytes')}"))
-            continue
-        lacking = lacks_room(config, layout, machine, how)
-        if lacking:
-            dropped.append(Dropped(layout, "memory", lacking))
-            continue
-        waterfall = peak_memory(config, layout, how)
-        needed = device_memory(waterfall.total, how)
-        if needed > limit:
-            largest = max(waterfall, key=lambda line: line.value)
-            what = f"{readable(needed, 'bytes')} of {readable(limit, 'bytes')}"
-            dropped.append(Dropped(layout, "memory", f"{what}, most of it {largest.name}"))
-            if NEARLY_FULL * needed <= limit:
-                nearly.append((layout, waterfall, needed))
-        else:
-            fitting.append((layout, waterfall, needed))
-    return fitting, dropped, nearly
+    return can_cut, dropped
+
+
+def _put_down(found: Fitted, config, layout, states, machine, how) -> Candidate | None:
+    """Into what fits, is dropped, or is dropped and nearly fits; the candidate if it fits."""
+    fitting, dropped, nearly = found
+    limit = machine.device.memory_bytes
+    if device_memory(states, how) > limit:
+        what = f"{readable(states, 'bytes')} of model states alone"
+        dropped.append(Dropped(layout, "memory", f"{what}, for {readable(limit, 'bytes')}"))
+        return None
+    if lacking := lacks_room(config, layout, machine, how):
+        dropped.append(Dropped(layout, "memory", lacking))
+        return None
+    waterfall = peak_memory(config, layout, how)
+    needed = device_memory(waterfall.total, how)
+    if needed > limit:
+        largest = max(waterfall, key=lambda line: line.value)
+        what = f"{readable(needed, 'bytes')} of {readable(limit, 'bytes')}"
+        dropped.append(Dropped(layout, "memory", f"{what}, most of it {largest.name}"))
+    if NEARLY_FULL * needed > limit:
+        return None
+    timed = Candidate(layout, waterfall, needed, step_time(config, layout, machine, how))
+    (nearly if needed > limit else fitting).append(timed)
+    return None if needed > limit else timed
+
+
+def _lower_bound(config: ModelConfig, machine: Hardware, how: Framework):
+    """A function of a layout: no step takes fewer seconds.
+
+    The slowest rank computes at least the mean of all, m times, and 1F1B waits for the others once.
+    Messages between stages come on top. What waits for ZeRO, for gradients or for the host is left
+    out, as is the optimizer.
+    """
+    moe_layers = config.num_moe_layers
+    kinds = (True, moe_layers), (False, config.num_layers - moe_layers)
+    known: dict[tuple, tuple[float, float]] = {}
+    ways: dict[tuple, list[float]] = {}
+
+    def all_layers(layout) -> tuple[float, float]:
+        """Forward and backward of one micro-batch: the layers, and with backward the head."""
+        sizes = layout.tp, layout.cp, layout.ep, layout.sequence_parallel, layout.micro_batch_size
+        if sizes not in known:
+            times = [(n, layer_time(config, layout, machine, how, moe)) for moe, n in kinds if n]
+            head = head_seconds(config, machine, how, layout)
+            known[sizes] = (
+                sum(n * sum(time.forward.values()) for n, time in times),
+                sum(n * sum(time.backward.values()) for n, time in times) + sum(head),
+            )
+        return known[sizes]
+
+    def messages(layout) -> float:
+        if (key := (*layout.axes.values(), layout.micro_batch_size)) not in ways:
+            ways[key] = hop_seconds(config, layout, machine, how)
+        return message_line(layout, ways[key])[0]
+
+    def bound(layout: Layout) -> float:
+        forward, backward = all_layers(layout)
+        if layout.recompute == "full":
+            backward += forward / layout.recompute_every
+        waits = (layout.pp - 1) / layout.num_chunks if layout.schedule not in SPLIT else 0.0
+        computed = (layout.num_micro_batches + waits) * (forward + backward) / layout.pp
+        rounding = 1 - 1e-9
+        return rounding * (computed + (messages(layout) if layout.pp > 1 else 0.0))
+
+    return bound
 
 
 def _nothing_fits(config, machine, how, num_devices, dropped) -> str:

@@ -14,7 +14,7 @@ from .parameters import (
     Held,
     held_by_layer,
     held_outside,
-    layers_of_stage,
+    layers_of_stages,
     parameters_of_rank,
     stages_of_rank,
 )
@@ -244,11 +244,14 @@ def _messages(config, layout, how, parts) -> tuple[float, float]:
     outside = config.vocab_size * config.d_model / layout.tp
     dense = 1.0 if layout.pp > 1 else 2.0 - config.tied_embedding
     dense *= min(1.0, outside / sizes[0])
-    for stage in stages_of_rank(layout, 0):
-        for moe, layers in layers_of_stage(config, layout, stage):
+    of_layer: dict[bool, float] = {}
+    all_layers = layers_of_stages(config, layout)
+    for moe, layers in (kind for stage in stages_of_rank(layout, 0) for kind in all_layers[stage]):
+        if moe not in of_layer:
             piece = Piece(moe, layout.tp, layout.cp, layout.ep, False, 1.0, layout.world_size)
             each = [shape.k * shape.n for shape in matrices(config, piece) if shape.copies == 1]
-            dense += layers * sum(min(1.0, numel / sizes[0]) for numel in each)
+            of_layer[moe] = sum(min(1.0, numel / sizes[0]) for numel in each)
+        dense += layers * of_layer[moe]
     return max(1.0, dense), max(1.0, parts[1][0] / sizes[1])
 
 

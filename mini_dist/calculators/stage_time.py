@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from .activations import cut_of_whole, tokens_of_micro_batch
 from .kernels import every_second_seconds, head_seconds, layer_time, together
-from .parameters import held_by_layer, layers_by_recompute, stages_of_rank
+from .parameters import first_alike, held_by_layer, layers_of_rank, stages_of_rank
 from .replica_traffic import in_every_micro_batch, of_layer, of_root
 
 
@@ -42,14 +42,12 @@ def stages_of_pipeline(config, layout, machine, how) -> list[Stage]:
     """Each pipeline rank's work; equal ranks share one Stage."""
     kinds: dict[tuple, Stage] = {}
     stages: list[Stage] = []
-    seen: dict[tuple, Stage] = {}
-    for rank in range(layout.pp):
-        held = stages_of_rank(layout, rank)
-        amounts = tuple(tuple(layers_by_recompute(config, layout, stage)) for stage in held)
-        ends = 0 in held, layout.num_stages - 1 in held
-        if (amounts, ends) not in seen:
-            seen[amounts, ends] = _stage(config, layout, machine, how, rank, amounts, kinds)
-        stages.append(seen[amounts, ends])
+    for rank, first in enumerate(first_alike(config, layout)):
+        if first < rank:
+            stages.append(stages[first])
+            continue
+        amounts = layers_of_rank(config, layout, rank)
+        stages.append(_stage(config, layout, machine, how, rank, amounts, kinds))
     return stages
 
 

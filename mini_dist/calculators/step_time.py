@@ -13,6 +13,7 @@ links come from timings of single kernels and collectives; chosen.py lists those
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..config import Layout, ModelConfig
 from .bubble import bubble_seconds, hop_seconds, message_line, simulated
@@ -26,7 +27,7 @@ from .machines import Hardware, hardware
 from .models import model
 from .numbers import at_least, cut_by
 from .optimizer_time import optimizer_line
-from .parameters import every_second, layers_of_stage, parameters_of_rank
+from .parameters import every_second, layers_of_stages, parameters_of_rank
 from .replica_traffic import (
     average_seconds,
     averaged,
@@ -194,7 +195,7 @@ def step_time(
     breakdown = Breakdown("step time", tuple(lines))
     interval = _interval(breakdown, layout, machine)
     sequences, devices = layout.global_batch_size, layout.world_size
-    once = model_flops(config, sequences)
+    once = _model_flops(config, sequences)
     again = _recomputed_flops(config, layout, how)
     peak = breakdown.total * devices * device.peak_flops
     return StepTime(
@@ -209,8 +210,9 @@ def step_time(
 
 def _recomputed_flops(config: ModelConfig, layout: Layout, how: Framework) -> float:
     """FLOPs of a step, over all ranks, that recompute adds and whose time is counted."""
-    sequences = layout.global_batch_size
-    stages = (layers_of_stage(config, layout, stage) for stage in range(layout.num_stages))
+    if layout.recompute == "none":
+        return 0.0
+    sequences, stages = layout.global_batch_size, layers_of_stages(config, layout)
     layers = [(moe, layout.num_recomputed(n)) for stage in stages for moe, n in stage]
     if layout.recompute == "selective" and how.selective == "operators":
         matrices = sum(
@@ -221,8 +223,18 @@ def _recomputed_flops(config: ModelConfig, layout: Layout, how: Framework) -> fl
         return 2 * sequences * config.seq_len * matrices
     if layout.recompute == "selective" and how.flash_attention:
         return 0.0  # it computes its scores again in any case, and its own time has them
-    again = step_flops(config, sequences, layout.recompute).total - model_flops(config, sequences)
+    again = _hardware_flops(config, sequences, layout.recompute) - _model_flops(config, sequences)
     return again * sum(count for _, count in layers) / config.num_layers
+
+
+@lru_cache(maxsize=256)  # the same for all layouts of a batch
+def _hardware_flops(config: ModelConfig, sequences: int, recompute: str) -> float:
+    return step_flops(config, sequences, recompute).total
+
+
+@lru_cache(maxsize=256)
+def _model_flops(config: ModelConfig, sequences: int) -> float:
+    return model_flops(config, sequences)
 
 
 def _interval(breakdown: Breakdown, layout: Layout, machine: Hardware) -> Interval:

@@ -62,6 +62,7 @@ def search(model: str, gpu: str, num_gpus: int, tokens: int) -> Plan:
         max_tp=min(max(TP), hardware(gpu).devices_per_node),
         max_pp=max(PP),
         num_simulated=0,
+        fastest_of_axes=True,
     )
     found = plan(config, gpu, num_gpus, sequences * config.seq_len, search=on_the_map)
     if found.how.offload_optimizer:  # the map is of the devices' own memory

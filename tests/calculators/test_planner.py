@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -170,6 +171,52 @@ def test_on_98304_devices_most_layouts_cost_no_waterfall_and_no_step(monkeypatch
     assert calls["peak_memory"] < tried / 2
     nearly = calls["step_time"] - len(found.candidates) - Search().num_simulated
     assert 0 <= nearly < tried / 50
+
+
+@pytest.mark.parametrize(
+    "name, machine, size",
+    [
+        ("llama3-8b", "a100-80", 64),
+        ("llama3-70b", "b200", 256),
+        ("gpt3-175b", "h100-hf", 512),  # a slow network, behind which recompute is free
+        ("mixtral-8x7b", "h100", 64),
+        ("deepseek-v3", "h200", 256),
+    ],
+)
+@pytest.mark.sampled
+def test_the_fastest_of_each_cut_are_those_of_the_whole_search(name, machine, size):
+    search = Search((1, 2), zero=(1, 3), max_pp=16, recompute_every=(1, 2), num_simulated=0)
+    whole, part = (
+        plan(name, machine, size, 2**22, search=replace(search, fastest_of_axes=some))
+        for some in (False, True)
+    )
+    assert fastest_of_axes(part) == fastest_of_axes(whole)
+    assert part.nearly == whole.nearly
+    looked_at = [len(found.candidates) + len(found.dropped) for found in (part, whole)]
+    assert looked_at[0] < looked_at[1]
+    assert [drop for drop in whole.dropped if drop in {*part.dropped}] == [*part.dropped]
+    fit = {tuple(c.layout.axes.values()) for c in whole.candidates}
+    where_none_fits = [d for d in whole.dropped if tuple(d.layout.axes.values()) not in fit]
+    assert {*where_none_fits} <= {*part.dropped}  # so it can be said what came nearest
+    bound = planner._lower_bound(whole.model, whole.machine, whole.how)
+    assert all(bound(c.layout) <= c.time.seconds for c in whole.candidates)
+    assert max(bound(c.layout) / c.time.seconds for c in whole.candidates) > 0.8
+
+
+def test_what_nearly_fits_is_compared_by_the_same_way_of_timing():
+    for simulated in (0, 10):
+        search = Search(micro_batch_sizes=(1,), zero=(1,), num_simulated=simulated)
+        found = plan("llama3-70b", "h100", 512, 4 * 2**20, search=search)
+        for candidate in (found.best, found.nearly):
+            again = step_time(found.model, candidate.layout, "h100", simulate=simulated > 0)
+            assert candidate.time == again
+
+
+def fastest_of_axes(found):
+    first = {}
+    for candidate in found.candidates:
+        first.setdefault(tuple(candidate.layout.axes.values()), candidate)
+    return first
 
 
 def test_what_cannot_be_cut_is_dropped_with_its_reason():

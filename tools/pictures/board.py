@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from html import escape
 
-INK, GRAY, LINE = "#333333", "#737373", "#969696"
+INK, GRAY, LINE = "#333333", "#737373", "#8c8c8c"
 RANKS = ["#c6dbef", "#fdd0a2", "#c7e9c0", "#dadaeb", "#fcbba1", "#d9d9d9", "#fee391", "#ccece6"]
 FORWARD, BACKWARD, MESSAGE, WRONG = "#9ecae1", "#fdae6b", "#31a354", "#de2d26"
+# The same, dark enough on white for lines and words, without colours, too (4.5 : 1, as in WCAG 2).
+DARK = {FORWARD: "#2171b5", BACKWARD: "#bd4300", MESSAGE: "#1b7837"}
 LETTER = 0.56  # mean width of a letter of a sans-serif font, in sizes
 
 
@@ -52,14 +54,14 @@ class Board:
         left = x - {"start": 0, "middle": 0.5, "end": 1}[anchor] * length
         if left < 0 or left + length > self.width or not 0 < y < self.height:
             raise ValueError(f"{text!r} at ({x:g}, {y:g}) runs over the edge of the picture")
-        weight = ' font-weight="bold"' * bold
+        weight, color = ' font-weight="bold"' * bold, DARK.get(color, color)
         self.parts.append(
             f'<text x="{x:g}" y="{y + 0.35 * size:g}" font-size="{size:g}" fill="{color}" '
             f'text-anchor="{anchor}"{weight}>{escape(text)}</text>'
         )
 
     def line(self, x1, y1, x2, y2, color=LINE, width=1.5, dashed=False):
-        dashes = ' stroke-dasharray="5 4"' * dashed
+        dashes, color = ' stroke-dasharray="5 4"' * dashed, DARK.get(color, color)
         self.parts.append(
             f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{color}" '
             f'stroke-width="{width:g}"{dashes}/>'
@@ -67,7 +69,7 @@ class Board:
 
     def arrow(self, x1, y1, x2, y2, words="", color=INK, width=1.8, bend=0.0, dashed=False):
         """An arrow to (x2, y2), bent to its left by `bend` pixels, its words beside its middle."""
-        dx, dy = x2 - x1, y2 - y1
+        dx, dy, color = x2 - x1, y2 - y1, DARK.get(color, color)
         length = (dx * dx + dy * dy) ** 0.5
         normal = (dy / length, -dx / length)
         middle = ((x1 + x2) / 2 + 2 * bend * normal[0], (y1 + y2) / 2 + 2 * bend * normal[1])

@@ -2,7 +2,7 @@
 
 from board import GRAY, INK, MESSAGE, RANKS, WRONG, Board
 
-PCIE, NETWORK = "#e6550d", "#756bb1"
+PCIE, NETWORK = "#bd4300", "#756bb1"
 
 
 def two_levels():
@@ -102,9 +102,9 @@ def torus():
             board.line(x1, y1, x2, y2, GRAY, 1.2)
         top, low, side = 18, 262, x + 30
         for x1, y1, x2, y2 in ((x, 50, x, top), (x, top, side, top), (side, top, side, low)):
-            board.line(x1, y1, x2, y2, RANKS[2], 1.5)
+            board.line(x1, y1, x2, y2, MESSAGE, 1)
         for x1, y1, x2, y2 in ((side, low, x, low), (x, low, x, 230)):
-            board.line(x1, y1, x2, y2, RANKS[2], 1.5)
+            board.line(x1, y1, x2, y2, MESSAGE, 1)
     for device in range(16):
         x, y = 230 + 80 * (device % 4), 50 + 60 * (device // 4)
         board.box(x - 22, y - 14, 44, 28, str(device), RANKS[0])

@@ -2,7 +2,7 @@
 
 from board import GRAY, RANKS, Board
 
-SHARED, ARROWS = "#cccccc", ("#4a90c4", "#f08a3c")
+SHARED, ARROWS = "#cccccc", ("#4a90c4", "#bd4300")
 
 
 def block_table():
