@@ -95,6 +95,9 @@ class Framework:
     # getting faster as the work shrinks: 4.4-4.6 ms a layer (nanotron on H100 hosts, no recompute),
     # 3.5 ms (Megatron-DeepSpeed on A100 hosts with fused kernels, recompute: four such parts).
     host_seconds: float = 1.5e-3
+    # Megatron's fused softmax takes so many heads at a time (fused_softmax.py [code]). Where the
+    # b N/t heads of a micro-batch are no multiple of that, five kernels do what one does.
+    softmax_heads: int = 1
     source: str = ""
 
     def __post_init__(self):
@@ -106,13 +109,17 @@ class Framework:
             "activation_bytes",
             "mask_bytes",
             "loss_bytes",
+            "prefetch",
             "outside",
             "fragmentation",
+            "unit_gather_bytes",
+            "unit_scatter_bytes",
             "flash_speed",
             "loss_traffic",
             "reduce_bytes",
             "around_step",
             "host_seconds",
+            "softmax_heads",
             "bucket",
             "bucket_a_rank",
         ):
@@ -148,6 +155,12 @@ class Framework:
                 f"each: give at most {config.num_layers}."
             )
 
+    def more_launches(self, config: ModelConfig, layout: Layout) -> float:
+        """Seconds of the host for the four kernels that a softmax without its fused kernel adds,
+        forward or backward: as many of the LAUNCHES that a layer's forward takes it."""
+        heads = layout.micro_batch_size * config.num_heads // layout.tp
+        return 4 / LAUNCHES * self.host_seconds if heads % self.softmax_heads else 0.0
+
     def replace(self, **changes) -> Framework:
         return dataclasses.replace(self, **changes)
 
@@ -159,6 +172,9 @@ class Framework:
 # 16.7 % of its crashes instead of 13.2 %, and BLOOM-176B comes out 16.7 % low instead of 8.7 %.
 # benchmarks/offload.py prints beside it what offload/allocator.py loses when it replays a step.
 CUDA_OUTSIDE = 1.5 * 2**30
+# Kernels of a layer's forward in Megatron-LM (transformer.py, 2021 [code]): 2 norms, 4 matrices,
+# 2 products with scores, softmax, its dropout, heads into rows, gelu, 2 residuals, 2 all-reduces.
+LAUNCHES = 16
 FRAGMENTATION = 0.10
 
 FRAMEWORKS = {
@@ -180,6 +196,7 @@ FRAMEWORKS = {
         around_step=32,  # optimizer.py: and made fp32 (6), unscaled and checked (8)
         overlaps_gradients=False,
         host_seconds=0.9e-3,
+        softmax_heads=4,
         source="[N21], Megatron-LM 2021 [code]",
     ),
     # The same with the sum inside the weight gradient's GEMM, in fp32.
@@ -195,6 +212,7 @@ FRAMEWORKS = {
         overlaps_gradients=False,
         overlaps_tensor_backward=True,  # [K22] 4.2.2; layers.py, LinearWithGradAccumulation...
         host_seconds=0.9e-3,
+        softmax_heads=4,
         source="[K22], Megatron-LM 2022 [code]",
     ),
     # Transformer Engine adds weight gradients into the fp32 buffer inside the GEMM, and hands
@@ -227,6 +245,7 @@ FRAMEWORKS = {
         fused_weight_gradients=False,
         overlaps_gradients=False,
         host_seconds=0.9e-3,
+        softmax_heads=4,
         source="BigScience's Megatron-DeepSpeed [code]",
     ),
     # bf16 gradients beside their fp32 sums (Ultra-Scale Playbook, "Memory for weights, gradients

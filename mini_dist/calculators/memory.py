@@ -16,6 +16,7 @@ recomputation"; [N21] Narayanan et al. 2021; [Flash] Dao et al. 2022; [code] the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 from ..config import Layout, ModelConfig
 from .activations import (
@@ -75,6 +76,7 @@ def _state_lines(
 def micro_batches_in_flight(layout: Layout, pp_rank: int) -> float:
     """Micro-batches whose activations a pipeline rank holds at its fullest, in whole passes
     through the rank (a chunk of an interleaved schedule counts 1 / num_chunks)."""
+    _checked_rank(layout, pp_rank)
     p, m, v = layout.pp, layout.num_micro_batches, layout.num_chunks
     behind = p - pp_rank
     if layout.schedule == "naive" or p == 1:
@@ -87,6 +89,13 @@ def micro_batches_in_flight(layout: Layout, pp_rank: int) -> float:
     if layout.schedule in AT_MOST_IN_FLIGHT:  # weight gradients put off keep activations alive
         return min(m, AT_MOST_IN_FLIGHT[layout.schedule](p))
     return min(m, behind)
+
+
+def _checked_rank(layout: Layout, pp_rank: int) -> None:
+    if not isinstance(pp_rank, int) or not 0 <= pp_rank < layout.pp:
+        raise ValueError(
+            f"pp_rank={pp_rank!r} is not a stage of pp={layout.pp}: give 0 to {layout.pp - 1}."
+        )
 
 
 # Zero-bubble schedules hold as much on every rank (Qi et al. 2023 table 1; DualPipe's README).
@@ -110,10 +119,7 @@ def rank_memory(
     """
     config = model(config)
     cut_by(layout, config)
-    if not 0 <= pp_rank < layout.pp:
-        raise ValueError(
-            f"pp_rank={pp_rank} is not a stage of pp={layout.pp}: give 0 to {layout.pp - 1}."
-        )
+    _checked_rank(layout, pp_rank)
     how = framework(how)
     how.check(config, layout)
     states = _states(config, layout, how, pp_rank)
@@ -144,12 +150,22 @@ def _of_each_kind(config, layout, how) -> list[int]:
     (What this library holds besides is another on each.)"""
     if framework(how).own_runs:
         return list(range(layout.pp))
+    return list(_first_of_each_kind(config, *_stages_of_all(layout)))
+
+
+def _stages_of_all(layout: Layout) -> tuple:
+    return layout.pp, layout.num_chunks, layout.schedule
+
+
+@lru_cache(maxsize=4096)
+def _first_of_each_kind(config: ModelConfig, pp: int, num_chunks: int, schedule: str) -> tuple:
+    layout = Layout(pp, num_chunks=num_chunks, schedule=schedule)
     first: dict[tuple, int] = {}
     for rank in range(layout.pp):
         stages = stages_of_rank(layout, rank)
         layers = tuple(tuple(layers_of_stage(config, layout, stage)) for stage in stages)
         first.setdefault((layers, 0 in stages, layout.num_stages - 1 in stages), rank)
-    return list(first.values())
+    return tuple(first.values())
 
 
 def _ends(layout: Layout) -> tuple[int, int, int]:
@@ -189,7 +205,7 @@ def states_of_all(
 
 
 def _cut(layout: Layout) -> tuple:
-    return layout.pp, layout.num_chunks, layout.schedule, layout.tp, layout.ep
+    return *_stages_of_all(layout), layout.tp, layout.ep
 
 
 def device_memory(allocated: float, how: str | Framework = "megatron-core") -> float:
@@ -206,12 +222,12 @@ def _states(config, layout, how, pp_rank) -> list[Line]:
     if held.experts:
         parts.append((" of experts", float(held.experts), ways // layout.ep))
     stepped = how.optimizer_bytes + (how.shard_bytes if layout.zero in (1, 2) else 0)
-    each = how.parameter_bytes, how.gradient_bytes, stepped
+    each, away = (how.parameter_bytes, how.gradient_bytes, stepped), offloaded(how)
     lines = [
         line
         for what, numel, shards in parts
         for line in _state_lines(what, numel, shards, layout.zero, each)
-        if line.name.split()[0] not in offloaded(how)
+        if line.name.split()[0] not in away
     ]
     if how.offload_gradients and not how.own_runs:  # of the layer that has them, and one's leaving
         value = 2 * how.gradient_bytes * float(held.largest_layer)
