@@ -94,6 +94,7 @@ from mini_dist.calculators.published import (
     gpt,
     korthikanti_2022,
     megatron_2021,
+    megatron_2021_against_zero_3,
     torchtitan_2024,
     torchtitan_2025,
 )
@@ -412,7 +413,12 @@ def needs_no_less(run, other):
 
 # Looked at after all else had been written, and nothing was changed since: the interval's factors
 # know nothing of them. (Of the second the other schedules' rows had been in view.)
-NEW = ("torchtitan, FSDP2 on H200", "Qi 2023 table 4, 1F1B-I")
+NEW = (
+    "torchtitan, FSDP2 on H200",
+    "Qi 2023 table 4, 1F1B-I",
+    "Megatron 2021 table 2, tp and pp",
+    "Megatron 2021 table 2, ZeRO-3",
+)
 MEAN, LARGEST, CALIBRATED = 10, 25, 5  # percent; the same bars for every table
 
 
@@ -438,6 +444,7 @@ def time_cases():
         ),
         # Looked at after the model was written, which it then taught some options.
         "torchtitan, FSDP2 on H100 at 500 W": (torchtitan_2024(), {}),
+        **dict(zip(NEW[2:], ((runs, {}) for runs in megatron_2021_against_zero_3()))),
         NEW[0]: (torchtitan_2025(), {}),
         NEW[1]: ([run for run, _ in zero_bubble(interleaved=True)], {}),
         "vTrain, 2 to 8 A100": (

@@ -159,7 +159,9 @@ class Framework:
         """Seconds of the host for the four kernels that a softmax without its fused kernel adds,
         forward or backward: as many of the LAUNCHES that a layer's forward takes it."""
         heads = layout.micro_batch_size * config.num_heads // layout.tp
-        return 4 / LAUNCHES * self.host_seconds if heads % self.softmax_heads else 0.0
+        if self.flash_attention or heads % self.softmax_heads == 0:
+            return 0.0
+        return 4 / LAUNCHES * self.host_seconds
 
     def replace(self, **changes) -> Framework:
         return dataclasses.replace(self, **changes)

@@ -87,7 +87,10 @@ def test_one_value_of_a_search_may_stand_alone():
         (lambda: step_time(NAMED, LAYOUT).training(1, 0), "num_devices=0 is too small"),
         (lambda: Layout(dp=-2), "dp=-2 is too small"),
         (lambda: Layout(zero=1.0), "zero=1.0 is not known: give one of 0, 1, 2, 3"),
-        (lambda: step_time(NAMED, LAYOUT, local_steps=2.5), "local_steps=2.5 is not a whole number"),
+        (
+            lambda: step_time(NAMED, LAYOUT, local_steps=2.5),
+            "local_steps=2.5 is not a whole number",
+        ),
         (lambda: plan(NAMED, "h100", 8, 8192, search="full"), "search='full' is no Search"),
         (lambda: plan(NAMED, "h100", 8, 8192, search=None), "search=None is no Search"),
         (lambda: rank_memory(NAMED, LAYOUT, pp_rank="a"), "pp_rank='a' is not a stage of pp=1"),
