@@ -222,7 +222,7 @@ def _of_zero_3() -> str:
     sizes = [run.layout.world_size for run in runs]
     slower = [run.seconds / run.predicted().seconds for run in runs]
     return (
-        f"Where it was tried on {min(sizes)} to {max(sizes):,} A100s (by the DeepSpeed of 2021; "
-        f"Narayanan et al. 2021, table 2), ZeRO-3 took {min(slower):.1f} to {max(slower):.1f} times "
-        "what this model says, and pipelines what it says."
+        f"Where it was tried on {min(sizes)} to {max(sizes):,} A100s, by the DeepSpeed of 2021 "
+        f"(Narayanan et al. 2021, table 2), ZeRO-3 took {min(slower):.1f} to {max(slower):.1f} "
+        "times what this model says, and pipelines what it says."
     )
