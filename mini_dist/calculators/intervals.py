@@ -24,11 +24,11 @@ class Interval(NamedTuple):
     high: float
 
 
-IN_A_NODE = Interval(1.0, 0.918, 1.133)
+IN_A_NODE = Interval(1.0, 0.921, 1.151)
 ACROSS_NODES = (
-    Interval(0.1, 0.961, 1.188),
-    Interval(0.3, 0.976, 1.292),
-    Interval(1.0, 0.956, 4.778),
+    Interval(0.1, 0.985, 1.257),
+    Interval(0.3, 0.960, 1.383),
+    Interval(1.0, 0.960, 4.122),
 )
 
 
