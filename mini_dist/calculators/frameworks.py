@@ -40,6 +40,7 @@ class Framework:
     # attention and every second matrix (torchtitan).
     selective: str = "scores"
     loss_bytes: float = 4
+    loss_bytes_cut: float | None = None  # where tp cuts the vocabulary; None: as many
     weight_gradients: str = "none"  # kept beside the gradients: "none", "largest", "one_layer"
     own_runs: bool = False  # this library's: moments.py goes through its step
     prefetch: int = 1  # layers whose parameters ZeRO-3 gathers ahead
@@ -312,6 +313,10 @@ FRAMEWORKS["torchtitan"] = FRAMEWORKS["fsdp"].replace(
     name="torchtitan",
     reduce_bytes=4,  # training.mixed_precision_reduce
     keeps_gathered=True,  # by a DTensor's redistribute, once
+    # train.py drops the logits before backward: then log_softmax, its gradient and that of its
+    # input, in fp32; loss_parallel makes one more.
+    loss_bytes=12,
+    loss_bytes_cut=16,
     selective="operators",  # activation_checkpoint.selective_ac_option = "op"
     whole_in_pipeline=True,
     source="torchtitan [code]",

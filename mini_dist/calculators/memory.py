@@ -303,11 +303,12 @@ def _worst_moment(config, layout, how, pp_rank) -> list[Line]:
     tokens, whole = tokens_of_micro_batch(config, layout), cut_of_whole(layout)
     e, D, V, t = how.activation_bytes, config.d_model, config.vocab_size, layout.tp
     is_last = layout.num_stages - 1 in stages_of_rank(layout, pp_rank)
+    each = how.loss_bytes if t == 1 or how.loss_bytes_cut is None else how.loss_bytes_cut
     loss = Line(
         "loss and logits",
-        tokens * (2 * e * D / whole + how.loss_bytes * V / t) if is_last else 0.0,
+        tokens * (2 * e * D / whole + each * V / t) if is_last else 0.0,
         "bytes",
-        f"tokens (2 e D + {how.loss_bytes:g} V/t)",
+        f"tokens (2 e D + {each:g} V/t)",
         "[K22] section 4.3",
     )
     again = " + what the layer recomputes" if layout.recompute != "none" else ""
