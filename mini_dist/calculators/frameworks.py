@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 from ..config import Layout, ModelConfig
+from .numbers import whole
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Framework:
     # attention and every second matrix (torchtitan).
     selective: str = "scores"
     loss_bytes: float = 4
-    loss_bytes_cut: float | None = None  # where tp cuts the vocabulary; None: as many
+    loss_bytes_cut: float = 0  # the same where tp cuts the vocabulary; 0: as many
     weight_gradients: str = "none"  # kept beside the gradients: "none", "largest", "one_layer"
     own_runs: bool = False  # this library's: moments.py goes through its step
     prefetch: int = 1  # layers whose parameters ZeRO-3 gathers ahead
@@ -110,6 +111,7 @@ class Framework:
             "activation_bytes",
             "mask_bytes",
             "loss_bytes",
+            "loss_bytes_cut",
             "prefetch",
             "outside",
             "fragmentation",
@@ -120,7 +122,6 @@ class Framework:
             "reduce_bytes",
             "around_step",
             "host_seconds",
-            "softmax_heads",
             "bucket",
             "bucket_a_rank",
         ):
@@ -130,6 +131,7 @@ class Framework:
                     f"{field}={value!r} of framework {self.name!r} is negative or no "
                     "number: give 0 or more."
                 )
+        whole(f"softmax_heads of framework {self.name!r}", self.softmax_heads)
         if not self.offload_optimizer and (
             self.offload_gradients or self.offload_parameters or self.offload_to_files
         ):

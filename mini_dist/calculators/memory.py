@@ -303,7 +303,7 @@ def _worst_moment(config, layout, how, pp_rank) -> list[Line]:
     tokens, whole = tokens_of_micro_batch(config, layout), cut_of_whole(layout)
     e, D, V, t = how.activation_bytes, config.d_model, config.vocab_size, layout.tp
     is_last = layout.num_stages - 1 in stages_of_rank(layout, pp_rank)
-    each = how.loss_bytes if t == 1 or how.loss_bytes_cut is None else how.loss_bytes_cut
+    each = (how.loss_bytes_cut if t > 1 else 0) or how.loss_bytes
     loss = Line(
         "loss and logits",
         tokens * (2 * e * D / whole + each * V / t) if is_last else 0.0,

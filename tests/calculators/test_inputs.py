@@ -98,6 +98,10 @@ def test_one_value_of_a_search_may_stand_alone():
         (lambda: micro_batches_in_flight(LAYOUT, 5), "pp_rank=5 is not a stage of pp=1"),
         (lambda: framework("fsdp").replace(prefetch=-1), "prefetch=-1 of framework 'fsdp'"),
         (
+            lambda: framework("fsdp").replace(softmax_heads=0),
+            "softmax_heads of framework 'fsdp'=0 is too small",
+        ),
+        (
             lambda: framework("fsdp").replace(unit_gather_bytes=-1),
             "unit_gather_bytes=-1 of framework 'fsdp'",
         ),
