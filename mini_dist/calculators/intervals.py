@@ -8,7 +8,7 @@ know: in one node nothing but the kernels, beyond it the more, the more a step w
 
 The promise holds for runs like those: A100, H100 and B200, 2021 to 2024, by the programs of
 frameworks.py.  Nearly all those of the last kind come from one cluster.  Of a table that none of
-the factors were read off, between a half and all runs lie inside.
+the factors were read off, between 47 % and all of the runs lie inside.
 """
 
 from __future__ import annotations
