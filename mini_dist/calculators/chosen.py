@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .frameworks import CUDA_OUTSIDE, FRAGMENTATION, FRAMEWORKS
+from .frameworks import CUDA_OUTSIDE, FRAGMENTATION, FRAMEWORKS, LAUNCHES
 from .intervals import ACROSS_NODES, IN_A_NODE
 from .machines import FLASH_2_HOPPER, HOST_ADAM_FRACTION, SLOWED
 from .published import LIMITED, MPT
@@ -92,6 +92,12 @@ CHOSEN = (
         "max",
         "vTrain on 2 to 8 A100, which said it plainly; and how deep queues are",
         WHOLE,
+    ),
+    Chosen(
+        "launches of a layer's forward, of which an unfused softmax adds four",
+        LAUNCHES,
+        "counted in Megatron-LM's source; vTrain on 2 to 8 A100 had been seen",
+        NONE,
     ),
     Chosen(
         "an H100 limited to 500 W, of its matrices' speed at 700 W",

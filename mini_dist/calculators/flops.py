@@ -27,9 +27,10 @@ YEAR = 365.25 * 86400
 
 @lru_cache(maxsize=256)
 def forward_flops(
-    config: ModelConfig, causal: bool = False, seq_len: int | None = None
+    config: ModelConfig | str, causal: bool = False, seq_len: int | None = None
 ) -> Breakdown:
     """FLOPs of one sequence's forward pass, by kind of module (Narayanan et al. 2021 appendix)."""
+    config = model_preset(config)
     S = config.seq_len if seq_len is None else seq_len
     dense, moe = config.num_layers - config.num_moe_layers, config.num_moe_layers
     kinds: dict[str, float] = {}

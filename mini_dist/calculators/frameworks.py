@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 from ..config import Layout, ModelConfig
+from .numbers import whole
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class Framework:
     # attention and every second matrix (torchtitan).
     selective: str = "scores"
     loss_bytes: float = 4
+    loss_bytes_cut: float = 0  # the same where tp cuts the vocabulary; 0: as many
     weight_gradients: str = "none"  # kept beside the gradients: "none", "largest", "one_layer"
     own_runs: bool = False  # this library's: moments.py goes through its step
     prefetch: int = 1  # layers whose parameters ZeRO-3 gathers ahead
@@ -95,6 +97,9 @@ class Framework:
     # getting faster as the work shrinks: 4.4-4.6 ms a layer (nanotron on H100 hosts, no recompute),
     # 3.5 ms (Megatron-DeepSpeed on A100 hosts with fused kernels, recompute: four such parts).
     host_seconds: float = 1.5e-3
+    # Megatron's fused softmax takes so many heads at a time (fused_softmax.py [code]). Where the
+    # b N/t heads of a micro-batch are no multiple of that, five kernels do what one does.
+    softmax_heads: int = 1
     source: str = ""
 
     def __post_init__(self):
@@ -106,8 +111,12 @@ class Framework:
             "activation_bytes",
             "mask_bytes",
             "loss_bytes",
+            "loss_bytes_cut",
+            "prefetch",
             "outside",
             "fragmentation",
+            "unit_gather_bytes",
+            "unit_scatter_bytes",
             "flash_speed",
             "loss_traffic",
             "reduce_bytes",
@@ -122,6 +131,7 @@ class Framework:
                     f"{field}={value!r} of framework {self.name!r} is negative or no "
                     "number: give 0 or more."
                 )
+        whole(f"softmax_heads of framework {self.name!r}", self.softmax_heads)
         if not self.offload_optimizer and (
             self.offload_gradients or self.offload_parameters or self.offload_to_files
         ):
@@ -148,6 +158,14 @@ class Framework:
                 f"each: give at most {config.num_layers}."
             )
 
+    def more_launches(self, config: ModelConfig, layout: Layout) -> float:
+        """Seconds of the host for the four kernels that a softmax without its fused kernel adds,
+        forward or backward: as many of the LAUNCHES that a layer's forward takes it."""
+        heads = layout.micro_batch_size * config.num_heads // layout.tp
+        if self.flash_attention or heads % self.softmax_heads == 0:
+            return 0.0
+        return 4 / LAUNCHES * self.host_seconds
+
     def replace(self, **changes) -> Framework:
         return dataclasses.replace(self, **changes)
 
@@ -159,6 +177,9 @@ class Framework:
 # 16.7 % of its crashes instead of 13.2 %, and BLOOM-176B comes out 16.7 % low instead of 8.7 %.
 # benchmarks/offload.py prints beside it what offload/allocator.py loses when it replays a step.
 CUDA_OUTSIDE = 1.5 * 2**30
+# Kernels of a layer's forward in Megatron-LM (transformer.py, 2021 [code]): 2 norms, 4 matrices,
+# 2 products with scores, softmax, its dropout, heads into rows, gelu, 2 residuals, 2 all-reduces.
+LAUNCHES = 16
 FRAGMENTATION = 0.10
 
 FRAMEWORKS = {
@@ -180,6 +201,7 @@ FRAMEWORKS = {
         around_step=32,  # optimizer.py: and made fp32 (6), unscaled and checked (8)
         overlaps_gradients=False,
         host_seconds=0.9e-3,
+        softmax_heads=4,
         source="[N21], Megatron-LM 2021 [code]",
     ),
     # The same with the sum inside the weight gradient's GEMM, in fp32.
@@ -195,6 +217,7 @@ FRAMEWORKS = {
         overlaps_gradients=False,
         overlaps_tensor_backward=True,  # [K22] 4.2.2; layers.py, LinearWithGradAccumulation...
         host_seconds=0.9e-3,
+        softmax_heads=4,
         source="[K22], Megatron-LM 2022 [code]",
     ),
     # Transformer Engine adds weight gradients into the fp32 buffer inside the GEMM, and hands
@@ -227,6 +250,7 @@ FRAMEWORKS = {
         fused_weight_gradients=False,
         overlaps_gradients=False,
         host_seconds=0.9e-3,
+        softmax_heads=4,
         source="BigScience's Megatron-DeepSpeed [code]",
     ),
     # bf16 gradients beside their fp32 sums (Ultra-Scale Playbook, "Memory for weights, gradients
@@ -291,6 +315,10 @@ FRAMEWORKS["torchtitan"] = FRAMEWORKS["fsdp"].replace(
     name="torchtitan",
     reduce_bytes=4,  # training.mixed_precision_reduce
     keeps_gathered=True,  # by a DTensor's redistribute, once
+    # train.py drops the logits before backward: then log_softmax, its gradient and that of its
+    # input, in fp32; loss_parallel makes one more.
+    loss_bytes=12,
+    loss_bytes_cut=16,
     selective="operators",  # activation_checkpoint.selective_ac_option = "op"
     whole_in_pipeline=True,
     source="torchtitan [code]",

@@ -224,11 +224,15 @@ def _add_attention(time, config, piece, device, how) -> None:
         return
     # Product, softmax, dropout, product: each reads and writes all scores.
     once = e * tokens * S * config.num_heads / tp / device.stream_bandwidth
+    softmax, back = 2 * once, 3 * once
+    if round(tokens * piece.cp / S * config.num_heads / tp) % how.softmax_heads:
+        # Made fp32, scaled, masked, the softmax, made 16 bits: bytes a score read and written.
+        softmax, back = 36 / e * once + 4 * KERNEL_SECONDS, 40 / e * once + 4 * KERNEL_SECONDS
     dropout = (2 + 1 / e) * once if config.dropout else 0.0  # in, out, and a mask of one byte
     time.add(
         "attention",
-        max(flops / device.gemm_rate, 2 * once) + 2 * once + dropout + 3 * KERNEL_SECONDS,
-        max(2 * flops / device.gemm_rate, 5 * once) + 3 * once + dropout + 5 * KERNEL_SECONDS,
+        max(flops / device.gemm_rate, 2 * once) + softmax + dropout + 3 * KERNEL_SECONDS,
+        max(2 * flops / device.gemm_rate, 5 * once) + back + dropout + 5 * KERNEL_SECONDS,
     )
 
 

@@ -171,6 +171,11 @@ class Hardware:
                     f"{field}={value!r} of {self.name!r} is not above 0: give "
                     f"{_UNITS.get(field, 'bytes/s')}."
                 )
+        if not isinstance(self.devices_per_node, int):
+            raise ValueError(
+                f"devices_per_node={self.devices_per_node!r} of {self.name!r} is not a whole "
+                "number: give an int of 1 or more."
+            )
         for field in ("node_latency", "network_latency", "dollars_per_hour", "file_bytes"):
             value = getattr(self, field)
             if value is not None and (not _is_number(value) or value < 0):

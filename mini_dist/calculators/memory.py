@@ -75,6 +75,7 @@ def _state_lines(
 def micro_batches_in_flight(layout: Layout, pp_rank: int) -> float:
     """Micro-batches whose activations a pipeline rank holds at its fullest, in whole passes
     through the rank (a chunk of an interleaved schedule counts 1 / num_chunks)."""
+    _checked_rank(layout, pp_rank)
     p, m, v = layout.pp, layout.num_micro_batches, layout.num_chunks
     behind = p - pp_rank
     if layout.schedule == "naive" or p == 1:
@@ -87,6 +88,13 @@ def micro_batches_in_flight(layout: Layout, pp_rank: int) -> float:
     if layout.schedule in AT_MOST_IN_FLIGHT:  # weight gradients put off keep activations alive
         return min(m, AT_MOST_IN_FLIGHT[layout.schedule](p))
     return min(m, behind)
+
+
+def _checked_rank(layout: Layout, pp_rank: int) -> None:
+    if not isinstance(pp_rank, int) or not 0 <= pp_rank < layout.pp:
+        raise ValueError(
+            f"pp_rank={pp_rank!r} is not a stage of pp={layout.pp}: give 0 to {layout.pp - 1}."
+        )
 
 
 # Zero-bubble schedules hold as much on every rank (Qi et al. 2023 table 1; DualPipe's README).
@@ -110,10 +118,7 @@ def rank_memory(
     """
     config = model(config)
     cut_by(layout, config)
-    if not 0 <= pp_rank < layout.pp:
-        raise ValueError(
-            f"pp_rank={pp_rank} is not a stage of pp={layout.pp}: give 0 to {layout.pp - 1}."
-        )
+    _checked_rank(layout, pp_rank)
     how = framework(how)
     how.check(config, layout)
     states = _states(config, layout, how, pp_rank)
@@ -281,11 +286,12 @@ def _worst_moment(config, layout, how, pp_rank) -> list[Line]:
     tokens, whole = tokens_of_micro_batch(config, layout), cut_of_whole(layout)
     e, D, V, t = how.activation_bytes, config.d_model, config.vocab_size, layout.tp
     is_last = layout.num_stages - 1 in stages_of_rank(layout, pp_rank)
+    each = (how.loss_bytes_cut if t > 1 else 0) or how.loss_bytes
     loss = Line(
         "loss and logits",
-        tokens * (2 * e * D / whole + how.loss_bytes * V / t) if is_last else 0.0,
+        tokens * (2 * e * D / whole + each * V / t) if is_last else 0.0,
         "bytes",
-        f"tokens (2 e D + {how.loss_bytes:g} V/t)",
+        f"tokens (2 e D + {each:g} V/t)",
         "[K22] section 4.3",
     )
     again = " + what the layer recomputes" if layout.recompute != "none" else ""

@@ -17,6 +17,14 @@ def at_least(field: str, value: float, least: float, why: str = "") -> float:
     return value
 
 
+def whole(field: str, value: int, why: str = "") -> int:
+    """The same for a number of things: an int of 1 or more."""
+    at_least(field, value, 1, why)
+    if not isinstance(value, int):
+        raise ValueError(f"{field}={value!r} is not a whole number: give an int of 1 or more.")
+    return value
+
+
 def cut_by(layout: Layout, config: ModelConfig) -> Layout:
     """The layout, if it is one and can cut the model; ValueError says what would."""
     if not isinstance(layout, Layout):

@@ -70,6 +70,8 @@ def plan(
     config, machine, how = model_preset(model), hardware(machine), framework(how)
     if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
         raise ValueError(f"num_devices={num_devices!r} is not a number of devices: give 1 or more.")
+    if not isinstance(search, Search):
+        raise ValueError(f"search={search!r} is no Search: give one like Search(zero=(0, 1)).")
     sequences = at_least("global_batch_tokens", global_batch_tokens, 1) / config.seq_len
     if sequences < 1 or sequences != int(sequences):
         raise ValueError(

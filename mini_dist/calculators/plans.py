@@ -169,11 +169,13 @@ class Plan:
         largest = max((run.layout.world_size for run in runs), default=0)
         if self.num_devices > 2 * largest:
             kind = "with" if best.layout.zero == 3 else "without"
+            above = f" above {largest:,} devices" if largest else ""
             said.append(
-                f"No published run {kind} sharded parameters on {machine.device.name} was compared "
-                f"with this model{f' above {largest:,} devices' if largest else ''}: it is an "
-                "extrapolation."
+                f"No published run {kind} sharded parameters on {machine.device.name}{above} "
+                "confirms this model: it is an extrapolation."
             )
+            if best.layout.zero == 3:
+                said.append(_of_zero_3())
         return said
 
     def table(self, rows: int = 10) -> str:
@@ -212,3 +214,15 @@ class Plan:
             f"{self.funnel()}\n\n{self.table()}\n\n{self.explain()}\n\nNearest published run: {run}"
             f"\nNot searched unless asked: {NOT_SEARCHED}.\nNot modelled: {NOT_MODELLED}."
         )
+
+
+def _of_zero_3() -> str:
+    """What the one table says of parameters that are sharded over hundreds of devices."""
+    _, runs = published.megatron_2021_against_zero_3()
+    sizes = [run.layout.world_size for run in runs]
+    slower = [run.seconds / run.predicted().seconds for run in runs]
+    return (
+        f"Where it was tried on {min(sizes)} to {max(sizes):,} A100s, by the DeepSpeed of 2021 "
+        f"(Narayanan et al. 2021, table 2), ZeRO-3 took {min(slower):.1f} to {max(slower):.1f} "
+        "times what this model says, and pipelines what it says."
+    )

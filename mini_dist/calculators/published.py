@@ -113,6 +113,52 @@ def megatron_2021() -> list[Run]:
     return runs
 
 
+def megatron_2021_against_zero_3() -> tuple[list[Run], list[Run]]:
+    """Narayanan et al. 2021, table 2, measured: strong scaling on Selene by tp 8 and a pipeline,
+    and by DeepSpeed's ZeRO-3 of that spring alone, both with full recompute.
+
+    Looked at after the model was written, and nothing was changed since.  The paper prints
+    TFLOP/s.  Not told: the pipeline's chunks; one is assumed.
+    """
+    models = {"175B": (96, 12288, 96, 12), "530B": (128, 20480, 105, 35)}  # ..., layers, pp
+    pipelines = [  # name, global batch, GPUs, micro-batch, TFLOP/s
+        ("175B", 1536, 384, 1, 153),
+        ("175B", 1536, 768, 1, 149),
+        ("175B", 1536, 1536, 1, 141),
+        ("530B", 2240, 560, 1, 171),
+        ("530B", 2240, 1120, 1, 167),
+        ("530B", 2240, 2240, 1, 159),
+    ]
+    sharded = [
+        ("175B", 1536, 384, 4, 144),
+        ("175B", 1536, 768, 2, 88),
+        ("175B", 1536, 1536, 1, 44),
+        ("530B", 2560, 640, 4, 138),
+        ("530B", 2240, 1120, 2, 98),
+        ("530B", 2240, 2240, 1, 48),
+    ]
+
+    def run(row, zero: int) -> Run:
+        name, batch, gpus, micro, tflops = row
+        heads, hidden, layers, pp = models[name]
+        config, cut = gpt(heads, hidden, layers), 1 if zero else 8 * pp
+        layout = Layout(
+            pp=1 if zero else pp,
+            dp=gpus // cut,
+            tp=1 if zero else 8,
+            zero=zero,
+            micro_batch_size=micro,
+            num_micro_batches=batch // (gpus // cut) // micro,
+            recompute="full",
+        )
+        how = "megatron-deepspeed" if zero else "megatron-2021"
+        seconds = step_flops(config, batch, "full").total / (gpus * tflops * 1e12)
+        source = "Narayanan et al. 2021, table 2"
+        return Run(f"Megatron {name}", config, layout, "a100-80", how, seconds, source)
+
+    return [run(row, 0) for row in pipelines], [run(row, 3) for row in sharded]
+
+
 def korthikanti_2022() -> list[Run]:
     """Korthikanti et al. 2022, table 5, measured: full against selective recompute."""
     rows = [  # name, heads, hidden, layers, tp, pp, chunks, batch, micro-batch, s full, s selective
@@ -150,6 +196,99 @@ def korthikanti_2022() -> list[Run]:
 # llm-foundry's FSDP1 with a Triton kernel of the first FlashAttention: half the speed of the
 # second (Dao 2023), chosen with its own table in view (chosen.py).
 MPT = framework("fsdp1").replace(name="fsdp1, the first FlashAttention", flash_speed=0.5)
+
+
+def mpt(heads: int, hidden: int, layers: int, seq_len: int) -> ModelConfig:
+    """MosaicML's models: no biases, learned positions, a tied head."""
+    return ModelConfig(
+        vocab_size=50368,
+        seq_len=seq_len,
+        d_model=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        positions="learned",
+        bias=False,
+        tied_embedding=True,
+    )
+
+
+def mpt_h100() -> list[Run]:
+    """llm-foundry, scripts/train/benchmarking/README.md at 061f2c7, "H100 80GB BF16": every row.
+
+    Looked at after the model was written, and nothing was changed since.  The table of its A100s
+    had been in view, from which its attention's speed is.
+    """
+    models = {  # heads, hidden, layers
+        "760m": (12, 1536, 24),
+        "1b": (16, 2048, 24),
+        "3b": (20, 2560, 32),
+        "7b": (32, 4096, 32),
+        "13b": (40, 5120, 40),
+        "30b": (56, 7168, 48),
+        "70b": (64, 8192, 80),
+    }
+    rows = [  # model, sequence, GPUs, micro-batch, micro-batches, tokens/s, recompute
+        ("70b", 2048, 64, 8, 4, 66523, "full"),
+        ("70b", 2048, 32, 2, 16, 28242, "full"),
+        ("30b", 8192, 8, 1, 21, 11072, "full"),
+        ("30b", 4096, 8, 1, 21, 14419, "full"),
+        ("30b", 2048, 32, 14, 3, 73860, "full"),
+        ("30b", 2048, 16, 10, 3, 36209, "full"),
+        ("30b", 2048, 8, 3, 21, 16022, "full"),
+        ("30b", 1024, 8, 6, 21, 16672, "full"),
+        ("13b", 32768, 8, 1, 3, 15812, "full"),
+        ("13b", 16384, 8, 3, 3, 23881, "full"),
+        ("13b", 4096, 8, 10, 3, 37740, "full"),
+        ("13b", 2048, 64, 2, 1, 307209, "none"),
+        ("13b", 2048, 32, 2, 1, 153960, "none"),
+        ("13b", 2048, 16, 2, 1, 76280, "none"),
+        ("13b", 2048, 8, 2, 1, 38336, "none"),
+        ("13b", 1024, 8, 40, 3, 44019, "full"),
+        ("7b", 65536, 8, 1, 2, 15654, "full"),
+        ("7b", 32768, 8, 2, 2, 26550, "full"),
+        ("7b", 8192, 8, 8, 2, 55481, "full"),
+        ("7b", 4096, 8, 16, 2, 68893, "full"),
+        ("7b", 2048, 8, 6, 1, 85144, "none"),
+        ("7b", 1024, 8, 64, 2, 81628, "full"),
+        ("3b", 65536, 8, 1, 2, 26099, "full"),
+        ("3b", 32768, 8, 3, 6, 46984, "full"),
+        ("3b", 16384, 8, 1, 6, 89223, "none"),
+        ("3b", 8192, 8, 3, 6, 132626, "none"),
+        ("3b", 4096, 8, 5, 6, 167712, "none"),
+        ("3b", 2048, 64, 6, 3, 1441663, "none"),
+        ("3b", 2048, 32, 6, 3, 736701, "none"),
+        ("3b", 2048, 16, 10, 3, 386285, "none"),
+        ("3b", 1024, 8, 20, 6, 216369, "none"),
+        ("3b", 512, 8, 40, 6, 223721, "none"),
+        ("1b", 65536, 8, 1, 2, 44050, "full"),
+        ("1b", 32768, 8, 1, 4, 96203, "none"),
+        ("1b", 16384, 8, 2, 4, 157194, "none"),
+        ("1b", 8192, 8, 3, 4, 233256, "none"),
+        ("1b", 4096, 8, 7, 4, 308282, "none"),
+        ("1b", 2048, 64, 20, 1, 2841754, "none"),
+        ("1b", 2048, 32, 20, 1, 1444183, "none"),
+        ("1b", 2048, 16, 20, 1, 736596, "none"),
+        ("1b", 2048, 8, 14, 1, 363645, "none"),
+        ("1b", 1024, 8, 18, 4, 391287, "none"),
+        ("1b", 512, 8, 56, 4, 418201, "none"),
+        ("760m", 32768, 8, 1, 2, 130333, "none"),
+        ("760m", 16384, 8, 3, 2, 222521, "none"),
+        ("760m", 8192, 8, 6, 2, 334602, "none"),
+        ("760m", 4096, 8, 12, 2, 443674, "none"),
+        ("760m", 2048, 32, 24, 1, 2175091, "none"),
+        ("760m", 2048, 16, 24, 1, 1096819, "none"),
+        ("760m", 2048, 8, 24, 2, 505177, "none"),
+        ("760m", 1024, 8, 48, 2, 628648, "none"),
+        ("760m", 512, 8, 96, 2, 669998, "none"),
+    ]
+    runs = []
+    for name, seq_len, gpus, size, micros, speed, recompute in rows:
+        config = mpt(*models[name], seq_len)
+        cut = {"micro_batch_size": size, "num_micro_batches": micros, "recompute": recompute}
+        layout = Layout(dp=gpus, zero=3, **cut)
+        seconds = layout.global_batch_size * seq_len / speed
+        runs.append(Run(f"MPT-{name}", config, layout, "h100", MPT, seconds, "llm-foundry, H100"))
+    return runs
 
 
 def later() -> list[Run]:
@@ -195,16 +334,7 @@ def later() -> list[Run]:
         ("MPT-70B", 64, 8192, 80, 2048, 64, 8, 4, 26274),
     ]
     for name, heads, hidden, layers, seq_len, gpus, size, micros, speed in rows:
-        config = ModelConfig(
-            vocab_size=50368,
-            seq_len=seq_len,
-            d_model=hidden,
-            num_layers=layers,
-            num_heads=heads,
-            positions="learned",
-            bias=False,
-            tied_embedding=True,
-        )
+        config = mpt(heads, hidden, layers, seq_len)
         layout = Layout(
             dp=gpus,
             zero=3,

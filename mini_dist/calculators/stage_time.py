@@ -139,8 +139,9 @@ def _layer_parts(config, layout, machine, how, moe, recomputes) -> Stage:
         forward, backward = forward + wait_f, backward + wait_b
     # Kernels are launched ahead, and the queue is deep: the slower of both sets the pace.
     passes = 1 if recomputes and layout.recompute == "full" else 0
-    waits_f = max(0.0, how.host_seconds - forward)
-    waits_b = max(0.0, (2 + passes) * how.host_seconds - backward)
+    more = how.more_launches(config, layout)
+    waits_f = max(0.0, how.host_seconds + more - forward)
+    waits_b = max(0.0, (2 + passes) * how.host_seconds + (1 + passes) * more - backward)
     parts["waiting for the host"] = waits_f + waits_b
     weight = time.backward["matrices"] / 2
     return Stage(parts, forward + waits_f, backward + waits_b, weight)

@@ -25,7 +25,7 @@ from .kernels import COMMUNICATION, stream_seconds
 from .lines import Breakdown, Line, readable
 from .machines import Hardware, hardware
 from .models import model
-from .numbers import at_least, cut_by
+from .numbers import at_least, cut_by, whole
 from .optimizer_time import optimizer_line
 from .parameters import every_second, layers_of_stages, parameters_of_rank
 from .replica_traffic import (
@@ -119,7 +119,7 @@ def step_time(
     config, machine, how = model(config), hardware(machine), framework(how)
     cut_by(layout, config)
     at_least("straggler", straggler, 1, "the slowest device is not faster than the others")
-    at_least("local_steps", local_steps, 1, "1 averages gradients at every step")
+    whole("local_steps", local_steps, "1 averages gradients at every step")
     compression = checked(compression, config, layout, local_steps)
     inside = cluster_of(layout, clusters, local_steps)
     if local_steps == 1:

@@ -7,8 +7,11 @@ import pytest
 from mini_dist.calculators import (
     Search,
     device_memory,
+    forward_flops,
+    framework,
     hardware,
     layer_activations,
+    micro_batches_in_flight,
     model,
     model_flops,
     model_states,
@@ -34,6 +37,7 @@ def test_every_calculator_takes_the_names_that_plan_takes():
         assert calculate(NAMED, LAYOUT).total == calculate(config, LAYOUT).total
     for count in (lambda model: model_flops(model, 8), num_parameters):
         assert count(NAMED) == count(config)
+    assert forward_flops(NAMED) == forward_flops(config)
     assert step_flops(NAMED, 8, "full") == step_flops(config, 8, "full")
     assert layer_activations(NAMED, LAYOUT) == layer_activations(config, LAYOUT)
     assert model(config) is config and hardware(machine) is machine
@@ -83,6 +87,28 @@ def test_one_value_of_a_search_may_stand_alone():
         (lambda: step_time(NAMED, LAYOUT).training(1, 0), "num_devices=0 is too small"),
         (lambda: Layout(dp=-2), "dp=-2 is too small"),
         (lambda: Layout(zero=1.0), "zero=1.0 is not known: give one of 0, 1, 2, 3"),
+        (
+            lambda: step_time(NAMED, LAYOUT, local_steps=2.5),
+            "local_steps=2.5 is not a whole number",
+        ),
+        (lambda: plan(NAMED, "h100", 8, 8192, search="full"), "search='full' is no Search"),
+        (lambda: plan(NAMED, "h100", 8, 8192, search=None), "search=None is no Search"),
+        (lambda: rank_memory(NAMED, LAYOUT, pp_rank="a"), "pp_rank='a' is not a stage of pp=1"),
+        (lambda: rank_memory(NAMED, LAYOUT, pp_rank=0.5), "pp_rank=0.5 is not a stage of pp=1"),
+        (lambda: micro_batches_in_flight(LAYOUT, 5), "pp_rank=5 is not a stage of pp=1"),
+        (lambda: framework("fsdp").replace(prefetch=-1), "prefetch=-1 of framework 'fsdp'"),
+        (
+            lambda: framework("fsdp").replace(softmax_heads=0),
+            "softmax_heads of framework 'fsdp'=0 is too small",
+        ),
+        (
+            lambda: framework("fsdp").replace(unit_gather_bytes=-1),
+            "unit_gather_bytes=-1 of framework 'fsdp'",
+        ),
+        (
+            lambda: hardware("h100").replace(devices_per_node=2.5),
+            "devices_per_node=2.5 of 'h100' is not a whole number",
+        ),
         (lambda: step_time(NAMED, "dp=8"), "layout='dp=8' is no Layout"),
         (lambda: peak_memory(NAMED, {"dp": 8}), "layout={'dp': 8} is no Layout"),
     ],

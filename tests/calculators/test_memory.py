@@ -1,9 +1,18 @@
 """Memory against the papers' formulas (exact) and against allocators' peaks (bars)."""
 
 import dataclasses
+import weakref
+from contextlib import nullcontext
 
 import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from mini_dist import launch
 from mini_dist.calculators import (
     FRAMEWORKS,
     device_memory,
@@ -184,6 +193,55 @@ def test_the_fullest_rank_is_found_without_asking_all():
             config = ModelConfig(num_layers=L)
             everywhere = max(rank_memory(config, layout, "course", r).total for r in range(p))
             assert peak_memory(config, layout, "course").total == everywhere
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of the tensors that were made since, now and at most; inside of DTensors, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.known, self.now, self.peak = set(), 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # it comes back with what the rank holds
+        made = function(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else [made]:
+            # (DTensor tries each kind of call once with tensors that have no memory.)
+            memory = tensor.untyped_storage() if type(tensor) is torch.Tensor else None
+            if memory is not None and memory._cdata not in self.known:
+                self.known.add(memory._cdata)
+                self.now += memory.nbytes()
+                self.peak = max(self.peak, self.now)
+                weakref.finalize(memory, self.free, memory._cdata, memory.nbytes())
+        return made
+
+    def free(self, known, num_bytes):
+        self.known.discard(known)
+        self.now -= num_bytes
+
+
+def bytes_of_a_logit(rows, columns, cut, group):
+    """At the peak of a loss and its backward as torchtitan's train.py has them, on one rank."""
+    targets = torch.zeros(rows, dtype=torch.long)
+    weight = torch.randn(rows, columns, dtype=torch.bfloat16, requires_grad=True)
+    if cut:
+        mesh = DeviceMesh.from_group(group, "cpu")
+        targets = DTensor.from_local(targets, mesh, [Replicate()])
+    with Alive() as alive, loss_parallel() if cut else nullcontext():
+        logits = weight * 1
+        if cut:
+            logits = DTensor.from_local(logits, mesh, [Shard(1)])
+        loss = cross_entropy(logits.float(), targets)
+        del logits
+        loss.backward()
+    return alive.peak / rows / columns
+
+
+@pytest.mark.parametrize(("ranks", "field"), [(1, "loss_bytes"), (2, "loss_bytes_cut")])
+def test_torchtitan_s_loss_holds_what_torch_s_does(ranks, field):
+    found = launch(bytes_of_a_logit, ranks, (256, 1024, ranks > 1)).results[0]
+    assert found == pytest.approx(getattr(FRAMEWORKS["torchtitan"], field), rel=0.03)
 
 
 def test_bloom_fits_near_its_measured_59_gb():

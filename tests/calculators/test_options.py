@@ -15,6 +15,7 @@ from mini_dist.calculators import (
 )
 from mini_dist.calculators.kernels import gemm_seconds
 from mini_dist.calculators.parameters import every_second
+from mini_dist.calculators.published import gpt
 from mini_dist.config import Layout
 
 H100 = hardware("h100")
@@ -154,6 +155,26 @@ def test_parameters_that_stay_whole_in_a_pipeline_travel_once_a_step_and_fill_me
     assert held["whole in a pipeline"] == pytest.approx((2 + 4) * layers)
     alone = layout.replace(pp=1)
     assert peak_memory(config, alone, stays).total == peak_memory(config, alone, reshards).total
+
+
+def test_heads_that_the_fused_softmax_cannot_take_cost_launches_and_passes():
+    """Megatron's takes 4 heads at a time: of 16 on tp 8 that is one sequence too few."""
+    config = gpt(16, 1024, 12, seq_len=1024)
+    how = framework("megatron-2021")
+    fused = how.replace(softmax_heads=1)
+    one, two = (Layout(tp=8, micro_batch_size=b, recompute="full") for b in (1, 2))
+
+    def lines(layout, how):
+        return step_time(config, layout, "a100-80", how).breakdown
+
+    assert lines(two, how) == lines(two, fused)
+    # Forward, its repetition and backward launch four more of a layer's 16 kernels each, and the
+    # device, which idles, is no longer at it than before.
+    more = 12 * 3 * 4 / 16 * how.host_seconds
+    assert lines(one, how).total - lines(one, fused).total == pytest.approx(more, rel=1e-6)
+    assert lines(one, how)["attention"] > lines(one, fused)["attention"] + 12 * 8 * 5e-6
+    flash = how.replace(flash_attention=True)
+    assert lines(one, flash) == lines(one, flash.replace(softmax_heads=1))
 
 
 def test_flash_attention_2_is_slower_on_hopper_only():

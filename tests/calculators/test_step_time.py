@@ -24,6 +24,7 @@ from mini_dist.calculators.published import (
     korthikanti_2022,
     later,
     megatron_2021,
+    mpt_h100,
     nearest,
 )
 from mini_dist.calculators.replica_traffic import copies
@@ -102,6 +103,12 @@ def test_published_runs_come_out_near_and_inside_the_interval(run):
     ours = run.predicted()
     assert ours.seconds == pytest.approx(run.seconds, rel=0.12)
     assert ours.low < run.seconds < ours.high
+
+
+def test_fsdp_on_h100_comes_out_near_in_a_table_that_the_model_had_not_seen():
+    runs = mpt_h100()
+    errors = [abs(run.predicted().seconds / run.seconds - 1) for run in runs]
+    assert len(runs) == 52 and sum(errors) / 52 < 0.1 and max(errors) < 0.25
 
 
 def test_mean_errors_on_the_published_tables_meet_their_bars():
