@@ -4,6 +4,8 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
+from random import Random
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from mini_dist.asynchronous import (
     Worker,
     add_rows_,
     dealt,
+    interleave,
     leave,
     outer_step,
     pull,
@@ -353,6 +356,94 @@ def test_updates_that_have_read_the_same_number_are_lost_but_for_one():
     assert launch(collide, 3).results == [1.0] * 3
 
 
+def steps_of(worker, number, said):
+    for step in range(number):
+        said.append((worker, step))
+        yield
+
+
+def raced(numbers, seed):
+    said = []
+    interleave([steps_of(w, number, said) for w, number in enumerate(numbers)], Random(seed))
+    return said
+
+
+def test_who_goes_on_is_drawn_by_lot_and_everyone_comes_to_the_end_of_its_steps():
+    numbers = [60, 60, 20]
+    said = raced(numbers, 0)
+    assert said == raced(numbers, 0) != raced(numbers, 1)
+    for worker, number in enumerate(numbers):
+        assert [step for who, step in said if who == worker] == list(range(number))
+    turns = Counter(a != b for (a, _), (b, _) in zip(said, said[1:]))
+    assert turns[True] > turns[False]  # of three, two are others
+    assert raced([5], 0) == [(0, step) for step in range(5)]
+
+
+FEATURES, EXAMPLES = 200, 800
+
+
+def examples(touched):
+    """Rows, values and labels of a logistic regression, in which an example has so many values."""
+    generator = torch.Generator().manual_seed(0)
+    truth = torch.randn(FEATURES, generator=generator, dtype=torch.float64)
+    rows = [torch.randperm(FEATURES, generator=generator)[:touched] for _ in range(EXAMPLES)]
+    rows = torch.stack(rows)
+    values = torch.randn(EXAMPLES, touched, generator=generator, dtype=torch.float64)
+    return rows, values / touched**0.5, (values * truth[rows]).sum(1).sign()
+
+
+def slope(w, rows, values, label):
+    return -label * torch.sigmoid(-label * (values @ w[rows])) * values
+
+
+def loss_of(w, rows, values, labels):
+    margins = labels * (values * w[rows]).sum(1)
+    return nn.functional.softplus(-margins).mean().item()
+
+
+def hogwild(w, data, mine, is_whole):
+    """is_whole: nobody comes in between while it adds."""
+    for rows, values, label in zip(*(each[mine] for each in data)):
+        read, step = w[rows], slope(w, rows, values, label)
+        yield
+        w[rows] = (w[rows] if is_whole else read) - step
+
+
+def loss_after(touched, workers, is_whole, share=1.0):
+    data, w = examples(touched), torch.zeros(FEATURES, dtype=torch.float64)
+    last = round(share * EXAMPLES)
+    parts = [slice(number, last, workers) for number in range(workers)]
+    interleave([hogwild(w, data, mine, is_whole) for mine in parts], Random(0))
+    return loss_of(w, *data)
+
+
+def test_races_cost_next_to_nothing_on_sparse_gradients_and_nearly_all_on_dense_ones():
+    """As a share of what four workers win over one of them alone. Sparse: a row is also another
+    worker's in 3 of 100 cases. Dense: in all, and it is as if the three had not worked."""
+    for touched, least, most in ((2, 0.0, 0.05), (FEATURES, 0.85, 1.05)):
+        alone, of_four, racing = (
+            loss_after(touched, *how) for how in ((1, True, 0.25), (4, True), (4, False))
+        )
+        assert alone - of_four > 0.1
+        assert least <= (racing - of_four) / (alone - of_four) <= most
+    assert loss_after(4, 1, True) == loss_after(4, 1, False)
+
+
+def on_shared_memory(group):
+    data, w = examples(2), shared(torch.zeros(FEATURES, dtype=torch.float64), group)
+    barrier(group)
+    for rows, values, label in zip(*(each[group.rank() :: group.size()] for each in data)):
+        add_rows_(w, rows, -slope(w, rows, values, label))
+    barrier(group)
+    return loss_of(w, *data)
+
+
+def test_real_ranks_that_race_on_sparse_gradients_get_as_far_as_one_process():
+    alone, quarter = loss_after(2, 1, True), loss_after(2, 1, True, 0.25)
+    for found in launch(on_shared_memory, 4).results:
+        assert found - alone < 0.1 * (quarter - alone)
+
+
 def test_only_the_cpus_memory_can_be_shared():
     with pytest.raises(ValueError, match="on meta: ranks can share the CPU's memory only"):
         shared(torch.empty(1, device="meta"), None)
@@ -665,7 +756,7 @@ def test_post_local_sgd_is_torchs(start, every):
 
 
 def with_a_death(victim, bound, group):
-    """Three workers of eight steps; rank `victim` is killed after three, or the server with it."""
+    """Three workers of eight steps; rank `victim` is killed after three, or the server at once."""
     model, me = nn.Linear(3, 1), group.rank()
     if me == 0:
         if victim == 0:
