@@ -31,7 +31,7 @@ from mini_dist.asynchronous import (
     shared,
     updates,
 )
-from mini_dist.collectives import barrier, recv, send
+from mini_dist.collectives import barrier
 from mini_dist.compression import Compressed, half, top_k
 from mini_dist.data_parallel import Naive
 from mini_dist.mesh import Mesh
@@ -754,18 +754,25 @@ def test_post_local_sgd_is_torchs(start, every):
 
 # -- deaths ---------------------------------------------------------------------------------------
 
+IN_PROC = pytest.mark.skipif(
+    sys.platform != "linux", reason="looks for connections in Linux's /proc"
+)
 
-def with_a_death(victim, bound, group):
-    """Three workers of eight steps; rank `victim` is killed after three, or the server at once."""
+
+class Killed(torch.optim.SGD):
+    """Of a server that dies when it shall make its first update."""
+
+    def step(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def with_a_death(victim, num_servers, bound, group):
+    """Workers of eight steps. Rank `victim` is killed: after three, or as a server at a push."""
     model, me = nn.Linear(3, 1), group.rank()
-    if me == 0:
-        if victim == 0:
-            recv(torch.empty(1), 1, group)
-            os.kill(os.getpid(), signal.SIGKILL)
-        return serve_model(model, lambda x: torch.optim.SGD(x, lr=0.1), 1, bound, group)
-    if victim == 0 and me == 1:
-        send(torch.ones(1), 0, group)
-    with Worker(model, 1, group) as worker:
+    if me < num_servers:
+        kind = Killed if me == victim else torch.optim.SGD
+        return serve_model(model, lambda x: kind(x, lr=0.1), num_servers, bound, group)
+    with Worker(model, num_servers, group) as worker:
         for step in range(8):
             worker.pull()
             if me == victim and step == 3:
@@ -775,18 +782,25 @@ def with_a_death(victim, bound, group):
     return step
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks for connections in Linux's /proc")
-@pytest.mark.parametrize("bound", [0, 2, None])
-def test_when_a_workers_process_dies_the_server_goes_on_with_the_others(bound):
-    run = launch(with_a_death, 4, (2, bound), elastic=True)
-    made = [sum(update.worker == worker for update in run.results[0]) for worker in range(4)]
-    assert made[2] == 3 and {made[1], made[3]} <= {7, 8}  # a push may be lost, none comes twice
-    assert run.results[1:] == [7, None, 7] and [lost.rank for lost in run.lost] == [2]
+@IN_PROC
+@pytest.mark.parametrize("num_servers, bound", [(1, 0), (1, 2), (1, None), (2, 1)])
+def test_when_a_workers_process_dies_the_servers_go_on_with_the_others(num_servers, bound):
+    victim, *others = range(num_servers, num_servers + 3)
+    run = launch(with_a_death, num_servers + 3, (victim, num_servers, bound), elastic=True)
+    for applied in run.results[:num_servers]:
+        made = Counter(update.worker for update in applied)
+        assert made[victim] == 3
+        assert {made[worker] for worker in others} <= {7, 8}  # one may be lost, none comes twice
+    assert run.results[num_servers:] == [None, 7, 7]
+    assert [lost.rank for lost in run.lost] == [victim]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="looks for connections in Linux's /proc")
-def test_when_the_server_dies_that_is_one_clear_error():
-    with pytest.raises(RankError, match="rank 0 of 3 was killed by SIGKILL") as raised:
-        launch(with_a_death, 3, (0, None), elastic=True)
-    said = raised.value.failures[1]
-    assert said.type == "ServerLost" and "a server is gone" in said.message
+@IN_PROC
+@pytest.mark.parametrize("victim, num_servers", [(0, 1), (0, 2), (1, 2)])
+def test_when_a_server_dies_that_is_one_clear_error_on_everyone(victim, num_servers):
+    size = num_servers + 2
+    with pytest.raises(RankError, match=f"rank {victim} of {size} was killed by SIGKILL") as raised:
+        launch(with_a_death, size, (victim, num_servers, None), elastic=True)
+    said = [raised.value.failures[rank] for rank in range(size) if rank != victim]
+    assert {failure.type for failure in said} == {"ServerLost"}
+    assert all("a server is gone" in failure.message for failure in said)
