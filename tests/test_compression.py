@@ -694,6 +694,8 @@ def test_bad_input_gets_one_sentence():
         Quantized(False)
     with pytest.raises(RankError, match=r"q has 5 columns, but a matrix \[4, 9\] has rank 4"):
         launch(powers, 2, (4, 9, 2, 5, 1))
+    with pytest.raises(RankError, match="nodes of 2, 1 ranks: who has no partner"):
+        launch(scatter_by_hosts, 3, (4, 8), hosts=on_hosts(2))
 
 
 def top_k_of_rank(k, group):
