@@ -11,6 +11,8 @@ Rows "emulated step": the same model's step on devices that take LAYER seconds a
 of the stated bandwidth (loopback would hide what is saved), `Overlapped` in four buckets; ours with
 that method, theirs dense. A bucket's messages take what the formula says, and begin with the
 processor time that was measured for it.
+Row "between hosts": what leaves the hosts when a unit of ZeRO is scattered in int8, 8 ranks on two
+of them, in two hops; theirs in one.
 torch's hook has one bucket here: with more, its all-reduces start from callbacks, and ranks enter
 them in different orders, which ends in an error under gloo.
 """
@@ -22,10 +24,10 @@ import time
 import torch
 from _form import Case, in_turn, main, of_all_ranks, step_cases
 
-from mini_dist import launch
+from mini_dist import Hosts, launch
 from mini_dist.calculators.compression import Compression
 from mini_dist.calculators.links import Link
-from mini_dist.compression import Compressed, OneBit, PowerSGD, half, int8, sign, top_k
+from mini_dist.compression import Compressed, OneBit, PowerSGD, Quantized, half, int8, sign, top_k
 from mini_dist.config import ModelConfig
 from mini_dist.data_parallel import Overlapped, mean_
 from mini_dist.emulate import Clock, Device, EmulatedAllReduce, EmulatedModel
@@ -174,6 +176,16 @@ def emulated(seconds, link, group):
     return 1e3 * reduce.network.done[-1].end
 
 
+def between_hosts(by_hosts):
+    """MB out of both hosts."""
+
+    def scatter(group):
+        messages = Quantized(8, 8, by_hosts=by_hosts)
+        messages.begin_reduce_scatter(torch.ones(1 << 20), group).wait()
+
+    return sum(launch(scatter, 8, hosts=Hosts(2, emulated=True), quiet=True).ledger.out_of()) / 1e6
+
+
 def given(name, ours, theirs, unit, bar=None):
     return Case(name, lambda: ours, theirs, bar=bar, unit=unit, repeats=1, warmup=0)
 
@@ -185,6 +197,8 @@ def cases(long):
         yield from step_cases(f"step, {name}", of_all_ranks(results), 1.0)
         yield from step_cases(f"step, {name}, CPU of all", of_all_ranks(results, sum, 1), 1.0)
         yield given(f"sent, {name}", sent(ours, name), sent(theirs, name), "MB", 1.001)
+    hops = between_hosts(True), between_hosts(False)
+    yield given("between hosts, int8 in two hops", *hops, "MB", 0.25)
     for name in OURS:
         if name != "dense":
             yield given(f"sent, {name}, dense", sent(ours, name), sent(ours, "dense"), "MB")

@@ -1,11 +1,13 @@
 """Compressed means: what comes through, what travels, and that what is left out is not lost."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from mini_dist import GPT, ModelConfig, RankError, launch
-from mini_dist.collectives import all_reduce
+from mini_dist.collectives import all_reduce, in_flight
 from mini_dist.compression import (
     BLOCK,
     Compressed,
@@ -36,6 +38,7 @@ from mini_dist.compression import (
     with_feedback,
 )
 from mini_dist.compression.sharded import (
+    begin_by_hosts,
     begin_quantized_all_gather_,
     begin_quantized_reduce_scatter,
     decode,
@@ -43,6 +46,8 @@ from mini_dist.compression.sharded import (
 )
 from mini_dist.data_parallel import Bucketed, Naive, Overlapped
 from mini_dist.loss import token_loss
+from mini_dist.mesh import Mesh
+from mini_dist.ranks.hosts import Hosts, hosts_of
 from mini_dist.zero import ZeRO1, ZeRO2, ZeRO3
 
 SIZES = [1, 2, 3, 4]
@@ -488,6 +493,52 @@ OPS = [
 ]
 
 
+def two_hops_of_page_and_engine(group):
+    """A scatter of n * 2 blocks, between hosts of as many ranks."""
+    size, rank = group.size(), group.rank()
+    whole, per_host = vector(rank, size * 2 * BLOCK), hosts_of(group).count(0)
+    page = quantized_reduce_scatter_by_nodes(whole, seeded(rank), per_host, group)
+    return page, begin_by_hosts(whole, 8, seeded(rank), group).wait() / size
+
+
+def on_hosts(number, ranks="neighbours"):
+    return Hosts(number, ranks=ranks, emulated=True)
+
+
+@pytest.mark.parametrize("number, size", [(2, 4), (2, 6), (3, 6), (1, 2), (2, 2)])
+def test_in_two_hops_the_engine_sends_what_the_page_sends(number, size):
+    run = launch(two_hops_of_page_and_engine, size, hosts=on_hosts(number))
+    for page, engine in run.results:
+        torch.testing.assert_close(engine, page, rtol=1e-5, atol=1e-6)  # added in another order
+    page, engine = "quantized_reduce_scatter_by_nodes", "begin_by_hosts"
+    of_page, of_engine = (run.ledger.total_bytes(op=op) for op in (page, engine))
+    assert of_engine == of_page
+    assert run.ledger.out_of(op=engine) == run.ledger.out_of(op=page)
+    once = size * (size - size // number) // (size // number) * 2 * (BLOCK + 4)
+    assert run.ledger.out_of(op=engine) == ([once // number] * number if number > 1 else [0])
+
+
+def scatter_by_hosts(length, bits, group):
+    whole = vector(group.rank(), group.size() * length)
+    return begin_by_hosts(whole, bits, seeded(group.rank()), group).wait()
+
+
+@pytest.mark.parametrize("length", [1, 3 * BLOCK + 5])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_two_hops_go_by_the_hosts_wherever_their_ranks_are(bits, length):
+    hosts = on_hosts(3, ranks=[2, 0, 1, 1, 0, 2])
+    run = launch(scatter_by_hosts, 6, (length, bits), hosts=hosts)
+    xs = torch.stack([vector(rank, 6 * length) for rank in range(6)])
+    step = xs.abs().max() / (2 ** (bits - 1) - 1)
+    for rank, found in enumerate(run.results):
+        exact = xs.sum(0).chunk(6)[rank]
+        # A step for each rank's codes, and for each host's, whose sums are twice as large.
+        assert (found - exact).abs().max() <= 1.001 * (6 + 3 * 2 + 3) * step
+    message = -(-bits * length // 8) + 4 * -(-length // BLOCK)
+    assert run.ledger.out_of() == [2 * 2 * message] * 3  # two ranks a host, two hosts elsewhere
+    assert run.ledger.total_bytes() == 6 * (3 + 2) * message
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("length", [1, 2, 255, 256, 257, 1001])
 def test_codes_are_whole_numbers_of_the_scale_in_as_many_bits_as_are_said(bits, length):
@@ -531,8 +582,6 @@ def zero_steps(stage, messages, steps, group):
 
 
 def plain_zero(stage, steps, group):
-    from mini_dist.collectives import in_flight
-
     return zero_steps(stage, in_flight, steps, group)
 
 
@@ -550,6 +599,47 @@ def test_zero_in_codes_sends_what_their_bits_say_and_stays_near(stage, gradients
     )
     least = {8: 1, 4: 0.75 if stage is not ZeRO3 else 5 / 6}[gradients]  # ZeRO-3 gathers twice
     assert least / 4 < sent / dense < (least + 4 / BLOCK) / 4 * 1.05  # a part's last block is short
+
+
+def zero_on_hosts(stage, kind, group):
+    """Two hosts of two ranks: as it is, in codes, and in codes that go by hosts."""
+    messages = in_flight if kind == "plain" else Quantized(8, 4, by_hosts=kind != "straight")
+    inside = Mesh(group, by_hosts=True, across=2, inside=2)["inside"]
+    more = {"inside": inside} if kind == "ZeRO++" else {}
+    return zero_steps(partial(stage, **more), messages, 3, group)
+
+
+@pytest.mark.parametrize("stage", [ZeRO1, ZeRO2, ZeRO3])
+@pytest.mark.parametrize("ranks", ["neighbours", "dealt"])
+def test_by_hosts_zero_in_codes_stays_near_and_lets_half_as_much_out_of_a_host(stage, ranks):
+    plain, straight, by_hosts = (
+        launch(zero_on_hosts, 4, (stage, kind), hosts=on_hosts(2, ranks))
+        for kind in ("plain", "straight", "by hosts")
+    )
+    for (losses, shards, _), (exact, whole, _) in zip(by_hosts.results, plain.results):
+        assert losses == pytest.approx(exact, rel=0.01)
+        torch.testing.assert_close(shards, whole, rtol=0, atol=0.01)
+    one, two = (crossing(run.ledger) for run in (straight, by_hosts))
+    assert two == one / 2
+
+
+def crossing(ledger):
+    """Bytes out of all hosts, without what broadcasts the model at first."""
+    return sum(ledger.out_of()) - sum(ledger.out_of(phase="setup"))
+
+
+def test_all_of_zero_plus_plus_sends_between_hosts_a_gather_of_bytes_and_a_scatter_of_halves():
+    """What ZeRO-3 lets out is three times the parameters in 4 bytes; codes for each block of each
+    rank's part, and hpZ, leave of that one gather in 8 bits and one scatter in 4."""
+    plain, codes = (
+        launch(zero_on_hosts, 4, (ZeRO3, kind), hosts=on_hosts(2)) for kind in ("plain", "ZeRO++")
+    )
+    numel = codes.results[0][2]
+    for (losses, _, _), (exact, _, _) in zip(codes.results, plain.results):
+        assert losses == pytest.approx(exact, rel=0.01)
+    least = 3 * numel * (1 + 1 / 2)  # in three steps each rank's parts pass an uplink once
+    assert least < crossing(codes.ledger) < least * (1 + 8 / BLOCK) * 1.02
+    assert crossing(codes.ledger) < crossing(plain.ledger) / 8
 
 
 @pytest.mark.parametrize("stage", [ZeRO1, ZeRO2, ZeRO3])
@@ -605,6 +695,8 @@ def test_bad_input_gets_one_sentence():
         Quantized(False)
     with pytest.raises(RankError, match=r"q has 5 columns, but a matrix \[4, 9\] has rank 4"):
         launch(powers, 2, (4, 9, 2, 5, 1))
+    with pytest.raises(RankError, match="nodes of 2, 1 ranks: who has no partner"):
+        launch(scatter_by_hosts, 3, (4, 8), hosts=on_hosts(2))
 
 
 def top_k_of_rank(k, group):

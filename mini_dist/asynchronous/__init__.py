@@ -7,7 +7,7 @@ parameters of each update were, from the ledger.
 
 from .emulated import Arrivals
 from .engine import DiLoCo, ServerLost, Worker, serve_model
-from .hogwild import add_rows_, shared
+from .hogwild import add_rows_, interleave, shared
 from .ideas import (
     Applied,
     dealt,
@@ -30,6 +30,7 @@ __all__ = [
     "Worker",
     "add_rows_",
     "dealt",
+    "interleave",
     "leave",
     "outer_step",
     "pull",

@@ -2,6 +2,7 @@
 
     x = shared(torch.zeros(1000), group)          # one piece of memory, seen by every rank
     add_rows_(x, rows, -lr * gradients)           # read, add, write: others may write in between
+    interleave(workers, Random(0))                # a race in one process, alike each time
 
 An update is lost where two ranks have read the same number before either has written. It is rare if
 an update touches few rows of many, and common if each touches all of them.
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterable, Iterator
+from random import Random
 
 import torch
 from torch import Tensor
@@ -47,3 +50,18 @@ def shared(like: Tensor, group) -> Tensor:
 def add_rows_(table: Tensor, rows: Tensor, values: Tensor) -> None:
     """Add values [l, D] to these rows of a shared table [L, D], without a lock."""
     table[rows] = table[rows] + values
+
+
+def interleave(workers: Iterable[Iterator], lots: Random) -> None:
+    """Let workers race until all are done, each a generator that yields where others may come in
+    between: whose turn it is, to run on to its next `yield`, is drawn by lot.
+
+    A real race depends on the cores and on what else they do. This one can be repeated anywhere.
+    """
+    racing = list(workers)
+    while racing:
+        worker = lots.choice(racing)
+        try:
+            next(worker)
+        except StopIteration:
+            racing.remove(worker)

@@ -36,14 +36,16 @@ class Compression:
     """A method by its name, with its share (top_k, random_k) or rank (power).
 
     gradient_bits: of a code in ZeRO's scatters, 8 or 4 (int8; parameters have 8, as ZeRO++ sends
-    them). Raises ValueError for a name that is not known, a share outside 0...1, a rank below 1,
-    other bits, and 4 of them for another method than int8.
+    them). by_hosts: these in two hops, inside each node first; that sums are rounded again is not
+    counted. Raises ValueError for a name that is not known, a share outside 0...1, a rank below 1,
+    other bits, and 4 of them or two hops for another method than int8.
     """
 
     name: str
     share: float = 0.01
     rank: int = 4
     gradient_bits: int = 8
+    by_hosts: bool = False
 
     def __post_init__(self):
         if self.name not in TOUCHED:
@@ -57,6 +59,10 @@ class Compression:
         if bits != 8 and (bits != 4 or self.name != "int8"):
             raise ValueError(
                 f"gradient_bits={bits!r} with {self.name!r}: give 8, or 4 with 'int8'."
+            )
+        if self.by_hosts and self.name != "int8":
+            raise ValueError(
+                f"by_hosts=True with {self.name!r}: two hops are for the codes of 'int8'."
             )
 
     def messages(

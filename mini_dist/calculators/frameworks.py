@@ -75,6 +75,7 @@ class Framework:
     # rounded for their way: ZeRO++.
     unit_gather_bytes: float = 0
     unit_scatter_bytes: float = 0
+    unit_scatter_by_nodes: bool = False  # in two hops, inside each node first
     # Data-parallel traffic runs behind computation: gradients (and under ZeRO-3 parameters) behind
     # the backward; what ZeRO-1 and 2 have stepped, behind the next forward.
     overlaps_gradients: bool = True

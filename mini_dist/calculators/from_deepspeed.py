@@ -146,9 +146,13 @@ def _zero(config: dict, cannot_say: list[str]) -> int:
             f"{name}={ways} keeps a second shard of the parameters in each node (ZeRO++), and a "
             "Layout shards once, over dp * cp."
         )
-    for name in ("zero_quantized_weights", "zero_quantized_gradients"):
+    codes = {
+        "zero_quantized_weights": "Compression('int8')",
+        "zero_quantized_gradients": "Compression('int8', gradient_bits=4, by_hosts=True)",
+    }
+    for name, ours in codes.items():
         if flag(name, zero.get(name, False)):
-            cannot_say.append(f"{name} (ZeRO++) is Compression('int8') of a step's time.")
+            cannot_say.append(f"{name} (ZeRO++) is {ours} of a step's time.")
     return stage
 
 

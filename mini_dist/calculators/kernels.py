@@ -55,6 +55,9 @@ def stream_seconds(device: Device, num_bytes: float) -> float:
     return num_bytes / device.stream_bandwidth + KERNEL_SECONDS
 
 
+TWO_HOPS = "all_to_all_by_nodes"  # how ZeRO++ scatters gradients (Wang et al. 2023, section 3.3)
+
+
 @lru_cache(maxsize=4096)
 def collective_seconds(
     machine: Hardware,
@@ -69,11 +72,15 @@ def collective_seconds(
 
     NCCL runs as many rings as there are ways out of a node: a group with k members in each node
     gets k network ports, until the links inside the node are the narrower. An all-to-all is no
-    ring: what a device sends to other nodes is its own, and leaves by its own port.
+    ring: what a device sends to other nodes is its own, and leaves by its own port. TWO_HOPS is one
+    inside each node, and one of what that has added up between those at the same place in a node.
     """
     if size == 1 or not num_bytes:
         return 0.0
     inside, nodes = worst_place(size, stride, machine.devices_per_node, world)
+    if op == TWO_HOPS:
+        hops = (num_bytes, inside, stride), (num_bytes / inside, nodes, machine.devices_per_node)
+        return sum(collective_seconds(machine, "all_to_all", *hop, world) for hop in hops)
     link = machine.node_link(op)
     if nodes == 1:
         seconds = _by_protocol(op, num_bytes, size, link.latency, 0.0, link.bandwidth)

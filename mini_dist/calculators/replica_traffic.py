@@ -8,7 +8,7 @@ from ..config import Layout, ModelConfig
 from ..fields import nearest_divisor
 from .compression import INT4, INT8, Compression, shapes_of_matrices
 from .frameworks import Framework
-from .kernels import Piece, collective_seconds, matrices, stream_seconds, together
+from .kernels import TWO_HOPS, Piece, collective_seconds, matrices, stream_seconds, together
 from .numbers import at_least
 from .parameters import (
     Held,
@@ -71,7 +71,7 @@ def _of_unit(held: Held, layout, machine, how) -> Traffic:
 def _scatter(how: Framework) -> tuple[str, float]:
     """How gradients are scattered, and bytes of one: codes cannot be added on a ring's way."""
     if how.unit_scatter_bytes:
-        return "all_to_all", how.unit_scatter_bytes
+        return TWO_HOPS if how.unit_scatter_by_nodes else "all_to_all", how.unit_scatter_bytes
     return "reduce_scatter", how.reduce_bytes
 
 
@@ -94,6 +94,11 @@ def checked(
             "gradient_bits=4 is of what ZeRO's units scatter: give zero=1, 2 or 3 and "
             "local_steps=1, or gradient_bits=8."
         )
+    if compression.by_hosts and not scattered:
+        raise ValueError(
+            "by_hosts=True is of what ZeRO's units scatter: give zero=1, 2 or 3 and local_steps=1, "
+            "or by_hosts=False."
+        )
     if name == "power" and (layout.tp * layout.pp > 1 or layout.zero or config.num_experts):
         raise ValueError(
             "compression='power' is counted for whole matrices, on every replica the same: give "
@@ -107,7 +112,11 @@ def compressed_units(how: Framework, layout: Layout, compression: Compression | 
     if not (compression and layout.zero):
         return how
     scatter = INT4 if compression.gradient_bits == 4 else INT8
-    return how.replace(unit_gather_bytes=INT8, unit_scatter_bytes=scatter)
+    return how.replace(
+        unit_gather_bytes=INT8,
+        unit_scatter_bytes=scatter,
+        unit_scatter_by_nodes=compression.by_hosts,
+    )
 
 
 def gradient_seconds(

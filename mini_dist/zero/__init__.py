@@ -25,7 +25,8 @@ units of (n-1)/n Ψ:
                      the one to the other, is gathered once: 2k for its part
 
 On hosts with slow links between them (lesson 26): `replicas=` makes HSDP and MiCS of any stage,
-`inside=` adds the second shards of ZeRO++ (hpZ) to ZeRO3, `messages=by_hosts` cares for the rest.
+`inside=` adds the second shards of ZeRO++ (hpZ) to ZeRO3, `messages=by_hosts` cares for the rest,
+and `messages=compression.Quantized(8, 4, by_hosts=True)` does so in codes.
 """
 
 from .freed import FreedError

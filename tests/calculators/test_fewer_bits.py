@@ -7,6 +7,7 @@ from mini_dist import launch
 from mini_dist.calculators import Compression, hardware, pays_below, step_time
 from mini_dist.calculators.compression import INT8, TOUCHED, shapes_of_matrices
 from mini_dist.calculators.frameworks import framework
+from mini_dist.calculators.kernels import TWO_HOPS, collective_seconds
 from mini_dist.calculators.links import Link
 from mini_dist.calculators.models import model
 from mini_dist.calculators.parameters import num_parameters
@@ -143,6 +144,9 @@ def test_zero_gathers_8_bits_and_scatters_4_as_the_library_sends_them():
     assert unit[1].reduce == pytest.approx(ratio * unit[0].reduce, rel=0.01)
 
 
+BY_HOSTS = Compression("int8", by_hosts=True)
+
+
 def one_unit(op, group):
     messages, unit = Quantized(8, 4), torch.ones(N)
     if op == "gather":
@@ -168,6 +172,32 @@ def test_codes_that_go_straight_to_their_rank_do_not_share_the_ports_of_a_node()
     assert ratios[0] > 2 * ratios[1]
 
 
+def test_in_two_hops_a_node_s_sums_leave_by_all_of_its_ports():
+    """By hand, on nodes of four."""
+    slow = hardware("a100-80").replace(network_latency=0.0, network_bandwidth=1e6)
+    machine, numel = slow.replace(devices_per_node=4), 1e9
+    port = machine.network_link().bandwidth
+    one, two = (collective_seconds(machine, op, numel, 64) for op in ("all_to_all", TWO_HOPS))
+    assert one == pytest.approx(60 / 64 * numel / port, rel=1e-3)
+    assert two == pytest.approx(15 / 16 * numel / 4 / port, rel=0.02)  # and the hop inside
+    alone = slow.replace(devices_per_node=1)
+    for other, size in ((alone, 64), (machine, 4)):
+        one, two = (collective_seconds(other, op, numel, size) for op in ("all_to_all", TWO_HOPS))
+        assert two == pytest.approx(one, rel=1e-9)
+
+
+def test_two_hops_take_the_trap_of_nodes_out_of_a_step_and_change_nothing_without_nodes():
+    straight, two_hops = Compression("int8"), BY_HOSTS
+    for zero in (1, 2, 3):
+        for per_node, gains in ((8, True), (1, False)):
+            machine, layout = ETHERNET.replace(devices_per_node=per_node), Layout(dp=64, zero=zero)
+            one, two = (
+                step_time("gpt2-xl", layout, machine, compression=each).seconds
+                for each in (straight, two_hops)
+            )
+            assert two < 0.8 * one if gains else two == pytest.approx(one)
+
+
 def test_the_bandwidth_at_which_it_pays_by_hand():
     assert pays_below(saved_bytes=3e6, extra_seconds=0.003) == 1e9
     assert pays_below(3e6, 0.0) == float("inf")
@@ -182,6 +212,8 @@ def test_the_bandwidth_at_which_it_pays_by_hand():
         (lambda: Compression("power", rank=0), "rank=0"),
         (lambda: Compression("int8", gradient_bits=2), "gradient_bits=2 with 'int8'"),
         (lambda: Compression("half", gradient_bits=4), "gradient_bits=4 with 'half'"),
+        (lambda: Compression("half", by_hosts=True), "by_hosts=True with 'half'"),
+        (lambda: step_time("gpt2", Layout(dp=8), compression=BY_HOSTS), "by_hosts=True is of what"),
         (lambda: step_time("gpt2", Layout(dp=8, zero=1), compression="sign"), "zero=1 scatters"),
         (lambda: step_time("gpt2", Layout(dp=8, tp=2), compression="power"), "give tp=1, pp=1"),
     ],
