@@ -38,6 +38,22 @@ def alike(ours, theirs):
             assert float(loss) == pytest.approx(float(their_loss), abs=2e-3)
 
 
+def on_two_hosts(*arguments, by=(), nodes="2"):
+    """The command of the README: torchrun on each of two hosts, with a rank each."""
+    return [
+        *(sys.executable, "docs/cluster/on_hosts.py", "--", *by, sys.executable, "-m"),
+        *("torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "1"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "10.77.0.1:29500", "--rdzv-id", "test"),
+        *("--rdzv-conf", "is_host={is_first},last_call_timeout=2", "--local-addr", "{address}"),
+        *arguments,
+    ]
+
+
+def skip_without_hosts(said):
+    if "no hosts on this machine" in said:
+        pytest.skip(said.strip())
+
+
 def shown_in_the_lesson():
     (block,) = re.findall(r"```console\n(\$ TORCH_.*?)```", LESSON.read_text(), re.DOTALL)
     return SAID.findall(block)
@@ -64,19 +80,10 @@ def test_torchrun_restarts_a_killed_rank_and_the_losses_are_those_of_the_lesson(
 
 def test_between_two_hosts_torchrun_restarts_both_and_the_losses_are_the_same(tmp_path):
     """Real hosts (lesson 26), with the command of the README. The rank that dies is on host 1."""
-    done = run(
-        [
-            *(sys.executable, "docs/cluster/on_hosts.py", "--", sys.executable, "-m"),
-            *("torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", "10.77.0.1:29500", "--rdzv-id", "test"),
-            *("--rdzv-conf", "is_host={is_first}", "--local-addr", "{address}"),
-            *("--max-restarts", "1", "docs/cluster/train.py", "--ranks", "2"),
-            *("--directory", str(tmp_path), "--kill", "7"),
-        ],
-        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
-    )
-    if "no hosts on this machine" in done.stderr:
-        pytest.skip(done.stderr.strip())
+    script = "docs/cluster/train.py", "--ranks", "2", "--directory", str(tmp_path), "--kill", "7"
+    command = on_two_hosts("--max-restarts", "1", *script)
+    done = run(command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    skip_without_hosts(done.stderr)
     assert done.returncode == 0, done.stderr[-2000:]
     alike(sorted(SAID.findall(done.stdout)), sorted(shown_in_the_lesson()))
 
@@ -86,8 +93,7 @@ def test_a_host_that_fails_ends_the_others_and_is_named():
     done = run(
         [sys.executable, "docs/cluster/on_hosts.py", "--hosts", "3", "--", "sh", "-c", command]
     )
-    if "no hosts on this machine" in done.stderr:
-        pytest.skip(done.stderr.strip())
+    skip_without_hosts(done.stderr)
     assert done.returncode == 3
     assert re.search(r"host [12]: the command ended with status 3", done.stderr)
 
@@ -97,8 +103,7 @@ def test_nothing_is_left_on_a_host_whose_command_fails(tmp_path):
     pids = tmp_path / "{host}"
     command = f"setsid sleep 600 & echo $! > {pids}; test {{host}} = 1 || wait; sleep 1; exit 3"
     done = run([sys.executable, "docs/cluster/on_hosts.py", "--", "sh", "-c", command])
-    if "no hosts on this machine" in done.stderr:
-        pytest.skip(done.stderr.strip())
+    skip_without_hosts(done.stderr)
     assert done.returncode == 3
     for host in "01":
         pid = int((tmp_path / host).read_text())
@@ -106,39 +111,126 @@ def test_nothing_is_left_on_a_host_whose_command_fails(tmp_path):
         assert not psutil.pid_exists(pid)
 
 
-def test_torchrun_goes_on_without_the_host_whose_cable_is_pulled(tmp_path, request):
-    if not request.config.getoption("--long"):
-        pytest.skip("with --long")
-    command = [
-        *(sys.executable, "docs/cluster/on_hosts.py", "--tcp-retries", "5", "--"),
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes", "1:2", "--nproc-per-node", "1"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "10.77.0.1:29500", "--rdzv-id", "test"),
-        *("--rdzv-conf", "is_host={is_first},last_call_timeout=2", "--local-addr", "{address}"),
-        *("--max-restarts", "3", "docs/cluster/train.py", "--steps", "200", "--every", "10"),
-        *("--directory", str(tmp_path / "run")),
-    ]
+def torchrun_with_its_cable_pulled(command, when, log):
+    """Run it on two hosts, pull the cable of host 1 `when` it says so; the status, and seconds."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    log = tmp_path / "log"
     with open(log, "w") as out:
         hosts = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out)
     deadline = time.monotonic() + 180
     try:
-        while "step 30:" not in log.read_text():
-            if hosts.poll() and "no hosts on this machine" in log.read_text():
-                pytest.skip(log.read_text())
+        while when not in log.read_text():
+            if hosts.poll():
+                skip_without_hosts(log.read_text())
             assert hosts.poll() is None and time.monotonic() < deadline, log.read_text()[-2000:]
             time.sleep(0.1)
         hosts.send_signal(signal.SIGUSR1)
-        assert hosts.wait(timeout=240) == 0, log.read_text()[-3000:]
+        pulled = time.monotonic()
+        return hosts.wait(timeout=240), time.monotonic() - pulled
     finally:
         hosts.terminate()
         hosts.wait()
-    said = log.read_text()
+
+
+SILENT = r"host 1 \(rank 1, 10\.77\.0\.2\) has not answered for (\d+) s\. Its cable is pulled"
+
+
+def test_torchrun_goes_on_without_the_host_whose_cable_is_pulled(tmp_path, request):
+    if not request.config.getoption("--long"):
+        pytest.skip("with --long")
+    script = "docs/cluster/train.py", "--steps", "200", "--every", "10"
+    script = *script, "--directory", str(tmp_path / "run")
+    command = on_two_hosts("--max-restarts", "3", *script, nodes="1:2")
+    status, _ = torchrun_with_its_cable_pulled(command, "step 30:", tmp_path / "log")
+    said = (tmp_path / "log").read_text()
+    assert status == 0, said[-3000:]
     assert "2 ranks, from step 0" in said
+    assert re.search(rf"^RankError: rank 0 of 2 \(host 0\): {SILENT}", said, re.M)
     (first,) = re.findall(r"^1 ranks, from step (\d+)$", said, re.M)
     assert int(first) >= 20 and int(first) % 10 == 0 and "step 199: loss" in said
+
+
+GOES_WRONG = """
+import sys, time
+import torch
+from mini_dist import launch
+from mini_dist.collectives import recv, ring_all_reduce, send
+
+def steps(fault, group):
+    for step in range(1_000_000):
+        ring_all_reduce(torch.ones(1000), group)
+        if step == 3 and group.rank() == 1:
+            print("step 3", flush=True)
+            if fault == "goes on":
+                time.sleep(600)
+
+def large(fault, group):
+    numbers = torch.ones(25_000_000)  # 4 s on the uplink: the cable is pulled on the way
+    if group.rank() == 1:
+        print("step 3", flush=True)
+        recv(numbers, 0, group)
+    send(numbers, 1, group)
+
+fault, timeout = sys.argv[1:]
+launch(large if fault == "large" else steps, 2, (fault,), timeout=float(timeout))
+"""
+
+
+@pytest.fixture
+def goes_wrong(tmp_path):
+    script = tmp_path / "goes_wrong.py"
+    script.write_text(GOES_WRONG)
+    return script
+
+
+@pytest.mark.parametrize(
+    "fault, by, says",
+    [
+        (
+            "goes on",
+            (),
+            r"rank 0 of 2 \(host 0\): not done after 20 s, the timeout of this launch\. "
+            r"recv of [\d,]+ bytes with rank 1 began [\d.]+ s ago and is not over\.",
+        ),
+        (
+            "wrong interface",
+            ("env", "GLOO_SOCKET_IFNAME=lo"),
+            r"rank [01] of 2 \(host [01]\): not done after 20 s, the timeout of this launch\. "
+            r"It has not joined the others\. \(GLOO_SOCKET_IFNAME, how gloo gets out: lo\)",
+        ),
+    ],
+)
+def test_the_deadline_of_a_launch_holds_under_torchrun(fault, by, says, goes_wrong):
+    """Without it a rank would sleep for 600 s, and the interface be tried for ever."""
+    command = on_two_hosts(str(goes_wrong), fault, "20", by=by)
+    began = time.monotonic()
+    done = run(command, timeout=300, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    skip_without_hosts(done.stderr)
+    assert done.returncode == 1
+    assert re.search(rf"^RankTimeout: {says}", done.stderr, re.M), done.stderr[-3000:]
+    if fault == "goes on":
+        assert re.search(
+            r"^RankTimeout: rank 1 of 2 \(host 1\): .* It waits for nobody\.\n(.*\n)*?"
+            r".*line \d+, in steps\n    time\.sleep\(600\)",
+            done.stderr,
+            re.M,
+        )
+    assert time.monotonic() - began < 20 + 100  # torchrun itself, on a busy machine
+
+
+@pytest.mark.parametrize("fault", ["small", "large"])
+def test_a_pulled_cable_ends_a_launch_under_torchrun_long_before_its_deadline(
+    fault, goes_wrong, tmp_path, request
+):
+    """A rank that sends much hangs in gloo even when its connection has broken."""
+    if fault == "large" and not request.config.getoption("--long"):
+        pytest.skip("with --long")
+    command = on_two_hosts(str(goes_wrong), fault, "3600")
+    status, seconds = torchrun_with_its_cable_pulled(command, "step 3", tmp_path / "log")
+    said = (tmp_path / "log").read_text()
+    assert status == 1
+    (silent,) = re.findall(rf"^RankError: rank 0 of 2 \(host 0\): {SILENT}", said, re.M)
+    assert 15 <= int(silent) and seconds < 15 + 60
 
 
 def test_a_port_in_use_is_said_by_torchrun(request):
@@ -153,20 +245,9 @@ def test_a_port_in_use_is_said_by_torchrun(request):
         "runpy.run_module('torch.distributed.run', run_name='__main__')"
     )
     code = f"{taken}; {torchrun}"
-    done = run(
-        [
-            sys.executable,
-            "docs/cluster/on_hosts.py",
-            "--hosts",
-            "1",
-            "--",
-            sys.executable,
-            "-c",
-            code,
-        ]
-    )
-    if "no hosts on this machine" in done.stderr:
-        pytest.skip(done.stderr.strip())
+    on_hosts = [sys.executable, "docs/cluster/on_hosts.py", "--hosts", "1", "--"]
+    done = run([*on_hosts, sys.executable, "-c", code])
+    skip_without_hosts(done.stderr)
     assert done.returncode != 0
     assert "29500" in done.stderr and "host 0: the command ended" in done.stderr
 
