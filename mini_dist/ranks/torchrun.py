@@ -19,7 +19,7 @@ from contextlib import suppress
 from datetime import timedelta
 
 from .connections import own_addresses, silences
-from .diagnose import ranks_text, traceback_lines
+from .diagnose import RankError, ranks_text, traceback_lines
 from .hosts import ranks_of
 from .rank import LONGER_THAN_ANY_RUN
 
@@ -55,8 +55,12 @@ def join_torchrun(
             if on_gpu:
                 torch.cuda.set_device(device)
             register(Recorder(), device)
-            longest = min(timeout, LONGER_THAN_ANY_RUN.total_seconds())
-            dist.init_process_group(BACKEND, timeout=timedelta(seconds=longest))
+            # (Whoever waits is told by `watch`; torch's own deadline comes after it.)
+            longest = min(timeout + 2 * GRACE, LONGER_THAN_ANY_RUN.total_seconds())
+            try:
+                dist.init_process_group(BACKEND, timeout=timedelta(seconds=longest))
+            except RuntimeError as error:
+                raise RankError(f"{watch.me()}: {error}.{watch.doing()}") from error
             atexit.register(leave)
         group = dist.group.WORLD
         began = time.perf_counter()
