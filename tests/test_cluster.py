@@ -38,13 +38,13 @@ def alike(ours, theirs):
             assert float(loss) == pytest.approx(float(their_loss), abs=2e-3)
 
 
-def on_two_hosts(*arguments, by=(), nodes="2"):
+def on_two_hosts(*arguments, nodes="2", conf=""):
     """The command of the README: torchrun on each of two hosts, with a rank each."""
     return [
-        *(sys.executable, "docs/cluster/on_hosts.py", "--", *by, sys.executable, "-m"),
+        *(sys.executable, "docs/cluster/on_hosts.py", "--", sys.executable, "-m"),
         *("torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "1"),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "10.77.0.1:29500", "--rdzv-id", "test"),
-        *("--rdzv-conf", "is_host={is_first},last_call_timeout=2", "--local-addr", "{address}"),
+        *("--rdzv-conf", "is_host={is_first}" + conf, "--local-addr", "{address}"),
         *arguments,
     ]
 
@@ -119,7 +119,8 @@ def test_torchrun_goes_on_without_the_host_whose_cable_is_pulled(tmp_path, reque
         pytest.skip("with --long")
     script = "docs/cluster/train.py", "--steps", "200", "--every", "10"
     script = *script, "--directory", str(tmp_path / "run")
-    command = on_two_hosts("--max-restarts", "3", *script, nodes="1:2")
+    conf = ",last_call_timeout=2"  # seconds until it goes on with one node
+    command = on_two_hosts("--max-restarts", "3", *script, nodes="1:2", conf=conf)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     log = tmp_path / "log"

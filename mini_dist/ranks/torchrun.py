@@ -16,7 +16,6 @@ import threading
 import time
 import traceback
 from contextlib import suppress
-from datetime import timedelta
 
 from .connections import own_addresses, silences
 from .diagnose import RankError, ranks_text, traceback_lines
@@ -36,7 +35,7 @@ def join_torchrun(
     import torch.distributed as dist
 
     from ..ledger import Ledger
-    from ..ledger.group import BACKEND, register
+    from ..ledger.group import register
     from ..ledger.recording import Recorder
     from .rank import seed_everything
     from .report import Run
@@ -52,16 +51,8 @@ def join_torchrun(
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     with Watch(timeout, int(os.environ["RANK"]), actual) as watch:
         if not dist.is_initialized():
-            if on_gpu:
-                torch.cuda.set_device(device)
             register(Recorder(), device)
-            # (Whoever waits is told by `watch`; torch's own deadline comes after it.)
-            longest = min(timeout + 2 * GRACE, LONGER_THAN_ANY_RUN.total_seconds())
-            try:
-                dist.init_process_group(BACKEND, timeout=timedelta(seconds=longest))
-            except RuntimeError as error:
-                raise RankError(f"{watch.me()}: {error}.{watch.doing()}") from error
-            atexit.register(leave)
+            join(device, watch)
         group = dist.group.WORLD
         began = time.perf_counter()
         seed_everything(seed + group.rank())
@@ -79,6 +70,22 @@ def join_torchrun(
     results, ledgers = zip(*both)
     seconds = time.perf_counter() - began
     return Run(list(results), [""] * actual, Ledger.from_ranks(ledgers), seconds, device.type)
+
+
+def join(device, watch: Watch) -> None:
+    """Initialise torch.distributed as torchrun's variables say. Raises RankError."""
+    import torch
+    import torch.distributed as dist
+
+    from ..ledger.group import BACKEND
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:  # (the deadline is the watch's: a later launch may have another)
+        dist.init_process_group(BACKEND, timeout=LONGER_THAN_ANY_RUN)
+    except RuntimeError as error:
+        raise RankError(f"{watch.me()}: {error}.{watch.doing()}") from error
+    atexit.register(leave)
 
 
 class Watch:
@@ -109,7 +116,7 @@ class Watch:
         while not self.over.wait(min(LOOK, max(0.0, self.deadline - time.monotonic()))):
             found = {}
             with suppress(OSError):  # this process has no file left to open: look again
-                found = silences(self.addresses) if sys.platform == "linux" else {}
+                found = silences(self.addresses)
             address = max(found, key=found.get, default=None)
             if address and found[address] > SILENCE:
                 self.end(f"RankError: {self.me()}: {self.silent(address, found[address])}")
