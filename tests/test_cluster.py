@@ -38,6 +38,22 @@ def alike(ours, theirs):
             assert float(loss) == pytest.approx(float(their_loss), abs=2e-3)
 
 
+def on_two_hosts(*arguments, nodes="2", conf=""):
+    """The command of the README: torchrun on each of two hosts, with a rank each."""
+    return [
+        *(sys.executable, "docs/cluster/on_hosts.py", "--", sys.executable, "-m"),
+        *("torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "1"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "10.77.0.1:29500", "--rdzv-id", "test"),
+        *("--rdzv-conf", "is_host={is_first}" + conf, "--local-addr", "{address}"),
+        *arguments,
+    ]
+
+
+def skip_without_hosts(said):
+    if "no hosts on this machine" in said:
+        pytest.skip(said.strip())
+
+
 def shown_in_the_lesson():
     (block,) = re.findall(r"```console\n(\$ TORCH_.*?)```", LESSON.read_text(), re.DOTALL)
     return SAID.findall(block)
@@ -64,19 +80,10 @@ def test_torchrun_restarts_a_killed_rank_and_the_losses_are_those_of_the_lesson(
 
 def test_between_two_hosts_torchrun_restarts_both_and_the_losses_are_the_same(tmp_path):
     """Real hosts (lesson 26), with the command of the README. The rank that dies is on host 1."""
-    done = run(
-        [
-            *(sys.executable, "docs/cluster/on_hosts.py", "--", sys.executable, "-m"),
-            *("torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", "10.77.0.1:29500", "--rdzv-id", "test"),
-            *("--rdzv-conf", "is_host={is_first}", "--local-addr", "{address}"),
-            *("--max-restarts", "1", "docs/cluster/train.py", "--ranks", "2"),
-            *("--directory", str(tmp_path), "--kill", "7"),
-        ],
-        TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
-    )
-    if "no hosts on this machine" in done.stderr:
-        pytest.skip(done.stderr.strip())
+    script = "docs/cluster/train.py", "--ranks", "2", "--directory", str(tmp_path), "--kill", "7"
+    command = on_two_hosts("--max-restarts", "1", *script)
+    done = run(command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    skip_without_hosts(done.stderr)
     assert done.returncode == 0, done.stderr[-2000:]
     alike(sorted(SAID.findall(done.stdout)), sorted(shown_in_the_lesson()))
 
@@ -86,8 +93,7 @@ def test_a_host_that_fails_ends_the_others_and_is_named():
     done = run(
         [sys.executable, "docs/cluster/on_hosts.py", "--hosts", "3", "--", "sh", "-c", command]
     )
-    if "no hosts on this machine" in done.stderr:
-        pytest.skip(done.stderr.strip())
+    skip_without_hosts(done.stderr)
     assert done.returncode == 3
     assert re.search(r"host [12]: the command ended with status 3", done.stderr)
 
@@ -97,8 +103,7 @@ def test_nothing_is_left_on_a_host_whose_command_fails(tmp_path):
     pids = tmp_path / "{host}"
     command = f"setsid sleep 600 & echo $! > {pids}; test {{host}} = 1 || wait; sleep 1; exit 3"
     done = run([sys.executable, "docs/cluster/on_hosts.py", "--", "sh", "-c", command])
-    if "no hosts on this machine" in done.stderr:
-        pytest.skip(done.stderr.strip())
+    skip_without_hosts(done.stderr)
     assert done.returncode == 3
     for host in "01":
         pid = int((tmp_path / host).read_text())
@@ -106,18 +111,16 @@ def test_nothing_is_left_on_a_host_whose_command_fails(tmp_path):
         assert not psutil.pid_exists(pid)
 
 
+SILENT = r"host 1 \(rank 1, 10\.77\.0\.2\) has not answered for (\d+) s\. Its cable is pulled"
+
+
 def test_torchrun_goes_on_without_the_host_whose_cable_is_pulled(tmp_path, request):
     if not request.config.getoption("--long"):
         pytest.skip("with --long")
-    command = [
-        *(sys.executable, "docs/cluster/on_hosts.py", "--tcp-retries", "5", "--"),
-        *(sys.executable, "-m", "torch.distributed.run"),
-        *("--nnodes", "1:2", "--nproc-per-node", "1"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "10.77.0.1:29500", "--rdzv-id", "test"),
-        *("--rdzv-conf", "is_host={is_first},last_call_timeout=2", "--local-addr", "{address}"),
-        *("--max-restarts", "3", "docs/cluster/train.py", "--steps", "200", "--every", "10"),
-        *("--directory", str(tmp_path / "run")),
-    ]
+    script = "docs/cluster/train.py", "--steps", "200", "--every", "10"
+    script = *script, "--directory", str(tmp_path / "run")
+    conf = ",last_call_timeout=2"  # seconds until it goes on with one node
+    command = on_two_hosts("--max-restarts", "3", *script, nodes="1:2", conf=conf)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     log = tmp_path / "log"
@@ -126,8 +129,8 @@ def test_torchrun_goes_on_without_the_host_whose_cable_is_pulled(tmp_path, reque
     deadline = time.monotonic() + 180
     try:
         while "step 30:" not in log.read_text():
-            if hosts.poll() and "no hosts on this machine" in log.read_text():
-                pytest.skip(log.read_text())
+            if hosts.poll():
+                skip_without_hosts(log.read_text())
             assert hosts.poll() is None and time.monotonic() < deadline, log.read_text()[-2000:]
             time.sleep(0.1)
         hosts.send_signal(signal.SIGUSR1)
@@ -137,8 +140,33 @@ def test_torchrun_goes_on_without_the_host_whose_cable_is_pulled(tmp_path, reque
         hosts.wait()
     said = log.read_text()
     assert "2 ranks, from step 0" in said
+    assert re.search(rf"^RankError: rank 0 of 2 \(host 0\): {SILENT}", said, re.M)
     (first,) = re.findall(r"^1 ranks, from step (\d+)$", said, re.M)
     assert int(first) >= 20 and int(first) % 10 == 0 and "step 199: loss" in said
+
+
+GOES_ON = """
+import time
+from mini_dist import launch
+
+def goes_on(group):
+    if group.rank() == 1:
+        time.sleep(600)
+    group.barrier().wait()
+
+launch(goes_on, 2, timeout=20)
+"""
+
+
+def test_the_deadline_of_a_launch_ends_a_job_of_torchrun(tmp_path):
+    """Without torchrun, and other faults: tests/ranks/test_torchrun.py."""
+    (tmp_path / "goes_on.py").write_text(GOES_ON)
+    done = run(on_two_hosts(str(tmp_path / "goes_on.py")), timeout=300)
+    skip_without_hosts(done.stderr)
+    assert done.returncode == 1
+    for rank, waits in enumerate((r"barrier .* with rank 1 began [\d.]+ s ago", "It waits for no")):
+        late = rf"rank {rank} of 2 \(host {rank}\): not done after 20 s, the timeout of this launch"
+        assert re.search(rf"^RankTimeout: {late}\. {waits}", done.stderr, re.M), done.stderr
 
 
 def test_a_port_in_use_is_said_by_torchrun(request):
@@ -153,22 +181,12 @@ def test_a_port_in_use_is_said_by_torchrun(request):
         "runpy.run_module('torch.distributed.run', run_name='__main__')"
     )
     code = f"{taken}; {torchrun}"
-    done = run(
-        [
-            sys.executable,
-            "docs/cluster/on_hosts.py",
-            "--hosts",
-            "1",
-            "--",
-            sys.executable,
-            "-c",
-            code,
-        ]
-    )
-    if "no hosts on this machine" in done.stderr:
-        pytest.skip(done.stderr.strip())
+    on_hosts = [sys.executable, "docs/cluster/on_hosts.py", "--hosts", "1", "--"]
+    done = run([*on_hosts, sys.executable, "-c", code])
+    skip_without_hosts(done.stderr)
     assert done.returncode != 0
-    assert "29500" in done.stderr and "host 0: the command ended" in done.stderr
+    assert re.search(r"29500.*EADDRINUSE", done.stderr)
+    assert "host 0: the command ended" in done.stderr
 
 
 def run_with_ray(*arguments):
@@ -207,6 +225,12 @@ def goes_on(folder, group):
         if step == 3:
             open(f"{folder}/{group.rank()}", "w").close()
 
+def sleeps(group):
+    from mini_dist.collectives import ring_all_reduce
+    if group.rank() == 1:
+        time.sleep(600)
+    ring_all_reduce(torch.ones(1000), group)
+
 def lose(node, folder):
     while len(os.listdir(folder)) < 2:
         time.sleep(0.1)
@@ -216,9 +240,13 @@ from on_ray import launch_on_ray
 cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=1, include_dashboard=False))
 second = cluster.add_node(num_cpus=1)
 ray.init(address=cluster.address, logging_level="error", log_to_driver=False)
+try:
+    launch_on_ray(sleeps, 2, strategy="STRICT_SPREAD", timeout=5)
+except TimeoutError as error:
+    print("late:", error, flush=True)
 threading.Thread(target=lose, args=(second, sys.argv[1]), daemon=True).start()
 try:
-    launch_on_ray(goes_on, 2, (sys.argv[1],), strategy="STRICT_SPREAD")
+    launch_on_ray(goes_on, 2, (sys.argv[1],), strategy="STRICT_SPREAD", timeout=300)
 except ray.exceptions.RayError as error:
     print("a node was lost:", type(error).__name__, flush=True)
 ray.shutdown()
@@ -226,12 +254,70 @@ cluster.shutdown()
 """
 
 
-def test_ranks_as_ray_actors_on_two_nodes_of_which_one_is_lost(tmp_path):
+def test_ranks_as_ray_actors_on_two_nodes_of_which_one_is_late_and_then_lost(tmp_path):
     done = run_with_ray("-c", A_NODE_OF_TWO, str(tmp_path))
+    late = r"^late: not done after 5 s: rank 0 on [\d.]+, rank 1 on [\d.]+$"
+    assert re.search(late, done.stdout, re.M), done.stderr[-2000:]
     # (Ray itself writes about the node's end, too, before and after.)
     lost = r"^a node was lost: (ActorDiedError|ActorUnavailableError|RayTaskError.*)$"
     assert re.search(lost, done.stdout, re.M), done.stderr[-2000:]
     assert len(os.listdir(tmp_path)) == 2  # both were at work
+
+
+RAY_ON_A_HOST = """
+import os, signal, subprocess, sys, threading, time
+host, address, folder, timeout = sys.argv[1:]
+ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus", "1",
+       "--node-ip-address", address, "--disable-usage-stats"]
+if host == "1":
+    while subprocess.run([*ray, "--address", "10.77.0.1:6379"]).returncode:
+        time.sleep(1)
+    signal.pause()
+subprocess.run([*ray, "--head", "--port", "6379", "--include-dashboard", "false"], check=True)
+import ray, torch
+sys.path.insert(0, "docs/cluster")
+from on_ray import launch_on_ray
+
+def goes_on(folder, group):
+    from mini_dist.collectives import ring_all_reduce
+    for step in range(1_000_000):
+        ring_all_reduce(torch.ones(1000), group)
+        if step == 3:
+            open(f"{folder}/{group.rank()}", "w").close()
+
+def pull():
+    while len(os.listdir(folder)) < 2:
+        time.sleep(0.1)
+    os.kill(os.getppid(), signal.SIGUSR1)
+    print("pulled", flush=True)
+
+ray.init(address="10.77.0.1:6379", logging_level="error", log_to_driver=False)
+while len([node for node in ray.nodes() if node["Alive"]]) < 2:
+    time.sleep(0.2)
+threading.Thread(target=pull, daemon=True).start()
+began = time.monotonic()
+try:
+    launch_on_ray(goes_on, 2, (folder,), strategy="STRICT_SPREAD", timeout=float(timeout))
+except Exception as error:
+    print("over:", type(error).__name__, str(error).split("\\n")[0], flush=True)
+    print(f"{time.monotonic() - began:.0f} s", flush=True)
+os._exit(0)
+"""
+
+
+def test_a_cable_pulled_under_ray_is_told_at_the_deadline(tmp_path, request):
+    """Ray itself gives the node up about a minute later."""
+    if not request.config.getoption("--long"):
+        pytest.skip("with --long")
+    (tmp_path / "there").mkdir()
+    (tmp_path / "node.py").write_text(RAY_ON_A_HOST)
+    python = os.environ.get("MINI_DIST_RAY", sys.executable)
+    node = [python, str(tmp_path / "node.py"), "{host}", "{address}", str(tmp_path / "there"), "30"]
+    done = run_with_ray("docs/cluster/on_hosts.py", "--", *node)
+    skip_without_hosts(done.stderr)
+    assert "pulled" in done.stdout, done.stderr[-2000:]
+    late = r"^over: TimeoutError not done after 30 s: .*rank 1 on 10\.77\.0\.2"
+    assert re.search(late, done.stdout, re.M), done.stdout[-2000:]
 
 
 def test_the_same_script_without_torchrun_says_the_same(tmp_path):

@@ -11,7 +11,7 @@ hosts are network namespaces (mini_dist/ranks/cables.py): they share files and p
 nothing reaches them from outside or leads out. The first command that fails ends the others.
 
 `kill -USR1` of this program pulls the cable of the last host. From then on this program
-does not wait for it. TCP does, for a quarter of an hour, or as often as `--tcp-retries` says.
+does not wait for it. TCP does, for a quarter of an hour.
 """
 
 import argparse
@@ -31,11 +31,10 @@ from mini_dist.ranks.hosts import UPLINK
 from mini_dist.ranks.network import give_rights_back, leave_the_hosts_network
 
 LIBC, PR_SET_PDEATHSIG = ctypes.CDLL(None), 1  # of linux/prctl.h
-RETRIES = Path("/proc/sys/net/ipv4/tcp_retries2")  # of what nobody acknowledged; tcp(7)
 GRACE = 10  # seconds for the others to end by themselves when one has failed
 
 
-def run(hosts: Hosts, command: list[str], tcp_retries: int) -> int:
+def run(hosts: Hosts, command: list[str]) -> int:
     """The first status that is not 0, or 0; raises SystemExit where there are no namespaces."""
     if why := leave_the_hosts_network():
         sys.exit(f"no hosts on this machine: {why}")
@@ -46,7 +45,6 @@ def run(hosts: Hosts, command: list[str], tcp_retries: int) -> int:
 
         def enter(home=home):
             move_to(home)
-            RETRIES.write_text(str(tcp_retries))  # (a network has its own)
             give_rights_back()
             LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # should this program be killed
 
@@ -115,9 +113,8 @@ if __name__ == "__main__":
     )
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--uplink", default="200 Mbit/s")
-    parser.add_argument("--tcp-retries", type=int, default=15, help="before TCP gives up")
     parser.add_argument("command", nargs="+", help="after --; {host} is the host's number")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of `finally`
     hosts = Hosts(options.hosts, options.uplink)
-    sys.exit(run(hosts, options.command, options.tcp_retries))
+    sys.exit(run(hosts, options.command))

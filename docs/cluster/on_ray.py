@@ -9,6 +9,7 @@ node, PACK as many as fit on one. Rank 0's node keeps the rendezvous.
 import os
 import signal
 import socket
+import time
 
 import ray
 import torch
@@ -41,11 +42,12 @@ class Rank:
         return result, recorder.export()
 
 
-def launch_on_ray(fn, world_size: int, args=(), strategy: str = "PACK"):
+def launch_on_ray(fn, world_size: int, args=(), strategy: str = "PACK", timeout: float = 60.0):
     """Call fn(*args, group) on every rank; the results in rank order, and the ledger.
 
     Raises Ray's own error if a rank fails, or if its node dies: then the whole run is over, as with
-    `launch`, and who wants to go on starts again from a checkpoint.
+    `launch`, and who wants to go on starts again from a checkpoint. TimeoutError, which names who
+    is not done and where, when the ranks have worked for `timeout` seconds.
     """
     bundles = placement_group([{"CPU": 1}] * world_size, strategy=strategy)
     ray.get(bundles.ready(), timeout=60)
@@ -55,12 +57,16 @@ def launch_on_ray(fn, world_size: int, args=(), strategy: str = "PACK"):
     ]
     try:
         addresses = ray.get([rank.address.remote() for rank in ranks])
-        common = world_size, addresses[0], [node for node, _ in addresses]
+        nodes = [node for node, _ in addresses]
+        common = world_size, addresses[0], nodes
         futures = [rank.run.remote(fn, args, r, *common) for r, rank in enumerate(ranks)]
-        done, left = [], futures
+        left, deadline = futures, time.monotonic() + timeout
         while left:  # the first failure ends it: ray.get of all would wait for the others
-            done, left = ray.wait(left)
+            done, left = ray.wait(left, timeout=max(0.0, deadline - time.monotonic()))
             ray.get(done)
+            if not done:
+                late = [f"rank {r} on {nodes[r]}" for r in map(futures.index, left)]
+                raise TimeoutError(f"not done after {timeout:g} s: {', '.join(late)}")
         results, exports = zip(*ray.get(futures))
         return list(results), Ledger.from_ranks(exports)
     finally:

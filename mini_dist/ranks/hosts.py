@@ -104,8 +104,8 @@ class Hosts:
 
 
 def hosts_of(group) -> list[int]:
-    """The host of every rank of a group: from `launch(hosts=...)`, or from torchrun, which gives
-    each node equally many ranks; all 0 where nothing is known."""
+    """The host of every rank of a group: from `launch(hosts=...)`, or torchrun's number of its node
+    (GROUP_RANK); all 0 where nothing is known."""
     recorder = getattr(group, "recorder", None)
     places = recorder.hosts if recorder else None
     if not places:

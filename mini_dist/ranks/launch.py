@@ -8,8 +8,9 @@
 How it is done: `zygote.py` (who forks the ranks), `rank.py` (a rank's life); the parent's side of
 them, `zygote_handle.py`, `rank_handle.py`, `world.py` (ranks and one job) and `standby.py` (started
 before they are wanted); `flight.py` and `diagnose.py` (how a failure is told); `hosts.py` and
-`cables.py` (ranks on several hosts); `elastic.py` and `membership.py` (a run that lives on when a
-rank dies: the parent's side and the rank's).
+`cables.py` (ranks on several hosts); `torchrun.py` and `connections.py` (the same launch in a world
+that torchrun made, and who of it is silent); `elastic.py` and `membership.py` (a run that lives on
+when a rank dies: the parent's side and the rank's).
 """
 
 from __future__ import annotations
@@ -70,10 +71,12 @@ def launch(
     own, which no one else on the host can reach and which leads nowhere else (`network.py`).
     Under torchrun the call joins the world that torchrun made instead of making one.
 
-    timeout: seconds until a run that is not done is ended. memory: record bytes held by kind.
-    count: record every kernel, for mini_dist.replay (slower). start: "fork" (warm, the default
-    on Linux) or "spawn". quiet: do not show the ranks' prints. network: leave the ranks in the
-    host's network, where they can reach the internet, and other users of the host can reach them.
+    timeout: seconds until a run that is not done is ended; under torchrun each rank says then where
+    it waits, and ends its process, as it does for a host that answers no more (torchrun.py).
+    memory: record bytes held by kind. count: record every kernel, for mini_dist.replay (slower).
+    start: "fork" (warm, the default on Linux) or "spawn". quiet: do not show the ranks' prints.
+    network: leave the ranks in the host's network, where they can reach the internet, and other
+    users of the host can reach them.
     hosts: deal the ranks out to several hosts with slow links between them (`hosts.py`); where the
     system allows none, they run on this one, `run.no_hosts` says why, and `seconds_on` what it
     would have taken.
@@ -85,22 +88,23 @@ def launch(
     """
     if not callable(fn):
         raise TypeError(f"fn must be a function to call on each rank, not {fn!r}")
+    if not isinstance(timeout, Real) or not timeout > 0:
+        raise ValueError(f"timeout must be a number of seconds above 0, not {brief(timeout)}")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         if elastic:
             raise ValueError(
                 "elastic=True under torchrun: it ends all ranks when one dies, and starts them "
                 "anew. Leave elastic out, and resume from a checkpoint (--max-restarts, --nnodes)"
             )
-        return join_torchrun(
-            fn, world_size, args, kwargs or {}, seed=seed, memory=memory, count=count
-        )
+        how = dict(timeout=timeout, seed=seed, memory=memory, count=count)
+        return join_torchrun(fn, world_size, args, kwargs or {}, **how)
     if inside_a_rank():
         raise RuntimeError(
             "launch was called inside a rank: ranks cannot start ranks of their own. "
             "Call it from the notebook or the script, with as many ranks as all of it needs."
         )
     start = start or ("fork" if sys.platform == "linux" else "spawn")
-    check_arguments(world_size, args, kwargs, timeout, seed, start)
+    check_arguments(world_size, args, kwargs, seed, start)
     check_hosts(hosts, int(world_size), start, network)
     world_size, seed = int(world_size), int(seed)  # (they may be numpy's)
     check_call(fn, args, kwargs or {})
@@ -276,7 +280,7 @@ def inside_a_rank() -> bool:
     return bool(dist and dist.is_initialized() and hasattr(dist.group.WORLD, "recorder"))
 
 
-def check_arguments(world_size, args, kwargs, timeout, seed, start) -> None:
+def check_arguments(world_size, args, kwargs, seed, start) -> None:
     if isinstance(world_size, bool) or not isinstance(world_size, Integral):
         raise TypeError(f"world_size must be a whole number of ranks, not {brief(world_size)}")
     if world_size < 1:
@@ -300,8 +304,6 @@ def check_arguments(world_size, args, kwargs, timeout, seed, start) -> None:
             f"seed must be from 0 to 2**64 - 1 - world_size, as torch's generators take it for "
             f"each rank, not {brief(seed)}"
         )
-    if not isinstance(timeout, Real) or not timeout > 0:
-        raise ValueError(f"timeout must be a number of seconds above 0, not {brief(timeout)}")
     if start not in ("fork", "spawn"):
         raise ValueError(f'start must be "fork" or "spawn", not {start!r}')
 

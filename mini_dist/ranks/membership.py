@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import _thread
 import contextlib
-import os
 import pickle
 import queue
 import socket
@@ -27,6 +26,7 @@ import threading
 import time
 from dataclasses import dataclass
 
+from .connections import shut_connections
 from .transport import receive, send
 
 LOOK = 0.05  # seconds between two looks, for news and whether a group is there
@@ -255,14 +255,3 @@ def membership(group) -> Membership:
             "launch(..., elastic=True)"
         )
     return found
-
-
-def shut_connections() -> None:
-    """End every TCP connection of this process, so that nobody waits on one: gloo's are all that
-    a rank has. (Not what only listens: gloo aborts if that is shut.)"""
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # no socket, not connected, or closed since
-            with socket.socket(fileno=os.dup(int(fd))) as copy:
-                if copy.family in (socket.AF_INET, socket.AF_INET6):
-                    copy.getpeername()
-                    copy.shutdown(socket.SHUT_RDWR)

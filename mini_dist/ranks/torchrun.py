@@ -1,19 +1,41 @@
-"""The same launch under torchrun: join the world that is there instead of making one."""
+"""The same launch under torchrun: join the world that is there instead of making one.
+
+torchrun starts ranks and notices when one has ended. It does not notice when ranks wait for what
+never comes: for a host whose cable is pulled, or for one of them that goes on for ever. Nobody but
+the ranks themselves is there to see that, so each has a thread that looks (`Watch`). What it finds
+ends its process, as NCCL's watchdog does, because who waits in gloo can be woken by nothing: then
+torchrun ends the other ranks, or starts all of them again.
+"""
 
 from __future__ import annotations
 
 import atexit
 import os
+import sys
+import threading
 import time
+import traceback
+from contextlib import suppress
+
+from .connections import own_addresses, silences
+from .diagnose import RankError, ranks_text, traceback_lines
+from .hosts import ranks_of
+from .rank import LONGER_THAN_ANY_RUN
+
+LOOK = 1.0  # seconds between two looks
+SILENCE = 15.0  # seconds until a host is given up: torchrun's own rendezvous takes as many
+GRACE = 2.0  # seconds for the others to say the same; then their connections to this rank break
 
 
-def join_torchrun(fn, world_size: int, args, kwargs, *, seed: int, memory: bool, count: bool):
+def join_torchrun(
+    fn, world_size: int, args, kwargs, *, timeout: float, seed: int, memory: bool, count: bool
+):
     """Call `fn` in this process as one of torchrun's ranks; every rank gets the whole Run."""
     import torch
     import torch.distributed as dist
 
     from ..ledger import Ledger
-    from ..ledger.group import BACKEND, register
+    from ..ledger.group import register
     from ..ledger.recording import Recorder
     from .rank import seed_everything
     from .report import Run
@@ -27,25 +49,117 @@ def join_torchrun(fn, world_size: int, args, kwargs, *, seed: int, memory: bool,
     local_rank = int(os.environ["LOCAL_RANK"])
     on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-    if not dist.is_initialized():
-        if on_gpu:
-            torch.cuda.set_device(device)
-        register(Recorder(), device)
-        dist.init_process_group(BACKEND)
-        atexit.register(leave)
-    group = dist.group.WORLD
-    began = time.perf_counter()
-    seed_everything(seed + group.rank())
-    on_a_host = int(os.environ["LOCAL_WORLD_SIZE"])
-    hosts = [rank // on_a_host for rank in range(actual)] if on_a_host < actual else None
-    group.recorder.start(memory, count, hosts)
-    result = fn(*args, group, **kwargs)
-    group.recorder.stop()
-    both = [None] * actual
-    dist.all_gather_object(both, (result, group.recorder.export()), group=group)
+    with Watch(timeout, int(os.environ["RANK"]), actual) as watch:
+        if not dist.is_initialized():
+            register(Recorder(), device)
+            join(device, watch)
+        group = dist.group.WORLD
+        began = time.perf_counter()
+        seed_everything(seed + group.rank())
+        nodes = [None] * actual
+        own = int(os.environ["GROUP_RANK"]), own_addresses()
+        dist.all_gather_object(nodes, own, group=group)
+        hosts = [host for host, _ in nodes]
+        group.recorder.start(memory, count, hosts if len({*hosts}) > 1 else None)
+        watch.hosts, watch.recorder = hosts, group.recorder
+        watch.addresses = {each: host for host, some in nodes for each in some if host != own[0]}
+        result = fn(*args, group, **kwargs)
+        group.recorder.stop()
+        both = [None] * actual
+        dist.all_gather_object(both, (result, group.recorder.export()), group=group)
     results, ledgers = zip(*both)
     seconds = time.perf_counter() - began
     return Run(list(results), [""] * actual, Ledger.from_ranks(ledgers), seconds, device.type)
+
+
+def join(device, watch: Watch) -> None:
+    """Initialise torch.distributed as torchrun's variables say. Raises RankError."""
+    import torch
+    import torch.distributed as dist
+
+    from ..ledger.group import BACKEND
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:  # (the deadline is the watch's: a later launch may have another)
+        dist.init_process_group(BACKEND, timeout=LONGER_THAN_ANY_RUN)
+    except RuntimeError as error:
+        raise RankError(f"{watch.me()}: {error}.{watch.doing()}") from error
+    atexit.register(leave)
+
+
+class Watch:
+    """Ends this process, with one error, when the run has no time left or a host is silent.
+
+    hosts: of every rank; addresses: of the other hosts -> their number. Both as soon as they are
+    known. Off Linux nobody tells of silences, and the deadline alone holds.
+    """
+
+    def __init__(self, timeout: float, rank: int, size: int):
+        self.timeout, self.rank, self.size = timeout, rank, size
+        self.deadline = time.monotonic() + timeout
+        self.hosts: list[int] = []
+        self.addresses: dict[str, int] = {}
+        self.recorder = None
+        self.over = threading.Event()
+        self.watched = threading.get_ident()
+        self.host = os.environ["GROUP_RANK"] if os.environ["GROUP_WORLD_SIZE"] != "1" else None
+
+    def __enter__(self) -> Watch:
+        threading.Thread(target=self.look, name="mini_dist watch", daemon=True).start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.over.set()
+
+    def look(self) -> None:
+        while not self.over.wait(min(LOOK, max(0.0, self.deadline - time.monotonic()))):
+            found = {}
+            with suppress(OSError):  # this process has no file left to open: look again
+                found = silences(self.addresses)
+            address = max(found, key=found.get, default=None)
+            if address and found[address] > SILENCE:
+                self.end(f"RankError: {self.me()}: {self.silent(address, found[address])}")
+            if time.monotonic() >= self.deadline:
+                late = f"not done after {self.timeout:g} s, the timeout of this launch."
+                self.end(f"RankTimeout: {self.me()}: {late}")
+
+    def end(self, sentence: str) -> None:
+        lines = [f"{sentence}{self.doing()}", *traceback_lines(self.frames())]
+        os.write(2, "\n".join([*lines, ""]).encode())  # (at once, so that no rank's cuts in)
+        sys.stdout.flush()
+        time.sleep(GRACE)
+        os._exit(1)
+
+    def me(self) -> str:
+        host = f" (host {self.host})" if self.host else ""
+        return f"rank {self.rank} of {self.size}{host}"
+
+    def silent(self, address: str, seconds: float) -> str:
+        host = self.addresses[address]
+        there = ranks_text(ranks_of(host, self.hosts))
+        return (
+            f"host {host} ({there}, {address}) has not answered for {seconds:.0f} s. Its cable is "
+            "pulled, a switch between is off, or the host itself is."
+        )
+
+    def doing(self) -> str:
+        """Of the communications that are not over, the last."""
+        if self.recorder is None:
+            name = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
+            return f" It has not joined the others. (GLOO_SOCKET_IFNAME, how gloo gets out: {name})"
+        under_way = [row for row in self.recorder.comms if row[6] is None]
+        if not under_way:
+            return " It waits for nobody."
+        op, group, _, nbytes, peer, start = under_way[-1][:6]
+        ranks = self.recorder.groups[group]
+        whom = [ranks[peer]] if isinstance(peer, int) else {*ranks} - {self.rank}
+        what = f"{op} of {nbytes:,} bytes with {ranks_text(whom)}"
+        return f" {what} began {time.time() - start:.1f} s ago and is not over."
+
+    def frames(self) -> list[tuple[str, int, str]]:
+        frame = sys._current_frames().get(self.watched)
+        return [(each.filename, each.lineno, each.name) for each in traceback.extract_stack(frame)]
 
 
 def leave() -> None:

@@ -218,6 +218,7 @@ def test_a_program_under_torchrun_whose_last_save_fails_does_not_end_as_success(
     if fails:
         directory.write_text("")
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    alone |= {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
     alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(unused_port)}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, str(directory), how],
