@@ -186,7 +186,7 @@ def counted(group):
     add, gradients = model.tier.add_gradient, []
 
     def look_at_gradients(shard, part):
-        leaving = sum(each.nbytes for _, each in model.tier.leaving)
+        leaving = sum(each.nbytes for _, each in model.tier.gradients.leaving)
         gradients.append(part.nbytes + leaving)
         add(shard, part)
 
