@@ -72,15 +72,25 @@ class Arrival:
 
     on_host = wait  # the same for what the host does
 
+    def before(self, stream) -> None:
+        """The same for what a CUDA stream is given from now on."""
+        self.wait()
+
 
 class CudaLanes(Lanes):
     """Both directions of the link are CUDA streams, the rest are threads. (Written with care and
     never run: the course's machines have no GPU.)
 
-    A copy between a pinned tensor and the device that is asked for with `non_blocking=True` is
-    carried out by the GPU's copy engines beside its kernels. The caching allocator must be told
-    which stream still uses a tensor (`record_stream`): the tier keeps it alive until the arrival
-    has been waited for, which is as good.
+    A copy between pinned memory and the device that is asked for with `non_blocking=True` is
+    carried out by the GPU's copy engines beside its kernels, in the order of its stream. Two things
+    could go wrong there, and this is why they do not.
+
+    Order: a copy comes after all that the stream which asks for it has been given until then, so
+    it sees what was computed; and who waits for an arrival makes its own stream wait, not the host.
+    Memory: the device's allocator gives freed memory to the next who asks on the same stream, and
+    knows nothing of others (`record_stream` would tell it). So nobody here lets go of a tensor that
+    is copied before its own stream has waited for the arrival. For pinned memory that is given back
+    PyTorch's host allocator waits by itself, until the copies that it was asked for are over.
     """
 
     pins = True
@@ -93,32 +103,35 @@ class CudaLanes(Lanes):
         if lane not in self.streams:
             return super().begin(lane, work, nbytes, after)
         stream, before = self.streams[lane], list(after)
-        if any(not isinstance(arrival, CudaArrival) for arrival in before):
-            # the host has to be done before the copy may be asked for: a thread does that
-            computed = torch.cuda.current_stream().record_event()
-            return LateArrival(
-                self.threads[lane].submit(self.copy, stream, work, [computed], before)
-            )
         computed = torch.cuda.current_stream().record_event()
-        return CudaArrival(self.copy(stream, work, [computed], before))
+        if all(isinstance(arrival, CudaArrival) for arrival in before):
+            return CudaArrival(self.copy(stream, work, computed, before))
+        # The host has to be done before the copy may be asked for: a thread waits for it.
+        return LateArrival(self.threads[lane].submit(self.copy, stream, work, computed, before))
 
     @staticmethod
-    def copy(stream, work, events, before):
+    def copy(stream, work, computed, before):
+        """Ask for the copy; returns the event that is over when it is."""
         for arrival in before:
-            arrival.on_host()
+            arrival.before(stream)
         with torch.cuda.stream(stream), torch.no_grad():
-            for event in events:
-                stream.wait_event(event)
+            stream.wait_event(computed)
             work()
             return stream.record_event()
 
 
 @dataclass
 class CudaArrival:
-    event: object  # of a stream
+    """A copy that was asked for. `event` is over when it is."""
+
+    event: torch.cuda.Event
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
+        self.before(torch.cuda.current_stream())
+
+    def before(self, stream) -> None:
+        """What the stream is given from now on comes after it; the host goes on at once."""
+        stream.wait_event(self.event)
 
     def on_host(self) -> None:
         self.event.synchronize()
@@ -128,7 +141,10 @@ class LateArrival(Arrival):
     """A copy that a thread asks for as soon as the host is done."""
 
     def wait(self):
-        torch.cuda.current_stream().wait_event(self.future.result())
+        self.before(torch.cuda.current_stream())
+
+    def before(self, stream):
+        stream.wait_event(self.future.result())
 
     def on_host(self):
         self.future.result().synchronize()
