@@ -19,7 +19,7 @@ parameters that it needs are stepped after backward. So 64 layers miss 1.05 of t
 bound: 1.14; with two ahead 1.13, one step late 1.13, both 1.13, halves 1.20 (two ahead). To be
 within 1.05, 12 of the 64 blocks would have to stay on the device from one step to the next, which
 is to borrow less. Theirs is the longer of computing and parameters in each pass, by `of_passes`.
-At 100 MB/s the link is busier than the device in both passes; 64 layers hide all computing but ends.
+At 100 MB/s the link is the bound in both passes, and 64 layers hide the computing.
 "files": states in files, or everything, on a disk as fast as the link; in time or one step late.
 In time has no bar: a step ends when all is written, and the bound knows nothing of that. One step
 late hides it, where only states are in files. With everything there, forward's parameters are read
@@ -273,7 +273,8 @@ def given(name, ours, theirs, unit, bar=None):
     return Case(name, lambda: ours, theirs, bar=bar, unit=unit, repeats=1, warmup=0)
 
 
-def steps(megabytes, name, in_order=False, options={}, layers=CONFIG.num_layers, halves=False):
+def steps(megabytes, name, in_order=False, early=False, layers=CONFIG.num_layers, halves=False):
+    options = {"early": early}
     work = (megabytes, in_order, options, layers, halves)
     taken, busy = launch(emulated, 1, work).results[0]
     lane = max(busy, key=busy.get)
@@ -285,7 +286,7 @@ def steps(megabytes, name, in_order=False, options={}, layers=CONFIG.num_layers,
     yield given(f"{title} (bound: {lane})", taken, busy[lane], "ms", bar)
     if in_order or halves or lane != "device":
         return
-    with_ends = passes + ends(megabytes, options.get("early", False))
+    with_ends = passes + ends(megabytes, early)
     yield given(f"{title}, beside the bound with ends", taken, with_ends, "ms", 1.001)
     if hides:
         least, bar = passes + no_less(megabytes), 1.02 if deep else None
@@ -314,12 +315,9 @@ def through_files(megabytes):
 
 def cases(long):
     for megabytes in MEGABYTES:
-        for name, in_order, options in (
-            ("with lanes", False, {}),
-            ("early", False, {"early": True}),
-            ("in order", True, {}),
-        ):
-            yield from steps(megabytes, name, in_order, options)
+        yield from steps(megabytes, "with lanes")
+        yield from steps(megabytes, "early", early=True)
+        yield from steps(megabytes, "in order", in_order=True)
     for megabytes in ENDS_TELL:
         yield from steps(megabytes, "with lanes")
     for megabytes in (300, *ENDS_TELL):
