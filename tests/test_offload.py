@@ -557,6 +557,29 @@ def test_in_order_everything_is_waited_for_and_with_lanes_no_more_than_the_bound
         assert max(busy.values()) - busy["host"] <= late < now
 
 
+def through_files(folder, options, steps, group):
+    """Virtual seconds of the last step in which the device waited."""
+    speeds = {lane: Link(0.0, 1e10 if lane == "host" else 1e8) for lane in SPEEDS}
+    waited = []
+    for count in (steps - 1, steps):
+        lanes = EmulatedLanes(speeds)
+        offload = Overlapped(lanes, folder / str(count), **options)
+        train(3, offload, group, steps=count, accumulation=1)
+        waited.append(lanes.exposed())
+    return waited[1] - waited[0]
+
+
+@pytest.mark.parametrize(("too", "share"), [({}, 0.2), (ALL_IN_FILES, 2 / 3)], ids=["some", "all"])
+def test_a_late_step_hides_its_files_behind_the_next_one(too, share, tmp_path):
+    """With everything in files less of it: were all of the late step's reads begun at once, in
+    front of the parameters that the next forward reads, the share would be 0.87."""
+    waited = [
+        launch(through_files, 1, (tmp_path / str(late), {"delayed": late, **too}, 4)).results[0]
+        for late in (False, True)
+    ]
+    assert 0 < waited[1] < share * waited[0]
+
+
 def test_gradients_leave_while_backward_runs_and_parameters_come_while_forward_does():
     _, _, _, log = launch(timed, 1, (1e9, {}, False)).results[0]
     computing = [span for span in log if span.lane == "device"]

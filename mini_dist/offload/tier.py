@@ -21,7 +21,7 @@ Read `step_shard` first: it is one unit's step, with all that comes before and a
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
@@ -97,6 +97,7 @@ class Tier:
         self.copies: dict[Tensor, Arrival] = {}  # the last copy to the device of each shard
         self.stepped: set[Tensor] = set()  # in this step already
         self.late: dict[Tensor, list[Arrival]] = {}  # steps that the device has not seen yet
+        self.later: deque[Callable] = deque()  # with `delayed`, steps that wait for their turn
         self.written: deque[Arrival] = deque()  # of the last shards whose states were in memory
         self.optimizer: torch.optim.Optimizer | None = None
 
@@ -157,8 +158,10 @@ class Tier:
             if name in self.shelf.away:
                 give_room_back_(source)
 
-        self.copies[shard] = self.lanes.begin("to_device", copy_it, there.nbytes, after)
-        return self.copies[shard]
+        arrival = self.lanes.begin("to_device", copy_it, there.nbytes, after)
+        self.copies[shard] = arrival
+        self.begin_later(1)
+        return arrival
 
     def look_at_parameters(self, source: Tensor, name: str) -> None:
         """In the middle of a pass through the model, which cannot go on without them."""
@@ -176,6 +179,7 @@ class Tier:
 
     def add_gradient(self, shard: Tensor, part: Tensor) -> None:
         """Begin to bring a part of the mean gradient to the host; there it is added up."""
+        self.begin_later()  # what is stepped is the last sum, not this one
         _, taken = self.versions[shard][0]
         self.gradients.add(shard, part.to(taken.dtype))
         if self.options.early and self.gradients.count[shard] % self.options.micro_batches == 0:
@@ -258,13 +262,24 @@ class Tier:
         if gradient is None:
             return
         self.stepped.add(shard)
+        step = self.optimizer.state[shard], self.settings_of(shard)
+        self.later.append(partial(self.begin_step, shard, gradient, *step))
+        if not (self.options.delayed and self.options.parameters_too):
+            self.begin_later()
+
+    def begin_later(self, count: int | None = None) -> None:
+        """Where parameters come from the same files as what a late step reads, it begins unit by
+        unit, each behind the parameters of one unit: else forward would wait for all of it."""
+        for _ in range(len(self.later) if count is None else min(count, len(self.later))):
+            self.later.popleft()()
+
+    def begin_step(self, shard: Tensor, gradient: Tensor, states: dict, settings: dict) -> None:
         after = list(self.under_way[shard])
         if shard in self.copies:  # of what `publish` overwrites
             after.append(self.copies.pop(shard))
         if self.in_files:
             after.append(self.begin_read(shard, gradient, after))
-        states = self.optimizer.state[shard]
-        step = partial(self.step_on_host, shard, gradient, states, self.settings_of(shard))
+        step = partial(self.step_on_host, shard, gradient, states, settings)
         done = self.lanes.begin("host", step, self.passed_in_step(shard, gradient), after)
         self.under_way[shard] = [done]
         if self.in_files:
@@ -317,6 +332,7 @@ class Tier:
     def catch_up(self) -> None:
         """With `delayed`: wait until the host has stepped, and let the device have that from now
         on. Who ends here calls `refresh_parameters` of the model, too."""
+        self.begin_later()
         try:
             for arrivals in self.late.values():
                 for arrival in arrivals:
@@ -343,6 +359,7 @@ class Tier:
 
     def let_all_arrive(self) -> None:
         """Raises what was raised on the way, when nothing is under way any more."""
+        self.begin_later()
         self.gradients.let_go()
         errors: dict[Tensor, Exception] = {}
         for shard, arrivals in self.under_way.items():
