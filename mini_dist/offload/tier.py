@@ -44,7 +44,8 @@ class Overlapped:
     folder: of the files, or None for the host's memory. early: a shard is stepped in the backward
     of the last of `micro_batches`, with the settings of that moment; nobody can clip then, for the
     norm needs all gradients first.
-    delayed: one step late (Ren et al. 2021, section 5.2); `tier.catch_up()` at the end.
+    delayed: one step late (Ren et al. 2021, section 5.2); `tier.catch_up()` at the end. So are
+    errors of files, and an update whose file cannot be read is lost then.
     parameters_too: what the device takes of a shard is in files as well, and not on the host.
     gradients_too: so are gradients, from backward until they are stepped. A second micro-batch's is
     added to what is read back, and so a norm and clipping read and write them once more.
@@ -235,7 +236,8 @@ class Tier:
     def step(self, *_) -> None:
         """Raises OffloadError. If a file is gone or cut off, before anything is stepped; if it
         cannot be read although it is there, when the others are stepped: in both cases a second
-        call steps what is not stepped yet. If it cannot be written, when all are stepped."""
+        call steps what is not stepped yet. If it cannot be written, when all are stepped. With
+        `delayed` all of it a step later."""
         self.end_fetches()
         if self.options.delayed:
             self.catch_up()
