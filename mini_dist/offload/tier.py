@@ -15,7 +15,7 @@ needs of a shard it copies from there, under ZeRO-3 a unit ahead.
 
 Nothing of this changes a number, `delayed` excepted: the same optimizer steps the same gradients.
 
-Read `step_shard` first: it is one unit's step, with all that comes before and after it.
+Read `begin_step` first: it is one unit's step, with all that comes before and after it.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ class Tier:
             self.shelf.raise_failed()
 
     def step_shard(self, shard: Tensor) -> None:
-        """Begin to read what is in files, to step, to publish, and to write it."""
+        """With what there is now: the sum of gradients, and the settings."""
         gradient = self.gradients.sums.get(shard)
         if gradient is None:
             return
@@ -276,8 +276,9 @@ class Tier:
             self.later.popleft()()
 
     def begin_step(self, shard: Tensor, gradient: Tensor, states: dict, settings: dict) -> None:
+        """Begin to read what is in files, to step, to publish, and to write it."""
         after = list(self.under_way[shard])
-        if shard in self.copies:  # of what `publish` overwrites
+        if shard in self.copies:  # begun ahead for a module that was not run, it may be under way
             after.append(self.copies.pop(shard))
         if self.in_files:
             after.append(self.begin_read(shard, gradient, after))
