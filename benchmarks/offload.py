@@ -4,19 +4,26 @@ beside torch FSDP2's CPUOffloadPolicy.
 Rows "emulated step": one step of a GPT on one rank, ZeRO-3, on devices that compute LAYER seconds
 a layer, over a link of the stated bandwidth, in virtual time (the same on every machine). Ours with
 lanes; theirs the bound, the larger of computing and of the busiest lane. "in order" is the same
-program without lanes, with no bar; nor has any row whose link is busier than the device.
+program without lanes, with no bar.
 "beside the bound with ends": the same step; theirs computing and what this schedule leaves at its
 ends, by `ends` (a formula, nothing is fitted): the last gradients' way out, the first units' step
 and their way back. It does not grow with the layers, so it is ends / (3 ms * layers) of a step.
-That is below 5 % from 300 MB/s on with 16 layers, but not at 250 and below, where the device still
-is the busiest: there the bar is on rows with 64 layers, and those with 16 have none.
-"beside the bound of each pass": at 150 MB/s a block's parameters need longer than its forward, but
-both passes together longer than the link. As two units are held, forward cannot take of backward's
-time: it waits in each block, so 64 layers miss 1.05 of the whole step's bound as well. Theirs is
-the longer of the two in each pass, by `of_passes`.
 "beside any schedule": theirs computing and what no schedule of whole units can hide, by `no_less`.
+With 16 blocks as units this alone is 5 % at 250 MB/s and 6 % at 200: the rows of blocks have no bar
+there. Smaller units have smaller ends: "halves" has attention and MLP as units of their own, two of
+them ahead (one ahead, the smaller one cannot hide the larger: 1.15 at 200), and holds fewer bytes
+than two blocks. With 64 layers blocks do as well.
+"beside the bound of each pass": at 150 MB/s a block's parameters need 1.33 ms and its forward 1 ms.
+Both passes together are longer than the link, but forward cannot take of backward's time: the
+parameters that it needs are stepped after backward. So 64 layers miss 1.05 of the whole step's
+bound: 1.14; with two ahead 1.13, one step late 1.13, both 1.13, halves 1.20 (two ahead). To be
+within 1.05, 12 of the 64 blocks would have to stay on the device from one step to the next, which
+is to borrow less. Theirs is the longer of computing and parameters in each pass, by `of_passes`.
+At 100 MB/s the link is the bound in both passes, and 64 layers hide the computing.
 "files": states in files, or everything, on a disk as fast as the link; in time or one step late.
-Without a bar: in time, a step ends when all is written, and the bound knows nothing of that.
+In time has no bar: a step ends when all is written, and the bound knows nothing of that. One step
+late hides it; at 1,000 MB/s with everything in files 1.07, as forward's parameters come through the
+same lane as the states of the step that goes on meanwhile (all of its reads begun at once: 1.32).
 Rows "bytes" and "held": what moved, and the most that the device held of gathered parameters and
 of gradients, beside the lines of `calculators.peak_memory` for them.
 Rows "peak": the most that device and host hold in two whole steps, from every birth and death of a
@@ -57,19 +64,14 @@ LAYER = 0.001, 0.002
 LATENCY = 1e-5
 MANY = 64  # layers
 MEGABYTES = 30_000, 10_000, 3_000, 1_000, 300, 100  # a second
-ENDS_TELL = 250, 200, 150  # where the ends are more than 5 % of 16 layers
+ENDS_TELL = 250, 200  # where the ends of blocks are more than 5 % of 16 layers
+DEEP_ONLY = 150, 100  # where a block's parameters need longer than its forward
 STEPS = 4
 AWAY = dict(offload_optimizer=True, offload_gradients=True, offload_parameters=True)
 
 
 def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-3)
-
-
-def units_of(gpt):
-    """Embedding and head each for itself: as one root their gradients would be the last to leave,
-    and their parameters the first to come back."""
-    return gpt.embed, *gpt.blocks, gpt.head
 
 
 def step_of(config, model, optimizer_step, zero_grad, group, sequences=2):
@@ -86,15 +88,33 @@ def step_of(config, model, optimizer_step, zero_grad, group, sequences=2):
     return step
 
 
-def emulated(megabytes, in_order, options, layers, group):
+def halves_of(gpt):
+    return [half for block in gpt.blocks for half in (block.attn, block.ffn)]
+
+
+def computes(lanes, parts):
+    """A block's LAYER seconds, cut among its parts as their matrices are."""
+    elements = [sum(p.numel() for p in part.parameters()) for part in parts]
+    for part, own in zip(parts, elements):
+        share = own / (elements[0] + elements[1])
+        lanes.computes([part], *(share * seconds for seconds in LAYER))
+
+
+def emulated(megabytes, in_order, options, layers, halves, group):
+    """ms of a step, and of it each lane's."""
     link = Link(LATENCY, 1e6 * megabytes)
     host = Link(0.0, 1e7 * megabytes)
     speeds = {"to_host": link, "to_device": link, "host": host, "read": link, "write": link}
     lanes = EmulatedLanes(speeds, in_order)
     config = CONFIG.replace(num_layers=layers)
     gpt = GPT(config)
-    lanes.computes(gpt.blocks, *LAYER)
-    model = ZeRO3(gpt, group, adamw, units=units_of(gpt), offload=Overlapped(lanes, **options))
+    units, ahead = (halves_of(gpt), 2) if halves else (gpt.blocks, 1)
+    if halves:
+        computes(lanes, units)
+    else:
+        lanes.computes(units, *LAYER)
+    units, offload = (gpt.embed, *units, gpt.head), Overlapped(lanes, **options)
+    model = ZeRO3(gpt, group, adamw, units=units, offload=offload, prefetch=ahead)
     step, overs = step_of(config, model, model.step, model.zero_grad, group), []
     for _ in range(STEPS):
         step()
@@ -186,7 +206,7 @@ def counted(group):
     add, gradients = model.tier.add_gradient, []
 
     def look_at_gradients(shard, part):
-        leaving = sum(each.nbytes for _, each in model.tier.leaving)
+        leaving = sum(each.nbytes for _, each in model.tier.gradients.leaving)
         gradients.append(part.nbytes + leaving)
         add(shard, part)
 
@@ -253,26 +273,26 @@ def given(name, ours, theirs, unit, bar=None):
     return Case(name, lambda: ours, theirs, bar=bar, unit=unit, repeats=1, warmup=0)
 
 
-def steps(megabytes, name, in_order, options, layers=CONFIG.num_layers):
-    taken, busy = launch(emulated, 1, (megabytes, in_order, options, layers)).results[0]
+def steps(megabytes, name, in_order=False, early=False, layers=CONFIG.num_layers, halves=False):
+    options = {"early": early}
+    work = (megabytes, in_order, options, layers, halves)
+    taken, busy = launch(emulated, 1, work).results[0]
     lane = max(busy, key=busy.get)
     title = f"emulated step, {megabytes:,} MB/s, {name}"
-    if lane != "device" or in_order:
-        yield given(f"{title} (bound: {lane})", taken, busy[lane], "ms")
-        return
     passes = of_passes(megabytes, layers)
-    hides = passes <= 1.02 * busy[lane]
-    deep = layers == MANY or megabytes not in ENDS_TELL
-    bar = 1.05 if hides and deep else None
+    hides = passes <= 1.02 * busy[lane]  # else a pass is longer than its part of the bound
+    deep = halves or layers == MANY or megabytes not in (*ENDS_TELL, *DEEP_ONLY)
+    bar = 1.05 if hides and deep and not in_order else None
     yield given(f"{title} (bound: {lane})", taken, busy[lane], "ms", bar)
-    with_ends = passes + ends(megabytes, options.get("early", False))
+    if in_order or halves or lane != "device":
+        return
+    with_ends = passes + ends(megabytes, early)
     yield given(f"{title}, beside the bound with ends", taken, with_ends, "ms", 1.001)
     if hides:
         least, bar = passes + no_less(megabytes), 1.02 if deep else None
         yield given(f"{title}, beside any schedule", taken, least, "ms", bar)
     else:
-        bar = 1.05 if deep else None
-        yield given(f"{title}, beside the bound of each pass", taken, passes, "ms", bar)
+        yield given(f"{title}, beside the bound of each pass", taken, passes, "ms", 1.05)
 
 
 def through_files(megabytes):
@@ -285,25 +305,25 @@ def through_files(megabytes):
     ):
         with tempfile.TemporaryDirectory() as folder:
             options = {"folder": folder, **options}
-            work = (megabytes, False, options, CONFIG.num_layers)
+            work = (megabytes, False, options, CONFIG.num_layers, False)
             taken, busy = launch(emulated, 1, work).results[0]
         lane = max(busy, key=busy.get)
         title = f"emulated step, {megabytes:,} MB/s, files, {name} (bound: {lane})"
-        yield given(title, taken, busy[lane], "ms")
+        hides = "delayed" in options and ("parameters_too" not in options or megabytes > 1_000)
+        yield given(title, taken, busy[lane], "ms", 1.05 if hides else None)
 
 
 def cases(long):
     for megabytes in MEGABYTES:
-        for name, in_order, options in (
-            ("with lanes", False, {}),
-            ("early", False, {"early": True}),
-            ("in order", True, {}),
-        ):
-            yield from steps(megabytes, name, in_order, options)
+        yield from steps(megabytes, "with lanes")
+        yield from steps(megabytes, "early", early=True)
+        yield from steps(megabytes, "in order", in_order=True)
     for megabytes in ENDS_TELL:
-        yield from steps(megabytes, "with lanes", False, {})
+        yield from steps(megabytes, "with lanes")
     for megabytes in (300, *ENDS_TELL):
-        yield from steps(megabytes, f"with lanes, {MANY} layers", False, {}, MANY)
+        yield from steps(megabytes, "with lanes, halves", halves=True)
+    for megabytes in (*ENDS_TELL, *DEEP_ONLY):
+        yield from steps(megabytes, f"with lanes, {MANY} layers", layers=MANY)
     for megabytes in (10_000, 1_000):
         yield from through_files(megabytes)
     run = launch(counted, 1)

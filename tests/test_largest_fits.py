@@ -7,7 +7,7 @@ from mini_dist.calculators import largest_model
 from mini_dist.calculators.offload import TIERS
 from mini_dist.lab import ParameterError
 from mini_dist.offload import Allocator
-from mini_dist.offload.lanes import Took
+from mini_dist.offload.emulated import Took
 from mini_dist.widgets import largest_fits
 
 

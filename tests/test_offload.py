@@ -95,6 +95,11 @@ def parameters_of(model):
     return [p.detach().clone() for p in model.module.parameters()]
 
 
+def taken(model):
+    """What the device takes of each shard."""
+    return [versions[0][1] for versions in model.tier.versions.values()]
+
+
 # -- the same numbers -----------------------------------------------------------------------------
 
 
@@ -181,23 +186,36 @@ class LongOnTheWay(Lanes):
         return super().begin(lane, slow, nbytes, after)
 
 
-def who_writes_parameters(folder, group):
-    """Names of the lanes that write what the device takes, while it may be taking it."""
-    lanes, write = [], FileStore.write
+def what_is_taken_and_written(folder, group):
+    """How many of the lanes' writes were to what the device was taking; which lanes wrote; whether
+    the numbers are those of virtual time, where nothing meets."""
+    met, lanes, write, tiers = [], set(), FileStore.write, []
 
     def noted(store, name, tensor):
-        if name.endswith("published"):
-            lanes.append(threading.current_thread().name.split("_")[0])
+        if threading.current_thread() is not threading.main_thread():  # it makes the first files
+            lanes.add(threading.current_thread().name.split("_")[0])
+            names = (tiers[0].shelf.name(s, v[0][0]) for s, v in tiers[0].versions.items())
+            met.append(name in names)
         write(store, name, tensor)
 
+    class Seen(Overlapped):
+        def of(self, group):
+            tiers.append(super().of(group))
+            return tiers[0]
+
+    options = {"delayed": True, **ALL_IN_FILES}
     FileStore.write = noted
-    train(3, Overlapped(LongOnTheWay(), folder, delayed=True, **ALL_IN_FILES), group, steps=4)
-    return set(lanes)
+    model = train(3, Seen(LongOnTheWay(), folder / "a", **options), group, steps=4)
+    FileStore.write = write
+    virtual = train(3, Overlapped(EmulatedLanes(SPEEDS), folder / "b", **options), group, steps=4)
+    same = map(torch.equal, parameters_of(model), parameters_of(virtual))
+    return sum(met), lanes, all(same)
 
 
 def test_a_delayed_step_leaves_alone_what_the_device_is_taking(tmp_path):
     """It once wrote it to its file while the copy to the device gave its memory back: SIGSEGV."""
-    assert launch(who_writes_parameters, 1, (tmp_path,)).results == [{"MainThread"}]
+    met, lanes, same = launch(what_is_taken_and_written, 1, (tmp_path,)).results[0]
+    assert met == 0 and lanes == {"lane write"} and same
 
 
 def test_what_cannot_be_combined_is_refused(tmp_path):
@@ -351,6 +369,31 @@ def test_what_moves_is_in_the_ledger(tmp_path):
     assert moved(run, "from_file_") == (root + sum(blocks)) + (steps - 1) * states
     assert kinds["optimizer state"] == 4 * 4  # AdamW's counters
     assert run.ledger.total_bytes(op="to_file_") == 0  # no message
+
+
+def in_lanes(options, steps, group):
+    lanes = EmulatedLanes(SPEEDS)
+    train(3, Overlapped(lanes, **options), group, steps=steps)
+    return {lane: sum(t.nbytes for t in lanes.log if t.lane == lane) for lane in SPEEDS}
+
+
+@pytest.mark.parametrize("how", [{}, {"delayed": True}, {"early": True, "micro_batches": 2}])
+@pytest.mark.parametrize("too", [{}, {"parameters_too": True}, ALL_IN_FILES])
+def test_all_that_moves_in_a_step_is_in_a_lane(how, too, tmp_path):
+    """Or virtual time would know nothing of it, and a run would wait. Of one step: what three steps
+    move, and two do not (the first one makes files)."""
+    if "early" in how and "gradients_too" in too:
+        pytest.skip("refused")
+    found = []
+    for steps in (3, 4):
+        options = {"folder": tmp_path / str(steps), **how, **too}
+        run = launch(in_lanes, 1, (options, steps))
+        lanes = run.results[0]
+        ops = {"to_host_": "to_host", "to_device_": "to_device"}
+        ops |= {"to_file_": "write", "from_file_": "read"}
+        found.append([(moved(run, op), lanes[lane]) for op, lane in ops.items()])
+    for (ledger, in_lane), (ledger_later, in_lane_later) in zip(*found):
+        assert ledger_later - ledger == in_lane_later - in_lane > 0
 
 
 def gradients_of(folder, gradients_too, group, clip=None):
@@ -515,6 +558,29 @@ def test_in_order_everything_is_waited_for_and_with_lanes_no_more_than_the_bound
         assert max(busy.values()) - busy["host"] <= late < now
 
 
+def through_files(folder, options, steps, group):
+    """Virtual seconds of the last step in which the device waited."""
+    speeds = {lane: Link(0.0, 1e10 if lane == "host" else 1e8) for lane in SPEEDS}
+    waited = []
+    for count in (steps - 1, steps):
+        lanes = EmulatedLanes(speeds)
+        offload = Overlapped(lanes, folder / str(count), **options)
+        train(3, offload, group, steps=count, accumulation=1)
+        waited.append(lanes.exposed())
+    return waited[1] - waited[0]
+
+
+@pytest.mark.parametrize(("too", "share"), [({}, 0.2), (ALL_IN_FILES, 2 / 3)], ids=["some", "all"])
+def test_a_late_step_hides_its_files_behind_the_next_one(too, share, tmp_path):
+    """With everything in files less of it: were all of the late step's reads begun at once, in
+    front of the parameters that the next forward reads, the share would be 0.87."""
+    waited = [
+        launch(through_files, 1, (tmp_path / str(late), {"delayed": late, **too}, 4)).results[0]
+        for late in (False, True)
+    ]
+    assert 0 < waited[1] < share * waited[0]
+
+
 def test_gradients_leave_while_backward_runs_and_parameters_come_while_forward_does():
     _, _, _, log = launch(timed, 1, (1e9, {}, False)).results[0]
     computing = [span for span in log if span.lane == "device"]
@@ -545,7 +611,7 @@ def gradients_held(group):
     add = model.tier.add_gradient
 
     def look(shard, part):
-        seen.append(part.nbytes + sum(each.nbytes for _, each in model.tier.leaving))
+        seen.append(part.nbytes + sum(each.nbytes for _, each in model.tier.gradients.leaving))
         add(shard, part)
 
     model.tier.add_gradient = look
@@ -663,11 +729,12 @@ def limit_files(nbytes):
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes or hard, hard))
 
 
-def step_on_a_full_disk(folder, in_backward, group):
+def step_on_a_full_disk(folder, in_backward, parameters_too, group):
     """The second step finds no room; then there is room again."""
     right = parameters_of(train(3, None, group, steps=3, accumulation=1))
     gpt = GPT(CONFIG, dtype=torch.float64)
-    offload = Overlapped(Lanes(), folder, gradients_too=in_backward)
+    away = {"gradients_too": in_backward, "parameters_too": parameters_too}
+    offload = Overlapped(Lanes(), folder, **away)
     model = ZeRO3(gpt, group, adamw, units=gpt.blocks, offload=offload)
     said = []
     for step in range(3):
@@ -692,8 +759,10 @@ def step_on_a_full_disk(folder, in_backward, group):
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_a_full_disk_costs_no_state(in_backward, tmp_path):
-    said, same = launch(step_on_a_full_disk, 1, (tmp_path, in_backward)).results[0]
+@pytest.mark.parametrize("parameters_too", [False, True])
+def test_a_full_disk_costs_no_state(in_backward, parameters_too, tmp_path):
+    work = (tmp_path, in_backward, parameters_too)
+    said, same = launch(step_on_a_full_disk, 1, work).results[0]
     assert len(said) == 1 and "could not be written" in said[0] and "stays in memory" in said[0]
     assert same
 
@@ -795,14 +864,14 @@ def fail_in_a_step(folder, how, stage, options, group):
     for step in range(3):
         inputs, targets = Batches(TEXT, 12, CONFIG.seq_len).batch(step)
         loss = token_loss(model(inputs), targets).mean()
-        before = [p.clone() for p in model.tier.published.values()]
+        before = [p.clone() for p in taken(model)]
         if step == 1:
             with a_bad_read(how, folder, 4):
                 loss.backward()
                 with pytest.raises(OffloadError) as error:
                     model.step()
             said = str(error.value)
-            as_before = sum(map(torch.equal, before, model.tier.published.values()))
+            as_before = sum(map(torch.equal, before, taken(model)))
             model.optimizer.step()
             model.refresh_parameters()
         else:
@@ -841,8 +910,7 @@ def fail_when_late(folder, group):
     for step in range(3):
         token_loss(model(inputs), targets).mean().backward()
         if step < 2:
-            # `catch_up` has read 3 files of 4 units before the step's own reads begin
-            with a_bad_read("an error", folder, 12 + 4 if step else -1):
+            with a_bad_read("an error", folder, 4 if step else -1):
                 model.step()
                 model.tier.lanes.threads["read"].submit(int).result()  # it has met it
     with pytest.raises(OffloadError, match="2 of 4 units miss the last step's update; go back"):

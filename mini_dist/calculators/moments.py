@@ -103,7 +103,7 @@ WHY = {
     ),
     "whole gradients": ("new ones, not yet added up or scattered", "autograd, zero/stages.py"),
     "leaving gradients": ("flat copy g P_unit + g P_unit (n-1)/n received", "zero/unit.py"),
-    "gradients on their way": ("g P_unit / n, until they are on the host", "offload/tier.py"),
+    "gradients on their way": ("g P_unit / n, until they are on the host", "offload/gradients.py"),
     "new gradients": ("of the layer that computes; leaving, with a flat copy", "zero/unit.py"),
     "flat gradients": ("a bucket's copy and its mean", "data_parallel/wrappers.py"),
     "optimizer's temporaries": ("2 * largest tensor", "torch.optim [code]"),

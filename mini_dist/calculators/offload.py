@@ -70,7 +70,7 @@ def host_memory(config: ModelConfig, layout: Layout, how: str | Framework) -> Br
     if how.offload_parameters:
         e = how.activation_bytes
         lines.append(Line("parameters", e * passing, "bytes", f"{e:g} P, {where}a shard"))
-    if how.own_runs and how.offload_optimizer:  # offload/tier.py: two arrive, and AdamW's
+    if how.own_runs and how.offload_optimizer:  # offload/gradients.py: two arrive, and AdamW's
         unit = float(held.largest_layer) / (layout.dp * layout.cp if layout.zero else 1)
         g = how.gradient_bytes
         lines.append(Line("gradients that arrive", 2 * g * unit, "bytes", f"2 * {g:g} P_layer"))

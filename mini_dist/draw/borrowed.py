@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..offload.allocator import HOLE, Allocator
-from ..offload.lanes import LANES, Took
+from ..offload.emulated import Took
+from ..offload.lanes import LANES
 from .picture import Picture, canvas
 
 LANE_COLORS = {

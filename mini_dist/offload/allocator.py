@@ -30,8 +30,6 @@ from dataclasses import dataclass, field
 from ..ledger.memory import Memory
 
 MIB = 2**20
-
-
 HOLE = object()  # has what is no memory: pages in the middle that went back to the driver
 
 
@@ -40,7 +38,7 @@ class Block:
     """A piece of a segment; free if nobody has it."""
 
     size: int
-    segment: int = field(compare=True)
+    segment: int
     start: int = 0
     owner: object = field(default=None, compare=False)
 
@@ -101,27 +99,29 @@ class Allocator:
         return min(free, default=None)
 
     def grow(self, pool: str, size: int) -> Block | None:
-        """Ask the driver for a segment, or for more pages at the end of the one there is."""
+        """Ask the driver for more; None if it has no more. Returns a free block."""
+        return self.more_pages(pool, size) if self.expandable else self.new_segment(pool, size)
+
+    def new_segment(self, pool: str, size: int) -> Block | None:
         if pool == "small":
             wanted = self.unit(2 * MIB)
-        elif size < self.unit(10 * MIB) or self.expandable:
+        elif size < self.unit(10 * MIB):
             wanted = self.unit(20 * MIB)
         else:
-            wanted = size
-        if not self.expandable:
-            page = self.unit(2 * MIB)
-            wanted = -(-wanted // page) * page
-            if self.reserved + wanted > self.capacity:
-                return None
-            self.count += 1
-            self.segments[self.count] = [Block(wanted, self.count)]
-            self.pools[self.count] = pool
-            return self.segments[self.count][0]
-        number = {"small": 1, "large": 2}[pool]
+            wanted = -(-size // self.unit(2 * MIB)) * self.unit(2 * MIB)
+        if self.reserved + wanted > self.capacity:
+            return None
+        self.count += 1
+        self.segments[self.count] = [Block(wanted, self.count)]
+        self.pools[self.count] = pool
+        return self.segments[self.count][0]
+
+    def more_pages(self, pool: str, size: int) -> Block | None:
+        """At the end of the pool's one segment: what is free there becomes longer."""
+        number, page = {"small": 1, "large": 2}[pool], self.page(pool)
         row = self.segments.setdefault(number, [])
         self.pools[number] = pool
         last = row[-1] if row and row[-1].owner is None else None
-        page = self.page(pool)
         missing = -(-(size - (last.size if last else 0)) // page) * page
         if self.reserved + missing > self.capacity:
             return None
@@ -133,6 +133,7 @@ class Allocator:
         return last
 
     def split(self, block: Block, size: int, pool: str) -> None:
+        """What is left of the block is a free block of its own, unless it is too small."""
         rest = block.size - size
         finely = pool == "small" or self.expandable
         if rest < self.unit(512) or (not finely and rest <= self.unit(MIB)):
@@ -146,6 +147,7 @@ class Allocator:
         return self.unit(2 * MIB if pool == "small" else 20 * MIB)
 
     def release_free_segments(self) -> None:
+        """Give the driver back what nobody uses any part of."""
         for number, row in list(self.segments.items()):
             if self.expandable:
                 row[:] = self.without_free_pages(row, self.page(self.pools[number]))

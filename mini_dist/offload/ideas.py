@@ -6,7 +6,7 @@
     blockwise, undo    an optimizer's state in 8 bits (Dettmers et al. 2021)
     offsets            tensors whose lifetimes are known, without fragments (ZeRO-R)
 
-lanes.py, tier.py, states.py and allocator.py do this for real models.
+lanes.py, tier.py, states.py and allocator.py do this for real models; read tier.py first.
 """
 
 from __future__ import annotations

@@ -12,22 +12,18 @@ each other. `after` names arrivals that a thing needs.
     host                 the host's processors: the optimizer's step
     read, write          files
 
-`EmulatedLanes` is the same in virtual time, for a laptop that has no such link: what is to be done
-is done at once, in the order of the program, and takes what bytes / bandwidth says. So its numbers
-are real and its seconds are the same on every machine.
+emulated.py is the same in virtual time, for a laptop that has no such link.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..calculators.links import Link as Speed
-from ..emulate import Link
 from ..ledger.recording import recorded
 
 LANES = ("to_host", "to_device", "host", "read", "write")
@@ -72,15 +68,25 @@ class Arrival:
 
     on_host = wait  # the same for what the host does
 
+    def before(self, stream) -> None:
+        """The same for what a CUDA stream is given from now on."""
+        self.wait()
+
 
 class CudaLanes(Lanes):
     """Both directions of the link are CUDA streams, the rest are threads. (Written with care and
     never run: the course's machines have no GPU.)
 
-    A copy between a pinned tensor and the device that is asked for with `non_blocking=True` is
-    carried out by the GPU's copy engines beside its kernels. The caching allocator must be told
-    which stream still uses a tensor (`record_stream`): the tier keeps it alive until the arrival
-    has been waited for, which is as good.
+    A copy between pinned memory and the device that is asked for with `non_blocking=True` is
+    carried out by the GPU's copy engines beside its kernels, in the order of its stream. Two things
+    could go wrong there, and this is why they do not.
+
+    Order: a copy comes after all that the stream which asks for it has been given until then, so
+    it sees what was computed; and who waits for an arrival makes its own stream wait, not the host.
+    Memory: the device's allocator gives freed memory to the next who asks on the same stream, and
+    knows nothing of others (`record_stream` would tell it). So nobody here lets go of a tensor that
+    is copied before its own stream has waited for the arrival. For pinned memory that is given back
+    PyTorch's host allocator waits by itself, until the copies that it was asked for are over.
     """
 
     pins = True
@@ -93,32 +99,35 @@ class CudaLanes(Lanes):
         if lane not in self.streams:
             return super().begin(lane, work, nbytes, after)
         stream, before = self.streams[lane], list(after)
-        if any(not isinstance(arrival, CudaArrival) for arrival in before):
-            # the host has to be done before the copy may be asked for: a thread does that
-            computed = torch.cuda.current_stream().record_event()
-            return LateArrival(
-                self.threads[lane].submit(self.copy, stream, work, [computed], before)
-            )
         computed = torch.cuda.current_stream().record_event()
-        return CudaArrival(self.copy(stream, work, [computed], before))
+        if all(isinstance(arrival, CudaArrival) for arrival in before):
+            return CudaArrival(self.copy(stream, work, computed, before))
+        # The host has to be done before the copy may be asked for: a thread waits for it.
+        return LateArrival(self.threads[lane].submit(self.copy, stream, work, computed, before))
 
     @staticmethod
-    def copy(stream, work, events, before):
+    def copy(stream, work, computed, before):
+        """Ask for the copy; returns the event that is over when it is."""
         for arrival in before:
-            arrival.on_host()
+            arrival.before(stream)
         with torch.cuda.stream(stream), torch.no_grad():
-            for event in events:
-                stream.wait_event(event)
+            stream.wait_event(computed)
             work()
             return stream.record_event()
 
 
 @dataclass
 class CudaArrival:
-    event: object  # of a stream
+    """A copy that was asked for. `event` is over when it is."""
+
+    event: torch.cuda.Event
 
     def wait(self) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
+        self.before(torch.cuda.current_stream())
+
+    def before(self, stream) -> None:
+        """What the stream is given from now on comes after it; the host goes on at once."""
+        stream.wait_event(self.event)
 
     def on_host(self) -> None:
         self.event.synchronize()
@@ -128,7 +137,10 @@ class LateArrival(Arrival):
     """A copy that a thread asks for as soon as the host is done."""
 
     def wait(self):
-        torch.cuda.current_stream().wait_event(self.future.result())
+        self.before(torch.cuda.current_stream())
+
+    def before(self, stream):
+        stream.wait_event(self.future.result())
 
     def on_host(self):
         self.future.result().synchronize()
@@ -145,106 +157,3 @@ def to_host_(host: Tensor, part: Tensor, group) -> None:
 @recorded
 def to_device_(mine: Tensor, shard: Tensor, group) -> None:
     mine.copy_(shard, non_blocking=True)
-
-
-# ---- the same in virtual time -------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Took:
-    """Something that went on: in which lane, from when to when, in virtual seconds."""
-
-    lane: str
-    start: float
-    end: float
-    nbytes: int
-    name: str = ""
-
-
-class EmulatedLanes:
-    """Lanes of stated speeds, and a device that computes as long as it is told to.
-
-    speeds: of each lane a Link(latency, bytes/s); one that is missing takes no time. `now` is the
-    device's clock, `log` what went on. in_order: the device waits for everything that it has begun,
-    as a program without lanes does. `computes(units, forward, backward)` gives a model's units
-    their seconds.
-    """
-
-    pins = False
-
-    def __init__(self, speeds: Mapping[str, Speed], in_order: bool = False):
-        unknown = set(speeds) - set(LANES)
-        if unknown:
-            raise ValueError(f"{min(unknown)!r} is no lane: there are {', '.join(LANES)}")
-        self.links = {lane: Link() for lane in LANES}
-        for lane, speed in speeds.items():
-            self.links[lane] = Link(speed.latency, speed.bandwidth)
-        self.in_order, self.now = in_order, 0.0
-        self.log: list[Took] = []
-        self.hooks: list = []
-
-    def begin(self, lane, work, nbytes, after=()):
-        after = list(after)
-        ready = max([self.now, *(arrival.moment for arrival in after)])
-        link = self.links[lane]
-        start = max(ready, link.free)
-        try:  # as in a thread, what is raised is raised again where one waits for it
-            for arrival in after:
-                arrival.on_host()
-            with torch.no_grad():
-                work()
-            error = None
-        except Exception as raised:
-            error = raised
-        arrival = Moment(self, link.send(nbytes, ready), error)
-        self.log.append(Took(lane, start, arrival.moment, nbytes))
-        if self.in_order:
-            self.now = max(self.now, arrival.moment)
-        return arrival
-
-    def empty(self, like, dtype):
-        return torch.empty(like.shape, dtype=dtype)
-
-    def compute(self, seconds: float, name: str = "") -> None:
-        """The device computes."""
-        self.log.append(Took("device", self.now, self.now + seconds, 0, name))
-        self.now += seconds
-
-    def computes(self, units: Iterable[nn.Module], forward: float, backward: float) -> None:
-        """Each unit takes so many seconds. Call it before the model is wrapped: what it takes is
-        over when the wrapper's own hooks free and send."""
-        for number, unit in enumerate(units):
-            unit.register_forward_hook(lambda *_, n=number: self.compute(forward, f"F{n}"))
-            parameters = [p for p in unit.parameters() if p.requires_grad]
-            missing: list[Tensor] = []
-
-            def is_ready(parameter, missing=missing, parameters=parameters, number=number):
-                if not missing:
-                    missing.extend(parameters)
-                missing.pop()
-                if not missing:
-                    self.compute(backward, f"B{number}")
-
-            for parameter in parameters:
-                parameter.register_post_accumulate_grad_hook(is_ready)
-
-    def exposed(self) -> float:
-        """Seconds until now in which the device did not compute."""
-        return self.now - sum(each.end - each.start for each in self.log if each.lane == "device")
-
-
-@dataclass
-class Moment:
-    """An arrival in virtual time."""
-
-    lanes: EmulatedLanes = field(repr=False)
-    moment: float
-    error: Exception | None = None
-
-    def wait(self) -> None:
-        self.lanes.now = max(self.lanes.now, self.moment)
-        self.on_host()
-
-    def on_host(self) -> None:
-        if self.error:
-            raise self.error

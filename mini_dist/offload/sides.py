@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import contextmanager
 
-from .lanes import EmulatedLanes, Speed
+from ..calculators.links import Link as Speed
+from .emulated import EmulatedLanes
 
 OF_THE_HOST = ("host", "read", "write")
 

@@ -7,19 +7,21 @@ Where things are: the shards that are stepped, their states and gradients on the
 `folder`, shards and states in files, and on demand gradients and parameters, too. What the device
 needs of a shard it copies from there, under ZeRO-3 a unit ahead.
 
-    backward    a unit's gradients leave as soon as they are scattered, through one of two buffers
-    step        unit by unit: read states ahead, step on the host, write them behind, and bring new
-                parameters back, each beside the others
+    backward    a unit's gradients leave as soon as they are scattered (gradients.py)
+    step        unit by unit: read states ahead, step on the host, write them behind (shelf.py), and
+                bring new parameters back, each beside the others
     early       the step of a unit begins in backward, as soon as its gradient is there
     delayed     the host steps while the next step computes: its parameters are one update late
 
 Nothing of this changes a number, `delayed` excepted: the same optimizer steps the same gradients.
+
+Read `begin_step` first: it is one unit's step, with all that comes before and after it.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from functools import partial
@@ -28,11 +30,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..ledger.recording import recorded
-from .files import FileStore, OffloadError
-from .lanes import Arrival, Lanes, to_device_, to_host_
+from .files import OffloadError
+from .gradients import Gradients
+from .lanes import Arrival, Lanes, to_device_
+from .shelf import Shelf, give_room_back_, is_here, make_room_
 
-BUFFERS = 2  # gradients that the device holds: one is made while the last one leaves
+SHARDS_IN_MEMORY = 2  # whose states are in files else: one is stepped, one is read or written
 
 
 class Overlapped:
@@ -41,7 +44,8 @@ class Overlapped:
     folder: of the files, or None for the host's memory. early: a shard is stepped in the backward
     of the last of `micro_batches`, with the settings of that moment; nobody can clip then, for the
     norm needs all gradients first.
-    delayed: one step late (Ren et al. 2021, section 5.2); `tier.catch_up()` at the end.
+    delayed: one step late (Ren et al. 2021, section 5.2); `tier.catch_up()` at the end. So are
+    errors of files, and an update whose file cannot be read is lost then.
     parameters_too: what the device takes of a shard is in files as well, and not on the host.
     gradients_too: so are gradients, from backward until they are stepped. A second micro-batch's is
     added to what is read back, and so a norm and clipping read and write them once more.
@@ -82,38 +86,52 @@ class Tier:
 
     def __init__(self, options: Overlapped, group):
         self.options, self.lanes, self.group = options, options.lanes, group
-        folder = options.folder
-        self.files = FileStore(Path(folder) / f"rank{group.rank()}") if folder else None
-        self.numbers: dict[Tensor, int] = {}  # of the shards
-        self.published: dict[Tensor, Tensor] = {}  # what the device takes of a shard
-        self.gradients: dict[Tensor, Tensor] = {}  # on the host, added up
-        self.came: dict[Tensor, int] = {}  # how many gradients of micro-batches
-        self.ready: dict[Tensor, list] = {}  # what is under way with a shard: gradient, step
-        self.leaving: deque = deque()  # gradients that the device still holds
-        self.buffers: dict[torch.dtype, deque] = {}  # (host memory, what its last use is over with)
-        self.fetches: dict[Tensor, tuple] = {}
+        self.shelf, self.in_files = Shelf(options.folder, group), options.folder is not None
+        # of each shard what its next use comes after: a gradient that arrives, a step
+        self.under_way: dict[Tensor, list[Arrival]] = {}
+        gradients_too = options.gradients_too
+        self.gradients = Gradients(self.lanes, self.shelf, self.under_way, gradients_too, group)
+        # of each shard (name, tensor): what the device takes; with `delayed` also what it will
+        # take after the step that is under way, at the end of the list
+        self.versions: dict[Tensor, list[tuple[str, Tensor]]] = {}
+        self.fetches: dict[Tensor, tuple[Arrival, Tensor]] = {}  # copies that were begun ahead
         self.copies: dict[Tensor, Arrival] = {}  # the last copy to the device of each shard
-        self.written: deque = deque()  # the last shards whose states were in memory
         self.stepped: set[Tensor] = set()  # in this step already
+        self.late: dict[Tensor, list[Arrival]] = {}  # steps that the device has not seen yet
+        self.later: deque[Callable] = deque()  # with `delayed`, steps that wait for their turn
+        self.written: deque[Arrival] = deque()  # of the last shards whose states were in memory
         self.optimizer: torch.optim.Optimizer | None = None
-        self.failed: list[OffloadError] = []
-        self.lost: OffloadError | None = None  # a part of this step's gradients is gone
-        self.in_files: set[str] = set()
 
     # -- parameters ---------------------------------------------------------------------------
 
     def keep(self, mine: Tensor, dtype: torch.dtype) -> nn.Parameter:
         """The shard that is stepped, on the host; and if it is not what the device takes, that."""
         shard = nn.Parameter(self.lanes.empty(mine, dtype).copy_(mine))
-        self.numbers[shard], self.ready[shard] = len(self.numbers), []
-        same = dtype == mine.dtype and not self.options.delayed and self.files is None
-        host = shard if same else self.lanes.empty(mine, mine.dtype).copy_(mine)
-        self.published[shard] = host
-        if self.files:
+        self.under_way[shard] = []
+        if dtype == mine.dtype and not self.options.delayed and not self.in_files:
+            self.versions[shard] = [("published", shard)]
+            return shard
+        names = ("published", "published next") if self.options.delayed else ("published",)
+        self.versions[shard] = [(name, self.lanes.empty(mine, mine.dtype)) for name in names]
+        self.publish(shard)
+        if self.in_files:
             self.write(shard)
+        self.turn(shard)
         return shard
 
-    def fill_(self, mine: Tensor, shard: Tensor):
+    @torch.no_grad()
+    def publish(self, shard: Tensor) -> None:
+        """Note what was stepped for the device, which takes it from the next `turn` on."""
+        _, there = self.versions[shard][-1]
+        if there is not shard:
+            make_room_(there)
+            there.copy_(shard.detach())
+
+    def turn(self, shard: Tensor) -> None:
+        """What was published last is what the device takes from now on."""
+        self.versions[shard].reverse()
+
+    def fill_(self, mine: Tensor, shard: Tensor) -> Arrival | None:
         """Begin to copy the shard to the device; returns the arrival, or None if it is there."""
         if shard in self.fetches:
             arrival, there = self.fetches.pop(shard)
@@ -128,154 +146,80 @@ class Tier:
             there = torch.empty_like(mine)
             self.fetches[shard] = self.begin_copy(there, shard), there
 
-    def begin_copy(self, there: Tensor, shard: Tensor):
-        source = self.published[shard]
-        after = [] if self.options.delayed else self.ready[shard]
-        name, files = self.name(shard, "published"), self.options.parameters_too
-        if files:
-            read = partial(self.published_back, source, name)
+    def begin_copy(self, there: Tensor, shard: Tensor) -> Arrival:
+        what, source = self.versions[shard][0]
+        name = self.shelf.name(shard, what)
+        after = [] if self.options.delayed else self.under_way[shard]
+        if self.options.parameters_too:
+            read = partial(self.look_at_parameters, source, name)
             after = [self.lanes.begin("read", read, there.nbytes, after)]
 
-        def work():
+        def copy_it():
             to_device_(there, source, self.group)
-            if files:
-                source.untyped_storage().resize_(0)
+            if name in self.shelf.away:
+                give_room_back_(source)
 
-        self.copies[shard] = self.lanes.begin("to_device", work, there.nbytes, after)
-        return self.copies[shard]
+        arrival = self.lanes.begin("to_device", copy_it, there.nbytes, after)
+        self.copies[shard] = arrival
+        self.begin_later(1)
+        return arrival
 
-    def published_back(self, source: Tensor, name: str) -> None:
-        """In the middle of a pass through the model, which cannot go on without it."""
+    def look_at_parameters(self, source: Tensor, name: str) -> None:
+        """In the middle of a pass through the model, which cannot go on without them."""
+        if name not in self.shelf.away:  # they could not be written, and are in memory
+            return
         try:
-            from_file_(source, name, self.files, self.group)
+            self.shelf.look(source, name)
         except OffloadError as error:
             raise error.but(
                 "The optimizer's shards and states are whole, but no parameter comes from there: "
                 "go back to the last checkpoint"
             ) from error
 
-    @torch.no_grad()
-    def publish(self, shard: Tensor) -> None:
-        """What was stepped is from now on what the device takes."""
-        there = self.published[shard]
-        if there is not shard:
-            there.untyped_storage().resize_(there.numel() * there.element_size())
-            there.copy_(shard.detach())
-
     # -- gradients ----------------------------------------------------------------------------
 
     def add_gradient(self, shard: Tensor, part: Tensor) -> None:
         """Begin to bring a part of the mean gradient to the host; there it is added up."""
-        part = part.to(self.published[shard].dtype)
-        pool = self.buffers.setdefault(part.dtype, deque([None] * BUFFERS))
-        last = pool.popleft()
-        buffer, before = last or (None, [])
-        if buffer is None or buffer.numel() < part.numel():
-            buffer = self.lanes.empty(part, part.dtype)
-        host, group = buffer[: part.numel()], self.group
-        there = self.lanes.begin(
-            "to_host", lambda: to_host_(host, part, group), part.nbytes, before
-        )
-        self.leaving.append((there, part))
-        while len(self.leaving) >= BUFFERS:  # with the next one the device shall not hold more
-            self.leaving.popleft()[0].wait()
-        first = shard not in self.gradients
-        if first:
-            self.gradients[shard] = self.lanes.empty(shard, shard.dtype)
-            self.came[shard] = 0
-        total, after = self.gradients[shard], [there]
-        add = total.copy_ if first else total.add_
-        if self.options.gradients_too and not first:
-            back = partial(self.gradient_back, shard, total)
-            after.append(self.lanes.begin("read", back, total.nbytes, self.ready[shard]))
-        passed = (2 if first else 3) * host.nbytes
-        over = self.lanes.begin("host", lambda: add(host), passed, after)
-        if self.options.gradients_too:  # after the last step has read the file that is overwritten
-            leave, before = (
-                partial(self.put, total, self.name(shard, "gradient")),
-                self.ready[shard],
-            )
-            over = self.lanes.begin("write", leave, total.nbytes, [over, *before])
-        pool.append((buffer, [over]))
-        self.ready[shard] = [*self.ready[shard], over]
-        self.came[shard] += 1
-        if self.options.early and self.came[shard] % self.options.micro_batches == 0:
-            if shard in self.stepped:
-                raise ValueError(
-                    f"early=True with micro_batches={self.options.micro_batches}, and one more "
-                    "gradient came after its unit was stepped: give the backwards of a step"
-                )
-            if self.may_be_early():
-                self.step_shard(shard)
+        self.begin_later()  # what is stepped is the last sum, not this one
+        _, taken = self.versions[shard][0]
+        self.gradients.add(shard, part.to(taken.dtype))
+        if self.options.early and self.gradients.count[shard] % self.options.micro_batches == 0:
+            self.step_early(shard)
 
-    def may_be_early(self) -> bool:
+    def step_early(self, shard: Tensor) -> None:
         """Not if a file is lost before anything is stepped: backward goes on, `step` says it."""
+        if shard in self.stepped:
+            raise ValueError(
+                f"early=True with micro_batches={self.options.micro_batches}, and one more "
+                "gradient came after its unit was stepped: give the backwards of a step"
+            )
         try:
             if not self.stepped:
                 self.check_files()
-            return True
         except OffloadError:
-            return False
-
-    def gradient_back(self, shard: Tensor, total: Tensor) -> None:
-        """In backward, to add to it. If its file is gone the step cannot be made any more."""
-        try:
-            self.get(total, self.name(shard, "gradient"))
-        except OffloadError as error:
-            total.untyped_storage().resize_(total.nbytes)  # backward goes on
-            self.lost = error.but(
-                "The sum of this step's gradients was in it. Parameters and states are as they "
-                "were: zero_grad(), and repeat the step"
-            )
+            return
+        self.step_shard(shard)
 
     def show_gradients(self, shards: Iterable[Tensor]) -> None:
         """Wait for all gradients, and let the shards have them, on the host."""
-        for shard in self.one_by_one(shards):
-            self.in_files.discard(self.name(shard, "gradient"))  # from here on it may be changed
+        self.before_clipping()
+        self.gradients.show(shards)
 
     def one_by_one(self, shards: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Each shard with its gradient, for who clips; one that is in a file is in memory
-        meanwhile, and is written again if it was changed."""
+        """Each shard with its gradient, which is in memory only meanwhile."""
+        self.before_clipping()
+        return self.gradients.one_by_one(shards)
+
+    def before_clipping(self) -> None:
         if self.options.early:
             raise ValueError(
                 "early=True steps a unit before the norm of all gradients is known: give "
                 "early=False, or no max_norm"
             )
         self.wait()
-        self.check_gradients()
-        changed = False  # by clipping
-        for shard in shards:
-            shard.grad = gradient = self.gradients.get(shard)
-            name = self.name(shard, "gradient")
-            if name not in self.in_files:
-                before = gradient is not None and gradient._version
-                yield shard
-                changed |= gradient is not None and gradient._version != before
-                continue
-            try:
-                get = partial(self.get, gradient, name)
-                self.lanes.begin("read", get, gradient.nbytes).wait()
-            except OffloadError as error:
-                if not changed:
-                    raise
-                raise error.but(
-                    "Some gradients are clipped and some are not. Parameters and states are as "
-                    "they were: zero_grad(), and repeat the step"
-                ) from error
-            self.in_files.add(name)
-            before = gradient._version
-            yield shard
-            changed |= gradient._version != before
-            if gradient._version != before:
-                put = partial(self.put, gradient, name)
-                self.lanes.begin("write", put, gradient.nbytes).wait()
-            elif name in self.in_files:
-                gradient.untyped_storage().resize_(0)
 
     def forget_gradient(self, shard: Tensor) -> None:
-        self.gradients.pop(shard, None)
-        self.in_files.discard(self.name(shard, "gradient"))
-        self.lost = shard.grad = None
+        self.gradients.forget(shard)
         self.stepped.discard(shard)
 
     # -- the step -----------------------------------------------------------------------------
@@ -292,97 +236,146 @@ class Tier:
     def step(self, *_) -> None:
         """Raises OffloadError. If a file is gone or cut off, before anything is stepped; if it
         cannot be read although it is there, when the others are stepped: in both cases a second
-        call steps what is not stepped yet. If it cannot be written, when all are stepped."""
-        self.fetches.clear()
+        call steps what is not stepped yet. If it cannot be written, when all are stepped. With
+        `delayed` all of it a step later."""
+        self.end_fetches()
         if self.options.delayed:
             self.catch_up()
         if self.options.gradients_too:
-            self.check_gradients()
+            self.let_all_arrive()
+            if self.gradients.lost:
+                raise self.gradients.lost
         if not self.stepped:  # else their files are changing at this moment
             self.check_files()
         for shard in self.order:
             if shard not in self.stepped:
                 self.step_shard(shard)
         if not self.options.delayed:  # parameters come after the last gradient anyway
-            self.let_go()
-        waits = self.files and not self.options.delayed  # an error of a file is to be raised here
-        if waits:
-            self.let_all_arrive()
+            self.gradients.let_go()
+            if self.in_files:  # an error of a file is to be raised here
+                self.let_all_arrive()
         self.stepped.clear()
-        if waits:
-            self.wait()
-
-    def catch_up(self) -> None:
-        """With `delayed`: let the device have what was stepped meanwhile. Who ends here calls
-        `refresh_parameters` of the model, too."""
-        self.wait()
-        for shard in self.numbers:
-            if shard in self.copies:  # one that was begun ahead may not have been waited for
-                self.copies.pop(shard).on_host()
-            with self.fetched(shard, {}):
-                pass
+        if not self.options.delayed:
+            self.shelf.raise_failed()
 
     def step_shard(self, shard: Tensor) -> None:
-        """Begin to read what is in files, to step, and to write it."""
-        gradient = self.gradients.get(shard)
+        """With what there is now: the sum of gradients, and the settings."""
+        gradient = self.gradients.sums.get(shard)
         if gradient is None:
             return
         self.stepped.add(shard)
+        step = self.optimizer.state[shard], self.settings_of(shard)
+        self.later.append(partial(self.begin_step, shard, gradient, *step))
+        if not (self.options.delayed and self.options.parameters_too):
+            self.begin_later()
+
+    def begin_later(self, count: int | None = None) -> None:
+        """Where parameters come from the same files as what a late step reads, it begins unit by
+        unit, each behind the parameters of one unit: else forward would wait for all of it."""
+        for _ in range(len(self.later) if count is None else min(count, len(self.later))):
+            self.later.popleft()()
+
+    def begin_step(self, shard: Tensor, gradient: Tensor, states: dict, settings: dict) -> None:
+        """Begin to read what is in files, to step, to publish, and to write it."""
+        after = list(self.under_way[shard])
+        if shard in self.copies:  # begun ahead for a module that was not run, it may be under way
+            after.append(self.copies.pop(shard))
+        if self.in_files:
+            after.append(self.begin_read(shard, gradient, after))
+        step = partial(self.step_on_host, shard, gradient, states, settings)
+        done = self.lanes.begin("host", step, self.passed_in_step(shard, gradient), after)
+        self.under_way[shard] = [done]
+        if self.in_files:
+            self.under_way[shard].append(self.begin_write(shard, done))
+        if self.options.delayed:
+            self.late[shard] = self.under_way[shard]
+
+    def begin_read(self, shard: Tensor, gradient: Tensor, after: list) -> Arrival:
+        """Two shards' states are in memory, so this one's read waits for a write."""
+        if len(self.written) == SHARDS_IN_MEMORY:
+            after = [self.written.popleft(), *after]
+        nbytes = self.bytes_in_files(shard) + gradient.nbytes * self.options.gradients_too
+        return self.lanes.begin("read", partial(self.read, shard, gradient), nbytes, after)
+
+    def begin_write(self, shard: Tensor, stepped: Arrival) -> Arrival:
+        nbytes = self.bytes_in_files(shard)
+        if self.options.parameters_too:
+            nbytes += self.versions[shard][-1][1].nbytes
+        self.written.append(
+            self.lanes.begin("write", partial(self.write, shard), nbytes, [stepped])
+        )
+        return self.written[-1]
+
+    def settings_of(self, shard: Tensor) -> dict:
+        """Learning rate and so on, as they are now: a schedule may change them any time."""
+        for group in self.optimizer.param_groups:
+            if any(shard is each for each in group["params"]):
+                return {name: value for name, value in group.items() if name != "params"}
+
+    def step_on_host(self, shard: Tensor, gradient: Tensor, states: dict, settings: dict) -> None:
         twin = nn.Parameter(shard.detach())  # the same memory
         twin.grad = gradient
-        groups = [  # with the settings of now
-            {**group, "params": [twin]}
-            for group in self.optimizer.param_groups
-            if any(shard is each for each in group["params"])
-        ]
-        states, name = self.optimizer.state[shard], self.name(shard, "gradient")
+        self.of_host.param_groups = [{**settings, "params": [twin]}]
+        self.of_host.state[twin] = states
+        self.of_host.step()
+        del self.of_host.state[twin]
+        if self.gradients.name(shard) in self.shelf.away:
+            give_room_back_(gradient)
+        self.publish(shard)
 
-        def step():
-            self.of_host.param_groups, self.of_host.state[twin] = groups, states
-            self.of_host.step()
-            del self.of_host.state[twin]
-            if name in self.in_files:
-                gradient.untyped_storage().resize_(0)
-            if not self.options.delayed:
-                self.publish(shard)
+    def passed_in_step(self, shard: Tensor, gradient: Tensor) -> int:
+        """Bytes: gradient, shard and Adam's two moments are read, the last three are written; to
+        publish, the shard is read once more and what the device takes is written."""
+        _, there = self.versions[shard][-1]
+        publish = 0 if there is shard else shard.nbytes + there.nbytes
+        return gradient.nbytes + 6 * shard.nbytes + publish
 
-        after = self.ready[shard]
-        if self.files:  # two shards' states are in memory: this one's read waits for a write
-            free = [self.written.popleft()] if len(self.written) == BUFFERS else []
-            size = self.bytes_in_files(shard) + gradient.nbytes * self.options.gradients_too
-            read = partial(self.read, shard, gradient)
-            after = [*after, self.lanes.begin("read", read, size, [*free, *after])]
-        # gradient, shard and Adam's two moments are read, the last three written
-        passed = gradient.nbytes + 6 * shard.numel() * shard.element_size()
-        done = self.lanes.begin("host", step, passed, after)
-        self.ready[shard] = [done]
-        if self.files:
-            size = self.bytes_in_files(shard)
-            # With `delayed` the next forward may be taking `published` now, and it has not changed.
-            write = partial(self.write, shard, published=not self.options.delayed)
-            self.written.append(self.lanes.begin("write", write, size, [done]))
-            self.ready[shard].append(self.written[-1])
+    # -- one step late ------------------------------------------------------------------------
+
+    def catch_up(self) -> None:
+        """With `delayed`: wait until the host has stepped, and let the device have that from now
+        on. Who ends here calls `refresh_parameters` of the model, too."""
+        self.begin_later()
+        try:
+            for arrivals in self.late.values():
+                for arrival in arrivals:
+                    arrival.wait()
+        except OffloadError:
+            self.let_all_arrive()  # raises it with the number of units that it has met
+        for shard in self.late:
+            self.turn(shard)
+        self.late.clear()
+        self.shelf.raise_failed()
+
+    # -- waiting ------------------------------------------------------------------------------
+
+    def end_fetches(self) -> None:
+        """What was begun ahead and nobody has asked for: its memory may be given back."""
+        for arrival, _ in self.fetches.values():
+            arrival.wait()
+        self.fetches.clear()
 
     def wait(self) -> None:
         """Until nothing is under way. Raises what files have met, once."""
         self.let_all_arrive()
-        if self.failed:
-            failed, self.failed = self.failed, []
-            raise failed[0]
+        self.shelf.raise_failed()
 
     def let_all_arrive(self) -> None:
         """Raises what was raised on the way, when nothing is under way any more."""
-        self.let_go()
+        self.begin_later()
+        self.gradients.let_go()
         errors: dict[Tensor, Exception] = {}
-        for shard, arrivals in self.ready.items():
+        for shard, arrivals in self.under_way.items():
             for arrival in arrivals:
                 try:
                     arrival.wait()
                 except Exception as error:
                     errors[shard] = error
-            arrivals.clear()
+            self.under_way[shard] = []
         self.written.clear()
         self.stepped -= errors.keys()
+        for shard in errors:
+            self.late.pop(shard, None)
         for error in errors.values():
             if isinstance(error, OffloadError):
                 raise error.but(self.not_stepped(len(errors))) from error
@@ -390,18 +383,13 @@ class Tier:
 
     def not_stepped(self, count: int) -> str:
         """In words, what is intact if so many shards' files could not be read."""
-        of = f"{count} of {len(self.ready)} units"
+        of = f"{count} of {len(self.under_way)} units"
         if self.options.delayed:  # the next gradients are in their place already
             return f"{of} miss the last step's update; go back to the last checkpoint"
         return (
             f"{of} are not stepped and are as they were, the others are stepped. When it can be "
             "read, model.optimizer.step() steps those, and model.refresh_parameters() follows"
         )
-
-    def let_go(self) -> None:
-        """Wait until the device holds no gradient that is on its way."""
-        while self.leaving:
-            self.leaving.popleft()[0].wait()
 
     # -- files --------------------------------------------------------------------------------
 
@@ -410,88 +398,49 @@ class Tier:
         count of steps."""
         states = self.optimizer.state[shard] if self.optimizer else {}
         large = {k: v for k, v in states.items() if getattr(v, "shape", None) == shard.shape}
-        if self.options.parameters_too:
-            large["published"] = self.published[shard]
         return {"shard": shard, **large}
 
     def bytes_in_files(self, shard: Tensor) -> int:
-        large = self.large(shard).items()
-        return sum(t.numel() * t.element_size() for what, t in large if what != "published")
-
-    def name(self, shard: Tensor, what: str) -> str:
-        return f"{self.numbers[shard]}.{what}"
+        return sum(tensor.nbytes for tensor in self.large(shard).values())
 
     def check_files(self) -> None:
         """Before anything is stepped: all files are there, and whole."""
         try:
-            for name in sorted(self.in_files):
-                self.files.check(name)
+            self.shelf.check()
         except OffloadError as error:
             raise error.but(
                 "Nothing was changed; put the file back, and model.optimizer.step() and "
                 "model.refresh_parameters() go on, or go back to the last checkpoint"
             ) from error
 
-    def check_gradients(self) -> None:
-        """They are there, and all that leave have left."""
-        self.let_all_arrive()
-        if self.lost:
-            raise self.lost
-
     def read(self, shard: Tensor, gradient: Tensor | None = None) -> None:
         """What is to be stepped. Gradients stay in their files, to be stepped again perhaps."""
         for what, tensor in self.large(shard).items():
-            if what != "published":
-                self.get(tensor, self.name(shard, what))
-        if gradient is not None and not gradient.untyped_storage().nbytes():
-            from_file_(gradient, self.name(shard, "gradient"), self.files, self.group)
+            self.shelf.get(tensor, self.shelf.name(shard, what))
+        if gradient is not None and not is_here(gradient):
+            self.shelf.look(gradient, self.gradients.name(shard))
 
-    def write(self, shard: Tensor, published: bool = True) -> None:
-        for what, tensor in self.large(shard).items():
-            if tensor.untyped_storage().nbytes() and (published or what != "published"):
-                self.put(tensor, self.name(shard, what))
-
-    def get(self, tensor: Tensor, name: str) -> None:
-        """What is not there since it could not be written is in memory."""
-        if name in self.in_files:
-            from_file_(tensor, name, self.files, self.group)
-            self.in_files.discard(name)
-
-    def put(self, tensor: Tensor, name: str) -> None:
-        """What cannot be written stays in memory, and nothing is lost: see `wait`."""
-        try:
-            to_file_(tensor, name, self.files, self.group)
-            self.in_files.add(name)
-        except OffloadError as error:
-            self.in_files.discard(name)
-            self.failed.append(error)
+    def write(self, shard: Tensor) -> None:
+        what, published = self.versions[shard][-1]
+        tensors = self.large(shard)
+        if self.options.parameters_too:
+            tensors[what] = published
+        for what, tensor in tensors.items():
+            if is_here(tensor):
+                self.shelf.put(tensor, self.shelf.name(shard, what))
 
     @contextmanager
     def fetched(self, shard: Tensor, states: dict):
-        """Inside, the shard and its states may be read and written."""
+        """Inside, the shard and its states may be read and written; then the device takes them."""
         self.wait()
-        if self.files:
+        if self.in_files:
             self.read(shard)
         yield
+        if shard in self.copies:  # of what `publish` overwrites
+            self.copies.pop(shard).on_host()
         self.publish(shard)
-        if self.files:
+        if self.in_files:
             self.write(shard)
             self.wait()
-
-
-@recorded
-def to_file_(tensor: Tensor, name: str, files: FileStore, group) -> None:
-    """Write the tensor and give its memory back."""
-    files.write(name, tensor)
-    tensor.untyped_storage().resize_(0)
-
-
-@recorded
-def from_file_(tensor: Tensor, name: str, files: FileStore, group) -> None:
-    """Give the tensor its memory again, and its values; neither, if they cannot be read."""
-    tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-    try:
-        files.read(name, tensor)
-    except OffloadError:
-        tensor.untyped_storage().resize_(0)
-        raise
+        self.late.pop(shard, None)
+        self.turn(shard)
