@@ -264,62 +264,6 @@ def test_ranks_as_ray_actors_on_two_nodes_of_which_one_is_late_and_then_lost(tmp
     assert len(os.listdir(tmp_path)) == 2  # both were at work
 
 
-RAY_ON_A_HOST = """
-import os, signal, subprocess, sys, threading, time
-host, address, folder, timeout = sys.argv[1:]
-ray = [sys.executable, "-m", "ray.scripts.scripts", "start", "--num-cpus", "1",
-       "--node-ip-address", address, "--disable-usage-stats"]
-if host == "1":
-    while subprocess.run([*ray, "--address", "10.77.0.1:6379"]).returncode:
-        time.sleep(1)
-    signal.pause()
-subprocess.run([*ray, "--head", "--port", "6379", "--include-dashboard", "false"], check=True)
-import ray, torch
-sys.path.insert(0, "docs/cluster")
-from on_ray import launch_on_ray
-
-def goes_on(folder, group):
-    from mini_dist.collectives import ring_all_reduce
-    for step in range(1_000_000):
-        ring_all_reduce(torch.ones(1000), group)
-        if step == 3:
-            open(f"{folder}/{group.rank()}", "w").close()
-
-def pull():
-    while len(os.listdir(folder)) < 2:
-        time.sleep(0.1)
-    os.kill(os.getppid(), signal.SIGUSR1)
-    print("pulled", flush=True)
-
-ray.init(address="10.77.0.1:6379", logging_level="error", log_to_driver=False)
-while len([node for node in ray.nodes() if node["Alive"]]) < 2:
-    time.sleep(0.2)
-threading.Thread(target=pull, daemon=True).start()
-began = time.monotonic()
-try:
-    launch_on_ray(goes_on, 2, (folder,), strategy="STRICT_SPREAD", timeout=float(timeout))
-except Exception as error:
-    print("over:", type(error).__name__, str(error).split("\\n")[0], flush=True)
-    print(f"{time.monotonic() - began:.0f} s", flush=True)
-os._exit(0)
-"""
-
-
-def test_a_cable_pulled_under_ray_is_told_at_the_deadline(tmp_path, request):
-    """Ray itself gives the node up about a minute later."""
-    if not request.config.getoption("--long"):
-        pytest.skip("with --long")
-    (tmp_path / "there").mkdir()
-    (tmp_path / "node.py").write_text(RAY_ON_A_HOST)
-    python = os.environ.get("MINI_DIST_RAY", sys.executable)
-    node = [python, str(tmp_path / "node.py"), "{host}", "{address}", str(tmp_path / "there"), "30"]
-    done = run_with_ray("docs/cluster/on_hosts.py", "--", *node)
-    skip_without_hosts(done.stderr)
-    assert "pulled" in done.stdout, done.stderr[-2000:]
-    late = r"^over: TimeoutError not done after 30 s: .*rank 1 on 10\.77\.0\.2"
-    assert re.search(late, done.stdout, re.M), done.stdout[-2000:]
-
-
 def test_the_same_script_without_torchrun_says_the_same(tmp_path):
     script = [sys.executable, "docs/cluster/train.py", "--ranks", "2", "--directory", str(tmp_path)]
     killed = run([*script, "--kill", "7"])
