@@ -117,7 +117,7 @@ def megatron_2021_against_zero_3() -> tuple[list[Run], list[Run]]:
     """Narayanan et al. 2021, table 2, measured: strong scaling on Selene by tp 8 and a pipeline,
     and by DeepSpeed's ZeRO-3 of that spring alone, both with full recompute.
 
-    Looked at after the model was written, and nothing was changed since.  The paper prints
+    Looked at after the model was written, and nothing was changed for it.  The paper prints
     TFLOP/s.  Not told: the pipeline's chunks; one is assumed.
     """
     models = {"175B": (96, 12288, 96, 12), "530B": (128, 20480, 105, 35)}  # ..., layers, pp
@@ -215,7 +215,7 @@ def mpt(heads: int, hidden: int, layers: int, seq_len: int) -> ModelConfig:
 def mpt_h100() -> list[Run]:
     """llm-foundry, scripts/train/benchmarking/README.md at 061f2c7, "H100 80GB BF16": every row.
 
-    Looked at after the model was written, and nothing was changed since.  The table of its A100s
+    Looked at after the model was written, and nothing was changed for it.  The table of its A100s
     had been in view, from which its attention's speed is.
     """
     models = {  # heads, hidden, layers
