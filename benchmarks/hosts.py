@@ -1,7 +1,8 @@
 """Collectives and ZeRO between two hosts with real slow links (Linux; lesson 26).
 
-Rows "all-reduce": 4 ranks on 2 hosts, 4 MB; ours is hierarchical, theirs gloo's own; the fastest of
-some rounds of the slowest rank, both in turn in the same processes.
+Rows "all-reduce": 4 ranks on 2 hosts, 4 MB; ours is what `all_reduce` takes there by itself, the
+hierarchy in pieces, theirs gloo's own; the fastest of some rounds of the slowest rank, all in turn
+in the same processes. The rows of the page have the hierarchy in one piece there.
 Rows "clock / formula": the fastest round beside the formula's time, so the ratio is how much longer
 it takes. For the cable that is bytes / speed, headers included. A ring is inside a host while it is
 on the cable; the hierarchy is inside before and after, so its formula adds how long these two parts
@@ -9,15 +10,11 @@ take alone, measured in the same run: on two cores they are no small thing besid
 "of the cable alone" leave that out and have no bar.
 Rows "clock / seconds_on": the fastest round beside what the same messages take in virtual time, for
 a ring, a ring whose ranks are dealt, and the hierarchy. At 40 Mbit/s the cable decides: there clock
-and virtual time are to agree within 15 %.
+and virtual time are to agree within 10 %.
 Row "HSDP step": a training step of a small GPT, ours beside FSDP2 on a mesh of two dims.
-What is missed (2 cores, other work beside, load 3 to 5): at 1 Gbit/s ours / gloo's was 0.78 and
-0.82, with another bucket of the cable (cables.py) 0.84 in a run of its own, and clock / formula
-1.24. The cable takes 33 ms of ours, the parts inside 7; the rest is that four ranks and both ends
-of the cable share two cores. Tried beside it, once, in the same processes: the hierarchy in
-segments that follow one another, so that one is inside while another is on the cable. With the
-bucket as it was 1, 2, 4, 8 segments gave 0.77, 0.77, 0.81, 0.78 of gloo's time; with the present
-one 0.81, 0.71, 0.68, 0.81. That is not in the library: an engine beside the page is not written.
+Three quiet runs (2 cores) met all bars: ours / gloo's 0.67 at 200 Mbit/s and 0.65 at 1 Gbit/s, where
+the page alone gave 0.71 to 0.75 and, with other work beside, up to 0.84: four ranks and both ends
+of the cable share two cores there.
 Where the system allows no namespaces there is nothing to measure, and the benchmark says so.
 """
 
@@ -51,7 +48,7 @@ CONFIG = ModelConfig(num_layers=4, d_model=128, num_heads=4, seq_len=64, tied_em
 def sides(rounds, group):
     """Seconds of each round: {side: [...]}."""
     x = torch.ones(N // 4)
-    taken = {"hierarchical": [], "ring": [], "gloo": [], "inside": []}
+    taken = {"auto": [], "hierarchical": [], "ring": [], "gloo": [], "inside": []}
     node, _ = two_levels(group, None)
     for _ in range(rounds):
         for side, seconds in taken.items():
@@ -147,9 +144,9 @@ def cases(long):
     for uplink, speed in (("200 Mbit/s", 25e6), ("1 Gbit/s", 125e6)):
         found = fastest(uplink, rounds)
         one = dict(repeats=1, warmup=0)
-        yield Case(
-            f"all-reduce, {uplink}", partial(found.get, "hierarchical"), found["gloo"], 0.75, **one
-        )
+        ours, page, gloo = (found[side] for side in ("auto", "hierarchical", "gloo"))
+        yield Case(f"all-reduce, {uplink}", lambda ours=ours: ours, gloo, 0.75, **one)
+        yield Case(f"all-reduce of the page, {uplink}", lambda page=page: page, gloo, **one)
         cable = 1e3 * N / speed * 1514 / 1448
         for side, formula in (("ring", 1.5 * cable), ("hierarchical", cable + found["inside"])):
             name = f"clock / formula, {side}, {uplink}"
@@ -159,7 +156,7 @@ def cases(long):
     for side, ranks in (("ring", "neighbours"), ("ring", "dealt"), ("hierarchical", "neighbours")):
         clock, virtual = clock_and_virtual(side, ranks, rounds)
         name = f"clock / seconds_on, {side}, {ranks}, 40 Mbit/s"
-        yield Case(name, lambda clock=clock: clock, virtual, 1.15, repeats=1, warmup=0)
+        yield Case(name, lambda clock=clock: clock, virtual, 1.1, repeats=1, warmup=0)
     results = launch(hsdp, 4, (rounds,), hosts=Hosts(2, "200 Mbit/s"), quiet=True, timeout=300)
     yield from step_cases("HSDP step, 200 Mbit/s", of_all_ranks(results.results), 1.0)
 

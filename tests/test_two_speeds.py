@@ -73,6 +73,73 @@ def test_on_the_uplinks_a_hierarchy_sends_what_the_formula_says_whatever_the_map
         assert ledger.out_of(op=f"hierarchical_{op}") == [halves * nbytes * (h - 1) // h] * h
 
 
+# -- the fast hierarchy ---------------------------------------------------------------------------
+
+
+def in_pieces(length, op, group):
+    """The all-reduce of two pieces and more, and what the page gives for each piece alone."""
+    dice = torch.Generator().manual_seed(group.rank())
+    x = torch.randn(length, 2, generator=dice, dtype=torch.float64)
+    before, many = x.clone(), max(1, round(x.nbytes / 40))
+    fast = collectives.pipelined_hierarchical_all_reduce(x, group, op=op, piece_bytes=40)
+    pieces = [
+        collectives.hierarchical_all_reduce(piece, group, op=op)
+        for piece in x.flatten().tensor_split(many)
+    ]
+    return torch.equal(x, before), fast, torch.cat(pieces).view(x.shape)
+
+
+@EVERY_MAP
+@pytest.mark.parametrize("op", ["sum", "max"])
+def test_in_pieces_a_hierarchy_gives_the_bits_of_the_page_piece_by_piece(size, hosts, op):
+    def every_length(group):
+        return [in_pieces(length, op, group) for length in LENGTHS]
+
+    by_rank = launch(every_length, size, hosts=hosts).results
+    for found in by_rank:
+        for (unchanged, fast, page), (_, first, _) in zip(found, by_rank[0]):
+            assert unchanged and torch.equal(fast, page) and torch.equal(fast, first)
+
+
+@EVERY_MAP
+def test_in_pieces_as_many_bytes_pass_each_uplink_in_as_many_more_messages(size, hosts):
+    def both(group):
+        x = values(group.rank(), 48)
+        collectives.hierarchical_all_reduce(x, group)
+        collectives.pipelined_hierarchical_all_reduce(x, group, piece_bytes=x.nbytes // 2)
+
+    ledger = launch(both, size, hosts=hosts).ledger
+    page, fast = "hierarchical_all_reduce", "pipelined_hierarchical_all_reduce"
+    assert ledger.out_of(op=fast) == ledger.out_of(op=page)
+    assert ledger.total_bytes(op=fast) == ledger.total_bytes(op=page)
+    messages = {op: len(list(ledger.leaves(op=op))) for op in (page, fast)}
+    assert messages[fast] == 2 * messages[page]
+
+
+def test_while_a_piece_is_on_the_uplink_another_is_inside_its_node():
+    def both(group):
+        x = values(group.rank(), 48)
+        collectives.hierarchical_all_reduce(x, group)
+        collectives.pipelined_hierarchical_all_reduce(x, group, piece_bytes=x.nbytes // 2)
+
+    ledger = launch(both, 4, hosts=MAPS["neighbours"][1]).ledger
+
+    def at_once(op, rank):
+        messages = list(ledger.leaves(op=op, rank=rank))
+        crossing = [m for m in messages if any(crosses(rank, peer, ledger) for peer in m.peers)]
+        inside = [m for m in messages if m not in crossing]
+        assert crossing and inside
+        return any(a.start < b.end and b.start < a.end for a in crossing for b in inside)
+
+    for rank in range(4):
+        assert at_once("pipelined_hierarchical_all_reduce", rank)
+        assert not at_once("hierarchical_all_reduce", rank)
+
+
+def crosses(rank, peer, ledger):
+    return ledger.hosts[rank] != ledger.hosts[peer]
+
+
 def by_auto(numel, group):
     x = torch.ones(numel)
     collectives.all_reduce(x, group)
@@ -86,6 +153,14 @@ def test_auto_takes_the_hierarchy_where_there_are_hosts(hosts, chosen):
     found = {op for op in ops if op.startswith("hierarchical")}
     three = {f"hierarchical_{op}" for op in ("all_reduce", "all_gather", "reduce_scatter")}
     assert found == (three if chosen else set())
+
+
+def test_auto_takes_pieces_where_there_are_two_and_more():
+    def large(group):
+        collectives.all_reduce(torch.ones(1 << 19), group)
+
+    ops = {comm.op for comm in launch(large, 4, hosts=MAPS["dealt"][1]).ledger.comms}
+    assert "pipelined_hierarchical_all_reduce" in ops and "hierarchical_all_reduce" not in ops
 
 
 def auto_of_all_three(length, group):

@@ -249,6 +249,7 @@ def all_reduce_on_hosts(x, hosts, group):
         refuses=[
             collectives.hierarchical_all_gather,
             collectives.hierarchical_reduce_scatter,
+            collectives.pipelined_hierarchical_all_reduce,
             collectives.torus_all_reduce,
         ],
         answer=(answers.all_reduce_on_hosts,),

@@ -6,6 +6,7 @@
     halving_doubling.py  fewer rounds than the ring: partners at powers of two
     pipelined_ring.py    the ring made fast
     hierarchical.py      nodes x ranks in a node
+    pipelined_hierarchy.py  its all-reduce made fast
     torus.py             rows x columns, both at once
     pairwise.py          everyone with everyone; the barrier
     in_flight.py         begun now, waited for later
@@ -41,6 +42,7 @@ from .hierarchical import (
 from .in_flight import begin_all_gather_, begin_reduce_scatter
 from .messages import collective, exchange, recv, send, split_sizes, start, wait
 from .pairwise import barrier, pairwise_all_to_all
+from .pipelined_hierarchy import pipelined_hierarchical_all_reduce
 from .pipelined_ring import pipelined_ring_all_reduce
 from .ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from .ring_by_hosts import (
@@ -78,6 +80,7 @@ __all__ = [
     "hierarchical_all_reduce",
     "hierarchical_reduce_scatter",
     "pairwise_all_to_all",
+    "pipelined_hierarchical_all_reduce",
     "pipelined_ring_all_reduce",
     "recursive_doubling_all_gather",
     "recursive_halving_reduce_scatter",

@@ -8,13 +8,15 @@ ranks and the bytes of the whole. The limits were measured with gloo on one mach
 (benchmarks/collectives.py), where a byte costs the same wherever it goes and a message much more:
 there stars win for longer than where each rank has a link of its own. Lesson 04 finds yours.
 On several hosts (`launch(hosts=...)`) it is the uplinks that count: "hierarchical" sends least over
-them, from the first byte to the last in fewer or as many messages as a ring. Hosts of unequal size
-take "ring_by_hosts", which goes through one host after the other.
+them, from the first byte to the last in fewer or as many messages as a ring; an all-reduce of
+several pieces keeps them busy meanwhile ("pipelined_hierarchy"). Hosts of unequal size take
+"ring_by_hosts", which goes through one host after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -33,6 +35,7 @@ from .hierarchical import (
 )
 from .messages import begin, check_rows, collective
 from .pairwise import pairwise_all_to_all
+from .pipelined_hierarchy import PIECE_BYTES, pipelined_hierarchical_all_reduce
 from .pipelined_ring import pipelined_ring_all_reduce
 from .ring import check_sizes, ring_all_gather, ring_all_reduce, ring_reduce_scatter
 from .ring_by_hosts import (
@@ -72,6 +75,10 @@ ALL_REDUCE = {
     "pipelined_ring": pipelined_ring_all_reduce,
     "doubling": doubling_all_reduce,
     "halving_doubling": halving_doubling_all_reduce,
+}
+TWO_LEVELS = {  # all-reduces that are told the nodes
+    "hierarchical": hierarchical_all_reduce,
+    "pipelined_hierarchy": pipelined_hierarchical_all_reduce,
 }
 
 
@@ -145,16 +152,17 @@ def all_reduce(
 
     op: "sum", "mean" (the sum, divided at the end), "max", "min" or "product". algorithm: "star",
     "stars", "tree", "ring", "ring_by_hosts", "pipelined_ring", "doubling", "halving_doubling",
-    "hierarchical" (with `nodes`, as hierarchical.py has them, where launch does not know the hosts)
-    or "auto".
+    "hierarchical" or "pipelined_hierarchy" (with `nodes`, as hierarchical.py has them, where launch
+    does not know the hosts), or "auto".
     """
-    ways = dict(ALL_REDUCE)
-    ways["hierarchical"] = lambda *args: hierarchical_all_reduce(*args[:2], nodes, args[2])
+    ways = ALL_REDUCE | {name: partial(way, nodes=nodes) for name, way in TWO_LEVELS.items()}
     auto = "stars" if x.nbytes <= STARS_BYTES else "ring"
     if x.nbytes <= STAR_BYTES:
         auto = "star"
     auto = by_uplinks(x.nbytes, group) or auto
-    return finish(pick(ways, algorithm, auto)(x, group, begin(op, x)), op, group)
+    if auto == "hierarchical" and x.nbytes >= 2 * PIECE_BYTES:
+        auto = "pipelined_hierarchy"
+    return finish(pick(ways, algorithm, auto)(x, group, op=begin(op, x)), op, group)
 
 
 @collective

@@ -47,7 +47,8 @@ def start(group, receives=(), sends=()) -> list:
     """Begin messages, given as (tensor, peer), and return their handles: receives, then sends.
 
     Keep the handles until they are waited for: a message whose handle is dropped may be lost.
-    Receives come first, since the data of a message starts to flow when its receive is posted.
+    Receives come first, since the data of a message starts to flow when its receive is posted: with
+    sends first, two ranks that exchange over a slow cable waited for one direction, then the other.
     """
     on_gpu = any(tensor.is_cuda for tensor, _ in (*receives, *sends))
     if not on_gpu:

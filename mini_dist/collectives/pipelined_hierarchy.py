@@ -1,0 +1,81 @@
+"""The fast hierarchy: the all-reduce of hierarchical.py, in pieces that follow each other.
+
+In the readable one the uplink idles while the ranks of a node talk to each other, before it is
+needed and after. Here x is cut into pieces, and each goes the same way one step behind the piece
+before it: while one passes the uplink, the next is added up inside its node, and the one before is
+handed round there. On every link the bytes are the same; the messages are as many times more as
+there are pieces, which costs latency. benchmarks/hosts.py has both between two hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from .hierarchical import two_levels
+from .messages import Members, collective, empty, reduction, start, wait
+
+PIECE_BYTES = 1 << 20  # as in pipelined_ring.py: smaller pieces cost more messages
+
+
+@collective
+def pipelined_hierarchical_all_reduce(
+    x: torch.Tensor,
+    group,
+    nodes: int | Sequence[int] | None = None,
+    op: str = "sum",
+    piece_bytes: int = PIECE_BYTES,
+) -> torch.Tensor:
+    """Reduce x over the ranks of each node and over nodes, in pieces of about `piece_bytes`.
+
+    x: any shape -> the same; each piece is, to the last bit, `hierarchical_all_reduce` of it.
+    Raises ValueError for nodes of unequal size.
+    """
+    node, same_place = two_levels(group, nodes)
+    add, result, num_pieces = reduction(op, x), empty(x), max(1, round(x.nbytes / piece_bytes))
+    terms, sums = x.flatten().tensor_split(num_pieces), result.view(-1).tensor_split(num_pieces)
+    ways = [one_piece(*piece, node, same_place, add) for piece in zip(terms, sums)]
+    under_way = [[]] * num_pieces  # handles of each piece's present step
+    num_steps = 2 * (node.size() - 1) + 2 * (same_place.size() - 1)
+    for moment in range(num_steps + num_pieces):
+        # On all ranks the oldest piece first: between two ranks messages have no names.
+        for piece in range(max(0, moment - num_steps), min(moment + 1, num_pieces)):
+            wait(under_way[piece])
+            under_way[piece] = next(ways[piece], [])
+    return result
+
+
+def one_piece(
+    term: torch.Tensor, total: torch.Tensor, node: Members, same_place: Members, add
+) -> Iterator[list]:
+    """`term`, reduced over all ranks, into `total`. Yields the handles of each step; whoever
+    resumes it has waited for them."""
+    chunk = yield from scatter_sums(term.tensor_split(node.size()), node, add)
+    part = yield from scatter_sums(chunk.tensor_split(same_place.size()), same_place, add)
+    chunks = total.tensor_split(node.size())
+    parts = chunks[node.rank()].tensor_split(same_place.size())
+    parts[same_place.rank()].copy_(part)
+    yield from hand_round(parts, same_place)
+    yield from hand_round(chunks, node)
+
+
+def scatter_sums(chunks: Sequence[torch.Tensor], group: Members, add) -> Iterator[list]:
+    """The ring's reduce-scatter (ring.py) as steps; returns this rank's chunk of the sum."""
+    rank, size = group.rank(), group.size()
+    after, before = (rank + 1) % size, (rank - 1) % size
+    partial = chunks[rank - 1]
+    for step in range(2, size + 1):
+        incoming = empty(chunks[rank - step])
+        yield start(group, receives=[(incoming, before)], sends=[(partial, after)])
+        partial = add(incoming, chunks[rank - step], out=incoming)
+    return partial
+
+
+def hand_round(parts: Sequence[torch.Tensor], group: Members) -> Iterator[list]:
+    """The ring's all-gather (ring.py) as steps: every part arrives in its place."""
+    rank, size = group.rank(), group.size()
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for step in range(1, size):
+        receives, sends = [(parts[rank - step], before)], [(parts[rank - step + 1], after)]
+        yield start(group, receives, sends)
