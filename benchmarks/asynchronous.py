@@ -9,6 +9,11 @@ Rows "average": of all parameters of a GPT over 4 ranks, beside torch's; both ta
 processes. Medians of the slowest rank.
 Rows "over 100 Mbit/s": a training step where an average takes as long as lesson 04's formula says
 for that link between two ranks, which sleep for it; theirs is dense training, an average a step.
+What is missed (2 cores): the average of local SGD beside torch's with our threads, 1.1 to 1.5 in
+several runs. Of ours, 12 ms for 3.4 MB, 7 are the ring and its division, where gloo's all-reduce
+takes 3.5: a ring in Python is a match for it in larger messages (benchmarks/collectives.py). The
+rest is the outer step, as long as torch's copying. The ring in pieces alone took 5.6 ms, halving
+and doubling 5.5.
 """
 
 import sys

@@ -12,9 +12,9 @@ Rows "clock / seconds_on": the fastest round beside what the same messages take 
 a ring, a ring whose ranks are dealt, and the hierarchy. At 40 Mbit/s the cable decides: there clock
 and virtual time are to agree within 10 %.
 Row "HSDP step": a training step of a small GPT, ours beside FSDP2 on a mesh of two dims.
-Three quiet runs (2 cores) met all bars: ours / gloo's 0.67 at 200 Mbit/s and 0.65 at 1 Gbit/s, where
-the page alone gave 0.71 to 0.75 and, with other work beside, up to 0.84: four ranks and both ends
-of the cable share two cores there.
+Three quiet runs (2 cores) met all bars: ours / gloo's 0.67 at 200 Mbit/s and 0.65 at 1 Gbit/s,
+where the page alone gave 0.71 to 0.75 and, with other work beside, up to 0.84: four ranks and both
+ends of the cable share two cores there.
 Where the system allows no namespaces there is nothing to measure, and the benchmark says so.
 """
 

@@ -96,12 +96,12 @@ def wait_for(processes: list[subprocess.Popen], cut_off: set[int]) -> int:
     while True:
         codes = {h: process.poll() for h, process in enumerate(processes) if h not in cut_off}
         failed = [(host, code) for host, code in codes.items() if code]
-        if None not in codes.values():
-            return failed[0][1] if failed else 0
         if failed and deadline is None:
             host, code = failed[0]
             print(f"host {host}: the command ended with status {code}", file=sys.stderr, flush=True)
             deadline = time.monotonic() + GRACE
+        if None not in codes.values():
+            return failed[0][1] if failed else 0
         if deadline and time.monotonic() > deadline:
             return failed[0][1]
         time.sleep(0.05)
