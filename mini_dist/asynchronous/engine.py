@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
-from ..data_parallel import mean_
+from ..collectives import all_reduce
 from ..ranks.membership import RanksChanged, is_elastic, numbers, regroup
 from ..trainable import Trainable
 from .ideas import Applied, dealt, leave, pull_dealt, push_dealt, serve
@@ -247,7 +247,7 @@ class DiLoCo:
         self.model, self.group, self.every = model, group, every
         self.start, self.delay, self.steps = start, delay, 0
         parts = [self.tensors[place::fragments] for place in range(fragments)]
-        make = getattr(reduce, "of_bucket", lambda tensors: reduce or mean_)
+        make = getattr(reduce, "of_bucket", lambda tensors: reduce or mean)
         options = lr, beta, keep if delay else 0.0
         self.fragments = [Fragment(part, *options, make(part), group) for part in parts]
         self.sender = None
@@ -320,6 +320,10 @@ class Fragment:
             step.add_(self.momentum, alpha=self.beta)
         self.before.sub_(step, alpha=self.lr)
         self.put(self.before.lerp(self.now(), self.keep) if self.keep else self.before)
+
+
+def mean(change: Tensor, group) -> Tensor:
+    return all_reduce(change, group).div_(group.size())
 
 
 def check_finite(change: Tensor) -> Tensor:
