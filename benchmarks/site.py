@@ -12,9 +12,10 @@ load informs.
 Of a new question's layouts the planner looks at those whose time may be below the fastest known of
 the same axes, by a lower bound (calculators/planner.py): of 614 for llama3-70b on 1,024 H100 at
 210, of 2,342 for mixtral-8x7b at 465. Before it looked at all, and answered in 0.8 to 2 s and 2 to
-5 s. On two cores with a load of 10 the five models without experts took 72 to 248 ms, mixtral-8x7b
-394 and deepseek-v3 362: missed. Listing their layouts and the bytes of the states takes a third of
-that, waterfalls and step times of those looked at the rest.
+5 s. On two cores with nothing beside all were met: the five models without experts in 69 to 181 ms,
+mixtral-8x7b 252, deepseek-v3 213; with a load of 10 they took 72 to 248, and these two 394 and 362.
+Listing their layouts and the bytes of the states takes a third of that, waterfalls and step times
+of those looked at the rest.
 """
 
 import itertools
