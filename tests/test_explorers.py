@@ -312,8 +312,17 @@ def test_measured_llama_3_is_the_papers_utilisation():
 
 
 def test_the_page_names_the_error_of_the_run_and_of_all():
-    explorer = compare_with_published(run="BLOOM-176B")
     off = [run.predicted().seconds / run.seconds - 1 for run, _ in published_runs.RUNS.values()]
-    text = words(explorer.html)
+    text = words(compare_with_published(run="BLOOM-176B").html)
     assert f"mean error {sum(map(abs, off)) / len(off):.1%}" in text
-    assert f"largest {max(off, key=abs):+.1%}" in text and "outside" in text
+    assert f"largest {max(off, key=abs):+.1%}" in text
+
+
+@pytest.mark.parametrize("straggler", [1.0, 1.5])
+def test_the_page_says_whether_the_run_lies_inside_the_interval(straggler):
+    run, _ = published_runs.RUNS["BLOOM-176B"]
+    time = published_runs.predict("BLOOM-176B", straggler, 1.0, 1.0)
+    where = "inside" if time.low <= run.seconds <= time.high else "outside"
+    assert where == ("inside" if straggler == 1.0 else "outside")
+    text = words(compare_with_published(run="BLOOM-176B", straggler=straggler).html)
+    assert f"measured lies {where} " in text
