@@ -92,6 +92,7 @@ def expected(name, size):
     return sum(sent) / size, sent
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", [name for name in MEANS if "int8" not in name])
 @pytest.mark.parametrize("size", SIZES)
 def test_the_mean_of_what_each_rank_sent_is_on_all_ranks(name, size):
@@ -118,6 +119,7 @@ def bytes_a_rank(name, size):
     }[name]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MEANS)
 @pytest.mark.parametrize("size", SIZES)
 def test_what_travels_is_what_the_docstring_says(name, size):

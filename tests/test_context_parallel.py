@@ -308,6 +308,7 @@ def cut_attention(ways, kv_heads, causal, group):
     return results
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kv_heads", [4, 8])
 @pytest.mark.parametrize("size", [1, 2, 4])

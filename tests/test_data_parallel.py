@@ -213,6 +213,7 @@ def by_page_and_engine(dtype, bucket_bytes, group):
     return pages, (gradients(engine(Bucketed)), gradients(engine(Overlapped)))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("bucket_bytes", [1, 3000, 1 << 20])
 def test_page_and_engine_send_the_same_in_the_same_order_and_find_the_same_bits(size, bucket_bytes):

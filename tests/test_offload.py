@@ -882,6 +882,7 @@ def fail_in_a_step(folder, how, stage, options, group):
     return said, as_before, len(model.units), same
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("how", "what"),
     [

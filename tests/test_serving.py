@@ -398,6 +398,7 @@ def test_samples_share_their_prompt_and_copy_the_block_they_write_into():
 # ---- the engine ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @models
 @policies
 def test_every_path_gives_the_tokens_of_the_model_without_a_cache(config, policy):

@@ -89,6 +89,7 @@ def in_pieces(length, op, group):
     return torch.equal(x, before), fast, torch.cat(pieces).view(x.shape)
 
 
+@pytest.mark.sampled
 @EVERY_MAP
 @pytest.mark.parametrize("op", ["sum", "max"])
 def test_in_pieces_a_hierarchy_gives_the_bits_of_the_page_piece_by_piece(size, hosts, op):
