@@ -174,8 +174,9 @@ class Framework:
 # Assumed, in round numbers: the CUDA context of a torch process with its kernels loaded (about
 # 0.5 GiB) and NCCL's channel buffers for the few communicators of a 3D layout (about 1 GiB); and
 # a tenth of the allocator's peak lost to blocks too small to reuse. The tenth was picked with
-# nanotron's sweep in view, so that sweep is no independent test of it: with 0 the benchmark misses
-# 16.7 % of its crashes instead of 13.2 %, and BLOOM-176B comes out 16.7 % low instead of 8.7 %.
+# nanotron's sweep and BLOOM's 59 GB in view, so neither is an independent test of it: with 0 the
+# benchmark misses 16.7 % of nanotron's crashes instead of 13.2 %, and BLOOM comes out 16.7 % low
+# instead of 8.7 %.
 # benchmarks/offload.py prints beside it what offload/allocator.py loses when it replays a step.
 CUDA_OUTSIDE = 1.5 * 2**30
 # Kernels of a layer's forward in Megatron-LM (transformer.py, 2021 [code]): 2 norms, 4 matrices,

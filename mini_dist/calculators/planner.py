@@ -47,7 +47,8 @@ BORROWED = (
         offload_overlaps=True,
     ),
 )
-MOST_ACTIONS = 10_000  # of a simulation, about 0.1 s; there the closed form is as good
+# A simulation of so many actions takes about 0.1 s; of longer ones the closed form is as good.
+MOST_ACTIONS = 10_000
 Fitted = tuple[list[Candidate], list[Dropped], list[Candidate]]  # fits, dropped, nearly fits
 
 

@@ -1,7 +1,8 @@
 """Published runs to hold a prediction against, and the papers' small tables of formulas.
 
 What is measured and what is a formula is said at each table; only these two kinds of numbers stand
-here, and nothing in the calculators reads them to compute anything.
+here. No prediction is computed from them: plans.py only tells from them how far a plan
+extrapolates.
 """
 
 from __future__ import annotations
@@ -294,8 +295,9 @@ def mpt_h100() -> list[Run]:
 def later() -> list[Run]:
     """Runs of other clusters and other programs, predicted as they are.
 
-    No constant was chosen with Llama 3 or BLOOM in view; of MPT's table, the speed of its
-    attention was.  What the papers do not say is assumed here, and said.
+    No constant of the time was chosen with Llama 3 or BLOOM in view; of MPT's table, the speed of
+    its attention was; the share of memory lost to fragments was chosen with BLOOM's in view. What
+    the papers do not say is assumed here, and said.
     """
     llama = model_preset("llama3-405b")
     runs = []

@@ -3,8 +3,8 @@
 torchrun starts ranks and notices when one has ended. It does not notice when ranks wait for what
 never comes: for a host whose cable is pulled, or for one of them that goes on for ever. Nobody but
 the ranks themselves is there to see that, so each has a thread that looks (`Watch`). What it finds
-ends its process, as NCCL's watchdog does, because who waits in gloo can be woken by nothing: then
-torchrun ends the other ranks, or starts all of them again.
+ends its process, as NCCL's watchdog does: without the others this run is over. Then torchrun ends
+the other ranks, or starts all of them again.
 """
 
 from __future__ import annotations
