@@ -1,24 +1,32 @@
-"""What a parameter is before training: decided by a seed and its name, wherever it is drawn."""
+"""What a parameter or buffer is before training: a seed and its name decide, wherever it is drawn."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mini_dist.config import ModelConfig
 
 
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All that needs a value when a module gets new memory: its parameters and its buffers."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
 def initial_value(name: str, shape: tuple[int, ...], config: ModelConfig, seed: int) -> Tensor:
-    """Draw the initial value of one whole parameter from (seed, its name in GPT) and nothing else.
+    """Draw the initial value of one whole parameter or buffer from (seed, its name in GPT) alone.
 
     However a strategy cuts the model, a rank's shard is a slice of this. Weights are normal with
     standard deviation 0.02, those that write into the residual stream 0.02 / √(2L) (GPT-2:
-    Radford et al. 2019, section 2.3); norms start at 1, biases at 0. Returns float32 on the CPU.
+    Radford et al. 2019, section 2.3). Norms start at 1. Biases start at 0, and so does the one
+    buffer, `balance_bias`. Returns float32 on the CPU.
     """
-    if name.endswith(".bias"):
+    if name.endswith("bias"):
         return torch.zeros(shape)
     if name.endswith("norm.weight"):
         return torch.ones(shape)

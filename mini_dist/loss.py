@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .digits import at_least_float32
+from .vocabulary import check_tokens
 
 IGNORE_INDEX = -100  # a target that does not count; torch's default too
 
@@ -33,9 +34,19 @@ class TokenLoss(NamedTuple):
         return self.total / self.num_tokens
 
 
+def check_any_counts(num_tokens: Tensor | int) -> None:
+    """Raise ValueError over zero tokens of all ranks: there is no mean loss of the batch."""
+    if not num_tokens:
+        raise ValueError(f"no target of any rank counts: all are IGNORE_INDEX={IGNORE_INDEX}")
+
+
 def token_loss(logits: Tensor, targets: Tensor) -> TokenLoss:
     """Cross entropy of logits [..., V] against targets [...] int64, except where these are
-    IGNORE_INDEX. Over zero tokens `total` is 0, with zero gradients."""
+    IGNORE_INDEX. Over zero tokens `total` is 0, with zero gradients.
+
+    Raises ValueError for another target outside 0..V-1.
+    """
+    check_tokens(targets, logits.shape[-1], "target", ignored=IGNORE_INDEX)
     total = functional.cross_entropy(
         at_least_float32(logits).flatten(0, -2),
         targets.flatten(),

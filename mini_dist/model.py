@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mini_dist.config import OURS, ModelConfig
-from mini_dist.initial_values import initial_value
+from mini_dist.initial_values import initial_value, named_tensors
 from mini_dist.routing import Routing, route
+from mini_dist.vocabulary import check_tokens
 
 
 class GPT(nn.Module):
@@ -99,13 +100,11 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights_(self, seed: int, device: torch.device | str = "cpu") -> GPT:
-        """Give each parameter its `initial_value`, buffers zeros, in new memory on `device`."""
+        """Give each parameter and buffer its `initial_value`, in new memory on `device`."""
         self.to_empty(device=device)
         self._tie()  # to_empty made two parameters of one
-        for name, parameter in self.named_parameters():
-            parameter.copy_(initial_value(name, parameter.shape, self.config, seed))
-        for buffer in self.buffers():
-            buffer.zero_()
+        for name, tensor in named_tensors(self):
+            tensor.copy_(initial_value(name, tensor.shape, self.config, seed))
         return self
 
     def _tie(self):
@@ -118,6 +117,7 @@ class Embed(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
+        self.vocab_size = config.vocab_size
         self.token = nn.Embedding(config.vocab_size, config.d_model)
         self.position = None  # rotary positions enter in attention
         if config.positions == "learned":
@@ -125,6 +125,7 @@ class Embed(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        check_tokens(tokens, self.vocab_size)
         x = self.token(tokens)  # [B, S, D]
         if self.position is not None:
             if positions is None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .collectives import all_reduce
 from .grad_norm import clip_
-from .loss import IGNORE_INDEX, TokenLoss, token_loss
+from .loss import IGNORE_INDEX, TokenLoss, check_any_counts, token_loss
 from .precision import FULL, LossScaler, Precision
 from .trainable import Trainable
 
@@ -52,9 +52,7 @@ def train_step(
     if not isinstance(model, Trainable):
         model = Trainable(model)
     micro_batches = list(micro_batches)
-    tokens = over_ranks(model, count_tokens(micro_batches))
-    if not tokens:
-        raise ValueError(f"no target of any rank counts: all are IGNORE_INDEX={IGNORE_INDEX}")
+    tokens = count_tokens(model, micro_batches)
     model.zero_grad()
     total = accumulate(model, micro_batches, tokens, precision, loss or next_token_loss)
     norm, skipped = update(model, optimizer, max_norm, precision.scaler)
@@ -121,8 +119,12 @@ def split(inputs: Tensor, targets: Tensor, num_micro_batches: int) -> list[tuple
     )
 
 
-def count_tokens(micro_batches) -> Tensor:
-    return torch.tensor(sum(int((targets != IGNORE_INDEX).sum()) for _, targets in micro_batches))
+def count_tokens(model: Trainable, micro_batches: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """Count the targets of all ranks that count; raise ValueError if none does."""
+    here = sum(int((targets != IGNORE_INDEX).sum()) for _, targets in micro_batches)
+    tokens = over_ranks(model, torch.tensor(here))
+    check_any_counts(tokens)
+    return tokens
 
 
 def over_ranks(model: Trainable, value: Tensor) -> Tensor:

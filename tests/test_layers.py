@@ -7,7 +7,7 @@ L2  ops  grad_norm  replicas  trainable  backend  emulate  watch  calculators  p
     sharding
 L1  mesh  collectives
 L0  ranks  ledger         schedule  defaults  config  divides  lesson  lab  learner
-                          model  routing  initial_values  loss  sampling  digits  data
+                          model  routing  initial_values  loss  sampling  digits  data  vocabulary
 """
 
 import ast
@@ -25,7 +25,7 @@ STRATEGIES = {
 LAYERS = [
     {"ranks", "ledger", "schedule", "defaults", "config", "fields", "divides", "lesson", "lab"}
     | {"learner"}
-    | {"model", "routing", "initial_values", "loss", "sampling", "digits", "data"},
+    | {"model", "routing", "initial_values", "loss", "sampling", "digits", "data", "vocabulary"},
     {"mesh", "collectives"},
     {"ops", "grad_norm", "replicas", "trainable", "backend", "emulate", "watch", "calculators"}
     | {"profile", "preflight", "sharding"},

@@ -17,7 +17,7 @@ from ..context_parallel import make_attention, positions_here
 from ..expert_parallel import shard_experts
 from ..mesh import Mesh
 from ..model import MoE
-from ..pipeline import cut_gpt
+from ..pipeline import cut_gpt, tie_ends
 from ..precision import FULL, Precision
 from ..recompute import recompute_blocks
 from ..schedule import Schedule, build
@@ -72,6 +72,9 @@ def parallelize(
             shard_experts(stage, mesh["ep"], balance_group=mesh[cutting_tokens], **expert_options)
 
         recompute_blocks(stage, layout.recompute, layout.recompute_every)
+
+    # tp has given both ends of a tied embedding pieces of their own; they are one parameter.
+    tie_ends(stages, schedule.num_stages)
 
     # dp cuts the batch. To a gradient it is all the same whether other tokens come from other rows
     # or from another part of the sequence, so gradients are averaged over dp and cp together.

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from ..context_parallel import shard
 from ..expert_parallel import set_loss_scale
-from ..loss import TokenLoss, token_loss
+from ..loss import IGNORE_INDEX, TokenLoss, token_loss
 from ..pipeline import Pipeline, shared_parameter
 from ..precision import Precision
 from ..schedule import Schedule
 from ..tensor_parallel import add_up_parts_, vocab_parallel_cross_entropy
 from ..train import Step, accumulate, count_tokens, over_ranks, split, update
 from ..trainable import Trainable
+from ..vocabulary import check_tokens
 from .norm import count_holders, norm_over_grid
 
 
@@ -47,11 +48,11 @@ class ParallelModel(Trainable):
         rank's replica, given alike to all of its ranks.
         """
         layout = self.layout
-        self.check_rows(inputs)
+        self.check_batch(inputs, targets)
         if layout.cp > 1:
             inputs, targets = (shard(x, self.mesh["cp"]) for x in (inputs, targets))
         micro_batches = split(inputs, targets, layout.num_micro_batches)  # [b, S/cp] each
-        tokens = over_ranks(self, count_tokens(micro_batches))
+        tokens = count_tokens(self, micro_batches)
         self.zero_grad()
         # The experts' own losses count as their mean over micro-batches; and over tp where its
         # ranks have different tokens, because over tp gradients are added up and not averaged.
@@ -69,13 +70,16 @@ class ParallelModel(Trainable):
         norm, skipped = update(self, self.optimizer, max_norm, self.precision.scaler)
         return Step(over_ranks(self, total) / tokens, norm, skipped)
 
-    def check_rows(self, inputs: Tensor) -> None:
+    def check_batch(self, inputs: Tensor, targets: Tensor) -> None:
+        """Raise ValueError on all ranks of a replica alike: none is left waiting for a message."""
         rows = self.layout.micro_batch_size * self.layout.num_micro_batches
         if tuple(inputs.shape) != (rows, self.config.seq_len):
             raise ValueError(
                 f"inputs are {list(inputs.shape)}, but micro_batch_size * num_micro_batches = "
                 f"{rows} rows of seq_len={self.config.seq_len} tokens make a step"
             )
+        check_tokens(inputs, self.config.vocab_size)
+        check_tokens(targets, self.config.vocab_size, "target", ignored=IGNORE_INDEX)
 
     # -- the loss --------------------------------------------------------------------------------
 
@@ -158,7 +162,10 @@ class ParallelModel(Trainable):
 
     def names_in_whole(self) -> dict[Tensor, str]:
         """What each parameter here is called in the GPT of one process."""
-        names = {p: name for stage in self.stages.values() for name, p in stage.named_parameters()}
+        names: dict[Tensor, str] = {}
+        for _, stage in sorted(self.stages.items()):
+            for name, parameter in stage.named_parameters():
+                names.setdefault(parameter, name)  # the first, as in one process, where it has two
         tied = shared_parameter(self.stages, self.layout.num_stages)
         if tied is not None:
             names[tied] = "embed.token.weight"

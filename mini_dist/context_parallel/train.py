@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import all_gather, all_reduce
-from ..loss import TokenLoss
+from ..loss import TokenLoss, check_any_counts
 from .all_gather import all_gather_attention
 from .placement import positions_of_ranks
 from .ring import ring_attention
@@ -81,9 +81,11 @@ def share_of_mean(loss: TokenLoss, group) -> Tensor:
 
     The mean of the ranks' means would be another number wherever ranks have different numbers of
     targets that count, and with padding at the end of a sequence they do.
+    Raises ValueError if no target of any rank counts.
     """
     num_tokens = all_reduce(loss.num_tokens, group)
-    return loss.total / num_tokens.clamp(min=1)
+    check_any_counts(num_tokens)
+    return loss.total / num_tokens
 
 
 def sum_gradients(parameters: Iterable[Tensor], group) -> None:

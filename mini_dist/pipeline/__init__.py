@@ -27,6 +27,7 @@ from mini_dist.pipeline.cut import (
     layer_costs,
     layer_ranges,
     shared_parameter,
+    tie_ends,
 )
 from mini_dist.pipeline.emulated import run_emulated
 from mini_dist.pipeline.execute import Pipeline
@@ -45,4 +46,5 @@ __all__ = [
     "run_emulated",
     "run_list",
     "shared_parameter",
+    "tie_ends",
 ]

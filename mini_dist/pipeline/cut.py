@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mini_dist.calculators.flops import score_flops
 from mini_dist.calculators.parameters import layer_weights, outer_weights, split_layers
 from mini_dist.config import ModelConfig
-from mini_dist.initial_values import initial_value
+from mini_dist.initial_values import initial_value, named_tensors
 from mini_dist.model import Block, Embed, Head
 from mini_dist.schedule import ScheduleError
 
@@ -43,10 +43,10 @@ class GPTStage(nn.Module):
             self.head = Head(config) if self.is_last else None
         self.to_empty(device=device)
         with torch.no_grad():
-            for name, parameter in self.named_parameters():
+            for name, tensor in named_tensors(self):
                 if config.tied_embedding and name == "head.out.weight":
                     name = "embed.token.weight"  # two copies of one parameter start equal
-                parameter.copy_(initial_value(name, parameter.shape, config, seed))
+                tensor.copy_(initial_value(name, tensor.shape, config, seed))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.embed is not None:
@@ -86,10 +86,18 @@ def cut_gpt(
         )
         for stage in stages
     }
-    first, last = modules.get(0), modules.get(num_stages - 1)
-    if config.tied_embedding and first is not None and last is not None:
-        last.head.out.weight = first.embed.token.weight
+    tie_ends(modules, num_stages)
     return modules
+
+
+def tie_ends(modules: dict[int, GPTStage], num_stages: int) -> None:
+    """Make a tied embedding one parameter again where the first and the last stage are both here.
+
+    Call it after anything that gives the stages' modules new parameters, such as `shard_model`.
+    """
+    first, last = modules.get(0), modules.get(num_stages - 1)
+    if first and last and first.config.tied_embedding:
+        last.head.out.weight = first.embed.token.weight
 
 
 def shared_parameter(modules: dict[int, GPTStage], num_stages: int) -> nn.Parameter | None:

@@ -27,6 +27,7 @@ from torch.nn import functional
 from .. import collectives, ops
 from ..digits import at_least_float32
 from ..loss import IGNORE_INDEX, TokenLoss
+from ..vocabulary import check_tokens
 
 # --- two linears: the first cut by its outputs, the second by its inputs ------------------------
 
@@ -131,7 +132,9 @@ def embedding(tokens: Tensor, weight: Tensor, group, pair: Pair = TENSOR) -> Ten
 
     A rank gives zeros for a token whose row another rank has; the sum over ranks has all of them.
     With SEQUENCE each rank gets its part of that sum, [B, S/t, D].
+    Raises ValueError for a token outside 0..V-1, of which no rank has the row.
     """
+    check_tokens(tokens, len(weight) * group.size())
     row, is_here = find_rows(tokens, len(weight), group)
     x = functional.embedding(row, weight).masked_fill(~is_here[..., None], 0)
     return pair.leave(x, group)
@@ -160,12 +163,8 @@ def vocab_parallel_cross_entropy(
     if reduction not in (None, "none", "sum", "mean"):
         raise ValueError(f"reduction={reduction!r} is none of 'none', 'sum', 'mean'")
     logits = at_least_float32(logits)
+    check_tokens(targets, logits.shape[-1] * group.size(), "target", ignored=IGNORE_INDEX)
     counts = targets != IGNORE_INDEX
-    if bool(((targets < 0) | (targets >= logits.shape[-1] * group.size()))[counts].any()):
-        raise ValueError(
-            f"a target lies outside the vocabulary, 0..{logits.shape[-1] * group.size() - 1}, "
-            f"and is not IGNORE_INDEX={IGNORE_INDEX}"
-        )
     row, is_here = find_rows(targets, logits.shape[-1], group)
     at_target = logits.gather(-1, row[..., None]).squeeze(-1).masked_fill(~is_here, 0)
     # The softmax's denominator is the sum of exp(logsumexp) over the ranks. The highest of these

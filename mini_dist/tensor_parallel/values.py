@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..initial_values import initial_value
+from ..initial_values import initial_value, named_tensors
 from .plan import tie
 
 
@@ -27,15 +27,15 @@ def load_full_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
 def init_weights_(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> nn.Module:
     """Give a sharded GPT, perhaps on the meta device, the values it would have in one process.
 
-    Each whole parameter is drawn, cut and dropped before the next: no rank ever holds the model.
+    Each whole tensor is drawn, cut and dropped before the next: no rank ever holds the model.
     """
     make_memory(model, device)
-    for name, parameter in model.named_parameters():
-        cut, shape = model.sharding.cuts.get(name), list(parameter.shape)
+    for name, tensor in named_tensors(model):
+        cut, shape = model.sharding.cuts.get(name), list(tensor.shape)
         if cut:
             shape[cut.dim] *= cut.parts
         whole = initial_value(name, tuple(shape), model.config, seed)
-        parameter.copy_(cut.piece(whole) if cut else whole)
+        tensor.copy_(cut.piece(whole) if cut else whole)
     return model
 
 

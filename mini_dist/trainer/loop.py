@@ -12,6 +12,7 @@ from tqdm import tqdm
 from ..all_axes import parallelize
 from ..data import Batches, load_text
 from ..precision import FULL, LossScaler, Precision
+from ..vocabulary import check_tokens
 from .metering import Meter, Metrics
 from .monitor import Monitor
 from .recipe import Recipe
@@ -28,7 +29,8 @@ def train(
         save_every, checkpoints, machine, and the layout if a step still has as many sequences.
     log: a file to which rank 0 appends a line of JSON a step (see monitor.py).
     Returns the metrics of the steps that this call made. Raises ValueError for a layout that does
-    not fit the group or the model, and for a checkpoint of another recipe.
+    not fit the group or the model, for a text with bytes outside the vocabulary, and for a
+    checkpoint of another recipe.
     """
     # The model, cut as the layout says, and this rank's part of the data.
     adamw = partial(torch.optim.AdamW, lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
@@ -37,6 +39,7 @@ def train(
         recipe.model, recipe.layout, group, adamw, seed=recipe.seed, precision=precision
     )
     text = load_text(recipe.text)
+    check_tokens(text, recipe.model.vocab_size, "the text's byte")
     batches = Batches(
         text,
         batch_size=recipe.layout.global_batch_size,
