@@ -1,4 +1,4 @@
-"""What a parameter or buffer is before training: a seed and its name decide, wherever it is drawn."""
+"""What parameters and buffers are before training: a seed and their names decide it."""
 
 from __future__ import annotations
 

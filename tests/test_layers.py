@@ -34,7 +34,9 @@ LAYERS = [
     {"check", "widgets", "draw", "sweep", "replay", "grade", "elsewhere"},
 ]
 LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
-WITHOUT_RANKS = {"model", "routing", "initial_values", "loss", "sampling", "digits", "data"}
+WITHOUT_RANKS = {"model", "routing", "initial_values", "loss", "sampling", "digits", "data"} | {
+    "vocabulary"
+}
 WITHOUT_TORCH = {"config", "fields", "calculators", "schedule", "defaults"}
 
 # torch is renaming its collectives, so few files may name them.

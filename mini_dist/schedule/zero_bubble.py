@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 
-from mini_dist.schedule.action import Action, Schedule, ScheduleError
+from mini_dist.schedule.action import Action, Schedule, ScheduleError, needs
 from mini_dist.schedule.orders import check_sizes, in_turn
+from mini_dist.schedule.simulate import peak_in_flight
 
 
 def zb_h1(num_ranks: int, num_micro_batches: int) -> Schedule:
@@ -81,7 +82,9 @@ def zb_v(num_ranks: int, num_micro_batches: int) -> Schedule:
     """Two stages a rank, laid out as a V: rank r holds stages r and 2p-1-r. No bubble, p held.
 
     The last stage lies on the first rank, next to the first: a rank that waits for one leg of the V
-    works on the other, and its optimizer step needs nobody's. Any m; below 2p - 1 the V has holes.
+    works on the other, and its optimizer step needs nobody's. From m = 2p - 1 up, no rank idles
+    within its span. With fewer the first rank has nothing to do for 2p - 1 - m slots, until its
+    first micro-batch comes back up; from m = p up no rank's span is longer than that costs.
     """
     check_sizes(num_ranks, num_micro_batches)
     p, many = num_ranks, max(2 * num_ranks - 1, num_micro_batches)
@@ -110,7 +113,41 @@ def zb_v(num_ranks: int, num_micro_batches: int) -> Schedule:
             while todo.count[stage, "W"] < many:
                 todo.add("W", stage)
         ranks.append(todo.actions)
-    return Schedule("ZB-V", ranks)
+    schedule = Schedule("ZB-V", ranks)
+    return schedule if num_micro_batches == many else fill_holes(schedule)
+
+
+def fill_holes(schedule: Schedule) -> Schedule:
+    """Put each W where its rank would idle: in every slot a rank takes its next F or B if the input
+    is there, else its oldest W.
+
+    F and B keep their order, and no rank holds more than before. (F = B = W, messages for free.)
+    """
+    limits = peak_in_flight(schedule)
+    todo = [deque(action for action in actions if action.kind != "W") for actions in schedule.ranks]
+    late: list[deque[Action]] = [deque() for _ in todo]
+    filled: list[list[Action]] = [[] for _ in todo]
+    held, done = [0] * len(todo), set()
+    while any(todo) or any(late):
+        slot = []  # what the ranks do at the same time
+        for rank, actions in enumerate(todo):
+            action = actions[0] if actions else None
+            full = held[rank] == limits[rank]
+            if (
+                action
+                and not (action.kind == "F" and full)
+                and done.issuperset(needs(schedule, action))
+            ):
+                slot.append((rank, actions.popleft()))
+            elif late[rank]:
+                slot.append((rank, late[rank].popleft()))
+        for rank, action in slot:
+            filled[rank].append(action)
+            done.add(action.key)
+            held[rank] += (action.kind == "F") - (action.kind == "W")
+            if action.kind == "B":
+                late[rank].append(action._replace(kind="W"))
+    return Schedule(schedule.name, filled)
 
 
 def dualpipe_v(num_ranks: int, num_micro_batches: int) -> Schedule:

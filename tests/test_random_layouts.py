@@ -1,0 +1,228 @@
+"""Layouts drawn by chance, one after the other in one training: each goes on from the last one's
+checkpoint. Every step is one process's step, and every rank holds that process's values.
+
+Memory is poisoned before: what is neither computed nor given a value shows as NaN.
+"""
+
+import random
+import sys
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import cloudpickle
+import pytest
+import torch
+from torch import nn
+
+from mini_dist import GPT, Layout, ModelConfig, launch
+from mini_dist.all_axes.fits import check_fits
+from mini_dist.data import Batches
+from mini_dist.loss import token_loss
+from mini_dist.pipeline import layer_ranges
+from mini_dist.precision import FULL
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that no rank imports pytest
+
+ROWS, STEPS, MAX_NORM, BALANCE = 8, 3, 0.5, 1e-2  # rows and steps of a layout
+DENSE = ModelConfig(
+    vocab_size=64, seq_len=8, d_model=16, num_layers=4, num_heads=4, num_kv_heads=2, d_ffn=16
+)
+EXPERTS = dict(num_experts=4, top_k=2, d_expert=8, num_shared_experts=1, first_dense_layers=1)
+CONFIGS = {
+    "tied": DENSE.replace(tied_embedding=True, positions="learned"),
+    "untied": DENSE,
+    "tied experts": DENSE.replace(tied_embedding=True, **EXPERTS),
+    "tied experts, sigmoid": DENSE.replace(tied_embedding=True, router="sigmoid", **EXPERTS),
+    "experts, sigmoid": DENSE.replace(router="sigmoid", **EXPERTS),
+}
+TEXT = torch.randint(0, 64, (4000,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+
+
+def adamw(tensors):
+    return torch.optim.AdamW(tensors, lr=1e-2)
+
+
+# --- the oracle ---------------------------------------------------------------------------------
+
+
+def one_process(config, steps):
+    """[(losses and norms of STEPS steps, state dict after them)] of the plain GPT."""
+    model = GPT(config, seed=0).double()
+    optimizer, batches, done = adamw(model.parameters()), Batches(TEXT, ROWS, config.seq_len), []
+    for step in range(steps):
+        inputs, targets = batches.batch(step)
+        optimizer.zero_grad()
+        routing = []
+        loss = token_loss(model(inputs, routing=routing), targets).mean()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        biases = [b for name, b in model.named_buffers() if name.endswith("balance_bias")]
+        for bias, decision in zip(biases, routing):
+            visits = decision.experts.flatten().bincount(minlength=len(bias)).double()
+            bias += BALANCE * (visits.mean() - visits).sign()
+        if step % STEPS == 0:
+            done.append(([], None))
+        numbers = [*done[-1][0], (loss.item(), norm.item())]
+        done[-1] = numbers, {name: t.clone() for name, t in model.state_dict().items()}
+    return done
+
+
+# --- on the ranks -------------------------------------------------------------------------------
+
+
+def poison_memory():
+    """New memory is NaN (integers: the largest) until somebody gives it a value."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills torch.empty and its kin
+    resize = torch.UntypedStorage.resize_
+
+    def poisoned(storage, size):
+        before = storage.nbytes()
+        resize(storage, size)
+        if size > before:
+            torch.tensor([], dtype=torch.uint8).set_(storage)[before:].fill_(255)  # all ones: NaN
+        return storage
+
+    torch.UntypedStorage.resize_ = poisoned
+
+
+def named_values(model, training):
+    """What this rank holds: parameters, buffers, shards, optimizer states, by name."""
+    for tensor, key, value in training.states():
+        yield f"state {key} of {list(tensor.shape)}", value
+    for part in model.parts:
+        yield from part.module.named_buffers()
+        yield from ((f"shard {i}", shard) for i, shard in enumerate(part.tensors_to_step()))
+    for piece in training.pieces():
+        yield str(piece.place), piece.tensor
+
+
+def check_values(when, model, training):
+    for name, tensor in named_values(model, training):
+        if not bool(tensor.isfinite().all()):
+            raise AssertionError(f"{name} is not finite {when}")
+
+
+def walk_on(directory, config, layout, first, group):
+    """STEPS steps from step `first` on: losses and norms, and every piece that this rank holds."""
+    from mini_dist.all_axes import parallelize
+    from mini_dist.checkpoint import Training
+    from mini_dist.expert_parallel import layers_with_experts, move_balance_biases
+
+    poison_memory()
+    torch.set_default_dtype(torch.float64)
+    model = parallelize(config, layout, group, adamw)
+    optimizers = model.optimizer.optimizers
+    training = Training(model.parts, optimizers, group, names=model.names_in_whole())
+    check_values("after parallelize", model, training)
+    saved = training.resume(directory)
+    if (saved.step if saved else 0) != first:
+        raise AssertionError(f"resumed {saved}, not step {first}")
+    place = {"rank": model.mesh.index("dp"), "size": layout.dp}
+    batches, done = Batches(TEXT, ROWS, config.seq_len, **place), []
+    stages = nn.ModuleList(model.stages.values())
+    for step in range(first, first + STEPS):
+        loss, norm, _ = model.step(*batches.batch(step), max_norm=MAX_NORM)
+        if config.router == "sigmoid" and layers_with_experts(stages):
+            move_balance_biases(stages, BALANCE)
+        done.append((loss.item(), norm.item()))
+        check_values(f"after step {step}", model, training)
+    training.save(directory, first + STEPS)
+    pieces = [(p.place, p.tensor.detach().clone()) for p in training.pieces()]
+    return done, [(place, tensor) for place, tensor in pieces if "/" not in place.name]
+
+
+# --- layouts ------------------------------------------------------------------------------------
+
+
+def random_layout(draw, config):
+    """Any layout of up to 8 ranks that fits the config and ROWS rows a step."""
+    while True:
+        sizes = {axis: draw.choice((1, 2, 2, 4)) for axis in ("pp", "dp", "cp", "tp")}
+        sizes["ep"] = draw.choice((1, 2, 4)) if config.num_experts else 1
+        schedule = draw.choice(("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "dualpipe_v"))
+        recompute = draw.choice(("none", "selective", "full"))
+        per_replica = ROWS // sizes["dp"]
+        micro_batch_size = draw.choice([n for n in (1, 2, 4) if n <= per_replica])
+        try:
+            layout = Layout(
+                **sizes,
+                schedule=schedule,
+                num_chunks=2 if schedule in ("interleaved", "zb_v", "dualpipe_v") else 1,
+                sequence_parallel=draw.random() < 0.5 and sizes["tp"] > 1,
+                zero=draw.choice((0, 1, 2, 3)),
+                recompute=recompute,
+                recompute_every=1 if recompute == "none" else draw.choice((1, 2)),
+                micro_batch_size=micro_batch_size,
+                num_micro_batches=per_replica // micro_batch_size,
+            )
+            group = SimpleNamespace(size=lambda size=layout.world_size: size)
+            check_fits(config, layout, group, FULL)
+            layer_ranges(config, layout.num_stages)
+        except ValueError:
+            continue
+        if 1 < layout.world_size <= 8:
+            return layout
+
+
+def v_with_tp(schedule):
+    return Layout(pp=2, tp=2, schedule=schedule, num_chunks=2, num_micro_batches=ROWS)
+
+
+FOUND = {  # by others: wrong numbers without a word
+    "a tied embedding at the ends of a V": ("tied", [v_with_tp("zb_v"), v_with_tp("dualpipe_v")]),
+    "a buffer without a value": ("experts, sigmoid", [Layout(tp=2), Layout(pp=2)]),
+}
+
+
+def short(layout):
+    plain = asdict(Layout())
+    return " ".join(f"{k}={v}" for k, v in asdict(layout).items() if v != plain[k])
+
+
+def pytest_generate_tests(metafunc):
+    if "number" in metafunc.fixturenames:
+        metafunc.parametrize("number", range(60 if metafunc.config.getoption("long") else 4))
+
+
+@pytest.mark.parametrize("walk", FOUND)
+def test_what_was_found_is_one_process_now(walk, tmp_path):
+    same_as_one_process(*FOUND[walk], tmp_path)
+
+
+@pytest.mark.sampled
+def test_a_training_goes_from_layout_to_layout_and_is_one_process(number, tmp_path):
+    draw = random.Random(number)
+    name = draw.choice(list(CONFIGS))
+    same_as_one_process(name, [random_layout(draw, CONFIGS[name]) for _ in range(3)], tmp_path)
+
+
+def micro_batches_fit(layout):
+    return layout.replace(num_micro_batches=ROWS // layout.dp // layout.micro_batch_size)
+
+
+def same_as_one_process(name, layouts, tmp_path):
+    config = CONFIGS[name]
+    expected = one_process(config, STEPS * len(layouts))
+    for number, layout in enumerate(map(micro_batches_fit, layouts)):
+        about = f"{name}, layout {number}: {short(layout)}"
+        job = str(tmp_path), config, layout, STEPS * number
+        try:
+            results = launch(walk_on, layout.world_size, job).results
+        except Exception as error:
+            error.add_note(about)
+            raise
+        numbers, whole = expected[number]
+        held, first = set(), {}
+        for done, pieces in results:
+            torch.testing.assert_close(done, numbers, rtol=1e-9, atol=1e-12, msg=about)
+            for place, tensor in pieces:
+                same = first.setdefault(place, tensor)
+                assert torch.equal(tensor, same), f"{place} differs between ranks: {about}"
+                box = tuple(slice(a, a + n) for a, n in zip(place.offset, place.size))
+                right = whole[place.name][box].reshape(-1)[place.start : place.stop]
+                off = (tensor.reshape(-1) - right).abs().max().item() if place.numel else 0.0
+                assert off < 1e-9, f"{place} is off by {off}: {about}"
+                held.add(place.name)
+        missing = set(whole) - held - ({"head.out.weight"} if config.tied_embedding else set())
+        assert not missing, f"nobody holds {missing}: {about}"
