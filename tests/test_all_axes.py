@@ -376,3 +376,49 @@ def test_a_batch_of_another_size_is_refused():
 
     for said in launch(wrong_batch, 2).results:
         assert "2 rows of seq_len=32 tokens make a step" in said
+
+
+# ---- tokens and targets that cannot be -----------------------------------------------------------
+
+OUTSIDE = "lies outside the vocabulary, 0..255"
+WRONG = {  # what is wrong -> what everybody says
+    "an input token too large": f"input token 256 {OUTSIDE}: vocab_size=257 or more would hold it",
+    "an input token below 0": f"input token -1 {OUTSIDE}: give tokens from 0 up",
+    "a target too large": f"target 300 {OUTSIDE}: vocab_size=301 or more would hold it",
+    "a target below 0": f"target -2 {OUTSIDE}: -100 means it does not count",
+    "no target": "no target of any rank counts: all are IGNORE_INDEX=-100",
+}
+
+
+def wrong_batch(what, config, rows):
+    inputs = torch.zeros(rows, config.seq_len, dtype=torch.long)
+    targets = inputs.clone()
+    if what == "no target":
+        return inputs, targets.fill_(-100)
+    (inputs if "input" in what else targets)[0, 1] = int(re.search(r"-?\d+", WRONG[what])[0])
+    return inputs, targets
+
+
+def what_is_said(layouts, group):
+    from mini_dist.all_axes import parallelize
+
+    config, said = ModelConfig(**DENSE), {}
+    for layout in layouts:
+        model = parallelize(config, layout, group, adamw)
+        for what in WRONG:
+            try:
+                said[layout, what] = str(model.step(*wrong_batch(what, config, 2)))
+            except ValueError as error:
+                said[layout, what] = str(error)
+        x = torch.ones(2, config.seq_len, dtype=torch.long)
+        said[layout, "a clean step"] = bool(model.step(x, x, MAX_NORM).loss.isfinite())
+    return said
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_tokens_and_targets_that_cannot_be_are_refused_alike_by_all_ranks_of_any_layout(size):
+    cases = [dict(tp=2), dict(tp=2, sequence_parallel=True), dict(pp=2), dict(cp=2), dict(dp=2)]
+    layouts = [layout_of(**case) for case in (cases if size == 2 else [{}])]
+    for said in launch(what_is_said, size, (layouts,)).results:
+        for (layout, what), sentence in said.items():
+            assert sentence == WRONG.get(what, True), layout

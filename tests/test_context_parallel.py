@@ -450,6 +450,24 @@ def train_one_way(form, placement, config, optimizer, group):
     return first, torch.stack(losses), [p.detach() for p in gpt.parameters()]
 
 
+def shares(group):
+    """What is said over no target at all; then the shares of a mean over three of rank 0's."""
+    targets = torch.full((1, 4), IGNORE_INDEX)
+    try:
+        share_of_mean(token_loss(torch.zeros(1, 4, 5), targets), group)
+    except ValueError as error:
+        said = str(error)
+    if group.rank() == 0:
+        targets[0, 1:] = 2
+    return said, share_of_mean(token_loss(torch.zeros(1, 4, 5), targets), group).item()
+
+
+def test_a_rank_without_targets_has_no_share_and_a_batch_without_any_is_refused():
+    said, parts = zip(*launch(shares, 2).results)
+    assert set(said) == {"no target of any rank counts: all are IGNORE_INDEX=-100"}
+    assert parts == pytest.approx((math.log(5), 0.0))
+
+
 BOTH = [(form, placement) for form in FORMS for placement in PLACEMENTS]
 
 

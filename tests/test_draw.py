@@ -28,6 +28,7 @@ from mini_dist.schedule import (
     one_f_one_b,
     simulate,
     zb_h1,
+    zb_v,
 )
 from mini_dist.watch import watch
 
@@ -308,7 +309,11 @@ def bars_of(axes):
 
 
 def test_a_gantt_has_a_bar_for_each_action_at_its_time():
-    timelines = {"GPipe": simulate(gpipe(2, 3)), "ZB-H1": simulate(zb_h1(2, 3))}
+    timelines = {
+        "GPipe": simulate(gpipe(2, 3)),
+        "ZB-H1": simulate(zb_h1(2, 3)),
+        "ZB-V": simulate(zb_v(2, 2)),
+    }
     picture = draw.gantt(timelines, "ms", scale=10)
     for axes, timeline in zip(picture.figure.axes, timelines.values()):
         assert bars_of(axes) == sorted(

@@ -529,6 +529,20 @@ def test_a_loss_over_zero_tokens_is_zero_and_its_mean_is_refused():
         loss.mean()
 
 
+def test_tokens_and_targets_outside_the_vocabulary_are_refused():
+    model, tokens = GPT(SMALL), some_tokens(SMALL)
+    last = SMALL.vocab_size - 1
+    for wrong, works in ((last + 1, f"vocab_size={last + 2} or more"), (-1, "tokens from 0 up")):
+        bad = tokens.clone()
+        bad[0, 1] = wrong
+        outside = f"{wrong} lies outside the vocabulary, 0..{last}"
+        with pytest.raises(ValueError, match=f"^input token {outside}: .*{works}"):
+            model(bad)
+        with pytest.raises(ValueError, match=f"^target {outside}: "):
+            token_loss(model(tokens), bad)
+    assert model(tokens[:0]).shape == (0, tokens.shape[1], last + 1)  # no token is none outside
+
+
 def test_the_loss_is_computed_in_float32_or_better():
     logits, targets = torch.randn(2, 3, 5), torch.randint(5, (2, 3))
     rounded = logits.bfloat16()

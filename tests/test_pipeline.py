@@ -216,6 +216,7 @@ def test_fewer_micro_batches_than_stages_and_uneven_stages():
     uneven = CONFIG.replace(num_layers=7)
     results = launch(train, 4, args=(one_f_one_b(4, 2),), kwargs={"config": uneven}).results
     assert_equal_in_bits(results, one_process(2, 1, uneven))
+    assert_equal_in_bits(launch(train, 4, args=(zb_v(4, 4),)).results, one_process(4, 1))
 
 
 def test_stages_balanced_by_cost_hold_the_same_model():
@@ -452,7 +453,7 @@ def held_under_each(schedules, group):
 
 def test_a_run_holds_what_the_list_says_and_leaves_nothing():
     names = ["gpipe", "1f1b", "interleaved", "zb_h1", "zb_h2", "zb_v"]
-    schedules = [build(name, 4, 8) for name in names]
+    schedules = [*(build(name, 4, 8) for name in names), zb_v(4, 4)]
     found = zip(*launch(held_under_each, 4, args=(schedules,)).results)
     for schedule, results in zip(schedules, found, strict=True):
         assert [most for most, _, _, _ in results] == peak_in_flight(schedule), schedule.name

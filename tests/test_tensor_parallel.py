@@ -679,7 +679,9 @@ def refusals(group):
     model = shard_model(GPT(six), GPT_PLAN, group, pair=SEQUENCE)
     with pytest.raises(ValueError, match=r"ranks, 3, must divide x.shape\[-2\]=8: 6 or 9 would"):
         model(batch(six, 0)[0])
-    with pytest.raises(ValueError, match="outside the vocabulary, 0..5"):
+    with pytest.raises(ValueError, match="input token 33 lies outside the vocabulary, 0..32"):
+        model.embed.token(torch.tensor([[33]]))
+    with pytest.raises(ValueError, match="target 6 lies outside the vocabulary, 0..5"):
         vocab_parallel_cross_entropy(torch.zeros(1, 2), torch.tensor([6]), group)
 
 

@@ -226,6 +226,15 @@ def test_a_recipe_that_cannot_be_is_refused_in_one_sentence(fields, sentence):
         Recipe.from_json(json.dumps(fields))
 
 
+def test_a_text_of_bytes_that_the_vocabulary_lacks_is_refused():
+    """The course's own text has bytes up to 226: in another layout it would have been zeros."""
+    recipe = Recipe(MODEL.replace(vocab_size=64), Layout(tp=2), steps=1)
+    largest = int(load_text().max())
+    said = f"the text's byte {largest} lies outside the vocabulary, 0..63: vocab_size={largest + 1}"
+    with pytest.raises(RankError, match=said):
+        train_on_ranks(recipe)
+
+
 def test_restarts_need_checkpoints():
     with pytest.raises(ValueError, match="give the recipe checkpoints"):
         train_on_ranks(RECIPE, restarts=1)
