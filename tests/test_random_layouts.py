@@ -301,3 +301,21 @@ def test_a_tied_embedding_stays_one_under_every_wrapper(tmp_path):
         assert embedding.isfinite().all(), name
         close = dict(rtol=1e-9 if exact[name] else 0.1)
         torch.testing.assert_close(losses, expected, **close, atol=0, msg=name)
+
+
+def made_from_nothing(config, group):
+    from mini_dist.all_axes.experts_cut import PLAN
+    from mini_dist.tensor_parallel import init_weights_, shard_model
+
+    poison_memory()
+    model = init_weights_(shard_model(GPT(config, device="meta"), PLAN, group), seed=0)
+    return {name: (t, model.sharding.cuts.get(name)) for name, t in model.state_dict().items()}
+
+
+def test_a_sharded_model_on_the_meta_device_gets_values_for_its_buffers_too():
+    config = CONFIGS["tied experts, sigmoid"]
+    whole = GPT(config, seed=0).state_dict()
+    for state in launch(made_from_nothing, 2, (config,)).results:
+        assert state.keys() == whole.keys()
+        for name, (tensor, cut) in state.items():
+            assert torch.equal(tensor, cut.piece(whole[name]) if cut else whole[name]), name
