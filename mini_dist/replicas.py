@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from .collectives import all_reduce, broadcast
+from .collectives import all_reduce, broadcast, device_of
 
 CALL_ZERO_GRAD = (
     "the last forward or backward ended in an exception, so the gradients are those of a part of "
@@ -36,5 +36,4 @@ def meet(group) -> None:
     of this call is of another size, so it ends such a rank's wait in an error; without it, the next
     step's message of the same size would count as the missing one.
     """
-    device = getattr(group, "device", torch.device("cpu"))
-    all_reduce(torch.zeros(1, dtype=torch.int64, device=device), group)
+    all_reduce(torch.zeros(1, dtype=torch.int64, device=device_of(group)), group)

@@ -1,12 +1,12 @@
-"""A caught exception in forward or backward leaves nothing behind: after `zero_grad()` the next step
-is that of a training in which nothing was raised, or says that the model must be rebuilt."""
+"""A caught exception in forward or backward leaves nothing behind: after `zero_grad()` the next
+step is that of a training in which nothing was raised, or says that the model must be rebuilt."""
 
 import pytest
 import torch
 
 from mini_dist import GPT, Layout, ModelConfig, launch
 from mini_dist.all_axes import parallelize
-from mini_dist.compression import Compressed, OneBit, PowerSGD, Quantized, half, top_k
+from mini_dist.compression import Compressed, OneBit, Quantized, half, top_k
 from mini_dist.data import Batches
 from mini_dist.data_parallel import Bucketed, Naive, Overlapped
 from mini_dist.expert_parallel import layers_with_experts

@@ -205,8 +205,8 @@ class DiLoCo:
     at first are averaged one by one, as post-local SGD does (Lin et al. 2020). fragments: so many
     parts of the model take turns, each averaged after `every` steps of its own. delay: the average
     travels in the background during so many steps, in which nothing else may be sent in this group.
-    keep: what arrives is mixed with this rank's own values, and this share of them is kept: 0.5 with
-    a delay and 0 without, unless given (delay and keep: Douillard et al. 2025, Streaming DiLoCo).
+    keep: what arrives is mixed with this rank's own values, of which this share is kept, 0.5 with a
+    delay and 0 without unless given (delay and keep: Douillard et al. 2025, Streaming DiLoCo).
     reduce: (flat, group) -> mean, or an object whose `of_bucket(tensors)` makes such a function, as
     the wrappers of data_parallel take it; its argument may be changed.
     Raises ValueError where these cannot be, and FloatingPointError, on all ranks, where the average

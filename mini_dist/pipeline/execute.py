@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mini_dist.collectives import exchange
+from mini_dist.collectives import device_of, exchange
 from mini_dist.pipeline.fits import check_message, micro_batches, stages_that_fit
 from mini_dist.pipeline.losses import Losses
 from mini_dist.pipeline.messages import Messages
@@ -69,7 +69,7 @@ class Pipeline:
     ) -> None:
         self.schedule, self.group, self.rank = schedule, group, group.rank()
         stages = stages_that_fit(schedule, stages, group, activation, optimizer, shared)
-        self.device = getattr(group, "device", torch.device("cpu"))
+        self.device = device_of(group)
         on_nccl = self.device.type == "cuda"
         self.training = Plan(schedule, self.rank, on_nccl)
         self.evaluation = Plan(forward_only(schedule), self.rank, on_nccl)
