@@ -98,7 +98,7 @@ def collective(function):
         with torch.no_grad():
             return function(*args, **kwargs)
 
-    return recorded(outside_autograd)
+    return recorded(outside_autograd, alike=True)
 
 
 def split_sizes(length: int, parts: int) -> list[int]:
