@@ -40,8 +40,8 @@ class Raise(torch.autograd.Function):
         return grad, None
 
 
-def lay_charge(model):
-    """In the middle of a model; what is in the list that comes back says when it goes off."""
+def lay_charge(model, place=None):
+    """In the middle of a model, or in this block. The list that comes back says when it goes off."""
     armed = []
 
     def go_off(_, inputs, output):
@@ -51,7 +51,7 @@ def lay_charge(model):
 
     kinds = "MLP", "ParallelMLP", "ExpertParallel"
     places = [module for module in model.modules() if type(module).__name__ in kinds]
-    places[len(places) // 2].register_forward_hook(go_off)
+    places[len(places) // 2 if place is None else place].register_forward_hook(go_off)
     return armed
 
 
@@ -178,3 +178,57 @@ def test_the_next_step_is_as_if_nothing_had_been_raised(name):
     for untouched, *broken_off in launch(train_in_all_ways, 2, (make, name)).results:
         for way, found in zip(WAYS, broken_off, strict=True):
             assert found == untouched, way
+
+
+# -- what must be rebuilt says so ------------------------------------------------------------------
+
+
+def rebuilt(kind, group):
+    """What the first use after an exception in backward raises."""
+    if kind == "pipeline":
+        model = parallelize(CONFIG, Layout(pp=2, num_micro_batches=2), group, adamw)
+        group.rank() == 0 and lay_charge(model).append("forward")
+        batch = Batches(TEXT, 2, CONFIG.seq_len).batch(0)
+        if group.rank() == 1:
+            return ""  # it would wait for rank 0's message
+        with pytest.raises(Oops):
+            model.step(*batch)
+        with pytest.raises(RuntimeError) as error:
+            model.step(*batch)
+        return str(error.value)
+    if kind == "feedback":
+        model, _ = averaged(Overlapped, group, reduce=OneBit())
+    else:
+        model, _ = sharded(ZeRO2, group, offload=Behind(Lanes(), early=True))
+    lay_charge(model, 0).append("backward")  # so late that something has left already
+    inputs, _ = Batches(TEXT, 4, CONFIG.seq_len).batch(0)
+    with pytest.raises(Oops):
+        model(inputs).square().mean().backward()
+    with pytest.raises(RuntimeError) as error:
+        model.zero_grad()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["pipeline", "feedback", "early"])
+def test_what_cannot_go_on_says_that_it_must_be_rebuilt(kind):
+    assert "rebuild the model" in launch(rebuilt, 2, (kind,)).results[0]
+
+
+def go_on_without_zero_grad(stage, group):
+    model, _ = sharded(stage, group)
+    armed = lay_charge(model)
+    inputs, _ = Batches(TEXT, 4, CONFIG.seq_len).batch(0)
+    armed.append("backward")
+    with pytest.raises(Oops):
+        model(inputs).square().mean().backward()
+    armed.clear()
+    with pytest.raises(RuntimeError, match="call zero_grad"):
+        model(inputs).square().mean().backward()
+        model.step()
+    with pytest.raises(RuntimeError, match="call zero_grad"):
+        model.step()
+
+
+@pytest.mark.parametrize("stage", [ZeRO2, ZeRO3])
+def test_without_zero_grad_zero_raises(stage):
+    launch(go_on_without_zero_grad, 2, (stage,))
