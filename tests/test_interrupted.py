@@ -41,7 +41,7 @@ class Raise(torch.autograd.Function):
 
 
 def lay_charge(model, place=None):
-    """In the middle of a model, or in this block. The list that comes back says when it goes off."""
+    """In the middle of a model, or in this block; the list that it returns says when it explodes."""
     armed = []
 
     def go_off(_, inputs, output):
