@@ -41,7 +41,7 @@ class Raise(torch.autograd.Function):
 
 
 def lay_charge(model, place=None):
-    """In the middle of a model, or in this block; the list that it returns says when it explodes."""
+    """In the middle of a model, or in this block; the list it returns says when to raise."""
     armed = []
 
     def go_off(_, inputs, output):
