@@ -19,7 +19,7 @@ from .all_axes import ParallelModel
 from .checkpoint import Piece, Place, Training
 from .checkpoint.files import check_whole, name_of, tell_all
 from .checkpoint.pieces import copy_common, piece
-from .collectives import broadcast, recv, send
+from .collectives import broadcast, device_of, recv, send
 
 
 @torch.no_grad()
@@ -63,7 +63,7 @@ def full_state_dict(
                 flat = torch.cat([held[place].reshape(-1).to(dtype) for place in there])
             else:
                 numel = sum(place.numel for place in there)
-                flat = torch.empty(numel, dtype=dtype, device=group.device)
+                flat = torch.empty(numel, dtype=dtype, device=device_of(group))
             flat = deliver(flat, owner, rank, group)
             if rank is None or rank == group.rank():
                 unpack(flat, there, state)

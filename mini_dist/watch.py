@@ -75,7 +75,7 @@ class WatchedGroup:
 
     def __init__(self, group):
         self.inner, self.sent = group, []
-        self.recorder, self.name = group.recorder, group.name
+        self.recorder, self.name = getattr(group, "recorder", None), group.name
 
     def rank(self) -> int:
         return self.inner.rank()

@@ -589,12 +589,13 @@ def move(steps, options, group):
     return places
 
 
-def moved(steps, size, every, lr, beta, start=0, fragments=1, delay=0, keep=0.5):
+def moved(steps, size, every, lr, beta, start=0, fragments=1, delay=0, keep=None):
     """The same for all ranks in one process, parameter by parameter."""
     models = [Moved(rank) for rank in range(size)]
     names = range(2)
     before = [parameter.detach().clone() for parameter in models[0].parameters()]
     momentum, change = [torch.zeros_like(x) for x in before], [None, None]
+    keep = (0.5 if delay else 0) if keep is None else keep
     places = [[] for _ in models]
     for step in range(1, steps + 1):
         for model in models:
@@ -613,7 +614,7 @@ def moved(steps, size, every, lr, beta, start=0, fragments=1, delay=0, keep=0.5)
                 momentum[i] = beta * momentum[i] + change[i]
                 before[i] = before[i] - lr * (change[i] + beta * momentum[i])
                 for now in nows:
-                    now[i].copy_(before[i] + (keep if delay else 0) * (now[i] - before[i]))
+                    now[i].copy_(before[i] + keep * (now[i] - before[i]))
                 change[i] = None
         for place, now in zip(places, nows):
             place.append([x.clone() for x in now])
@@ -626,6 +627,8 @@ def moved(steps, size, every, lr, beta, start=0, fragments=1, delay=0, keep=0.5)
         dict(every=3, lr=1.0, beta=0.0, start=2),
         dict(every=4, lr=0.7, beta=0.9, fragments=2),
         dict(every=3, lr=0.7, beta=0.9, delay=1),
+        dict(every=3, lr=0.7, beta=0.9, delay=1, keep=0.0),
+        dict(every=4, lr=0.7, beta=0.9, fragments=2, keep=0.5),
         dict(every=4, lr=0.5, beta=0.5, start=1, fragments=2, delay=2, keep=0.25),
     ],
     ids=str,
@@ -636,6 +639,23 @@ def test_a_dense_start_fragments_and_a_delay_do_what_they_say(options):
         for a, b in zip(found, expected):
             for x, y in zip(a, b):
                 torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-11)
+
+
+def two_a_step(keep, group):
+    """A number that starts at 1 and loses 2 in each of 3 steps, then one outer step with lr=2."""
+    model = Trainable(nn.Linear(1, 1, bias=False))
+    weight = model.module.weight.data.fill_(1.0)
+    diloco = DiLoCo(model, group, every=3, lr=2.0, beta=0.0, keep=keep)
+    for _ in range(3):
+        weight -= 2
+        diloco.step()
+    return weight.item()
+
+
+@pytest.mark.parametrize("keep, expected", [(None, -11), (0.0, -11), (0.5, -8), (1.0, -5)])
+def test_without_a_delay_keep_counts_too(keep, expected):
+    """1 - 2 * 6 = -11 is the outer step's, 1 - 6 = -5 this rank's own."""
+    assert launch(two_a_step, 1, (keep,)).results == [expected]
 
 
 def by_the_page(steps, every, group):

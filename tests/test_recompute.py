@@ -12,7 +12,7 @@ from mini_dist import GPT, Layout, ModelConfig
 from mini_dist.calculators import framework, step_flops
 from mini_dist.calculators.activations import kept_of_layer
 from mini_dist.loss import token_loss
-from mini_dist.recompute import SavedBytes, recompute_blocks, recomputed
+from mini_dist.recompute import SavedBytes, forget_and_repeat, recompute_blocks, recomputed
 from mini_dist.routing import load_balance_loss
 
 CONFIG = ModelConfig(d_model=64, num_layers=4, num_heads=4, seq_len=64)
@@ -207,3 +207,14 @@ def test_an_unknown_mode_and_no_blocks_are_refused():
         recompute_blocks(GPT(CONFIG), "some")
     with pytest.raises(ValueError, match="every=0 is too small"):
         recompute_blocks(GPT(CONFIG), "full", every=0)
+
+
+@pytest.mark.parametrize("kind", ["numbers", "tokens"])
+def test_parameters_have_their_gradients_where_x_needs_none(kind):
+    torch.manual_seed(0)
+    block, x = nn.Linear(4, 4), torch.randn(3, 4)
+    if kind == "tokens":
+        block, x = nn.Embedding(5, 4), torch.tensor([1, 2])
+    (expected,) = torch.autograd.grad(block(x).square().sum(), [block.weight])
+    forget_and_repeat(block, x).square().sum().backward()
+    assert torch.equal(block.weight.grad, expected)

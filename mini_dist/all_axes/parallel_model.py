@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..context_parallel import shard
-from ..expert_parallel import set_loss_scale
+from ..expert_parallel import set_loss_scale, visits_of_whole_steps
 from ..loss import IGNORE_INDEX, TokenLoss, token_loss
 from ..pipeline import Pipeline, shared_parameter
 from ..precision import Precision
@@ -46,7 +46,14 @@ class ParallelModel(Trainable):
 
         inputs, targets: [B/dp, S], B/dp = micro_batch_size * num_micro_batches: the rows of this
         rank's replica, given alike to all of its ranks.
+
+        If it raises on all ranks, the next step is what it would have been without it; with a
+        pipeline, the next step raises RuntimeError, because the model must be rebuilt.
         """
+        with visits_of_whole_steps(self.stages.values()):
+            return self._step(inputs, targets, max_norm)
+
+    def _step(self, inputs: Tensor, targets: Tensor, max_norm: float | None) -> Step:
         layout = self.layout
         self.check_batch(inputs, targets)
         if layout.cp > 1:

@@ -204,9 +204,9 @@ class DiLoCo:
     lr and beta are those of the outer step; lr=1 and beta=0 make it local SGD. start: so many steps
     at first are averaged one by one, as post-local SGD does (Lin et al. 2020). fragments: so many
     parts of the model take turns, each averaged after `every` steps of its own. delay: the average
-    travels in the background during so many steps, in which nothing else may be sent in this group,
-    and is then mixed with what this rank has come to meanwhile, of which `keep` is kept (both:
-    Douillard et al. 2025, Streaming DiLoCo).
+    travels in the background during so many steps, in which nothing else may be sent in this group.
+    keep: what arrives is mixed with this rank's own values, of which this share is kept, 0.5 with a
+    delay and 0 without unless given (delay and keep: Douillard et al. 2025, Streaming DiLoCo).
     reduce: (flat, group) -> mean, or an object whose `of_bucket(tensors)` makes such a function, as
     the wrappers of data_parallel take it; its argument may be changed.
     Raises ValueError where these cannot be, and FloatingPointError, on all ranks, where the average
@@ -224,7 +224,7 @@ class DiLoCo:
         start: int = 0,
         fragments: int = 1,
         delay: int = 0,
-        keep: float = 0.5,
+        keep: float | None = None,
         reduce: Callable[..., Tensor] | None = None,
     ):
         if every < 1:
@@ -242,14 +242,15 @@ class DiLoCo:
             raise ValueError(
                 f"delay={delay}: an average is there before the next, 0 to {every - 1}"
             )
+        if keep is None:
+            keep = 0.5 if delay else 0.0
         if start < 0 or not 0 <= keep <= 1:
             raise ValueError(f"start={start}, keep={keep}: give start from 0, and keep from 0 to 1")
         self.model, self.group, self.every = model, group, every
         self.start, self.delay, self.steps = start, delay, 0
         parts = [self.tensors[place::fragments] for place in range(fragments)]
         make = getattr(reduce, "of_bucket", lambda tensors: reduce or mean)
-        options = lr, beta, keep if delay else 0.0
-        self.fragments = [Fragment(part, *options, make(part), group) for part in parts]
+        self.fragments = [Fragment(part, lr, beta, keep, make(part), group) for part in parts]
         self.sender = None
         if delay:
             self.sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="across")

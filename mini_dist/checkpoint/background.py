@@ -25,7 +25,8 @@ class Background:
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self.future = thread.submit(write_locked)
         thread.shutdown(wait=False)  # it ends when it has written
-        self.unfinished = job[4].recorder.unfinished
+        recorder = getattr(job[4], "recorder", None)
+        self.unfinished = recorder.unfinished if recorder else []  # a program waits at its exit
         self.unfinished.append(self.result)
         atexit.register(self.at_exit)
 

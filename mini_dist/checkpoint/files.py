@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from ..collectives import all_gather
+from ..collectives import all_gather, device_of
 from .manifest import (
     DTYPES,
     FORMAT,
@@ -273,8 +273,8 @@ def flush(path: Path) -> None:
 def tell_all(message, group) -> list:
     """Every rank's message (anything that JSON can say), in rank order."""
     text = np.frombuffer(json.dumps(message).encode(), dtype=np.uint8)
-    data = torch.from_numpy(text.copy()).to(group.device)
-    sizes = all_gather(torch.tensor([len(data)], device=group.device), group).tolist()
+    data = torch.from_numpy(text.copy()).to(device_of(group))
+    sizes = all_gather(torch.tensor([len(data)], device=data.device), group).tolist()
     everyones = all_gather(data, group, sizes).split(sizes)
     return [json.loads(each.cpu().numpy().tobytes()) for each in everyones]
 

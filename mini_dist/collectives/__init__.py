@@ -40,7 +40,7 @@ from .hierarchical import (
     hierarchical_reduce_scatter,
 )
 from .in_flight import begin_all_gather_, begin_reduce_scatter
-from .messages import collective, exchange, recv, send, split_sizes, start, wait
+from .messages import collective, device_of, exchange, recv, send, split_sizes, start, wait
 from .pairwise import barrier, pairwise_all_to_all
 from .pipelined_hierarchy import pipelined_hierarchical_all_reduce
 from .pipelined_ring import pipelined_ring_all_reduce
@@ -72,6 +72,7 @@ __all__ = [
     "begin_reduce_scatter",
     "broadcast",
     "collective",
+    "device_of",
     "doubling_all_reduce",
     "exchange",
     "gather",

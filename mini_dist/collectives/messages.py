@@ -70,6 +70,16 @@ def wait(handles: list) -> None:
         handle.wait()
 
 
+def device_of(group) -> torch.device:
+    """Where the tensors of this group's messages live, also if torch.distributed made the group."""
+    group = getattr(group, "whole", group)  # of Members
+    if hasattr(group, "device"):
+        return group.device
+    devices = getattr(group, "_device_types", [])
+    only_cuda = [device.type for device in devices] == ["cuda"]
+    return torch.device("cuda", torch.cuda.current_device()) if only_cuda else torch.device("cpu")
+
+
 def empty(like: torch.Tensor) -> torch.Tensor:
     """A contiguous new tensor: what messages are made of."""
     return torch.empty_like(like, memory_format=torch.contiguous_format, requires_grad=False)
@@ -88,7 +98,7 @@ def collective(function):
         with torch.no_grad():
             return function(*args, **kwargs)
 
-    return recorded(outside_autograd)
+    return recorded(outside_autograd, alike=True)
 
 
 def split_sizes(length: int, parts: int) -> list[int]:

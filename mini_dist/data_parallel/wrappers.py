@@ -26,13 +26,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 
 from torch import Tensor, nn
 
 from ..collectives import all_reduce, pipelined_ring_all_reduce, ring_all_reduce
 from ..defaults import BUCKET_BYTES, IN_PLACE_BYTES
-from ..replicas import broadcast_state, gradient
+from ..replicas import broadcast_state, gradient, meet
 from ..trainable import Trainable
 from .ideas import flatten, unflatten
 
@@ -125,12 +126,28 @@ class Overlapped(Bucketed):
         self.missing = [len(bucket) for bucket in self.buckets]
         self.leaving: list[Future] = []
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients. If a backward ended in an exception, all ranks have to call this,
+        and then the next step is what it would have been without it. Raises RuntimeError where it
+        cannot be: a compression has kept what it left out of the buckets that left before."""
+        if self.leaving or self.missing != [len(bucket) for bucket in self.buckets]:
+            if self.leaving and hasattr(self.reduce, "of_bucket"):
+                raise RuntimeError(
+                    f"{type(self.reduce).__name__} has kept what it left out of gradients that are "
+                    "forgotten now, of a backward without finish(): rebuild the model"
+                )
+            wait_for(self.leaving)
+            self.start_over()
+            meet(self.group)
+        super().zero_grad(set_to_none)
+
     def gradient_is_ready(self, parameter: Tensor) -> None:
         number = self.bucket_of[parameter]
         if number < len(self.leaving):
             raise RuntimeError(
                 "a gradient came after its bucket had left: put all backwards of a step but the "
-                "last inside no_sync(), and call finish() after the last"
+                "last inside no_sync(), and call finish() after the last, or zero_grad() on all "
+                "ranks if a backward ended in an exception"
             )
         if self.synchronizes:
             self.missing[number] -= 1

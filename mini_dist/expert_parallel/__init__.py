@@ -27,6 +27,7 @@ from .layer import (
     move_balance_biases,
     set_loss_scale,
     shard_experts,
+    visits_of_whole_steps,
 )
 
 __all__ = [
@@ -44,4 +45,5 @@ __all__ = [
     "move_balance_biases",
     "set_loss_scale",
     "shard_experts",
+    "visits_of_whole_steps",
 ]

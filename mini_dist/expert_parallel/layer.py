@@ -14,6 +14,9 @@ Legend: T tokens of this rank, E experts; a *copy* is one token for one of its e
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -180,14 +183,27 @@ def set_loss_scale(model: nn.Module, scale: float) -> None:
         layer.loss_scale = scale
 
 
+@contextmanager
+def visits_of_whole_steps(modules: Iterable[nn.Module]):
+    """Inside is a training step. If it ends in an exception, the layers forget its visits."""
+    before = [(layer, layer.visits_of_step) for m in modules for layer in layers_with_experts(m)]
+    try:
+        yield
+    except BaseException:
+        for layer, visits in before:
+            layer.visits_of_step = visits
+        raise
+
+
 @torch.no_grad()
 def move_balance_biases(model: nn.Module, rate: float = 1e-3) -> None:
     """After a step, make crowded experts less and idle ones more attractive, by `rate` each.
 
     For gate "sigmoid": the bias decides who is chosen and has no gradient, so balance adds none to
     the model's (Wang et al. 2024, algorithm 1; DeepSeek-V3). Counts the forwards with gradients
-    since the last call, over all ranks of the balance group, so the ranks stay alike. Raises
-    ValueError if no layer has such a bias.
+    since the last call, over all ranks of the balance group, so the ranks stay alike; a step that
+    ended in an exception counts unless it was inside `visits_of_whole_steps`, as that of a
+    ParallelModel is. Raises ValueError if no layer has such a bias.
     """
     layers = [layer for layer in layers_with_experts(model) if layer.balance_bias is not None]
     if not layers:

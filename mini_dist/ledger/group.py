@@ -152,6 +152,9 @@ class RecordingGroup(dist.ProcessGroup):
         waits = not getattr(opts, "asyncOp", True)
         if flight:
             shapes = ", ".join(f"{row[2]}{list(t.shape)}" for t in tensors[:3])
+            if op == "all_to_all":
+                sent, received = (" ".join(map(str, each)) for each in detail)
+                shapes += f", sends {sent}, receives {received} bytes"
             # (The str of a ReduceOp is its address; its state is what it is.)
             reduction = opts.reduceOp.__getstate__()[0].name if hasattr(opts, "reduceOp") else ""
             # Splits may differ from rank to rank; everything else must agree.

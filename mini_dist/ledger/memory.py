@@ -178,6 +178,12 @@ def held(group) -> dict[str, int]:
 
     Raises ValueError if the run was launched without memory=True.
     """
-    if group.recorder.memory is None:
+    return memory_of(group).export().live()
+
+
+def memory_of(group) -> MemoryRecorder:
+    """The recorder of this run's memory; ValueError if the run has none."""
+    memory = getattr(getattr(group, "recorder", None), "memory", None)
+    if memory is None:
         raise ValueError("this run does not record memory: launch(..., memory=True)")
-    return group.recorder.memory.export().live()
+    return memory

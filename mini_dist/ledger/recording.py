@@ -121,13 +121,16 @@ def end(row: list) -> None:
         row[6] = time.time()
 
 
-def recorded(function):
+def recorded(function, alike: bool = False):
     """Decorator: note `function(..., group, ...)` as one collective, the parent of its sends.
 
     With a group that does not record, as torch's own, the function is called as it is.
+    alike: all ranks have to call it with a first argument of one shape, unless they say sizes. Its
+    messages are cut from that, so only the shapes tell [2, 4] on one rank from [4, 2] on another.
     """
     name, names = function.__name__, list(inspect.signature(function).parameters)
     place = names.index("group")
+    sizes = [names.index(each) for each in ("sizes", "input_splits") if each in names]
 
     @functools.wraps(function)
     def call(*args, **kwargs):
@@ -139,6 +142,10 @@ def recorded(function):
         inputs = first if isinstance(first, (list, tuple)) else [first]
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
         thread, row = recorder.thread, recorder.begin(name, group.name, tensors, "collective")
+        if alike and recorder.flight and tensors and thread.parent is None:
+            if not any(args[n] if n < len(args) else kwargs.get(names[n]) for n in sizes):
+                words = call_in_words(name, group, row[2], tensors[0].shape)
+                recorder.flight.begin(*words, waits=False)
         outer, thread.parent = thread.parent, len(recorder.comms) - 1
         try:
             return function(*args, **kwargs)
@@ -147,3 +154,18 @@ def recorded(function):
             end(row)
 
     return call
+
+
+def call_in_words(name: str, group, dtype: str, shape: torch.Size) -> tuple[str, str, str]:
+    """Channel, signature and text for the flight recorder. (Other names and other lengths show in
+    the messages, so the signature is empty.)"""
+    ranks = "-".join(map(str, ranks_in_whole(group))) if hasattr(group, "whole") else "all"
+    return f"call {group.name} {ranks}", "", f"{name}({dtype}{list(shape)})"
+
+
+def ranks_in_whole(group) -> list[int]:
+    """Of Members, perhaps of Members: the ranks in the group that all of them are from."""
+    if not hasattr(group.whole, "whole"):
+        return group.ranks
+    outer = ranks_in_whole(group.whole)
+    return [outer[rank] for rank in group.ranks]

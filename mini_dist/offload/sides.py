@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import contextmanager
 
 from ..calculators.links import Link as Speed
+from ..ledger.memory import memory_of
 from .emulated import EmulatedLanes
 
 OF_THE_HOST = ("host", "read", "write")
@@ -22,9 +23,7 @@ class Sides(EmulatedLanes):
 
     def __init__(self, speeds: Mapping[str, Speed], group):
         super().__init__(speeds)
-        self.memory = group.recorder.memory
-        if self.memory is None:
-            raise ValueError("this run does not record memory: launch(..., memory=True)")
+        self.memory = memory_of(group)
         self.of_host: set[int] = set()  # serials of storages
 
     @contextmanager

@@ -219,6 +219,12 @@ class Tier:
         self.wait()
 
     def forget_gradient(self, shard: Tensor) -> None:
+        """Raises RuntimeError if the gradient has stepped the shard in a backward that is over."""
+        if self.options.early and self.stepped:
+            raise RuntimeError(
+                "early=True has stepped units in a backward whose step() never came, so they are a "
+                "step ahead of the others: rebuild the model, or go back to the last checkpoint"
+            )
         self.gradients.forget(shard)
         self.stepped.discard(shard)
 

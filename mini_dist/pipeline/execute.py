@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mini_dist.collectives import exchange
+from mini_dist.collectives import device_of, exchange
 from mini_dist.pipeline.fits import check_message, micro_batches, stages_that_fit
 from mini_dist.pipeline.losses import Losses
 from mini_dist.pipeline.messages import Messages
@@ -51,7 +51,8 @@ class Pipeline:
     shared: this rank's copy of a parameter that the first and the last stage both hold (a tied
         embedding); None elsewhere. Its gradients are added up at the end of a step.
 
-    Raises ScheduleError where schedule, stages, group and batch do not fit together.
+    Raises ScheduleError where schedule, stages, group and batch do not fit together, and
+    RuntimeError for a step after one that ended in an exception.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Pipeline:
     ) -> None:
         self.schedule, self.group, self.rank = schedule, group, group.rank()
         stages = stages_that_fit(schedule, stages, group, activation, optimizer, shared)
-        self.device = getattr(group, "device", torch.device("cpu"))
+        self.device = device_of(group)
         on_nccl = self.device.type == "cuda"
         self.training = Plan(schedule, self.rank, on_nccl)
         self.evaluation = Plan(forward_only(schedule), self.rank, on_nccl)
@@ -84,6 +85,9 @@ class Pipeline:
             else Stage(function, recompute=number in again, optimizer=optimizer)
             for number, function in stages.items()
         }
+        self.is_interrupted = (
+            False  # by an exception, while its ranks wait for each other's messages
+        )
         self.spans: list[Span] = []  # of the last run, by this machine's monotonic clock
         self.micro_losses: Tensor | None = None  # [m], of the last run, the same on all ranks
 
@@ -122,6 +126,12 @@ class Pipeline:
         self.messages = Messages(plan, self.group, self.device)
         self.losses = Losses(plan, self.group, self.device, self.activation)
         self.spans = []
+        if self.is_interrupted:
+            raise RuntimeError(
+                "the last step of this pipeline ended in an exception, and other ranks may still "
+                "wait for its messages: rebuild the model on all ranks"
+            )
+        self.is_interrupted = self.group.size() > 1 or self.schedule.asynchronous
         for item in plan.items:
             if item[0].kind in COMMUNICATION:
                 with self.messages.together():
@@ -133,6 +143,7 @@ class Pipeline:
                 self._do(item[0], received)
                 self.spans.append(Span(item[0], start, time.monotonic()))
         self.messages.finish_sends()
+        self.is_interrupted = False
         self._set_phase("step")
         return self.losses
 

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 from torch.profiler import ProfilerActivity, profile, record_function, supported_activities
 
+from ..collectives import device_of
 from .spans import Span
 
 STEP = "a step"
@@ -47,7 +48,7 @@ def profiled(group) -> Iterator[Profile]:
     wanted = {ProfilerActivity.CPU, ProfilerActivity.CUDA}
     with profile(activities=wanted & supported_activities()) as seen:
         yield found
-    on_a_gpu = getattr(group, "device", None) is not None and group.device.type == "cuda"
+    on_a_gpu = device_of(group).type == "cuda"
     read = span_of(found.kinds, on_a_gpu)
     found.spans = [span for span in map(read, seen.profiler.kineto_results.events()) if span]
 

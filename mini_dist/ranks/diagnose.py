@@ -181,9 +181,9 @@ class Scene:
         lines = []
         for rank, entry in sorted(unlike.items()):
             which = (
-                f"collective number {entry.k}"
-                if entry.is_collective
-                else f"message number {entry.k} on this route"
+                f"message number {entry.k} on this route"
+                if entry.is_message
+                else f"collective number {entry.k}"
             )
             odd = len(unlike) > 2 and alone == [entry.signature]
             there = not entry.done and not self.world.ranks[rank].report

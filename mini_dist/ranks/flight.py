@@ -5,20 +5,24 @@ differ. A rank that hangs in C++ or has died can answer no question, so every ra
 operations into a small file that the parent maps too. From those files alone the parent tells
 which ranks disagree (`mismatch`) and which can never go on (`stuck`), within a tenth of a second.
 
-A **channel** is an ordered stream on which ranks must agree: all collectives of one group, or all
-messages from one rank to another with one tag. The k-th entries of a channel belong together.
+A **channel** is an ordered stream on which ranks must agree: all collectives of one group, all
+calls of our own collectives by the same ranks, or all messages from one rank to another with one
+tag. The k-th entries of a channel belong together.
 """
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import mmap
 import os
+import re
 import struct
 import threading
 import time
 from dataclasses import dataclass
+from itertools import combinations
 
 HEADER = struct.Struct("<qq")  # entries written so far, number of the entry waited for (or -1)
 ENTRY = struct.Struct("<qqqd96s64s128s")  # number, k, 1 if done, time, channel, signature, text
@@ -114,7 +118,9 @@ class Entry:
     done: int
     time: float
     channel: (
-        str  # "collective GROUP" or "message GROUP SRC DST TAG" (world ranks; SRC may be "any")
+        # "collective GROUP", "call GROUP RANKS" (one of ours, which is made of messages), or
+        # "message GROUP SRC DST TAG" (world ranks; SRC may be "any")
+        str
     )
     signature: str  # what ranks must agree on
     text: str  # for people: all_reduce(float32[4, 2])
@@ -126,6 +132,16 @@ class Entry:
     @property
     def is_collective(self) -> bool:
         return self.channel.startswith("collective")
+
+    @property
+    def is_message(self) -> bool:
+        return self.channel.startswith("message")
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of its tensors, as the text says them: of many only the first few."""
+        found = re.findall(r"\[([\d, ]*)\]", self.text)
+        return [tuple(int(length) for length in each.split(", ") if each) for each in found]
 
 
 @dataclass(frozen=True)
@@ -187,12 +203,49 @@ def mismatch(flights: list[Flight]) -> dict[int, Entry] | None:
             if entry.k == UNKNOWN:
                 continue
             met.setdefault((entry.channel, entry.k), {})[rank] = entry
-    unlike = [
-        entries
-        for entries in met.values()
-        if len({entry.signature for entry in entries.values()}) > 1
-    ]
+    groups = {name: ranks for flight in flights for name, ranks in flight.groups.items()}
+    unlike = [entries for entries in met.values() if not agree(entries, groups)]
     return min(unlike, key=lambda entries: min(e.time for e in entries.values()), default=None)
+
+
+def agree(entries: dict[int, Entry], groups: dict[str, list[int]]) -> bool:
+    """Whether ranks do the same with tensors whose elements belong together."""
+    if len({entry.signature for entry in entries.values()}) > 1:
+        return False
+    first, *others = entries.values()
+    has_splits = ", sends " in first.text
+    if not has_splits and all(other.text == first.text for other in others):
+        return True  # (as nearly always, and much sooner than by their shapes)
+    known = {tuple(entry.shapes) for entry in entries.values()}
+    if has_splits:
+        members = groups.get(first.group, [])
+        if {*members} <= {*entries} and not splits_meet([entries[rank] for rank in members]):
+            return False
+        # Ranks may have different numbers of rows, and in a list a tensor's counterpart is another.
+        known = {(shapes[0][1:],) for shapes in known if len(shapes) == 1}
+    return all(
+        elements_line_up(one, other) for pair in combinations(known, 2) for one, other in zip(*pair)
+    )
+
+
+def elements_line_up(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Whether one shape is the other with neighboring dims merged, as [8], [1, 8] and [2, 4] are,
+    so that a flattened tensor is at home in the other. [2, 4] and [4, 2] are not."""
+    ends, others = ({math.prod(shape[dim:]) for dim in range(len(shape))} for shape in (one, other))
+    return ends <= others or others <= ends
+
+
+SPLITS = re.compile(r"sends ([\d ]+), receives ([\d ]+) bytes")
+
+
+def splits_meet(entries: list[Entry]) -> bool:
+    """Whether in an all-to-all every rank, in the group's order, expects what the others send it.
+    True where a text had no room for all splits."""
+    found = [SPLITS.search(entry.text) for entry in entries]
+    if not all(found):
+        return True
+    sent, received = ([each[side].split() for each in found] for side in (1, 2))
+    return sent == [list(column) for column in zip(*received)]
 
 
 def stuck(flights: list[Flight], finished: set[int]) -> set[int]:
@@ -226,7 +279,7 @@ def absent(flights: list[Flight], rank: int) -> set[int]:
             return set()
         partners = [int(source), int(target)]
         receiver = flights[int(target)]
-        if any(e.channel.split()[2] == "any" for e in receiver.entries if not e.is_collective):
+        if any(e.channel.split()[2] == "any" for e in receiver.entries if e.is_message):
             return set()  # it may have been received by a receive from any source
     lacking = set()
     for partner in partners:

@@ -17,18 +17,22 @@ def forget_and_repeat(block: Callable, x: Tensor) -> Tensor:
 
     class Careful(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, block, x):
+        def forward(ctx, block, x, anchor):
             ctx.block, ctx.random_state = block, torch.get_rng_state()
             ctx.save_for_backward(x)
             return block(x)
 
         @staticmethod
         def backward(ctx, grad):
-            x = ctx.saved_tensors[0].detach().requires_grad_()
+            x = ctx.saved_tensors[0].detach().requires_grad_(ctx.needs_input_grad[1])
             with torch.enable_grad(), torch.random.fork_rng():
                 torch.set_rng_state(ctx.random_state)
                 out = ctx.block(x)
-            out.backward(grad)
-            return None, x.grad
+            if out.requires_grad:
+                out.backward(grad)
+            return None, x.grad, None
 
-    return Careful.apply(block, x)
+    # Autograd skips a function none of whose inputs needs a gradient, but the block's parameters
+    # may need one where x needs none, so one more input needs a gradient.
+    anchor = torch.zeros((), requires_grad=True)
+    return Careful.apply(block, x, anchor)

@@ -10,7 +10,8 @@ from .recipe import Recipe
 
 @dataclass(frozen=True)
 class Metrics:
-    """What came of one step. bytes_sent: by this rank, over each axis of the mesh."""
+    """What came of one step. bytes_sent: by this rank, over each axis of the mesh; empty in a group
+    that records nothing."""
 
     step: int
     loss: float
@@ -35,7 +36,8 @@ class Meter:
     def read(self, step: int, done) -> Metrics:
         seconds = time.perf_counter() - self.began
         tokens = self.recipe.layout.global_batch_size * self.recipe.model.seq_len
-        held = self.recorder.memory.export().live() if self.recorder.memory else None
+        memory = self.recorder and self.recorder.memory
+        held = memory.export().live() if memory else None
         return Metrics(
             step,
             done.loss.item(),
@@ -60,7 +62,8 @@ class Meter:
     def bytes_sent(self) -> dict[str, int]:
         """Every message of our strategies is a send: one row each in the rank's ledger."""
         sent: dict[str, int] = {}
-        for op, group, _, nbytes, *_ in self.recorder.comms[self.noted :]:
+        noted = self.recorder.comms[self.noted :] if self.recorder else ()
+        for op, group, _, nbytes, *_ in noted:
             if op == "send":
                 axis = self.recorder.axes.get(group, "world")
                 sent[axis] = sent.get(axis, 0) + nbytes

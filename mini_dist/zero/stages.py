@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..collectives import all_reduce, broadcast, in_flight
 from ..grad_norm import clip_, grad_norm
+from ..replicas import CALL_ZERO_GRAD, meet
 from ..trainable import Trainable
 from .offload import tier_of
 from .unit import Unit
@@ -147,10 +149,25 @@ class ZeRO1(Trainable):
         return grad_norm(sharded={self.group: self.tier.one_by_one(self.tensors_to_step())})
 
     def zero_grad(self) -> None:
+        """Forget all gradients. If a forward or a backward ended in an exception, all ranks have to
+        call this, and then the next step is what it would have been without it."""
+        if self.is_interrupted():
+            self.start_over()
+            meet(self.group)
         for parameter in self.own.values():
             parameter.grad = None
         for shard in self.tensors_to_step():
             self.tier.forget_gradient(shard)
+
+    def is_interrupted(self) -> bool:
+        """Outside of forward and backward: whether one of them has not come to its end."""
+        return self.leaving is not None
+
+    def start_over(self) -> None:
+        """Bring to an end what an exception has interrupted, and forget it."""
+        if self.leaving:
+            self.leaving.drop_scatter()
+            self.leaving = None
 
     # One unit's gradients are under way at a time: more would only hold more memory. Alone, a rank
     # has nobody to wait for.
@@ -182,7 +199,11 @@ class ZeRO2(ZeRO1):
         if not self.waiting:  # the first of this backward
             self.waiting = self.units[::-1]
             self.missing = {unit: len(unit.parameters) for unit in self.waiting}
-            torch.autograd.Variable._execution_engine.queue_callback(self.backward_is_over)
+            at_end = partial(self.backward_is_over)
+            self.at_end = weakref.ref(at_end)
+            torch.autograd.Variable._execution_engine.queue_callback(at_end)
+        elif self.at_end() is None:
+            raise RuntimeError(CALL_ZERO_GRAD)
         self.missing[unit] -= 1
         while self.waiting and self.missing[self.waiting[0]] == 0:
             self.unit_is_done(self.waiting.pop(0))
@@ -196,7 +217,16 @@ class ZeRO2(ZeRO1):
         self.scatter(unit)
 
     def finish(self) -> None:
-        """Nothing to do: backward has."""
+        """Nothing to do: backward has. Raises RuntimeError if it did not come to its end."""
+        if self.is_interrupted():
+            raise RuntimeError(CALL_ZERO_GRAD)
+
+    def is_interrupted(self) -> bool:
+        return bool(self.waiting) or super().is_interrupted()
+
+    def start_over(self) -> None:
+        super().start_over()
+        self.waiting = []
 
 
 class ZeRO3(ZeRO2):
@@ -220,6 +250,9 @@ class ZeRO3(ZeRO2):
             )
         self.prefetch = prefetch
         self.kept: set[Unit] = set()  # from the start of their backward to its end
+        self.is_in_forward = False
+        self.module.register_forward_pre_hook(self.forward_begins)
+        self.module.register_forward_hook(self.forward_ends)
         for unit in self.units:
             unit.part_from_whole()
             unit.free()
@@ -227,6 +260,24 @@ class ZeRO3(ZeRO2):
             unit.module.register_forward_pre_hook(partial(self.before_forward, unit))
             if unit.module is not self.module:
                 unit.module.register_forward_hook(partial(self.after_forward, unit))
+
+    def forward_begins(self, *_) -> None:
+        if self.is_in_forward:
+            raise RuntimeError(CALL_ZERO_GRAD)
+        self.is_in_forward = True
+
+    def forward_ends(self, *_) -> None:
+        self.is_in_forward = False
+
+    def is_interrupted(self) -> bool:
+        return bool(self.kept) or self.is_in_forward or super().is_interrupted()
+
+    def start_over(self) -> None:
+        super().start_over()
+        self.is_in_forward = False
+        self.kept.clear()
+        for unit in self.units:
+            unit.free()
 
     def before_forward(self, unit: Unit, *_) -> None:
         unit.gather()

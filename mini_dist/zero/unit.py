@@ -188,6 +188,12 @@ class Unit:
         self.tier.add_gradient(self.shard, part)
         self.leaving = None
 
+    def drop_scatter(self) -> None:
+        """Wait for the messages of a scatter, since the other ranks sent theirs, and forget it."""
+        if self.leaving:
+            self.leaving.wait()
+            self.leaving = None
+
 
 class Gathered:
     """A gather whose own part is still on its way from another tier: that comes first."""

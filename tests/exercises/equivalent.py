@@ -142,7 +142,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "`ctx.block, ctx.random_state = (block, torch.get_rng_state())` after the next": "neither uses the other",
         "`ctx.save_for_backward(x)` done twice": "it names the same tensor again",
         "`torch.set_rng_state(ctx.random_state)` done twice": "the same state again",
-        "-1 for 0 in `x = ctx.saved_tensors[0].detach().requires_grad_()`": "of one tensor the first is the last",
+        "-1 for 0 in `x = ctx.saved_tensors[0].detach().requires_grad_(ctx.needs_input_grad[1])`": "of one tensor the first is the last",
     },
     "gpipe": {
         "`check_sizes(num_ranks, num_micro_batches)` left out": "sizes below 1 are not asked about",
