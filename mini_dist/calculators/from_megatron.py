@@ -98,7 +98,7 @@ def from_megatron(arguments: str | list[str], world_size: int | None = None) -> 
         tp=tp,
         ep=ep,
         sequence_parallel=sequence_parallel and tp > 1,
-        zero=_zero(said, pp),
+        zero=_zero(said, pp, cannot_say),
         micro_batch_size=micro,
         num_micro_batches=accumulated,
         schedule="interleaved" if chunks > 1 else "1f1b",
@@ -175,7 +175,7 @@ def _check_groups(said: dict, pp: int, accumulated: int, each: int, cannot_say: 
         )
 
 
-def _zero(said: dict, pp: int) -> int:
+def _zero(said: dict, pp: int, cannot_say: list[str]) -> int:
     distributed = said.get("use-distributed-optimizer", False)
     if said.get("use-torch-fsdp2"):
         for name, clash in (
@@ -191,8 +191,8 @@ def _zero(said: dict, pp: int) -> int:
     if said.get("use-megatron-fsdp"):
         return SHARDED[strategy]
     if SHARDED[strategy]:
-        raise ValueError(
-            f"data-parallel-sharding-strategy={strategy} is of use-megatron-fsdp: give that, too."
+        cannot_say.append(
+            f"data-parallel-sharding-strategy={strategy} does nothing without use-megatron-fsdp."
         )
     return int(distributed)
 

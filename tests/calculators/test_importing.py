@@ -600,3 +600,158 @@ def test_the_json_that_lesson_17_prints_is_read_as_bloom_s_layout():
     text = deepspeed_json(bloom)
     assert json.loads(text)["train_batch_size"] == 2048
     assert from_deepspeed(text, 384, pp=12, tp=4).layout == bloom
+
+
+# --- torchtitan: where a cut stands, and Python that goes on after the call ----------------------
+
+PYTHON = """
+def config_70b():
+    config = Trainer.Config(
+        training=TrainingConfig(local_batch_size=8, seq_len=4096),
+        parallelism=ParallelismConfig(tensor_parallel_degree=2),
+    )
+    config.optimizer.lr = compute_lr()
+    {}
+    return config
+"""
+
+
+def python(lines, world_size=16):
+    return from_torchtitan(PYTHON.format("\n    ".join(lines)), world_size).layout
+
+
+def test_what_is_assigned_after_the_call_is_read():
+    layout = python(["pass"])
+    assert (layout.pp, layout.tp, layout.dp, layout.micro_batch_size) == (1, 2, 8, 8)
+    layout = python(
+        [
+            "config.parallelism.pipeline_parallel_degree = 4",
+            "config.training.local_batch_size = 2 * 8",
+            "config.parallelism.tensor_parallel_degree = 1",
+            "config.activation_checkpoint = None",
+        ]
+    )
+    assert (layout.pp, layout.tp, layout.dp, layout.recompute) == (4, 1, 4, "none")
+    assert layout.num_micro_batches == 16
+    layout = python(["config.parallelism = ParallelismConfig(context_parallel_degree=4)"])
+    assert (layout.cp, layout.tp, layout.dp) == (4, 1, 4)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "config.parallelism.pipeline_parallel_degree += 2",
+        "config.parallelism.pipeline_parallel_degree: int = 2",
+        "if LARGE: config.parallelism.pipeline_parallel_degree = 2",
+        "for n in (2,): config.parallelism.pipeline_parallel_degree = n",
+        "other.parallelism.pipeline_parallel_degree = 2",
+        "p = config.parallelism; p.pipeline_parallel_degree = 2",
+        "setattr(config.parallelism, 'pipeline_parallel_degree', 2)",
+        "setattr(config, 'parallelism', smaller)",
+        "config = replace(config, parallelism=smaller)",
+        "config.parallelism, x = smaller, 1",
+        "config.activation_checkpoint.mode = 'none'",
+    ],
+)
+def test_a_change_that_is_not_read_is_refused_by_name(line):
+    with pytest.raises(ValueError, match=r"in line 8 may change the config in a way that is not"):
+        python([line])
+
+
+def test_a_value_that_is_computed_and_a_second_config_are_refused():
+    with pytest.raises(ValueError, match="pipeline_parallel_degree=n // 2 is computed: give"):
+        python(["config.parallelism.pipeline_parallel_degree = n // 2"])
+    with pytest.raises(ValueError, match="the text has 2 Trainer.Config.* give the text of one"):
+        from_torchtitan(2 * PYTHON, 16)
+    with pytest.raises(ValueError, match=r"\*\*common is computed: give the fields"):
+        from_torchtitan("config = Trainer.Config(**common)\n", 16)
+    with pytest.raises(ValueError, match="'pipeline_degree' is no key of parallelism"):
+        python(["config.parallelism.pipeline_degree = 2"])
+
+
+@NEEDS_TOML
+def test_a_cut_outside_its_section_is_refused_and_a_section_of_ones_own_is_not():
+    text = (
+        "[training]\nlocal_batch_size = 8\n[experimental]\npipeline_parallel_degree = 2\n"
+        "context_parallel_degree = 2\n"
+    )
+    with pytest.raises(ValueError) as error:
+        from_torchtitan(text, 8)
+    assert str(error.value) == (
+        "experimental.pipeline_parallel_degree is not read there by torchtitan: give "
+        "parallelism.pipeline_parallel_degree."
+    )
+    with pytest.raises(ValueError, match="job.local_batch_size is not read .*training.local_batch"):
+        from_torchtitan(text.replace("training", "job"), 8)
+    own = text[: text.index("[experimental]")] + "[my_team]\nowner = 'we'\n[validation]\n"
+    found = from_torchtitan(own + "local_batch_size = 4\n", 8)
+    assert found.layout.dp == 8 and found.passed_over == ("my_team", "validation")
+
+
+def test_torchtitan_s_keys_since_0_3_are_read():
+    text = """Trainer.Config(
+    training=TrainingConfig(
+        num_tokens_per_microbatch_per_dp_rank=4 * 4096, {}max_context_length=4096
+    ),
+    parallelism=ParallelismConfig(spmd_backend="full_dtensor", pipeline_parallel_degree={}),
+)
+"""
+    assert from_torchtitan(text.format("", 1), 8).layout.micro_batch_size == 4
+    layout = from_torchtitan(text.format("num_tokens_per_train_step=8 * 4 * 4096 * 3, ", 1), 8)
+    assert layout.layout.num_micro_batches == 3
+    with pytest.raises(ValueError, match="alone does not say the batch: give num_pp_microbatches"):
+        from_torchtitan(text.format("", 2), 8)
+    in_pipeline = text.format("", "2, num_pp_microbatches=6")
+    assert from_torchtitan(in_pipeline, 8).layout.num_micro_batches == 6
+    with pytest.raises(ValueError, match="16384 is no whole number of sequences of max_context_l"):
+        from_torchtitan(text.format("", 1).replace("length=4096", "length=5000"), 8)
+
+
+# --- DeepSpeed and Megatron-LM: what was refused, and is read -------------------------------------
+
+
+def test_keys_that_deepspeed_takes_are_not_refused():
+    from mini_dist.calculators.from_deepspeed import ZERO_FIELD_NAMES, ZERO_KEYS
+
+    assert {f"stage3_{name}" for name in ZERO_FIELD_NAMES} <= set(ZERO_KEYS)
+    for name in ZERO_FIELD_NAMES:
+        assert deepspeed({"zero_optimization": {"stage": 3, name: 1}})().layout.zero == 3
+    others = ("bfloat16", "sparse_attention", "progressive_layer_drop", "eigenvalue")
+    others = {name: {"enabled": True} for name in others} | {"elasticity": {"enabled": False}}
+    assert set(deepspeed(others)().passed_over) == set(others)
+    found = deepspeed({"zero_optimization": {"stage": 3, "mics_shard_size": 8}})()
+    assert any("mics_shard_size=8 shards inside groups of 8" in each for each in found.cannot_say)
+    found = deepspeed({"zero_optimization": {"stage": 2, "cpu_offload": True}})()
+    assert any("offload_optimizer.device='cpu' is the Framework" in s for s in found.cannot_say)
+    with pytest.raises(ValueError, match="elasticity.enabled=True lets DeepSpeed choose the batch"):
+        deepspeed({"elasticity": {"enabled": True}})()
+    with pytest.raises(ValueError, match=r"the config=\[\] is no group of keys"):
+        from_deepspeed("[]", 4)
+
+
+def test_a_sharding_strategy_without_fsdp_does_nothing():
+    found = megatron("--data-parallel-sharding-strategy optim_grads_params")()
+    assert found.layout.zero == 0
+    assert found.cannot_say == (
+        "data-parallel-sharding-strategy=optim_grads_params does nothing without "
+        "use-megatron-fsdp.",
+    )
+
+
+VIRTUAL = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"
+GROUP = "microbatch-group-size-per-virtual-pipeline-stage"
+
+
+def test_groups_of_micro_batches_are_read():
+    found = megatron(f"{VIRTUAL} --global-batch-size 20 --{GROUP} 5")()  # dp 4
+    assert found.layout.num_micro_batches == 5 and not found.cannot_say
+    found = megatron(f"{VIRTUAL} --global-batch-size 32 --{GROUP} 8")()
+    assert found.cannot_say == (f"{GROUP}=8: a Layout's micro-batches pass in groups of 4 here.",)
+    for batch, group, says in (
+        (20, 3, f"{GROUP}=3 does not fit 5 micro-batches, .*=4: give 5."),
+        (24, 5, f"{GROUP}=5 does not fit 6 micro-batches, .*=4: give 6."),
+        (8, 4, "leaves 2 micro-batches, fewer than pipeline-model-parallel-size=4: give .*=16."),
+        (36, 5, f"{GROUP}=5 cannot be said by a Layout: .* 9 micro-batches in 2 rounds"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            megatron(f"{VIRTUAL} --global-batch-size {batch} --{GROUP} {group}")()
