@@ -152,7 +152,7 @@ def from_hugging_face(source: str | Path | dict, seq_len: int | None = None) -> 
     for key, value in keys.items():
         if key in names:
             if value is not None:
-                fields[names[key]] = value
+                fields[names[key]] = _size_or_flag(key, value)
         elif key not in WINDOWS and not _is_usual(key, value, DEFAULTS[family][key], keys):
             raise ValueError(
                 f"{key}={value!r} changes the weights in a way ModelConfig "
@@ -162,8 +162,7 @@ def from_hugging_face(source: str | Path | dict, seq_len: int | None = None) -> 
     dense = fields.pop("first_dense_layers", 0)
     config = ModelConfig(**fields)
     layers, window = _windows(keys, family, config.num_layers)
-    if type(dense) is int:
-        dense = min(dense, config.num_layers)  # transformers takes more for all
+    dense = min(dense, config.num_layers)  # transformers takes more for all
     return config.replace(first_dense_layers=dense, windowed_layers=layers, window=window)
 
 
@@ -240,6 +239,15 @@ def _under_first_names(settings: dict, family: str) -> dict:
     return found
 
 
+def _size_or_flag(key: str, value: object) -> int | bool:
+    """The value, if it has the type that the key needs; ValueError names it."""
+    is_flag = key in ("tie_word_embeddings", "qkv_bias")
+    if type(value) is not (bool if is_flag else int):
+        needed = "neither true nor false" if is_flag else "no whole number"
+        raise ValueError(f"{key}={value!r} is {needed}: give one.")
+    return value
+
+
 def _is_usual(key: str, value: object, default: object, keys: dict) -> bool:
     """Whether a key that ModelConfig has no field for has the value that changes nothing."""
     if key == "moe_layers" and value is not None:
@@ -258,6 +266,9 @@ def _windows(keys: dict, family: str, num_layers: int) -> tuple[int, int]:
         value = keys.get(key)
         if value is not None and (type(value) is not int or value < 0):
             raise ValueError(f"{key}={value!r} is no number of layers or tokens: give 0 or more.")
+    for key in ("layer_types", "no_rope_layers"):
+        if not isinstance(keys.get(key) or [], list):
+            raise ValueError(f"{key}={keys[key]!r} is no list: give one entry for each layer.")
     chunked = family == "llama4_text"  # sees back to the beginning of its chunk
     window = keys.get("attention_chunk_size" if chunked else "sliding_window") or 0
     if not window or not keys.get("use_sliding_window", True):

@@ -5,6 +5,7 @@ with a fresh run, where transformers is installed).
 """
 
 import json
+import random
 import warnings
 
 import pytest
@@ -65,3 +66,18 @@ def test_a_key_that_transformers_does_not_read_changes_nothing(family):
         ((key, value),) = json.loads(line).items()
         ours = read({"model_type": family, **base, key: value})
         assert ours == usual or (value is None and key in DEFAULTS[family]), (key, value, ours)
+
+
+JUNK = (None, True, -1, 0, 3, 7.5, "8", "auto", [], [2], {}, {"a": 1}, float("nan"))
+
+
+def test_whatever_a_key_holds_it_is_a_model_or_one_sentence():
+    """600 configs, each with junk in two keys of its family."""
+    dice = random.Random(0)
+    for _ in range(600):
+        family = dice.choice(sorted(FAMILIES))
+        keys = dice.sample(sorted(DEFAULTS[family]), 2)
+        settings = {"model_type": family} | {key: dice.choice(JUNK) for key in keys}
+        ours = read(settings)
+        if isinstance(ours, str):
+            assert ours.endswith(".") and "\n" not in ours, (settings, ours)
