@@ -2,13 +2,13 @@
 
 `save_pretrained` leaves out keys that equal the default of their class, above all in a nested
 text_config. So a key that is missing has a value, and here it is. Source of DEFAULTS: the
-configuration classes of transformers 5.24.0 (November 2026). elsewhere/in_transformers.py builds
-models from all of these keys, and its counts are kept for tests.
+configuration classes of transformers 5.23.0 (November 2026; 5.24.0 has the same ones).
+elsewhere/in_transformers.py builds models from all of these keys, and keeps the counts for tests.
 """
 
 from __future__ import annotations
 
-VERSION = "5.24.0"
+VERSION = "5.23.0"
 
 _LLAMA = {"activation": "swiglu", "norm": "rmsnorm", "positions": "rotary", "bias": False}
 _GEMMA = {**_LLAMA, "norms_a_layer": 4}  # gated by gelu
