@@ -255,3 +255,17 @@ def test_the_same_recipe_is_a_script_and_a_torchrun_job(torchrun, tmp_path, unin
     assert done.returncode == 0, done.stderr
     assert f"step      5   loss {uninterrupted[5]:.4f}" in done.stdout
     assert done.stdout.count("step      5") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("[]", r"recipe=\[\] is no JSON object: give one, such as {}"),
+        ('{"layout": 3}', "layout=3 is no JSON object"),
+        ('{"model": {"d_modle": 3}}', "'d_modle' is no field of a model: it has vocab_size, "),
+        ('{"stepz": 3}', "'stepz' is no field of a recipe: it has "),
+    ],
+)
+def test_a_recipe_that_is_none_is_refused_in_a_sentence(text, says):
+    with pytest.raises(ValueError, match=says):
+        Recipe.from_json(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from ..config import Layout, ModelConfig
+from ..schedule import round_size
 
 TORCH_SCHEDULES = {  # of those that torch.distributed.pipelining has, its names
     "gpipe": "GPipe",
@@ -51,6 +52,17 @@ def megatron_arguments(config: ModelConfig, layout: Layout) -> list[str]:
             f"schedule={layout.schedule!r} is not one of Megatron-LM's: give "
             "'1f1b' or 'interleaved'."
         )
+    _check_interleaving(layout)
+    if layout.schedule == "interleaved" and layout.pp > layout.num_micro_batches:
+        raise ValueError(
+            f"num_micro_batches={layout.num_micro_batches} is less than pp={layout.pp}, and "
+            f"Megatron-LM's interleaving has groups of at least pp: give {layout.pp} or more."
+        )
+    if layout.recompute == "selective" and layout.recompute_every > 1:
+        raise ValueError(
+            f"recompute_every={layout.recompute_every} is not what Megatron-LM's selective "
+            "recompute does, which has every layer: give 1, or recompute='full'."
+        )
     if layout.zero > 1:
         raise ValueError(
             f"zero={layout.zero} is not what Megatron-LM's distributed optimizer "
@@ -76,6 +88,9 @@ def megatron_arguments(config: ModelConfig, layout: Layout) -> list[str]:
     }
     if layout.num_chunks > 1:
         arguments["num-layers-per-virtual-pipeline-stage"] = layers_per_stage(config, layout)
+        group = round_size(layout.pp, layout.num_micro_batches)
+        if group != layout.pp:  # Megatron-LM takes groups of pp where it is not said
+            arguments["microbatch-group-size-per-virtual-pipeline-stage"] = group
     arguments["account-for-embedding-in-pipeline-split"] = shorter
     arguments["account-for-loss-in-pipeline-split"] = shorter
     arguments["sequence-parallel"] = layout.sequence_parallel
@@ -144,6 +159,14 @@ def megatron_arguments(config: ModelConfig, layout: Layout) -> list[str]:
     return words
 
 
+def _check_interleaving(layout: Layout) -> None:
+    if layout.schedule == "interleaved" and layout.pp > 1 and layout.num_chunks == 1:
+        raise ValueError(
+            "schedule='interleaved' with num_chunks=1 has one stage on each rank, which frameworks "
+            "run as 1F1B: give schedule='1f1b', or num_chunks=2."
+        )
+
+
 def ends_are_shorter(config: ModelConfig, layout: Layout) -> bool:
     """Whether embedding and head count as a layer each, so that the stages come out even.
 
@@ -200,6 +223,12 @@ def torchtitan_config(config: ModelConfig, layout: Layout) -> str:
     if layout.pp > 1 and layout.schedule not in TORCH_SCHEDULES:
         known = ", ".join(map(repr, TORCH_SCHEDULES))
         raise ValueError(f"schedule={layout.schedule!r} is not one of torchtitan's: give {known}.")
+    _check_interleaving(layout)
+    if layout.cp > 1 and not layout.zero:
+        raise ValueError(
+            f"zero=0 with cp={layout.cp} is not what torchtitan does, which shards parameters over "
+            "cp in any case: give zero=2 or 3 (in a pipeline 1 or 3)."
+        )
     if layout.recompute == "selective":
         raise ValueError(
             "recompute='selective' is the core of attention; torchtitan's SelectiveAC chooses "

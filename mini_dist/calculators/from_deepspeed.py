@@ -28,6 +28,7 @@ OTHER_KEYS = (
     *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "vocabulary_size"),
     *("dataloader_drop_last", "disable_allgather", "disable_python_gc", "local_rank"),
     *("managed_gradient_accumulation", "use_data_before_expert_parallelism"),
+    *("bfloat16", "sparse_attention", "progressive_layer_drop", "eigenvalue", "elasticity"),
 )
 ZERO_KEYS = (  # of DeepSpeedZeroConfig, which refuses any other
     *("stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size"),
@@ -46,6 +47,16 @@ ZERO_KEYS = (  # of DeepSpeedZeroConfig, which refuses any other
     *("memory_efficient_linear", "pipeline_loading_checkpoint", "override_module_apply"),
     *("log_trace_cache_warnings", "enable_sanity_checks", "save_muon_momentum_buffer_in_memory"),
     "leaf_module",
+)
+# The config class takes these by the name of their field, too, without "stage3_".
+ZERO_FIELD_NAMES = (
+    *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold"),
+    *("max_live_parameters", "max_reuse_distance", "gather_16bit_weights_on_model_save"),
+    *("module_granularity_threshold", "use_all_reduce_for_fetch_params", "allgather_sequential"),
+)
+ZERO_KEYS_ELSEWHERE = (  # of versions before or after 0.19
+    *("mics_shard_size", "mics_hierarchical_params_gather", "zeropp_loco_param"),
+    "stage3_partition_stream_chunk_size",
 )
 
 
@@ -85,6 +96,12 @@ def from_deepspeed(
         cannot_say.append(
             "expert_parallel is read by the program's MoE layers: give ep=..., which divides dp."
         )
+    elasticity = section("elasticity", config.get("elasticity", {}))
+    if flag("elasticity.enabled", elasticity.get("enabled", False)):
+        raise ValueError(
+            "elasticity.enabled=True lets DeepSpeed choose the batch sizes (before 0.19, which has "
+            f"removed it): give {BATCH[0]} and {BATCH[1]}, and enabled=false."
+        )
     zero = _zero(config, cannot_say)
     if "gradient_clipping" not in config:
         cannot_say.append(
@@ -121,10 +138,15 @@ def _zero(config: dict, cannot_say: list[str]) -> int:
     if isinstance(zero, bool):  # an old form that DeepSpeed still reads
         return int(zero)
     zero = section("zero_optimization", zero)
-    check_keys(zero, ZERO_KEYS, "zero_optimization")
+    check_keys(zero, (*ZERO_KEYS, *ZERO_FIELD_NAMES, *ZERO_KEYS_ELSEWHERE), "zero_optimization")
     stage = whole("zero_optimization.stage", zero.get("stage", 0), at_least=0)
     if stage > 3:
         raise ValueError(f"zero_optimization.stage={stage} is not known: give 0, 1, 2 or 3.")
+    for old, key in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+        if zero.get(old) is None or zero.get(key) is not None:
+            continue
+        if flag(f"zero_optimization.{old}", zero[old]):  # the older word, which is still read
+            zero = {**zero, key: {"device": "cpu"}}
     for key in ("offload_optimizer", "offload_param"):
         if zero.get(key) is None:
             continue
@@ -145,6 +167,12 @@ def _zero(config: dict, cannot_say: list[str]) -> int:
         cannot_say.append(
             f"{name}={ways} keeps a second shard of the parameters in each node (ZeRO++), and a "
             "Layout shards once, over dp * cp."
+        )
+    name = "mics_shard_size"
+    if (ways := whole(name, zero.get(name, -1), -1)) > 1:
+        cannot_say.append(
+            f"{name}={ways} shards inside groups of {ways} ranks (MiCS), and a Layout shards over "
+            "all of dp * cp."
         )
     codes = {
         "zero_quantized_weights": "Compression('int8')",
@@ -169,7 +197,7 @@ def _read(source: str | Path | dict) -> dict:
         return source
     text, name = source, "the config"
     if isinstance(source, Path) or (
-        isinstance(source, str) and not source.lstrip().startswith("{")
+        isinstance(source, str) and not source.lstrip().startswith(("{", "["))
     ):
         path = Path(source)
         if not path.is_file():
@@ -178,7 +206,7 @@ def _read(source: str | Path | dict) -> dict:
     if not isinstance(text, str):
         raise ValueError(f"{source!r} is no config: give a path, its text, or a dict.")
     try:
-        return json.loads(text, object_pairs_hook=_each_key_once)
+        return section(name, json.loads(text, object_pairs_hook=_each_key_once))
     except json.JSONDecodeError as error:
         raise ValueError(f"{name} is not JSON: {error}.") from None
 

@@ -6,6 +6,7 @@ import re
 import shlex
 
 from ..config import Layout
+from ..schedule import ScheduleError, round_size
 from .importing import Batch, Imported, alike, choice, replicas, whole
 
 NUMBERS = (
@@ -13,6 +14,7 @@ NUMBERS = (
     *("expert-model-parallel-size", "expert-tensor-parallel-size"),
     *("micro-batch-size", "global-batch-size", "num-layers", "recompute-num-layers"),
     *("num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank"),
+    "microbatch-group-size-per-virtual-pipeline-stage",
 )
 FLAGS = (
     *("sequence-parallel", "use-distributed-optimizer", "recompute-activations"),
@@ -75,6 +77,8 @@ def from_megatron(arguments: str | list[str], world_size: int | None = None) -> 
     _, micro, accumulated = batch.solve(dp)
     cannot_say = [f"{name}: {CANNOT_SAY[name]}." for name in others if name in CANNOT_SAY]
     chunks = _chunks(said, pp)
+    if chunks > 1:
+        _check_groups(said, pp, accumulated, micro * dp, cannot_say)
     sequence_parallel = said.get("sequence-parallel", False)
     if sequence_parallel and tp == 1:
         cannot_say.append(
@@ -94,19 +98,13 @@ def from_megatron(arguments: str | list[str], world_size: int | None = None) -> 
         tp=tp,
         ep=ep,
         sequence_parallel=sequence_parallel and tp > 1,
-        zero=_zero(said, pp),
+        zero=_zero(said, pp, cannot_say),
         micro_batch_size=micro,
         num_micro_batches=accumulated,
         schedule="interleaved" if chunks > 1 else "1f1b",
         num_chunks=chunks,
         **_recompute(said, pp * chunks, cannot_say),
     )
-    if layout.schedule == "interleaved" and accumulated % pp:
-        raise ValueError(
-            f"global-batch-size={layout.global_batch_size} leaves {accumulated} micro-batches, "
-            f"which pipeline-model-parallel-size={pp} does not divide as interleaving needs: give "
-            f"global-batch-size={micro * dp * pp * max(1, round(accumulated / pp))}."
-        )
     passed_over = tuple(name for name in others if name not in CANNOT_SAY)
     return Imported(layout, tuple(cannot_say), passed_over)
 
@@ -143,7 +141,41 @@ def _chunks(said: dict, pp: int) -> int:
     return chunks or 1
 
 
-def _zero(said: dict, pp: int) -> int:
+def _check_groups(said: dict, pp: int, accumulated: int, each: int, cannot_say: list[str]) -> None:
+    """ValueError where Megatron-LM cannot interleave the micro-batches (core/pipeline_parallel/
+    schedules.py), or a Layout cannot; `each` is how many sequences a micro-batch has on all ranks.
+    """
+    name = "microbatch-group-size-per-virtual-pipeline-stage"
+    group = said.get(name, pp)
+    if name not in said and accumulated % pp:
+        raise ValueError(
+            f"global-batch-size={accumulated * each} leaves {accumulated} micro-batches, "
+            f"which pipeline-model-parallel-size={pp} does not divide as interleaving needs: give "
+            f"global-batch-size={each * pp * max(1, round(accumulated / pp))}."
+        )
+    if accumulated < pp:
+        raise ValueError(
+            f"global-batch-size={accumulated * each} leaves {accumulated} micro-batches, fewer than"
+            f" pipeline-model-parallel-size={pp}: give global-batch-size={each * pp}."
+        )
+    fits = [size for size in range(pp, accumulated + 1) if not 0 < accumulated % size < pp]
+    if group not in fits:
+        near = min(fits, key=lambda size: abs(size - group))
+        raise ValueError(
+            f"{name}={group} does not fit {accumulated} micro-batches, which pass in groups of at "
+            f"least pipeline-model-parallel-size={pp}: give {near}."
+        )
+    try:
+        rounds = round_size(pp, accumulated)
+    except ScheduleError as error:
+        raise ValueError(f"{name}={group} cannot be said by a Layout: {error}.") from None
+    if group != rounds:
+        cannot_say.append(
+            f"{name}={group}: a Layout's micro-batches pass in groups of {rounds} here."
+        )
+
+
+def _zero(said: dict, pp: int, cannot_say: list[str]) -> int:
     distributed = said.get("use-distributed-optimizer", False)
     if said.get("use-torch-fsdp2"):
         for name, clash in (
@@ -159,8 +191,8 @@ def _zero(said: dict, pp: int) -> int:
     if said.get("use-megatron-fsdp"):
         return SHARDED[strategy]
     if SHARDED[strategy]:
-        raise ValueError(
-            f"data-parallel-sharding-strategy={strategy} is of use-megatron-fsdp: give that, too."
+        cannot_say.append(
+            f"data-parallel-sharding-strategy={strategy} does nothing without use-megatron-fsdp."
         )
     return int(distributed)
 

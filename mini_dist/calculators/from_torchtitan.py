@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-import ast
 import math
 from pathlib import Path
 
 from ..config import Layout
 from ..schedule import V_SHAPED
 from .export import TORCH_SCHEDULES
-from .importing import Batch, Imported, check_keys, choice, flag, replicas, section, whole
+from .importing import (
+    Batch,
+    Imported,
+    alike,
+    check_keys,
+    choice,
+    flag,
+    replicas,
+    section,
+    whole,
+)
+from .python_config import sections_of_python
 
 TRAINING = (
     *("dataset", "dataset_path", "local_batch_size", "global_batch_size", "seq_len", "max_norm"),
@@ -37,8 +47,18 @@ SECTIONS = (
     *("quantize", "comm", "memory_estimation", "fault_tolerance", "experimental", "validation"),
     "debug",
 )
-TRAINING_SINCE_0_3 = ("disable_cuda_graphs",)  # in the Python form
-PARALLELISM_SINCE_0_3 = ("enable_sequence_parallel",)
+# In the Python form: of 0.3, and of the main branch in November 2026, which counts in tokens.
+TRAINING_SINCE_0_3 = (
+    *("disable_cuda_graphs", "num_tokens_per_microbatch_per_dp_rank"),
+    *("num_tokens_per_train_step", "max_context_length"),
+)
+PARALLELISM_SINCE_0_3 = (
+    *("enable_sequence_parallel", "enable_fsdp_symm_mem", "spmd_backend"),
+    *("context_parallel_ptrr_mask_key", "num_pp_microbatches"),
+)
+TOKENS = "num_tokens_per_microbatch_per_dp_rank"
+OWN = ("training", "parallelism", "activation_checkpoint")
+SLIP = 0.8  # so much alike, a section that is not known is one that is, misspelt
 GONE = {  # names of older versions: (section, key) -> what it is now
     ("training", "batch_size"): "training.local_batch_size",
     ("training", "compile"): "compile.enable",
@@ -64,10 +84,7 @@ def from_torchtitan(
             raise ValueError(
                 f"{group}.{key} is no key of torchtitan any more: give {GONE[group, key]}."
             )
-    if not is_python:
-        check_keys(
-            config, ("training", "parallelism", "activation_checkpoint", *SECTIONS), "torchtitan"
-        )
+    _check_sections(config)
     training = section("training", config.get("training", {}))
     cuts = section("parallelism", config.get("parallelism", {}))
     check_keys(training, TRAINING + TRAINING_SINCE_0_3 * is_python, "training")
@@ -119,10 +136,30 @@ def from_torchtitan(
         num_chunks=chunks,
         **_recompute(config, cannot_say),
     )
-    passed_over = tuple(
-        key for key in config if key not in ("training", "parallelism", "activation_checkpoint")
-    )
+    passed_over = tuple(key for key in config if key not in OWN)
     return Imported(layout, tuple(cannot_say), passed_over)
+
+
+def _check_sections(config: dict) -> None:
+    """ValueError for a misspelt section, and for a cut or a batch size where no one reads it.
+
+    A section that is like no other is the program's own, which torchtitan takes.
+    """
+    for name, group in config.items():
+        if name in OWN:
+            continue
+        near = alike(str(name), (*OWN, *SECTIONS), SLIP)
+        if name not in SECTIONS and near:
+            raise ValueError(f"{name!r} is no key of torchtitan: give {near!r}.")
+        keys = group if isinstance(group, dict) else ()
+        for key in keys:
+            home = "parallelism" if key in PARALLELISM else None
+            if key in ("local_batch_size", "global_batch_size") and name != "validation":
+                home = "training"
+            if home:
+                raise ValueError(
+                    f"{name}.{key} is not read there by torchtitan: give {home}.{key}."
+                )
 
 
 def _degree(cuts: dict, axis: str) -> int:
@@ -157,6 +194,8 @@ def _shards(cuts: dict, world_size: int | None, replicate: int, sizes: dict[str,
 
 def _batch(training, cuts, dp, pp, cannot_say) -> tuple[int, int]:
     """(micro-batch size, micro-batches): a pipeline cuts its local batch itself."""
+    if TOKENS in training:
+        return _batch_of_tokens(training, cuts, dp, pp, cannot_say)
     local = whole("local_batch_size", training.get("local_batch_size", 8))
     total = whole("global_batch_size", training.get("global_batch_size", -1), -1)
     if total == 0:
@@ -173,12 +212,40 @@ def _batch(training, cuts, dp, pp, cannot_say) -> tuple[int, int]:
             f"{name}={micro} does not divide local_batch_size={local}: give "
             f"local_batch_size={near}, or a {name} that divides."
         )
-    if accumulated > 1:
+    return micro, _in_pipeline(local // micro, accumulated, "global_batch_size", cannot_say)
+
+
+def _in_pipeline(each: int, times: int, name: str, cannot_say: list[str]) -> int:
+    """All micro-batches of a step, where the pipeline is filled so many `times`."""
+    if times > 1:
         cannot_say.append(
-            f"The pipeline runs empty {accumulated} times a step, after {local // micro} "
-            f"micro-batches each (global_batch_size); a Layout's does so once, after all of them."
+            f"The pipeline runs empty {times} times a step, after {each} micro-batches each "
+            f"({name}); a Layout's does so once, after all of them."
         )
-    return micro, local // micro * accumulated
+    return each * times
+
+
+def _batch_of_tokens(training, cuts, dp, pp, cannot_say) -> tuple[int, int]:
+    """The same where the config counts tokens: of a micro-batch, and of a step on all ranks."""
+    for group, key, needed in (
+        (training, "max_context_length", True),
+        (cuts, "num_pp_microbatches", pp > 1),
+    ):
+        if needed and key not in group:
+            raise ValueError(f"{TOKENS} alone does not say the batch: give {key}, too.")
+    tokens, length = (whole(key, training[key]) for key in (TOKENS, "max_context_length"))
+    if tokens % length:
+        near = max(1, round(tokens / length)) * length
+        raise ValueError(
+            f"{TOKENS}={tokens} is no whole number of sequences of max_context_length={length}: "
+            f"give {near}."
+        )
+    each = whole("num_pp_microbatches", cuts["num_pp_microbatches"]) if pp > 1 else 1
+    name = "num_tokens_per_train_step"
+    total = whole(name, training.get(name, -1), -1)
+    names = (name, f"{TOKENS} x num_pp_microbatches" if pp > 1 else TOKENS, "accumulation")
+    _, _, times = Batch(None if total == -1 else total, tokens * each, None, names).solve(dp)
+    return tokens // length, _in_pipeline(each, times, name, cannot_say)
 
 
 def _schedule(cuts: dict, pp: int, num_layers: int | None) -> tuple[str, int]:
@@ -269,7 +336,7 @@ def _read(source: str | Path | dict) -> tuple[dict, bool]:
     if not isinstance(text, str):
         raise ValueError(f"{source!r} is no config: give a path, its text, or a dict.")
     if ".Config(" in text:
-        return _from_python(text), True
+        return sections_of_python(text), True
     try:
         import tomllib
     except ModuleNotFoundError:
@@ -280,53 +347,3 @@ def _read(source: str | Path | dict) -> tuple[dict, bool]:
         return tomllib.loads(text), False
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"the config is neither TOML nor Python: {error}.") from None
-
-
-def _from_python(text: str) -> dict:
-    """The sections of the first Trainer.Config(...) in a Python text, which is not executed."""
-    try:
-        tree = ast.parse(text)
-    except SyntaxError as error:
-        raise ValueError(f"the config is no Python: {error.msg} in line {error.lineno}.") from None
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    trainers = [call for call in calls if ast.unparse(call.func).endswith("Trainer.Config")]
-    if not trainers:
-        raise ValueError("the config has no Trainer.Config(...): give the text that has.")
-    config = {}
-    for word in trainers[0].keywords:
-        if word.arg in ("training", "parallelism"):
-            if not isinstance(word.value, ast.Call):
-                raise ValueError(
-                    f"{word.arg}={ast.unparse(word.value)} is no call: give its fields, as in "
-                    f"{word.arg}={word.arg.capitalize()}Config(...)."
-                )
-            config[word.arg] = {field.arg: _literal(field) for field in word.value.keywords}
-        elif word.arg == "activation_checkpoint":
-            config[word.arg] = {"mode": _mode(word.value)}
-            if config[word.arg]["mode"] == "selective":
-                config[word.arg]["selective_ac_option"] = "op"
-        else:
-            config[str(word.arg)] = {}
-    if "activation_checkpoint" not in config:
-        config["activation_checkpoint"] = {"mode": "selective", "selective_ac_option": "op"}
-    return config
-
-
-def _mode(value: ast.expr) -> str:
-    said = ast.unparse(value)
-    for name, mode in (("None", "none"), ("FullAC", "full"), ("SelectiveAC", "selective")):
-        if name in said.split(".")[:2]:
-            return mode
-    raise ValueError(
-        f"activation_checkpoint={said} is not known: give None, FullAC.Config() or "
-        "SelectiveAC.Config()."
-    )
-
-
-def _literal(field: ast.keyword) -> object:
-    try:
-        return ast.literal_eval(field.value)
-    except ValueError:
-        raise ValueError(
-            f"{field.arg}={ast.unparse(field.value)} is computed: give the number itself."
-        ) from None

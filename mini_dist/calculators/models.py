@@ -8,6 +8,18 @@ import warnings
 from pathlib import Path
 
 from ..config import ModelConfig
+from .families import (
+    DEFAULTS,
+    FAMILIES,
+    FIELDS,
+    LLAMA_4_FIELDS,
+    MAY_BE_NULL,
+    NONE,
+    SECOND_NAMES,
+    VERSION,
+    WINDOW_SIZES,
+    WINDOWS,
+)
 
 
 def _gpt(
@@ -121,153 +133,160 @@ def model(name: str | ModelConfig) -> ModelConfig:
     )
 
 
-# How each family of Hugging Face models is built, beyond what its config.json says.
-_LLAMA = {"activation": "swiglu", "norm": "rmsnorm", "positions": "rotary", "bias": False}
-_FAMILIES = {
-    "gpt2": {"positions": "learned", "tied_embedding": True},
-    "gpt_neox": {"positions": "rotary", "tied_embedding": False},
-    "bloom": {"positions": "alibi", "embedding_norm": True, "tied_embedding": True},
-    "starcoder2": {"positions": "rotary", "tied_embedding": True},
-    "llama": _LLAMA,
-    "granite": _LLAMA,
-    "mistral": _LLAMA,
-    "mixtral": _LLAMA,
-    "phi3": _LLAMA,
-    "qwen2": {**_LLAMA, "qkv_bias": True},
-    "qwen3": {**_LLAMA, "qk_norm": True},
-    "qwen3_moe": {**_LLAMA, "qk_norm": True},
-    "gemma2": {**_LLAMA, "norms_a_layer": 4, "tied_embedding": True},  # gated by gelu
-    "gemma3_text": {**_LLAMA, "norms_a_layer": 4, "tied_embedding": True, "qk_norm": True},
-    "olmo2": {**_LLAMA, "qk_norm": True, "qk_norm_whole": True},
-    "qwen2_moe": {**_LLAMA, "qkv_bias": True, "num_shared_experts": 1, "shared_gate": True},
-    "llama4_text": {**_LLAMA, "num_shared_experts": 1},
-    "gpt_oss": {**_LLAMA, "bias": True, "router_bias": True, "attention_sinks": True},
-    "deepseek_v2": _LLAMA,
-    "deepseek_v3": {**_LLAMA, "router": "sigmoid"},
-}
-# Our field: the names it has in config.json files.
-_NAMES = {
-    "vocab_size": ("vocab_size",),
-    "d_model": ("hidden_size", "n_embd", "n_embed"),
-    "num_layers": ("num_hidden_layers", "n_layer"),
-    "num_heads": ("num_attention_heads", "n_head"),
-    "seq_len": ("max_position_embeddings", "n_positions", "n_ctx", "seq_length"),
-    "num_kv_heads": ("num_key_value_heads",),
-    "head_dim": ("head_dim",),
-    "d_ffn": ("intermediate_size", "n_inner"),
-    "tied_embedding": ("tie_word_embeddings",),
-}
-_MOE_NAMES = {
-    "num_experts": ("n_routed_experts", "num_local_experts", "num_experts"),
-    "top_k": ("num_experts_per_tok",),
-    "num_shared_experts": ("n_shared_experts",),
-    "d_expert": ("moe_intermediate_size",),
-    "d_shared": ("shared_expert_intermediate_size",),
-    "first_dense_layers": ("first_k_dense_replace",),
-}
-_MLA_NAMES = {
-    "kv_lora_rank": ("kv_lora_rank",),
-    "q_lora_rank": ("q_lora_rank",),
-    "head_dim": ("qk_nope_head_dim",),
-    "rope_head_dim": ("qk_rope_head_dim",),
-    "v_head_dim": ("v_head_dim",),
-}
-_REQUIRED = ("vocab_size", "d_model", "num_layers", "num_heads", "seq_len")
-# Settings that change the number of weights in a way ModelConfig does not describe.
-_UNSUPPORTED = {
-    "attention_bias": (False, None),
-    "mlp_bias": (False, None),
-    "use_bias": (True, None),
-    "decoder_sparse_step": (1, None),
-    "mlp_only_layers": ([], None),
-    "moe_layer_freq": (1, None),
-    "interleave_moe_layer_step": (1, None),
-}
-_HAVE_ATTENTION_BIASES = ("gpt_neox", "gpt_oss")
-# Families in which every n-th layer sees all tokens, where config.json does not list the layers.
-_EVERY_NTH_SEES_ALL = {"gemma2": 2, "gpt_oss": 2, "gemma3_text": 6, "llama4_text": 4}
-_MOE = (
-    *("mixtral", "qwen2_moe", "qwen3_moe", "llama4_text", "gpt_oss"),
-    *("deepseek_v2", "deepseek_v3"),
-)
-
-
 def from_hugging_face(source: str | Path | dict, seq_len: int | None = None) -> ModelConfig:
     """A ModelConfig from a config.json (path, folder or dict), for sequences of `seq_len` tokens.
 
-    A config.json says how far positions reach, not how long a training sequence is: without
-    seq_len the reach is taken, with a warning.
+    A key that is left out has its family's default in transformers, and a warning names the sizes
+    that were filled in this way. A config.json says how far positions reach, not how long a
+    training sequence is: without seq_len the reach is taken, with a warning.
 
-    Raises ValueError: the family is not one we know the weights of, a needed key is missing, or a
-    setting would change the count in a way ModelConfig cannot say.
+    Raises ValueError: the family is not one we know the weights of, a key is missing that has no
+    default, or a setting would change the count in a way ModelConfig cannot say.
     """
     settings = source if isinstance(source, dict) else _read(Path(source))
-    family = settings.get("model_type")
-    if isinstance(settings.get("text_config"), dict):
-        raise ValueError(
-            f"model_type={family!r} has more parts than its language model, and ModelConfig says "
-            "only that one: give config['text_config'] alone."
-        )
-    if family not in _FAMILIES:
+    family = _family(settings)
+    names = FIELDS | (LLAMA_4_FIELDS if family == "llama4_text" else {})
+    keys = _filled(settings, family, names, seq_len)
+
+    fields = dict(FAMILIES[family])
+    for key, value in keys.items():
+        if key in names:
+            if value is not None:
+                fields[names[key]] = _size_or_flag(key, value)
+        elif key not in WINDOWS and not _is_usual(key, value, DEFAULTS[family][key], keys):
+            raise ValueError(
+                f"{key}={value!r} changes the weights in a way ModelConfig "
+                f"cannot say: only {DEFAULTS[family][key]!r} is read."
+            )
+    fields["seq_len"] = _sequence(fields, seq_len)
+    dense = fields.pop("first_dense_layers", 0)
+    config = ModelConfig(**fields)
+    layers, window = _windows(keys, family, config.num_layers)
+    dense = min(dense, config.num_layers)  # transformers takes more for all
+    return config.replace(first_dense_layers=dense, windowed_layers=layers, window=window)
+
+
+def _family(settings: dict) -> str:
+    """The model_type, if its weights are known; ValueError says what to give instead."""
+    family, text = settings.get("model_type"), settings.get("text_config")
+    if isinstance(text, dict):
+        inner, more = text.get("model_type"), {}
+        if inner is None and f"{family}_text" in FAMILIES:
+            inner = more["model_type"] = f"{family}_text"
+        tied = "tie_word_embeddings"
+        if tied in settings and tied not in text:
+            more[tied] = settings[tied]
+        if inner in FAMILIES:
+            raise ValueError(
+                f"model_type={family!r} has more parts than its language model, and ModelConfig "
+                "describes the language model only: give config['text_config']"
+                f"{f' | {more}' if more else ' alone'}."
+            )
+        family = inner
+    if not isinstance(family, str) or family not in FAMILIES:
         raise ValueError(
             f"model_type={family!r} is not a family whose weights are known here: "
-            f"give one of {', '.join(sorted(_FAMILIES))}, or a ModelConfig by hand."
+            f"give one of {', '.join(sorted(FAMILIES))}, or a ModelConfig by hand."
         )
-    is_moe = family in _MOE
-    is_mla = family in ("deepseek_v2", "deepseek_v3")
-    names = {**_NAMES, **(_MOE_NAMES if is_moe else {}), **(_MLA_NAMES if is_mla else {})}
-    required = (
-        _REQUIRED
-        + (("num_experts", "top_k") if is_moe else ())
-        + (("kv_lora_rank", "head_dim", "rope_head_dim", "v_head_dim") if is_mla else ())
-    )
+    return family
 
-    fields = {"tied_embedding": False, **_FAMILIES[family]}
-    for field, keys in names.items():
-        found = [settings[key] for key in keys if settings.get(key) is not None]
-        if found:
-            fields[field] = found[0]
-        elif field in required:
-            raise ValueError(f"config.json lacks {' or '.join(keys)}: {field} must be given.")
-    for key, allowed in _UNSUPPORTED.items():
-        if key == "attention_bias" and family in _HAVE_ATTENTION_BIASES:
-            allowed = (True, None)
-        if settings.get(key) not in allowed:
+
+def _filled(settings: dict, family: str, names: dict[str, str], seq_len: int | None) -> dict:
+    """All keys of the family: what config.json says, and the defaults of what it leaves out."""
+    settings, defaults, taken = _under_first_names(settings, family), DEFAULTS[family], []
+    keys = {}
+    for key, default in defaults.items():
+        is_reach = names.get(key) == "seq_len"
+        if key in settings:
+            keys[key] = settings[key]
+            is_null = settings[key] is None and default is not None
+            if is_null and key in names and key not in MAY_BE_NULL:
+                raise ValueError(f"{key}=None decides the shape of the weights: give its value.")
+        elif default != NONE:
+            keys[key] = default
+            learned = FAMILIES[family]["positions"] == "learned"
+            if key in names and type(default) is int and (learned or not is_reach):
+                taken.append(f"{key}={default}")
+        elif is_reach and seq_len is not None:
+            keys[key] = seq_len
+        else:
+            give = "seq_len=..." if is_reach else key
+            where = " (it stands beside text_config)" if key == "tie_word_embeddings" else ""
             raise ValueError(
-                f"{key}={settings[key]!r} changes the weights in a way ModelConfig "
-                f"cannot say: only {allowed[0]!r} is read."
+                f"config.json lacks {key}, for which {family} has no default: give {give}{where}."
             )
-    if is_mla:
-        fields.pop("num_kv_heads", None)  # latent attention has one key a head
-    if family == "llama4_text":
-        fields["d_ffn"], fields["d_expert"] = settings["intermediate_size_mlp"], fields["d_ffn"]
-    fields["seq_len"] = _sequence(fields, seq_len)
-    fields["windowed_layers"], fields["window"] = _windows(settings, fields["num_layers"])
-    return ModelConfig(**fields)
+    if taken:
+        warnings.warn(
+            f"config.json leaves out sizes, so we take {', '.join(taken)}: the defaults of "
+            f"{family} in transformers {VERSION}.",
+            stacklevel=3,
+        )
+    return keys
 
 
-def _windows(settings: dict, num_layers: int) -> tuple[int, int]:
+def _under_first_names(settings: dict, family: str) -> dict:
+    """The settings, with those under a second name under the first."""
+    found = dict(settings)
+    for second, first in SECOND_NAMES.get(family, {}).items():
+        if settings.get(second) is None:
+            continue
+        if settings.get(first) not in (None, settings[second]):
+            raise ValueError(
+                f"{first}={settings[first]!r} and {second}={settings[second]!r} are two names of "
+                "one size: give one of them."
+            )
+        found[first] = settings[second]
+    return found
+
+
+def _size_or_flag(key: str, value: object) -> int | bool:
+    """The value, if it has the type that the key needs; ValueError names it."""
+    is_flag = key in ("tie_word_embeddings", "qkv_bias")
+    if type(value) is not (bool if is_flag else int):
+        needed = "neither true nor false" if is_flag else "no whole number"
+        raise ValueError(f"{key}={value!r} is {needed}: give one.")
+    return value
+
+
+def _is_usual(key: str, value: object, default: object, keys: dict) -> bool:
+    """Whether a key that ModelConfig has no field for has the value that changes nothing."""
+    if key == "moe_layers" and value is not None:
+        return value == list(range(keys["num_hidden_layers"]))
+    if key == "interleave_moe_layer_step" and keys["moe_layers"] is not None:
+        return True  # transformers reads moe_layers then
+    return value is None or value == default
+
+
+def _windows(keys: dict, family: str, num_layers: int) -> tuple[int, int]:
     """How many layers see a window of the last tokens only, and how many tokens that is.
 
     Which layers these are: `layer_types`, else the rules of transformers' configuration classes.
     """
-    family = settings["model_type"]
+    for key in WINDOW_SIZES:
+        value = keys.get(key)
+        if value is not None and (type(value) is not int or value < 0):
+            raise ValueError(f"{key}={value!r} is no number of layers or tokens: give 0 or more.")
+    for key in ("layer_types", "no_rope_layers"):
+        if not isinstance(keys.get(key) or [], list):
+            raise ValueError(f"{key}={keys[key]!r} is no list: give one entry for each layer.")
     chunked = family == "llama4_text"  # sees back to the beginning of its chunk
-    window = settings.get("attention_chunk_size" if chunked else "sliding_window") or 0
-    if family.startswith("qwen") and not settings.get("use_sliding_window"):
-        window = 0
-    if settings.get("layer_types"):
-        layers = sum(each != "full_attention" for each in settings["layer_types"])
-    elif family in ("qwen2", "qwen3"):
-        layers = max(0, num_layers - settings.get("max_window_layers", 28))
+    window = keys.get("attention_chunk_size" if chunked else "sliding_window") or 0
+    if not window or not keys.get("use_sliding_window", True):
+        return 0, 0
+    if keys.get("layer_types"):
+        layers = sum(each != "full_attention" for each in keys["layer_types"])
+    elif chunked and keys["no_rope_layers"]:
+        layers = sum(map(bool, keys["no_rope_layers"]))
     elif family == "qwen2_moe":
-        layers = -(-min(num_layers, settings.get("max_window_layers", 28)) // 2)
-    elif family in _EVERY_NTH_SEES_ALL:
-        nth = settings.get("sliding_window_pattern") or _EVERY_NTH_SEES_ALL[family]
-        layers = num_layers - num_layers // nth
+        layers = -(-min(num_layers, keys["max_window_layers"] or 0) // 2)
+    elif "max_window_layers" in keys:
+        layers = max(0, num_layers - (keys["max_window_layers"] or 0))
+    elif "layer_types" in keys:  # every n-th layer sees all tokens
+        nth = "no_rope_layer_interval" if chunked else "sliding_window_pattern"
+        layers = num_layers - num_layers // (keys.get(nth) or 2)
     else:
         layers = num_layers
-    return (layers, window) if layers and window else (0, 0)
+    return (layers, window) if layers else (0, 0)
 
 
 def _sequence(fields: dict, seq_len: int | None) -> int:

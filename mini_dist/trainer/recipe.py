@@ -52,13 +52,20 @@ class Recipe:
     @staticmethod
     def from_json(text: str) -> Recipe:
         """Read what `to_json` wrote; fields left out have their defaults. Raises ValueError."""
-        fields = json.loads(text)
-        known = [field.name for field in dataclasses.fields(Recipe)]
-        if unknown := sorted(set(fields) - set(known)):
-            raise ValueError(f"{unknown[0]!r} is no field of a recipe: it has {', '.join(known)}")
-        fields["model"] = ModelConfig(**fields.get("model", {}))
-        fields["layout"] = Layout(**fields.get("layout", {}))
+        fields = _checked("recipe", json.loads(text), Recipe)
+        for name, kind in (("model", ModelConfig), ("layout", Layout)):
+            fields[name] = kind(**_checked(name, fields.get(name, {}), kind))
         return Recipe(**fields)
 
     def learning_rate_at(self, step: int) -> float:
         return self.learning_rate * min(1.0, (step + 1) / (self.warmup or 1))
+
+
+def _checked(name: str, value: object, kind: type) -> dict:
+    """The value, if it is a JSON object with fields of `kind` only; ValueError names the rest."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}={value!r} is no JSON object: give one, such as {{}}")
+    known = [field.name for field in dataclasses.fields(kind)]
+    if unknown := sorted(set(value) - set(known)):
+        raise ValueError(f"{unknown[0]!r} is no field of a {name}: it has {', '.join(known)}")
+    return value

@@ -100,14 +100,97 @@ def test_llama_4_scout_counts_its_language_model():
     assert config.d_ffn == 16384 and config.d_expert == config.d_shared == F
 
 
+# text_config of the released gemma-3-12b-it and -4b-it: what equals a default is not in the file.
+GEMMA_3_12B = {
+    "model_type": "gemma3_text",
+    "hidden_size": 3840,
+    "intermediate_size": 15360,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 8,
+    "sliding_window": 1024,
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+}
+GEMMA_3_4B = {
+    "model_type": "gemma3_text",
+    "hidden_size": 2560,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 34,
+    "sliding_window": 1024,
+}
+
+
+def test_a_size_that_is_left_out_is_the_default_of_its_family_and_is_named():
+    with pytest.warns(UserWarning, match=r"we take head_dim=256: the defaults of gemma3_text in "):
+        config = from_hugging_face(GEMMA_3_12B, 4096)
+    assert num_parameters(config) == 11_766_034_176 and config.head_dim == 256
+    assert (config.windowed_layers, config.window) == (40, 1024)
+    with pytest.warns(UserWarning, match="vocab_size=262208, num_attention_heads=8, num_key_value"):
+        assert num_parameters(from_hugging_face(GEMMA_3_4B, 4096)) == 3_880_263_168
+
+
+def test_keys_that_a_family_does_not_have_are_not_read():
+    """qwen2 always has biases of q, k and v: it does not read attention_bias."""
+    qwen = settings("qwen2", 24, 896, 14, 2, 4864, 151936, tie_word_embeddings=True)
+    right = num_parameters(from_hugging_face(qwen, 4096))
+    assert right == 494_032_768  # the released Qwen2.5-0.5B
+    for more in ({"attention_bias": True}, {"mlp_bias": True}, {"num_experts": 8}):
+        assert num_parameters(from_hugging_face(qwen | more, 4096)) == right
+
+
+def test_qwen2_moe_without_its_biases():
+    config = RELEASED["Qwen1.5-MoE-A2.7B"][0] | {"qkv_bias": False}
+    assert num_parameters(from_hugging_face(config, 4096)) == 14_315_636_736
+
+
+def test_a_length_that_is_given_need_not_stand_in_the_file():
+    config, count = RELEASED["gemma-2-2b"]
+    del (config := dict(config))["max_position_embeddings"]
+    assert num_parameters(from_hugging_face(config, 2048)) == count
+    bloom = {"model_type": "bloom", "hidden_size": 1024, "n_layer": 24, "n_head": 16}
+    bloom |= {"vocab_size": 250880}
+    assert num_parameters(from_hugging_face(bloom, 2048)) == 559_214_592  # bloom-560m
+    assert from_hugging_face(bloom | {"n_embed": 1024, "seq_length": 2048}, 512).seq_len == 512
+    with pytest.raises(ValueError, match="lacks seq_length, for which bloom has no default: give"):
+        from_hugging_face(bloom)
+
+
+def test_a_model_of_more_parts_says_what_to_give_instead():
+    """What the sentence proposes is read."""
+    parts = [
+        ({"model_type": "gemma3"}, {}),
+        ({"model_type": "gemma3"}, GEMMA_3_4B),
+        ({"model_type": "llama4"}, {"num_hidden_layers": 2}),
+        ({"model_type": "qwen3_vl", "tie_word_embeddings": True}, {"model_type": "qwen3_vl_text"}),
+        ({"model_type": "mistral3"}, {"model_type": "mistral", "num_hidden_layers": 2}),
+    ]
+    for config, text in parts:
+        config = config | {"text_config": text}
+        with pytest.raises(ValueError, match="describes the language model only: give") as error:
+            from_hugging_face(config, 4096)
+        proposed = str(error.value).partition(": give ")[2].removesuffix(".").removesuffix(" alone")
+        with pytest.warns(UserWarning, match="leaves out sizes"):
+            assert from_hugging_face(eval(proposed, {"config": config}), 4096)
+    with pytest.raises(ValueError, match="lacks tie_word_embeddings, .* stands beside text_config"):
+        from_hugging_face({"model_type": "qwen3_vl_text"}, 4096)
+    unknown = {"model_type": "idefics", "text_config": {"model_type": "bert"}}
+    with pytest.raises(ValueError, match="model_type='bert' is not a family whose weights are"):
+        from_hugging_face(unknown, 4096)
+
+
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"model_type": "gemma3", "text_config": {}}, "give config['text_config'] alone"),
-        ({"model_type": "llama4", "text_config": {}}, "give config['text_config'] alone"),
         (SCOUT | {"interleave_moe_layer_step": 2}, "interleave_moe_layer_step=2 changes"),
         (RELEASED["pythia-6.9b"][0] | {"attention_bias": False}, "attention_bias=False changes"),
         (RELEASED["Qwen1.5-MoE-A2.7B"][0] | {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+        (SCOUT | {"moe_layers": [1, 3]}, "moe_layers=[1, 3] changes the weights"),
+        ({"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention=True changes"),
+        ({"model_type": "gpt2", "n_embd": 8, "hidden_size": 9}, "n_embd=8 and hidden_size=9 are"),
+        ({"model_type": "mistral", "sliding_window": "4k"}, "sliding_window='4k' is no number of"),
+        ({"model_type": "deepseek_v2"}, "lacks num_experts_per_tok, for which deepseek_v2 has no"),
+        (GEMMA_3_12B | {"head_dim": None}, "head_dim=None decides the shape of the weights: give"),
     ],
 )
 def test_what_cannot_be_said_is_refused_with_what_is_missing(config, says):

@@ -1,9 +1,10 @@
 """Other frameworks' words become a Layout: what we export comes back, what strangers write is
 read, and a contradiction is one sentence that names the fields."""
 
-import itertools
 import json
+import math
 import random
+import shlex
 import sys
 
 import pytest
@@ -18,107 +19,186 @@ from mini_dist.calculators import (
     model,
     torchtitan_config,
 )
+from mini_dist.calculators.export import layout_source, torchrun_line
+from mini_dist.schedule import SYNCHRONOUS
 
 LLAMA = model("llama3-8b")  # 32 layers
 NEEDS_TOML = pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib")
 
 
-def layouts():
-    """Many layouts that cut 32 layers, each said in the one way that an export has."""
-    made = set()
-    for pp, dp, cp, tp in itertools.product((1, 2, 4), (1, 2, 6), (1, 2), (1, 2, 8)):
-        for zero, micro, m in itertools.product((0, 1, 2, 3), (1, 3), (1, 8)):
-            if zero and dp * cp == 1:
-                continue  # nothing to shard
-            for recompute, every in (("none", 1), ("selective", 1), ("full", 1), ("full", 2)):
-                for schedule, chunks in (("1f1b", 1), ("interleaved", 2), ("zb_v", 2)):
-                    if pp == 1 and schedule != "1f1b" or m % pp and schedule != "1f1b":
-                        continue
-                    made.add(
-                        Layout(
-                            pp=pp,
-                            dp=dp,
-                            cp=cp,
-                            tp=tp,
-                            sequence_parallel=tp > 1,
-                            zero=zero,
-                            micro_batch_size=micro,
-                            num_micro_batches=m,
-                            recompute=recompute,
-                            schedule=schedule,
-                            num_chunks=chunks,
-                            recompute_every=every,
-                        )
-                    )
-    return sorted(made, key=repr)
+MIXTRAL = model("mixtral-8x7b")  # 32 layers, 8 experts
 
 
-LAYOUTS = layouts()
+def random_layout(dice: random.Random) -> Layout | None:
+    """A layout that cuts 32 layers, or None where the dice chose what is none."""
+    pp, tp, chunks = dice.choice((1, 1, 2, 2, 4)), dice.choice((1, 2, 8)), dice.choice((1, 2, 4))
+    recompute = dice.choice(("none", "selective", "full", "full"))
+    try:
+        return Layout(
+            pp=pp,
+            dp=dice.choice((1, 2, 6, 8)),
+            cp=dice.choice((1, 1, 2)),
+            tp=tp,
+            sequence_parallel=tp > 1 and dice.random() < 0.7,
+            zero=dice.choice((0, 1, 1, 2, 3)),
+            micro_batch_size=dice.choice((1, 2, 3)),
+            num_micro_batches=dice.choice((1, 2, 3, 4, 5, 6, 8, 10, 12)),
+            recompute=recompute,
+            recompute_every=1 if recompute == "none" else dice.choice((1, 1, 1, 2, 3)),
+            schedule=dice.choice(("1f1b", *["interleaved"] * 3, *SYNCHRONOUS)),
+            num_chunks=chunks,
+        )
+    except ValueError:
+        return None
+
+
+def random_layouts(count: int, seed: int, config, experts: tuple[int, ...] = (1,)) -> list[Layout]:
+    """So many different layouts in which the model can be run."""
+    dice, found = random.Random(seed), {}
+    while len(found) < count:
+        layout = random_layout(dice)
+        try:
+            found[layout.replace(ep=dice.choice(experts)).check(config)] = None
+        except (AttributeError, ValueError):
+            continue
+    return list(found)
 
 
 def exported(export, *arguments):
     """What the export says, or None where it refuses."""
     try:
         return export(*arguments)
-    except ValueError:
+    except ValueError as error:
+        assert str(error).endswith("."), error
         return None
 
 
-def test_megatron_arguments_come_back():
-    back = 0
-    for layout in LAYOUTS:
-        words = exported(megatron_arguments, LLAMA, layout)
-        if words:
-            assert from_megatron(words, layout.world_size).layout == layout
-            back += 1
-    assert back > 500
+def without_a_pipeline(layout):
+    """Where there is no pipeline, no config says a schedule, and any is the same."""
+    return layout.replace(schedule="1f1b", num_chunks=1) if layout.pp == 1 else layout
 
 
-def test_a_ds_config_comes_back_with_what_the_program_says():
+def as_megatron(layout):
+    """Megatron-LM says how many layers of a stage are recomputed: of several `recompute_every`
+    that come to this number, the smallest."""
+    layout = without_a_pipeline(layout)
+    if layout.recompute != "full":
+        return layout
+    of_stage = -(-32 // layout.num_stages)
+    count = layout.num_recomputed(of_stage)
+    every = next(n for n in range(1, of_stage + 1) if -(-of_stage // n) == count)
+    return layout.replace(recompute_every=every)
+
+
+def as_torchtitan(layout):
+    """torchtitan has one word for ZeRO-1 and 2, which is 1 in a pipeline."""
+    layout = without_a_pipeline(layout)
+    if layout.dp * layout.cp == 1:
+        return layout.replace(zero=0)
+    return layout.replace(
+        zero=(1 if layout.pp > 1 else 2) if layout.zero in (1, 2) else layout.zero
+    )
+
+
+def megatron_line(config, layout):
+    """A command line, in which torchrun says the ranks."""
+    words = shlex.join(megatron_arguments(config, layout))
+    per_node = math.gcd(layout.world_size, 8)
+    return f"{torchrun_line(layout, per_node, 'pretrain_gpt.py')} {words}"
+
+
+def with_its_program(text, layout):
+    axes = ("pp", "cp", "tp", "ep", "sequence_parallel", "recompute", "recompute_every")
+    program = {name: getattr(layout, name) for name in (*axes, "schedule", "num_chunks")}
+    return from_deepspeed(text, layout.world_size, **program)
+
+
+ROUND_TRIPS = {  # export, import, what comes back
+    "Megatron-LM": (
+        megatron_arguments,
+        lambda words, layout: from_megatron(words, layout.world_size),
+        as_megatron,
+    ),
+    "Megatron-LM, one line": (
+        megatron_line,
+        lambda line, layout: from_megatron(line),
+        as_megatron,
+    ),
+    "DeepSpeed": (
+        lambda config, layout: deepspeed_json(layout),
+        with_its_program,
+        lambda layout: layout,
+    ),
+    "torchtitan": (
+        torchtitan_config,
+        lambda text, layout: from_torchtitan(text, layout.world_size, num_layers=32),
+        as_torchtitan,
+    ),
+}
+
+
+@pytest.mark.parametrize("program", ROUND_TRIPS)
+@pytest.mark.parametrize("config", [LLAMA, MIXTRAL], ids=["dense", "experts"])
+def test_what_is_exported_comes_back(config, program):
+    export, read, said = ROUND_TRIPS[program]
     back = 0
-    beside = ("pp", "cp", "tp", "sequence_parallel", "recompute", "recompute_every", "schedule")
-    for layout in LAYOUTS:
-        text = exported(deepspeed_json, layout)
+    for layout in random_layouts(800, 7, config, (1, 2, 4) if config.num_experts else (1,)):
+        text = exported(export, config, layout)
         if text:
-            program = {name: getattr(layout, name) for name in (*beside, "num_chunks")}
-            assert from_deepspeed(text, layout.world_size, **program).layout == layout
+            assert read(text, layout).layout == said(layout), layout
             back += 1
-    assert back > 1000
+    assert back > 40
 
 
-def same_in_torchtitan(layout):
-    """torchtitan has one word for ZeRO-1 and 2, shards over cp always, and knows no ZeRO-2 in a
-    pipeline."""
-    if layout.cp > 1 and not layout.zero:
-        return False
-    return layout.zero != (2 if layout.pp > 1 else 1)
+def test_a_layout_comes_back_from_its_source():
+    for layout in random_layouts(100, 8, LLAMA):
+        assert eval(layout_source(layout), {"Layout": Layout}) == layout
 
 
-def test_a_torchtitan_config_comes_back():
-    back = 0
-    for layout in LAYOUTS:
-        text = exported(torchtitan_config, LLAMA, layout)
-        if text and same_in_torchtitan(layout):
-            found = from_torchtitan(text, layout.world_size, num_layers=32)
-            assert found.layout == layout
-            if layout.dp == 1 or layout.cp == 1:
-                assert not found.cannot_say
-            back += 1
-    assert back > 300
+@pytest.mark.parametrize(("pp", "m", "group"), [(2, 3, 3), (4, 6, 6), (4, 10, 5), (2, 4, None)])
+def test_micro_batches_that_are_no_multiple_of_the_pipeline_say_their_group(pp, m, group):
+    layout = Layout(pp=pp, num_micro_batches=m, schedule="interleaved", num_chunks=2)
+    words = megatron_arguments(LLAMA, layout)
+    name = "--microbatch-group-size-per-virtual-pipeline-stage"
+    assert (words[words.index(name) + 1] if name in words else None) == (group and str(group))
+    assert from_megatron(words, pp).layout == layout
+
+
+@pytest.mark.parametrize(
+    ("layout", "says"),
+    [
+        (
+            Layout(pp=2, schedule="interleaved", num_chunks=2),
+            "num_micro_batches=1 is less than pp=2",
+        ),
+        (
+            Layout(pp=4, num_micro_batches=2, schedule="interleaved", num_chunks=2),
+            "num_micro_batches=2 is less than pp=4",
+        ),
+        (
+            Layout(pp=2, num_micro_batches=2, schedule="interleaved"),
+            "schedule='interleaved' with num_chunks=1 has one stage on each rank",
+        ),
+        (
+            Layout(recompute="selective", recompute_every=2),
+            "recompute_every=2 is not what Megatron-LM's selective recompute does",
+        ),
+    ],
+)
+def test_what_megatron_would_run_otherwise_is_not_exported(layout, says):
+    with pytest.raises(ValueError, match=says):
+        megatron_arguments(LLAMA, layout)
+
+
+def test_torchtitan_shards_over_cp_in_any_case():
+    with pytest.raises(ValueError, match="zero=0 with cp=2 is not what torchtitan does"):
+        torchtitan_config(LLAMA, Layout(cp=2))
 
 
 def test_what_torchtitan_has_one_word_for_comes_back_as_the_other():
     for layout, zero in ((Layout(dp=4, zero=1), 2), (Layout(dp=4, pp=2, zero=2), 1)):
         text = torchtitan_config(LLAMA, layout)
         assert from_torchtitan(text, num_layers=32).layout == layout.replace(zero=zero)
-
-
-def test_experts_come_back():
-    config = model("mixtral-8x7b")
-    layout = Layout(dp=8, tp=2, ep=4, sequence_parallel=True, zero=1, num_micro_batches=2)
-    assert from_megatron(megatron_arguments(config, layout), 16).layout == layout
-    layout = layout.replace(tp=1, sequence_parallel=False, zero=3)
-    assert from_torchtitan(torchtitan_config(config, layout), 8).layout == layout
 
 
 # Megatron-LM, examples/gpt3/train_gpt3_175b_distributed.sh: its sizes, on as many nodes as given.
@@ -519,3 +599,158 @@ def test_the_json_that_lesson_17_prints_is_read_as_bloom_s_layout():
     text = deepspeed_json(bloom)
     assert json.loads(text)["train_batch_size"] == 2048
     assert from_deepspeed(text, 384, pp=12, tp=4).layout == bloom
+
+
+# --- torchtitan: where a cut stands, and Python that goes on after the call ----------------------
+
+PYTHON = """
+def config_70b():
+    config = Trainer.Config(
+        training=TrainingConfig(local_batch_size=8, seq_len=4096),
+        parallelism=ParallelismConfig(tensor_parallel_degree=2),
+    )
+    config.optimizer.lr = compute_lr()
+    {}
+    return config
+"""
+
+
+def python(lines, world_size=16):
+    return from_torchtitan(PYTHON.format("\n    ".join(lines)), world_size).layout
+
+
+def test_what_is_assigned_after_the_call_is_read():
+    layout = python(["pass"])
+    assert (layout.pp, layout.tp, layout.dp, layout.micro_batch_size) == (1, 2, 8, 8)
+    layout = python(
+        [
+            "config.parallelism.pipeline_parallel_degree = 4",
+            "config.training.local_batch_size = 2 * 8",
+            "config.parallelism.tensor_parallel_degree = 1",
+            "config.activation_checkpoint = None",
+        ]
+    )
+    assert (layout.pp, layout.tp, layout.dp, layout.recompute) == (4, 1, 4, "none")
+    assert layout.num_micro_batches == 16
+    layout = python(["config.parallelism = ParallelismConfig(context_parallel_degree=4)"])
+    assert (layout.cp, layout.tp, layout.dp) == (4, 1, 4)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "config.parallelism.pipeline_parallel_degree += 2",
+        "config.parallelism.pipeline_parallel_degree: int = 2",
+        "if LARGE: config.parallelism.pipeline_parallel_degree = 2",
+        "for n in (2,): config.parallelism.pipeline_parallel_degree = n",
+        "other.parallelism.pipeline_parallel_degree = 2",
+        "p = config.parallelism; p.pipeline_parallel_degree = 2",
+        "setattr(config.parallelism, 'pipeline_parallel_degree', 2)",
+        "setattr(config, 'parallelism', smaller)",
+        "config = replace(config, parallelism=smaller)",
+        "config.parallelism, x = smaller, 1",
+        "config.activation_checkpoint.mode = 'none'",
+    ],
+)
+def test_a_change_that_is_not_read_is_refused_by_name(line):
+    with pytest.raises(ValueError, match=r"in line 8 may change the config in a way that is not"):
+        python([line])
+
+
+def test_a_value_that_is_computed_and_a_second_config_are_refused():
+    with pytest.raises(ValueError, match="pipeline_parallel_degree=n // 2 is computed: give"):
+        python(["config.parallelism.pipeline_parallel_degree = n // 2"])
+    with pytest.raises(ValueError, match="the text has 2 Trainer.Config.* give the text of one"):
+        from_torchtitan(2 * PYTHON, 16)
+    with pytest.raises(ValueError, match=r"\*\*common is computed: give the fields"):
+        from_torchtitan("config = Trainer.Config(**common)\n", 16)
+    with pytest.raises(ValueError, match="'pipeline_degree' is no key of parallelism"):
+        python(["config.parallelism.pipeline_degree = 2"])
+
+
+@NEEDS_TOML
+def test_a_cut_outside_its_section_is_refused_and_a_section_of_ones_own_is_not():
+    text = (
+        "[training]\nlocal_batch_size = 8\n[experimental]\npipeline_parallel_degree = 2\n"
+        "context_parallel_degree = 2\n"
+    )
+    with pytest.raises(ValueError) as error:
+        from_torchtitan(text, 8)
+    assert str(error.value) == (
+        "experimental.pipeline_parallel_degree is not read there by torchtitan: give "
+        "parallelism.pipeline_parallel_degree."
+    )
+    with pytest.raises(ValueError, match="job.local_batch_size is not read .*training.local_batch"):
+        from_torchtitan(text.replace("training", "job"), 8)
+    own = text[: text.index("[experimental]")] + "[my_team]\nowner = 'we'\n[validation]\n"
+    found = from_torchtitan(own + "local_batch_size = 4\n", 8)
+    assert found.layout.dp == 8 and found.passed_over == ("my_team", "validation")
+
+
+def test_torchtitan_s_keys_since_0_3_are_read():
+    text = """Trainer.Config(
+    training=TrainingConfig(
+        num_tokens_per_microbatch_per_dp_rank=4 * 4096, {}max_context_length=4096
+    ),
+    parallelism=ParallelismConfig(spmd_backend="full_dtensor", pipeline_parallel_degree={}),
+)
+"""
+    assert from_torchtitan(text.format("", 1), 8).layout.micro_batch_size == 4
+    layout = from_torchtitan(text.format("num_tokens_per_train_step=8 * 4 * 4096 * 3, ", 1), 8)
+    assert layout.layout.num_micro_batches == 3
+    with pytest.raises(ValueError, match="alone does not say the batch: give num_pp_microbatches"):
+        from_torchtitan(text.format("", 2), 8)
+    in_pipeline = text.format("", "2, num_pp_microbatches=6")
+    assert from_torchtitan(in_pipeline, 8).layout.num_micro_batches == 6
+    with pytest.raises(ValueError, match="16384 is no whole number of sequences of max_context_l"):
+        from_torchtitan(text.format("", 1).replace("length=4096", "length=5000"), 8)
+
+
+# --- DeepSpeed and Megatron-LM: what was refused, and is read -------------------------------------
+
+
+def test_keys_that_deepspeed_takes_are_not_refused():
+    from mini_dist.calculators.from_deepspeed import ZERO_FIELD_NAMES, ZERO_KEYS
+
+    assert {f"stage3_{name}" for name in ZERO_FIELD_NAMES} <= set(ZERO_KEYS)
+    for name in ZERO_FIELD_NAMES:
+        assert deepspeed({"zero_optimization": {"stage": 3, name: 1}})().layout.zero == 3
+    others = ("bfloat16", "sparse_attention", "progressive_layer_drop", "eigenvalue")
+    others = {name: {"enabled": True} for name in others} | {"elasticity": {"enabled": False}}
+    assert set(deepspeed(others)().passed_over) == set(others)
+    found = deepspeed({"zero_optimization": {"stage": 3, "mics_shard_size": 8}})()
+    assert any("mics_shard_size=8 shards inside groups of 8" in each for each in found.cannot_say)
+    found = deepspeed({"zero_optimization": {"stage": 2, "cpu_offload": True}})()
+    assert any("offload_optimizer.device='cpu' is the Framework" in s for s in found.cannot_say)
+    with pytest.raises(ValueError, match="elasticity.enabled=True lets DeepSpeed choose the batch"):
+        deepspeed({"elasticity": {"enabled": True}})()
+    with pytest.raises(ValueError, match=r"the config=\[\] is no group of keys"):
+        from_deepspeed("[]", 4)
+
+
+def test_a_sharding_strategy_without_fsdp_does_nothing():
+    found = megatron("--data-parallel-sharding-strategy optim_grads_params")()
+    assert found.layout.zero == 0
+    assert found.cannot_say == (
+        "data-parallel-sharding-strategy=optim_grads_params does nothing without "
+        "use-megatron-fsdp.",
+    )
+
+
+VIRTUAL = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2"
+GROUP = "microbatch-group-size-per-virtual-pipeline-stage"
+
+
+def test_groups_of_micro_batches_are_read():
+    found = megatron(f"{VIRTUAL} --global-batch-size 20 --{GROUP} 5")()  # dp 4
+    assert found.layout.num_micro_batches == 5 and not found.cannot_say
+    found = megatron(f"{VIRTUAL} --global-batch-size 32 --{GROUP} 8")()
+    assert found.cannot_say == (f"{GROUP}=8: a Layout's micro-batches pass in groups of 4 here.",)
+    for batch, group, says in (
+        (20, 3, f"{GROUP}=3 does not fit 5 micro-batches, .*=4: give 5."),
+        (24, 5, f"{GROUP}=5 does not fit 6 micro-batches, .*=4: give 6."),
+        (8, 4, "leaves 2 micro-batches, fewer than pipeline-model-parallel-size=4: give .*=16."),
+        (36, 5, f"{GROUP}=5 cannot be said by a Layout: .* 9 micro-batches in 2 rounds"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            megatron(f"{VIRTUAL} --global-batch-size {batch} --{GROUP} {group}")()

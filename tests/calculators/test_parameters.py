@@ -227,7 +227,7 @@ def test_a_hugging_face_config_is_read_from_a_file_or_its_folder(tmp_path):
     ("changes", "says"),
     [
         ({"model_type": "mamba"}, "model_type='mamba' is not a family"),
-        ({"hidden_size": None}, "lacks hidden_size or n_embd or n_embed: d_model must be given"),
+        ({"hidden_size": None}, "hidden_size=None decides the shape of the weights"),
         ({"attention_bias": True}, "attention_bias=True changes the weights"),
         ({"num_attention_heads": 7}, "num_heads=7 does not divide d_model=4096"),
     ],
