@@ -78,8 +78,9 @@ class Grid:
                 f"{', '.join(axes)}: give pp, dp, cp, tp, ep, etp"
             )
         if axes["tp"] % axes["etp"]:
+            works = [str(d) for d in range(1, axes["tp"] + 1) if axes["tp"] % d == 0]
             raise ValueError(
-                f"etp={axes['etp']} does not divide tp={axes['tp']}: give 1, or tp's size"
+                f"etp={axes['etp']} does not divide tp={axes['tp']}: give one of {', '.join(works)}"
             )
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -121,9 +122,10 @@ class Grid:
             return list(self.axes)
         shared = self.cut_by_experts
         if mixed := [axis for axis in axes if axis in shared]:
+            ranks = "dp*cp*tp" if "tp" in shared else "dp*cp"
             raise KeyError(
-                f"{' and '.join(axes)}: {' and '.join(sorted(self.experts))} cut the ranks of "
-                f"{'*'.join(shared)} anew, so {' and '.join(mixed)} cannot be named with them"
+                f"{' and '.join(axes)}: {and_(sorted(self.experts, key=len))} cut the ranks of "
+                f"{ranks} anew, so {' and '.join(mixed)} cannot be named with them"
             )
         return [axis for axis in self.axes if axis not in shared] + [*self.experts]
 
@@ -146,6 +148,10 @@ class Grid:
             lists = (" ".join(map(str, ranks)) for ranks in self.groups(axis))
             lines.append(f"{axis:>3} {size}:  {' | '.join(lists)}")
         return "\n".join(lines)
+
+
+def and_(words: list[str]) -> str:
+    return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def axis_groups(**axes: int) -> dict[str, list[list[int]]]:
