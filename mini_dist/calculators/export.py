@@ -281,8 +281,6 @@ def torchrun_line(layout: Layout, devices_per_node: int, script: str = "train.py
 
 def layout_source(layout: Layout) -> str:
     """The Layout as Python, for this course: only what differs from the defaults."""
-    default = Layout()
-    changed = {
-        name: value for name, value in vars(layout).items() if value != getattr(default, name)
-    }
+    default = vars(Layout()) | {"etp": layout.tp}
+    changed = {name: value for name, value in vars(layout).items() if value != default[name]}
     return f"Layout({', '.join(f'{name}={value!r}' for name, value in changed.items())})"

@@ -409,6 +409,9 @@ def test_torchrun_starts_every_rank_once():
 def test_a_layout_s_source_evaluates_to_it():
     assert eval(layout_source(LAYOUT)) == LAYOUT
     assert layout_source(Layout()) == "Layout()"
+    assert layout_source(Layout(tp=2)) == "Layout(tp=2)"  # etp follows
+    spanning = Layout(dp=2, tp=2, ep=4, etp=1, sequence_parallel=True)
+    assert eval(layout_source(spanning)) == spanning
 
 
 @pytest.mark.parametrize(
