@@ -304,7 +304,9 @@ class Layout:
 
     def _check_experts(self):
         ranks = self.dp * self.cp * self.tp
-        if self.etp == self.tp and self.dp * self.cp % self.ep:
+        if self.etp == self.tp:
+            if self.dp * self.cp % self.ep == 0:
+                return
             spans = ", or etp=1 with sequence_parallel=True" * (ranks % self.ep == 0)
             raise ValueError(
                 f"ep={self.ep} does not divide dp*cp={self.dp * self.cp}: "
