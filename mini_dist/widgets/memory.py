@@ -61,11 +61,11 @@ def render(
         cp,
         tp,
         ep,
-        sequence_parallel,
-        zero,
-        micro_batch_size,
-        num_micro_batches,
-        recompute,
+        sequence_parallel=sequence_parallel,
+        zero=zero,
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=num_micro_batches,
+        recompute=recompute,
     )
     fullest = peak_memory(config, layout, program)
     needed = device_memory(fullest.total, program)
