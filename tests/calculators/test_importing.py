@@ -437,7 +437,7 @@ BAD = [
     (
         deepspeed({}, dp=4),
         "dp=4 is not what a program sets beside ds_config.json: give some of pp, tp, cp, ep, "
-        "sequence_parallel, recompute, recompute_every, schedule, num_chunks.",
+        "etp, sequence_parallel, recompute, recompute_every, schedule, num_chunks.",
     ),
     (
         lambda: from_deepspeed('{"train_batch_size": 4, "train_batch_size": 8}', 4),
