@@ -240,7 +240,9 @@ class Layout:
     """How the ranks share the work: the sizes of the mesh axes and what goes with them.
 
     The mesh is [pp, dp, cp, tp], tp innermost: neighbours in tp are neighbours in rank, on the
-    fastest links.  `ep` is no axis of its own: experts are spread over groups inside dp * cp.
+    fastest links.  Experts divide the dp * cp * tp ranks of a pipeline stage a second time, into
+    [edp, ep, etp]: ep spreads the experts, etp cuts each expert's matrices, and the edp ranks that
+    are left hold equal copies.  With etp = tp, the default, ep spreads experts inside dp * cp.
     Raises ValueError in one sentence: the field, its value, what would be right.
     """
 
@@ -248,7 +250,8 @@ class Layout:
     dp: int = 1  # data parallel replicas: the batch is cut
     cp: int = 1  # context parallel: the sequence is cut
     tp: int = 1  # tensor parallel: each matrix is cut
-    ep: int = 1  # expert parallel: the experts are spread; divides dp * cp
+    ep: int = 1  # expert parallel: the experts are spread
+    etp: int | None = None  # ranks that cut each expert's matrices: tp unless given; divides tp
     sequence_parallel: bool = False  # what tp leaves whole is cut along the sequence
     zero: int = 0  # over dp * cp: 1 shards optimizer states, 2 gradients too, 3 parameters too
     micro_batch_size: int = 1  # sequences in one forward pass of one replica
@@ -259,12 +262,15 @@ class Layout:
     recompute_every: int = 1  # of a stage's layers: 1 is all of them, 2 the first, third, fifth ...
 
     def __post_init__(self):
+        if self.etp is None:
+            object.__setattr__(self, "etp", self.tp)
         for field in (
             "pp",
             "dp",
             "cp",
             "tp",
             "ep",
+            "etp",
             "micro_batch_size",
             "num_micro_batches",
             "num_chunks",
@@ -275,11 +281,7 @@ class Layout:
         one_of(self, "zero", ZERO)
         one_of(self, "recompute", RECOMPUTE)
         one_of(self, "schedule", tuple(SYNCHRONOUS))
-        if self.dp * self.cp % self.ep:
-            raise ValueError(
-                f"ep={self.ep} does not divide dp*cp={self.dp * self.cp}: "
-                f"{nearest_divisor(self.dp * self.cp, self.ep)} would."
-            )
+        self._check_experts()
         if self.schedule in V_SHAPED and self.num_chunks != 2:
             raise ValueError(
                 f"num_chunks={self.num_chunks} does not fit schedule="
@@ -300,9 +302,40 @@ class Layout:
                 "more, or num_chunks=1."
             )
 
+    def _check_experts(self):
+        ranks = self.dp * self.cp * self.tp
+        if self.etp == self.tp:
+            if self.dp * self.cp % self.ep == 0:
+                return
+            spans = ", or etp=1 with sequence_parallel=True" * (ranks % self.ep == 0)
+            raise ValueError(
+                f"ep={self.ep} does not divide dp*cp={self.dp * self.cp}: "
+                f"{nearest_divisor(self.dp * self.cp, self.ep)} would{spans}."
+            )
+        if self.tp % self.etp:
+            raise ValueError(
+                f"etp={self.etp} does not divide tp={self.tp}: "
+                f"{nearest_divisor(self.tp, self.etp)} would."
+            )
+        if ranks // self.etp % self.ep:
+            raise ValueError(
+                f"ep={self.ep} does not divide dp*cp*tp/etp={ranks // self.etp}: "
+                f"{nearest_divisor(ranks // self.etp, self.ep)} would."
+            )
+        if self.etp < self.tp and not self.sequence_parallel:
+            raise ValueError(
+                f"etp={self.etp} below tp={self.tp} needs tp ranks with different tokens: give "
+                f"sequence_parallel=True, or etp={self.tp}."
+            )
+
     @property
     def world_size(self) -> int:
         return self.pp * self.dp * self.cp * self.tp
+
+    @property
+    def edp(self) -> int:
+        """How many ranks of a stage hold the same experts, or the same part of them."""
+        return self.dp * self.cp * self.tp // (self.ep * self.etp)
 
     @property
     def axes(self) -> dict[str, int]:
@@ -323,6 +356,9 @@ class Layout:
         return self.pp * self.num_chunks
 
     def replace(self, **changes) -> Layout:
+        """A copy with some fields changed; experts that are cut as tp cuts follow tp."""
+        if self.etp == self.tp:
+            changes = {"etp": None, **changes}
         return dataclasses.replace(self, **changes)
 
     def check(self, config: ModelConfig) -> Layout:
@@ -331,7 +367,11 @@ class Layout:
         if config.num_kv_heads >= self.tp and not config.is_mla:  # fewer kv heads are copied
             cuts.append(("tp", "num_kv_heads", config.num_kv_heads))
         if config.num_experts:
-            cuts += [("ep", "num_experts", config.num_experts), ("tp", "d_expert", config.d_expert)]
+            cuts += [
+                ("ep", "num_experts", config.num_experts),
+                ("etp", "d_expert", config.d_expert),
+                ("tp", "d_shared", config.d_shared),  # 0, which all divide, without shared ones
+            ]
         for axis, field, size in cuts:
             if size % getattr(self, axis):
                 raise ValueError(
@@ -347,6 +387,10 @@ class Layout:
             )
         if self.ep > 1 and not config.num_experts:
             raise ValueError(f"ep={self.ep} needs a model with experts: give ep=1, or num_experts.")
+        if self.etp != self.tp and not config.num_experts:
+            raise ValueError(
+                f"etp={self.etp} needs a model with experts: leave it out, or give num_experts."
+            )
         # Two more stages than layers is a way, too: the embedding and the head have one each.
         if config.num_layers < self.num_stages != config.num_layers + 2:
             raise ValueError(

@@ -14,6 +14,12 @@ share a place in pp and tp are cut into groups of ep, which hold all experts bet
 left over, edp = dp*cp/ep, is the experts' own data parallelism: who holds the same experts.
 
     Mesh(group, pp=2, dp=4, cp=1, tp=2, ep=2)["edp"]       # averages the experts' gradients
+
+With `etp` beside `ep` the experts divide the ranks of dp*cp*tp instead: etp ranks cut an expert's
+matrices where tp ranks cut the others, ep can span tp, and edp = dp*cp*tp/(ep*etp). Megatron-core
+numbers the ranks in the same way (`RankGenerator` in parallel_state.py, Core 0.16).
+
+    Mesh(group, pp=1, dp=2, cp=1, tp=2, ep=4, etp=1)["ep"]     # all four ranks
 """
 
 from __future__ import annotations
@@ -32,8 +38,9 @@ class Grid:
     """Which rank sits where: pure arithmetic, for any number of ranks.
 
     Axes in order, outermost first. `ep` is named beside them, and groups neighbours among the
-    dp*cp ranks: before `dp` in the order it would group those that are furthest apart.
-    Raises ValueError for a size below 1 and for an ep that does not divide dp*cp.
+    dp*cp ranks: before `dp` in the order it would group those that are furthest apart. With `etp`,
+    wherever it is named, ep groups ranks of dp*cp*tp that are etp apart, and tp is the last axis.
+    Raises ValueError for a size below 1 and for an ep that does not divide dp*cp, or dp*cp*tp/etp.
     """
 
     def __init__(self, **axes: int):
@@ -41,23 +48,40 @@ class Grid:
             if size < 1:
                 raise ValueError(f"{axis}={size}: an axis has at least 1 rank")
         names = list(axes)
-        self.axes = {axis: size for axis, size in axes.items() if axis != "ep"}
+        self.axes = {axis: size for axis, size in axes.items() if axis not in ("ep", "etp")}
         self.size = math.prod(self.axes.values())
-        self.experts: dict[str, int] = {}  # {"edp": ..., "ep": ...}, the outer one first
+        # How experts divide the ranks: {"edp": ..., "ep": ...} and with etp that, outermost first.
+        self.experts: dict[str, int] = {}
+        self.cut_by_experts = [axis for axis in self.axes if axis in ("dp", "cp")]
+        if "etp" in axes:
+            self._check_etp(axes)
+            self.cut_by_experts.append("tp")
         if "ep" in axes:
-            shared = math.prod(self.axes[axis] for axis in self._cut_by_experts())
+            etp = axes.get("etp", 1)
+            shared = math.prod(self.axes[axis] for axis in self.cut_by_experts) // etp
             if shared % axes["ep"]:
                 works = [str(d) for d in range(1, shared + 1) if shared % d == 0]
+                of = "dp*cp*tp/etp" if "etp" in axes else "dp*cp"
                 raise ValueError(
-                    f"ep={axes['ep']} does not divide dp*cp={shared}: give one of "
-                    f"{', '.join(works)}"
+                    f"ep={axes['ep']} does not divide {of}={shared}: give one of {', '.join(works)}"
                 )
             self.experts = {"edp": shared // axes["ep"], "ep": axes["ep"]}
             if "dp" in names and names.index("ep") < names.index("dp"):
                 self.experts = dict(reversed(self.experts.items()))
+            if "etp" in axes:
+                self.experts["etp"] = etp
 
-    def _cut_by_experts(self) -> list[str]:
-        return [axis for axis in self.axes if axis in ("dp", "cp")]
+    def _check_etp(self, axes: dict[str, int]) -> None:
+        if "ep" not in axes or list(self.axes)[-1] != "tp":
+            raise ValueError(
+                f"etp={axes['etp']} needs ep beside it and tp as the last axis, not "
+                f"{', '.join(axes)}: give pp, dp, cp, tp, ep, etp"
+            )
+        if axes["tp"] % axes["etp"]:
+            works = [str(d) for d in range(1, axes["tp"] + 1) if axes["tp"] % d == 0]
+            raise ValueError(
+                f"etp={axes['etp']} does not divide tp={axes['tp']}: give one of {', '.join(works)}"
+            )
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The rank's index along every axis, ep and edp included."""
@@ -65,11 +89,11 @@ class Grid:
         for axis, size in reversed(self.axes.items()):
             left, index[axis] = divmod(left, size)
         if self.experts:
-            number = 0  # of the rank among its dp*cp ranks
-            for axis in self._cut_by_experts():
+            number = 0  # of the rank among those that the experts divide anew
+            for axis in self.cut_by_experts:
                 number = number * self.axes[axis] + index[axis]
-            outer, inner = self.experts
-            index[outer], index[inner] = divmod(number, self.experts[inner])
+            for axis, size in reversed(self.experts.items()):
+                number, index[axis] = divmod(number, size)
         return index
 
     def groups(self, *axes: str) -> list[list[int]]:
@@ -77,7 +101,8 @@ class Grid:
 
         Grid(dp=2, tp=2).groups("dp") == [[0, 2], [1, 3]]
 
-        Raises KeyError for an axis that is not there, and for dp or cp together with ep or edp.
+        Raises KeyError for an axis that is not there, and for an axis of the experts together with
+        one that they divide anew.
         """
         view = self.check(*axes)
         others = [axis for axis in view if axis not in axes]
@@ -93,13 +118,14 @@ class Grid:
         for axis in axes:
             if axis not in known:
                 raise KeyError(f"no axis {axis!r} in this mesh; it has {', '.join(known)}")
-        if not set(axes) & {"ep", "edp"}:
+        if not set(axes) & set(self.experts):
             return list(self.axes)
-        shared = self._cut_by_experts()
+        shared = self.cut_by_experts
         if mixed := [axis for axis in axes if axis in shared]:
+            ranks = "dp*cp*tp" if "tp" in shared else "dp*cp"
             raise KeyError(
-                f"{' and '.join(axes)}: ep and edp cut the ranks of dp*cp anew, so "
-                f"{' and '.join(mixed)} cannot be named with them"
+                f"{' and '.join(axes)}: {and_(sorted(self.experts, key=len))} cut the ranks of "
+                f"{ranks} anew, so {' and '.join(mixed)} cannot be named with them"
             )
         return [axis for axis in self.axes if axis not in shared] + [*self.experts]
 
@@ -122,6 +148,10 @@ class Grid:
             lists = (" ".join(map(str, ranks)) for ranks in self.groups(axis))
             lines.append(f"{axis:>3} {size}:  {' | '.join(lists)}")
         return "\n".join(lines)
+
+
+def and_(words: list[str]) -> str:
+    return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def axis_groups(**axes: int) -> dict[str, list[list[int]]]:
@@ -217,7 +247,10 @@ class Mesh:
             self.group = host_by_host(group)
         self._groups: dict[frozenset[str], dist.ProcessGroup] = {}
         for axis in (*self.axes, *self.grid.experts):
-            self._groups[frozenset([axis])] = self._make(axis)
+            if axis == "etp" and self.grid.experts["etp"] == self.axes["tp"]:
+                self._groups[frozenset([axis])] = self["tp"]  # the same ranks
+            else:
+                self._groups[frozenset([axis])] = self._make(axis)
 
     def _make(self, *axes: str) -> dist.ProcessGroup:
         mine = next(ranks for ranks in self.grid.groups(*axes) if self.group.rank() in ranks)

@@ -118,10 +118,27 @@ WITH_EXPERTS = [
     dict(pp=2, dp=4, ep=2, zero=3),
     dict(pp=2, dp=2, cp=2, tp=2, ep=2, zero=1, sequence_parallel=True),  # 16 ranks, 5 axes
 ]
+SPANNING_TP = [
+    dict(tp=2, dp=2, ep=4, etp=1, sequence_parallel=True),  # all whole experts over all ranks
+    dict(tp=4, ep=2, etp=2, sequence_parallel=True, zero=1),
+    dict(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True, zero=3),
+    dict(tp=2, cp=2, pp=2, ep=1, etp=1, sequence_parallel=True, zero=2),
+    dict(tp=2, dp=2, pp=2, ep=4, etp=1, sequence_parallel=True, recompute="full"),
+]
 
 
 @pytest.mark.parametrize("case", WITH_EXPERTS, ids=name_of)
 def test_with_experts_too(case):
+    check_with_experts(case)
+
+
+@pytest.mark.parametrize("case", SPANNING_TP, ids=name_of)
+@pytest.mark.sampled
+def test_with_experts_that_span_tp(case):
+    check_with_experts(case)
+
+
+def check_with_experts(case):
     layout, config = layout_of(**case), ModelConfig(**DENSE, **EXPERTS)
     expected = oracle(config, layout.global_batch_size)
     for result in launch(many_ranks, layout.world_size, (config, layout, {})).results:
@@ -158,6 +175,7 @@ def one_process_with_balance(config, layout, weight, group):
         dict(dp=2, cp=2, ep=2),
         dict(pp=2, dp=2, tp=2, ep=2, zero=1),
         dict(dp=2, tp=2, ep=2, zero=3, sequence_parallel=True),
+        dict(dp=2, tp=2, ep=4, etp=1, sequence_parallel=True),
     ],
     ids=name_of,
 )
@@ -276,6 +294,32 @@ def test_with_experts_tp_ranks_send_each_copy_once():
         counts = layout.num_micro_batches * moe_layers * 4 * 8 * config.num_experts // 2
         ep[sequence_parallel] = measured["ep"] - counts
     assert ep[True] * 2 == ep[False] > 0
+
+
+@pytest.mark.parametrize(
+    "case", [dict(tp=2, dp=2, ep=4, etp=1), dict(tp=4, ep=2, etp=2)], ids=name_of
+)
+def test_bytes_of_experts_that_span_tp_equal_the_calculators(case):
+    """Every token visits every expert, so that no router decides how many bytes travel."""
+    config = ModelConfig(**DENSE, **EXPERTS, bias=False).replace(top_k=4, num_kv_heads=4)
+    layout = layout_of(**case, sequence_parallel=True, zero=1)
+    measured, _ = bytes_of_a_step(config, layout)
+    D, E, m = config.d_model, config.num_experts, layout.num_micro_batches
+    tokens, moe_layers = m * config.seq_len, config.num_layers - config.first_dense_layers
+    lines = {line.name: line.value for line in step_volume(config, layout, "course")}
+    predicted = {name: layout.world_size * value for name, value in lines.items()}
+    # what the calculator leaves out: three numbers a token for the loss; routers and norms added up
+    each = 4 * 2 * (layout.tp - 1)
+    whole = (2 * config.num_layers + 1) * D + moe_layers * E * D
+    predicted["tp"] += each * (3 * tokens * layout.dp + whole)
+    # before rows travel, how many go to each of a rank's experts (one number is left out above)
+    if layout.ep < E:
+        predicted["ep"] += layout.world_size * m * moe_layers * 8 * E // layout.ep * (layout.ep - 1)
+    # and how many tokens of all ranks visited each expert
+    everyone = "dp*tp" if layout.dp > 1 else "tp"
+    visits = m * moe_layers * 2 * (layout.dp * layout.tp - 1) * 8 * E
+    predicted[everyone] = predicted.get(everyone, 0) + visits
+    assert measured == predicted
 
 
 # ---- what random numbers do ----------------------------------------------------------------------

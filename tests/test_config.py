@@ -102,6 +102,20 @@ def test_a_layout_counts_ranks_sequences_and_stages():
         ({"zero": 4}, "zero=4 is not known: give one of 0, 1, 2, 3"),
         ({"zero": True}, "zero=True is not known"),
         ({"ep": 3, "dp": 4}, "ep=3 does not divide dp*cp=4: 2 would"),
+        (
+            {"ep": 8, "dp": 2, "tp": 4},
+            "ep=8 does not divide dp*cp=2: 2 would, or etp=1 with sequence_parallel=True.",
+        ),
+        (
+            {"ep": 4, "dp": 2, "tp": 4, "etp": 3, "sequence_parallel": True},
+            "etp=3 does not divide tp=4: 2 would",
+        ),
+        (
+            {"ep": 8, "dp": 2, "tp": 4, "etp": 2, "sequence_parallel": True},
+            "ep=8 does not divide dp*cp*tp/etp=4: 4 would",
+        ),
+        ({"tp": 4, "etp": 2}, "etp=2 below tp=4 needs tp ranks with different tokens"),
+        ({"tp": 4, "etp": 0}, "etp=0 is too small"),
         ({"recompute": "all"}, "recompute='all' is not known"),
         ({"schedule": "2f2b"}, "schedule='2f2b' is not known"),
         ({"num_chunks": 2, "pp": 2}, "num_chunks=2 needs schedule='interleaved'"),
@@ -115,6 +129,13 @@ def test_a_wrong_layout_is_refused_in_one_sentence(changes, says):
     assert says in str(error.value)
 
 
+def test_experts_are_cut_as_tp_cuts_unless_etp_is_given():
+    assert Layout(tp=4) == Layout(tp=4, etp=4) and Layout(dp=4, tp=4, ep=2).edp == 2
+    assert Layout(tp=2, dp=2).replace(tp=4).etp == 4
+    whole = Layout(tp=4, dp=2, ep=8, etp=1, sequence_parallel=True)
+    assert whole.edp == 1 and whole.replace(tp=2, dp=4).etp == 1
+
+
 @pytest.mark.parametrize(
     ("layout", "config", "says"),
     [
@@ -124,6 +145,16 @@ def test_a_wrong_layout_is_refused_in_one_sentence(changes, says):
         ({"tp": 4, "sequence_parallel": True}, {"seq_len": 6}, "cp*tp=4 does not divide seq_len=6"),
         ({"dp": 2, "ep": 2}, {}, "ep=2 needs a model with experts"),
         ({"dp": 4, "ep": 4}, {"num_experts": 6, "top_k": 1}, "ep=4 does not divide num_experts=6"),
+        (
+            {"tp": 2, "etp": 1, "sequence_parallel": True},
+            {},
+            "etp=1 needs a model with experts: leave it out",
+        ),
+        (
+            {"tp": 4, "etp": 2, "sequence_parallel": True},
+            {"num_experts": 4, "top_k": 1, "d_expert": 9},
+            "etp=2 does not divide d_expert=9",
+        ),
         ({"pp": 5}, {}, "pp*num_chunks=5 is more than num_layers=4"),
     ],
 )

@@ -91,7 +91,7 @@ def test_the_same_values_draw_the_same_bytes(make):
 def test_the_waterfall_is_the_fullest_ranks_and_ends_at_what_a_device_needs():
     picture, html = memory.render("llama3-70b", dp=4, tp=8, pp=4, sequence_parallel=True)
     config = model("llama3-70b").replace(seq_len=8192)
-    layout = Layout(4, 4, 1, 8, 1, True, 1, 1, 8)
+    layout = Layout(pp=4, dp=4, tp=8, sequence_parallel=True, zero=1, num_micro_batches=8)
     peak = peak_memory(config, layout)
     left, right = picture.figure.axes
     widths = [bar.get_width() * 2**30 for bar in left.patches]

@@ -103,6 +103,24 @@ def test_expert_groups_are_megatrons(order, ep):
     assert grid.groups("ep", "pp") == megatrons_groups(order, experts, "ep-pp")
 
 
+@pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-dp-ep-pp"])
+@pytest.mark.parametrize("ep, etp", [(1, 1), (8, 1), (2, 2), (16, 2), (4, 4), (32, 1)])
+def test_expert_groups_that_span_tp_are_megatrons(order, ep, etp):
+    """Core 0.16: experts have a tp of their own, and all ranks of a stage are divided anew."""
+    dense = dict(tp=4, cp=2, dp=4, ep=1, pp=2)
+    grid = Grid(**megatron_order(order, **dense | dict(ep=ep)), etp=etp)
+    experts = dict(tp=etp, cp=1, ep=ep, dp=32 // (ep * etp), pp=2)
+    for ours, theirs in (("dp", "dp"), ("cp", "cp"), ("tp", "tp"), ("pp", "pp")):
+        assert grid.groups(ours) == megatrons_groups(order, dense, theirs)
+    for ours, theirs in (("ep", "ep"), ("edp", "dp"), ("etp", "tp"), ("pp", "pp")):
+        assert sorted(grid.groups(ours)) == sorted(megatrons_groups(order, experts, theirs))
+    assert grid.groups("ep", "etp") == megatrons_groups(order, experts, "tp-ep")
+    if etp == 4:  # as if it had not been said
+        plain = Grid(**megatron_order(order, **dense | dict(ep=ep)))
+        assert plain.groups("ep") == grid.groups("ep")
+        assert plain.groups("edp") == grid.groups("edp")
+
+
 def test_ep_groups_neighbours_and_its_own_dp_joins_who_holds_the_same_experts():
     grid = Grid(pp=1, dp=2, cp=2, tp=2, ep=2)
     assert grid.groups("dp", "cp") == [[0, 2, 4, 6], [1, 3, 5, 7]]
@@ -295,6 +313,17 @@ def test_sizes_that_do_not_fit_are_refused_by_name():
 
 
 def test_a_grid_refuses_what_makes_no_groups():
+    spanning = Grid(dp=2, tp=2, ep=4, etp=1)
+    with pytest.raises(
+        KeyError, match="ep, edp and etp cut the ranks of dp.cp.tp anew, so tp cannot"
+    ):
+        spanning.groups("tp", "ep")
+    with pytest.raises(ValueError, match="ep=4 does not divide dp.cp.tp/etp=2: give one of 1, 2"):
+        Grid(dp=2, tp=2, ep=4, etp=2)
+    with pytest.raises(ValueError, match="etp=3 does not divide tp=4: give one of 1, 2, 4"):
+        Grid(dp=2, tp=4, ep=1, etp=3)
+    with pytest.raises(ValueError, match="etp=1 needs ep beside it and tp as the last axis"):
+        Grid(tp=2, dp=2, ep=2, etp=1)
     with pytest.raises(KeyError, match="dp and ep: ep and edp cut the ranks of dp.cp anew, so dp"):
         Grid(dp=4, ep=2).groups("dp", "ep")
     with pytest.raises(ValueError, match="ep=0: an axis has at least 1 rank"):

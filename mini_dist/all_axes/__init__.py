@@ -10,7 +10,7 @@ Read in this order:
     ideas.py           parallelize: the list of the strategies
     parallel_model.py  what it makes: one optimizer step of the whole
     averaging.py       whose gradients are averaged, and over which ranks
-    experts_cut.py     experts whose matrices tp cuts
+    experts_cut.py     experts whose matrices etp cuts
     norm.py            one gradient norm, each element counted once
     fits.py            layouts that cannot work, and what would
 

@@ -23,7 +23,7 @@ from ..recompute import recompute_blocks
 from ..schedule import Schedule, build
 from ..tensor_parallel import SEQUENCE_AGAIN, TENSOR, shard_model
 from .averaging import average_gradients
-from .experts_cut import PLAN
+from .experts_cut import plan
 from .fits import check_fits
 from .parallel_model import ParallelModel
 
@@ -46,7 +46,7 @@ def parallelize(
     Raises ValueError in one sentence for a layout that cannot work, with the nearest that does.
     """
     check_fits(config, layout, group, precision)
-    mesh = Mesh(group, **layout.axes, ep=layout.ep)
+    mesh = Mesh(group, **layout.axes, ep=layout.ep, etp=layout.etp)
     schedule = schedule_of(layout)
     mine = schedule.stages_of[mesh.index("pp")]
 
@@ -61,15 +61,23 @@ def parallelize(
     stages = cut_gpt(config, mine, schedule.num_stages, seed=seed, **sequence)
 
     for stage in stages.values():
-        # tp cuts every matrix, and with sequence parallelism what it would leave whole.
+        # tp cuts every matrix (etp those of experts), and with sequence parallelism what it would
+        # leave whole.
         if layout.tp > 1:
             pair = SEQUENCE_AGAIN if layout.sequence_parallel else TENSOR
-            shard_model(stage, PLAN, mesh["tp"], pair=pair)
+            shard_model(stage, plan(mesh["etp"]), mesh["tp"], pair=pair)
 
         # ep spreads the experts.
         if any(isinstance(module, MoE) for module in stage.modules()):
             cutting_tokens = ("dp", "cp", "tp") if layout.sequence_parallel else ("dp", "cp")
-            shard_experts(stage, mesh["ep"], balance_group=mesh[cutting_tokens], **expert_options)
+            shard_experts(
+                stage,
+                mesh["ep"],
+                balance_group=mesh[cutting_tokens],
+                # Gradients are averaged over dp*cp and added up over tp, and ep can span both.
+                averaged_over=layout.ep * layout.etp / layout.tp,
+                **expert_options,
+            )
 
         recompute_blocks(stage, layout.recompute, layout.recompute_every)
 

@@ -41,8 +41,8 @@ def count_holders(
     if layout.tp > 1:  # a matrix that tp has cut into all its ranks is on one of them only
         for stage in stages.values():
             for name, parameter in stage.named_parameters():
-                cut = stage.sharding.cuts.get(name)
-                holders[parameter] *= layout.tp // cut.parts if cut else layout.tp
+                cut, size = stage.sharding.cuts.get(name), stage.sharding.group_of(name).size()
+                holders[parameter] *= size // cut.parts if cut else size
     tied = shared_parameter(stages, layout.num_stages)
     if tied is not None:  # the first and the last stage have it
         holders[tied] *= 2

@@ -36,12 +36,12 @@ def layer_activations(
     For GPT (K = N, F = 4 D, gelu, dropout, eager attention) the sum is [K22]'s
     s b h (34 + 5 a s / h), and with tp and sequence parallel its table 2.
     """
-    cuts = layout.tp, layout.sequence_parallel
+    cuts = layout.tp, layout.etp, layout.sequence_parallel
     return _layer_activations(model(config), *cuts, framework(how), moe)
 
 
 @lru_cache(maxsize=4096)
-def _layer_activations(config, tp, sequence_parallel, how, moe) -> tuple[Saved, ...]:
+def _layer_activations(config, tp, etp, sequence_parallel, how, moe) -> tuple[Saved, ...]:
     e, t = how.activation_bytes, tp
     D, N, K, H, S = (
         config.d_model,
@@ -95,7 +95,7 @@ def _layer_activations(config, tp, sequence_parallel, how, moe) -> tuple[Saved, 
     saved.append(Saved("ffn input", e * D / inputs, f"e D{cut_in}"))
     if moe:
         k = config.top_k
-        rows = 1 if how.plain_modules else whole  # ours keep what tp gathered for an expert
+        rows = t // etp if how.plain_modules else whole  # ours keep what is gathered for an expert
         # Balanced routing: a rank's experts see as many token copies as the rank sent out.
         saved += [
             Saved("router", 3 * 4 * config.num_experts / whole, f"3 * 4 E{cut}, in fp32"),

@@ -127,6 +127,7 @@ def megatron_arguments(config: ModelConfig, layout: Layout) -> list[str]:
             "moe-router-topk": config.top_k,
             "moe-ffn-hidden-size": config.d_expert,
             "expert-model-parallel-size": layout.ep,
+            **({"expert-tensor-parallel-size": layout.etp} if layout.etp != layout.tp else {}),
             "moe-token-dispatcher-type": "alltoall",  # else each rank gathers everyone's tokens
             "moe-grouped-gemm": True,
         }
@@ -239,10 +240,10 @@ def torchtitan_config(config: ModelConfig, layout: Layout) -> str:
             f"recompute_every={layout.recompute_every} is not what torchtitan's FullAC does, which "
             "has every layer: give 1."
         )
-    if config.num_experts and layout.tp > 1:
+    if config.num_experts and (layout.etp > 1 or layout.ep == 1 < layout.tp):
         raise ValueError(
-            f"tp={layout.tp} cuts each expert here; torchtitan's expert_parallel_degree spreads "
-            "whole experts over the tp ranks, too: give tp=1."
+            f"ep={layout.ep}, etp={layout.etp}: torchtitan's expert_parallel_degree spreads whole "
+            "experts over the tp ranks, too: give etp=1 and ep of 2 or more, or tp=1."
         )
     # A pipeline cuts its local batch into micro-batches; without one they are accumulated.
     local = layout.micro_batch_size * (layout.num_micro_batches if layout.pp > 1 else 1)
@@ -309,8 +310,6 @@ def torchrun_line(layout: Layout, devices_per_node: int, script: str = "train.py
 
 def layout_source(layout: Layout) -> str:
     """The Layout as Python, for this course: only what differs from the defaults."""
-    default = Layout()
-    changed = {
-        name: value for name, value in vars(layout).items() if value != getattr(default, name)
-    }
+    default = vars(Layout()) | {"etp": layout.tp}
+    changed = {name: value for name, value in vars(layout).items() if value != default[name]}
     return f"Layout({', '.join(f'{name}={value!r}' for name, value in changed.items())})"

@@ -11,7 +11,7 @@ from .importing import Batch, Imported, check_keys, choice, flag, replicas, sect
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # What no file says, because DeepSpeed takes it from the program that calls it.
 IN_THE_PROGRAM = (
-    *("pp", "tp", "cp", "ep", "sequence_parallel", "recompute", "recompute_every"),
+    *("pp", "tp", "cp", "ep", "etp", "sequence_parallel", "recompute", "recompute_every"),
     *("schedule", "num_chunks"),
 )
 # Top-level keys that are neither batch nor cuts. DeepSpeed reads past a key that it does not know;
@@ -80,7 +80,7 @@ def from_deepspeed(
     own = ("zero_optimization", "tensor_parallel", "sequence_parallel_size", "expert_parallel")
     check_keys(config, (*BATCH, *own, *OTHER_KEYS), "DeepSpeed's config")
     cannot_say: list[str] = []
-    outside = Layout(**{**program, "ep": 1})  # ep is checked with dp, below
+    outside = Layout(**{**program, "ep": 1, "etp": None})  # these are checked with dp, below
     tp, cp = outside.tp, outside.cp
     if "tensor_parallel" in config:
         group = section("tensor_parallel", config["tensor_parallel"])
@@ -123,6 +123,7 @@ def from_deepspeed(
         cp=cp,
         tp=tp,
         ep=program.get("ep", 1),
+        etp=program.get("etp"),
         zero=zero,
         micro_batch_size=micro,
         num_micro_batches=accumulated,

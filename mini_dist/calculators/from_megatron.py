@@ -6,6 +6,7 @@ import re
 import shlex
 
 from ..config import Layout
+from ..fields import nearest_divisor
 from ..schedule import ScheduleError, round_size
 from .importing import Batch, Imported, alike, choice, replicas, whole
 
@@ -85,18 +86,14 @@ def from_megatron(arguments: str | list[str], world_size: int | None = None) -> 
             "sequence-parallel needs tensor-model-parallel-size of 2 or more, and Megatron-LM turns"
             " it off without."
         )
-    ep = said.get("expert-model-parallel-size", 1)
-    if ep > 1 and (etp := said.get("expert-tensor-parallel-size", tp)) != tp:
-        cannot_say.append(
-            f"expert-tensor-parallel-size={etp} cuts experts otherwise than tp={tp}, and a Layout "
-            "cuts them alike."
-        )
+    ep, etp = _experts(said, "num-experts" in others, tp, dp * cp)
     layout = Layout(
         pp=pp,
         dp=dp,
         cp=cp,
         tp=tp,
         ep=ep,
+        etp=etp,
         sequence_parallel=sequence_parallel and tp > 1,
         zero=_zero(said, pp, cannot_say),
         micro_batch_size=micro,
@@ -107,6 +104,34 @@ def from_megatron(arguments: str | list[str], world_size: int | None = None) -> 
     )
     passed_over = tuple(name for name in others if name not in CANNOT_SAY)
     return Imported(layout, tuple(cannot_say), passed_over)
+
+
+def _experts(said: dict, has_experts: bool, tp: int, replicas: int) -> tuple[int, int]:
+    """(ep, etp), whose groups divide the ranks of dp * cp * tp a second time."""
+    ep = said.get("expert-model-parallel-size", 1)
+    if ep == 1 and not has_experts:
+        return 1, tp  # the other argument is of no use
+    name = "expert-tensor-parallel-size"
+    etp = said.get(name, tp)
+    if tp % etp:
+        raise ValueError(
+            f"{name}={etp} does not divide tensor-model-parallel-size={tp}, and a Layout's etp "
+            f"divides its tp: give {nearest_divisor(tp, etp)}."
+        )
+    if etp < tp and not said.get("sequence-parallel"):
+        raise ValueError(
+            f"tensor-model-parallel-size={tp} with experts needs sequence-parallel, says "
+            "Megatron-LM: give that, too."
+        )
+    ranks = replicas * tp // etp
+    if ranks % ep:
+        whole = replicas * tp % ep == 0
+        raise ValueError(
+            f"expert-model-parallel-size={ep} with {name}={etp} does not divide the "
+            f"{replicas * tp} ranks of a pipeline stage: give {nearest_divisor(ranks, ep)}"
+            f"{f', or {name}=1' * whole}."
+        )
+    return ep, etp
 
 
 def _chunks(said: dict, pp: int) -> int:

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 from ..config import Layout
+from ..fields import nearest_divisor
 from ..schedule import V_SHAPED
 from .export import TORCH_SCHEDULES
 from .importing import (
@@ -116,18 +117,15 @@ def from_torchtitan(
     if cuts.get("module_fqns_per_model_part"):
         cannot_say.append("module_fqns_per_model_part cuts by hand, and a Layout cuts evenly.")
     ep = _degree(cuts, "expert_parallel")
-    if ep > 1 and tp > 1 and cuts.get("expert_tensor_parallel_degree", 1) == 1:
-        cannot_say.append(
-            f"expert_parallel_degree={ep} spreads whole experts over the tp ranks, too; a Layout's "
-            f"tp={tp} cuts each expert."
-        )
     sequence = cuts.get("enable_sequence_parallel", True)  # 0.2 has no other
+    etp = _cut_of_experts(cuts, ep, tp, dp * cp, sequence)
     layout = Layout(
         pp=pp,
         dp=dp,
         cp=cp,
         tp=tp,
         ep=ep,
+        etp=etp,
         sequence_parallel=flag("enable_sequence_parallel", sequence) and tp > 1,
         zero=_zero(cuts, shard * cp > 1, pp),
         micro_batch_size=micro,
@@ -164,6 +162,27 @@ def _check_sections(config: dict) -> None:
 
 def _degree(cuts: dict, axis: str) -> int:
     return whole(f"{axis}_degree", cuts.get(f"{axis}_degree", 1))
+
+
+def _cut_of_experts(cuts: dict, ep: int, tp: int, replicas: int, sequence: bool) -> int:
+    """etp: without ep torchtitan cuts experts as tp cuts the rest, whatever else is said."""
+    name = "expert_tensor_parallel_degree"
+    etp = _degree(cuts, "expert_tensor_parallel")  # 0.3 has it no more: whole experts
+    if ep == 1:
+        return tp
+    if etp not in (1, tp):
+        raise ValueError(f"{name}={etp} is neither 1 nor tensor_parallel_degree={tp}: give one.")
+    if etp < tp and not sequence:
+        raise ValueError(
+            f"expert_parallel_degree={ep} spreads experts over ranks of tensor_parallel_degree="
+            f"{tp}, whose tokens a Layout cuts only with enable_sequence_parallel=True: give that."
+        )
+    if (ranks := replicas * tp // etp) % ep:
+        raise ValueError(
+            f"expert_parallel_degree={ep} does not divide the {ranks} ranks that it spreads "
+            f"experts over: give {nearest_divisor(ranks, ep)}."
+        )
+    return etp
 
 
 def _shards(cuts: dict, world_size: int | None, replicate: int, sizes: dict[str, int]) -> int:

@@ -169,6 +169,7 @@ class Piece(NamedTuple):
     tp: int
     cp: int
     ep: int
+    etp: int
     sequence_parallel: bool
     tokens: float  # of a micro-batch, b S/cp
     world: int  # devices of the whole job
@@ -188,7 +189,7 @@ def layer_time(
 
 def _piece(config: ModelConfig, layout: Layout, moe: bool) -> Piece:
     tokens = layout.micro_batch_size * config.seq_len / layout.cp
-    cuts = (layout.tp, layout.cp, layout.ep, layout.sequence_parallel)
+    cuts = (layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel)
     return Piece(moe, *cuts, tokens, layout.world_size)
 
 
@@ -286,14 +287,16 @@ def _passes(device, how, moved: dict[str, float]) -> float:
 
 
 def _add_exchanges(time, config, piece, machine, how) -> None:
-    moe, tp, cp, ep, sequence_parallel, tokens, world = piece
+    moe, tp, cp, ep, etp, sequence_parallel, tokens, world = piece
     e = how.activation_bytes
     if tp > 1:  # once for the attention, once for the ffn, each way
-        size = config.d_model * tokens
         gathered = 1 if how.fp8 else e  # what a matrix multiplies in fp8 comes in fp8
         op = "reduce_scatter" if sequence_parallel else "all_reduce"
-        gather = 2 * collective_seconds(machine, "all_gather", gathered * size, tp, 1, world)
-        reduce = 2 * collective_seconds(machine, op, e * size, tp, 1, world)
+        gather = reduce = 0.0
+        for share, ranks in _regions(config, piece):
+            size = share * config.d_model * tokens
+            gather += collective_seconds(machine, "all_gather", gathered * size, ranks, 1, world)
+            reduce += collective_seconds(machine, op, e * size, ranks, 1, world)
         each = gather + reduce if sequence_parallel else reduce
         if how.overlaps_tensor and sequence_parallel:
             both = (
@@ -323,8 +326,19 @@ def _add_exchanges(time, config, piece, machine, how) -> None:
         )
     if moe and ep > 1:  # dispatch and combine, each way
         size = e * config.top_k * config.d_model * piece.whole
-        pair = 2 * collective_seconds(machine, "all_to_all", size, ep, tp, world)
+        pair = 2 * collective_seconds(machine, "all_to_all", size, ep, etp, world)
         time.add("ep all-to-all", pair, pair)
+
+
+def _regions(config, piece) -> list[tuple[float, int]]:
+    """(share of a micro-batch's tokens, ranks) of each region of a layer that these ranks cut."""
+    regions = [(1.0, piece.tp)] * 2
+    if piece.moe and piece.etp < piece.tp:
+        if not config.num_shared_experts:
+            del regions[1]
+        if piece.etp > 1:  # the rows of etp ranks for their experts, a tp-th of the tokens each
+            regions.append((piece.etp / piece.tp, piece.etp))
+    return regions
 
 
 def _column_backward(config, piece, device, how) -> tuple[float, float]:
@@ -375,17 +389,18 @@ def matrices(config: ModelConfig, piece: Piece) -> tuple[Gemm, ...]:
 def _gemm(config, piece, weight) -> Gemm:
     """What this rank multiplies of a weight, alone."""
     k, n = weight.shape
+    cut = piece.etp if weight.experts > 1 else piece.tp
     if weight.cut == "row":
-        k /= piece.tp
+        k /= cut
     elif weight.cut == "column":
-        n /= piece.tp
+        n /= cut
     elif weight.cut == "kv":
         n /= min(piece.tp, config.num_kv_heads)
     rows, copies = piece.tokens, 1.0
     if weight.experts > 1:  # balanced: the token copies spread evenly over the local experts
         copies = weight.experts / piece.ep
-        rows = piece.tokens * weight.visits / copies
-    return Gemm(rows, k, n, copies, weight.cut in ("column", "kv"))
+        rows = piece.tokens * weight.visits / copies * piece.etp / piece.tp
+    return Gemm(rows, k, n, copies, cut > 1 and weight.cut in ("column", "kv"))
 
 
 def every_second_seconds(

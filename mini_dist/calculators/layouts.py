@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -71,6 +72,8 @@ def layouts(
     without a cut sequence; ZeRO-2 and 3 in a pipeline (they gather and reduce in each of its many
     micro-batches, and Megatron-LM and DeepSpeed refuse them), though 3 can fit where 1 does not;
     chunks that are uneven even with embedding and head counted as layers (frameworks refuse them).
+    Experts are cut by tp (etp=tp) or whole (etp=1), not in between; whole ones only where ep spans
+    tp, so that a rank holds no more of them than tp would leave it.
     """
     max_tp, max_pp = search.max_tp or num_devices, search.max_pp or config.num_layers
     max_cp = search.max_cp or (64 if config.seq_len >= LONG else 1)
@@ -83,11 +86,19 @@ def layouts(
                     if sequences % (dp * size):
                         continue
                     m = sequences // (dp * size)
-                    for ep in _divisors(dp * cp, config.num_experts or 1):
+                    for ep, etp in _of_experts(config, dp * cp, tp):
                         for stage in (z for z in zeros if z in search.zero or dp * cp == 1):
-                            base = Layout(pp, dp, cp, tp, ep, tp > 1, stage, size, m)
+                            base = Layout(pp, dp, cp, tp, ep, etp, tp > 1, stage, size, m)
                             for cut in _scheduled(config, base, search.schedules):
                                 yield from _recomputing(config, cut, search)
+
+
+def _of_experts(config: ModelConfig, replicas: int, tp: int) -> Iterator[tuple[int, int]]:
+    """(ep, etp): experts that tp cuts, and whole ones that ep spreads over all tp ranks as well."""
+    yield from ((ep, tp) for ep in _divisors(replicas, config.num_experts or 1))
+    if tp > 1 and config.num_experts:
+        spanning = math.gcd(replicas * tp, config.num_experts)
+        yield from ((ep, 1) for ep in _divisors(spanning, spanning) if ep % tp == 0)
 
 
 def _scheduled(config: ModelConfig, base: Layout, schedules: tuple[str, ...]) -> Iterator[Layout]:
@@ -126,6 +137,8 @@ def _recomputing(config: ModelConfig, base: Layout, search: Search) -> Iterator[
 def short(layout: Layout) -> str:
     """A layout in one line: the axes that cut something, then the rest that matters."""
     axes = [f"{axis}={size}" for axis, size in {**layout.axes, "ep": layout.ep}.items() if size > 1]
+    if layout.etp != layout.tp:
+        axes.append(f"etp={layout.etp}")
     rest = [f"micro-batch {layout.micro_batch_size} x {layout.num_micro_batches}"]
     if layout.zero:
         rest.append(f"ZeRO-{layout.zero}")

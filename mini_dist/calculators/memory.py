@@ -183,13 +183,13 @@ def states_of_all(
         for kind, stage in SHARDED_FROM.items():
             shared = layout.zero >= stage
             dense += each[kind] / (ways if shared else 1)
-            experts += each[kind] / (ways // layout.ep if shared else 1)
+            experts += each[kind] / (layout.edp if shared else 1)
         fullest.append(max(dense * of_all + experts * of_some for of_all, of_some in cuts[cut]))
     return fullest
 
 
 def _cut(layout: Layout) -> tuple:
-    return layout.pp, layout.num_chunks, layout.schedule, layout.tp, layout.ep
+    return layout.pp, layout.num_chunks, layout.schedule, layout.tp, layout.ep, layout.etp
 
 
 def device_memory(allocated: float, how: str | Framework = "megatron-core") -> float:
@@ -204,7 +204,7 @@ def _states(config, layout, how, pp_rank) -> list[Line]:
     ways = layout.dp * layout.cp
     parts = [("", float(held.dense), ways)]
     if held.experts:
-        parts.append((" of experts", float(held.experts), ways // layout.ep))
+        parts.append((" of experts", float(held.experts), layout.edp))
     stepped = how.optimizer_bytes + (how.shard_bytes if layout.zero in (1, 2) else 0)
     each, away = (how.parameter_bytes, how.gradient_bytes, stepped), offloaded(how)
     lines = [

@@ -25,6 +25,7 @@ from .machines import Hardware, hardware
 from .memory import device_memory, peak_memory
 from .optimizer_time import gradients_leave, passed_in_step
 from .parameters import held_outside, num_parameters, parameters_of_rank
+from .replica_traffic import copies
 
 # What is borrowed, by the name of the tier that the last of it is in.
 TIERS = {
@@ -43,7 +44,7 @@ TIERS = {
 def _shard(config, layout) -> float:
     """Parameters that a rank steps."""
     held = parameters_of_rank(config, layout, 0)
-    return float(held.total) / (layout.dp * layout.cp if layout.zero else 1)
+    return sum(numel / (ways if layout.zero else 1) for numel, ways, _ in copies(held, layout))
 
 
 def stays(config, layout) -> float:

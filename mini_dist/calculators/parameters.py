@@ -9,11 +9,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from typing import NamedTuple
 
 from ..config import Layout, ModelConfig
 from ..schedule import V_SHAPED
 from .lines import Breakdown, Line
 from .models import model
+
+
+class Cuts(NamedTuple):
+    """What decides which part of a layer's weights a rank has."""
+
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    @classmethod
+    def of(cls, layout: Layout) -> Cuts:
+        return cls(layout.tp, layout.ep, layout.etp)
 
 
 @dataclass(frozen=True)
@@ -39,10 +52,12 @@ class Weight:
         """Numbers that one token meets."""
         return self.numel // self.experts * self.visits
 
-    def numel_per_rank(self, tp: int, ep: int, num_kv_heads: int) -> Fraction:
-        """Numbers on one rank: cut by tp, spread by ep; whole kv heads where tp > K copies them."""
+    def numel_per_rank(self, cuts: Cuts, num_kv_heads: int) -> Fraction:
+        """Numbers on one rank: cut by tp; whole kv heads where tp > K copies them. Those of experts
+        are spread by ep and cut by etp."""
+        tp, ep = (cuts.etp, cuts.ep) if self.experts > 1 else (cuts.tp, 1)
         ways = {"none": 1, "kv": min(tp, num_kv_heads)}.get(self.cut, tp)
-        return Fraction(self.numel, ways * (ep if self.experts > 1 else 1))
+        return Fraction(self.numel, ways * ep)
 
 
 def layer_weights(config: ModelConfig, moe: bool = False) -> list[Weight]:
@@ -147,7 +162,7 @@ class Held:
     """Numbers one rank holds: apart, because ZeRO shards them over different groups."""
 
     dense: Fraction = Fraction(0)  # sharded by ZeRO over dp * cp
-    experts: Fraction = Fraction(0)  # sharded by ZeRO over dp * cp / ep
+    experts: Fraction = Fraction(0)  # sharded by ZeRO over edp
     largest_layer: Fraction = Fraction(0)  # what ZeRO-3 gathers at once
 
     @property
@@ -165,18 +180,18 @@ class Held:
 def parameters_of_rank(config: ModelConfig, layout: Layout, pp_rank: int = 0) -> Held:
     """The parameters that one rank of pipeline position `pp_rank` computes with, before ZeRO."""
     stages = tuple(stages_of_rank(layout, pp_rank))
-    return _held_by_stages(config, layout.tp, layout.ep, layout.num_stages, stages)
+    return _held_by_stages(config, Cuts.of(layout), layout.num_stages, stages)
 
 
 def held_outside(config: ModelConfig, layout: Layout, pp_rank: int = 0) -> Held:
     """The part of that outside the layers: embedding on the first stage, head on the last."""
     stages = tuple(stages_of_rank(layout, pp_rank))
-    return _held_outside(config, layout.tp, layout.ep, layout.num_stages, stages)
+    return _held_outside(config, Cuts.of(layout), layout.num_stages, stages)
 
 
 def held_by_layer(config: ModelConfig, layout: Layout, moe: bool) -> Held:
     """One layer's part of that."""
-    return _held(config, "moe" if moe else "dense", layout.tp, layout.ep)
+    return _held(config, "moe" if moe else "dense", Cuts.of(layout))
 
 
 def layers_of_stage(config: ModelConfig, layout: Layout, stage: int) -> list[tuple[bool, int]]:
@@ -245,27 +260,27 @@ def _layers_of_stages(
 
 @lru_cache(maxsize=4096)
 def _held_by_stages(
-    config: ModelConfig, tp: int, ep: int, num_stages: int, stages: tuple[int, ...]
+    config: ModelConfig, cuts: Cuts, num_stages: int, stages: tuple[int, ...]
 ) -> Held:
-    held = _held_outside(config, tp, ep, num_stages, stages)
+    held = _held_outside(config, cuts, num_stages, stages)
     for stage in stages:
         for moe, count in _layers_of_stage(config, num_stages, stage):
-            layer = _held(config, "moe" if moe else "dense", tp, ep)
+            layer = _held(config, "moe" if moe else "dense", cuts)
             held += Held(count * layer.dense, count * layer.experts, layer.largest_layer)
     return held
 
 
 @lru_cache(maxsize=4096)
 def _held_outside(
-    config: ModelConfig, tp: int, ep: int, num_stages: int, stages: tuple[int, ...]
+    config: ModelConfig, cuts: Cuts, num_stages: int, stages: tuple[int, ...]
 ) -> Held:
     held = Held()
     if 0 in stages:
-        held += _held(config, "first", tp, ep)
+        held += _held(config, "first", cuts)
     if num_stages - 1 in stages:
         # A tied head on the embedding's own rank is there already; elsewhere it is a copy.
         shared = config.tied_embedding and 0 in stages
-        held += _held(config, "last, head elsewhere" if shared else "last", tp, ep)
+        held += _held(config, "last, head elsewhere" if shared else "last", cuts)
     return held
 
 
@@ -281,7 +296,7 @@ def _layers_of_stage(
 
 
 @lru_cache(maxsize=4096)
-def _held(config: ModelConfig, part: str, tp: int, ep: int) -> Held:
+def _held(config: ModelConfig, part: str, cuts: Cuts) -> Held:
     if part in ("dense", "moe"):
         weights = layer_weights(config, moe=part == "moe")
     else:
@@ -289,8 +304,7 @@ def _held(config: ModelConfig, part: str, tp: int, ep: int) -> Held:
         if part == "last, head elsewhere":
             weights = [weight for weight in weights if weight.kind != "head"]
     numels = [
-        (weight.experts > 1, weight.numel_per_rank(tp, ep, config.num_kv_heads))
-        for weight in weights
+        (weight.experts > 1, weight.numel_per_rank(cuts, config.num_kv_heads)) for weight in weights
     ]
     experts = sum((numel for routed, numel in numels if routed), Fraction(0))
     total = sum((numel for _, numel in numels), Fraction(0))

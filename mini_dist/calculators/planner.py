@@ -212,7 +212,8 @@ def _lower_bound(config: ModelConfig, machine: Hardware, how: Framework):
 
     def all_layers(layout) -> tuple[float, float]:
         """Forward and backward of one micro-batch: the layers, and with backward the head."""
-        sizes = layout.tp, layout.cp, layout.ep, layout.sequence_parallel, layout.micro_batch_size
+        experts = layout.ep, layout.etp
+        sizes = layout.tp, layout.cp, *experts, layout.sequence_parallel, layout.micro_batch_size
         if sizes not in known:
             times = [(n, layer_time(config, layout, machine, how, moe)) for moe, n in kinds if n]
             head = head_seconds(config, machine, how, layout)

@@ -12,6 +12,7 @@ from .activations import (
 from .frameworks import Framework
 from .lines import Line
 from .parameters import (
+    Cuts,
     Held,
     held_by_layer,
     held_outside,
@@ -163,6 +164,7 @@ class Rank:
         """Numbers of this matrix on this rank; of experts, one's."""
         for weight in layer_weights(self.config, moe):
             if weight.name == name:
-                per_rank = weight.numel_per_rank(self.layout.tp, 1, self.config.num_kv_heads)
+                cuts = Cuts(self.layout.tp, 1, self.layout.etp)
+                per_rank = weight.numel_per_rank(cuts, self.config.num_kv_heads)
                 return float(per_rank) / weight.experts
         return 0.0  # latent attention has no such matrix; our GPT has no latent attention

@@ -23,10 +23,12 @@ from .parameters import (
 def copies(held: Held, layout: Layout) -> list[tuple[float, int, int]]:
     """(numbers, ranks that hold copies of them, how far apart these stand).
 
-    Those are all of dp * cp, and for experts every ep-th of them.
+    Those are all of dp * cp, and for experts edp, every (etp * ep)-th rank of a stage.
     """
-    ways, tp, ep = layout.dp * layout.cp, layout.tp, layout.ep
-    return [(float(held.dense), ways, tp), (float(held.experts), ways // ep, tp * ep)]
+    return [
+        (float(held.dense), layout.dp * layout.cp, layout.tp),
+        (float(held.experts), layout.edp, layout.etp * layout.ep),
+    ]
 
 
 class Traffic(NamedTuple):
@@ -186,9 +188,11 @@ def cluster_of(layout: Layout, clusters: int | None, local_steps: int) -> Layout
             f"{local_steps} and clusters={clusters} of dp={layout.dp} each is one rank: give "
             "clusters below dp, or zero=0."
         )
-    if inside * layout.cp % layout.ep:
+    ranks = inside * layout.cp * layout.tp // layout.etp
+    if ranks % layout.ep:
+        of = "dp * cp" if layout.etp == layout.tp else "dp * cp * tp / etp"
         raise ValueError(
-            f"ep={layout.ep} does not divide the {inside * layout.cp} ranks of dp * cp in a "
+            f"ep={layout.ep} does not divide the {ranks} ranks of {of} in a "
             f"cluster: give fewer clusters than {clusters}, or ep=1."
         )
     return layout.replace(dp=inside)
@@ -257,7 +261,8 @@ def _messages(config, layout, how, parts) -> tuple[float, float]:
     all_layers = layers_of_stages(config, layout)
     for moe, layers in (kind for stage in stages_of_rank(layout, 0) for kind in all_layers[stage]):
         if moe not in of_layer:
-            piece = Piece(moe, layout.tp, layout.cp, layout.ep, False, 1.0, layout.world_size)
+            cuts = layout.tp, layout.cp, layout.ep, layout.etp
+            piece = Piece(moe, *cuts, False, 1.0, layout.world_size)
             each = [shape.k * shape.n for shape in matrices(config, piece) if shape.copies == 1]
             of_layer[moe] = sum(min(1.0, numel / sizes[0]) for numel in each)
         dense += layers * of_layer[moe]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from .activations import cut_of_whole, tokens_of_micro_batch
 from .kernels import every_second_seconds, head_seconds, layer_time, together
 from .parameters import first_alike, held_by_layer, layers_of_rank, stages_of_rank
-from .replica_traffic import in_every_micro_batch, of_layer, of_root
+from .replica_traffic import copies, in_every_micro_batch, of_layer, of_root
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,9 @@ def _layer_parts(config, layout, machine, how, moe, recomputes) -> Stage:
 def parameters_arrive(config, layout, machine, how, moe) -> float:
     """Seconds in which this rank's part of a layer's parameters comes to the device, from the host
     or through it from files."""
-    ways = layout.dp * layout.cp if layout.zero == 3 else 1
-    size = how.activation_bytes * float(held_by_layer(config, layout, moe).total) / ways
+    parts = copies(held_by_layer(config, layout, moe), layout)
+    numel = sum(numel / (ways if layout.zero == 3 else 1) for numel, ways, _ in parts)
+    size = how.activation_bytes * numel
     files = size / machine.file_bandwidth if how.offload_to_files else 0.0
     return max(machine.host_seconds(size), files)
 

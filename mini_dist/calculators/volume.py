@@ -44,11 +44,13 @@ def step_volume(
     if t > 1:
         # Two regions a layer, entered and left by an all-reduce (or a gather and a scatter) each
         # way; embedding and head have one way only. One gather or scatter is a "pass". Experts that
-        # are cut get the rows that all ranks have for them, k a token.
+        # are cut over the same ranks get the rows that all of these have for them, k a token.
         first, last = 0 in stages, layout.num_stages - 1 in stages
         shared = moe_layers if config.num_shared_experts else 0
         regions = 2 * layers - moe_layers + shared
-        passes = 2 * ((2 + again) * (regions + moe_layers * config.top_k) + first + last)
+        rows = moe_layers * config.top_k
+        of_experts = rows if layout.etp == t else 0
+        passes = 2 * ((2 + again) * (regions + of_experts) + first + last)
         if layout.sequence_parallel and not how.keeps_gathered:
             passes += regions + last  # backward gathers what the matrices need once more
         lines.append(
@@ -58,6 +60,17 @@ def step_volume(
                 "bytes",
                 f"{m} micro-batches * {passes:g} passes * (t - 1)/t * e B S D",
                 "[N21] section 2.3, [K22] section 4.2.2",
+            )
+        )
+    if 1 < layout.etp < t and moe_layers:  # the same of a t-th of the rows
+        passes = 2 * (2 + again) * rows
+        lines.append(
+            Line(
+                "etp",
+                m * passes * (layout.etp - 1) / t * message,
+                "bytes",
+                f"{m} micro-batches * {passes:g} passes * (etp - 1)/t * e B S D",
+                "[K22] section 4.2.2, balanced routing",
             )
         )
     if layout.cp > 1:
@@ -147,7 +160,7 @@ def _dp(config, layout, how, pp_rank) -> list[Line]:
     lines = []
     for name, numel, outside, size in (
         ("dp", float(held.dense), float(outer.dense), ways),
-        ("dp of experts", float(held.experts), 0.0, ways // layout.ep),
+        ("dp of experts", float(held.experts), 0.0, layout.edp),
     ):
         if size > 1 and numel:
             lines.append(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from .parameters import layer_weights
+from .parameters import Cuts, layer_weights
 
 
 def weight_gradients(config, layout, how, is_last) -> tuple[float, float]:
@@ -16,23 +16,29 @@ def weight_gradients(config, layout, how, is_last) -> tuple[float, float]:
     if how.weight_gradients == "largest":
         return each * max(largest, head), 0.0
     kinds = {config.is_moe_layer(0), config.is_moe_layer(config.num_layers - 1)}
-    return each * sum(_matrix_sizes(config, layout.tp, moe)[1] for moe in kinds), each * head
+    cuts = _cuts(layout)
+    return each * sum(_matrix_sizes(config, cuts, moe)[1] for moe in kinds), each * head
+
+
+def _cuts(layout) -> Cuts:
+    """As if ep did not spread the experts: it leaves each one's matrices as they are."""
+    return Cuts(layout.tp, 1, layout.etp)
 
 
 def _gradient_sizes(config, layout, is_last: bool) -> tuple[float, float]:
     """Numbers of the largest matrix of a layer, and of the head where it is."""
     kinds = {config.is_moe_layer(0), config.is_moe_layer(config.num_layers - 1)}
     return (
-        max(_matrix_sizes(config, layout.tp, moe)[0] for moe in kinds),
+        max(_matrix_sizes(config, _cuts(layout), moe)[0] for moe in kinds),
         config.vocab_size * config.d_model / layout.tp if is_last else 0.0,
     )
 
 
 @lru_cache(maxsize=4096)
-def _matrix_sizes(config, tp, moe) -> tuple[float, float]:
+def _matrix_sizes(config, cuts, moe) -> tuple[float, float]:
     """Numbers of the largest matrix of a layer, and of one of each (experts share theirs)."""
     sizes = [
-        float(weight.numel_per_rank(tp, 1, config.num_kv_heads)) / weight.experts
+        float(weight.numel_per_rank(cuts, config.num_kv_heads)) / weight.experts
         for weight in layer_weights(config, moe)
         if weight.is_matmul
     ]

@@ -7,7 +7,8 @@ size of that group, so that they, too, only want the mean over who holds the sam
 mesh["edp"].
 
 With sequence parallelism a rank routes its part of the sequence, so balance_group has tp in it, too
-(and the layers' own losses count 1/tp: over tp, gradients are added up). See all_axes.
+(and the layers' own losses count 1/tp: over tp, gradients are added up). If the ep group spans tp
+ranks, their tokens' gradients are added up, too: averaged_over is then smaller. See all_axes.
 
 Legend: T tokens of this rank, E experts; a *copy* is one token for one of its experts.
 """
@@ -39,6 +40,7 @@ class ExpertParallel(nn.Module):
     balance_loss, z_loss: what these losses count for in the whole. They are added in backward, so
         they work in any pipeline stage; the loss that a model returns is without them.
     balance_group: the ranks whose tokens are balanced together, `group` unless given.
+    averaged_over: what an expert's gradients are divided by, the size of `group` unless given.
     Raises ValueError if the ranks do not divide the experts.
     """
 
@@ -51,6 +53,7 @@ class ExpertParallel(nn.Module):
         balance_loss: float = 0.0,
         z_loss: float = 0.0,
         balance_group=None,
+        averaged_over: float | None = None,
     ):
         super().__init__()
         rank, size, num_experts = group.rank(), group.size(), len(moe.experts)
@@ -77,6 +80,7 @@ class ExpertParallel(nn.Module):
         self.register_buffer("balance_bias", None if bias is None else at_least_float32(bias))
         self.group, self.num_experts, self.capacity_factor = group, num_experts, capacity_factor
         self.balance_group = balance_group or group
+        self.averaged_over = averaged_over or size
         self.balance_loss, self.z_loss, self.loss_scale = balance_loss, z_loss, 1.0
         self.load: Load | None = None  # of the last micro-batch
         self.visits_of_step = torch.zeros(num_experts, dtype=torch.int64)  # see move_balance_biases
@@ -111,14 +115,13 @@ class ExpertParallel(nn.Module):
         One after the other, so that the algorithm can be read; on a GPU one grouped matrix
         product does all. An expert without rows runs too, on [0, D]: its gradients are zeros.
         """
-        size = self.group.size()
-        arrived = scale_gradient(arrived, size)
+        arrived = scale_gradient(arrived, self.averaged_over)
         answers = [
             expert(rows)
             for expert, rows in zip(self.experts.values(), arrived.split(rows_per_expert))
         ]
         # what lies between the two scalings, the experts' weights, gets an n-th of its gradient
-        return scale_gradient(torch.cat(answers), 1 / size)
+        return scale_gradient(torch.cat(answers), 1 / self.averaged_over)
 
     def with_losses(self, out: Tensor, decision: Routing, copies: Copies) -> Tensor:
         """Count who visits whom, on all ranks of balance_group, and attach the losses to `out`."""

@@ -48,19 +48,21 @@ def add_up_parts_(sharding: Sharding, gradients: Iterable[tuple[str, Tensor]]) -
     for name, summand in gradients:
         ranks = ranks_to_sum_over(sharding, name)
         if len(ranks) > 1:
-            partial.setdefault((ranks, summand.dtype), []).append(summand)
-    for (ranks, _), summands in partial.items():
+            key = sharding.group_of(name), ranks, summand.dtype
+            partial.setdefault(key, []).append(summand)
+    for (group, ranks, _), summands in partial.items():
         flat = torch.cat([summand.flatten() for summand in summands])
-        total = all_reduce(flat, Members(sharding.group, ranks))
+        total = all_reduce(flat, Members(group, ranks))
         sizes = [summand.numel() for summand in summands]
         for summand, summed in zip(summands, total.split(sizes)):
             summand.copy_(summed.view_as(summand))
 
 
 def ranks_to_sum_over(sharding: Sharding, name: str) -> tuple[int, ...]:
-    """The ranks whose partial gradients of this parameter add up to the gradient of this rank's
-    piece; only this rank where its gradient is whole already."""
-    rank, size, cut = sharding.group.rank(), sharding.group.size(), sharding.cuts.get(name)
+    """The ranks (of the group that cuts it) whose partial gradients of this parameter add up to the
+    gradient of this rank's piece; only this rank where its gradient is whole already."""
+    group, cut = sharding.group_of(name), sharding.cuts.get(name)
+    rank, size = group.rank(), group.size()
     if cut is None:
         return tuple(range(size)) if sharding.pair.cuts_sequence else (rank,)
     holders = size // cut.parts  # neighbours that hold the same piece
@@ -73,10 +75,11 @@ def for_grad_norm(model: nn.Module) -> tuple[list[nn.Parameter], dict]:
     A piece that several ranks hold is given by the first of them only, so that it counts once.
     """
     sharding = model.sharding
-    whole, cut = [], []
+    whole, cut = [], {sharding.group: []}
     for name, parameter in model.named_parameters():
+        group = sharding.group_of(name)
         if name not in sharding.cuts:
             whole.append(parameter)
-        elif sharding.group.rank() == ranks_to_sum_over(sharding, name)[0]:
-            cut.append(parameter)
-    return whole, {sharding.group: cut}
+        elif group.rank() == ranks_to_sum_over(sharding, name)[0]:
+            cut.setdefault(group, []).append(parameter)
+    return whole, cut

@@ -47,6 +47,11 @@ class Sharding:
     pair: Pair
     tied: list[list[str]]  # of each parameter with several names all of them
     cuts: dict[str, Cut] = field(default_factory=dict)  # full parameter name -> Cut, of those cut
+    groups: dict[str, object] = field(default_factory=dict)  # of those that another group cuts
+
+    def group_of(self, name: str):
+        """The ranks over which this parameter is cut, or whole."""
+        return self.groups.get(name, self.group)
 
 
 def shard_model(
@@ -72,6 +77,9 @@ def shard_model(
     for prefix, module in model.named_modules():
         if isinstance(module, HoldsPieces):
             model.sharding.cuts |= {f"{prefix}.{name}": cut for name, cut in module.cuts.items()}
+            if module.group is not group:
+                names = [f"{prefix}.{name}" for name in module._parameters]
+                model.sharding.groups |= dict.fromkeys(names, module.group)
     tie(model)
     return model
 

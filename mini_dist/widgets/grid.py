@@ -44,7 +44,7 @@ def render(
     Raises ValueError for more than 64 ranks, for a rank that is not there, and for a layout that
     cannot cut the model.
     """
-    layout = Layout(pp, dp, cp, tp, ep, tp > 1, 1, num_micro_batches=8)
+    layout = Layout(pp, dp, cp, tp, ep, sequence_parallel=tp > 1, zero=1, num_micro_batches=8)
     grid = Grid(**layout.axes, ep=ep)
     if grid.size > MOST:
         raise ParameterError(f"{grid.size} ranks are too many to draw: make one of the axes less.")

@@ -61,11 +61,11 @@ def render(
         cp,
         tp,
         ep,
-        sequence_parallel,
-        zero,
-        micro_batch_size,
-        num_micro_batches,
-        recompute,
+        sequence_parallel=sequence_parallel,
+        zero=zero,
+        micro_batch_size=micro_batch_size,
+        num_micro_batches=num_micro_batches,
+        recompute=recompute,
     )
     fullest = peak_memory(config, layout, program)
     needed = device_memory(fullest.total, program)
@@ -123,7 +123,7 @@ def one_change(config: ModelConfig, layout: Layout, program: str) -> list[tuple[
                 **({"sequence_parallel": True} if axis == "tp" else {}),
             }
     changes[f"twice the ranks, dp={2 * layout.dp}"] = {"dp": 2 * layout.dp}
-    if config.num_experts and layout.dp * layout.cp % (2 * layout.ep) == 0:
+    if config.num_experts and layout.edp % 2 == 0:
         changes[f"ep={2 * layout.ep}"] = {"ep": 2 * layout.ep}
     needs = []
     for what, change in changes.items():

@@ -201,6 +201,130 @@ def test_what_torchtitan_has_one_word_for_comes_back_as_the_other():
         assert from_torchtitan(text, num_layers=32).layout == layout.replace(zero=zero)
 
 
+def test_experts_that_span_tp_come_back():
+    config = model("mixtral-8x7b")
+    whole = Layout(dp=4, tp=2, ep=8, etp=1, sequence_parallel=True, zero=1)
+    cut = Layout(dp=2, tp=4, ep=4, etp=2, sequence_parallel=True, zero=1)
+    for layout in (whole, cut):
+        assert from_megatron(megatron_arguments(config, layout), 8).layout == layout
+    for zero in (2, 3):
+        layout = whole.replace(zero=zero)
+        assert from_torchtitan(torchtitan_config(config, layout), 8).layout == layout
+    for layout in (cut, whole.replace(ep=1)):  # cut experts, and whole ones that ep does not spread
+        with pytest.raises(ValueError, match="give etp=1 and ep of 2 or more, or tp=1"):
+            torchtitan_config(config, layout)
+
+
+# The sizes of Megatron-LM's tests/functional_tests/test_cases/moe/*/model_config.yaml, each on the
+# 8 devices of a node: (its name there, arguments, the layout).
+MEGATRON_EXPERTS = [
+    (
+        "gpt3_mcore_te_tp2_pp1_te_8experts_etp1_ep4",
+        "--tensor-model-parallel-size 2 --expert-model-parallel-size 4 --micro-batch-size 4 "
+        "--expert-tensor-parallel-size 1 --global-batch-size 32 --num-experts 8",
+        dict(dp=4, tp=2, ep=4, etp=1, micro_batch_size=4, num_micro_batches=2),
+    ),
+    (
+        "gpt3_mcore_te_tp2_pp2_ep4_etp1_memory_speed",
+        "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --num-layers 16 "
+        "--num-virtual-stages-per-pipeline-rank 4 --expert-model-parallel-size 4 "
+        "--expert-tensor-parallel-size 1 --use-distributed-optimizer --micro-batch-size 4 "
+        "--global-batch-size 32 --num-experts 32",
+        dict(
+            **dict(pp=2, dp=2, tp=2, ep=4, etp=1, zero=1, micro_batch_size=4, num_micro_batches=4),
+            **dict(schedule="interleaved", num_chunks=4),
+        ),
+    ),
+    (
+        "gpt3_moe_mcore_te_tp4_ep2_etp2_pp2_resume_torch_dist_dist_optimizer",
+        "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 2 --micro-batch-size 4 "
+        "--expert-model-parallel-size 2 --expert-tensor-parallel-size 2 --num-layers 12 "
+        "--global-batch-size 32 --use-distributed-optimizer --num-experts 8",
+        dict(pp=2, dp=1, tp=4, ep=2, etp=2, zero=1, micro_batch_size=4, num_micro_batches=8),
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    "arguments, layout",
+    [case[1:] for case in MEGATRON_EXPERTS],
+    ids=[c[0] for c in MEGATRON_EXPERTS],
+)
+def test_megatron_s_own_layouts_of_experts_are_read(arguments, layout):
+    found = from_megatron(f"{arguments} --sequence-parallel", world_size=8)
+    assert found.layout == Layout(**layout, sequence_parallel=True)
+    assert not found.cannot_say
+
+
+# torchtitan, models/qwen3_5/config_registry.py (May 2026): its models with experts, the largest
+# one last: (tensor, expert, pipeline degree, local batch, ranks).
+QWEN = [(2, 4, 2, 2, 8), (2, 8, 1, 4, 8), (4, 8, 1, 4, 16), (8, 16, 1, 4, 64)]
+
+
+@pytest.mark.parametrize("tp, ep, pp, local, ranks", QWEN)
+def test_torchtitan_s_own_layouts_of_experts_are_read(tp, ep, pp, local, ranks):
+    config = {
+        "training": {"local_batch_size": local, "seq_len": 4096},
+        "parallelism": {
+            "tensor_parallel_degree": tp,
+            "expert_parallel_degree": ep,
+            "pipeline_parallel_degree": pp,
+        },
+        "activation_checkpoint": {"mode": "full"},
+    }
+    found = from_torchtitan(config, ranks).layout
+    assert (found.tp, found.ep, found.etp, found.dp) == (tp, ep, 1, ranks // (tp * pp))
+    assert found.edp == ranks // pp // ep and found.sequence_parallel
+    config["parallelism"]["expert_tensor_parallel_degree"] = tp  # of torchtitan 0.2
+    if (ranks // (tp * pp)) % ep:
+        with pytest.raises(ValueError, match=f"expert_parallel_degree={ep} does not divide the"):
+            from_torchtitan(config, ranks)
+
+
+@pytest.mark.parametrize(
+    "read, says",
+    [
+        (
+            lambda: from_megatron(f"{SPANNING} --expert-tensor-parallel-size 2 {SP}", 8),
+            "expert-model-parallel-size=4 with expert-tensor-parallel-size=2 does not divide the 4 "
+            "ranks of a pipeline stage: give 2, or expert-tensor-parallel-size=1.",
+        ),
+        (
+            lambda: from_megatron(f"{SPANNING} --expert-tensor-parallel-size 1", 8),
+            "tensor-model-parallel-size=2 with experts needs sequence-parallel",
+        ),
+        (
+            lambda: from_megatron(f"{SPANNING} --expert-tensor-parallel-size 4 {SP}", 8),
+            "expert-tensor-parallel-size=4 does not divide tensor-model-parallel-size=2, and a "
+            "Layout's etp divides its tp: give 2.",
+        ),
+        (
+            lambda: from_torchtitan(TITAN.format("expert_tensor_parallel_degree=2"), 8),
+            "expert_tensor_parallel_degree=2 is neither 1 nor tensor_parallel_degree=4: give one.",
+        ),
+        (
+            lambda: from_torchtitan(TITAN.format("enable_sequence_parallel=False"), 8),
+            "whose tokens a Layout cuts only with enable_sequence_parallel=True: give that.",
+        ),
+    ],
+)
+def test_experts_that_a_layout_cannot_say_are_refused(read, says):
+    with pytest.raises(ValueError) as error:
+        read()
+    assert says in str(error.value)
+
+
+SP = "--sequence-parallel"
+SPANNING = (
+    "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --micro-batch-size 1 "
+    "--expert-model-parallel-size 4 --num-experts 8"
+)
+TITAN = """Trainer.Config(
+    training=TrainingConfig(local_batch_size=1),
+    parallelism=ParallelismConfig(tensor_parallel_degree=4, expert_parallel_degree=8, {}),
+)"""
+
+
 # Megatron-LM, examples/gpt3/train_gpt3_175b_distributed.sh: its sizes, on as many nodes as given.
 GPT3 = """
 torchrun --nproc_per_node 8 --nnodes {nodes} --master_port 6000 pretrain_gpt.py \\
@@ -393,7 +517,7 @@ BAD = [
     (
         deepspeed({}, dp=4),
         "dp=4 is not what a program sets beside ds_config.json: give some of pp, tp, cp, ep, "
-        "sequence_parallel, recompute, recompute_every, schedule, num_chunks.",
+        "etp, sequence_parallel, recompute, recompute_every, schedule, num_chunks.",
     ),
     (
         lambda: from_deepspeed('{"train_batch_size": 4, "train_batch_size": 8}', 4),

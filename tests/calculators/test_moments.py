@@ -53,6 +53,8 @@ RUNS = {
     "cp dp ZeRO-3": (DENSE, layout_of(cp=2, dp=2, zero=3)),
     "dp ep": (EXPERTS, layout_of(dp=2, ep=2)),
     "dp tp SP ep": (EXPERTS, layout_of(dp=2, tp=2, ep=2, sequence_parallel=True)),
+    "dp tp SP, ep spans tp": (EXPERTS, layout_of(dp=2, tp=2, ep=4, etp=1, sequence_parallel=True)),
+    "tp 4 SP ep etp 2": (EXPERTS, layout_of(tp=4, ep=2, etp=2, sequence_parallel=True)),
     "pp dp tp SP ZeRO-1": (DENSE, layout_of(pp=2, dp=2, tp=2, sequence_parallel=True, zero=1)),
 }
 
@@ -108,10 +110,9 @@ def test_the_peak_is_predicted_on_every_rank(name):
 def test_states_between_steps_are_those_predicted(name):
     """To the byte, but for AdamW's counter of steps, one number a tensor."""
     config, layout = RUNS[name]
-    ways = layout.dp * layout.cp
     for pp_rank, held, *_ in measured(name):
         numbers = parameters_of_rank(config, layout, pp_rank)
-        sharded = numbers.dense / ways + numbers.experts / (ways // layout.ep)
+        sharded = numbers.dense / (layout.dp * layout.cp) + numbers.experts / layout.edp
         part = sharded if layout.zero else numbers.total
         assert held["parameters"] == 4 * (sharded if layout.zero == 3 else numbers.total)
         assert held["gradients"] == 4 * part  # those that the step used, whatever the stage

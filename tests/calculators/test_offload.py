@@ -196,3 +196,16 @@ def test_a_plan_borrows_only_when_nothing_else_fits():
 def test_states_come_first():
     with pytest.raises(ValueError, match="offload_optimizer=False: the optimizer's states"):
         framework("fsdp").replace(offload_parameters=True)
+
+
+def test_ep_leaves_a_rank_as_many_states_on_its_host_as_zero_alone():
+    """What ep has spread ZeRO cannot shard again: 8 ranks hold each expert's states once."""
+    mixtral, zero = model("mixtral-8x7b"), Layout(dp=8, zero=1)
+    how = framework("megatron-core").replace(offload_optimizer=True)
+    alone = host_memory(mixtral, zero, how).total
+    for layout in (
+        zero.replace(ep=4),
+        zero.replace(ep=8),
+        zero.replace(dp=4, tp=2, ep=8, etp=1, sequence_parallel=True),
+    ):
+        assert host_memory(mixtral, layout, how).total == pytest.approx(alone, rel=2e-3)

@@ -104,6 +104,14 @@ def test_experts_are_spread_by_ep_and_cut_by_tp():
     assert spread.experts * 4 == one.experts > 0
 
 
+def test_experts_that_span_tp_are_cut_by_etp_only():
+    config = ModelConfig(num_experts=8, top_k=2, d_expert=128, num_shared_experts=1, bias=False)
+    spanning = Layout(dp=2, tp=4, ep=4, etp=2, sequence_parallel=True)
+    one, cut = parameters_of_rank(config, Layout()), parameters_of_rank(config, spanning)
+    assert cut.experts == one.experts / 8 and spanning.edp == 1
+    assert cut.dense == parameters_of_rank(config, Layout(tp=4)).dense
+
+
 def test_kv_heads_fewer_than_tp_ranks_are_held_whole():
     config = ModelConfig(num_kv_heads=2, bias=False)
     two, eight = (parameters_of_rank(config, Layout(tp=tp)).total for tp in (2, 8))

@@ -236,6 +236,21 @@ def test_long_sequences_are_cut_by_cp_and_experts_by_ep():
     assert moe.best.layout.ep > 1
 
 
+def test_experts_that_span_tp_are_tried_and_can_be_the_fastest():
+    search = Search(micro_batch_sizes=(1,), zero=(1,), max_pp=1, schedules=("1f1b",))
+    config = model("mixtral-8x7b").replace(num_layers=8)
+    answer = plan(config, "h100", 8, 8 * config.seq_len, search=replace(search, max_tp=4))
+    layouts = [c.layout for c in answer.candidates] + [d.layout for d in answer.dropped]
+    assert {layout.etp for layout in layouts if layout.tp == 4} == {1, 4}
+    whole = [layout for layout in layouts if layout.etp < layout.tp]
+    assert whole and all(layout.ep % layout.tp == 0 for layout in whole)
+    of_four = [c for c in answer.candidates if c.layout.tp == 4]
+    assert of_four[0].layout.etp == 1
+    assert "tp=4 ep=8 etp=1" in short(of_four[0].layout)
+    dense = plan("gpt2", "h100", 8, 64 * 1024)
+    assert all(c.layout.etp == c.layout.tp for c in dense.candidates)
+
+
 def test_a_small_model_on_one_device_needs_no_axes():
     alone = plan("gpt2", "a100-80", 1, 64 * 1024)
     assert alone.best.layout.world_size == 1 and alone.runner_up is None
@@ -394,6 +409,9 @@ def test_torchrun_starts_every_rank_once():
 def test_a_layout_s_source_evaluates_to_it():
     assert eval(layout_source(LAYOUT)) == LAYOUT
     assert layout_source(Layout()) == "Layout()"
+    assert layout_source(Layout(tp=2)) == "Layout(tp=2)"  # etp follows
+    spanning = Layout(dp=2, tp=2, ep=4, etp=1, sequence_parallel=True)
+    assert eval(layout_source(spanning)) == spanning
 
 
 @pytest.mark.parametrize(
@@ -408,7 +426,7 @@ def test_a_layout_s_source_evaluates_to_it():
         (lambda c: torchtitan_config(c, Layout(recompute="selective")), "recompute='selective'"),
         (
             lambda c: torchtitan_config(model("mixtral-8x7b"), Layout(dp=2, tp=2, ep=2)),
-            "tp=2 cuts each expert",
+            "ep=2, etp=2: torchtitan's expert_parallel_degree spreads whole experts",
         ),
         (lambda c: torchtitan_config(c, Layout(pp=2, schedule="zb_h1")), "schedule='zb_h1'"),
         (lambda c: torchrun_line(Layout(dp=12), 8), "devices_per_node=8 does not divide"),

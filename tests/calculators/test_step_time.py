@@ -15,8 +15,13 @@ from mini_dist.calculators import (
     step_time,
 )
 from mini_dist.calculators.bubble import bubble_seconds
-from mini_dist.calculators.frameworks import FRAMEWORKS
-from mini_dist.calculators.kernels import collective_seconds, gemm_seconds, stream_seconds
+from mini_dist.calculators.frameworks import FRAMEWORKS, framework
+from mini_dist.calculators.kernels import (
+    collective_seconds,
+    gemm_seconds,
+    layer_time,
+    stream_seconds,
+)
 from mini_dist.calculators.machines import KERNEL_SECONDS
 from mini_dist.calculators.parameters import parameters_of_rank
 from mini_dist.calculators.published import (
@@ -95,6 +100,23 @@ def test_experts_gradients_travel_between_ranks_that_stand_as_far_apart_as_in_th
     ):
         ranks = groups[axis][0]
         assert (numel, size, stride) == (count, len(ranks), ranks[1] - ranks[0]), axis
+
+
+def test_whole_experts_on_all_tp_ranks_wait_for_ep_and_not_for_tp():
+    """Of a layer with experts tp exchanges what attention needs; ep's groups are neighbours."""
+    mixtral, machine, how = model("mixtral-8x7b"), hardware("h100"), framework("megatron-core")
+    cut = Layout(dp=16, tp=4, ep=2, sequence_parallel=True)
+    whole = cut.replace(ep=8, etp=1)
+    groups = axis_groups(pp=1, dp=16, cp=1, tp=4, ep=8, etp=1)
+    numel, size, stride = copies(parameters_of_rank(mixtral, whole, 0), whole)[1]
+    ranks = groups["edp"][0]
+    assert (size, stride) == (len(ranks), ranks[1] - ranks[0]) == (8, 8)
+    assert groups["ep"][0] == list(range(8))
+    assert numel == copies(parameters_of_rank(mixtral, cut, 0), cut)[1][0]  # as many numbers
+    a, b = (layer_time(mixtral, layout, machine, how, True).forward for layout in (cut, whole))
+    assert b["tp collectives"] == pytest.approx(a["tp collectives"] / 2)
+    assert b["matrices"] < a["matrices"]  # fewer and larger
+    assert b["attention"] == a["attention"] and b["elementwise"] == a["elementwise"]
 
 
 @pytest.mark.parametrize("run", megatron_2021() + korthikanti_2022(), ids=lambda run: run.name)

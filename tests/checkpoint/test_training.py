@@ -129,6 +129,9 @@ GRIDS = {
     "pp2*dp2, zero1": Layout(pp=2, dp=2, zero=1, num_micro_batches=2, micro_batch_size=2),
     "pp2*dp2*ep2, zero1": Layout(pp=2, dp=2, ep=2, zero=1, num_micro_batches=2, micro_batch_size=2),
     "dp2*tp2*ep2": Layout(dp=2, tp=2, ep=2, sequence_parallel=True, micro_batch_size=4),
+    "dp2*tp2*ep4, zero1": Layout(
+        dp=2, tp=2, ep=4, etp=1, sequence_parallel=True, zero=1, micro_batch_size=4
+    ),
 }
 
 
@@ -155,8 +158,9 @@ def train_grid(directory, config, layout, until, group):
         (DENSE, "dp4, zero3", "pp2*dp2, zero1"),
         (EXPERTS, "pp2*dp2*ep2, zero1", "dp2*tp2*ep2"),
         (EXPERTS, "dp2*tp2*ep2", "one process"),
+        (EXPERTS, "dp2*tp2*ep4, zero1", "dp2*tp2*ep2"),
     ],
-    ids=["dense", "dense back", "experts", "experts back"],
+    ids=["dense", "dense back", "experts", "experts back", "experts that span tp"],
 )
 @pytest.mark.sampled
 def test_all_axes_can_be_exchanged_for_others(config, before, after, tmp_path):
