@@ -20,15 +20,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+from . import course
+from .course import NOTEBOOKS
 
 FOLDER, FILE = ".mini_dist", "mini_dist-progress.json"  # in the learner's home, for nobody else
 FORMER = ".mini_dist-progress.json"  # where the file was until November 2026
 PATIENCE = 2.0  # seconds
-LESSON = re.compile(r"\d\d_\w+")
 CHECKS = re.compile(r"\bcheck\.(\w+)\(\w+\)\"")  # the last line of an exercise cell, in JSON
 AUTOMATIC = {"CI", "PYTEST_CURRENT_TEST"}  # who sets one of these is no person
-NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 
 
 def current_lesson() -> str:
@@ -41,8 +43,15 @@ def current_lesson() -> str:
             from IPython import get_ipython
 
             path = get_ipython().user_ns.get("__vsc_ipynb_file__", "")
-    stem = Path(str(path)).stem
-    return stem if LESSON.fullmatch(stem) and (NOTEBOOKS / f"{stem}.ipynb").is_file() else ""
+    stem = Path(str(path)).stem.removesuffix(course.NEW)
+    return stem if stem in lessons() else ""
+
+
+@cache  # to read the whole course takes 0.1 s, and `note` asks each time
+def lessons() -> dict[str, set[str]]:
+    """The exercises of each lesson, by the lesson's name."""
+    paths = [NOTEBOOKS / name for name in course.notebooks(NOTEBOOKS) if "/" not in name]
+    return {path.stem: {*CHECKS.findall(path.read_text(encoding="utf-8"))} for path in paths}
 
 
 def started_by_a_notebook() -> bool:
@@ -249,12 +258,11 @@ def progress(keep: bool | None = None) -> Progress:
             aside.unlink()
     record, whole = read()
     rows = []
-    for path in sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")):
-        about = record["lessons"].get(path.stem, {})
-        names = {*CHECKS.findall(path.read_text(encoding="utf-8"))}
+    for lesson, names in lessons().items():
+        about = record["lessons"].get(lesson, {})
         right = sum(bool(about.get("exercises", {}).get(name)) for name in names)
         guesses = len(about.get("guesses", {}))
-        rows.append(Row(path.stem, about.get("opened", ""), guesses, right, len(names)))
+        rows.append(Row(lesson, about.get("opened", ""), guesses, right, len(names)))
     return Progress(rows, not record.get("off"), whole)
 
 

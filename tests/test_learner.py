@@ -45,6 +45,13 @@ def test_a_guess_is_kept_with_its_lesson(home):
     assert kept(home)["07_zero"]["guesses"] == {"bytes": 3, "factor": "3/19"}
 
 
+@pytest.mark.parametrize("where", ["work/07_zero.ipynb", "work/07_zero-new.ipynb"])
+def test_the_working_copy_and_a_new_version_beside_it_count_as_the_lesson(home, monkeypatch, where):
+    monkeypatch.setenv("JPY_SESSION_NAME", f"/course/{where}")
+    predict("bytes", 3)
+    assert list(kept(home)) == ["07_zero"]
+
+
 def test_a_lesson_without_a_guess_counts_as_opened(home):
     predict("bytes")
     reveal("bytes", 4)
@@ -88,7 +95,8 @@ def test_papermill_leaves_none(home, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "path", ["", "/course/notebooks/labs/plan_sweep.ipynb", "/x/07_mine.ipynb"]
+    "path",
+    ["", "/course/notebooks/labs/plan_sweep.ipynb", "/x/07_mine.ipynb", "/x/07_zero-Copy1.ipynb"],
 )
 def test_what_is_no_lesson_leaves_none(home, monkeypatch, path):
     monkeypatch.setenv("JPY_SESSION_NAME", path)
@@ -144,12 +152,7 @@ def put(home, text):
     ]
     + [json.dumps({"lessons": {}, "off": "no"})],
 )
-def test_a_file_that_cannot_be_read_is_kept_aside_and_a_new_one_begun(
-    home, text, capsys, monkeypatch, tmp_path_factory
-):
-    course = tmp_path_factory.mktemp("course")  # of one lesson: the whole one takes 0.1 s to read
-    (course / "07_zero.ipynb").write_text("{}")
-    monkeypatch.setattr(learner, "NOTEBOOKS", course)
+def test_a_file_that_cannot_be_read_is_kept_aside_and_a_new_one_begun(home, text, capsys):
     put(home, text)
     before = file_in(home).read_bytes()
     assert "Part of the file cannot be read" in repr(mini_dist.progress())
