@@ -1,9 +1,12 @@
 """The working copy: what a learner has changed is hers, everything else follows the course."""
 
+import importlib.util
 import json
 import random
+import shutil
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -38,7 +41,7 @@ def opened_in_jupyterlab(path, edit=None):
     found["metadata"]["language_info"] = {"name": "python", "version": "3.11.7"}
     for number, cell in enumerate(found["cells"]):
         cell |= {"outputs": [{"text": "here"}], "execution_count": number, "metadata": {"x": 1}}
-        cell["source"] = [edit or cell["source"]]
+        cell["source"] = [edit or "".join(cell["source"])]
     path.write_text(json.dumps(found, indent=2))
 
 
@@ -208,3 +211,29 @@ def test_every_notebook_that_is_built_belongs_to_the_course():
         for path in [*(ROOT / "lessons").glob("[0-9]*.md"), *(ROOT / "lessons/labs").glob("*.md")]
     )
     assert course.notebooks() == lessons
+
+
+def test_a_learner_s_own_files_are_no_pages_of_the_site(tmp_path):
+    shipped = tmp_path / "notebooks"
+    put(shipped, **{"07_zero": "a", "labs__sweep": "c"})
+    shutil.copytree(shipped, shipped / "backup")
+    (shipped / "07_mine.ipynb").write_text(notebook("", "my own"))
+    (shipped / "07_zero-Copy1.ipynb").write_text(notebook("07_zero", "a"))
+    (shipped / "no_json.ipynb").write_text("mine")
+    (tmp_path / "site").mkdir()
+    shutil.copy(ROOT / "site/conf.py", tmp_path / "site")
+    spec = importlib.util.spec_from_file_location("conf", tmp_path / "site/conf.py")
+    conf = importlib.util.module_from_spec(spec)
+    before = [*sys.path]
+    spec.loader.exec_module(conf)
+    sys.path[:] = before
+
+    def is_a_page(name):
+        return any(fnmatch(name, pattern) for pattern in conf.include_patterns)
+
+    pages = filter(
+        is_a_page, (path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*"))
+    )
+    assert sorted(pages) == ["notebooks/07_zero.ipynb", "notebooks/labs/sweep.ipynb"]
+    assert not any(map(is_a_page, ["notes.md", "docs/mine.md", "work/07_zero.ipynb", "README.md"]))
+    assert is_a_page("TEACHING.md") and is_a_page("docs/cluster/README.md")

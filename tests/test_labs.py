@@ -4,12 +4,15 @@ A lab asserts what must be equal, so to run it is to test it. No kernel: the cel
 several ends share a run.
 """
 
+import ast
 import contextlib
 import io
 import json
 from pathlib import Path
 
 import jupytext
+import nbformat
+import papermill
 import pytest
 
 from mini_dist.lab import FOLDER, Choice, Flag, Number
@@ -24,9 +27,9 @@ def cells(lab):
             yield compile(cell.source, lab, "exec"), "parameters" in cell.metadata.get("tags", [])
 
 
-def run(lab, folder, until="", **values):
+def run(lab, folder=None, until="", **values):
     """Execute a lab with these values where papermill would put them, as far as the cell that sets
-    `until`; its variables, and what it printed."""
+    `until`; its variables, and what it printed. folder: none for the one that the lab has."""
     names = {"__name__": "lab cells"}  # no module: ranks get its functions by value
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mini_dist.lab._values_in_notebook", lambda known: pick(names, known))
@@ -34,7 +37,7 @@ def run(lab, folder, until="", **values):
             for code, has_parameters in cells(lab):
                 exec(code, names)
                 if has_parameters:
-                    names.update(values, folder=str(folder))
+                    names.update(values, **({"folder": str(folder)} if folder else {}))
                 if until in names:
                     break
     return names, printed.getvalue()
@@ -225,6 +228,37 @@ def test_every_lab_has_cases():
     assert sorted(CASES) == sorted(path.stem for path in LABS.glob("*.md"))
 
 
+def test_papermill_shows_a_type_and_a_line_of_help_for_each_parameter(tmp_path):
+    for lab in CASES:
+        notebook = jupytext.read(LABS / f"{lab}.md")
+        notebook.metadata.kernelspec = {
+            "name": "python3", "language": "python", "display_name": "Python 3",
+        }  # fmt: skip
+        nbformat.write(notebook, tmp_path / f"{lab}.ipynb")
+        found = papermill.inspect_notebook(tmp_path / f"{lab}.ipynb")
+        names, _ = run(lab, tmp_path, until="p")
+        declared = names["lab"].declared
+        assert found.keys() == declared.keys(), lab
+        for name, shown in found.items():
+            kind = type(ast.literal_eval(shown["default"])).__name__
+            assert shown["inferred_type_name"] == kind and len(shown["help"]) > 5, (lab, name)
+            choices = getattr(declared[name], "values", ())
+            if len(choices) < 9:
+                assert all(str(value) in shown["help"] for value in choices), (lab, name)
+
+
+def test_a_lab_that_papermill_runs_without_a_folder_writes_below_the_current_one(
+    tmp_path, monkeypatch
+):
+    here = tmp_path / "a/b"
+    here.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    for lab in CASES:
+        names, _ = run(lab, until="p")
+        folder = Path(vars(names["p"])[FOLDER]).resolve()
+        assert folder == here / "runs" / lab
+
+
 @pytest.mark.parametrize("lab, values", EACH)
 @pytest.mark.sampled
 def test_a_lab_runs_and_writes_its_result(lab, values, tmp_path):
@@ -272,3 +306,29 @@ def test_train_3d_with_nothing_left_to_train_says_what_to_raise(tmp_path):
     said = "kept is already at step 2: raise steps"
     assert said not in run("train_3d", tmp_path, until="history", **values)[1]
     assert said in run("train_3d", tmp_path, **values)[1]
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        dict(num_gpus=8),  # the states are on the host: a time without that gave -0.014
+        pytest.param(
+            # of the slow network's layouts the search simulates ten, and misses this one
+            dict(num_gpus=16, machine="a100-80", model="llama3-70b", batch_mtokens=4),
+            marks=pytest.mark.sampled,
+        ),
+        pytest.param(
+            dict(num_gpus=16, machine="b200", model="gpt3-175b", batch_mtokens=4),
+            marks=pytest.mark.sampled,
+        ),
+    ],
+)
+def test_plan_sweep_times_a_plan_as_the_planner_did_and_regrets_nothing_below_zero(job, tmp_path):
+    names, _ = run("plan_sweep", tmp_path, until="rows", **job)
+    found, slow_found = names["found"], names["slow_found"]
+    assert found.how.offload_optimizer or job["num_gpus"] > 8
+    assert found.seconds_on(found.machine) == found.best.time.seconds
+    assert slow_found.seconds_on(slow_found.machine) == slow_found.best.time.seconds
+    assert names["regret"] >= 0
+    if job["num_gpus"] == 8:
+        assert names["regret"] == 0
