@@ -33,8 +33,8 @@ CHECKS = re.compile(r"\bcheck\.(\w+)\(\w+\)\"")  # the last line of an exercise 
 AUTOMATIC = {"CI", "PYTEST_CURRENT_TEST"}  # who sets one of these is no person
 
 
-def current_lesson() -> str:
-    """The lesson that a person has open in this kernel; "" elsewhere."""
+def open_notebook() -> str:
+    """The path of the notebook that a person has open in this kernel; "" elsewhere."""
     if AUTOMATIC & {*os.environ} or started_by_a_notebook():
         return ""
     path = os.environ.get("JPY_SESSION_NAME", "")  # the Jupyter server tells it, others do not
@@ -43,7 +43,12 @@ def current_lesson() -> str:
             from IPython import get_ipython
 
             path = get_ipython().user_ns.get("__vsc_ipynb_file__", "")
-    stem = Path(str(path)).stem.removesuffix(course.NEW)
+    return str(path)
+
+
+def current_lesson() -> str:
+    """The lesson that a person has open in this kernel; "" elsewhere."""
+    stem = Path(open_notebook()).stem.removesuffix(course.NEW)
     return stem if stem in lessons() else ""
 
 
