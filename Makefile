@@ -1,6 +1,7 @@
 # mini_dist: `make lab` opens the course, `make test` proves it. Each sets up what it needs.
 #
-#   make lab                    set up .venv, open JupyterLab on the first lesson
+#   make lab                    set up .venv, open JupyterLab on your copy of the first lesson, in work/
+#   make update                 take new versions of the notebooks into work/, say what was done
 #   make test                   the whole suite: library, lessons, every notebook, a browser
 #   make notebooks              rebuild the notebooks whose lesson changed
 #   make site                   the course as web pages, in out/site; open index.html (wants npm)
@@ -25,12 +26,16 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SITE_INSTALLED := $(VENV)/.installed-site
 
-.PHONY: lab test notebooks site site-tools check everywhere frameworks torchtitan
+.PHONY: lab update test notebooks site site-tools check everywhere frameworks torchtitan
 
 # As the default address, not as an argument: then the one printed leads there too, which is what
 # WSL2 and remote machines have.
 lab: $(INSTALLED)
-	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb $(LAB_ARGS)
+	@$(BIN)/python -m mini_dist.course --once
+	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/work/00_start_here.ipynb $(LAB_ARGS)
+
+update: $(INSTALLED)
+	@$(BIN)/python -m mini_dist.course
 
 # Three parts, all run, one status. Parts one and three use two workers; between them the tests
 # that need the machine to themselves.

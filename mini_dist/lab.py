@@ -23,8 +23,13 @@ import difflib
 import itertools
 import json
 import os
+import platform
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -176,16 +181,17 @@ class Lab:
         that is not allowed, a missing name and a name that nobody declared.
         """
         given = _values_in_notebook(self.declared) if given is None else given
+        self.began = time.monotonic()
         if isinstance(given.get(FOLDER), str):
-            put_away(Path(given[FOLDER]))
+            put_away(below_here(given[FOLDER]))
         self._values = check(self.declared, given)
         return SimpleNamespace(**self._values)
 
     def save(self, result: Mapping[str, Any], /, **figures) -> Path:
         """Write result.json, and NAME.png for each figure (a Picture), into the lab's folder.
 
-        Prints where: from the course's folder, or the whole path if it lies elsewhere. The JSON
-        holds the lab's name, its parameters, the result and the names of the figures.
+        Prints where, from the current folder. The JSON holds the lab's name, its parameters, the
+        result, the names of the figures, and about the run: date, seconds, versions, machine.
         Raises ValueError for a result that JSON cannot hold.
         """
         if self._values is None:
@@ -196,6 +202,12 @@ class Lab:
             "parameters": shown,
             "result": dict(result),
             "figures": [f"{name}.png" for name in figures],
+            "run": {
+                "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                "seconds": round(time.monotonic() - self.began, 1),
+                "versions": versions(),
+                "machine": machine(),
+            },
         }
         try:
             content = json.dumps(record, indent=1, allow_nan=False)
@@ -212,7 +224,7 @@ class Lab:
         partial = folder / f"result.{os.getpid()}.partial"
         partial.write_text(content + "\n", encoding="utf-8")
         path = partial.replace(folder / RESULT)
-        print("written:", ", ".join([_from_the_course(path), *record["figures"]]))
+        print("written:", ", ".join([_from_here(path), *record["figures"]]))
         return path
 
 
@@ -234,10 +246,49 @@ def put_away(folder: Path) -> None:
             path.replace(kept / path.name)
 
 
-def _from_the_course(path: Path) -> str:
+def below_here(folder: str) -> Path:
+    """Return a folder as a Path; refuse one that leads out of the current folder step by step.
+
+    Such a path leads to another place from wherever the lab is run: papermill, for one, runs a
+    notebook in the folder in which it was called. A full path says what it means.
+    """
+    if not os.path.isabs(folder) and os.path.normpath(folder).split(os.sep)[0] == os.pardir:
+        raise ParameterError(
+            f"{FOLDER}={folder!r} leads out of the current folder: give a folder below it, such as "
+            f"'runs', or a full path."
+        )
+    return Path(folder)
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of the packages that a lab's numbers depend on."""
+    found = {"python": platform.python_version()}
+    for package in ("mini_dist", "torch", "numpy"):
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def machine() -> dict[str, str | int]:
+    """The machine as far as it decides how long something takes, without its name."""
+    processor = platform.processor() or platform.machine()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        processor = next(names, processor)
+    return {
+        "system": platform.platform(),
+        "processor": processor,
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
+    }
+
+
+def _from_here(path: Path) -> str:
     """No stored output of the course names a folder of the machine that made it."""
-    course, path = Path(__file__).resolve().parents[1], path.resolve()
-    return path.relative_to(course).as_posix() if path.is_relative_to(course) else str(path)
+    here, path = Path.cwd(), path.resolve()
+    return path.relative_to(here).as_posix() if path.is_relative_to(here) else str(path)
 
 
 def _values_in_notebook(declared) -> dict[str, Any]:

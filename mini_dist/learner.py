@@ -11,22 +11,30 @@ from __future__ import annotations
 
 import datetime
 import html
+import itertools
 import json
 import os
 import re
-from contextlib import suppress
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-FILE = ".mini_dist-progress.json"  # in the learner's home
-LESSON = re.compile(r"\d\d_\w+")
+from . import course
+from .course import NOTEBOOKS
+
+FOLDER, FILE = ".mini_dist", "mini_dist-progress.json"  # in the learner's home, for nobody else
+FORMER = ".mini_dist-progress.json"  # where the file was until November 2026
+PATIENCE = 2.0  # seconds
 CHECKS = re.compile(r"\bcheck\.(\w+)\(\w+\)\"")  # the last line of an exercise cell, in JSON
 AUTOMATIC = {"CI", "PYTEST_CURRENT_TEST"}  # who sets one of these is no person
-NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 
 
-def current_lesson() -> str:
-    """The lesson that a person has open in this kernel; "" elsewhere."""
+def open_notebook() -> str:
+    """The path of the notebook that a person has open in this kernel; "" elsewhere."""
     if AUTOMATIC & {*os.environ} or started_by_a_notebook():
         return ""
     path = os.environ.get("JPY_SESSION_NAME", "")  # the Jupyter server tells it, others do not
@@ -35,8 +43,20 @@ def current_lesson() -> str:
             from IPython import get_ipython
 
             path = get_ipython().user_ns.get("__vsc_ipynb_file__", "")
-    stem = Path(str(path)).stem
-    return stem if LESSON.fullmatch(stem) and (NOTEBOOKS / f"{stem}.ipynb").is_file() else ""
+    return str(path)
+
+
+def current_lesson() -> str:
+    """The lesson that a person has open in this kernel; "" elsewhere."""
+    stem = Path(open_notebook()).stem.removesuffix(course.NEW)
+    return stem if stem in lessons() else ""
+
+
+@cache  # to read the whole course takes 0.1 s, and `note` asks each time
+def lessons() -> dict[str, set[str]]:
+    """The exercises of each lesson, by the lesson's name."""
+    paths = [NOTEBOOKS / name for name in course.notebooks(NOTEBOOKS) if "/" not in name]
+    return {path.stem: {*CHECKS.findall(path.read_text(encoding="utf-8"))} for path in paths}
 
 
 def started_by_a_notebook() -> bool:
@@ -46,40 +66,136 @@ def started_by_a_notebook() -> bool:
     return False
 
 
-def read() -> dict:
-    with suppress(OSError, ValueError):
-        found = json.loads((Path.home() / FILE).read_text(encoding="utf-8"))
-        if isinstance(found, dict) and isinstance(found.get("lessons"), dict):
-            return found
-    return {"lessons": {}}
+# ---- the file ------------------------------------------------------------------------------------
 
 
-def write(record: dict) -> None:
-    with suppress(OSError):  # a home that cannot be written to keeps nothing
-        early = Path.home() / f"{FILE}.{os.getpid()}"
-        early.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        early.replace(Path.home() / FILE)
+def read() -> tuple[dict, bool]:
+    """Return the record as far as it can be read, and whether that is all of the file."""
+    path = Path.home() / FOLDER / FILE
+    if not path.exists():
+        path = Path.home() / FORMER
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {"lessons": {}}, True
+    except (OSError, ValueError, RecursionError):  # ValueError: no JSON, or no UTF-8
+        return {"lessons": {}}, False
+    record = readable(found)
+    return record, record == found
+
+
+def readable(found: object) -> dict:
+    """Return the parts of a record that have the shape in which `note` writes them."""
+    record = dict(found) if isinstance(found, dict) else {}
+    lessons = record.get("lessons")
+    record["lessons"] = {
+        lesson: about
+        for lesson, about in (lessons.items() if isinstance(lessons, dict) else ())
+        if isinstance(about, dict)
+        and isinstance(about.get("opened"), str)
+        and isinstance(about.get("guesses"), dict)
+        and isinstance(about.get("exercises"), dict)
+    }
+    if not isinstance(record.get("off", False), bool):
+        del record["off"]
+    return record
+
+
+def change(edit: Callable[[dict], None]) -> None:
+    """Let `edit` change the record, one process at a time, and write the record if it did.
+
+    A file of which a part cannot be read is kept aside first. If the home cannot be written to,
+    nothing is kept.
+    """
+    with suppress(OSError, RuntimeError):  # RuntimeError: the system knows no home
+        folder = Path.home() / FOLDER
+        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.chmod(0o700)  # somebody may have made it by hand
+        with locked(folder / "lock"):
+            former = Path.home() / FORMER
+            if former.exists() and not (folder / FILE).exists():
+                former.replace(folder / FILE)
+            record, whole = read()
+            before = json.dumps(record)
+            edit(record)
+            if json.dumps(record) != before:
+                if not whole:
+                    keep_aside(folder / FILE)
+                write(folder / FILE, record)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Wait until no other process is in this block, for at most PATIENCE seconds.
+
+    Raises BlockingIOError after that, because a stopped kernel must not stop the others. A file
+    system without locks gets none.
+    """
+    import fcntl  # (a page of the site has no such module)
+
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        until = time.monotonic() + PATIENCE
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.005)
+                continue
+            except OSError:  # this file system has no locks
+                pass
+            break
+        yield
+    finally:
+        os.close(handle)
+
+
+def write(path: Path, record: dict) -> None:
+    early = path.with_suffix(f".{os.getpid()}")
+    handle = os.open(early, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(handle, "w", encoding="utf-8") as file:
+        os.fchmod(handle, 0o600)
+        file.write(json.dumps(record, indent=1) + "\n")
+    early.replace(path)
+
+
+def keep_aside(path: Path) -> None:
+    numbered = (path.with_suffix(f".unreadable-{n}") for n in itertools.count(1))
+    aside = next(name for name in numbered if not name.exists())
+    path.replace(aside)
+    print(
+        f"Your progress was not readable in full. The file is kept as {FOLDER}/{aside.name} in "
+        "your home, and what could be read goes on in a new one.",
+        file=sys.stderr,
+    )
 
 
 def note(guess: tuple[str, object] | None = None, verdict: tuple[str, bool] | None = None) -> None:
-    """Keep that the open lesson was worked on; a guess (name, value); how an exercise stands, as
-    (name, right). What was right once stays so."""
+    """Note that the learner worked on the open lesson, and a guess (name, value) or how an exercise
+    stands (name, right). An exercise that was right once stays right."""
     if not (lesson := current_lesson()):
         return
-    record = read()
-    if record.get("off"):
-        return
-    before = json.dumps(record)
-    today = datetime.date.today().isoformat()
-    about = record["lessons"].setdefault(lesson, {"opened": today, "guesses": {}, "exercises": {}})
-    if guess:
-        name, value = guess
-        about["guesses"][name] = value if isinstance(value, (int, float)) else str(value)
-    if verdict:
-        name, right = verdict
-        about["exercises"][name] = bool(right or about["exercises"].get(name))
-    if json.dumps(record) != before:
-        write(record)
+
+    def edit(record: dict) -> None:
+        if record.get("off"):
+            return
+        today = datetime.date.today().isoformat()
+        about = record["lessons"].setdefault(
+            lesson, {"opened": today, "guesses": {}, "exercises": {}}
+        )
+        if guess:
+            name, value = guess
+            about["guesses"][name] = value if isinstance(value, (int, float)) else str(value)
+        if verdict:
+            name, right = verdict
+            about["exercises"][name] = bool(right or about["exercises"].get(name))
+
+    change(edit)
+
+
+# ---- what is shown -------------------------------------------------------------------------------
 
 
 @dataclass
@@ -97,11 +213,16 @@ class Progress:
 
     rows: list[Row]
     kept: bool
+    whole: bool  # whether all of the file could be read
 
     def where(self) -> str:
         if not self.kept:
             return "Nothing is kept. mini_dist.progress(keep=True) begins again."
-        return f"Kept as {FILE} in your home, and sent nowhere; progress(keep=False) ends that."
+        damaged = "" if self.whole else " Part of the file cannot be read, and is not shown."
+        return (
+            f"Kept as {FOLDER}/{FILE} in your home, and sent nowhere; progress(keep=False) ends "
+            f"that.{damaged}"
+        )
 
     def __repr__(self) -> str:
         opened = [row for row in self.rows if row.opened]
@@ -137,13 +258,23 @@ def progress(keep: bool | None = None) -> Progress:
     keep: False forgets all of it and keeps nothing from now on, True begins again.
     """
     if keep is not None:
-        write({"lessons": {}} if keep else {"lessons": {}, "off": True})
-    record = read()
+        change(begin_again if keep else forget)
+        for aside in (Path.home() / FOLDER).glob("*.unreadable-*") if keep is False else ():
+            aside.unlink()
+    record, whole = read()
     rows = []
-    for path in sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")):
-        about = record["lessons"].get(path.stem, {})
-        names = {*CHECKS.findall(path.read_text(encoding="utf-8"))}
+    for lesson, names in lessons().items():
+        about = record["lessons"].get(lesson, {})
         right = sum(bool(about.get("exercises", {}).get(name)) for name in names)
         guesses = len(about.get("guesses", {}))
-        rows.append(Row(path.stem, about.get("opened", ""), guesses, right, len(names)))
-    return Progress(rows, not record.get("off"))
+        rows.append(Row(lesson, about.get("opened", ""), guesses, right, len(names)))
+    return Progress(rows, not record.get("off"), whole)
+
+
+def forget(record: dict) -> None:
+    record.clear()
+    record.update({"lessons": {}, "off": True})
+
+
+def begin_again(record: dict) -> None:
+    record.pop("off", None)

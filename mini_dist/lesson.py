@@ -7,6 +7,7 @@ reveal("bytes sent", 3_072, "bytes")    after it: guess beside measurement
 fold("Answer 1", f"{16 * P:,} bytes")   a computed answer, folded away at first
 with raises(RankError): launch(crash)   show the error that this ends in, and go on
 calm(longest < 3 * median, "...")       say so if a busy machine has spoilt the times above
+for n in bar(sizes): ...                a bar, if a person watches; any long cell shows its time
 """
 
 import ast
@@ -19,6 +20,7 @@ import math
 import re
 import sys
 import textwrap
+import threading
 from contextlib import contextmanager
 from fractions import Fraction
 from numbers import Real
@@ -338,3 +340,53 @@ def calm(holds: bool, rule: str) -> None:
         print(
             f"A busy machine has spoilt these times: {rule} does not hold. Run the cell once more."
         )
+
+
+# ---- long cells ----------------------------------------------------------------------------------
+
+
+def bar(items, unit="it"):
+    """Go through `items`, with a progress bar if a person has the notebook open.
+
+    nbval, papermill and the build see no bar, so outputs that are compared stay as they are.
+    """
+    from tqdm import tqdm
+
+    CLOCK.end()
+    return tqdm(items, unit=unit, leave=False, disable=not learner.open_notebook())
+
+
+class Clock:
+    """Shows below a cell how long it has been running, and goes when the cell is done."""
+
+    PATIENCE = 3.0  # seconds
+
+    def __init__(self):
+        self.done, self.thread = threading.Event(), None
+
+    def begin(self, *_):
+        self.end()  # a cell may run another one
+        self.done = threading.Event()
+        self.thread = threading.Thread(target=self.show, args=(self.done,), daemon=True)
+        self.thread.start()
+
+    def end(self, *_):
+        self.done.set()
+        if self.thread is not None:
+            self.thread.join()
+
+    def show(self, done):
+        if done.wait(self.PATIENCE):
+            return
+        from tqdm import tqdm
+
+        form = "{desc} for {elapsed}"
+        with tqdm(desc="This cell has been running", bar_format=form, leave=False) as shown:
+            while not done.wait(1):
+                shown.refresh()
+
+
+CLOCK = Clock()
+if _shell() is not None and learner.open_notebook():
+    _shell().events.register("pre_run_cell", CLOCK.begin)
+    _shell().events.register("post_run_cell", CLOCK.end)

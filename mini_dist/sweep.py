@@ -1,6 +1,6 @@
 """Run a notebook for every combination of some parameters, and put the results in a table.
 
-    python -m mini_dist.sweep notebooks/labs/collectives_cost.ipynb \
+    python -m mini_dist.sweep work/labs/collectives_cost.ipynb \
         -g algorithm=ring,tree -g world_size=2,4 -p repeats=3
 
 One case after the other, since two at a time would falsify each other's timings. A case is a folder
@@ -34,6 +34,8 @@ from urllib.parse import quote
 from .lab import FOLDER
 from .ledger.table import Table
 
+WIDTH = 100  # characters of a line that a terminal shows in any case
+LONGEST = 40  # characters of a value in a table
 NOTEBOOK, CASE, RESULT = WRITTEN = "notebook.ipynb", "case.json", "result.json"
 
 
@@ -164,23 +166,50 @@ def fingerprint(notebook: Path, parameters: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps([code, sorted(parameters.items())]).encode()).hexdigest()
 
 
-def table(cases: list[Case], swept: list[str]) -> Table:
-    """A row a case: what was swept, how it went, and every plain value of its result."""
+def tables(cases: list[Case], swept: list[str]) -> list[Table]:
+    """A row per case: what was swept, how it went, and every plain value of its result.
+
+    What does not fit into WIDTH characters goes on in further tables, which repeat the first
+    columns. Long strings are cut; sweep.json has them whole.
+    """
+    cases = sorted(cases, key=lambda case: case.status != "done")  # failures last
     plain = (int, float, str, bool)
-    found = [
+    results = [
         key for case in cases for key, value in case.result.items() if isinstance(value, plain)
     ]
-    columns = list(dict.fromkeys(found))
-    rows = [
-        (
-            *(case.parameters[name] for name in swept),
-            case.status,
-            round(case.seconds, 1),
-            *(case.result.get(column, "") for column in columns),
-        )
-        for case in sorted(cases, key=lambda case: case.status != "done")  # failures last
-    ]
-    return Table([*swept, "status", "took s", *columns], rows)
+    columns = [(name, [case.parameters[name] for case in cases]) for name in swept]
+    columns.append(("status", [case.status for case in cases]))
+    columns.append(("took s", [round(case.seconds, 1) for case in cases]))
+    first = len(columns)
+    for name in dict.fromkeys(results):
+        columns.append((name, [case.result.get(name, "") for case in cases]))
+    columns = [(clip(name), [clip(value) for value in values]) for name, values in columns]
+    if width(columns[:first]) > WIDTH - LONGEST - 2:  # no room for a result beside them
+        columns.insert(0, ("case", list(range(1, len(cases) + 1))))
+        first = 1
+    repeated, rest = columns[:first], columns[first:]
+    parts, part = [], [*repeated]
+    for column in rest:
+        if width([*part, column]) > WIDTH:
+            parts.append(part)
+            part = [*repeated]
+        part.append(column)
+    return [as_table(part) for part in [*parts, part]]
+
+
+def clip(value: Any) -> Any:
+    if isinstance(value, str):
+        value = " ".join(value.splitlines())
+        return value if len(value) <= LONGEST else value[: LONGEST - 1] + "…"
+    return value
+
+
+def as_table(columns: list[tuple[str, list]]) -> Table:
+    return Table([name for name, _ in columns], list(zip(*(values for _, values in columns))))
+
+
+def width(columns: list[tuple[str, list]]) -> int:
+    return max(map(len, repr(as_table(columns)).splitlines()), default=0)
 
 
 # ---- the command line ----------------------------------------------------------------------------
@@ -323,7 +352,7 @@ def run(cases: list[Case], notebook: Path, swept: list[str], out: Path, timeout:
         interrupted.set()
     finally:
         signal.signal(signal.SIGINT, before)
-    print(table(cases, swept))
+    print(*tables(cases, swept), sep="\n\n")
     for case in cases:
         if case.error:
             print(f"FAILED {case.folder.name}: {case.error}\n       see {case.notebook}")

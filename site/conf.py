@@ -1,7 +1,8 @@
 """The course as a static site: `make site`. Sphinx reads the repository; nothing is executed.
 
-The pages are notebooks/ with the outputs that are kept in them, docs/, TEACHING.md, and the
-library's docstrings. What stands there is taken up, so a new lesson needs no line here.
+The pages are the course's notebooks with the outputs that are kept in them, docs/, TEACHING.md, and
+the library's docstrings. A new lesson needs no line here. Notebooks and notes of the reader's own,
+in notebooks/ or beside them, are no pages.
 """
 
 import json
@@ -14,6 +15,7 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 import mini_dist
+from mini_dist import course
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -27,7 +29,10 @@ project = "mini_dist"
 author = "the authors of mini_dist"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "words", "explorers"]
 root_doc = "site/index"
-include_patterns = ["site/*.md", "site/library/*.md", "notebooks/**", "docs/**.md", "*.md"]
+include_patterns = ["site/*.md", "site/library/*.md", "TEACHING.md", "CONTRIBUTING.md"]
+include_patterns += ["docs/glossary.md", "docs/coming_from_elsewhere.md", "docs/wrong_answers.md"]
+include_patterns += ["docs/cluster/README.md"]
+include_patterns += [f"notebooks/{name}" for name in course.notebooks(ROOT / "notebooks")]
 exclude_patterns = [
     "site/explorers_head.md",
     "**/.ipynb_checkpoints",
@@ -35,7 +40,7 @@ exclude_patterns = [
     ".venv*",
     "out",
     "runs",
-    "README.md",
+    "work",
 ]
 templates_path = ["templates"]
 html_additional_pages = {"index": "redirect.html"}  # the folder's first page

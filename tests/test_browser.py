@@ -14,7 +14,7 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from mini_dist import widgets
+from mini_dist import course, widgets
 
 ROOT = Path(__file__).resolve().parent.parent
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -65,9 +65,8 @@ def notebook_of_explorers(path):
 def lab(tmp_path_factory):
     """The address of a JupyterLab of its own, on copies of the notebooks, with no user settings."""
     tmp_path = tmp_path_factory.mktemp("lab")
-    (tmp_path / "notebooks").mkdir()
-    shutil.copy(ROOT / "notebooks" / LESSON, tmp_path / "notebooks")
-    notebook_of_explorers(tmp_path / "notebooks/explorers.ipynb")
+    course.update(ROOT / "notebooks", tmp_path / "work")  # as make lab does
+    notebook_of_explorers(tmp_path / "work/explorers.ipynb")
     if (ROOT / "lessons/figures").exists():
         shutil.copytree(ROOT / "lessons/figures", tmp_path / "lessons/figures")
     settings = tmp_path / "config/lab/user-settings/@jupyterlab/apputils-extension"
@@ -147,7 +146,7 @@ IDLE = """() => {
 
 
 def open_notebook(lab, page, name):
-    page.goto(f"{lab}lab/tree/notebooks/{name}?token=learner&reset")
+    page.goto(f"{lab}lab/tree/work/{name}?token=learner&reset")
     page.wait_for_selector(".jp-NotebookPanel .jp-Cell", timeout=60_000)
     page.wait_for_function(IDLE, timeout=60_000)
 

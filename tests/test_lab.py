@@ -2,6 +2,9 @@
 
 import json
 import math
+import platform
+import time
+from datetime import datetime
 
 import nbformat
 import pytest
@@ -181,26 +184,51 @@ def test_the_result_is_json_beside_its_figures(lab, tmp_path):
     lab.parameters({**GOOD, "folder": str(folder)})
     path = lab.save({"seconds": 0.25, "rounds": [1, 2]}, curve=Drawn())
     assert path == folder / "result.json"
-    assert json.loads(path.read_text()) == {
+    record = json.loads(path.read_text())
+    run = record.pop("run")
+    assert record == {
         "lab": "toy",
         "parameters": {name: value for name, value in GOOD.items() if name != "folder"},
         "result": {"seconds": 0.25, "rounds": [1, 2]},
         "figures": ["curve.png"],
     }
     assert sorted(p.name for p in folder.iterdir()) == ["curve.png", "result.json"]
+    assert [*run] == ["date", "seconds", "versions", "machine"]
+    assert abs(datetime.fromisoformat(run["date"]).timestamp() - time.time()) < 60
+    assert 0 <= run["seconds"] < 60
+    assert {"python", "mini_dist", "torch"} <= run["versions"].keys()
+    assert run["machine"]["processor"] and run["machine"]["cores"] >= 1
+    assert platform.node() not in path.read_text().split(
+        '"'
+    )  # whose machine it is, it does not say
 
 
-def test_it_says_where_it_wrote_and_outside_the_course_in_full(lab, tmp_path, capsys, monkeypatch):
+def test_it_says_where_it_wrote_from_here_and_elsewhere_in_full(lab, tmp_path, capsys, monkeypatch):
     lab.parameters({**GOOD, "folder": str(tmp_path)})
     lab.save({}, curve=Drawn())
     assert capsys.readouterr().out == f"written: {tmp_path.resolve()}/result.json, curve.png\n"
-    monkeypatch.setattr("mini_dist.lab.__file__", str(tmp_path / "mini_dist/lab.py"))
-    (tmp_path / "notebooks/labs").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "notebooks/labs")
-    lab.parameters({**GOOD, "folder": "../../runs/toy"})
+    monkeypatch.chdir(tmp_path)
+    lab.parameters({**GOOD, "folder": "runs/toy"})
     lab.save({})
     assert capsys.readouterr().out == "written: runs/toy/result.json\n"
     assert (tmp_path / "runs/toy/result.json").exists()
+
+
+@pytest.mark.parametrize("folder", ["..", "../../runs/toy", "runs/../../toy", "./../toy"])
+def test_a_folder_that_leads_out_of_the_current_one_is_refused(lab, tmp_path, folder, monkeypatch):
+    (tmp_path / "a/b").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "a/b")
+    with pytest.raises(ParameterError, match="leads out of the current folder: give a folder"):
+        lab.parameters({**GOOD, "folder": folder})
+    assert [path.name for path in tmp_path.rglob("*")] == ["a", "b"]
+
+
+@pytest.mark.parametrize("folder", ["runs", "..runs", "a/../runs", "./runs"])
+def test_a_folder_below_the_current_one_is_not(lab, tmp_path, folder, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    lab.parameters({**GOOD, "folder": folder})
+    assert lab.save({}).resolve().is_relative_to(tmp_path.resolve())
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, {1, 2}, object()])

@@ -6,7 +6,7 @@ L3  the strategies                siblings: they never import each other
 L2  ops  grad_norm  replicas  trainable  backend  emulate  watch  calculators  profile  preflight
     sharding
 L1  mesh  collectives
-L0  ranks  ledger         schedule  defaults  config  divides  lesson  lab  learner
+L0  ranks  ledger         schedule  defaults  config  divides  lesson  lab  learner  course
                           model  routing  initial_values  loss  sampling  digits  data  vocabulary
 """
 
@@ -24,7 +24,7 @@ STRATEGIES = {
 }
 LAYERS = [
     {"ranks", "ledger", "schedule", "defaults", "config", "fields", "divides", "lesson", "lab"}
-    | {"learner"}
+    | {"learner", "course"}
     | {"model", "routing", "initial_values", "loss", "sampling", "digits", "data", "vocabulary"},
     {"mesh", "collectives"},
     {"ops", "grad_norm", "replicas", "trainable", "backend", "emulate", "watch", "calculators"}

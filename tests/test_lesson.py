@@ -1,6 +1,7 @@
 """show, predict and reveal: what a lesson's cells use on the page."""
 
 import functools
+import os
 
 import nbformat
 import pytest
@@ -9,8 +10,8 @@ from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
 import mini_dist.config
-from mini_dist import lesson
-from mini_dist.lesson import calm, predict, raises, reveal, show, show_diff
+from mini_dist import learner, lesson
+from mini_dist.lesson import bar, calm, predict, raises, reveal, show, show_diff
 
 
 @pytest.fixture(autouse=True)
@@ -264,3 +265,52 @@ def test_calm_speaks_only_where_the_rule_is_broken(capsys):
     assert capsys.readouterr().out == ""
     calm(False, "the longest is below 3 medians")
     assert "the longest is below 3 medians does not hold" in capsys.readouterr().out
+
+
+# ---- long cells ----------------------------------------------------------------------------------
+
+LONG = """
+import time
+from mini_dist import lesson
+from mini_dist.lesson import bar
+lesson.Clock.PATIENCE = 0.2
+"""
+SLEEPS = "time.sleep(1.5)\nprint('done')"
+GOES_ON = "for n in bar(range(3)):\n    time.sleep(0.4)\nprint('done')"
+
+
+def outputs_of(environment, *cells):
+    """What each cell shows in a kernel of its own: {stream: text}."""
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
+    client = NotebookClient(notebook, timeout=60, store_widget_state=False)
+    kept = {k: v for k, v in os.environ.items() if k not in learner.AUTOMATIC}
+    client.execute(env=kept | environment, cleanup_kc=True)
+    return [
+        {
+            kind: "".join(o.text for o in cell.outputs if o.name == kind)
+            for kind in {o.name for o in cell.outputs}
+        }
+        for cell in notebook.cells
+    ]
+
+
+def test_a_long_cell_shows_its_time_and_a_long_loop_a_bar_to_a_person():
+    _, slept, went_on, quick = outputs_of(
+        {"JPY_SESSION_NAME": "/course/work/07_zero.ipynb"}, LONG, SLEEPS, GOES_ON, "print('done')"
+    )
+    assert slept["stdout"] == went_on["stdout"] == "done\n" and quick == {"stdout": "done\n"}
+    assert "This cell has been running for 00:0" in slept["stderr"]
+    assert "| 2/3 [" in went_on["stderr"] and "been running" not in went_on["stderr"]
+    for text in (slept["stderr"], went_on["stderr"]):
+        assert not text.split("\r")[-1] and not text.split("\r")[-2].strip()  # nothing is left
+
+
+@pytest.mark.parametrize("more", [{}, {"CI": "1", "JPY_SESSION_NAME": "/course/07_zero.ipynb"}])
+def test_a_machine_sees_no_bar(more):
+    _, *shown = outputs_of(more, LONG, SLEEPS, GOES_ON)
+    assert shown == [{"stdout": "done\n"}] * 2
+
+
+def test_outside_a_notebook_there_is_none_either(capsys):
+    assert [*bar(range(3))] == [0, 1, 2]
+    assert capsys.readouterr() == ("", "")

@@ -85,6 +85,14 @@ def test_the_chosen_torch_is_installed_before_anything_asks_for_torch():
     assert "download.pytorch.org" not in make("-n", "-B", "lab").stdout
 
 
+def test_the_lab_opens_the_learner_s_copy_which_git_ignores():
+    steps = make("-n", "-B", "lab").stdout
+    assert steps.index("-m mini_dist.course --once") < steps.index("/lab/tree/work/00_start_here")
+    assert "-m mini_dist.course" in make("-n", "-B", "update").stdout
+    ignored = subprocess.run(["git", "check-ignore", "-q", "work/00_start_here.ipynb"], cwd=ROOT)
+    assert ignored.returncode in (0, 128)  # 128: these files are no git checkout
+
+
 def test_ci_runs_what_the_readme_says():
     assert re.search(r"^make test\b", (ROOT / ".ci/run").read_text(), flags=re.MULTILINE)
     assert "make test" in (ROOT / "README.md").read_text()

@@ -14,6 +14,8 @@ from urllib.parse import unquote
 import nbformat
 import pytest
 
+from mini_dist import course
+
 ROOT = Path(__file__).resolve().parent.parent
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 MISSING = [
@@ -83,8 +85,7 @@ def pages_of(site):
 
 
 def test_every_lesson_lab_and_module_has_its_page(site):
-    notebooks = [p.relative_to(ROOT) for p in sorted((ROOT / "notebooks").rglob("*.ipynb"))]
-    notebooks = [path for path in notebooks if ".ipynb_checkpoints" not in path.parts]
+    notebooks = [Path("notebooks", name) for name in course.notebooks()]
     assert notebooks
     modules = [p.stem for p in (ROOT / "mini_dist").iterdir() if p.suffix == ".py" or p.is_dir()]
     modules = [name for name in modules if not name.startswith("__") and name != "text"]

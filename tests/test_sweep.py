@@ -74,6 +74,42 @@ def test_every_combination_is_run_and_the_table_holds_the_results(toy, capsys):
     assert not Path("nowhere").exists()  # the lab wrote into its case, not where it would by hand
 
 
+def case(parameters, result, status="done"):
+    return sweep.Case(parameters, Path("x"), {}, "", status, seconds=12.3, result=result)
+
+
+RESULTS = {
+    "plan_sweep": {  # as the lab gives them: one table of them had 171 characters a line
+        "layout": "pp=16 dp=16 tp=2, micro-batch 2 x 16, 8 chunks, recompute full",
+        **dict.fromkeys(("seconds", "low", "high", "mfu", "memory_gib"), 12345.678),
+        "tokens_per_second_per_gpu": 1234.5,
+        "too_close_to_call": 12,
+        "regret_on_a_tenth_of_the_network": 0.123,
+    },
+    "nothing": {},
+    "many": {f"a_rather_long_name_{n}": n * 10**9 for n in range(30)},
+    "long": {"n" * 200: "v" * 200, "line": "\n".join("abc")},
+}
+
+
+@pytest.mark.parametrize("result", RESULTS.values(), ids=RESULTS)
+@pytest.mark.parametrize("num_swept", [0, 2, 4, 12])
+def test_a_table_fits_100_columns_and_leaves_nothing_out(result, num_swept):
+    swept = [f"a_parameter_{n}" for n in range(num_swept)]
+    parameters = dict.fromkeys(swept, "halving_doubling")
+    cases = [case(parameters, result), case(parameters, {}, "failed"), case(parameters, result)]
+    found = sweep.tables(cases, swept)
+    lines = [line for table in found for line in str(table).splitlines()]
+    assert max(map(len, lines)) <= 100
+    heads = {name for table in found for name in table.head} - {"case"}
+    assert heads == {sweep.clip(name) for name in [*swept, "status", "took s", *result]}
+    assert all(len(str(table).splitlines()) == 4 for table in found)  # head and three rows
+    for table in found:  # failures last, in each
+        if "status" in table.head:
+            column = table.head.index("status")
+            assert [row[column] for row in table.rows] == ["done", "done", "failed"]
+
+
 def test_what_somebody_has_put_into_the_folder_of_a_case_stays_there(toy):
     for _ in range(2):
         assert run(toy, "-g", "n=1", "-p", "mode=fast", "--out", "out", "--fresh") == 0

@@ -83,7 +83,7 @@ from .parameters import (
 from .planner import plan
 from .plans import Candidate, Plan
 from .step_time import StepTime, step_time
-from .volume import crossing_tokens, step_volume
+from .volume import crossing_tokens, small_messages, step_volume
 
 __all__ = [
     "FRAMEWORKS",
@@ -135,6 +135,7 @@ __all__ = [
     "rank_memory",
     "readable",
     "short",
+    "small_messages",
     "split_layers",
     "step_flops",
     "step_time",

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from ..config import Layout, ModelConfig
 from ..schedule import SPLIT
-from .bubble import hop_seconds, message_line, num_simulated_actions
+from .bubble import hop_seconds, message_line
 from .frameworks import Framework, framework
 from .kernels import head_seconds, layer_time
 from .layouts import Search, layouts, short
@@ -25,7 +25,7 @@ from .memory import device_memory, peak_memory, states_of_all
 from .models import model as model_preset
 from .numbers import at_least
 from .offload import lacks_room
-from .plans import CLOSE, NEARLY_FULL, Candidate, Dropped, Plan
+from .plans import CLOSE, NEARLY_FULL, Candidate, Dropped, Plan, worth_simulating
 from .step_time import step_time
 
 USUAL = Search()
@@ -47,8 +47,6 @@ BORROWED = (
         offload_overlaps=True,
     ),
 )
-# A simulation of so many actions takes about 0.1 s; of longer ones the closed form is as good.
-MOST_ACTIONS = 10_000
 Fitted = tuple[list[Candidate], list[Dropped], list[Candidate]]  # fits, dropped, nearly fits
 
 
@@ -119,7 +117,7 @@ def _simulated(candidates, config, machine, how) -> tuple[list[Candidate], int]:
     """The same, ranked anew with pipelines simulated, and how many were."""
     played = [
         replace(c, time=step_time(config, c.layout, machine, how, simulate=True))
-        if c.layout.pp > 1 and num_simulated_actions(c.layout) <= MOST_ACTIONS
+        if worth_simulating(c.layout)
         else c
         for c in candidates
     ]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ..config import Layout, ModelConfig
 from . import published
+from .bubble import num_simulated_actions
 from .export import (
     deepspeed_json,
     layout_source,
@@ -21,10 +22,12 @@ from .layouts import short
 from .lines import Breakdown, readable
 from .machines import Hardware
 from .offload import borrowed
-from .step_time import StepTime
+from .step_time import StepTime, step_time
 
 NEARLY_FULL = 0.95  # of a device's memory, or of a prediction: those are off by some percent
 CLOSE = 1.05  # a step that is so much longer is as good: the model of time is no better
+# A simulation of this many actions takes about 0.1 s; for longer ones the closed form is as good.
+MOST_ACTIONS = 10_000
 NOT_MODELLED = (
     "uneven experts, memory in fp8, messages of ep behind computation, other traffic on the "
     "network, stragglers beyond some percent, failures"
@@ -33,6 +36,11 @@ NOT_SEARCHED = (
     "zero-bubble schedules (Search(schedules=...)), messages of tp behind matrices and fp8 "
     "(framework(...).replace(...))"
 )
+
+
+def worth_simulating(layout: Layout) -> bool:
+    """Tell whether the planner simulates the pipeline of a layout that is near the top."""
+    return layout.pp > 1 and num_simulated_actions(layout) <= MOST_ACTIONS
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,13 @@ class Plan:
         """The fastest candidate that cuts the model in another way."""
         axes = self.best.layout.axes
         return next((c for c in self.candidates[1:] if c.layout.axes != axes), None)
+
+    def seconds_on(self, machine: Hardware) -> float:
+        """Seconds per step of the best layout on another machine, timed as this plan was: with the
+        model's states where `how` keeps them, and with the pipeline simulated if it was here."""
+        layout = self.best.layout
+        simulate = worth_simulating(layout) and self.num_simulated > 0
+        return step_time(self.model, layout, machine, self.how, simulate=simulate).seconds
 
     def funnel(self) -> str:
         """Fit -> batch -> throughput: how many layouts each step left, and why."""

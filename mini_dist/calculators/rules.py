@@ -20,12 +20,11 @@ from typing import NamedTuple
 
 from ..config import Layout
 from . import published
-from .bubble import num_simulated_actions
 from .layouts import Search, short
 from .lines import readable
 from .memory import device_memory, peak_memory
-from .planner import MOST_ACTIONS, plan
-from .plans import CLOSE, Plan
+from .planner import plan
+from .plans import CLOSE, Plan, worth_simulating
 from .step_time import step_time
 
 SEVERAL = range(2, 1025)
@@ -219,7 +218,7 @@ def _allowed(rule: Rule, found: Plan) -> list[Layout]:
 
 def _played(found: Plan, layout: Layout) -> float:
     """Seconds of a step, with the pipeline simulated as the planner does it."""
-    play = layout.pp > 1 and num_simulated_actions(layout) <= MOST_ACTIONS
+    play = worth_simulating(layout)
     return step_time(found.model, layout, found.machine, found.how, simulate=play).seconds
 
 

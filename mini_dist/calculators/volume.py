@@ -12,7 +12,14 @@ from .frameworks import Framework, framework
 from .lines import Breakdown, Line
 from .models import model
 from .numbers import cut_by
-from .parameters import held_outside, layers_of_stage, parameters_of_rank, stages_of_rank
+from .parameters import (
+    held_outside,
+    layer_weights,
+    layers_of_stage,
+    outer_weights,
+    parameters_of_rank,
+    stages_of_rank,
+)
 
 
 def step_volume(
@@ -23,9 +30,8 @@ def step_volume(
 ) -> Breakdown:
     """Bytes that a rank at pipeline position `pp_rank` sends in one optimizer step, axis by axis.
 
-    Left out: the all-reduces of a few numbers a token inside a vocab-parallel loss, of the
-    gradient norm, and of gradients that sequence parallelism finds in parts (norms and biases,
-    some D a layer).  Raises ValueError when the layout cannot cut the model.
+    Left out: the few bytes of `small_messages`.  Raises ValueError when the layout cannot cut the
+    model.
     """
     config, how = model(config), framework(how)
     cut_by(layout, config)
@@ -115,6 +121,59 @@ def step_volume(
             )
         )
     return Breakdown(f"bytes that pipeline rank {pp_rank} sends in a step", tuple(lines))
+
+
+def small_messages(
+    config: ModelConfig | str, layout: Layout, how: str | Framework = "course", pp_rank: int = 0
+) -> Breakdown:
+    """Bytes of the messages of a step that `step_volume` leaves out, as this library sends them.
+
+    Payload bytes of one rank at pipeline position `pp_rank`, on average over the ranks there: an
+    all-reduce of few bytes is a star, in which one rank sends more than the others.  "world" is
+    all ranks together.  Left out: what balances experts.
+    """
+    config, how = model(config), framework(how)
+    cut_by(layout, config)
+    m, t, number = layout.num_micro_batches, layout.tp, 4  # bytes of a float32
+    stages = stages_of_rank(layout, pp_rank)
+    first, last = 0 in stages, layout.num_stages - 1 in stages
+    lines = []
+
+    def add(name: str, nbytes: float, ranks: int, formula: str) -> None:
+        sent = 2 * (ranks - 1) / ranks * nbytes
+        lines.append(Line(name, sent, "bytes", f"2 (n - 1)/n * {formula}"))
+
+    if (ways := layout.dp * layout.cp) > 1:
+        add("dp", 8 + number, ways, "the number of tokens (int64) and the loss")
+    if layout.world_size > 1:
+        add("world", number, layout.world_size, "the squares for the norm")
+    if layout.pp > 1 and last:
+        told = (layout.pp - 1) * m * number
+        lines.append(Line("pp", told, "bytes", f"{layout.pp - 1} ranks are told {m} losses"))
+    if layout.pp > 1 and config.tied_embedding and first != last:
+        shared = how.reduce_bytes * config.vocab_size * config.d_model / t
+        lines.append(Line("pp", shared, "bytes", "g V D / t, gradients of the tied embedding"))
+    if t > 1 and last:
+        tokens = layout.micro_batch_size * config.seq_len // layout.cp
+        add("tp", 3 * number * tokens * m, t, f"{m} micro-batches * 3 numbers a token, the loss")
+    if t > 1:
+        # ZeRO leaves each rank of dp*cp only its share of these gradients to add up.
+        g = how.reduce_bytes / (ways if layout.zero else 1)
+        weights = [
+            weight
+            for stage in stages
+            for moe, count in layers_of_stage(config, layout, stage)
+            for weight in count * layer_weights(config, moe)
+        ]
+        weights += outer_weights(config, "first") if first else []
+        weights += outer_weights(config, "last") if last else []
+        if layout.sequence_parallel:
+            partial = sum(weight.numel for weight in weights if weight.cut == "none")
+            add("tp", g * partial, t, "g P of norms and biases, found in parts")
+        if (holders := t // min(t, config.num_kv_heads)) > 1:
+            shared = sum(weight.numel for weight in weights if weight.cut == "kv")
+            add("tp", g * shared / config.num_kv_heads, holders, "g P of shared key/value heads")
+    return Breakdown(f"small messages of pipeline rank {pp_rank} in a step", tuple(lines))
 
 
 def crossing_tokens(config: ModelConfig | str, how: str | Framework = "megatron-core") -> float:
