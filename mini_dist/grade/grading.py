@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from . import sandbox
 from .alike import normalised
 from .sandbox import Limits
-from .submissions import Lesson, Submission, read_cells, which_lesson, written
+from .submissions import Cell, Lesson, Submission, read_cells, which_lesson, written
 
 # How an exercise may stand. Only the first earns a point.
 RIGHT, WRONG, UNTOUCHED = "right", "wrong", "untouched"
@@ -42,11 +42,13 @@ class Graded:
 
 @dataclass
 class Notebook:
-    """One notebook of one learner. ended: why it did not run to its end, or ""."""
+    """One notebook of one learner. ended: why it did not run to its end, or "". executed: the file
+    that shows it as it ran, or ""."""
 
     path: str
     lesson: str
     ended: str = ""
+    executed: str = ""
     seconds: float = 0.0
     exercises: dict[str, Graded] = field(default_factory=dict)
 
@@ -124,13 +126,13 @@ def grade(
             notebook = Notebook(path, lesson.stem)
             record.notebooks.append(notebook)
             began = time.monotonic()
-            kept, executed = run(notebook, text, submission, lesson, limits, how)
+            kept, executed = run(notebook, text, cells, submission, lesson, limits, how)
             judge(notebook, cells, lesson, kept, limits, how)
             notebook.seconds = round(time.monotonic() - began, 1)
             if executed:
                 folder.mkdir(parents=True, exist_ok=True)
-                name = f"{len(record.notebooks)}-{lesson.stem}.ipynb"
-                (folder / name).write_text(executed, encoding="utf-8", errors=UNPAIRED)
+                notebook.executed = f"{len(record.notebooks)}-{lesson.stem}.ipynb"
+                (folder / notebook.executed).write_bytes(executed)
         done(path)
     return record
 
@@ -138,11 +140,12 @@ def grade(
 def run(
     notebook: Notebook,
     text: str,
+    cells: list[Cell],
     submission: Submission,
     lesson: Lesson,
     limits: Limits,
     how: dict,
-) -> tuple[dict[str, dict], str]:
+) -> tuple[dict[str, dict], bytes]:
     """What was kept of each exercise, and the executed notebook, where it came to its end."""
     beside = PurePosixPath(notebook.path).parent
     files = {
@@ -152,7 +155,7 @@ def run(
     }
     job = dict(notebook=text, files=files, functions=lesson.functions, cell=limits.cell)
     said = sandbox.run("worker", job, limits, **how)
-    kept, executed, last = {}, "", -1
+    kept, executed, last = {}, b"", -1
     for message in said.messages:
         exercise = message.get("kept")
         if isinstance(exercise, str) and exercise in lesson.functions:
@@ -160,13 +163,21 @@ def run(
             if message.get("how") == "check" or before.get("how") != "check":
                 kept[exercise] = message
         last = message["cell"] if type(message.get("cell")) is int else last
-        if isinstance(message.get("executed"), str):
-            executed = message["executed"]
+        if message.get("executed") is True and isinstance(message.get("payload"), bytes):
+            executed = message["payload"]
         if isinstance(message.get("trouble"), str):
             notebook.ended = message["trouble"][:300]
     if said.cut_short:
-        notebook.ended = f"{said.cut_short} (in the cell after number {last})"
+        notebook.ended = f"{said.cut_short} ({where(cells, last)})"
     return kept, executed
+
+
+def where(cells: list[Cell], last: int) -> str:
+    """Say where a notebook was, by the number that JupyterLab shows beside a code cell. last: the
+    index of the last cell that has run, -1 if none has."""
+    runs = [cell.kind == "code" and bool(cell.source.strip()) for cell in cells]
+    done = sum(runs[: last + 1]) if last >= 0 else 0
+    return f"in code cell [{done + 1}]" if done < sum(runs) else "after its last cell"
 
 
 def judge(
@@ -178,9 +189,9 @@ def judge(
     how: dict,
 ) -> None:
     answers = {
-        name: message["pickle"]
+        name: message["payload"].decode()
         for name, message in kept.items()
-        if isinstance(message.get("pickle"), str) and is_base64(message["pickle"])
+        if isinstance(message.get("payload"), bytes) and is_base64(message["payload"])
     }
     said = sandbox.run("judge", dict(answers=answers), limits, **how) if answers else None
     judged = {message["judged"]: message for message in said.messages} if said else {}
@@ -205,8 +216,8 @@ def judge(
         notebook.exercises[name] = graded
 
 
-def is_base64(text: str) -> bool:
+def is_base64(data: bytes) -> bool:
     try:
-        return bool(base64.b64decode(text, validate=True))
+        return bool(base64.b64decode(data, validate=True))
     except ValueError:
         return False

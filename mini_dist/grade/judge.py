@@ -31,6 +31,7 @@ from .inside import PR_SET_DUMPABLE
 
 # Seconds until a run that does not end is given up: no right answer is to fall to a busy machine.
 PATIENCE = 60
+MOST = 4_000  # letters of what is said: a learner's exception may have any number
 DATA = {
     ("mini_dist.ranks.rank", "Report"),
     ("mini_dist.ranks.rank", "Failure"),
@@ -171,11 +172,11 @@ def main() -> None:
     for name, data in job["answers"].items():
         verdict = judge(name, base64.b64decode(data))
         lines = [
-            [str(part) for part in (line.what, line.measured, line.expected, line.mark)]
+            [str(part)[:MOST] for part in (line.what, line.measured, line.expected, line.mark)]
             for line in verdict.lines
         ]
         state = {RIGHT: "right", WRONG: "wrong", LIBRARY: "untouched"}[verdict.state]
-        said = dict(judged=name, state=state, lines=lines, hint=verdict.hint)
+        said = dict(judged=name, state=state, lines=lines, hint=verdict.hint[:MOST])
         print(json.dumps(said), file=out, flush=True)
 
 

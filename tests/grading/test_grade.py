@@ -16,6 +16,8 @@ import struct
 import subprocess
 import sys
 import threading
+import time
+import tracemalloc
 
 import cloudpickle
 import pytest
@@ -23,7 +25,7 @@ import pytest
 from mini_dist.grade import __main__ as command
 from mini_dist.grade import grading, judge, sandbox
 from mini_dist.grade.sandbox import Limits
-from mini_dist.grade.submissions import Submission, lessons
+from mini_dist.grade.submissions import Cell, Submission, lessons
 from tests.grading.classroom import CLASS, FORGED, HARM, STEP, hand_in, step, text_of
 from tests.grading.only_data import from_frames
 
@@ -202,39 +204,82 @@ def test_without_a_sandbox_the_limits_hold_all_the_same():
     assert sandbox.run("probe", {}, Limits(), apart=False).messages == [{"apart": False}]
 
 
-def heard(*lines):
+def heard(*parts):
+    """What is heard of a worker that writes these, and the seconds that it takes."""
     read, write = os.pipe()
     said = sandbox.Said()
+    began = time.monotonic()
     with os.fdopen(read, "rb") as pipe:
         thread = threading.Thread(target=sandbox.listen, args=(pipe, said))
         thread.start()
         with os.fdopen(write, "wb") as out:
-            out.write(b"".join(line.encode() + b"\n" for line in lines))
+            for part in parts:
+                out.write(part)
         thread.join()
-    return said.messages
+    return said.messages, time.monotonic() - began
 
 
-def test_a_message_that_would_take_much_room_is_not_read():
-    long = json.dumps({"executed": '"[{' * 1_000_000})
-    assert heard('{"cell": 1}', '{"x": [' + "{}," * 1_000_000 + "1]}", long) == [
-        {"cell": 1},
-        json.loads(long),
-    ]
+def carried(payload, **message):
+    return json.dumps({"bytes": len(payload)} | message).encode() + b"\n" + payload
+
+
+def test_a_payload_is_passed_on_unread():
+    payload = b'{"cell": 5}\n' + b"[" * 1000
+    messages, _ = heard(carried(payload, executed=True), b'{"cell": 1}\n')
+    assert messages == [{"bytes": len(payload), "executed": True, "payload": payload}, {"cell": 1}]
+
+
+MB = 1 << 20
+FLOODS = {
+    "one line of 200 MB": [b"x" * MB] * 200,
+    "half a gigabyte in lines": [b'{"cell": 1}' + b" " * (MB // 8) + b"\n"] * 4096,
+    "a million small messages": [b'{"cell": 2}\n' * 10_000] * 100,
+    "what is large when it is read": [b'{"x": [' + b"{}," * 30 * MB + b"1]}\n"],
+    "deep JSON": [b"[" * 900_000 + b"\n", b'{"x":' * 90_000 + b"\n"],
+    "a payload of 200 MB": [b'{"bytes": %d}\n' % (200 * MB), *[b"x" * MB] * 200],
+    "a payload of less than nothing": [b'{"bytes": -1}\n', *[b"x" * MB] * 20],
+    "quotes that end nowhere": [b'"\\' * MB * 10],
+}
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_what_a_worker_says_is_cut_while_it_is_read(name):
+    """In little memory and time: a message cut at 64 MB once took a regular expression for ever."""
+    tracemalloc.start()
+    messages, seconds = heard(b'{"cell": 1}\n', *FLOODS[name])
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert messages[0] == {"cell": 1}
+    assert most < 64 * MB and seconds < 30, (most / MB, seconds)
 
 
 def messages(monkeypatch, *said):
     monkeypatch.setattr(sandbox, "run", lambda *_, **__: sandbox.Said([*said]))
     (lesson,) = (each for each in lessons(sandbox.COURSE / "notebooks") if each.stem[:2] == "07")
     notebook = grading.Notebook("a.ipynb", lesson.stem)
-    return grading.run(notebook, "", Submission("ada"), lesson, Limits(), {}), notebook
+    run = grading.run(notebook, "", CELLS, Submission("ada"), lesson, Limits(), {})
+    return run, notebook
+
+
+CELLS = [Cell("", "code", source) for source in ("", "a = 1", "b = 2")]
+CELLS.insert(2, Cell("", "markdown", "# b"))
 
 
 def test_a_notebook_may_say_anything_and_no_more_than_its_own_grading_suffers(monkeypatch):
-    odd = [{"kept": []}, {"kept": {}}, {"trouble": [[]]}, {"cell": "x"}, {"executed": 1}, {}]
+    odd = [{"kept": []}, {"kept": {}}, {"trouble": [[]]}, {"cell": "x"}, {"executed": True}, {}]
+    odd += [{"executed": True, "payload": [1]}, {"kept": "x", "payload": "x"}]
     assert messages(monkeypatch, *odd) == (
-        ({}, ""),
+        ({}, b""),
         grading.Notebook("a.ipynb", "07_zero"),
     )
+
+
+@pytest.mark.parametrize(
+    "last, place",
+    [(-1, "in code cell [1]"), (1, "in code cell [2]"), (3, "after its last cell")],
+)
+def test_a_notebook_that_was_cut_short_says_in_which_cell(last, place):
+    assert grading.where(CELLS, last) == place
 
 
 def test_where_the_grader_fails_for_one_learner_the_others_are_graded(tmp_path, monkeypatch):
