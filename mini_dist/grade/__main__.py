@@ -26,7 +26,8 @@ from pathlib import Path
 
 from . import sandbox
 from .alike import normalised
-from .grading import UNPAIRED, Record, fingerprint, grade
+from .grading import Record, fingerprint, grade
+from .printable import printable
 from .report import alike, folder_of, overview, page, score, write_csv
 from .sandbox import COURSE, Limits
 from .submissions import Lesson, find, lessons
@@ -64,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         counted = chosen(known, options.lessons)
         apart = may_run(options.without_sandbox)
     except (ValueError, OSError) as error:
-        parser.error(str(error))  # exit status 2
+        parser.error(printable(error))  # exit status 2
     folders, taken = {}, {}
     for submission in submissions:
         folders[submission.learner] = folder_of(submission.learner, taken)
@@ -86,7 +87,7 @@ def main(argv: list[str] | None = None) -> int:
     write(options.out, found, counted, folders)
     for record in found:
         right, of = score(record, counted)
-        print(f"{right:3} of {of}  {record.learner.encode(errors=UNPAIRED).decode()}")
+        print(f"{right:3} of {of}  {printable(record.learner)}")
     print(f"written: {options.out / 'grades.csv'}, {options.out / 'index.html'}")
     if not finished:
         print("interrupted: the same command goes on from here")
@@ -178,10 +179,10 @@ def write(out: Path, records: list[Record], counted: list[Lesson], folders: dict
     for record in records:
         path = out / folders[record.learner] / "index.html"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page(record, counted, same), encoding="utf-8", errors=UNPAIRED)
+        path.write_text(page(record, counted), encoding="utf-8")
     write_csv(out / "grades.csv", records, counted, same)
-    told = overview(records, counted, folders)
-    (out / "index.html").write_text(told, encoding="utf-8", errors=UNPAIRED)
+    told = overview(records, counted, folders, same)
+    (out / "index.html").write_text(told, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ RIGHT, WRONG, UNTOUCHED = "right", "wrong", "untouched"
 MISSING, NOT_REACHED, NOT_JUDGED = "missing", "not reached", "not judged"
 CANNOT_TRAVEL = "the function cannot be sent to another process"
 MOST_OF_A_LESSON = 3  # notebooks of one learner: each may take as long as the limits let it
-UNPAIRED = "backslashreplace"  # half of a surrogate pair is no character, but JSON may hold one
 STATES = (RIGHT, WRONG, UNTOUCHED, MISSING, NOT_REACHED, NOT_JUDGED)
 
 

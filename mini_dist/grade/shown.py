@@ -15,6 +15,7 @@ from papermill.engines import Engine, papermill_engines
 # Letters of a cell and of a notebook. The course's own notebooks show half a million at most.
 MOST_OF_A_CELL, MOST_SHOWN = 4_000_000, 16_000_000
 OF_AN_OUTPUT = 1000  # letters that each output counts besides, so that a million empty ones are cut
+CUT = "\n[The grader cut the output here: it is too long.]\n"
 SHOWS = ("stream", "display_data", "execute_result", "update_display_data", "error")
 SHOWS += ("comm_open", "comm_msg")  # (widgets, whose state is saved with the notebook)
 
@@ -27,18 +28,18 @@ class Client(PapermillNotebookClient):
         self.left, self.left_of_cell = MOST_SHOWN, {}
 
     def process_message(self, msg, cell, cell_index):
-        if msg["msg_type"] in SHOWS:
-            size = OF_AN_OUTPUT + size_of(msg["content"]) + sum(map(len, msg.get("buffers", ())))
-            left = min(self.left, self.left_of_cell.get(cell_index, MOST_OF_A_CELL))
-            if size > left >= 0:  # for the first time
-                most = MOST_OF_A_CELL if left < self.left else MOST_SHOWN
-                told = f"[The grader cut the output here: it is more than {most:,} letters.]\n"
-                cell.outputs.append(nbformat.v4.new_output("stream", name="stderr", text=told))
-            self.left_of_cell[cell_index] = left - size
-            if size > left:
-                return None
-            self.left -= size
-        return super().process_message(msg, cell, cell_index)
+        if msg["msg_type"] not in SHOWS:
+            return super().process_message(msg, cell, cell_index)
+        left = min(self.left, self.left_of_cell.get(cell_index, MOST_OF_A_CELL))
+        if left < 0:
+            return None
+        size = OF_AN_OUTPUT + size_of(msg["content"]) + sum(map(len, msg.get("buffers", ())))
+        self.left_of_cell[cell_index], self.left = left - size, self.left - min(size, left)
+        if size <= left:
+            return super().process_message(msg, cell, cell_index)
+        begins = msg["content"]["text"][:left] if msg["msg_type"] == "stream" else ""
+        cell.outputs.append(nbformat.v4.new_output("stream", text=begins + CUT))
+        return None
 
 
 def size_of(content: dict) -> int:

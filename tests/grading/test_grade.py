@@ -23,14 +23,14 @@ import cloudpickle
 import pytest
 
 from mini_dist.grade import __main__ as command
-from mini_dist.grade import grading, judge, sandbox
+from mini_dist.grade import grading, judge, sandbox, usage
 from mini_dist.grade.sandbox import Limits
 from mini_dist.grade.submissions import Cell, Submission, lessons
 from tests.grading.classroom import CLASS, FORGED, HARM, STEP, hand_in, step, text_of
 from tests.grading.only_data import from_frames
 
 SAMPLE = ("no check", "nothing", "returns code that runs where it is read", "redefines check")
-SAMPLE += ("changes the engine on a rank", "speaks for the judge", "fills the disk")
+SAMPLE += ("changes the engine on a rank", "speaks for the judge", "prints 80 MB")
 OPTIONS = "--cell 60 --timeout 240 --memory 3 --disk 0.1 --jobs 2".split()
 
 
@@ -110,6 +110,20 @@ def test_without_a_sandbox_nothing_runs_unless_one_says_so(tmp_path, monkeypatch
     assert command.may_run(without_sandbox=True) is False
 
 
+@pytest.mark.parametrize("status", [0, 1])
+@pytest.mark.parametrize("waits", ["", "sleep 0.2; "])
+def test_where_unshare_fails_at_once_this_is_said(tmp_path, monkeypatch, waits, status):
+    """It never reads the job: "[Errno 32] Broken pipe" kept one from grading at all."""
+    (tmp_path / "unshare").write_text(f"#!/bin/sh\n{waits}echo not permitted >&2; exit {status}\n")
+    (tmp_path / "unshare").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(sandbox, "environment", lambda folder: dict(os.environ))
+    for _ in range(2):
+        sandbox.why_not_apart.cache_clear()
+        assert ("not permitted" if status else "no sandbox came up") in sandbox.why_not_apart()
+    sandbox.why_not_apart.cache_clear()
+
+
 @pytest.mark.parametrize(
     "platform, limits",
     [("linux", "Only time, memory, the number"), ("darwin", "Only time and the size of a file")],
@@ -143,10 +157,10 @@ def test_where_no_system_lists_the_family_its_group_ends_with_the_grader(tmp_pat
 
 
 def test_a_sandbox_that_lasts_too_long_is_ended_with_all_that_it_started(apart):
-    before = sandbox.family(os.getpid())
+    before = usage.family(os.getpid())
     found = sandbox.run("probe", {}, Limits(seconds=0), apart=True)
     assert found.cut_short == "it took longer than 0 s"
-    assert sandbox.family(os.getpid()) == before
+    assert usage.family(os.getpid()) == before
 
 
 def probe(**job):
@@ -181,6 +195,25 @@ def test_who_is_root_cannot_change_the_kernel_or_its_devices_by_being_root(apart
 
 def test_memory_that_no_process_shows_is_refused(apart):
     assert probe(memfd=True) == {"memfd": False}
+
+
+def test_the_kernel_makes_it_no_semaphores_no_queues_and_no_odd_sockets(apart):
+    """Memory there counts nowhere: 0.8 GB in semaphores went unseen."""
+    families = [socket.AF_UNIX, socket.AF_INET, 38, 40]  # AF_ALG, AF_VSOCK
+    said = probe(queues=True, families=families, buffer=4 << 20)
+    assert said["queues"] == [] and said["families"] == families[:2]
+    assert said["buffer"] < usage.OF_A_SOCKET
+
+
+HIDDEN = {"sockets": 500, "tables": 64 << 30, "pipes": 2000}
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_memory_that_the_kernel_holds_for_it_counts(apart, kind):
+    """1,900 pairs of sockets queued 3.7 GB under --memory 2. Here 500 do 0.1 GB under 0.1 GB."""
+    most = {"sockets": 100 << 20, "tables": 100 << 20, "pipes": 40 << 20}[kind]
+    said = sandbox.run("probe", {kind: HIDDEN[kind]}, Limits(30, memory=most), apart=True)
+    assert "GB of memory, up to 0." in said.cut_short and "in the kernel" in said.cut_short
 
 
 def test_its_processes_have_a_limit(apart):
