@@ -5,14 +5,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import threading
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 
-from . import sandbox
 from .alike import normalised
-from .sandbox import Limits
+from .sandbox import Limits, Slot
 from .submissions import Cell, Lesson, Submission, read_cells, which_lesson, written
 
 # How an exercise may stand. Only the first earns a point.
@@ -99,17 +97,12 @@ def grade(
     submission: Submission,
     known: list[Lesson],
     folder: Path,
-    limits: Limits,
-    *,
-    apart: bool,
-    cores: list[int],
-    stop: threading.Event,
+    slot: Slot,
     done,
 ) -> Record:
     """Grade all notebooks of a submission; the executed ones go into `folder`."""
-    record = Record(submission.learner, fingerprint(submission, limits))
+    record = Record(submission.learner, fingerprint(submission, slot.limits))
     record.problems, record.progress = [*submission.problems], submission.progress
-    how = dict(apart=apart, cores=cores, stop=stop)
     for path, text in submission.notebooks.items():
         try:
             cells = read_cells(text)
@@ -125,8 +118,8 @@ def grade(
             notebook = Notebook(path, lesson.stem)
             record.notebooks.append(notebook)
             began = time.monotonic()
-            kept, executed = run(notebook, text, cells, submission, lesson, limits, how)
-            judge(notebook, cells, lesson, kept, limits, how)
+            kept, executed = run(notebook, text, cells, submission, lesson, slot)
+            judge(notebook, cells, lesson, kept, slot)
             notebook.seconds = round(time.monotonic() - began, 1)
             if executed:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -142,8 +135,7 @@ def run(
     cells: list[Cell],
     submission: Submission,
     lesson: Lesson,
-    limits: Limits,
-    how: dict,
+    slot: Slot,
 ) -> tuple[dict[str, dict], bytes]:
     """What was kept of each exercise, and the executed notebook, where it came to its end."""
     beside = PurePosixPath(notebook.path).parent
@@ -152,8 +144,8 @@ def run(
         for path, source in submission.files.items()
         if PurePosixPath(path).is_relative_to(beside)
     }
-    job = dict(notebook=text, files=files, functions=lesson.functions, cell=limits.cell)
-    said = sandbox.run("worker", job, limits, **how)
+    job = dict(notebook=text, files=files, functions=lesson.functions, cell=slot.limits.cell)
+    said = slot.run("worker", job, then="judge")
     kept, executed, last = {}, b"", -1
     for message in said.messages:
         exercise = message.get("kept")
@@ -184,15 +176,14 @@ def judge(
     cells: list,
     lesson: Lesson,
     kept: dict[str, dict],
-    limits: Limits,
-    how: dict,
+    slot: Slot,
 ) -> None:
     answers = {
         name: message["payload"].decode()
         for name, message in kept.items()
         if isinstance(message.get("payload"), bytes) and is_base64(message["payload"])
     }
-    said = sandbox.run("judge", dict(answers=answers), limits, **how) if answers else None
+    said = slot.run("judge", dict(answers=answers), then="worker") if answers else None
     judged = {message["judged"]: message for message in said.messages} if said else {}
     for name in lesson.functions:
         stands = written(cells, lesson, name)

@@ -7,8 +7,10 @@ mini_dist are there to be read; processes of its own; a loopback that leads nowh
 beyond a user's. Without "apart", on a system that has no namespaces, the worker runs as the user
 who grades, under the limits of `set_limits`; off Linux none of them is of memory or processes.
 
-The job is JSON on stdin, its length in front; when stdin ends, because the grader has, all ends.
-This process reads nothing that the worker says, so no output can keep it from enforcing the limits.
+The job is JSON on stdin, its length in front; when stdin ends, because the grader has, all ends. It
+may come long after the start: until then the worker loads what it needs, and the limits are watched
+from the job on. This process reads nothing that the worker says, so no output can keep it from
+enforcing them.
 """
 
 from __future__ import annotations
@@ -265,10 +267,10 @@ def set_limits(limits: dict) -> None:
 
 
 def read_exactly(number: int) -> bytes:
-    data = b""
-    while len(data) < number and (more := os.read(0, number - len(data))):
+    data = bytearray()
+    while len(data) < number and (more := os.read(0, min(1 << 20, number - len(data)))):
         data += more
-    return data
+    return bytes(data)
 
 
 def end_with_the_grader() -> None:
@@ -335,26 +337,31 @@ def leave(status: int, why: str = "") -> None:
 
 def main() -> None:
     limits = json.loads(sys.argv[1])
-    (length,) = LENGTH.unpack(read_exactly(LENGTH.size))
-    job = read_exactly(length)
     if limits["apart"]:
         seclude(limits["disk"])
     elif sys.platform == "linux":
         LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     os.environ["HOME"] = os.environ["IPYTHONDIR"] = os.environ["MPLCONFIGDIR"] = os.getcwd()
+    reads, writes = os.pipe()
     worker = os.fork()
     if worker == 0:
         set_limits(limits)
         if limits["apart"]:
             give_up_rights()
-        Path("job").write_bytes(job)
-        os.dup2(os.open("job", os.O_RDONLY), 0)
-        os.unlink("job")
+        os.dup2(reads, 0)
+        os.close(writes)
         os.execv(sys.executable, [sys.executable, "-m", f"mini_dist.grade.{limits['worker']}"])
+    os.close(reads)
     if sys.platform == "linux":  # nobody in here looks into this process, or has it do things
         LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    length = read_exactly(LENGTH.size)  # until it comes, nothing of a learner's is in here
+    if len(length) < LENGTH.size:
+        leave(1)
+    job = read_exactly(*LENGTH.unpack(length))
     threading.Thread(target=end_with_the_grader, daemon=True).start()
     threading.Thread(target=end_beyond_limits, args=(limits,), daemon=True).start()
+    with suppress(BrokenPipeError), os.fdopen(writes, "wb") as pipe:  # (its status tells)
+        pipe.write(job)
     with suppress(ChildProcessError):  # (none is left where the other thread ends them)
         while (ended := os.wait())[0] != worker:  # orphans come to this process
             pass

@@ -78,54 +78,90 @@ def limited_without_one() -> str:
     )
 
 
-def run(
-    worker: str,
-    job: dict,
-    limits: Limits,
-    *,
-    apart: bool,
-    cores: Iterable[int] = (),
-    stop: threading.Event | None = None,
-) -> Said:
-    """Run `mini_dist.grade.WORKER` with this job. `apart`: in a sandbox of its own; else only what
-    `limited_without_one` says is limited. `cores` (Linux): those it may use, none for all.
-    `stop`: ends it when it is set."""
-    told = dict(worker=worker, apart=apart, cores=list(cores), memory=limits.memory)
-    told |= dict(disk=limits.disk, processes=limits.processes, seconds=limits.seconds)
-    command = [sys.executable, "-m", "mini_dist.grade.inside", json.dumps(told)]
-    said = Said()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        process = subprocess.Popen(
+class Sandbox:
+    """A worker that has been started and waits for its one job.
+
+    `apart`: in a sandbox of its own; else only what `limited_without_one` says is limited. `cores`
+    (Linux): those it may use, none for all.
+    """
+
+    def __init__(self, worker: str, limits: Limits, *, apart: bool, cores: Iterable[int] = ()):
+        told = dict(worker=worker, apart=apart, cores=list(cores), memory=limits.memory)
+        told |= dict(disk=limits.disk, processes=limits.processes, seconds=limits.seconds)
+        command = [sys.executable, "-m", "mini_dist.grade.inside", json.dumps(told)]
+        self.limits, self.said = limits, Said()
+        self.errors: list[bytes] = []
+        self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self.process = subprocess.Popen(
             [*UNSHARE, *command] if apart else command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            cwd=folder,
-            env=environment(folder),
+            cwd=self.folder.name,
+            env=environment(self.folder.name),
             start_new_session=True,
         )
-        errors: list[bytes] = []
-        readers = [
-            threading.Thread(target=listen, args=(process.stdout, said), daemon=True),
-            threading.Thread(target=keep_last, args=(process.stderr, errors), daemon=True),
+        told, failed = self.process.stdout, self.process.stderr
+        self.readers = [
+            threading.Thread(target=listen, args=(told, self.said), daemon=True),
+            threading.Thread(target=keep_last, args=(failed, self.errors), daemon=True),
         ]
-        for reader in readers:
+        for reader in self.readers:
             reader.start()
+
+    def run(self, job: dict, stop: threading.Event | None = None) -> Said:
+        """Give it the job, and wait until it is done. `stop`: ends it when it is set."""
         try:
             with suppress(BrokenPipeError):  # then its status tells
                 data = json.dumps(job).encode()
-                process.stdin.write(LENGTH.pack(len(data)) + data)
-                process.stdin.flush()
-            said.cut_short = wait(process, limits, stop)
+                self.process.stdin.write(LENGTH.pack(len(data)) + data)
+                self.process.stdin.flush()
+            self.said.cut_short = wait(self.process, self.limits, stop)
         finally:
-            end(process)
-        for reader in readers:
+            self.close()
+        if not self.said.cut_short and self.process.returncode:
+            last = b"".join(self.errors).decode(errors="replace").strip().splitlines()[-1:]
+            how = [f"it ended with status {self.process.returncode}"]
+            how *= self.process.returncode != BEYOND
+            self.said.cut_short = " ".join([*how, *last])
+        return self.said
+
+    def close(self) -> None:
+        end(self.process)
+        for reader in self.readers:
             reader.join(5)
-    if not said.cut_short and process.returncode:
-        last = b"".join(errors).decode(errors="replace").strip().splitlines()[-1:]
-        how = [f"it ended with status {process.returncode}"] * (process.returncode != BEYOND)
-        said.cut_short = " ".join([*how, *last])
-    return said
+        self.folder.cleanup()
+
+
+def run(worker: str, job: dict, limits: Limits, *, apart: bool) -> Said:
+    """Run `mini_dist.grade.WORKER` with this job in a sandbox, or under these limits."""
+    return Sandbox(worker, limits, apart=apart).run(job)
+
+
+class Slot:
+    """Where one notebook is graded at a time, each time in new sandboxes.
+
+    The sandbox that will be needed next is started early: until its job comes it holds nothing but
+    the course, Python and torch, and to load these takes a third of the time of a short notebook.
+    """
+
+    def __init__(self, limits: Limits, *, apart: bool, cores: Iterable[int] = (), stop=None):
+        self.limits, self.stop = limits, stop
+        self.how = dict(apart=apart, cores=list(cores))
+        self.ahead: dict[str, Sandbox] = {}
+
+    def run(self, worker: str, job: dict, then: str = "") -> Said:
+        """Run this worker, and meanwhile start the one that comes after it."""
+        mine = self.ahead.pop(worker, None)
+        if mine is None or mine.process.poll() is not None:
+            mine = Sandbox(worker, self.limits, **self.how)
+        if then and then not in self.ahead:
+            self.ahead[then] = Sandbox(then, self.limits, **self.how)
+        return mine.run(job, self.stop)
+
+    def close(self) -> None:
+        while self.ahead:
+            self.ahead.popitem()[1].close()
 
 
 def environment(folder: str) -> dict[str, str]:

@@ -9,6 +9,7 @@ well. What a notebook shows is cut while it comes in.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ import sys
 from pathlib import Path
 
 KEPT = Path("kept")  # beside the folder of the notebook
+FUNCTIONS = Path("functions")  # of the lesson's exercises, which the kernel's start cannot know yet
 COLLECT = """\
 import sys
 _before, sys.path = sys.path, [{course!r}, *(p for p in sys.path if p not in ("", {here!r}))]
@@ -27,22 +29,23 @@ del _before, _Collector, sys
 
 
 def main() -> None:
-    job = json.load(sys.stdin)
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     home, place = Path.cwd(), Path("notebook")
     for folder in (place, KEPT, Path("profile_default/startup")):
         folder.mkdir(parents=True)
+    course = str(Path(__file__).resolve().parents[2])
+    names = dict(course=course, here=str(home / place))
+    names |= dict(kept=str(home / KEPT), functions=str(home / FUNCTIONS))
+    Path("profile_default/startup/00-collect.py").write_text(COLLECT.format(**names))
+    kernel = started_kernel(home, place)
+    job = json.load(sys.stdin)
+    FUNCTIONS.write_text(json.dumps(job["functions"]))
     for name, text in job["files"].items():
         path = place / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     (place / "submitted.ipynb").write_text(job["notebook"], encoding="utf-8")
-    course = str(Path(__file__).resolve().parents[2])
-    names = dict(course=course, here=str(home / place), kept=str(home / KEPT))
-    Path("profile_default/startup/00-collect.py").write_text(
-        COLLECT.format(functions=job["functions"], **names)
-    )
 
     def say(payload: str = "", **message) -> None:
         data = payload.encode(errors="surrogatepass")
@@ -60,7 +63,7 @@ def main() -> None:
         say(cell=cell_index)
 
     os.chdir(place)
-    trouble = execute(Path("submitted.ipynb"), Path("executed.ipynb"), job["cell"], after_a_cell)
+    trouble = execute(kernel, job["cell"], after_a_cell)
     os.chdir(home)
     pass_on()
     if (executed := place / "executed.ipynb").is_file():
@@ -69,20 +72,30 @@ def main() -> None:
         say(trouble=trouble)
 
 
-def execute(notebook: Path, output: Path, cell_seconds: float, after_a_cell) -> str:
-    """Run all cells, also after one that ends in an error; what kept it from the end, or ""."""
-    import papermill
+def started_kernel(home: Path, place: Path):
+    """Start the notebook's kernel, which begins with loading what every lesson needs."""
+    import papermill  # noqa: F401 (while the kernel starts, and before there is a job)
     from jupyter_client.manager import AsyncKernelManager
 
-    from . import shown  # noqa: F401 (it registers the engine)
+    from . import shown  # noqa: F401
+
+    connection = f"{home}/kernel.json"
+    kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", connection_file=connection)
+    memory = ["--HistoryManager.hist_file=:memory:"]
+    asyncio.run(kernel.start_kernel(cwd=str(home / place), extra_arguments=memory))
+    return kernel
+
+
+def execute(kernel, cell_seconds: float, after_a_cell) -> str:
+    """Run all cells, also after one that ends in an error; what kept it from the end, or ""."""
+    import papermill
 
     logging.getLogger("papermill").setLevel(logging.CRITICAL)
     logging.getLogger("traitlets").setLevel(logging.CRITICAL)
-    kernel = AsyncKernelManager(transport="ipc", connection_file=f"{Path.home()}/kernel.json")
     try:
         papermill.execute_notebook(
-            notebook,
-            output,
+            "submitted.ipynb",
+            "executed.ipynb",
             engine_name="bounded",
             kernel_name="python3",
             progress_bar=False,

@@ -286,11 +286,16 @@ def test_what_a_worker_says_is_cut_while_it_is_read(name):
     assert most < 64 * MB and seconds < 30, (most / MB, seconds)
 
 
+def slot_that_says(monkeypatch, *said):
+    monkeypatch.setattr(sandbox.Slot, "run", lambda *_, **__: sandbox.Said([*said]))
+    return sandbox.Slot(Limits(), apart=True)
+
+
 def messages(monkeypatch, *said):
-    monkeypatch.setattr(sandbox, "run", lambda *_, **__: sandbox.Said([*said]))
+    slot = slot_that_says(monkeypatch, *said)
     (lesson,) = (each for each in lessons(sandbox.COURSE / "notebooks") if each.stem[:2] == "07")
     notebook = grading.Notebook("a.ipynb", lesson.stem)
-    run = grading.run(notebook, "", CELLS, Submission("ada"), lesson, Limits(), {})
+    run = grading.run(notebook, "", CELLS, Submission("ada"), lesson, slot)
     return run, notebook
 
 
@@ -320,7 +325,7 @@ def test_where_the_grader_fails_for_one_learner_the_others_are_graded(tmp_path, 
         (tmp_path / "in" / name).mkdir(parents=True)
         (tmp_path / "in" / name / "x.txt").write_text("")
 
-    def fails(submission, **_):
+    def fails(submission, *_, **__):
         if submission.learner == "ada":
             raise RuntimeError("half of a pair: \ud800")
         return grading.Record(submission.learner, "", problems=["seen"])
@@ -334,11 +339,10 @@ def test_where_the_grader_fails_for_one_learner_the_others_are_graded(tmp_path, 
 
 
 def test_of_one_lesson_no_more_than_three_notebooks_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(sandbox, "run", lambda *_, **__: sandbox.Said([{"executed": "\ud800"}]))
+    slot = slot_that_says(monkeypatch, {"executed": True, "payload": b"\xff"})
     submission = Submission("ada", {f"{n}.ipynb": text_of(step("")) for n in range(5)})
     known = lessons(sandbox.COURSE / "notebooks")
-    how = dict(apart=True, cores=[], stop=threading.Event(), done=lambda path: None)
-    record = grading.grade(submission, known, tmp_path, Limits(), **how)
+    record = grading.grade(submission, known, tmp_path, slot, done=lambda path: None)
     assert len(record.notebooks) == 3 and len(record.problems) == 2
     assert "4.ipynb did not run" in record.problems[1]
 
