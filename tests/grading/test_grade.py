@@ -231,6 +231,33 @@ def test_it_does_not_reach_the_hosts_loopback(apart):
         assert probe(connect=server.getsockname()[1]) == {"connect": False}
 
 
+def test_the_sandbox_that_was_started_early_is_a_new_one(apart):
+    """It has seen no other job, its time begins with its own, and at the end it is gone."""
+    before = usage.family(os.getpid())
+    slot = sandbox.Slot(Limits(seconds=5, disk=64 << 20), apart=True)
+    (first,) = slot.run("probe", {"write": ["/tmp/x", "x"]}, then="probe").messages
+    early = slot.ahead["probe"]
+    time.sleep(5.5)
+    found = slot.run("probe", {"read": ["/tmp/x", "x", "/usr"]}, then="probe")
+    assert first == {"apart": True, "write": ["/tmp/x", "x"]} and early.process.poll() is not None
+    assert found.messages == [{"apart": True, "read": ["/usr"]}] and not found.cut_short
+    slot.ahead["probe"].process.kill()
+    slot.ahead["probe"].process.wait()
+    assert slot.run("probe", {}, then="probe").messages == [{"apart": True}]
+    folder = slot.ahead["probe"].folder.name
+    slot.close()
+    assert usage.family(os.getpid()) == before and not os.path.exists(folder)
+
+
+@pytest.mark.parametrize("apart_", [True, False])
+def test_time_is_enforced_by_the_sandbox_itself(apart, apart_, monkeypatch):
+    """Whatever the grader is busy with: it looks at nothing here."""
+    monkeypatch.setattr(sandbox, "wait", lambda process, *_: "" if process.wait(30) else "")
+    began = time.monotonic()
+    found = sandbox.run("probe", {"pipes": 0}, Limits(seconds=1), apart=apart_)
+    assert found.cut_short == "it took longer than 1 s" and time.monotonic() - began < 15
+
+
 def test_without_a_sandbox_the_limits_hold_all_the_same():
     found = sandbox.run("probe", {}, Limits(processes=0), apart=False)
     assert found.cut_short == "it started more than 0 processes"
