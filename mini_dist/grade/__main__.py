@@ -26,9 +26,10 @@ from pathlib import Path
 
 from . import sandbox
 from .alike import normalised
-from .grading import UNPAIRED, Record, fingerprint, grade
+from .grading import Record, fingerprint, grade
+from .printable import printable
 from .report import alike, folder_of, overview, page, score, write_csv
-from .sandbox import COURSE, Limits
+from .sandbox import COURSE, Limits, Slot
 from .submissions import Lesson, find, lessons
 
 CORES_A_NOTEBOOK = 2
@@ -64,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
         counted = chosen(known, options.lessons)
         apart = may_run(options.without_sandbox)
     except (ValueError, OSError) as error:
-        parser.error(str(error))  # exit status 2
+        parser.error(printable(error))  # exit status 2
     folders, taken = {}, {}
     for submission in submissions:
         folders[submission.learner] = folder_of(submission.learner, taken)
@@ -78,15 +79,15 @@ def main(argv: list[str] | None = None) -> int:
             todo.append(submission)
     if records:
         print(f"{len(records)} of {len(submissions)} were graded before")
-    how = dict(known=known, limits=limits, apart=apart)
-    finished = grade_all(todo, options, folders, records, how)
+    how = dict(limits=limits, apart=apart)
+    finished = grade_all(todo, options, folders, records, known, how)
     found = [records[s.learner] for s in submissions if s.learner in records]
     seen = {notebook.lesson for record in found for notebook in record.notebooks}
     counted = counted or [lesson for lesson in known if lesson.stem in seen]
     write(options.out, found, counted, folders)
     for record in found:
         right, of = score(record, counted)
-        print(f"{right:3} of {of}  {record.learner.encode(errors=UNPAIRED).decode()}")
+        print(f"{right:3} of {of}  {printable(record.learner)}")
     print(f"written: {options.out / 'grades.csv'}, {options.out / 'index.html'}")
     if not finished:
         print("interrupted: the same command goes on from here")
@@ -118,32 +119,29 @@ def may_run(without_sandbox: bool) -> bool:
     return False
 
 
-def grade_all(todo: list, options, folders: dict, records: dict, how: dict) -> bool:
+def grade_all(
+    todo: list, options, folders: dict, records: dict, known: list[Lesson], how: dict
+) -> bool:
     """Grade these submissions, some at a time, each on cores of its own; False if interrupted."""
     from tqdm import tqdm
 
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     jobs = options.jobs or max(1, (len(cores) or os.cpu_count() or 1) // CORES_A_NOTEBOOK)
-    shares: queue.Queue = queue.Queue()
-    for job in range(jobs):
-        shares.put(cores[job::jobs] if jobs <= len(cores) else [])
     stop = threading.Event()
+    shares = [cores[job::jobs] if jobs <= len(cores) else [] for job in range(jobs)]
+    slots = [Slot(cores=share, stop=stop, **how) for share in shares]
+    free: queue.Queue = queue.Queue()
+    for slot in slots:
+        free.put(slot)
     total = sum(len(submission.notebooks) for submission in todo)
 
     def one(submission) -> None:
         if stop.is_set():
             return
-        share = shares.get()
+        slot = free.get()
         folder = options.out / folders[submission.learner]
         try:
-            record = grade(
-                submission,
-                folder=folder,
-                cores=share,
-                stop=stop,
-                done=lambda path: bar.update(),
-                **how,
-            )
+            record = grade(submission, known, folder, slot, done=lambda path: bar.update())
             if not stop.is_set():
                 record.write(folder / "grade.json")
                 records[submission.learner] = record
@@ -151,7 +149,7 @@ def grade_all(todo: list, options, folders: dict, records: dict, how: dict) -> b
             why = f"the grader failed: {type(error).__name__}: {error}"
             records[submission.learner] = Record(submission.learner, "", problems=[why])
         finally:
-            shares.put(share)
+            free.put(slot)
 
     def interrupt(number, frame) -> None:
         stop.set()
@@ -163,6 +161,8 @@ def grade_all(todo: list, options, folders: dict, records: dict, how: dict) -> b
             for future in [pool.submit(one, submission) for submission in todo]:
                 future.result()
     finally:
+        for slot in slots:
+            slot.close()
         if in_main:
             signal.signal(signal.SIGINT, before)
     return not stop.is_set()
@@ -178,10 +178,10 @@ def write(out: Path, records: list[Record], counted: list[Lesson], folders: dict
     for record in records:
         path = out / folders[record.learner] / "index.html"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page(record, counted, same), encoding="utf-8", errors=UNPAIRED)
+        path.write_text(page(record, counted), encoding="utf-8")
     write_csv(out / "grades.csv", records, counted, same)
-    told = overview(records, counted, folders)
-    (out / "index.html").write_text(told, encoding="utf-8", errors=UNPAIRED)
+    told = overview(records, counted, folders, same)
+    (out / "index.html").write_text(told, encoding="utf-8")
 
 
 if __name__ == "__main__":

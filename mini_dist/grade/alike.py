@@ -9,7 +9,9 @@ from __future__ import annotations
 import ast
 import hashlib
 
-MOST_SOURCE = 1 << 20  # letters: a tree is some hundred times as large
+MOST_SOURCE = (
+    1 << 18
+)  # letters that are parsed of a notebook: a tree is some hundred times as large
 NO_CODE = (SyntaxError, ValueError, RecursionError, MemoryError)  # (the last: the parser's stack)
 
 

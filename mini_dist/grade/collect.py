@@ -33,10 +33,11 @@ class Kept:
 
 
 class Collector:
-    """functions: of each exercise of the lesson, the name that its function has there."""
+    """functions: a file, there once the notebook is, that says of each exercise of the lesson the
+    name that its function has in it."""
 
-    def __init__(self, shell, functions: dict[str, str], folder: str):
-        self.shell, self.functions, self.folder = shell, functions, Path(folder)
+    def __init__(self, shell, functions: str, folder: str):
+        self.shell, self.functions, self.folder = shell, Path(functions), Path(folder)
         self.checked: set[str] = set()
         self.seen: dict[str, object] = {}
 
@@ -50,7 +51,7 @@ class Collector:
         self.shell.events.register("post_run_cell", self.look_round)
 
     def look_round(self, *_) -> None:
-        for exercise, name in self.functions.items():
+        for exercise, name in json.loads(self.functions.read_text()).items():
             found = self.shell.user_ns.get(name)
             defined_here = inspect.isfunction(found) and found.__module__ == "__main__"
             if defined_here and found is not self.seen.get(name) and exercise not in self.checked:

@@ -5,22 +5,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import threading
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 
-from . import sandbox
 from .alike import normalised
-from .sandbox import Limits
-from .submissions import Lesson, Submission, read_cells, which_lesson, written
+from .sandbox import Limits, Slot
+from .submissions import Cell, Lesson, Submission, read_cells, which_lesson, written
 
 # How an exercise may stand. Only the first earns a point.
 RIGHT, WRONG, UNTOUCHED = "right", "wrong", "untouched"
 MISSING, NOT_REACHED, NOT_JUDGED = "missing", "not reached", "not judged"
 CANNOT_TRAVEL = "the function cannot be sent to another process"
 MOST_OF_A_LESSON = 3  # notebooks of one learner: each may take as long as the limits let it
-UNPAIRED = "backslashreplace"  # half of a surrogate pair is no character, but JSON may hold one
 STATES = (RIGHT, WRONG, UNTOUCHED, MISSING, NOT_REACHED, NOT_JUDGED)
 
 
@@ -42,11 +39,13 @@ class Graded:
 
 @dataclass
 class Notebook:
-    """One notebook of one learner. ended: why it did not run to its end, or ""."""
+    """One notebook of one learner. ended: why it did not run to its end, or "". executed: the file
+    that shows it as it ran, or ""."""
 
     path: str
     lesson: str
     ended: str = ""
+    executed: str = ""
     seconds: float = 0.0
     exercises: dict[str, Graded] = field(default_factory=dict)
 
@@ -98,17 +97,12 @@ def grade(
     submission: Submission,
     known: list[Lesson],
     folder: Path,
-    limits: Limits,
-    *,
-    apart: bool,
-    cores: list[int],
-    stop: threading.Event,
+    slot: Slot,
     done,
 ) -> Record:
     """Grade all notebooks of a submission; the executed ones go into `folder`."""
-    record = Record(submission.learner, fingerprint(submission, limits))
+    record = Record(submission.learner, fingerprint(submission, slot.limits))
     record.problems, record.progress = [*submission.problems], submission.progress
-    how = dict(apart=apart, cores=cores, stop=stop)
     for path, text in submission.notebooks.items():
         try:
             cells = read_cells(text)
@@ -124,13 +118,13 @@ def grade(
             notebook = Notebook(path, lesson.stem)
             record.notebooks.append(notebook)
             began = time.monotonic()
-            kept, executed = run(notebook, text, submission, lesson, limits, how)
-            judge(notebook, cells, lesson, kept, limits, how)
+            kept, executed = run(notebook, text, cells, submission, lesson, slot)
+            judge(notebook, cells, lesson, kept, slot)
             notebook.seconds = round(time.monotonic() - began, 1)
             if executed:
                 folder.mkdir(parents=True, exist_ok=True)
-                name = f"{len(record.notebooks)}-{lesson.stem}.ipynb"
-                (folder / name).write_text(executed, encoding="utf-8", errors=UNPAIRED)
+                notebook.executed = f"{len(record.notebooks)}-{lesson.stem}.ipynb"
+                (folder / notebook.executed).write_bytes(executed)
         done(path)
     return record
 
@@ -138,11 +132,11 @@ def grade(
 def run(
     notebook: Notebook,
     text: str,
+    cells: list[Cell],
     submission: Submission,
     lesson: Lesson,
-    limits: Limits,
-    how: dict,
-) -> tuple[dict[str, dict], str]:
+    slot: Slot,
+) -> tuple[dict[str, dict], bytes]:
     """What was kept of each exercise, and the executed notebook, where it came to its end."""
     beside = PurePosixPath(notebook.path).parent
     files = {
@@ -150,9 +144,9 @@ def run(
         for path, source in submission.files.items()
         if PurePosixPath(path).is_relative_to(beside)
     }
-    job = dict(notebook=text, files=files, functions=lesson.functions, cell=limits.cell)
-    said = sandbox.run("worker", job, limits, **how)
-    kept, executed, last = {}, "", -1
+    job = dict(notebook=text, files=files, functions=lesson.functions, cell=slot.limits.cell)
+    said = slot.run("worker", job, then="judge")
+    kept, executed, last = {}, b"", -1
     for message in said.messages:
         exercise = message.get("kept")
         if isinstance(exercise, str) and exercise in lesson.functions:
@@ -160,13 +154,21 @@ def run(
             if message.get("how") == "check" or before.get("how") != "check":
                 kept[exercise] = message
         last = message["cell"] if type(message.get("cell")) is int else last
-        if isinstance(message.get("executed"), str):
-            executed = message["executed"]
+        if message.get("executed") is True and isinstance(message.get("payload"), bytes):
+            executed = message["payload"]
         if isinstance(message.get("trouble"), str):
             notebook.ended = message["trouble"][:300]
     if said.cut_short:
-        notebook.ended = f"{said.cut_short} (in the cell after number {last})"
+        notebook.ended = f"{said.cut_short} ({where(cells, last)})"
     return kept, executed
+
+
+def where(cells: list[Cell], last: int) -> str:
+    """Say where a notebook was, by the number that JupyterLab shows beside a code cell. last: the
+    index of the last cell that has run, -1 if none has."""
+    runs = [cell.kind == "code" and bool(cell.source.strip()) for cell in cells]
+    done = sum(runs[: last + 1]) if last >= 0 else 0
+    return f"in code cell [{done + 1}]" if done < sum(runs) else "after its last cell"
 
 
 def judge(
@@ -174,15 +176,14 @@ def judge(
     cells: list,
     lesson: Lesson,
     kept: dict[str, dict],
-    limits: Limits,
-    how: dict,
+    slot: Slot,
 ) -> None:
     answers = {
-        name: message["pickle"]
+        name: message["payload"].decode()
         for name, message in kept.items()
-        if isinstance(message.get("pickle"), str) and is_base64(message["pickle"])
+        if isinstance(message.get("payload"), bytes) and is_base64(message["payload"])
     }
-    said = sandbox.run("judge", dict(answers=answers), limits, **how) if answers else None
+    said = slot.run("judge", dict(answers=answers), then="worker") if answers else None
     judged = {message["judged"]: message for message in said.messages} if said else {}
     for name in lesson.functions:
         stands = written(cells, lesson, name)
@@ -205,8 +206,8 @@ def judge(
         notebook.exercises[name] = graded
 
 
-def is_base64(text: str) -> bool:
+def is_base64(data: bytes) -> bool:
     try:
-        return bool(base64.b64decode(text, validate=True))
+        return bool(base64.b64decode(data, validate=True))
     except ValueError:
         return False

@@ -25,12 +25,13 @@ from ..check import Verdict, adversities, exercises
 from ..check.clinic import Clinic
 from ..check.engine import LIBRARY, RIGHT, WRONG
 from ..check.watch import calls_of, learners, made_before
-from ..ranks.launch import launch
+from ..ranks.launch import launch, warm_up
 from ..ranks.transport import rebuild_tensor
 from .inside import PR_SET_DUMPABLE
 
 # Seconds until a run that does not end is given up: no right answer is to fall to a busy machine.
 PATIENCE = 60
+MOST = 4_000  # letters of what is said: a learner's exception may have any number
 DATA = {
     ("mini_dist.ranks.rank", "Report"),
     ("mini_dist.ranks.rank", "Failure"),
@@ -159,7 +160,6 @@ def answers_of(name: str) -> None:
 
 
 def main() -> None:
-    job = json.load(sys.stdin)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     out = os.fdopen(os.dup(1), "w")  # (not inherited: PEP 446)
@@ -168,14 +168,16 @@ def main() -> None:
     exercises()  # all modules are there before what may be loaded is narrowed down
     pickle.loads = read
     sys.addaudithook(only_data)
+    warm_up()
+    job = json.load(sys.stdin)
     for name, data in job["answers"].items():
         verdict = judge(name, base64.b64decode(data))
         lines = [
-            [str(part) for part in (line.what, line.measured, line.expected, line.mark)]
+            [str(part)[:MOST] for part in (line.what, line.measured, line.expected, line.mark)]
             for line in verdict.lines
         ]
         state = {RIGHT: "right", WRONG: "wrong", LIBRARY: "untouched"}[verdict.state]
-        said = dict(judged=name, state=state, lines=lines, hint=verdict.hint)
+        said = dict(judged=name, state=state, lines=lines, hint=verdict.hint[:MOST])
         print(json.dumps(said), file=out, flush=True)
 
 

@@ -1,14 +1,18 @@
 """A worker that tries out what can be done in a sandbox, and says it.
 
 The job may hold {"read": paths, "write": paths, "chmod": paths, "connect": port, "fill": bytes,
-"memfd": true}.
+"memfd": true, "queues": true, "families": numbers, "buffer": bytes} and one of {"sockets": pairs,
+"pipes": number, "tables": bytes}, which it then holds until it is ended.
 """
 
+import ctypes
 import json
+import mmap
 import os
 import socket
 import stat
 import sys
+import time
 from contextlib import suppress
 
 
@@ -38,6 +42,47 @@ def write_zeros(number: int) -> None:
             file.write(bytes(1 << 20))
 
 
+def queues() -> list[str]:
+    """Which of the kernel's own queues and semaphores can be made, by the names of their calls."""
+    libc = ctypes.CDLL(None)
+    calls = {
+        "semget": (libc.semget, 0, 1000, 0o600),
+        "msgget": (libc.msgget, 0, 0o600),
+        "shmget": (libc.shmget, 0, 4096, 0o600),
+        "mq_open": (libc.mq_open, b"/x", os.O_CREAT | os.O_RDWR, 0o600, None),
+    }
+    return [name for name, (call, *args) in calls.items() if call(*args) >= 0]
+
+
+def buffer(wanted: int) -> int:
+    """The size of a socket's buffer after one has asked for this many bytes."""
+    with socket.socket(socket.AF_UNIX) as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, wanted)
+        return one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+
+
+def fill_sockets(pairs: int) -> list:
+    """Queue what one end of each pair takes, and read nothing."""
+    held = []
+    for _ in range(pairs):
+        one, other = socket.socketpair()
+        one.setblocking(False)
+        with suppress(BlockingIOError):
+            while True:
+                one.send(bytes(1 << 16))
+        held.append((one, other))
+    return held
+
+
+def touch_pages(size: int) -> mmap.mmap:
+    """Read one byte of every 2 MB: each needs a page table, none a page of its own."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    held = mmap.mmap(-1, size, flags=flags, prot=mmap.PROT_READ)
+    for place in range(0, size, 2 << 20):
+        held[place]
+    return held
+
+
 if __name__ == "__main__":
     job = json.load(sys.stdin)
     seen = [name for name in os.listdir("/proc") if name.isdigit()]
@@ -51,4 +96,15 @@ if __name__ == "__main__":
         said["memfd"] = works(os.memfd_create, "x")
     if "fill" in job:
         said["fill"] = works(write_zeros, job["fill"])
-    print(json.dumps(said))
+    if "queues" in job:
+        said["queues"] = queues()
+    if "families" in job:
+        said["families"] = [each for each in job["families"] if works(socket.socket, each)]
+    if "buffer" in job:
+        said["buffer"] = buffer(job["buffer"])
+    print(json.dumps(said), flush=True)
+    holds = {"sockets": fill_sockets, "pipes": lambda n: [os.pipe() for _ in range(n)]}
+    for kind, hold in (holds | {"tables": touch_pages}).items():
+        if kind in job:
+            held = hold(job[kind])
+            time.sleep(20)

@@ -1,4 +1,5 @@
-"""What the teacher gets: a page a learner, one page and one CSV for the class."""
+"""What the teacher gets: a page for each learner, to be handed out, and a page and a CSV of the
+class, which also say what is odd and whose answers are alike."""
 
 from __future__ import annotations
 
@@ -6,9 +7,11 @@ import csv
 import html
 import re
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
-from .grading import RIGHT, UNPAIRED, Graded, Record
+from .grading import RIGHT, Graded, Record
+from .printable import cell, printable
 from .submissions import Lesson
 
 HEAD = """<!doctype html><html lang="en"><meta charset="utf-8">
@@ -20,6 +23,7 @@ td,th{{padding:.15rem .8rem .15rem 0;text-align:left;vertical-align:top}}
 pre{{white-space:pre-wrap;border-left:3px solid #8888;padding-left:1rem}}
 .right{{color:#2e7d32}}.wrong{{color:#c62828}}.note{{opacity:.75}}
 </style>"""
+CODE = "\n\t"  # what a program may hold beside letters
 OURS = ("grades.csv", "index.html")
 INFORMATION = (
     "That answers are alike, or like the printed solution, is information and no verdict: an "
@@ -65,32 +69,49 @@ def score(record: Record, lessons: list[Lesson]) -> tuple[int, int]:
     return sum(each is not None and each.state == RIGHT for each in found), len(names)
 
 
-def safe(text: object) -> str:
-    """A cell that no spreadsheet takes for a formula."""
-    text = str(text)
-    return f"'{text}" if text[:1] in ("=", "+", "-", "@", "\t", "\r") else text
+@dataclass
+class Row:
+    """What the teacher's table says of one learner, in the CSV and on the page of the class."""
+
+    right: int
+    of: int
+    states: list[str]  # of each exercise, "" where its lesson was not handed in
+    alike: str
+    notes: str
+    guesses: str
+    opened: str
+
+
+def columns(lessons: list[Lesson]) -> list[str]:
+    """Name the columns of the exercises."""
+    return [f"{lesson.stem[:2]} {name}" for lesson in lessons for name in lesson.functions]
+
+
+def row(record: Record, lessons: list[Lesson], same: dict) -> Row:
+    found = {name: record.best(name) for lesson in lessons for name in lesson.functions}
+    states = [each.state if each else "" for each in found.values()]
+    copies = [
+        f"{name}: {', '.join(same[record.learner, name])}"
+        for name in found
+        if (record.learner, name) in same
+    ]
+    told = "; ".join(copies), notes(record, found)
+    return Row(*score(record, lessons), states, *told, *progress(record))
 
 
 def write_csv(path: Path, records: list[Record], lessons: list[Lesson], same: dict) -> None:
     """A row a learner: points, the state of each exercise, what is to be looked at."""
-    names = [(lesson.stem[:2], name) for lesson in lessons for name in lesson.functions]
-    head = ["learner", "right", "of", *(f"{number} {name}" for number, name in names)]
+    head = ["learner", "right", "of", *columns(lessons)]
     head += ["alike", "notes", "guesses", "lessons opened"]
     excel = "utf-8-sig"  # (so that it knows UTF-8)
-    with path.open("w", newline="", encoding=excel, errors=UNPAIRED) as file:
+    with path.open("w", newline="", encoding=excel) as file:
         rows = csv.writer(file)
         rows.writerow(head)
         for record in records:
-            right, of = score(record, lessons)
-            found = {name: record.best(name) for _, name in names}
-            states = [found[name].state if found[name] else "" for _, name in names]
-            copies = [
-                f"{name}: {', '.join(same[record.learner, name])}"
-                for _, name in names
-                if (record.learner, name) in same
-            ]
-            row = [record.learner, right, of, *states, "; ".join(copies), notes(record, found)]
-            rows.writerow([safe(cell) for cell in [*row, *progress(record)]])
+            found = row(record, lessons, same)
+            told = [record.learner, found.right, found.of, *found.states]
+            told += [found.alike, found.notes, found.guesses, found.opened]
+            rows.writerow([cell(each) for each in told])
 
 
 def notes(record: Record, found: dict[str, Graded | None]) -> str:
@@ -115,50 +136,66 @@ def progress(record: Record) -> list[str]:
 # ---- pages ---------------------------------------------------------------------------------------
 
 
-def page(record: Record, lessons: list[Lesson], same: dict) -> str:
+def text(what: object, keep: str = "") -> str:
+    """Return a learner's text for a page: nothing in it is HTML or controls how the rest looks."""
+    return html.escape(printable(what, keep))
+
+
+def page(record: Record, lessons: list[Lesson]) -> str:
+    """Return the page that is handed out to the learner: it says nothing about others."""
     right, of = score(record, lessons)
-    parts = [HEAD.format(title=html.escape(record.learner))]
-    parts.append(f"<h1>{html.escape(record.learner)}</h1><p>{right} of {of} exercises right.</p>")
-    parts += [f"<p class=note>{html.escape(each)}</p>" for each in record.problems]
-    for number, notebook in enumerate(record.notebooks, 1):
-        link = f"{number}-{notebook.lesson}.ipynb"
-        about = f"{html.escape(notebook.path)}, {notebook.seconds:g} s"
-        parts.append(f"<h2>{notebook.lesson}</h2><p class=note>{about}. As it ran here: ")
-        parts.append(f"<a href='{link}'>{link}</a></p>")
+    parts = [HEAD.format(title=text(record.learner))]
+    parts.append(f"<h1>{text(record.learner)}</h1><p>{right} of {of} exercises right.</p>")
+    parts += [f"<p class=note>{text(each)}</p>" for each in record.problems]
+    for notebook in record.notebooks:
+        about = f"{text(notebook.path)}, {notebook.seconds:g} s"
+        parts.append(f"<h2>{notebook.lesson}</h2><p class=note>{about}.")
+        if notebook.executed:
+            link = f"<a href='{notebook.executed}'>{notebook.executed}</a>"
+            parts.append(f"As it ran here: {link}")
+        parts.append("</p>")
         if notebook.ended:
-            parts.append(f"<p>It did not run to its end: {html.escape(notebook.ended)}.</p>")
-        for name, graded in notebook.exercises.items():
-            parts.append(exercise(name, graded, same.get((record.learner, name), [])))
-    return "\n".join([*parts, f"<p class=note>{INFORMATION}</p></html>"])
+            parts.append(f"<p>It did not run to its end: {text(notebook.ended)}.</p>")
+        parts += [exercise(name, graded) for name, graded in notebook.exercises.items()]
+    return "\n".join([*parts, "</html>"])
 
 
-def exercise(name: str, graded: Graded, others: list[str]) -> str:
-    kind = graded.state if graded.state in ("right", "wrong") else "note"
-    parts = [f"<h3 class={kind}>{name}: {graded.state}</h3>"]
+def exercise(name: str, graded: Graded) -> str:
+    parts = [f"<h3 class={css(graded.state)}>{name}: {graded.state}</h3>"]
     if graded.lines:
         rows = "".join(
-            "<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>"
-            for row in graded.lines
+            "<tr>" + "".join(f"<td>{text(part)}</td>" for part in line) + "</tr>"
+            for line in graded.lines
         )
         parts.append(f"<table><tr><th><th>measured<th>expected<th></tr>{rows}</table>")
     if graded.hint:
-        parts.append(f"<pre>{html.escape(graded.hint)}</pre>")
+        parts.append(f"<pre>{text(graded.hint, CODE)}</pre>")
     if graded.note:
-        parts.append(f"<p class=note>{html.escape(graded.note)}</p>")
-    if others:
-        told = html.escape(", ".join(others))
-        parts.append(f"<p class=note>The same code, but for names: {told}.</p>")
+        parts.append(f"<p class=note>{text(graded.note)}</p>")
     if graded.source:
-        source = html.escape(graded.source)
+        source = text(graded.source, CODE)
         parts.append(f"<details><summary>what was written</summary><pre>{source}</pre></details>")
     return "\n".join(parts)
 
 
-def overview(records: list[Record], lessons: list[Lesson], folders: dict[str, str]) -> str:
+def css(state: str) -> str:
+    return state if state in ("right", "wrong") else "note"
+
+
+def overview(
+    records: list[Record], lessons: list[Lesson], folders: dict[str, str], same: dict
+) -> str:
+    """Return the teacher's page of the class: a row a learner, a column an exercise."""
     rows = []
     for record in records:
-        right, of = score(record, lessons)
-        link = f"<a href='{folders[record.learner]}/index.html'>{html.escape(record.learner)}</a>"
-        rows.append(f"<tr><td>{link}</td><td>{right} of {of}</td></tr>")
-    table = f"<table><tr><th>learner<th>right</tr>{''.join(rows)}</table>"
+        found = row(record, lessons, same)
+        link = f"<a href='{folders[record.learner]}/index.html'>{text(record.learner)}</a>"
+        cells = [f"<td>{link}</td><td>{found.right} of {found.of}</td>"]
+        cells += [f"<td class={css(state)}>{state}</td>" for state in found.states]
+        alike = f"the same code, but for names: {found.alike}" if found.alike else ""
+        odd = "; ".join(filter(None, [found.notes, alike]))
+        cells.append(f"<td>{f'&#9888; {text(odd)}' if odd else ''}</td>")
+        rows.append(f"<tr>{''.join(cells)}</tr>")
+    head = "".join(f"<th>{name}" for name in ["learner", "right", *columns(lessons), "what is odd"])
+    table = f"<table><tr>{head}</tr>{''.join(rows)}</table><p class=note>{INFORMATION}</p>"
     return f"{HEAD.format(title='grades')}<h1>Grades</h1>{table}</html>"

@@ -1,8 +1,9 @@
 """Run a worker where it can do no harm beyond its limits, and hear what it says.
 
 The sandbox is Linux's namespaces, made by `unshare` of util-linux (inside.py says what is in one).
-Over them this process looks at memory and processes, and ends a sandbox that has too much of
-either. A worker says what it has to say in lines of JSON, which are read up to a limit.
+Its first process enforces the limits and reads nothing that the worker says. This process reads:
+messages, each a line of JSON of the form {"bytes": n, ...} and n bytes of payload. Both are cut
+while they are read, and nothing is done with a payload but to pass it on.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -22,16 +22,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .inside import LENGTH, TOO_MANY
+from . import usage
+from .inside import BEYOND, LENGTH
 
 UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--kill-child")
 UNSHARE += ("--net", "--ipc", "--uts", "--")
-LOOK = 0.25  # seconds between two looks at memory and processes
+LOOK = 0.25  # seconds between two looks at whether it is to be stopped
 PATIENCE = 5  # seconds for what is ended to be gone
-MOST_SAID = 64 << 20  # bytes
-MOST_AROUND = 1 << 20  # of a message, beside its texts: what is empty takes most room when read
-TEXTS = re.compile(rb'"(?:[^"\\]|\\.)*"')
-PAGE = os.sysconf("SC_PAGE_SIZE")
+# Bytes of all messages of a worker, each of which takes up to some 25 once it is read as JSON, and
+# of all payloads, which nobody reads.
+MOST_TOLD, MOST_CARRIED = 1 << 20, 128 << 20
 COURSE = Path(__file__).resolve().parents[2]
 
 
@@ -49,7 +49,8 @@ class Limits:
 
 @dataclass
 class Said:
-    """The messages of a worker, and why it ended before it was done, or ""."""
+    """The messages of a worker, and why it ended before it was done, or "". A message that came
+    with a payload has it as its "payload", in bytes."""
 
     messages: list[dict] = field(default_factory=list)
     cut_short: str = ""
@@ -77,54 +78,90 @@ def limited_without_one() -> str:
     )
 
 
-def run(
-    worker: str,
-    job: dict,
-    limits: Limits,
-    *,
-    apart: bool,
-    cores: Iterable[int] = (),
-    stop: threading.Event | None = None,
-) -> Said:
-    """Run `mini_dist.grade.WORKER` with this job. `apart`: in a sandbox of its own; else only what
-    `limited_without_one` says is limited. `cores` (Linux): those it may use, none for all.
-    `stop`: ends it when it is set."""
-    told = dict(worker=worker, apart=apart, cores=list(cores), memory=limits.memory)
-    told |= dict(disk=limits.disk, processes=limits.processes)
-    command = [sys.executable, "-m", "mini_dist.grade.inside", json.dumps(told)]
-    said = Said()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        process = subprocess.Popen(
+class Sandbox:
+    """A worker that has been started and waits for its one job.
+
+    `apart`: in a sandbox of its own; else only what `limited_without_one` says is limited. `cores`
+    (Linux): those it may use, none for all.
+    """
+
+    def __init__(self, worker: str, limits: Limits, *, apart: bool, cores: Iterable[int] = ()):
+        told = dict(worker=worker, apart=apart, cores=list(cores), memory=limits.memory)
+        told |= dict(disk=limits.disk, processes=limits.processes, seconds=limits.seconds)
+        command = [sys.executable, "-m", "mini_dist.grade.inside", json.dumps(told)]
+        self.limits, self.said = limits, Said()
+        self.errors: list[bytes] = []
+        self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self.process = subprocess.Popen(
             [*UNSHARE, *command] if apart else command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            cwd=folder,
-            env=environment(folder),
+            cwd=self.folder.name,
+            env=environment(self.folder.name),
             start_new_session=True,
         )
-        errors: list[bytes] = []
-        readers = [
-            threading.Thread(target=listen, args=(process.stdout, said), daemon=True),
-            threading.Thread(target=keep_last, args=(process.stderr, errors), daemon=True),
+        told, failed = self.process.stdout, self.process.stderr
+        self.readers = [
+            threading.Thread(target=listen, args=(told, self.said), daemon=True),
+            threading.Thread(target=keep_last, args=(failed, self.errors), daemon=True),
         ]
-        for reader in readers:
+        for reader in self.readers:
             reader.start()
+
+    def run(self, job: dict, stop: threading.Event | None = None) -> Said:
+        """Give it the job, and wait until it is done. `stop`: ends it when it is set."""
         try:
             with suppress(BrokenPipeError):  # then its status tells
                 data = json.dumps(job).encode()
-                process.stdin.write(LENGTH.pack(len(data)) + data)
-                process.stdin.flush()
-            said.cut_short = watch(process, limits, stop)
+                self.process.stdin.write(LENGTH.pack(len(data)) + data)
+                self.process.stdin.flush()
+            self.said.cut_short = wait(self.process, self.limits, stop)
         finally:
-            end(process)
-        for reader in readers:
+            self.close()
+        if not self.said.cut_short and self.process.returncode:
+            last = b"".join(self.errors).decode(errors="replace").strip().splitlines()[-1:]
+            how = [f"it ended with status {self.process.returncode}"]
+            how *= self.process.returncode != BEYOND
+            self.said.cut_short = " ".join([*how, *last])
+        return self.said
+
+    def close(self) -> None:
+        end(self.process)
+        for reader in self.readers:
             reader.join(5)
-    if not said.cut_short and process.returncode:
-        last = b"".join(errors).decode(errors="replace").strip().splitlines()[-1:]
-        how = [f"it ended with status {process.returncode}"] * (process.returncode != TOO_MANY)
-        said.cut_short = " ".join([*how, *last])
-    return said
+        self.folder.cleanup()
+
+
+def run(worker: str, job: dict, limits: Limits, *, apart: bool) -> Said:
+    """Run `mini_dist.grade.WORKER` with this job in a sandbox, or under these limits."""
+    return Sandbox(worker, limits, apart=apart).run(job)
+
+
+class Slot:
+    """Where one notebook is graded at a time, each time in new sandboxes.
+
+    The sandbox that will be needed next is started early: until its job comes it holds nothing but
+    the course, Python and torch, and to load these takes a third of the time of a short notebook.
+    """
+
+    def __init__(self, limits: Limits, *, apart: bool, cores: Iterable[int] = (), stop=None):
+        self.limits, self.stop = limits, stop
+        self.how = dict(apart=apart, cores=list(cores))
+        self.ahead: dict[str, Sandbox] = {}
+
+    def run(self, worker: str, job: dict, then: str = "") -> Said:
+        """Run this worker, and meanwhile start the one that comes after it."""
+        mine = self.ahead.pop(worker, None)
+        if mine is None or mine.process.poll() is not None:
+            mine = Sandbox(worker, self.limits, **self.how)
+        if then and then not in self.ahead:
+            self.ahead[then] = Sandbox(then, self.limits, **self.how)
+        return mine.run(job, self.stop)
+
+    def close(self) -> None:
+        while self.ahead:
+            self.ahead.popitem()[1].close()
 
 
 def environment(folder: str) -> dict[str, str]:
@@ -135,18 +172,23 @@ def environment(folder: str) -> dict[str, str]:
 
 
 def listen(pipe, said: Said) -> None:
-    """Take in messages; of a worker that says too much, no more than MOST_SAID bytes."""
-    left = MOST_SAID
-    while left > 0 and (text := pipe.readline(left)):
-        left -= len(text)
+    """Take in messages, up to MOST_TOLD bytes of them and MOST_CARRIED of payload."""
+    told, carried = MOST_TOLD, MOST_CARRIED
+    while told > 0 and (line := pipe.readline(told)):
+        told -= len(line)
         with suppress(ValueError, RecursionError):
-            if len(text) > MOST_AROUND and len(TEXTS.sub(b"''", text)) > MOST_AROUND:
+            message = json.loads(line)
+            if not isinstance(message, dict):
                 continue
-            message = json.loads(text)
-            if isinstance(message, dict):
-                said.messages.append(message)
-    while pipe.read(1 << 16):
-        left = 0
+            size = message.get("bytes", 0)
+            if type(size) is not int or not 0 <= size <= carried:
+                break
+            carried -= size
+            if size:
+                message["payload"] = pipe.read(size)
+            said.messages.append(message)
+    while pipe.read1(1 << 16):  # what nobody listens to any more, so that it does not block
+        pass
 
 
 def keep_last(pipe, errors: list[bytes]) -> None:
@@ -154,62 +196,25 @@ def keep_last(pipe, errors: list[bytes]) -> None:
         errors[:] = [*errors[-3:], data]
 
 
-def watch(process: subprocess.Popen, limits: Limits, stop: threading.Event | None) -> str:
+def wait(process: subprocess.Popen, limits: Limits, stop: threading.Event | None) -> str:
     """Wait for its end; why it has to be ended before that, or ""."""
-    deadline = time.monotonic() + limits.seconds
+    late = time.monotonic() + limits.seconds + PATIENCE  # its first process should have ended it
     while True:
         if stop and stop.is_set():
             return "interrupted"
-        if time.monotonic() > deadline:
+        if time.monotonic() > late:
             return f"it took longer than {limits.seconds:g} s"
-        pids = family(process.pid)
-        if len(pids) > limits.processes:
-            return f"it started more than {limits.processes} processes"
-        if used(pids, limits.memory) > limits.memory:
-            return f"it took more than {limits.memory / (1 << 30):g} GB of memory"
         with suppress(subprocess.TimeoutExpired):
             process.wait(LOOK)
             return ""
 
 
-def family(ancestor: int) -> set[int]:
-    """A process and all that descend from it. In a sandbox orphans go to its first process, which
-    is among them, so that nobody gets out of the family. Without /proc only the process itself."""
-    parents = {}
-    for entry in os.scandir("/proc") if os.path.isdir("/proc") else ():
-        if entry.name.isdigit():
-            with suppress(OSError):
-                stat = Path(entry.path, "stat").read_text(errors="replace")
-                parents[int(entry.name)] = int(stat.rpartition(")")[2].split()[1])
-    found, new = set(), {ancestor}
-    while new:
-        found |= new
-        new = {pid for pid, parent in parents.items() if parent in new} - found
-    return found
-
-
-def used(pids: set[int], limit: int) -> int:
-    """Bytes of memory of these processes; 0 without /proc. Pages that forks share count once where
-    that matters."""
-    at_most = 0
-    for pid in pids:
-        with suppress(OSError, ValueError, IndexError):
-            at_most += PAGE * int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    if at_most <= limit:
-        return at_most
-    total = 0
-    for pid in pids:
-        with suppress(OSError, ValueError, IndexError):
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-            total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return total
-
-
 def end(process: subprocess.Popen) -> None:
     """End all of it: with the first process of a sandbox the system ends all others, and without
     one the first process ends all that it knows of."""
-    pids = family(process.pid) if process.poll() is None else set()
-    process.stdin.close()
+    pids = usage.family(process.pid) if process.poll() is None else set()
+    with suppress(BrokenPipeError):  # (it has ended before it had read its job)
+        process.stdin.close()
     with suppress(subprocess.TimeoutExpired):
         process.wait(PATIENCE)
     process.kill()

@@ -20,6 +20,8 @@ MOST_BYTES = 32 << 20  # of one file
 MOST_FILES, MOST_IN_ALL = 500, 128 << 20  # of one submission, files and their bytes
 PROGRESS = "mini_dist-progress.json"  # with or without a point in front, see ../learner.py
 IGNORED = {".ipynb_checkpoints", "__MACOSX", ".git", "__pycache__", ".venv", "node_modules"}
+MOST_PROGRESS = 1 << 20
+OLD = "it is in nbformat {}, and nbformat 4 is read: open it in JupyterLab and save it there"
 CHECKED = re.compile(r"^check\.(\w+)\((\w+)\)\s*(?:#.*)?$", flags=re.MULTILINE)
 
 
@@ -88,6 +90,8 @@ def take(submission: Submission, path: str, content: bytes | str) -> None:
         submission.notebooks[path] = text
     elif path.endswith(PROGRESS):
         try:
+            if len(text) > MOST_PROGRESS:
+                raise ValueError(f"more than {MOST_PROGRESS:,} letters")
             submission.progress = dict(json.loads(text))
         except (ValueError, TypeError, RecursionError):
             submission.problems.append(f"{path} cannot be read")
@@ -96,7 +100,8 @@ def take(submission: Submission, path: str, content: bytes | str) -> None:
 
 
 def read_path(entry: Path) -> Iterator[tuple[str, bytes | str]]:
-    """(path, content) of what is in a folder, a zip or a file; links are not followed."""
+    """(path, content) of what is in a folder, a zip or a file; links of either kind
+    are not read, since they may lead to a file of the teacher's."""
     if entry.is_symlink():
         yield entry.name, "is a link, and links are not followed"
     elif entry.is_dir():
@@ -109,6 +114,8 @@ def read_path(entry: Path) -> Iterator[tuple[str, bytes | str]]:
                 yield f"{each.name}/{path}" if packed and path else path or each.name, content
     elif not entry.is_file():
         yield entry.name, "is no file"  # a pipe, of which there is no end
+    elif (names := entry.stat().st_nlink) > 1:
+        yield entry.name, f"is a hard link, to a file that has {names} names: hand in a copy"
     elif entry.suffix.lower() == ".zip":
         yield from read_zip(entry, "")
     elif wanted(entry.name):
@@ -189,11 +196,18 @@ class Lesson:
 def read_cells(text: str) -> list[Cell]:
     """ValueError for what is no notebook."""
     try:
-        cells = json.loads(text)["cells"]
+        found = json.loads(text)
+        if "cells" not in found and "worksheets" in found:
+            raise ValueError(OLD.format(found.get("nbformat", 3)))
         return [
-            Cell(str(c.get("id", "")), c["cell_type"], "".join(c.get("source", ""))) for c in cells
+            Cell(str(c.get("id", "")), c["cell_type"], "".join(c.get("source", "")))
+            for c in found["cells"]
         ]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except KeyError as error:
+        raise ValueError(f"it is no notebook (it has no {error})") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is no notebook (it is no JSON: {error})") from None
+    except (TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"it is no notebook ({type(error).__name__}: {error})") from None
 
 
@@ -245,7 +259,7 @@ def written(cells: list[Cell], lesson: Lesson, exercise: str) -> Written:
     ] or [""]
     called = [cell for cell in code if re.search(rf"\bcheck\.{exercise}\b *\(", cell)]
     argument = {fn for cell in called for found, fn in CHECKED.findall(cell) if found == exercise}
-    defined = [found for cell in code for found in definitions(cell, {name, *argument})]
+    defined = definitions(code, {name, *argument})
     if shipped in code:
         return Written(defined[-1] if defined else "", as_shipped=True)
     if not defined and not called:
@@ -258,10 +272,21 @@ def written(cells: list[Cell], lesson: Lesson, exercise: str) -> Written:
     return Written(defined[-1] if defined else "", note=note)
 
 
-def definitions(cell: str, names: set[str]) -> list[str]:
-    try:
-        nodes = ast.parse(re.sub(r"^[%!].*", "", cell[:MOST_SOURCE], flags=re.MULTILINE)).body
-    except NO_CODE:
-        return []
-    functions = [n for n in nodes if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
-    return [ast.get_source_segment(cell, n) or "" for n in functions if n.name in names]
+def definitions(cells: list[str], names: set[str]) -> list[str]:
+    """Return the last definition of these names in each cell that has one.
+
+    No more than MOST_SOURCE letters are parsed.
+    """
+    found, left = [], MOST_SOURCE
+    for cell in cells:
+        if not any(f" {name}" in cell for name in names):  # (a cell of data need not be parsed)
+            continue
+        cell, left = cell[:left], left - len(cell[:left])
+        try:
+            nodes = ast.parse(re.sub(r"^[%!].*", "", cell, flags=re.MULTILINE)).body
+        except NO_CODE:
+            continue
+        kinds = (ast.FunctionDef, ast.ClassDef)
+        nodes = [node for node in nodes if isinstance(node, kinds) and node.name in names]
+        found += [ast.get_source_segment(cell, node) or "" for node in nodes[-1:]]
+    return found

@@ -261,6 +261,51 @@ for fd in os.listdir(worker):
         pass
 """,
     ),
+    "prints 80 MB": step(WRONG, head='for i in range(400_000): print("x" * 200)'),
+    "prints a line of 200 MB": step(WRONG, head='print("x" * 200_000_000)'),
+    "prints a million lines": step(
+        WRONG, head="import sys\nfor i in range(1_000_000):\n    print(i); sys.stdout.flush()"
+    ),
+    "prints escape sequences": step(
+        WRONG, head='for i in range(200_000): print("\\x1b[31m\\x1b[2J\\x1b]0;title\\x07" * 10)'
+    ),
+    "shows huge images": step(
+        WRONG,
+        head="""
+import os
+from IPython.display import Image, display
+for _ in range(5):
+    display(Image(data=b"\\x89PNG\\r\\n\\x1a\\n" + os.urandom(30_000_000), format="png"))
+""",
+    ),
+    "shows what is deep": step(
+        WRONG,
+        head="""
+from IPython.display import display
+x = []
+for _ in range(100_000):
+    x = [x]
+display({"application/json": x}, raw=True)
+""",
+    ),
+    "queues in sockets": step(
+        WRONG,
+        head="""
+import socket
+held = []
+for _ in range(1900):
+    one, other = socket.socketpair()
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)
+    one.setblocking(False)
+    try:
+        while one.send(bytes(1 << 16)):
+            pass
+    except BlockingIOError:
+        held.append((one, other))
+while len(held) == 1900:
+    pass
+""",
+    ),
     "writes code that is too deep to read": step(f"x = {'+'.join(['1'] * 700)}\n{WRONG}"),
     "hides memory where no process shows it": step(
         WRONG, head="import os\nheld = [os.memfd_create('x') for _ in range(30)]"
@@ -429,7 +474,8 @@ CLASS = {
 }
 CLASS["gives the check another function"].expected = {STEP: "untouched"}
 GRADED = ("loops on a rank", "looks for others", "says what nobody understands")
-GRADED += ("writes code that is too deep to read",)
+GRADED += ("writes code that is too deep to read", "prints 80 MB", "prints a line of 200 MB")
+GRADED += ("prints escape sequences", "shows huge images")
 for name in set(HARM) - {*GRADED}:
     CLASS[name].expected = {STEP: "not reached"}
 

@@ -16,19 +16,21 @@ import struct
 import subprocess
 import sys
 import threading
+import time
+import tracemalloc
 
 import cloudpickle
 import pytest
 
 from mini_dist.grade import __main__ as command
-from mini_dist.grade import grading, judge, sandbox
+from mini_dist.grade import grading, judge, sandbox, usage
 from mini_dist.grade.sandbox import Limits
-from mini_dist.grade.submissions import Submission, lessons
+from mini_dist.grade.submissions import Cell, Submission, lessons
 from tests.grading.classroom import CLASS, FORGED, HARM, STEP, hand_in, step, text_of
 from tests.grading.only_data import from_frames
 
 SAMPLE = ("no check", "nothing", "returns code that runs where it is read", "redefines check")
-SAMPLE += ("changes the engine on a rank", "speaks for the judge", "fills the disk")
+SAMPLE += ("changes the engine on a rank", "speaks for the judge", "prints 80 MB")
 OPTIONS = "--cell 60 --timeout 240 --memory 3 --disk 0.1 --jobs 2".split()
 
 
@@ -108,6 +110,20 @@ def test_without_a_sandbox_nothing_runs_unless_one_says_so(tmp_path, monkeypatch
     assert command.may_run(without_sandbox=True) is False
 
 
+@pytest.mark.parametrize("status", [0, 1])
+@pytest.mark.parametrize("waits", ["", "sleep 0.2; "])
+def test_where_unshare_fails_at_once_this_is_said(tmp_path, monkeypatch, waits, status):
+    """It never reads the job: "[Errno 32] Broken pipe" kept one from grading at all."""
+    (tmp_path / "unshare").write_text(f"#!/bin/sh\n{waits}echo not permitted >&2; exit {status}\n")
+    (tmp_path / "unshare").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(sandbox, "environment", lambda folder: dict(os.environ))
+    for _ in range(2):
+        sandbox.why_not_apart.cache_clear()
+        assert ("not permitted" if status else "no sandbox came up") in sandbox.why_not_apart()
+    sandbox.why_not_apart.cache_clear()
+
+
 @pytest.mark.parametrize(
     "platform, limits",
     [("linux", "Only time, memory, the number"), ("darwin", "Only time and the size of a file")],
@@ -141,10 +157,10 @@ def test_where_no_system_lists_the_family_its_group_ends_with_the_grader(tmp_pat
 
 
 def test_a_sandbox_that_lasts_too_long_is_ended_with_all_that_it_started(apart):
-    before = sandbox.family(os.getpid())
+    before = usage.family(os.getpid())
     found = sandbox.run("probe", {}, Limits(seconds=0), apart=True)
     assert found.cut_short == "it took longer than 0 s"
-    assert sandbox.family(os.getpid()) == before
+    assert usage.family(os.getpid()) == before
 
 
 def probe(**job):
@@ -181,6 +197,25 @@ def test_memory_that_no_process_shows_is_refused(apart):
     assert probe(memfd=True) == {"memfd": False}
 
 
+def test_the_kernel_makes_it_no_semaphores_no_queues_and_no_odd_sockets(apart):
+    """Memory there counts nowhere: 0.8 GB in semaphores went unseen."""
+    families = [socket.AF_UNIX, socket.AF_INET, 38, 40]  # AF_ALG, AF_VSOCK
+    said = probe(queues=True, families=families, buffer=4 << 20)
+    assert said["queues"] == [] and said["families"] == families[:2]
+    assert said["buffer"] < usage.OF_A_SOCKET
+
+
+HIDDEN = {"sockets": 500, "tables": 64 << 30, "pipes": 2000}
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_memory_that_the_kernel_holds_for_it_counts(apart, kind):
+    """1,900 pairs of sockets queued 3.7 GB under --memory 2. Here 500 do 0.1 GB under 0.1 GB."""
+    most = {"sockets": 100 << 20, "tables": 100 << 20, "pipes": 40 << 20}[kind]
+    said = sandbox.run("probe", {kind: HIDDEN[kind]}, Limits(30, memory=most), apart=True)
+    assert "GB of memory, up to 0." in said.cut_short and "in the kernel" in said.cut_short
+
+
 def test_its_processes_have_a_limit(apart):
     """Of a fork bomb with a few hundred processes `--long` tries the same; it slows the host."""
     found = sandbox.run("probe", {}, Limits(processes=1), apart=True)
@@ -196,45 +231,120 @@ def test_it_does_not_reach_the_hosts_loopback(apart):
         assert probe(connect=server.getsockname()[1]) == {"connect": False}
 
 
+def test_the_sandbox_that_was_started_early_is_a_new_one(apart):
+    """It has seen no other job, its time begins with its own, and at the end it is gone."""
+    before = usage.family(os.getpid())
+    slot = sandbox.Slot(Limits(seconds=5, disk=64 << 20), apart=True)
+    (first,) = slot.run("probe", {"write": ["/tmp/x", "x"]}, then="probe").messages
+    early = slot.ahead["probe"]
+    time.sleep(5.5)
+    found = slot.run("probe", {"read": ["/tmp/x", "x", "/usr"]}, then="probe")
+    assert first == {"apart": True, "write": ["/tmp/x", "x"]} and early.process.poll() is not None
+    assert found.messages == [{"apart": True, "read": ["/usr"]}] and not found.cut_short
+    slot.ahead["probe"].process.kill()
+    slot.ahead["probe"].process.wait()
+    assert slot.run("probe", {}, then="probe").messages == [{"apart": True}]
+    folder = slot.ahead["probe"].folder.name
+    slot.close()
+    assert usage.family(os.getpid()) == before and not os.path.exists(folder)
+
+
+@pytest.mark.parametrize("apart_", [True, False])
+def test_time_is_enforced_by_the_sandbox_itself(apart, apart_, monkeypatch):
+    """Whatever the grader is busy with: it looks at nothing here."""
+    monkeypatch.setattr(sandbox, "wait", lambda process, *_: "" if process.wait(30) else "")
+    began = time.monotonic()
+    found = sandbox.run("probe", {"pipes": 0}, Limits(seconds=1), apart=apart_)
+    assert found.cut_short == "it took longer than 1 s" and time.monotonic() - began < 15
+
+
 def test_without_a_sandbox_the_limits_hold_all_the_same():
     found = sandbox.run("probe", {}, Limits(processes=0), apart=False)
     assert found.cut_short == "it started more than 0 processes"
     assert sandbox.run("probe", {}, Limits(), apart=False).messages == [{"apart": False}]
 
 
-def heard(*lines):
+def heard(*parts):
+    """What is heard of a worker that writes these, and the seconds that it takes."""
     read, write = os.pipe()
     said = sandbox.Said()
+    began = time.monotonic()
     with os.fdopen(read, "rb") as pipe:
         thread = threading.Thread(target=sandbox.listen, args=(pipe, said))
         thread.start()
         with os.fdopen(write, "wb") as out:
-            out.write(b"".join(line.encode() + b"\n" for line in lines))
+            for part in parts:
+                out.write(part)
         thread.join()
-    return said.messages
+    return said.messages, time.monotonic() - began
 
 
-def test_a_message_that_would_take_much_room_is_not_read():
-    long = json.dumps({"executed": '"[{' * 1_000_000})
-    assert heard('{"cell": 1}', '{"x": [' + "{}," * 1_000_000 + "1]}", long) == [
-        {"cell": 1},
-        json.loads(long),
-    ]
+def carried(payload, **message):
+    return json.dumps({"bytes": len(payload)} | message).encode() + b"\n" + payload
+
+
+def test_a_payload_is_passed_on_unread():
+    payload = b'{"cell": 5}\n' + b"[" * 1000
+    messages, _ = heard(carried(payload, executed=True), b'{"cell": 1}\n')
+    assert messages == [{"bytes": len(payload), "executed": True, "payload": payload}, {"cell": 1}]
+
+
+MB = 1 << 20
+FLOODS = {
+    "one line of 200 MB": [b"x" * MB] * 200,
+    "half a gigabyte in lines": [b'{"cell": 1}' + b" " * (MB // 8) + b"\n"] * 4096,
+    "a million small messages": [b'{"cell": 2}\n' * 10_000] * 100,
+    "what is large when it is read": [b'{"x": [' + b"{}," * 30 * MB + b"1]}\n"],
+    "deep JSON": [b"[" * 900_000 + b"\n", b'{"x":' * 90_000 + b"\n"],
+    "a payload of 200 MB": [b'{"bytes": %d}\n' % (200 * MB), *[b"x" * MB] * 200],
+    "a payload of less than nothing": [b'{"bytes": -1}\n', *[b"x" * MB] * 20],
+    "quotes that end nowhere": [b'"\\' * MB * 10],
+}
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_what_a_worker_says_is_cut_while_it_is_read(name):
+    """In little memory and time: a message cut at 64 MB once took a regular expression for ever."""
+    tracemalloc.start()
+    messages, seconds = heard(b'{"cell": 1}\n', *FLOODS[name])
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert messages[0] == {"cell": 1}
+    assert most < 64 * MB and seconds < 30, (most / MB, seconds)
+
+
+def slot_that_says(monkeypatch, *said):
+    monkeypatch.setattr(sandbox.Slot, "run", lambda *_, **__: sandbox.Said([*said]))
+    return sandbox.Slot(Limits(), apart=True)
 
 
 def messages(monkeypatch, *said):
-    monkeypatch.setattr(sandbox, "run", lambda *_, **__: sandbox.Said([*said]))
+    slot = slot_that_says(monkeypatch, *said)
     (lesson,) = (each for each in lessons(sandbox.COURSE / "notebooks") if each.stem[:2] == "07")
     notebook = grading.Notebook("a.ipynb", lesson.stem)
-    return grading.run(notebook, "", Submission("ada"), lesson, Limits(), {}), notebook
+    run = grading.run(notebook, "", CELLS, Submission("ada"), lesson, slot)
+    return run, notebook
+
+
+CELLS = [Cell("", "code", source) for source in ("", "a = 1", "b = 2")]
+CELLS.insert(2, Cell("", "markdown", "# b"))
 
 
 def test_a_notebook_may_say_anything_and_no_more_than_its_own_grading_suffers(monkeypatch):
-    odd = [{"kept": []}, {"kept": {}}, {"trouble": [[]]}, {"cell": "x"}, {"executed": 1}, {}]
+    odd = [{"kept": []}, {"kept": {}}, {"trouble": [[]]}, {"cell": "x"}, {"executed": True}, {}]
+    odd += [{"executed": True, "payload": [1]}, {"kept": "x", "payload": "x"}]
     assert messages(monkeypatch, *odd) == (
-        ({}, ""),
+        ({}, b""),
         grading.Notebook("a.ipynb", "07_zero"),
     )
+
+
+@pytest.mark.parametrize(
+    "last, place",
+    [(-1, "in code cell [1]"), (1, "in code cell [2]"), (3, "after its last cell")],
+)
+def test_a_notebook_that_was_cut_short_says_in_which_cell(last, place):
+    assert grading.where(CELLS, last) == place
 
 
 def test_where_the_grader_fails_for_one_learner_the_others_are_graded(tmp_path, monkeypatch):
@@ -242,7 +352,7 @@ def test_where_the_grader_fails_for_one_learner_the_others_are_graded(tmp_path, 
         (tmp_path / "in" / name).mkdir(parents=True)
         (tmp_path / "in" / name / "x.txt").write_text("")
 
-    def fails(submission, **_):
+    def fails(submission, *_, **__):
         if submission.learner == "ada":
             raise RuntimeError("half of a pair: \ud800")
         return grading.Record(submission.learner, "", problems=["seen"])
@@ -256,11 +366,10 @@ def test_where_the_grader_fails_for_one_learner_the_others_are_graded(tmp_path, 
 
 
 def test_of_one_lesson_no_more_than_three_notebooks_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(sandbox, "run", lambda *_, **__: sandbox.Said([{"executed": "\ud800"}]))
+    slot = slot_that_says(monkeypatch, {"executed": True, "payload": b"\xff"})
     submission = Submission("ada", {f"{n}.ipynb": text_of(step("")) for n in range(5)})
     known = lessons(sandbox.COURSE / "notebooks")
-    how = dict(apart=True, cores=[], stop=threading.Event(), done=lambda path: None)
-    record = grading.grade(submission, known, tmp_path, Limits(), **how)
+    record = grading.grade(submission, known, tmp_path, slot, done=lambda path: None)
     assert len(record.notebooks) == 3 and len(record.problems) == 2
     assert "4.ipynb did not run" in record.problems[1]
 

@@ -1,11 +1,14 @@
 """What the teacher gets: points, states, what is alike, and nothing that runs."""
 
 import csv
+import re
+import unicodedata
 
 import pytest
 
 from mini_dist.grade import report
 from mini_dist.grade.grading import Graded, Notebook, Record
+from mini_dist.grade.printable import controls, printable
 from mini_dist.grade.sandbox import COURSE
 from mini_dist.grade.submissions import lessons
 
@@ -50,15 +53,99 @@ def test_what_a_learner_wrote_is_text_on_the_page():
     ada = Record(EVIL, "", [], [EVIL])
     graded = Graded("wrong", [[EVIL] * 4], EVIL, EVIL, EVIL)
     ada.notebooks = [Notebook(EVIL, "07_zero", EVIL, exercises={"sharded_step": graded})]
-    page = report.page(ada, ZERO, {(EVIL, "sharded_step"): [EVIL]})
-    assert "<script" not in page and page.count("&lt;script&gt;") == 13
-    assert "<script" not in report.overview([ada], ZERO, {EVIL: "script"})
+    page = report.page(ada, ZERO)
+    assert "<script" not in page and page.count("&lt;script&gt;") == 12
+    class_ = report.overview([ada], ZERO, {EVIL: "script"}, {(EVIL, "sharded_step"): [EVIL]})
+    assert "<script" not in class_
+
+
+def test_a_page_that_is_handed_out_names_nobody_else(tmp_path):
+    class_ = [record(who, sharded_step=("right", "x")) for who in ("ada", "bela")]
+    same = report.alike(class_, {"sharded_step": "x"})
+    page = report.page(class_[0], ZERO)
+    assert "bela" not in page and "printed" not in page
+    told = report.overview(class_, ZERO, {"ada": "a", "bela": "b"}, same)
+    assert "&#9888; the same code, but for names: sharded_step: bela, the printed solution" in told
+    assert rows(tmp_path, class_, same)[0]["alike"] == "sharded_step: bela, the printed solution"
+
+
+def test_the_page_of_the_class_has_a_column_for_each_exercise_and_marks_what_is_odd():
+    ada = record("ada", sharded_step=("right", "a"), backward_in_units=("wrong", "b"))
+    bela = Record("bela", "", problems=["x.zip: the zip cannot be read"])
+    told = report.overview([ada, bela], ZERO, {"ada": "a", "bela": "b"}, {})
+    for name in ZERO[0].functions:
+        assert f"<th>07 {name}" in told
+    states = "<td class=right>right</td><td class=wrong>wrong</td><td class=note></td>"
+    assert states in told
+    assert told.count("&#9888;") == 1 and "&#9888; x.zip: the zip cannot be read" in told
+
+
+def test_a_page_links_the_notebook_that_ran_and_none_that_is_not_there():
+    ada = record("ada", sharded_step=("not reached", ""))
+    assert "href" not in report.page(ada, ZERO)
+    ada.notebooks[0].executed = "1-07_zero.ipynb"
+    assert "href='1-07_zero.ipynb'" in report.page(ada, ZERO)
 
 
 def test_no_cell_of_the_csv_is_a_formula(tmp_path):
     ada = Record("=cmd()", "", problems=["+1"])
     (row,) = rows(tmp_path, [ada])
     assert row["learner"] == "'=cmd()" and row["notes"] == "'+1"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "=cmd",
+        "\n=cmd",
+        "＝cmd",
+        "\t+1",
+        " =cmd",
+        "\r\n＠x",
+        "－1",
+        "﹢1",
+        "\u2212 1",
+        "@x",
+        "-2+3",
+        "a;=cmd",
+    ],
+)
+def test_no_name_is_a_formula_or_more_than_one_line(name, tmp_path):
+    (row,) = rows(tmp_path, [Record(name, "", problems=["all right", name])])
+    for told in (row["learner"], row["notes"]):
+        assert "\n" not in told and "\r" not in told
+        for cell in re.split("[;,|]", told):
+            plain = unicodedata.normalize("NFKC", cell.strip())
+            assert plain[:1] not in ("=", "+", "-", "@", "\u2212"), told
+
+
+CONTROLS = {
+    "\x1b[2J": r"\x1b[2J",
+    "a\u202eb": r"a\u202eb",
+    "a\nb": r"a\nb",
+    "\u2028": r"\u2028",
+    "\x9b1m": r"\x9b1m",
+    "\ud800": r"\ud800",
+    "\u2066\u200f": r"\u2066\u200f",
+    "張偉 é": "張偉 é",
+    "می\u200cخواهم": "می\u200cخواهم",
+}
+
+
+@pytest.mark.parametrize("name", CONTROLS, ids=ascii)
+def test_a_name_controls_neither_terminal_nor_page_nor_table(name, tmp_path):
+    assert printable(name) == CONTROLS[name]
+    ada = Record(name, "", problems=[name])
+    (row,) = rows(tmp_path, [ada])
+    pages = report.page(ada, ZERO) + report.overview([ada], ZERO, {name: "x"}, {})
+    assert row["learner"] == CONTROLS[name] and CONTROLS[name] in pages
+    told = row["learner"] + row["notes"] + pages.replace("\n", "")
+    assert not any(map(controls, told))
+
+
+def test_no_letter_at_all_passes_that_controls_something(tmp_path):
+    letters = map(chr, [*range(0x3100), *range(0xD700, 0x10000), *range(0xE0000, 0xE0200)])
+    assert not any(map(controls, printable("".join(letters))))
 
 
 def test_learners_of_one_plain_name_get_folders_of_their_own():

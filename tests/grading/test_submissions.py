@@ -1,7 +1,10 @@
 """Finding what learners have handed in, and what stands in it, whatever it is called."""
 
 import io
+import json
 import os
+import re
+import time
 import zipfile
 
 import nbformat
@@ -170,13 +173,45 @@ DEEP = ["x = " + "-" * 20_000 + "1", "x = " + "+".join(["1"] * 700), "x = " + "(
 
 @pytest.mark.parametrize("source", DEEP, ids=["minus", "plus", "brackets"])
 def test_code_too_deep_to_read_is_like_nothing(source):
-    assert submissions.definitions(source, {"f"}) == [] and normalised(source) == ""
+    assert submissions.definitions([f"{source} # f"], {"f"}) == [] and normalised(source) == ""
+
+
+def test_a_function_that_is_written_many_times_is_read_once():
+    """40,000 definitions in a cell took the grader an hour, with no limit of its own."""
+    cells = [f"def f(): {n}\n" * 16_000 for n in range(20)]
+    began = time.monotonic()
+    assert submissions.definitions(cells, {"f"})[0] == "def f(): 0"
+    assert time.monotonic() - began < 20
+
+
+def test_old_notebooks_and_odd_ones_are_told_in_a_sentence():
+    old = {"nbformat": 3, "worksheets": [{"cells": []}]}
+    for found, told in {
+        json.dumps(old): "it is in nbformat 3, and nbformat 4 is read",
+        "{}": "it is no notebook (it has no 'cells')",
+        '{"cells": [{}]}': "it is no notebook (it has no 'cell_type')",
+        "{": "it is no notebook (it is no JSON",
+        "[" * 100_000: "it is no notebook (RecursionError",
+        '{"cells": 3}': "it is no notebook (TypeError",
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(told)):
+            read_cells(found)
 
 
 def test_links_are_not_followed(tmp_path):
     os.symlink("/etc/passwd", tmp_path / "a.ipynb")
     (submission,) = find(tmp_path)
     assert submission.notebooks == {} and "is a link" in submission.problems[0]
+
+
+@pytest.mark.parametrize("name", ["a.ipynb", "a.zip", "mini_dist-progress.json"])
+def test_hard_links_are_not_read(tmp_path, name):
+    (tmp_path / "secret").write_bytes(zipped({"a.ipynb": "{}"}))
+    (tmp_path / "in/ada").mkdir(parents=True)
+    os.link(tmp_path / "secret", tmp_path / "in/ada" / name)
+    (submission,) = find(tmp_path / "in")
+    assert submission.notebooks == {} and submission.progress == {}
+    assert "is a hard link, to a file that has 2 names" in submission.problems[0]
 
 
 @pytest.mark.parametrize("number", ["02", "03", "07"])
