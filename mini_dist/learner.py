@@ -18,6 +18,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from .fields import checks_kinds
+
 FILE = ".mini_dist-progress.json"  # in the learner's home
 LESSON = re.compile(r"\d\d_\w+")
 CHECKS = re.compile(r"\bcheck\.(\w+)\(\w+\)\"")  # the last line of an exercise cell, in JSON
@@ -131,6 +133,7 @@ class Progress:
         return row.right if row.exercises else float(bool(row.opened))
 
 
+@checks_kinds
 def progress(keep: bool | None = None) -> Progress:
     """What this machine's learner has done in the course, as a table (in a terminal, as text).
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from ..config import Layout
+from ..fields import checks_kinds
 from .importing import Batch, Imported, check_keys, choice, flag, replicas, section, whole
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -49,6 +50,7 @@ ZERO_KEYS = (  # of DeepSpeedZeroConfig, which refuses any other
 )
 
 
+@checks_kinds
 def from_deepspeed(
     source: str | Path | dict, world_size: int | None = None, **program: object
 ) -> Imported:

@@ -6,6 +6,7 @@ import re
 import shlex
 
 from ..config import Layout
+from ..fields import checks_kinds
 from .importing import Batch, Imported, alike, choice, replicas, whole
 
 NUMBERS = (
@@ -48,6 +49,7 @@ CANNOT_SAY = {
 SLIP = 0.86  # so much alike, a name that is not read is one that is, misspelt
 
 
+@checks_kinds
 def from_megatron(arguments: str | list[str], world_size: int | None = None) -> Imported:
     """The layout of Megatron-LM arguments: a list of words, or a command line.
 

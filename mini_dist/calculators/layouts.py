@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..config import RECOMPUTE, ZERO, Layout, ModelConfig
-from ..fields import true_or_false
+from ..fields import checks_kinds, true_or_false
 from ..schedule import V_SHAPED
 from .numbers import at_least
 
@@ -14,6 +14,7 @@ LONG = 16384  # tokens of a sequence, from which on cutting it is worth a try
 SEARCHED = ("1f1b", "interleaved", "zb_h1", "zb_v")  # schedules that can be
 
 
+@checks_kinds
 @dataclass(frozen=True)
 class Search:
     """Which layouts are tried, and of how many of the fastest the pipeline is simulated.

@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 from ..config import ModelConfig
+from ..fields import checks_kinds
 
 
 def _gpt(
@@ -192,6 +193,7 @@ _MOE = (
 )
 
 
+@checks_kinds
 def from_hugging_face(source: str | Path | dict, seq_len: int | None = None) -> ModelConfig:
     """A ModelConfig from a config.json (path, folder or dict), for sequences of `seq_len` tokens.
 

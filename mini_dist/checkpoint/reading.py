@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from ..fields import checks_kinds
 from .files import check_whole, raise_first, tell_all, together
 from .manifest import (
     DTYPES,
@@ -105,6 +106,7 @@ class Saved:
         return states
 
 
+@checks_kinds
 def find(directory: str | Path, group, step: int | None = None) -> Saved | None:
     """The checkpoint that `latest` names, or if that is not whole the newest one before it that
     is; None if there are none at all. All ranks of the group call it: each checks a share of the

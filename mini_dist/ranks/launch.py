@@ -24,8 +24,8 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from numbers import Integral, Real
 
+from ..fields import checks_kinds
 from ..ledger import Ledger, nothing
 from .diagnose import RankError, RankInterrupt, RankTimeout, brief, cannot_run, explain
 from .elastic import Elastic, ElasticRun, as_elastic
@@ -46,6 +46,7 @@ LAST_SEED = 2**64 - 1  # of torch's generators
 FOR_EVER = 1e9  # seconds; an int may be too large for a float
 
 
+@checks_kinds(error=TypeError, infinite=("timeout",))
 def launch(
     fn: Callable,
     world_size: int = 4,
@@ -88,7 +89,7 @@ def launch(
     """
     if not callable(fn):
         raise TypeError(f"fn must be a function to call on each rank, not {fn!r}")
-    if not isinstance(timeout, Real) or not timeout > 0:
+    if not timeout > 0:
         raise ValueError(f"timeout must be a number of seconds above 0, not {brief(timeout)}")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         if elastic:
@@ -105,8 +106,7 @@ def launch(
         )
     start = start or ("fork" if sys.platform == "linux" else "spawn")
     check_arguments(world_size, args, kwargs, seed, start)
-    check_hosts(hosts, int(world_size), start, network)
-    world_size, seed = int(world_size), int(seed)  # (they may be numpy's)
+    check_hosts(hosts, world_size, start, network)
     check_call(fn, args, kwargs or {})
     call = to_frames((fn, tuple(args), kwargs or {}), "the function or an argument")
     timeout = float("inf") if timeout > FOR_EVER else float(timeout)
@@ -281,8 +281,6 @@ def inside_a_rank() -> bool:
 
 
 def check_arguments(world_size, args, kwargs, seed, start) -> None:
-    if isinstance(world_size, bool) or not isinstance(world_size, Integral):
-        raise TypeError(f"world_size must be a whole number of ranks, not {brief(world_size)}")
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {brief(world_size)}")
     most = max(RANKS_PER_CORE * (os.cpu_count() or 1), count_gpus())
@@ -297,9 +295,7 @@ def check_arguments(world_size, args, kwargs, seed, start) -> None:
         )
     if kwargs is not None and not isinstance(kwargs, dict):
         raise TypeError(f"kwargs must be a dict of arguments by name, not {brief(kwargs)}")
-    if not isinstance(seed, Integral):
-        raise TypeError(f"seed must be a whole number, not {brief(seed)}")
-    if not 0 <= seed <= LAST_SEED - int(world_size):
+    if not 0 <= seed <= LAST_SEED - world_size:
         raise ValueError(
             f"seed must be from 0 to 2**64 - 1 - world_size, as torch's generators take it for "
             f"each rank, not {brief(seed)}"

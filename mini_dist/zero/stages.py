@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..collectives import all_reduce, broadcast, in_flight
+from ..fields import checks_kinds
 from ..grad_norm import clip_, grad_norm
 from ..trainable import Trainable
 from .offload import tier_of
@@ -199,6 +200,7 @@ class ZeRO2(ZeRO1):
         """Nothing to do: backward has."""
 
 
+@checks_kinds
 class ZeRO3(ZeRO2):
     """Parameters are sharded, too: gathered for a unit's forward and backward, freed after each.
 
