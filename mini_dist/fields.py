@@ -35,18 +35,20 @@ def checks_kinds(
     if public is None:
         return functools.partial(checks_kinds, error=error, infinite=infinite)
     call = public.__init__ if isinstance(public, type) else public
-    names, kinds, others = kinds_of(call)
+    names, by_place, by_name, others = kinds_of(call)
 
-    def of_its_kind(name: str, value):
-        allowed = kinds.get(name, others)
+    def of_its_kind(name: str, value, allowed: tuple[str, ...]):
         if not allowed or type(value).__name__ in allowed and type(value) is not float:
             return value
         return of_kind(name, value, allowed, error, name in infinite)
 
     @functools.wraps(call)
     def checking(*args, **kwargs):
-        first = [of_its_kind(name, value) for name, value in zip(names, args)]
-        named = {name: of_its_kind(name, value) for name, value in kwargs.items()}
+        first = list(map(of_its_kind, names, args, by_place))
+        named = {
+            name: of_its_kind(name, value, by_name.get(name, others))
+            for name, value in kwargs.items()
+        }
         return call(*first, *args[len(first) :], **named)
 
     if isinstance(public, type):
@@ -55,19 +57,20 @@ def checks_kinds(
     return checking
 
 
-def kinds_of(call: Callable) -> tuple[list[str], dict[str, tuple[str, ...]], tuple[str, ...]]:
-    """The names of positional parameters, the kinds of those that have simple ones, and the kinds
-    that `**others` have."""
-    parameters = inspect.signature(call).parameters.values()
-    kinds, others = {}, ()
-    for parameter in parameters:
+def kinds_of(call: Callable) -> tuple[list, list, dict, tuple]:
+    """The names of the parameters that take a place, the kinds of each of them, the kinds of those
+    that may be given by name, and the kinds of `**others`."""
+    names, by_place, by_name, others = [], [], {}, ()
+    for parameter in inspect.signature(call).parameters.values():
         allowed = simple_kinds(parameter.annotation)
+        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            names.append(parameter.name)
+            by_place.append(allowed)
+        if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
+            by_name[parameter.name] = allowed
         if parameter.kind is parameter.VAR_KEYWORD:
             others = allowed
-        else:
-            kinds[parameter.name] = allowed
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [each.name for each in parameters if each.kind in positional], kinds, others
+    return names, by_place, by_name, others
 
 
 def simple_kinds(annotation: object) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..config import RECOMPUTE, ZERO, Layout, ModelConfig
-from ..fields import checks_kinds, true_or_false
+from ..fields import checks_kinds
 from ..schedule import V_SHAPED
 from .numbers import at_least
 
@@ -57,7 +57,6 @@ class Search:
                     names = ", ".join(map(repr, known))
                     raise ValueError(f"{field}={value!r} is not known: give some of {names}.")
             object.__setattr__(self, field, tuple(values))
-        true_or_false(self, "fastest_of_axes")
         for field, least in (("max_tp", 1), ("max_pp", 1), ("max_cp", 1), ("num_simulated", 0)):
             if (value := getattr(self, field)) is not None:
                 at_least(field, value, least)

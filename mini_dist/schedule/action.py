@@ -91,7 +91,7 @@ def members(item: Action | Fused) -> tuple[Action, ...]:
     return tuple(item) if isinstance(item, Fused) else (item,)
 
 
-@checks_kinds
+@checks_kinds(error=ScheduleError)
 @dataclass(frozen=True)
 class Schedule:
     """For each rank its actions in order, given as Actions or as text: `[["0F0", "0B0"], ...]`.

@@ -25,7 +25,7 @@ from ..fields import checks_kinds
 EARLY = 2
 
 
-@checks_kinds
+@checks_kinds(error=ScheduleError)
 def add_communication(schedule: Schedule, early: int = 0) -> Schedule:
     """A send right after each action that somebody on another rank waits for, a receive before.
 

@@ -22,7 +22,7 @@ def to_csv(schedule: Schedule, path: str | Path) -> None:
         csv.writer(file, lineterminator="\n").writerows(schedule.ranks)
 
 
-@checks_kinds
+@checks_kinds(error=ScheduleError)
 def from_csv(path: str | Path, name: str | None = None, mixed: bool = False) -> Schedule:
     """Read the lists; empty cells are skipped, so that columns may stand for moments.
 
