@@ -75,7 +75,8 @@ def kinds_of(call: Callable) -> tuple[list, list, dict, tuple]:
 
 def simple_kinds(annotation: object) -> tuple[str, ...]:
     """("int", "None") for `int | None`; nothing for an annotation with any other part."""
-    parts = tuple(part.strip() for part in str(annotation).split("|"))
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    parts = tuple(part.strip() for part in text.split("|"))
     return parts if set(parts) <= {*KINDS, "None"} and parts != ("None",) else ()
 
 
