@@ -31,7 +31,9 @@ WRONG = {
 }
 
 # Rooms whose arguments have judges of their own: an exercise's, a page's, a grader's.
-OTHER_ROOMS = {"check", "draw", "elsewhere", "grade", "replay", "widgets", "fields", "ranks"}
+OTHER_ROOMS = {"check", "draw", "elsewhere", "grade", "replay", "widgets", "fields", "ranks"} | {
+    "lesson"
+}
 RESULTS = {  # dataclasses that only the library fills in
     *("Breakdown", "Candidate", "Case", "Comm", "Found", "Largest", "Line", "Lost", "Metrics"),
     *("Move", "Placed", "Plan", "Progress", "Report", "Row", "Saved", "StepTime", "Block"),
