@@ -282,7 +282,7 @@ def _sequence(fields: dict, seq_len: int | None) -> int:
         warnings.warn(
             f"seq_len={reach} is how far the positions of config.json reach, which need not be "
             "the training sequence: give seq_len=... to say that.",
-            stacklevel=3,
+            stacklevel=4,
         )
     return seq_len or reach
 

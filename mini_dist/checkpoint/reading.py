@@ -141,7 +141,7 @@ def find(directory: str | Path, group, step: int | None = None) -> Saved | None:
 def tell(directory: Path, refused: dict, taken: int, group) -> None:
     for what, why in refused.items() if group.rank() == 0 else ():
         name = folder_name(what) if isinstance(what, int) else what
-        warnings.warn(f"{directory / name} is refused: {why}. Step {taken} is taken.", stacklevel=3)
+        warnings.warn(f"{directory / name} is refused: {why}. Step {taken} is taken.", stacklevel=4)
 
 
 def called(what: int | str) -> str:

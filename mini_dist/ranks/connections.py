@@ -5,6 +5,9 @@ hour, and who has nothing to send waits for ever. Asked to (`keep_asking`), the 
 connection every other second whether somebody is there; that the answers stop coming, `silences`
 reads from the kernel's own notes (tcp(7), TCP_INFO). A process that computes, sleeps or is stopped
 still answers, because its kernel does: silence is a host, or the way to it.
+
+And who is at the other end, where that is on this host: gloo takes whoever connects first for the
+rank that it waits for, and the kernel knows the user of each socket (`refuse_strangers`).
 """
 
 from __future__ import annotations
@@ -13,8 +16,10 @@ import os
 import socket
 import struct
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 ASK_EVERY = 2  # seconds
 # In Linux's struct tcp_info (include/uapi/linux/tcp.h): bytes that count what was sent again, and
@@ -76,3 +81,65 @@ def silences(addresses) -> dict[str, float]:
             if max(info[RETRANSMITS], info[PROBES]) >= 2:
                 found[address] = max(last / 1000, found.get(address, 0.0))
     return found
+
+
+TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")  # of this process's network: proc_net_tcp
+ESTABLISHED = "01"
+PATIENCE = 10.0  # seconds for the other side to accept a connection
+
+
+def sockets_here() -> set[str]:
+    """The sockets of this process, by their inode."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
+        with suppress(OSError):  # closed since
+            found.add(os.readlink(f"/proc/self/fd/{fd}"))
+    return {link[8:-1] for link in found if link.startswith("socket:[")}
+
+
+def refuse_strangers(inodes: set[str]) -> None:
+    """Raise ConnectionError if another user's process is at the other end of one of these sockets.
+
+    Both ends of a connection on one host are rows of the kernel's table, each with its user. What
+    has no other end there goes to another host, of which nothing is known. A row without an inode
+    is a socket that its side has not accepted yet, or has let go of.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        rows = established()
+        ends = {(local, far): (user, inode) for local, far, user, inode in rows}
+        own = [(local, far) for local, far, _, inode in rows if inode in inodes]
+        waiting = []
+        for local, far in own:
+            user, inode = ends.get((far, local), ("", "0"))
+            if inode != "0" and int(user) != os.getuid():
+                raise ConnectionError(
+                    f"a process of another user of this machine, {user}, has connected to this "
+                    "rank as if it were another rank. Nothing was exchanged with it"
+                )
+            if inode == "0" and (user or is_loopback(far)):
+                waiting.append(far)
+        if not waiting:
+            return
+        if time.monotonic() > deadline:
+            raise ConnectionError("a connection to another rank has broken before it was used")
+        time.sleep(0.002)
+
+
+def established() -> list[tuple[str, str, str, str]]:
+    """This end, the other end, user and inode of each connection that the kernel tells of."""
+    rows = []
+    for table in TABLES:
+        with suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                _, local, far, state, *_, user, _, inode = line.split()[:10]
+                if state == ESTABLISHED:
+                    rows.append((local, far, user, inode))
+    return rows
+
+
+def is_loopback(end: str) -> bool:
+    """Whether it is 127.x.x.x or ::1, as the table writes addresses: four bytes at a time, each
+    backwards."""
+    address, _, _ = end.partition(":")
+    return address.endswith("7F") if len(address) == 8 else address == "0" * 24 + "01000000"

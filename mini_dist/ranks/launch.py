@@ -157,6 +157,7 @@ def run_job(
         world = take_world(kind, world_size, device, hosts, timeout)
         if world.has_hosts:
             job.environment["GLOO_SOCKET_IFNAME"] = UPLINK
+        warn_if_open(world.keeper, time.monotonic() + timeout)
         runner = ElasticRun(world, elastic) if elastic else world
         try:
             outcome = runner.run(job, call, timeout)
@@ -176,7 +177,6 @@ def run_job(
         if isinstance(unexpected, KeyboardInterrupt):
             raise RankInterrupt("interrupted.") from None
         raise
-    warn_if_open(world.keeper)
     outputs = [rank.text() for rank in world.ranks]
     if not quiet:
         print_outputs(outputs)
@@ -262,16 +262,18 @@ def working_directory() -> str:
         ) from None
 
 
-def warn_if_open(zygote: Zygote) -> None:
-    """Once, where somebody else is on the host who could reach the ranks."""
+def warn_if_open(zygote: Zygote, deadline: float) -> None:
+    """Once, before the first job, where somebody else is on the host who could reach the ranks."""
+    while not zygote.has_told and time.monotonic() < deadline:  # (it tells before it loads torch)
+        zygote.read_answers()
     why, zygote.open = zygote.open, None
     people = other_people() if why else ()
     if people:
         some = ", ".join(sorted(people)[:3])
         warnings.warn(
-            f"other users of this machine ({some}) could reach the connections between your ranks "
-            f"and disturb them: {why}. TEACHING.md says what that means.",
-            stacklevel=4,
+            f"other users of this machine ({some}) can connect to your ranks: {why}. Ranks refuse "
+            "them, but a run may fail by it. TEACHING.md says what that means.",
+            stacklevel=5,
         )
 
 

@@ -43,6 +43,7 @@ class Zygote:
         self.inbox = b""
         self.answered = True
         self.open: str | None = None  # why others on the host could reach its ranks
+        self.has_told = False  # whether it is known if they could
         self.forks = mode == "fork"
         self.secluded = sys.platform == "linux" and not network
         self.edits = last_edits()
@@ -103,6 +104,7 @@ class Zygote:
         for line in lines:
             answer = json.loads(line)
             self.open = answer.get("open", self.open)
+            self.has_told = self.has_told or "open" in answer
             self.secluded = self.secluded and not self.open
             self.answered = answer.get("pong", self.answered)
             world = self.worlds.get(answer.get("world"))
