@@ -130,6 +130,11 @@ def launch(
     if hosts:
         job.hosts, device = hosts.places(world_size), "cpu"
     how = hosts, timeout, (start, network), quiet, elastic
+    if LOCK.holder == threading.get_ident():
+        raise RuntimeError(
+            "launch was called while this thread waits in another launch, by a signal handler or a "
+            "watch function: let that note what is to be done, and launch when the first is over."
+        )
     with LOCK:
         return run_job(job, call, world_size, device, *how)
 
@@ -201,7 +206,22 @@ def take_world(kind: tuple, size: int, device: str, hosts: Hosts | None, timeout
         return take(get_zygote(*kind), size, device, hosts, deadline)
 
 
-LOCK = threading.Lock()  # one run at a time in a process: two would share its cores
+class OneAtATime:
+    """One run at a time in a process: two would share its cores."""
+
+    def __init__(self):
+        self.lock, self.holder = threading.Lock(), None
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+        self.holder = threading.get_ident()
+
+    def __exit__(self, *_) -> None:
+        self.holder = None
+        self.lock.release()
+
+
+LOCK = OneAtATime()
 # One a start method and network, as long as this process lives.
 ZYGOTES: dict[tuple[str, bool], Zygote] = {}
 
@@ -209,7 +229,7 @@ ZYGOTES: dict[tuple[str, bool], Zygote] = {}
 def forget_zygotes() -> None:
     """A fork of this process lets go of its zygotes, which end when nobody holds them."""
     global LOCK
-    LOCK = threading.Lock()
+    LOCK = OneAtATime()
     for zygote in ZYGOTES.values():
         zygote.close()
     ZYGOTES.clear()

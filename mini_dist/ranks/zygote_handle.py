@@ -73,8 +73,9 @@ class Zygote:
         return self.control.fileno() != -1 and self.process.poll() is None
 
     def current(self) -> bool:
-        """Whether the code that the zygote has loaded is still what is on disk."""
-        return self.edits == last_edits()
+        """Whether the code that the zygote has loaded is still what is on disk, and its folder is
+        still there: a rank may have removed it."""
+        return self.edits == last_edits() and os.path.isdir(self.directory)
 
     def request(self, fds=(), **request) -> None:
         data = json.dumps(request).encode().ljust(zygote.REQUEST_BYTES)

@@ -262,6 +262,18 @@ def test_in_the_hosts_network_a_rank_refuses_whoever_is_not_its_user(tmp_path):
     assert int(made) > 0 and int(came) == 0
 
 
+@as_root
+def test_every_other_user_with_a_process_counts_a_service_included():
+    service = 33  # below 1000
+    sleeper = subprocess.Popen(["sleep", "60"], user=service, group=service)
+    try:
+        assert network.name_of(service) in network.other_people()
+        assert not {"root"} & network.other_people()
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+
+
 NO_NAMESPACE = """
 import sys, warnings
 import mini_dist
