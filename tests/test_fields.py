@@ -37,6 +37,7 @@ OTHER_ROOMS = {"check", "draw", "elsewhere", "grade", "replay", "widgets", "fiel
 RESULTS = {  # dataclasses that only the library fills in
     *("Breakdown", "Candidate", "Case", "Comm", "Found", "Largest", "Line", "Lost", "Metrics"),
     *("Move", "Placed", "Plan", "Progress", "Report", "Row", "Saved", "StepTime", "Block"),
+    *("Batch", "Cost", "Dropped", "Message", "Moment", "Run", "Stage", "Took", "Weight"),
 }
 # What runs for every message, or for every tensor of a layer, where a check would be felt.
 HOT = {"send", "recv", "exchange", "split_sizes", "positions_here", "explicit_attention"}
@@ -63,6 +64,10 @@ def public():
         if module.name in OTHER_ROOMS:
             continue
         room = importlib.import_module(f"mini_dist.{module.name}")
+        inside = getattr(room, "__path__", ())
+        for each in pkgutil.iter_modules(inside, f"mini_dist.{module.name}."):
+            if not each.name.endswith("__main__"):
+                yield from dataclasses_of(importlib.import_module(each.name))
         for name in getattr(room, "__all__", None) or vars(room):
             thing = getattr(room, name)
             home = getattr(thing, "__module__", "")
@@ -71,6 +76,13 @@ def public():
             )
             if callable(thing) and own and not name.startswith("_"):
                 yield name, thing
+
+
+def dataclasses_of(module):
+    """Those that are written there, exported or not."""
+    for name, thing in vars(module).items():
+        if dataclasses.is_dataclass(thing) and thing.__module__ == module.__name__:
+            yield name, thing
 
 
 def judged():

@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 
 ASK_EVERY = 2  # seconds
 # In Linux's struct tcp_info (include/uapi/linux/tcp.h): bytes that count what was sent again, and
@@ -83,8 +82,6 @@ def silences(addresses) -> dict[str, float]:
     return found
 
 
-TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")  # of this process's network: proc_net_tcp
-ESTABLISHED = "01"
 PATIENCE = 10.0  # seconds for the other side to accept a connection
 
 
@@ -100,46 +97,66 @@ def sockets_here() -> set[str]:
 def refuse_strangers(inodes: set[str]) -> None:
     """Raise ConnectionError if another user's process is at the other end of one of these sockets.
 
-    Both ends of a connection on one host are rows of the kernel's table, each with its user. What
-    has no other end there goes to another host, of which nothing is known. A row without an inode
-    is a socket that its side has not accepted yet, or has let go of.
+    Both ends of a connection on one host are sockets that the kernel knows, each with its user.
+    What has no other end here goes to another host, of which nothing is known. One without an inode
+    has not been accepted yet, or its side has let go of it.
     """
     deadline = time.monotonic() + PATIENCE
-    while True:
-        rows = established()
-        ends = {(local, far): (user, inode) for local, far, user, inode in rows}
-        own = [(local, far) for local, far, _, inode in rows if inode in inodes]
-        waiting = []
-        for local, far in own:
-            user, inode = ends.get((far, local), ("", "0"))
-            if inode != "0" and int(user) != os.getuid():
+    waiting = [tcp for tcp in connections_of(inodes) if owner(*tcp)]  # (else nobody can say)
+    while waiting:
+        unknown = []
+        for local, far in waiting:
+            user, inode = owner(far, local) or (None, 0)
+            if inode and user != os.getuid():
                 raise ConnectionError(
                     f"a process of another user of this machine, {user}, has connected to this "
                     "rank as if it were another rank. Nothing was exchanged with it"
                 )
-            if inode == "0" and (user or is_loopback(far)):
-                waiting.append(far)
-        if not waiting:
-            return
-        if time.monotonic() > deadline:
+            if not inode and (user is not None or is_loopback(far)):
+                unknown.append((local, far))
+        waiting = unknown
+        if waiting and time.monotonic() > deadline:
             raise ConnectionError("a connection to another rank has broken before it was used")
-        time.sleep(0.002)
+        if waiting:
+            time.sleep(0.002)
 
 
-def established() -> list[tuple[str, str, str, str]]:
-    """This end, the other end, user and inode of each connection that the kernel tells of."""
-    rows = []
-    for table in TABLES:
+def connections_of(inodes: set[str]) -> list[tuple[tuple, tuple]]:
+    """Of the sockets of this process the TCP connections among these: their two ends."""
+    found = []
+    for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError):
-            for line in Path(table).read_text().splitlines()[1:]:
-                _, local, far, state, *_, user, _, inode = line.split()[:10]
-                if state == ESTABLISHED:
-                    rows.append((local, far, user, inode))
-    return rows
+            if os.readlink(f"/proc/self/fd/{fd}")[8:-1] in inodes:
+                with socket.socket(fileno=os.dup(int(fd))) as tcp:
+                    if tcp.family in (socket.AF_INET, socket.AF_INET6):
+                        found.append((tcp.getsockname()[:2], tcp.getpeername()[:2]))
+    return found
 
 
-def is_loopback(end: str) -> bool:
-    """Whether it is 127.x.x.x or ::1, as the table writes addresses: four bytes at a time, each
-    backwards."""
-    address, _, _ = end.partition(":")
-    return address.endswith("7F") if len(address) == 8 else address == "0" * 24 + "01000000"
+# Of linux/netlink.h, sock_diag.h and inet_diag.h; a table of all sockets, /proc/net/tcp, is slow.
+NETLINK_SOCK_DIAG, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST, NLMSG_ERROR = 4, 20, 1, 2
+REQUEST, USER_AT, STATE_AT = struct.Struct("=IHHIIBBBxI2s2s16s16sI8s"), 80, 17
+ESTABLISHED = 1
+
+
+def owner(local: tuple, far: tuple) -> tuple[int, int] | None:
+    """User and inode of the socket on this host that has these ends; None if there is none."""
+    family = socket.AF_INET6 if ":" in local[0] else socket.AF_INET
+    ends = [socket.inet_pton(family, end[0]).ljust(16, b"\0") for end in (local, far)]
+    ports = [struct.pack("!H", end[1]) for end in (local, far)]
+    head = REQUEST.size, SOCK_DIAG_BY_FAMILY, NLM_F_REQUEST, 1, 0
+    about = family, socket.IPPROTO_TCP, 0, 0xFFFFFFFF
+    request = REQUEST.pack(*head, *about, *ports, *ends, 0, b"\xff" * 8)
+    try:
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_SOCK_DIAG) as kernel:
+            kernel.send(request)
+            answer = kernel.recv(4096)
+    except OSError:
+        return None
+    if struct.unpack_from("=H", answer, 4)[0] == NLMSG_ERROR or answer[STATE_AT] != ESTABLISHED:
+        return None
+    return struct.unpack_from("=II", answer, USER_AT)
+
+
+def is_loopback(end: tuple) -> bool:
+    return plain(end).startswith("127.") or plain(end) == "::1"

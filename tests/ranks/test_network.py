@@ -205,7 +205,7 @@ def makes_groups(folder, group):
     """Groups whose ranks join one after the other, so that a stranger has time to be there first.
     In turns: which rank of a pair connects to which depends on their ports."""
     Path(folder, "go").touch()
-    for i in range(6):
+    for i in range(20):
         time.sleep(0.4 * (group.rank() == i % 2))
         pair = torch.distributed.new_group([0, 1])
         torch.distributed.all_reduce(torch.ones(1), group=pair)
@@ -217,8 +217,8 @@ def take_the_place_of_ranks(folder):
     begin = time.monotonic()
     while not Path(folder, "go").exists() and time.monotonic() < begin + 60:
         time.sleep(0.005)
-    until, made, seen = time.monotonic() + 4, [], set()
-    while time.monotonic() < until:
+    until, made, seen = time.monotonic() + 60, [], set()
+    while time.monotonic() < until and not Path(folder, "enough").exists():
         for table in ("/proc/net/tcp", "/proc/net/tcp6"):
             rows = [line.split() for line in Path(table).read_text().splitlines()[1:]]
             doors = {row[1] for row in rows if row[3] == "0A" and row[7] == "0"} - seen
@@ -257,6 +257,7 @@ def test_in_the_hosts_network_a_rank_refuses_whoever_is_not_its_user(tmp_path):
     attack.start()
     with pytest.raises(RankError, match=f"another user of this machine, {NOBODY}, has connected"):
         launch(makes_groups, 2, (str(tmp_path),), network=True)
+    (tmp_path / "enough").touch()
     attack.join()
     made, came = re.findall(r"\d+", ended[0])
     assert int(made) > 0 and int(came) == 0
