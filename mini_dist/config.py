@@ -10,7 +10,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from .fields import nearest_divisor, one_of, true_or_false, whole_number
+from .fields import checks_kinds, nearest_divisor, one_of, whole_number
 from .schedule import SYNCHRONOUS, V_SHAPED, check_micro_batches
 
 ACTIVATIONS = ("gelu", "swiglu")
@@ -29,6 +29,7 @@ OURS = {
 RECOMPUTE = ("none", "selective", "full")
 
 
+@checks_kinds
 @dataclass(frozen=True)
 class ModelConfig:
     """The shape of a decoder-only transformer, from the course's GPT to DeepSeek-V3.
@@ -104,11 +105,6 @@ class ModelConfig:
             "window",
         ):
             whole_number(self, field, at_least=0)
-        for field in (
-            *("bias", "qkv_bias", "qk_norm", "qk_norm_whole", "embedding_norm", "tied_embedding"),
-            *("attention_sinks", "shared_gate", "router_bias"),
-        ):
-            true_or_false(self, field)
         for field, known in (
             ("activation", ACTIVATIONS),
             ("norm", NORMS),
@@ -153,11 +149,7 @@ class ModelConfig:
                 f"{field}={self.position_dim} is odd, and rotary positions turn pairs "
                 f"of numbers: give {self.position_dim + 1}."
             )
-        if (
-            isinstance(self.dropout, bool)
-            or not isinstance(self.dropout, (int, float))
-            or not 0 <= self.dropout < 1
-        ):
+        if not 0 <= self.dropout < 1:
             raise ValueError(
                 f"dropout={self.dropout!r} is not a probability below 1: "
                 "give 0.0 for none, or something like 0.1."
@@ -235,6 +227,7 @@ class ModelConfig:
         return self.num_experts > 0 and layer >= self.first_dense_layers
 
 
+@checks_kinds
 @dataclass(frozen=True)
 class Layout:
     """How the ranks share the work: the sizes of the mesh axes and what goes with them.
@@ -277,7 +270,6 @@ class Layout:
             "recompute_every",
         ):
             whole_number(self, field, at_least=1)
-        true_or_false(self, "sequence_parallel")
         one_of(self, "zero", ZERO)
         one_of(self, "recompute", RECOMPUTE)
         one_of(self, "schedule", tuple(SYNCHRONOUS))

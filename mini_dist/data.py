@@ -20,10 +20,13 @@ from torch import Tensor
 
 from mini_dist.loss import IGNORE_INDEX
 
+from .fields import checks_kinds
+
 TEXT = Path(__file__).resolve().parent / "text/python_reference.txt"
 VOCAB_SIZE = 256  # a token is a byte: no tokenizer to train, nothing to download
 
 
+@checks_kinds
 def encode(text: str) -> Tensor:
     """Turn text into tokens, one per UTF-8 byte: [num_bytes] int64, as the model takes them."""
     return _from_bytes(text.encode("utf-8")).long()
@@ -56,6 +59,7 @@ def _from_bytes(text: bytes) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)  # and warns about a read-only one
 
 
+@checks_kinds
 class Batches:
     """Cut a text into samples and give each rank of the dp axis its own share of every batch.
 

@@ -23,6 +23,8 @@ from mini_dist.calculators.links import Link as LinkSpeed
 from mini_dist.collectives import all_reduce
 from mini_dist.schedule import Schedule, Span, Times
 
+from .fields import checks_kinds
+
 
 class Interval(NamedTuple):
     """Something a device did: virtual start and end, and the wall clock's end, in seconds."""
@@ -86,6 +88,7 @@ class Device:
         return self.free
 
 
+@checks_kinds(infinite=("bytes_per_second",))
 class Link:
     """Carries messages one after another while the devices go on: latency + bytes / bandwidth."""
 
@@ -102,6 +105,7 @@ class Link:
         return self.free + self.latency
 
 
+@checks_kinds
 class EmulatedStage:
     """Stands in for a stage of a pipeline: computes nothing, takes the time that `times` says.
 
@@ -138,6 +142,7 @@ class EmulatedStage:
         self.steps += 1
 
 
+@checks_kinds
 class EmulatedModel(nn.Module):
     """Stands in for a model: layer i has `sizes[i]` parameters and takes the stated seconds.
 

@@ -20,8 +20,10 @@ from .checkpoint import Piece, Place, Training
 from .checkpoint.files import check_whole, name_of, tell_all
 from .checkpoint.pieces import copy_common, piece
 from .collectives import broadcast, device_of, recv, send
+from .fields import checks_kinds
 
 
+@checks_kinds
 @torch.no_grad()
 def full_state_dict(
     model: nn.Module | Iterable[nn.Module],

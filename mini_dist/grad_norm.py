@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .collectives import all_reduce
+from .fields import checks_kinds
 
 
 def grad_norm(replicated: Iterable[Tensor] = (), sharded: dict | None = None) -> Tensor:
@@ -28,6 +29,7 @@ def grad_norm(replicated: Iterable[Tensor] = (), sharded: dict | None = None) ->
     return total.sqrt()
 
 
+@checks_kinds(infinite=("max_norm",))
 def clip_(parameters: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale the gradients so that their norm, which is `norm` now, is at most `max_norm`.
 

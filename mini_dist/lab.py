@@ -34,6 +34,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from .fields import checks_kinds
+
 INJECTED = "# Parameters"  # how papermill's cell begins
 FOLDER = "folder"  # a parameter of every lab: where its result goes
 RESULT = "result.json"
@@ -62,6 +64,7 @@ class Choice:
         return value
 
 
+@checks_kinds
 @dataclass(frozen=True)
 class Number:
     """A number from `least` to `most`; whole, or any real one. `log`: a slider's steps grow."""
@@ -109,10 +112,12 @@ def choice(*values) -> Choice:
     return Choice(values)
 
 
+@checks_kinds
 def whole(least: int, most: int, unit: str = "", log: bool = False) -> Number:
     return Number(least, most, True, unit, log)
 
 
+@checks_kinds
 def real(least: float, most: float, unit: str = "", log: bool = False) -> Number:
     return Number(least, most, False, unit, log)
 
@@ -159,6 +164,7 @@ def _kind(value) -> str:
 # ---- a lab ---------------------------------------------------------------------------------------
 
 
+@checks_kinds
 class Lab:
     """A notebook with declared parameters. `folder` is one of every lab: its result goes there."""
 

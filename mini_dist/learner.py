@@ -25,6 +25,7 @@ from pathlib import Path
 
 from . import course
 from .course import NOTEBOOKS
+from .fields import checks_kinds
 
 FOLDER, FILE = ".mini_dist", "mini_dist-progress.json"  # in the learner's home, for nobody else
 FORMER = ".mini_dist-progress.json"  # where the file was until November 2026
@@ -252,6 +253,7 @@ class Progress:
         return row.right if row.exercises else float(bool(row.opened))
 
 
+@checks_kinds
 def progress(keep: bool | None = None) -> Progress:
     """What this machine's learner has done in the course, as a table (in a terminal, as text).
 

@@ -175,7 +175,8 @@ def _source(obj):
             raise TypeError(
                 f"show() needs something written in Python; {obj!r} has no source to read"
             ) from None
-    return textwrap.dedent(source).rstrip()
+    # Every public function checks the kinds of its arguments (fields.py): no page needs that line.
+    return re.sub(r"^@checks_kinds.*\n", "", textwrap.dedent(source)).rstrip()
 
 
 def _class_in_a_cell(cls):

@@ -28,12 +28,15 @@ import itertools
 import math
 from typing import TYPE_CHECKING
 
+from .fields import checks_kinds
+
 if TYPE_CHECKING:
     import torch.distributed as dist  # (Grid needs no torch, and works where there is none)
 
 AXES = ("pp", "dp", "cp", "tp")  # the usual order, outermost first
 
 
+@checks_kinds
 class Grid:
     """Which rank sits where: pure arithmetic, for any number of ranks.
 
@@ -228,6 +231,7 @@ def megatron_order(order: str, **sizes: int) -> dict[str, int]:
     return {axis: sizes.get(axis, 1) for axis in reversed(words)}
 
 
+@checks_kinds
 class Mesh:
     """The ranks of `group` as a Grid, with a process group for every axis.
 

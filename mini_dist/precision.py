@@ -22,10 +22,12 @@ import torch
 from torch import Tensor
 
 from .collectives import all_reduce
+from .fields import checks_kinds
 
 HALVES = (torch.bfloat16, torch.float16)
 
 
+@checks_kinds
 @dataclass
 class LossScaler:
     """Scale the loss up, so that small gradients do not vanish in float16, by a factor that is

@@ -26,6 +26,7 @@ from statistics import median
 import torch
 
 from .collectives import all_gather, exchange
+from .fields import checks_kinds
 from .ledger.table import Table
 from .ranks.launch import launch
 
@@ -50,6 +51,7 @@ class Report:
     offset: float | None = None
 
 
+@checks_kinds
 @dataclass(frozen=True)
 class Limits:
     """What a run needs; a link is slow if it has less than `share` of the median link's bandwidth,

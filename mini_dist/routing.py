@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .digits import at_least_float32
+from .fields import checks_kinds
 
 
 class Routing(NamedTuple):
@@ -21,6 +22,7 @@ class Routing(NamedTuple):
     probabilities: Tensor  # [T, E], rows add up to 1: how much it wanted each
 
 
+@checks_kinds
 def route(logits: Tensor, top_k: int, gate: str = "softmax", bias: Tensor | None = None) -> Routing:
     """Choose for each token the k experts that it wants most, [T, E] -> Routing.
 

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from .digits import at_least_float32
+from .fields import checks_kinds
 from .model import GPT
 
 
+@checks_kinds
 @torch.no_grad()
 def generate(
     model: GPT, tokens: Tensor, max_new_tokens: int, *, temperature: float = 1.0, seed: int = 0

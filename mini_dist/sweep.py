@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from .fields import checks_kinds
 from .lab import FOLDER
 from .ledger.table import Table
 
@@ -325,6 +326,7 @@ def main(argv: list[str] | None = None) -> int:
     return run(cases, options.notebook, list(swept), out, options.timeout)
 
 
+@checks_kinds(infinite=("timeout",))
 def run(cases: list[Case], notebook: Path, swept: list[str], out: Path, timeout: float) -> int:
     from tqdm import tqdm
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .collectives import all_reduce
+from .fields import checks_kinds
 from .grad_norm import clip_
 from .loss import IGNORE_INDEX, TokenLoss, check_any_counts, token_loss
 from .precision import FULL, LossScaler, Precision
@@ -33,6 +34,7 @@ class Step(NamedTuple):
     skipped: bool  # float16 gradients overflowed: nothing was changed but the scale
 
 
+@checks_kinds(infinite=("max_norm",))
 def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -112,6 +114,7 @@ def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> TokenL
     return token_loss(model(inputs), targets)
 
 
+@checks_kinds
 def split(inputs: Tensor, targets: Tensor, num_micro_batches: int) -> list[tuple[Tensor, Tensor]]:
     """Cut a batch [B, S] into micro-batches; sizes may differ by one."""
     return list(

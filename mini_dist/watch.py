@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .fields import checks_kinds
 from .ranks.launch import Run, launch
 
 BITS = 3  # a term: two equal ones still show as a 2, instead of looking like another term
@@ -48,6 +49,7 @@ class Watched:
         return self.run.world_size
 
 
+@checks_kinds
 def watch(fn: Callable, world_size: int = 4, args: tuple = (), parts: bool = False) -> Watched:
     """Run fn(x, *args, group) on ranks, where x has one number a chunk: [world_size] int64.
 

@@ -52,7 +52,7 @@ def test_numpy_integers_become_plain_ones():
         ({"num_kv_heads": 3}, "num_kv_heads=3 does not divide num_heads=8"),
         ({"head_dim": 33}, "head_dim=33 is odd"),
         ({"activation": "relu"}, "activation='relu' is not known: give one of 'gelu', 'swiglu'"),
-        ({"norm": None}, "norm=None is not known"),
+        ({"norm": None}, "norm=None is not a string"),
         ({"bias": 1}, "bias=1 is not True or False"),
         ({"dropout": 1.0}, "dropout=1.0 is not a probability below 1"),
         ({"dropout": float("nan")}, "dropout=nan is not"),
@@ -100,7 +100,7 @@ def test_a_layout_counts_ranks_sequences_and_stages():
     [
         ({"tp": 0}, "tp=0 is too small"),
         ({"zero": 4}, "zero=4 is not known: give one of 0, 1, 2, 3"),
-        ({"zero": True}, "zero=True is not known"),
+        ({"zero": True}, "zero=True is not a whole number"),
         ({"ep": 3, "dp": 4}, "ep=3 does not divide dp*cp=4: 2 would"),
         (
             {"ep": 8, "dp": 2, "tp": 4},

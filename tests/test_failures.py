@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -729,3 +730,104 @@ def only_two(fault):
         return fault(pair) if group.rank() < 2 else faults.hangs(group)
 
     return work
+
+
+# ---- ranks that sabotage ---------------------------------------------------------------------
+
+
+def writes_junk(junk, group):
+    """Into every Unix socket of rank 1: one of them leads to the parent."""
+    import socket
+
+    if group.rank() == 1:
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            try:
+                with socket.socket(fileno=os.dup(fd)) as any_socket:
+                    if any_socket.family == socket.AF_UNIX:
+                        any_socket.sendall(junk)
+            except OSError:
+                pass
+        time.sleep(1)
+    return group.rank()
+
+
+def number(count: int) -> bytes:
+    return count.to_bytes(8, "little", signed=True)
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(
+    "junk",
+    [
+        pytest.param(number(-1) * 8, id="a negative count"),
+        pytest.param(number(1) + number(10) + b"no pickle.", id="no pickle"),
+        pytest.param(number(1) + number(2**60), id="more than memory holds"),
+        pytest.param(number(1) + number(5) + b"\x80\x04K\x05.", id="something else"),
+    ],
+)
+def test_junk_on_a_ranks_own_socket_is_that_ranks_failure_and_costs_no_zygote(junk):
+    zygote = zygote_pid()
+    with pytest.raises(RankError, match="something in this rank has written to its socket") as told:
+        launch(writes_junk, 2, (junk,))
+    assert told.value.rank == 1
+    assert launch(rank_of, 2).results == [0, 1] and zygote_pid() == zygote
+
+
+def rank_of(group):
+    return group.rank()
+
+
+def zygote_pid() -> int:
+    from mini_dist.ranks.launch import ZYGOTES
+
+    launch(rank_of, 2)
+    return ZYGOTES["fork", False].process.pid
+
+
+def removes_its_folder(levels, group):
+    import shutil
+
+    if group.rank() == 0:
+        links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+        paths = [os.readlink(link) for link in links if os.path.lexists(link)]
+        (stack,) = [path for path in paths if path.endswith("/stack-0")]
+        shutil.rmtree(Path(stack).parents[levels])
+
+
+@pytest.mark.parametrize("levels", [0, 1], ids=["of its world", "of all worlds"])
+def test_a_rank_that_removes_its_folder_does_not_fail_the_next_launch(levels):
+    launch(removes_its_folder, 2, (levels,))
+    assert launch(rank_of, 2).results == [0, 1]
+
+
+def test_launch_in_a_signal_handler_during_a_launch_is_refused_at_once():
+    """It would wait for the launch that it interrupts, for ever."""
+    told = []
+
+    def handler(*_):
+        try:
+            launch(rank_of, 2)
+        except RuntimeError as error:
+            told.append(str(error))
+
+    launch(rank_of, 2)
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        launch(lambda group: time.sleep(1), 2)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(told) == 1 and "this thread waits in another launch" in told[0]
+    assert launch(rank_of, 2).results == [0, 1]
+
+
+def test_a_limit_on_processor_time_is_named(monkeypatch):
+    from mini_dist.ranks import diagnose, limits
+
+    told = diagnose.describe_status(-signal.SIGXCPU)
+    assert "SIGXCPU (it had used all the processor time that ulimit -t allows" in told
+    assert "ulimit -t" not in diagnose.describe_status(-signal.SIGKILL)
+    monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (60, 90))
+    assert "allows, here 60 s for each process)" in diagnose.describe_status(-signal.SIGXCPU)
+    assert "or by ulimit -t, here 60 s" in diagnose.describe_status(-signal.SIGKILL)

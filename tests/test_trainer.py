@@ -216,7 +216,7 @@ def test_a_recipe_is_its_json():
     [
         ({"precision": "int8"}, "precision='int8' is not known"),
         ({"steps": 0}, "steps=0 is no number of steps"),
-        ({"learning_rate": math.nan}, "learning_rate=nan learns nothing"),
+        ({"learning_rate": math.nan}, "learning_rate=nan is not a finite number"),
         ({"stepps": 3}, "'stepps' is no field of a recipe"),
         ({"layout": {"tp": 3}}, "tp=3 does not divide num_heads"),
     ],

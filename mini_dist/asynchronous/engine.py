@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from ..collectives import all_reduce
+from ..fields import checks_kinds
 from ..ranks.membership import RanksChanged, is_elastic, numbers, regroup
 from ..trainable import Trainable
 from .ideas import Applied, dealt, leave, pull_dealt, push_dealt, serve
@@ -198,6 +199,7 @@ class Worker(Trainable):
             self.leave()
 
 
+@checks_kinds
 class DiLoCo:
     """Average after `every` steps what they have changed (Douillard et al. 2023).
 

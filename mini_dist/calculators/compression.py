@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..config import ModelConfig
+from ..fields import checks_kinds
 from .links import Link
 from .numbers import at_least
 from .parameters import layer_weights, outer_weights
@@ -31,6 +32,7 @@ TOUCHED = {
 }
 
 
+@checks_kinds
 @dataclass(frozen=True)
 class Compression:
     """A method by its name, with its share (top_k, random_k) or rank (power).
@@ -122,6 +124,7 @@ def shapes_of_matrices(config: ModelConfig) -> list[tuple[int, int]]:
     return [w.shape for w in (*layers, *outer) if len(w.shape) == 2 and w.name != "tied head"]
 
 
+@checks_kinds
 def pays_below(saved_bytes: float, extra_seconds: float) -> float:
     """The bandwidth in bytes a second at which what is saved on the link is what it costs to save
     it: (saved bytes) / (extra seconds), if neither hides behind anything. Latency is left out."""

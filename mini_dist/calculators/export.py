@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from ..config import Layout, ModelConfig
+from ..fields import checks_kinds
 from ..schedule import round_size
 
 TORCH_SCHEDULES = {  # of those that torch.distributed.pipelining has, its names
@@ -292,6 +293,7 @@ def _keywords(fields: dict) -> str:
     return f"\n{lines}    "
 
 
+@checks_kinds
 def torchrun_line(layout: Layout, devices_per_node: int, script: str = "train.py") -> str:
     """What each node runs; HEAD is the first node's address, JOB a name that all nodes give."""
     if layout.world_size <= devices_per_node:

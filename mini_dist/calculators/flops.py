@@ -16,6 +16,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ..config import RECOMPUTE, ModelConfig
+from ..fields import checks_kinds
 from .lines import Breakdown, Line
 from .machines import Hardware, hardware
 from .models import model as model_preset
@@ -25,6 +26,7 @@ from .parameters import layer_weights, num_active_parameters, outer_weights
 YEAR = 365.25 * 86400
 
 
+@checks_kinds
 @lru_cache(maxsize=256)
 def forward_flops(
     config: ModelConfig | str, causal: bool = False, seq_len: int | None = None
@@ -67,6 +69,7 @@ def score_flops(config: ModelConfig, seq_len: int, causal: bool = False) -> floa
     return flops / 2 if causal else flops
 
 
+@checks_kinds
 def step_flops(
     config: ModelConfig | str, sequences: int, recompute: str = "none", causal: bool = False
 ) -> Breakdown:
@@ -115,11 +118,13 @@ def step_flops(
     )
 
 
+@checks_kinds
 def model_flops(config: ModelConfig | str, sequences: int, causal: bool = False) -> float:
     """FLOPs of one optimizer step that the mathematics needs: MFU counts these."""
     return step_flops(config, sequences, "none", causal).total
 
 
+@checks_kinds
 def training_time(
     model: ModelConfig | float,
     tokens: float,

@@ -13,9 +13,11 @@ import math
 from dataclasses import dataclass
 
 from ..config import Layout, ModelConfig
+from ..fields import checks_kinds
 from .numbers import whole
 
 
+@checks_kinds(infinite=("bucket",))
 @dataclass(frozen=True)
 class Framework:
     """What a training framework does that the mathematics does not ask for: the assumptions.

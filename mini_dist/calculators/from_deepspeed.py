@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from ..config import Layout
+from ..fields import checks_kinds
 from .importing import Batch, Imported, check_keys, choice, flag, replicas, section, whole
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -60,6 +61,7 @@ ZERO_KEYS_ELSEWHERE = (  # of versions before or after 0.19
 )
 
 
+@checks_kinds
 def from_deepspeed(
     source: str | Path | dict, world_size: int | None = None, **program: object
 ) -> Imported:

@@ -6,7 +6,7 @@ import re
 import shlex
 
 from ..config import Layout
-from ..fields import nearest_divisor
+from ..fields import checks_kinds, nearest_divisor
 from ..schedule import ScheduleError, round_size
 from .importing import Batch, Imported, alike, choice, replicas, whole
 
@@ -51,6 +51,7 @@ CANNOT_SAY = {
 SLIP = 0.86  # so much alike, a name that is not read is one that is, misspelt
 
 
+@checks_kinds
 def from_megatron(arguments: str | list[str], world_size: int | None = None) -> Imported:
     """The layout of Megatron-LM arguments: a list of words, or a command line.
 

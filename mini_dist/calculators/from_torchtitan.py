@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from ..config import Layout
-from ..fields import nearest_divisor
+from ..fields import checks_kinds, nearest_divisor
 from ..schedule import V_SHAPED
 from .export import TORCH_SCHEDULES
 from .importing import (
@@ -70,6 +70,7 @@ GONE = {  # names of older versions: (section, key) -> what it is now
 OUR_SCHEDULES = {theirs.lower(): ours for ours, theirs in TORCH_SCHEDULES.items()}
 
 
+@checks_kinds
 def from_torchtitan(
     source: str | Path | dict, world_size: int | None = None, num_layers: int | None = None
 ) -> Imported:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
+from ..fields import checks_kinds
 from .numbers import at_least
 
 DAY = 86_400.0
@@ -67,6 +68,7 @@ def daly(save: float, mtbf: float) -> float:
     return young(save, mtbf) * (1 + math.sqrt(x) / 3 + x / 9) - save
 
 
+@checks_kinds
 @dataclass(frozen=True)
 class Job:
     """mtbf: mean seconds between failures. save: that training stands still for each save.

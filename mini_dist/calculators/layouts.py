@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..config import RECOMPUTE, ZERO, Layout, ModelConfig
-from ..fields import true_or_false
+from ..fields import checks_kinds
 from ..schedule import V_SHAPED
 from .numbers import at_least
 
@@ -15,6 +15,7 @@ LONG = 16384  # tokens of a sequence, from which on cutting it is worth a try
 SEARCHED = ("1f1b", "interleaved", "zb_h1", "zb_v")  # schedules that can be
 
 
+@checks_kinds
 @dataclass(frozen=True)
 class Search:
     """Which layouts are tried, and of how many of the fastest the pipeline is simulated.
@@ -57,7 +58,6 @@ class Search:
                     names = ", ".join(map(repr, known))
                     raise ValueError(f"{field}={value!r} is not known: give some of {names}.")
             object.__setattr__(self, field, tuple(values))
-        true_or_false(self, "fastest_of_axes")
         for field, least in (("max_tp", 1), ("max_pp", 1), ("max_cp", 1), ("num_simulated", 0)):
             if (value := getattr(self, field)) is not None:
                 at_least(field, value, least)

@@ -9,7 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from ..fields import checks_kinds
 
+
+@checks_kinds
 @dataclass(frozen=True)
 class Link:
     """One rank's way out, full duplex: `latency` in seconds a message, `bandwidth` in bytes/s."""
@@ -37,6 +40,7 @@ class Link:
         return self  # the same for everyone
 
 
+@checks_kinds
 @dataclass(frozen=True)
 class Hierarchy:
     """Nodes of `ranks_per_node` ranks: one link for messages inside a node, one between nodes.

@@ -19,6 +19,7 @@ import difflib
 import math
 from dataclasses import dataclass
 
+from ..fields import checks_kinds
 from .links import Hierarchy, Link
 
 # Where nobody measured a GEMM ceiling: the median of [mamf]'s bf16 ratios, measured / datasheet
@@ -77,6 +78,7 @@ DDR4_HOST, DDR5_HOST = 2 * 8 * 25.6e9 / 8, 2 * 8 * 38.4e9 / 8
 HOST_BYTES, FILE_BYTES, FILE_BANDWIDTH = 2e12 / 8, 30.7e12 / 8, 3e9
 
 
+@checks_kinds
 @dataclass(frozen=True)
 class Device:
     """One accelerator."""
@@ -137,6 +139,7 @@ class Device:
         return dataclasses.replace(self, **changes)
 
 
+@checks_kinds
 @dataclass(frozen=True)
 class Hardware:
     """Devices in nodes, nodes in a network.  Links are one device's, one direction, as sold."""

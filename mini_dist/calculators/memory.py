@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..config import Layout, ModelConfig
+from ..fields import checks_kinds
 from .activations import (
     cut_of_whole,
     kept_of_layer,
@@ -42,6 +43,7 @@ from .weight_gradients import weight_gradients
 SHARDED_FROM = {"parameters": 3, "gradients": 2, "optimizer": 1}  # the ZeRO stage that cuts it
 
 
+@checks_kinds
 def model_states(
     parameters: float,
     shards: int = 1,
@@ -72,6 +74,7 @@ def _state_lines(
         yield Line(kind + what, value, "bytes", formula, "[ZeRO] section 3.1, table 1")
 
 
+@checks_kinds
 def micro_batches_in_flight(layout: Layout, pp_rank: int) -> float:
     """Micro-batches whose activations a pipeline rank holds at its fullest, in whole passes
     through the rank (a chunk of an interleaved schedule counts 1 / num_chunks)."""
@@ -106,6 +109,7 @@ AT_MOST_IN_FLIGHT = {
 }
 
 
+@checks_kinds
 def rank_memory(
     config: ModelConfig | str,
     layout: Layout,
@@ -192,6 +196,7 @@ def _cut(layout: Layout) -> tuple:
     return layout.pp, layout.num_chunks, layout.schedule, layout.tp, layout.ep, layout.etp
 
 
+@checks_kinds
 def device_memory(allocated: float, how: str | Framework = "megatron-core") -> float:
     """What the device must have for an allocator's peak of `allocated` bytes."""
     how = framework(how)

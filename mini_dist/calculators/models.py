@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 
 from ..config import ModelConfig
+from ..fields import checks_kinds
 from .families import (
     DEFAULTS,
     FAMILIES,
@@ -133,6 +134,7 @@ def model(name: str | ModelConfig) -> ModelConfig:
     )
 
 
+@checks_kinds
 def from_hugging_face(source: str | Path | dict, seq_len: int | None = None) -> ModelConfig:
     """A ModelConfig from a config.json (path, folder or dict), for sequences of `seq_len` tokens.
 
@@ -299,7 +301,7 @@ def _sequence(fields: dict, seq_len: int | None) -> int:
         warnings.warn(
             f"seq_len={reach} is how far the positions of config.json reach, which need not be "
             "the training sequence: give seq_len=... to say that.",
-            stacklevel=3,
+            stacklevel=4,
         )
     return seq_len or reach
 

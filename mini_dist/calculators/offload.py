@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..config import Layout, ModelConfig
+from ..fields import checks_kinds
 from .activations import cut_of_whole, tokens_of_micro_batch
 from .flops import model_flops
 from .frameworks import Framework, framework
@@ -173,6 +174,7 @@ class Largest:
     machine: Hardware  # with all of the node's host and files for the devices that are used
 
 
+@checks_kinds
 def largest_model(
     machine: Hardware | str,
     num_devices: int = 1,

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..config import Layout, ModelConfig
+from ..fields import checks_kinds
 from ..schedule import V_SHAPED
 from .lines import Breakdown, Line
 from .models import model
@@ -133,6 +134,7 @@ def num_active_parameters(config: ModelConfig) -> int:
     return num_parameters(config) - config.num_moe_layers * unused
 
 
+@checks_kinds
 def split_layers(num_layers: int, num_stages: int, outer_counts: bool = True) -> list[int]:
     """How many layers each stage gets: as even as can be.
 
@@ -177,6 +179,7 @@ class Held:
         )
 
 
+@checks_kinds
 def parameters_of_rank(config: ModelConfig, layout: Layout, pp_rank: int = 0) -> Held:
     """The parameters that one rank of pipeline position `pp_rank` computes with, before ZeRO."""
     stages = tuple(stages_of_rank(layout, pp_rank))

@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import replace
 
 from ..config import Layout, ModelConfig
+from ..fields import checks_kinds
 from ..schedule import SPLIT
 from .bubble import hop_seconds, message_line
 from .frameworks import Framework, framework
@@ -50,6 +51,7 @@ BORROWED = (
 Fitted = tuple[list[Candidate], list[Dropped], list[Candidate]]  # fits, dropped, nearly fits
 
 
+@checks_kinds
 def plan(
     model: ModelConfig | str,
     machine: Hardware | str,

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..config import ModelConfig
-from ..fields import nearest_divisor, whole_number
+from ..fields import checks_kinds, nearest_divisor, whole_number
 from .flops import forward_flops, score_flops
 from .importing import whole
 from .kernels import collective_seconds, stream_seconds
@@ -32,6 +32,7 @@ from .numbers import at_least
 from .parameters import Weight, layer_weights, num_parameters, outer_weights
 
 
+@checks_kinds
 @dataclass(frozen=True)
 class Server:
     """A model, cut by tensor parallelism over `tp` devices of a machine.

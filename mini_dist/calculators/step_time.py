@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..config import Layout, ModelConfig
+from ..fields import checks_kinds
 from .bubble import bubble_seconds, hop_seconds, message_line, simulated
 from .compression import Compression
 from .flops import model_flops, step_flops
@@ -92,6 +93,7 @@ class StepTime:
         )
 
 
+@checks_kinds
 def step_time(
     config: ModelConfig | str,
     layout: Layout,

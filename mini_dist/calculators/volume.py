@@ -8,6 +8,7 @@ that for an all-reduce.  Sources: [ZeRO] section 7; [N21] Narayanan et al. 2021 
 from __future__ import annotations
 
 from ..config import Layout, ModelConfig
+from ..fields import checks_kinds
 from .frameworks import Framework, framework
 from .lines import Breakdown, Line
 from .models import model
@@ -22,6 +23,7 @@ from .parameters import (
 )
 
 
+@checks_kinds
 def step_volume(
     config: ModelConfig | str,
     layout: Layout,

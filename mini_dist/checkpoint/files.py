@@ -34,6 +34,7 @@ import torch
 from safetensors.torch import save_file
 
 from ..collectives import all_gather, device_of
+from ..fields import checks_kinds
 from .manifest import (
     DTYPES,
     FORMAT,
@@ -52,6 +53,7 @@ from .manifest import (
 from .pieces import Piece, Place, inside
 
 
+@checks_kinds
 def save(
     directory: str | Path,
     step: int,

@@ -9,12 +9,15 @@ from __future__ import annotations
 import fcntl
 import os
 import platform
+import struct
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
 from .manifest import CheckpointError
 
+FLOCK = "hhqqi4x"  # struct flock of Linux (fcntl.h): type, whence, start, length, pid
 PATIENCE = 5.0  # seconds: of a training that was killed the last processes may still be ending
 
 
@@ -23,18 +26,36 @@ class Lock:
 
     It belongs to the process: all in it may have it, one after the other, and when one of them
     lets go of it the others have to `take` it again. Where nothing can be written, and on a file
-    system without locks, there is none.
+    system without locks, there is none. The file is the owner's alone (0600), and so is a directory
+    that the lock makes (0700): whoever may open the file may lock it, also for reading only, and
+    would keep the owner from training.
     """
 
     def __init__(self, directory: Path):
         self.directory, self.handle = directory, None
-        with suppress(OSError):
-            directory.mkdir(parents=True, exist_ok=True)
+        self.not_ours = ""  # whose lock it is, if this user may save here and not lock
+        path = directory / "lock"
+        try:
+            directory.mkdir(0o700, parents=True, exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-            self.handle = os.open(directory / "lock", flags, 0o666)
+            self.handle = os.open(path, flags, 0o600)
+        except PermissionError:
+            with suppress(OSError):
+                if os.access(directory, os.W_OK):
+                    self.not_ours = f"user {path.lstat().st_uid}"
+        except OSError:
+            pass
+        with suppress(OSError):  # (an earlier version made it readable)
+            if self.handle is not None and os.fstat(self.handle).st_mode & 0o077:
+                os.fchmod(self.handle, 0o600)
 
     def take(self) -> None:
         """Raises CheckpointError that says who has it."""
+        if self.not_ours:
+            raise CheckpointError(
+                f"the lock of {self.directory} belongs to {self.not_ours}: give this training "
+                "another directory, or let that user remove the file `lock`"
+            )
         until = time.monotonic() + PATIENCE
         while self.handle is not None:
             try:
@@ -54,12 +75,32 @@ class Lock:
                 return
 
     def refusal(self) -> str:
-        holder = os.pread(self.handle, 200, 0).decode(errors="replace") or "another process"
+        kind, pid = holder(self.handle)
+        if kind == fcntl.F_RDLCK:  # a training locks for writing
+            return (
+                f"{self.directory} cannot be saved to: process {pid or 'of another machine'} only "
+                f"reads there and has locked {self.directory / 'lock'}. End that process, or give "
+                "this training another directory"
+            )
+        said = os.pread(self.handle, 200, 0).decode(errors="replace") or "another process"
         return (
-            f"{self.directory} is in use by another training, {holder}: give this one another "
+            f"{self.directory} is in use by another training, {said}: give this one another "
             "directory, or end that one"
         )
 
     def __del__(self):
         if self.handle is not None:
             os.close(self.handle)
+
+
+def holder(handle: int) -> tuple[int, int]:
+    """How the file is locked by another process, F_RDLCK or F_WRLCK (F_UNLCK: no more), and by
+    which process (0 if the kernel does not know it)."""
+    if sys.platform != "linux":
+        return fcntl.F_UNLCK, 0
+    asked = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    try:
+        kind, _, _, _, pid = struct.unpack(FLOCK, fcntl.fcntl(handle, fcntl.F_GETLK, asked))
+    except OSError:
+        return fcntl.F_UNLCK, 0
+    return kind, max(pid, 0)

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from ..fields import checks_kinds
 from .files import check_whole, raise_first, tell_all, together
 from .manifest import (
     DTYPES,
@@ -105,6 +106,7 @@ class Saved:
         return states
 
 
+@checks_kinds
 def find(directory: str | Path, group, step: int | None = None) -> Saved | None:
     """The checkpoint that `latest` names, or if that is not whole the newest one before it that
     is; None if there are none at all. All ranks of the group call it: each checks a share of the
@@ -139,7 +141,7 @@ def find(directory: str | Path, group, step: int | None = None) -> Saved | None:
 def tell(directory: Path, refused: dict, taken: int, group) -> None:
     for what, why in refused.items() if group.rank() == 0 else ():
         name = folder_name(what) if isinstance(what, int) else what
-        warnings.warn(f"{directory / name} is refused: {why}. Step {taken} is taken.", stacklevel=3)
+        warnings.warn(f"{directory / name} is refused: {why}. Step {taken} is taken.", stacklevel=4)
 
 
 def called(what: int | str) -> str:

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..fields import checks_kinds
 from ..trainable import Trainable
 from .background import Background
 from .files import check_numbers, save, share_out, together
@@ -43,6 +44,7 @@ WHOLE = slice(None)
 EXTRA = {"optimizers": [str], "extra": dict}  # what a Training saves besides tensors
 
 
+@checks_kinds
 class Training:
     """The state of a training as this rank has it, to be saved and resumed.
 

@@ -20,6 +20,7 @@ from functools import partial
 
 import torch
 
+from ..fields import checks_kinds
 from ..ranks.hosts import hosts_of
 from .halving_doubling import (
     doubling_all_reduce,
@@ -82,6 +83,7 @@ TWO_LEVELS = {  # all-reduces that are told the nodes
 }
 
 
+@checks_kinds
 @collective
 def broadcast(x: torch.Tensor, root: int, group, algorithm: str = "auto") -> torch.Tensor:
     """Every rank returns the root's x. x: the same shape and dtype on all ranks.
@@ -92,6 +94,7 @@ def broadcast(x: torch.Tensor, root: int, group, algorithm: str = "auto") -> tor
     return pick(BROADCAST, algorithm, auto)(x, root, group)
 
 
+@checks_kinds
 @collective
 def reduce(
     x: torch.Tensor, root: int, group, op: str = "sum", algorithm: str = "auto"
@@ -105,6 +108,7 @@ def reduce(
     return finish(function(x, root, group, begin(op, x)), op, group)
 
 
+@checks_kinds
 @collective
 def all_gather(
     x: torch.Tensor, group, sizes: list[int] | None = None, dim: int = 0, algorithm: str = "auto"
@@ -123,6 +127,7 @@ def all_gather(
     return function(x, group, sizes=sizes).movedim(0, dim)
 
 
+@checks_kinds
 @collective
 def reduce_scatter(
     x: torch.Tensor, group, op: str = "sum", dim: int = 0, algorithm: str = "auto"
@@ -140,6 +145,7 @@ def reduce_scatter(
     return finish(chunk, op, group)
 
 
+@checks_kinds
 @collective
 def all_reduce(
     x: torch.Tensor,
@@ -165,6 +171,7 @@ def all_reduce(
     return finish(pick(ways, algorithm, auto)(x, group, op=begin(op, x)), op, group)
 
 
+@checks_kinds
 @collective
 def all_to_all(
     x: torch.Tensor,

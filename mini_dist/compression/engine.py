@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import all_reduce, pipelined_ring_all_reduce
+from ..fields import checks_kinds
 from .ideas import (
     majority,
     one_bit_mean,
@@ -30,6 +31,7 @@ from .ideas import (
 )
 
 
+@checks_kinds
 class Compressed:
     """Average buckets by `mean`, (x, group) -> (mean, sent), with feedback of what was left out.
 
@@ -73,6 +75,7 @@ def half(dtype: torch.dtype = torch.bfloat16) -> Callable:
     return reduce
 
 
+@checks_kinds
 def int8(seed: int = 0) -> Callable:
     """int8 with block scales, rounded by lot; each rank draws lots of its own."""
     lots = Lots(seed)
@@ -96,12 +99,14 @@ def sign() -> Callable:
     return sign_mean
 
 
+@checks_kinds
 def top_k(share: float) -> Callable:
     """Of each bucket the largest elements, this share of all. Raises ValueError outside 0...1."""
     check_share(share)
     return lambda x, group: top_k_mean(x, max(1, round(share * len(x))), group)
 
 
+@checks_kinds
 def random_k(share: float, seed: int = 0) -> Callable:
     """Of each bucket this share of all elements. Raises ValueError outside 0...1."""
     check_share(share)
@@ -144,6 +149,7 @@ class OneBit:
         return reduce
 
 
+@checks_kinds
 class PowerSGD:
     """Average every large matrix by its thin parts (Vogels et al. 2019), the rest as it is.
 

@@ -30,10 +30,12 @@ from ..collectives import in_flight
 from ..collectives.hierarchical import places, two_levels
 from ..collectives.in_flight import InFlight, cut
 from ..collectives.messages import collective, start
+from ..fields import checks_kinds
 from .engine import Lots, check_finite
 from .ideas import BLOCK, dequantize, quantize
 
 
+@checks_kinds
 class Quantized:
     """How a ZeRO stage sends its units: the bits of a parameter (qwZ) and of a gradient (qgZ).
 

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from ..collectives import all_gather, reduce_scatter
 from ..digits import at_least_float32
+from ..fields import checks_kinds
 from .placement import block_of, check_heads, positions_of_ranks
 from .ring import add_block, add_block_backward
 from .tiles import kernel_of, scale_of
 
 
+@checks_kinds
 def all_gather_attention(
     q: Tensor,
     k: Tensor,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 from ..emulate import Clock, Device, Interval, Link
+from ..fields import checks_kinds
 from .placement import num_scores
 from .ring import Hop
 
 
+@checks_kinds
 def run_ring_emulated(
     positions: torch.Tensor, seconds_a_score: float, seconds_a_hop: float, group
 ) -> list[Interval]:

@@ -19,10 +19,12 @@ from torch.nn.functional import pad
 
 from ..collectives import collective, start, wait
 from ..digits import at_least_float32
+from ..fields import checks_kinds
 from .placement import Block, block_of, check_heads, positions_of_ranks
 from .tiles import Kernel, Partial, kernel_of, merge, scale_of
 
 
+@checks_kinds
 def ring_attention(
     q: Tensor,
     k: Tensor,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..collectives import all_gather, all_reduce
+from ..fields import checks_kinds
 from ..loss import TokenLoss, check_any_counts
 from .all_gather import all_gather_attention
 from .placement import positions_of_ranks
@@ -21,6 +22,7 @@ FORMS = {
 }
 
 
+@checks_kinds
 def positions_here(seq_len: int, group, placement: str = "zigzag") -> Tensor:
     """Where this rank's tokens stand in the sequence: [S/cp], for the model and for `shard`.
 
@@ -29,6 +31,7 @@ def positions_here(seq_len: int, group, placement: str = "zigzag") -> Tensor:
     return positions_of_ranks(placement, seq_len, group.size())[group.rank()]
 
 
+@checks_kinds
 def shard(x: Tensor, group, placement: str = "zigzag", dim: int = 1) -> Tensor:
     """This rank's tokens of x: [.., S, ..] -> [.., S/cp, ..]. Inputs and targets alike.
 
@@ -37,6 +40,7 @@ def shard(x: Tensor, group, placement: str = "zigzag", dim: int = 1) -> Tensor:
     return x.index_select(dim, positions_here(x.shape[dim], group, placement).to(x.device))
 
 
+@checks_kinds
 def unshard(x: Tensor, group, placement: str = "zigzag", dim: int = 1) -> Tensor:
     """All ranks' tokens in the order of the sequence: [.., S/cp, ..] -> [.., S, ..]. Not
     differentiable."""
@@ -46,6 +50,7 @@ def unshard(x: Tensor, group, placement: str = "zigzag", dim: int = 1) -> Tensor
     return whole[order.to(x.device)].movedim(0, dim)
 
 
+@checks_kinds
 def make_attention(
     group, form: str = "ring", placement: str = "zigzag", causal: bool = True, **options
 ) -> Callable:

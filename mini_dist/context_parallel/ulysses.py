@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from .. import ops
+from ..fields import checks_kinds
 from .placement import check_heads, positions_of_ranks
 
 
+@checks_kinds
 def ulysses_attention(
     q: Tensor,
     k: Tensor,

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from ..collectives import all_reduce, pipelined_ring_all_reduce, ring_all_reduce
 from ..defaults import BUCKET_BYTES, IN_PLACE_BYTES
+from ..fields import checks_kinds
 from ..replicas import broadcast_state, gradient, meet
 from ..trainable import Trainable
 from .ideas import flatten, unflatten
@@ -90,6 +91,7 @@ class Naive(Trainable):
             parameter.grad = reduce(gradient(parameter).flatten(), self.group).view_as(parameter)
 
 
+@checks_kinds
 class Bucketed(Naive):
     """Gradients travel in flat buckets of about `bucket_bytes`, after backward.
 
@@ -105,6 +107,7 @@ class Bucketed(Naive):
             unflatten(reduce(flatten(bucket), self.group), bucket)
 
 
+@checks_kinds
 class Overlapped(Bucketed):
     """A bucket leaves as soon as backward has finished its last gradient.
 
@@ -192,6 +195,7 @@ def backend_mean_(x: Tensor, group) -> Tensor:
     return x.div_(group.size())
 
 
+@checks_kinds
 def make_buckets(parameters: list[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
     """Group parameters of one dtype, last one first, into buckets of at most `bucket_bytes`.
 

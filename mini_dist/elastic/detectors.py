@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from statistics import NormalDist, fmean, pstdev
 from typing import NamedTuple
 
+from ..fields import checks_kinds
+
 NEVER = 1e-300  # a probability that is as good as none: phi of it is 300
 
 
+@checks_kinds
 def patience(silences: Sequence[float], allowed: float) -> float:
     """The shortest timeout that at most this share of the silences has exceeded: one of them.
 
@@ -38,6 +41,7 @@ def check_silences(silences: Sequence[float], allowed: float) -> None:
         )
 
 
+@checks_kinds
 @dataclass
 class FixedTimeout:
     """Dead is who has been silent for longer than this."""
@@ -52,6 +56,7 @@ class FixedTimeout:
         return self.seconds
 
 
+@checks_kinds
 class PhiAccrual:
     """Dead is whose silence has a probability below 10^-phi, if silences are normal.
 

@@ -23,12 +23,14 @@ from torch import Tensor, nn
 
 from ..collectives import all_reduce
 from ..digits import at_least_float32
+from ..fields import checks_kinds
 from ..model import MoE
 from ..routing import Routing, route, z_loss
 from .balance import AttachLoss, Load
 from .ideas import Copies, balance_loss, capacity_of, choose_copies, combine, dispatch
 
 
+@checks_kinds
 class ExpertParallel(nn.Module):
     """What an MoE computes, with its experts spread over a group: x [B, S, D] to x [B, S, D].
 
@@ -179,6 +181,7 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1 else ScaleGradient.apply(x, factor)
 
 
+@checks_kinds
 def set_loss_scale(model: nn.Module, scale: float) -> None:
     """What the layers' own losses are multiplied by, as whoever calls backward does with the main
     loss: 1 / number of micro-batches, times the loss scale of fp16."""
@@ -198,6 +201,7 @@ def visits_of_whole_steps(modules: Iterable[nn.Module]):
         raise
 
 
+@checks_kinds
 @torch.no_grad()
 def move_balance_biases(model: nn.Module, rate: float = 1e-3) -> None:
     """After a step, make crowded experts less and idle ones more attractive, by `rate` each.

@@ -185,4 +185,5 @@ def write(out: Path, records: list[Record], counted: list[Lesson], folders: dict
 
 
 if __name__ == "__main__":
+    os.umask(0o077)  # grades are the teacher's: folders of 0700, files of 0600
     sys.exit(main())

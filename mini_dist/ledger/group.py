@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # (not in torch.distributed)
 
+from ..ranks.connections import refuse_strangers, sockets_here
 from ..ranks.threads import threads_that_do_not_interrupt
 from .recording import Recorder, end
 
@@ -79,8 +80,11 @@ class RecordingGroup(dist.ProcessGroup):
         members = recorder.membership  # of an elastic run; else None
 
         def connect():
+            before = sockets_here()
             with threads_that_do_not_interrupt():
-                return dist.ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
+                gloo = dist.ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
+            refuse_strangers(sockets_here() - before)
+            return gloo
 
         gloo = members.call(connect) if members else connect()
         backends = [("cpu", kinds.GLOO, gloo)]

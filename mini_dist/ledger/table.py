@@ -5,7 +5,10 @@ from __future__ import annotations
 import html
 from dataclasses import dataclass
 
+from ..fields import checks_kinds
 
+
+@checks_kinds
 @dataclass
 class Table:
     head: list[str]

@@ -19,12 +19,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from ..fields import checks_kinds
 from .lanes import Lanes, to_device_, to_host_
 
 SMALL = 2**12  # bytes: what is smaller stays
 LEAVING = 2  # on their way at a time: until then the device holds them
 
 
+@checks_kinds
 @contextmanager
 def activations_to_host(lanes: Lanes, group, parameters=(), ahead: int = 1):
     """Inside, tensors that autograd keeps leave for the host; in backward they come back, the next

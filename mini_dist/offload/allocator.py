@@ -27,6 +27,7 @@ from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ..fields import checks_kinds
 from ..ledger.memory import Memory
 
 MIB = 2**20
@@ -47,6 +48,7 @@ class OutOfMemory(MemoryError):
     """No block is large enough, and the driver has no more."""
 
 
+@checks_kinds
 class Allocator:
     """capacity: of the device, in bytes. scale: all sizes of the rules are divided by it, so that
     a laptop's small step meets them as a large one does on a GPU."""

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..calculators.links import Link as Speed
 from ..emulate import Link
+from ..fields import checks_kinds
 from .lanes import LANES
 
 
@@ -33,6 +34,7 @@ class Took:
     name: str = ""
 
 
+@checks_kinds
 class EmulatedLanes:
     """Lanes of stated speeds, and a device that computes as long as it is told to.
 

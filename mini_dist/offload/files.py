@@ -25,6 +25,8 @@ from queue import SimpleQueue
 
 from torch import Tensor
 
+from ..fields import checks_kinds
+
 BLOCK = 4096  # what O_DIRECT wants lengths, places and addresses to be multiples of
 CHUNK = 4 * 2**20  # bytes that one thread reads or writes at a time
 
@@ -45,6 +47,7 @@ class OffloadError(OSError):
         return self.about(self.errno, self.what, intact)
 
 
+@checks_kinds
 class FileStore:
     """The files of one rank, by name. direct: O_DIRECT; None takes it where it works."""
 

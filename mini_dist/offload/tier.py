@@ -30,6 +30,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from ..fields import checks_kinds
 from .files import OffloadError
 from .gradients import Gradients
 from .lanes import Arrival, Lanes, to_device_
@@ -38,6 +39,7 @@ from .shelf import Shelf, give_room_back_, is_here, make_room_
 SHARDS_IN_MEMORY = 2  # whose states are in files else: one is stepped, one is read or written
 
 
+@checks_kinds
 class Overlapped:
     """What `offload=` of a ZeRO stage may be, besides "cpu" and a folder.
 

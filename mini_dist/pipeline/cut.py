@@ -15,7 +15,10 @@ from mini_dist.initial_values import initial_value, named_tensors
 from mini_dist.model import Block, Embed, Head
 from mini_dist.schedule import ScheduleError
 
+from ..fields import checks_kinds
 
+
+@checks_kinds
 class GPTStage(nn.Module):
     """Some layers of the GPT; the first stage also embeds, the last also has the head.
 
@@ -56,6 +59,7 @@ class GPTStage(nn.Module):
         return x if self.head is None else self.head(x)
 
 
+@checks_kinds
 def cut_gpt(
     config: ModelConfig,
     stages: Sequence[int],
@@ -109,6 +113,7 @@ def shared_parameter(modules: dict[int, GPTStage], num_stages: int) -> nn.Parame
     return first.embed.token.weight if first else last.head.out.weight
 
 
+@checks_kinds
 def layer_ranges(config: ModelConfig, num_stages: int, balance: str = "layers") -> list[range]:
     """Which layers each stage gets: consecutive, at least one."""
     if num_stages > config.num_layers:

@@ -25,6 +25,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from mini_dist.pipeline.split_backward import PutOff, WeightGradient
 from mini_dist.pipeline.weight_versions import Versions
 
+from ..fields import checks_kinds
+
 
 class Held(NamedTuple):
     """What a stage keeps of a micro-batch from its forward to its backward, besides what autograd
@@ -45,6 +47,7 @@ class InputsOnly(NamedTuple):
     version: int | None
 
 
+@checks_kinds
 class Stage:
     """Runs `function` for each micro-batch and keeps apart what their backwards need.
 

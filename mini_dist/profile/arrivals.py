@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from ..fields import checks_kinds
 from ..ledger import Comm, Ledger
 from ..ledger.table import Table
 from .spans import arrivals
@@ -18,6 +19,7 @@ def meetings(ledger: Ledger) -> list[list[Comm]]:
     return sorted(found.values(), key=lambda comms: min(comm.start for comm in comms))
 
 
+@checks_kinds
 def stragglers(ledger: Ledger, op: str = "") -> Table:
     """For each rank: to how many of its collectives it came last, and how long all others together
     have waited for it there, in ms. op: only those that have this in their name."""

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from ..collectives import all_reduce
+from ..fields import checks_kinds
 
 
+@checks_kinds
 class NoiseScale:
     """Adds up the two squares over many steps: the mean of ratios would be biased, the ratio of
     means is less so.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..fields import checks_kinds
 from ..ledger.table import Table
 from .spans import Span, Timeline, length, union, within, without
 
@@ -50,6 +51,7 @@ class Went:
         return self.table()._repr_html_()
 
 
+@checks_kinds
 def where_it_went(timeline: Timeline, skip: int = 0) -> Went:
     """Mean seconds a step of each part, for each rank. The parts of a rank add up to its step.
 

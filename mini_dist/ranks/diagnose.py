@@ -16,7 +16,7 @@ from contextlib import suppress
 
 from . import flight
 from .hosts import UPLINK, ranks_of
-from .limits import full_disks, what_ran_out
+from .limits import full_disks, more_of_ulimit_t, seconds_of_cpu, what_ran_out
 from .rank import Failure
 from .world import World
 from .zygote_handle import PACKAGE
@@ -279,7 +279,8 @@ def describe_status(status: int) -> str:
     except ValueError:  # (of the real-time signals only the first and the last have a name)
         name = f"signal {-status} ({signal.strsignal(-status)})"
     hint = {
-        "SIGKILL": " (by somebody, or by the system because memory ran out)",
+        "SIGKILL": f" (by somebody, or by the system because memory ran out{more_of_ulimit_t()})",
+        "SIGXCPU": f" (it had used all the processor time that ulimit -t allows{seconds_of_cpu()})",
         "SIGABRT": " (native code gave up; its last words are in the rank's output)",
         "SIGSEGV": " (native code touched memory that is not its own)",
         "SIGBUS": " (native code touched memory of a file that has no room on its disk, or was "

@@ -17,9 +17,9 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Protocol
 
+from ..fields import checks_kinds, of_kind
 from . import flight
 from .diagnose import describe_status, described
 from .membership import Group, Lost, News
@@ -40,6 +40,7 @@ class Detector(Protocol):
         """Seconds of silence from which on it suspects."""
 
 
+@checks_kinds
 @dataclass(frozen=True)
 class Elastic:
     """How a run lives on when ranks die.
@@ -60,16 +61,16 @@ class Elastic:
 
     def __post_init__(self):
         for name, least in (("min_ranks", 1), ("replace", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+            if (value := getattr(self, name)) < least:
                 raise ValueError(f"{name}={value!r}: give a whole number of {least} or more")
-        if not isinstance(self.beat, Real) or not self.beat > 0:
+        if not self.beat > 0:
             raise ValueError(f"beat={self.beat!r}: give seconds above 0")
         if self.watch is not None and not callable(self.watch):
             raise ValueError(f"watch={self.watch!r}: give a function of a sentence, such as print")
         if self.silence is None or callable(self.silence):
             return
-        if not isinstance(self.silence, Real) or not self.silence > self.beat:
+        of_kind("silence", self.silence, ("float", "None"))
+        if not self.silence > self.beat:
             raise ValueError(
                 f"silence={self.silence!r}: give more seconds than beat={self.beat:g}, or every "
                 "rank is silent for as long between two beats; or a function that makes a detector"

@@ -16,12 +16,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..fields import checks_kinds
+
 UPLINK = "eth0"  # the name of a host's one cable, inside it
 FRAME, PAYLOAD = 1514, 1448  # bytes of a full Ethernet frame, and what TCP carries in it
 UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}
 MOST = 32  # hosts: as many as a switch of ours has been tried with
 
 
+@checks_kinds
 @dataclass(frozen=True)
 class Hosts:
     """`number` hosts, each joined with the others by an uplink of its own.
@@ -41,9 +44,9 @@ class Hosts:
     emulated: bool = False
 
     def __post_init__(self):
-        if not isinstance(self.number, int) or not 1 <= self.number <= MOST:
+        if not 1 <= self.number <= MOST:
             raise ValueError(f"number={self.number!r} of hosts: give 1 to {MOST}")
-        if not isinstance(self.latency, (int, float)) or not 0 <= self.latency < 10:
+        if not 0 <= self.latency < 10:
             raise ValueError(f"latency={self.latency!r}: give seconds, from 0 to 10")
         if isinstance(self.ranks, str) and self.ranks not in ("neighbours", "dealt"):
             raise ValueError(

@@ -24,8 +24,8 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
-from numbers import Integral, Real
 
+from ..fields import checks_kinds
 from ..ledger import Ledger, nothing
 from .diagnose import RankError, RankInterrupt, RankTimeout, brief, cannot_run, explain
 from .elastic import Elastic, ElasticRun, as_elastic
@@ -46,6 +46,7 @@ LAST_SEED = 2**64 - 1  # of torch's generators
 FOR_EVER = 1e9  # seconds; an int may be too large for a float
 
 
+@checks_kinds(error=TypeError, infinite=("timeout",))
 def launch(
     fn: Callable,
     world_size: int = 4,
@@ -88,7 +89,7 @@ def launch(
     """
     if not callable(fn):
         raise TypeError(f"fn must be a function to call on each rank, not {fn!r}")
-    if not isinstance(timeout, Real) or not timeout > 0:
+    if not timeout > 0:
         raise ValueError(f"timeout must be a number of seconds above 0, not {brief(timeout)}")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         if elastic:
@@ -105,8 +106,7 @@ def launch(
         )
     start = start or ("fork" if sys.platform == "linux" else "spawn")
     check_arguments(world_size, args, kwargs, seed, start)
-    check_hosts(hosts, int(world_size), start, network)
-    world_size, seed = int(world_size), int(seed)  # (they may be numpy's)
+    check_hosts(hosts, world_size, start, network)
     check_call(fn, args, kwargs or {})
     call = to_frames((fn, tuple(args), kwargs or {}), "the function or an argument")
     timeout = float("inf") if timeout > FOR_EVER else float(timeout)
@@ -130,6 +130,11 @@ def launch(
     if hosts:
         job.hosts, device = hosts.places(world_size), "cpu"
     how = hosts, timeout, (start, network), quiet, elastic
+    if LOCK.holder == threading.get_ident():
+        raise RuntimeError(
+            "launch was called while this thread waits in another launch, by a signal handler or a "
+            "watch function: let that note what is to be done, and launch when the first is over."
+        )
     with LOCK:
         return run_job(job, call, world_size, device, *how)
 
@@ -157,6 +162,7 @@ def run_job(
         world = take_world(kind, world_size, device, hosts, timeout)
         if world.has_hosts:
             job.environment["GLOO_SOCKET_IFNAME"] = UPLINK
+        warn_if_open(world.keeper, time.monotonic() + timeout)
         runner = ElasticRun(world, elastic) if elastic else world
         try:
             outcome = runner.run(job, call, timeout)
@@ -176,7 +182,6 @@ def run_job(
         if isinstance(unexpected, KeyboardInterrupt):
             raise RankInterrupt("interrupted.") from None
         raise
-    warn_if_open(world.keeper)
     outputs = [rank.text() for rank in world.ranks]
     if not quiet:
         print_outputs(outputs)
@@ -201,7 +206,22 @@ def take_world(kind: tuple, size: int, device: str, hosts: Hosts | None, timeout
         return take(get_zygote(*kind), size, device, hosts, deadline)
 
 
-LOCK = threading.Lock()  # one run at a time in a process: two would share its cores
+class OneAtATime:
+    """One run at a time in a process: two would share its cores."""
+
+    def __init__(self):
+        self.lock, self.holder = threading.Lock(), None
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+        self.holder = threading.get_ident()
+
+    def __exit__(self, *_) -> None:
+        self.holder = None
+        self.lock.release()
+
+
+LOCK = OneAtATime()
 # One a start method and network, as long as this process lives.
 ZYGOTES: dict[tuple[str, bool], Zygote] = {}
 
@@ -209,7 +229,7 @@ ZYGOTES: dict[tuple[str, bool], Zygote] = {}
 def forget_zygotes() -> None:
     """A fork of this process lets go of its zygotes, which end when nobody holds them."""
     global LOCK
-    LOCK = threading.Lock()
+    LOCK = OneAtATime()
     for zygote in ZYGOTES.values():
         zygote.close()
     ZYGOTES.clear()
@@ -262,16 +282,18 @@ def working_directory() -> str:
         ) from None
 
 
-def warn_if_open(zygote: Zygote) -> None:
-    """Once, where somebody else is on the host who could reach the ranks."""
+def warn_if_open(zygote: Zygote, deadline: float) -> None:
+    """Once, before the first job, where somebody else is on the host who could reach the ranks."""
+    while not zygote.has_told and time.monotonic() < deadline:  # (it tells before it loads torch)
+        zygote.read_answers()
     why, zygote.open = zygote.open, None
     people = other_people() if why else ()
     if people:
         some = ", ".join(sorted(people)[:3])
         warnings.warn(
-            f"other users of this machine ({some}) could reach the connections between your ranks "
-            f"and disturb them: {why}. TEACHING.md says what that means.",
-            stacklevel=4,
+            f"other users of this machine ({some}) can connect to your ranks: {why}. Ranks refuse "
+            "them, but a run may fail by it. TEACHING.md says what that means.",
+            stacklevel=5,
         )
 
 
@@ -281,8 +303,6 @@ def inside_a_rank() -> bool:
 
 
 def check_arguments(world_size, args, kwargs, seed, start) -> None:
-    if isinstance(world_size, bool) or not isinstance(world_size, Integral):
-        raise TypeError(f"world_size must be a whole number of ranks, not {brief(world_size)}")
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {brief(world_size)}")
     most = max(RANKS_PER_CORE * (os.cpu_count() or 1), count_gpus())
@@ -297,9 +317,7 @@ def check_arguments(world_size, args, kwargs, seed, start) -> None:
         )
     if kwargs is not None and not isinstance(kwargs, dict):
         raise TypeError(f"kwargs must be a dict of arguments by name, not {brief(kwargs)}")
-    if not isinstance(seed, Integral):
-        raise TypeError(f"seed must be a whole number, not {brief(seed)}")
-    if not 0 <= seed <= LAST_SEED - int(world_size):
+    if not 0 <= seed <= LAST_SEED - world_size:
         raise ValueError(
             f"seed must be from 0 to 2**64 - 1 - world_size, as torch's generators take it for "
             f"each rank, not {brief(seed)}"

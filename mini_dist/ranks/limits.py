@@ -54,6 +54,17 @@ def limits_of_processes() -> str:
     return f"{text[0].upper()}{text[1:]}."
 
 
+def seconds_of_cpu() -> str:
+    """How long a process may compute, if `ulimit -t` limits it: what follows a sentence."""
+    most, _ = resource.getrlimit(resource.RLIMIT_CPU)
+    return "" if most == resource.RLIM_INFINITY else f", here {most:,} s for each process"
+
+
+def more_of_ulimit_t() -> str:
+    """The hard limit ends a process by SIGKILL."""
+    return f", or by ulimit -t{seconds_of_cpu()}" if seconds_of_cpu() else ""
+
+
 def lines_of(path: str) -> list[str]:
     with suppress(OSError):
         return Path(path).read_text().splitlines()

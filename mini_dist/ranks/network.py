@@ -26,6 +26,7 @@ SIOCSIFFLAGS, IFF_UP = 0x8914, 1  # of linux/sockios.h and linux/if.h
 CAPABILITY_VERSION = 0x20080522  # of linux/capability.h, the third
 FIRST_PERSON = 500 if sys.platform == "darwin" else 1000  # accounts below belong to the system
 NOBODY = 65534
+ROOT = 0  # which needs no open door
 
 
 def leave_the_hosts_network() -> str | None:
@@ -102,7 +103,10 @@ def check(status: int) -> None:
 
 
 def other_people() -> set[str]:
-    """Who else has an account on this machine or runs something on it."""
+    """Who else runs something on this machine, services included, or could log in.
+
+    (A service that faces the network is the likeliest to be in a stranger's hands.)
+    """
     with_a_shell = {
         user.pw_uid for user in pwd.getpwall() if not user.pw_shell.endswith(("nologin", "false"))
     }
@@ -110,8 +114,8 @@ def other_people() -> set[str]:
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             running.add(process.stat().st_uid)
-    people = {uid for uid in with_a_shell | running if FIRST_PERSON <= uid != NOBODY}
-    return {name_of(uid) for uid in people - {os.getuid()}}
+    people = {uid for uid in with_a_shell if FIRST_PERSON <= uid != NOBODY} | running
+    return {name_of(uid) for uid in people - {os.getuid(), ROOT}}
 
 
 def name_of(user: int) -> str:

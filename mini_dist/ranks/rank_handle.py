@@ -6,7 +6,8 @@ import os
 import pickle
 import socket
 
-from .rank import Report
+from .membership import Ask
+from .rank import Failure, Report
 from .transport import Frames, Inbox
 
 KEEP_OUTPUT = 1 << 20  # bytes of a rank's prints
@@ -50,18 +51,31 @@ class Rank:
         """Take in what has arrived; False when nothing more can come."""
         try:
             more = self.inbox.read(self.socket)
+            if self.inbox.message is not None:
+                about, *result = self.inbox.message
+                said, self.inbox = pickle.loads(about), Inbox()
+                if isinstance(said, Report):
+                    self.report, self.result = said, result
+                elif isinstance(said, Ask):
+                    self.asked.append(said)
+                else:
+                    raise TypeError(f"{type(said).__name__} is no report")
         except BlockingIOError:
             return True
         except ConnectionResetError:
             return False
-        if self.inbox.message is not None:
-            about, *result = self.inbox.message
-            said, self.inbox = pickle.loads(about), Inbox()
-            if isinstance(said, Report):
-                self.report, self.result = said, result
-            else:
-                self.asked.append(said)
+        except Exception as error:  # whatever bytes a rank has written there
+            self.report = Report("raised", error=self.wrote_junk(error))
+            return False
         return more
+
+    def wrote_junk(self, error: Exception) -> Failure:
+        message = (
+            "something in this rank has written to its socket to launch, which nobody else may use "
+            f"({type(error).__name__} where its report was expected): close no file descriptors "
+            "and write to none that you have not opened"
+        )
+        return Failure("ConnectionError", message, [], False, None, [], [])
 
     def read_output(self) -> bool:
         while True:

@@ -43,6 +43,7 @@ class Zygote:
         self.inbox = b""
         self.answered = True
         self.open: str | None = None  # why others on the host could reach its ranks
+        self.has_told = False  # whether it is known if they could
         self.forks = mode == "fork"
         self.secluded = sys.platform == "linux" and not network
         self.edits = last_edits()
@@ -72,8 +73,9 @@ class Zygote:
         return self.control.fileno() != -1 and self.process.poll() is None
 
     def current(self) -> bool:
-        """Whether the code that the zygote has loaded is still what is on disk."""
-        return self.edits == last_edits()
+        """Whether the code that the zygote has loaded is still what is on disk, and its folder is
+        still there: a rank may have removed it."""
+        return self.edits == last_edits() and os.path.isdir(self.directory)
 
     def request(self, fds=(), **request) -> None:
         data = json.dumps(request).encode().ljust(zygote.REQUEST_BYTES)
@@ -103,6 +105,7 @@ class Zygote:
         for line in lines:
             answer = json.loads(line)
             self.open = answer.get("open", self.open)
+            self.has_told = self.has_told or "open" in answer
             self.secluded = self.secluded and not self.open
             self.answered = answer.get("pong", self.answered)
             world = self.worlds.get(answer.get("world"))
@@ -152,5 +155,6 @@ def rank_environment() -> dict[str, str]:
 
 def last_edits() -> list[int]:
     """When the files that the zygote loads were last changed."""
-    files = PACKAGE / "__init__.py", *PACKAGE.glob("ranks/*.py"), *PACKAGE.glob("ledger/*.py")
+    files = [PACKAGE / "__init__.py", PACKAGE / "fields.py"]
+    files += [*PACKAGE.glob("ranks/*.py"), *PACKAGE.glob("ledger/*.py")]
     return sorted(file.stat().st_mtime_ns for file in files)

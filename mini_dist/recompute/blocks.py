@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..config import RECOMPUTE
+from ..fields import checks_kinds
 from ..model import GPT, Block
 from ..routing import Routing
 
@@ -72,6 +73,7 @@ def recomputed(fn: Callable, parameters: Iterable[Tensor] = ()) -> Callable:
     return call
 
 
+@checks_kinds
 def recompute_blocks(model: GPT, mode: str, every: int = 1) -> GPT:
     """Make a model's blocks 0, every, 2 * every, ... recompute; returns the model.
 

@@ -41,6 +41,8 @@ from mini_dist.schedule.zero_bubble import (
     zb_v,
 )
 
+from ..fields import checks_kinds
+
 __all__ = [
     "SCHEDULES",
     "SPLIT",
@@ -102,6 +104,7 @@ def check_micro_batches(name: str, num_ranks: int, num_micro_batches: int) -> No
         enough_for_dualpipe(num_ranks, num_micro_batches)
 
 
+@checks_kinds(error=ScheduleError)
 def build(name: str, num_ranks: int, num_micro_batches: int, **options: int) -> Schedule:
     """The schedule of that name; options: `chunks` (interleaved), `micro_batches_a_step` (2BW)."""
     if name not in SCHEDULES:

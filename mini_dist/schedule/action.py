@@ -27,6 +27,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from ..fields import checks_kinds
+
 COMPUTE = ("F", "B", "W", "S")
 COMMUNICATION = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 _PATTERN = re.compile(r"(\d+)(SEND_F|RECV_F|SEND_B|RECV_B|F|B|W|S)(\d+)(?:@(\d+))?")
@@ -89,6 +91,7 @@ def members(item: Action | Fused) -> tuple[Action, ...]:
     return tuple(item) if isinstance(item, Fused) else (item,)
 
 
+@checks_kinds(error=ScheduleError)
 @dataclass(frozen=True)
 class Schedule:
     """For each rank its actions in order, given as Actions or as text: `[["0F0", "0B0"], ...]`.

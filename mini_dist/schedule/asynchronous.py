@@ -14,7 +14,10 @@ from __future__ import annotations
 from mini_dist.schedule.action import Action, Schedule, ScheduleError
 from mini_dist.schedule.orders import check_sizes, in_turn
 
+from ..fields import checks_kinds
 
+
+@checks_kinds(error=ScheduleError)
 def pipedream(num_ranks: int, num_micro_batches: int) -> Schedule:
     """1F1B with an optimizer step after every backward; a forward takes the newest weights.
 
@@ -37,6 +40,7 @@ def pipedream(num_ranks: int, num_micro_batches: int) -> Schedule:
     return Schedule("PipeDream", ranks)
 
 
+@checks_kinds(error=ScheduleError)
 def pipedream_2bw(num_ranks: int, num_micro_batches: int, micro_batches_a_step: int) -> Schedule:
     """Two weight versions everywhere: batch b of gradients is taken at version b - 1.
 

@@ -17,12 +17,15 @@ from mini_dist.schedule.action import (
 )
 from mini_dist.schedule.simulate import simulate
 
+from ..fields import checks_kinds
+
 # What the executor gives to add_communication as `early`. Counted in tests/test_schedule.py: 2 is
 # the least with which under GPipe, 1F1B and ZB-H1 no message comes before its receive; it takes
 # three receive buffers a rank.
 EARLY = 2
 
 
+@checks_kinds(error=ScheduleError)
 def add_communication(schedule: Schedule, early: int = 0) -> Schedule:
     """A send right after each action that somebody on another rank waits for, a receive before.
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from mini_dist.schedule.action import Schedule, ScheduleError
 
+from ..fields import checks_kinds
+
 INPUT_BACKWARD = re.compile(r"(\d+)I(\d+)")
 PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 OF_FSDP = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)")
@@ -20,6 +22,7 @@ def to_csv(schedule: Schedule, path: str | Path) -> None:
         csv.writer(file, lineterminator="\n").writerows(schedule.ranks)
 
 
+@checks_kinds(error=ScheduleError)
 def from_csv(path: str | Path, name: str | None = None, mixed: bool = False) -> Schedule:
     """Read the lists; empty cells are skipped, so that columns may stand for moments.
 

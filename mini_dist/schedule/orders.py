@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from mini_dist.schedule.action import Action, Schedule, ScheduleError
 
+from ..fields import checks_kinds
 
+
+@checks_kinds(error=ScheduleError)
 def naive(num_ranks: int, num_micro_batches: int) -> Schedule:
     """One micro-batch goes all the way down and back before the next one starts."""
     check_sizes(num_ranks, num_micro_batches)
@@ -24,6 +27,7 @@ def naive(num_ranks: int, num_micro_batches: int) -> Schedule:
     return Schedule("naive", ranks)
 
 
+@checks_kinds(error=ScheduleError)
 def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
     """All forwards, then all backwards: everyone holds all m micro-batches at once."""
     check_sizes(num_ranks, num_micro_batches)
@@ -35,6 +39,7 @@ def gpipe(num_ranks: int, num_micro_batches: int) -> Schedule:
     return Schedule("GPipe", ranks)
 
 
+@checks_kinds(error=ScheduleError)
 def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Schedule:
     """Start each backward as soon as it can: rank r never holds more than p - r micro-batches.
 
@@ -76,6 +81,7 @@ def in_turn(
     return actions
 
 
+@checks_kinds(error=ScheduleError)
 def interleaved(num_ranks: int, num_micro_batches: int, chunks: int = 2) -> Schedule:
     """1F1B with v thin stages a rank, stage c·p + r on rank r: the bubble shrinks v times.
 

@@ -19,7 +19,10 @@ from mini_dist.schedule.action import (
     walk,
 )
 
+from ..fields import checks_kinds
 
+
+@checks_kinds(error=ScheduleError)
 def validate(schedule: Schedule, *, rendezvous: bool = False) -> None:
     """Raise ScheduleError unless the lists do everything once and in an order that can run.
 

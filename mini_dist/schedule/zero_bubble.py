@@ -16,7 +16,10 @@ from mini_dist.schedule.action import Action, Schedule, ScheduleError, needs
 from mini_dist.schedule.orders import check_sizes, in_turn
 from mini_dist.schedule.simulate import peak_in_flight
 
+from ..fields import checks_kinds
 
+
+@checks_kinds(error=ScheduleError)
 def zb_h1(num_ranks: int, num_micro_batches: int) -> Schedule:
     """1F1B's order of F and B; rank r puts each W off by r backwards. A third of 1F1B's bubble.
 
@@ -25,6 +28,7 @@ def zb_h1(num_ranks: int, num_micro_batches: int) -> Schedule:
     return _delayed_weights("ZB-H1", num_ranks, num_micro_batches, depth=1)
 
 
+@checks_kinds(error=ScheduleError)
 def zb_h2(num_ranks: int, num_micro_batches: int) -> Schedule:
     """Twice the warm-up of ZB-H1 and no bubble within a rank's span, for 2p - 1 held micro-batches.
 
@@ -78,6 +82,7 @@ class _List:
             self.actions.append(self.late.popleft())
 
 
+@checks_kinds(error=ScheduleError)
 def zb_v(num_ranks: int, num_micro_batches: int) -> Schedule:
     """Two stages a rank, laid out as a V: rank r holds stages r and 2p-1-r. No bubble, p held.
 
@@ -150,6 +155,7 @@ def fill_holes(schedule: Schedule) -> Schedule:
     return Schedule(schedule.name, filled)
 
 
+@checks_kinds(error=ScheduleError)
 def dualpipe_v(num_ranks: int, num_micro_batches: int) -> Schedule:
     """DualPipe folded into a V: in the main part each rank pairs a forward with a backward.
 

@@ -27,6 +27,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..fields import checks_kinds
+
 _PATTERN = re.compile(
     r"(?P<sequence>\S+) (?:(?P<kind>RUN) (\d+):(\d+)|(TAKE|SHARE) (\d+)|(COPY|OUT|IN) (\d+)>(\d+)"
     r"|(FORK) (\S+)|(DROP|FREE))"
@@ -43,6 +45,7 @@ def whole_number(said: str, value: object, least: int) -> None:
         raise ServingError(f"{said}={value!r} will not do: give a whole number, {least} or more.")
 
 
+@checks_kinds(error=ServingError)
 @dataclass(frozen=True)
 class Request:
     """A prompt, and how it is to be continued.

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..fields import checks_kinds
 from .actions import Action, ServingError, whole_number
 
 
+@checks_kinds(error=ServingError)
 class Memory:
     """`num_blocks` blocks of `block_size` tokens, and places for as many contents on the host.
 

@@ -20,12 +20,14 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from ..fields import checks_kinds
 from .actions import Action, Request, ServingError, Step, whole_number
 from .memory import Memory
 
 PREEMPTIONS = ("recompute", "swap")
 
 
+@checks_kinds(error=ServingError)
 @dataclass(frozen=True)
 class Policy:
     """How a server decides. The defaults are what is usual: continuous batching, paged blocks.

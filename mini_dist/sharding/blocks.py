@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
+from ..fields import checks_kinds
 from .moves import frozen
 from .notation import Placed, check_numbers, check_sizes, parse, placements
 from .products import Plan, candidates
@@ -94,6 +95,7 @@ def one_line(inputs, result, moves) -> str:
     return f"{' . '.join(map(str, inputs))} -> {result}: {does or 'nothing is sent'}"
 
 
+@checks_kinds
 def place(
     block: Block,
     mesh: Mapping[str, int],

@@ -23,6 +23,7 @@ from itertools import combinations
 
 from ..calculators import costs, hardware
 from ..calculators.machines import Hardware
+from ..fields import checks_kinds
 from .notation import Placed, ways
 
 
@@ -93,6 +94,7 @@ def moves(
         yield move("all_reduce", axes, at.with_due(at.due - {*axes}), passes=2)
 
 
+@checks_kinds
 def cheapest_way(
     start: Placed, end: Placed, sizes: Mapping[str, int], mesh: Mapping[str, int], itemsize: int = 4
 ) -> tuple[Move, ...]:

@@ -24,6 +24,7 @@ from functools import cache
 
 from ..calculators import hardware
 from ..calculators.machines import Hardware
+from ..fields import checks_kinds
 from .moves import Move, cheapest_way, frozen, ways_from
 from .notation import Placed, check_numbers, check_sizes, parse, ways
 
@@ -96,6 +97,7 @@ def told(move: Move) -> str:
     return f"  ({move.nbytes:,} bytes, {move.sent:,} sent)" if move.sent else ""
 
 
+@checks_kinds
 def product(
     expression: str, mesh: Mapping[str, int], itemsize: int = 4, share: bool = False, **sizes: int
 ) -> Plan:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..divides import check_divides
+from ..fields import checks_kinds
 from ..model import MLP, Attention
 from . import ideas
 from .column_linears import column_linears
@@ -77,6 +78,7 @@ def enter_once(x: Tensor, *pieces: ColumnPiece) -> tuple[Tensor, ...]:
     return column_linears(x, linears, pieces[0].group, pieces[0].pair)
 
 
+@checks_kinds
 class ColumnParallelLinear(ColumnPiece):
     """`ideas.column_linear` as a module, for a linear that alone reads its x: [..., D] ->
     [..., F/t]."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..fields import checks_kinds
 from ..initial_values import initial_value, named_tensors
 from .plan import tie
 
@@ -23,6 +24,7 @@ def load_full_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
     )
 
 
+@checks_kinds
 @torch.no_grad()
 def init_weights_(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> nn.Module:
     """Give a sharded GPT, perhaps on the meta device, the values it would have in one process.

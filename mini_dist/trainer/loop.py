@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from ..all_axes import parallelize
 from ..data import Batches, load_text
+from ..fields import checks_kinds
 from ..precision import FULL, LossScaler, Precision
 from ..vocabulary import check_tokens
 from .metering import Meter, Metrics
@@ -19,6 +20,7 @@ from .recipe import Recipe
 from .resuming import NoCheckpoints, RunCheckpoints
 
 
+@checks_kinds
 def train(
     recipe: Recipe, group, *, changed: Iterable[str] = (), log: str | None = None
 ) -> list[Metrics]:

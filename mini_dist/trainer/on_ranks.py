@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ..fields import checks_kinds
 from ..ranks.launch import RankError, Run, launch
 from .recipe import Recipe
 
@@ -15,6 +16,7 @@ def run_recipe(recipe: Recipe, changed: Iterable[str], log: str | None, group) -
     return train(recipe, group, changed=changed, log=log)
 
 
+@checks_kinds(infinite=("timeout",))
 def train_on_ranks(
     recipe: Recipe,
     *,

@@ -7,10 +7,12 @@ import json
 from dataclasses import dataclass
 
 from ..config import Layout, ModelConfig
+from ..fields import checks_kinds
 
 PRECISIONS = ("float32", "bfloat16", "float16")
 
 
+@checks_kinds
 @dataclass(frozen=True)
 class Recipe:
     """All that decides a training run; plain data, so that a file can hold it.
@@ -35,15 +37,27 @@ class Recipe:
     machine: str | None = None
 
     def __post_init__(self):
+        for field, kind in (("model", ModelConfig), ("layout", Layout)):
+            if not isinstance(getattr(self, field), kind):
+                raise ValueError(f"{field}={getattr(self, field)!r} is not a {kind.__name__}")
+        for field in ("text", "checkpoints", "machine"):
+            if getattr(self, field) == "":
+                raise ValueError(f"{field}='' names nothing: leave it out, or give a name")
         if self.precision not in PRECISIONS:
             known = ", ".join(map(repr, PRECISIONS))
             raise ValueError(f"precision={self.precision!r} is not known: give one of {known}")
         for field, least in (("steps", 1), ("save_every", 1), ("warmup", 0)):
-            value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if (value := getattr(self, field)) < least:
                 raise ValueError(f"{field}={value!r} is no number of steps: give {least} or more")
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate={self.learning_rate!r} learns nothing: give above 0")
+        if self.weight_decay < 0:
+            raise ValueError(f"weight_decay={self.weight_decay!r} is negative: give 0 or more")
+        if self.max_norm is not None and not self.max_norm > 0:
+            raise ValueError(
+                f"max_norm={self.max_norm!r} would stop all learning: give more than 0, or None "
+                "for no clipping"
+            )
         self.layout.check(self.model)
 
     def to_json(self) -> str:

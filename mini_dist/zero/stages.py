@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..collectives import all_reduce, broadcast, in_flight
+from ..fields import checks_kinds
 from ..grad_norm import clip_, grad_norm
 from ..replicas import CALL_ZERO_GRAD, meet
 from ..trainable import Trainable
@@ -229,6 +230,7 @@ class ZeRO2(ZeRO1):
         self.waiting = []
 
 
+@checks_kinds
 class ZeRO3(ZeRO2):
     """Parameters are sharded, too: gathered for a unit's forward and backward, freed after each.
 

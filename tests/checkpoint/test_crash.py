@@ -11,6 +11,7 @@ import torch
 
 from mini_dist import RankError, launch
 from mini_dist.checkpoint import CheckpointError, Training, find, piece, save
+from mini_dist.checkpoint.lock import Lock
 from mini_dist.collectives import barrier
 
 
@@ -307,6 +308,45 @@ def test_all_ranks_are_told_and_a_killed_holder_holds_nothing(tmp_path):
         launch(second_on_all_ranks, 2, (str(tmp_path), None))
         holder.kill()
     launch(saves_and_returns, 2, (str(tmp_path), False))
+
+
+READER = """
+import fcntl, os, sys
+handle = os.open(sys.argv[1], os.O_RDONLY)
+fcntl.lockf(handle, fcntl.LOCK_SH); print("held", flush=True); sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux says who holds a lock")
+def test_who_only_reads_cannot_pass_for_a_training(tmp_path, monkeypatch):
+    monkeypatch.setattr("mini_dist.checkpoint.lock.PATIENCE", 0.1)
+    Lock(tmp_path / "run").take()  # (its file names this process, which lets go of it at once)
+    command = [sys.executable, "-c", READER, str(tmp_path / "run" / "lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
+        assert reader.stdout.readline() == b"held\n"
+        with pytest.raises(CheckpointError, match=f"process {reader.pid} only reads there"):
+            Lock(tmp_path / "run").take()
+        reader.kill()
+
+
+def test_the_lock_is_its_owners_alone(tmp_path):
+    """Whoever may open a file may lock it: 0600, in a folder of 0700 if the lock made it."""
+    mine, shared = tmp_path / "mine", tmp_path / "shared"
+    shared.mkdir(0o755)
+    (shared / "lock").touch()
+    (shared / "lock").chmod(0o644)  # as earlier versions left it
+    for folder in (mine, shared):
+        Lock(folder).take()
+        assert (folder / "lock").stat().st_mode & 0o777 == 0o600
+    assert mine.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may open any file")
+def test_a_lock_of_somebody_else_is_not_taken_for_none(tmp_path):
+    (tmp_path / "lock").touch()
+    (tmp_path / "lock").chmod(0o000)
+    with pytest.raises(CheckpointError, match=f"belongs to user {os.getuid()}"):
+        Lock(tmp_path).take()
 
 
 def one_after_the_other(directory, group):

@@ -201,6 +201,80 @@ def test_in_the_hosts_network_the_same_attack_connects(tmp_path):
     assert ports and all(str(port) in reached for port in ports)
 
 
+def makes_groups(folder, group):
+    """Groups whose ranks join one after the other, so that a stranger has time to be there first.
+    In turns: which rank of a pair connects to which depends on their ports."""
+    Path(folder, "go").touch()
+    for i in range(20):
+        time.sleep(0.4 * (group.rank() == i % 2))
+        pair = torch.distributed.new_group([0, 1])
+        torch.distributed.all_reduce(torch.ones(1), group=pair)
+
+
+def take_the_place_of_ranks(folder):
+    """Connect to whatever listens for root and say that we are this or that rank, as gloo does it:
+    a number of 8 bytes. Returns how many connections were made, and how many bytes came in."""
+    begin = time.monotonic()
+    while not Path(folder, "go").exists() and time.monotonic() < begin + 60:
+        time.sleep(0.005)
+    until, made, seen = time.monotonic() + 60, [], set()
+    while time.monotonic() < until and not Path(folder, "enough").exists():
+        for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+            rows = [line.split() for line in Path(table).read_text().splitlines()[1:]]
+            doors = {row[1] for row in rows if row[3] == "0A" and row[7] == "0"} - seen
+            seen |= doors
+            for port in {int(door.partition(":")[2], 16) for door in doors}:
+                for number in range(16):
+                    try:
+                        made.append(socket.create_connection(("127.0.0.1", port), timeout=0.2))
+                        made[-1].sendall(number.to_bytes(8, "little"))
+                    except OSError:
+                        break
+        time.sleep(0.002)
+    came = 0
+    for each in made:
+        each.setblocking(False)
+        try:
+            came += len(each.recv(100))
+        except OSError:
+            pass
+    return len(made), came
+
+
+@as_root
+def test_in_the_hosts_network_a_rank_refuses_whoever_is_not_its_user(tmp_path):
+    """Without the refusal the same attacker gets tensors, and the ranks do not know of it."""
+    tmp_path.chmod(0o755)
+    for parent in tmp_path.parents[:2]:
+        parent.chmod(0o755)
+    ended = []
+    attack = threading.Thread(
+        target=lambda: ended.append(
+            in_a_fork_of_another_user(lambda: take_the_place_of_ranks(tmp_path))
+        )
+    )
+    launch(lambda group: None, 2, network=True)  # (torch is loaded)
+    attack.start()
+    with pytest.raises(RankError, match=f"another user of this machine, {NOBODY}, has connected"):
+        launch(makes_groups, 2, (str(tmp_path),), network=True)
+    (tmp_path / "enough").touch()
+    attack.join()
+    made, came = re.findall(r"\d+", ended[0])
+    assert int(made) > 0 and int(came) == 0
+
+
+@as_root
+def test_every_other_user_with_a_process_counts_a_service_included():
+    service = 33  # below 1000
+    sleeper = subprocess.Popen(["sleep", "60"], user=service, group=service)
+    try:
+        assert network.name_of(service) in network.other_people()
+        assert not {"root"} & network.other_people()
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+
+
 NO_NAMESPACE = """
 import sys, warnings
 import mini_dist
@@ -209,8 +283,10 @@ from mini_dist.ranks import launch as launcher
 launcher.other_people = lambda: {people}
 with warnings.catch_warnings(record=True) as heard:
     warnings.simplefilter("always")
+    def work(group):
+        return group.rank()
     for _ in range(2):
-        assert launch(lambda group: group.rank(), 2).results == [0, 1]
+        assert launch(work, 2).results == [0, 1]
 print(len(heard), *(str(each.message) for each in heard))
 """
 
@@ -228,7 +304,7 @@ def test_where_the_system_refuses_a_namespace_it_is_said_once_if_others_are_ther
     count, _, said = done.stdout.strip().partition(" ")
     assert int(count) == len(people)
     if people:
-        assert "other users of this machine (eve) could reach the connections" in said
+        assert "other users of this machine (eve) can connect to your ranks" in said
         assert "this system refuses a network namespace: No space left" in said
 
 
