@@ -31,11 +31,11 @@ SITE_INSTALLED := $(VENV)/.installed-site
 # As the default address, not as an argument: then the one printed leads there too, which is what
 # WSL2 and remote machines have.
 lab: $(INSTALLED)
-	@$(BIN)/python -m mini_dist.course --once
+	@$(BIN)/python -m mini_dist.course.working_copy --once
 	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/work/00_start_here.ipynb $(LAB_ARGS)
 
 update: $(INSTALLED)
-	@$(BIN)/python -m mini_dist.course
+	@$(BIN)/python -m mini_dist.course.working_copy
 
 # Three parts, all run, one status. Parts one and three use two workers; between them the tests
 # that need the machine to themselves.
@@ -80,8 +80,8 @@ everywhere: $(INSTALLED)
 # `make test`, where nothing of this is installed.
 FRAMEWORKS := .venv-frameworks
 frameworks: $(FRAMEWORKS)/.installed
-	$(FRAMEWORKS)/bin/python -m pytest tests/frameworks
-	$(FRAMEWORKS)/bin/python -m pytest tests/test_cluster.py -k ray
+	$(FRAMEWORKS)/bin/python -m pytest tests/course/frameworks
+	$(FRAMEWORKS)/bin/python -m pytest tests/course/test_cluster.py -k ray
 
 $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt
 	test -x $(FRAMEWORKS)/bin/python || $(PYTHON) -m venv $(FRAMEWORKS)
@@ -93,7 +93,7 @@ $(FRAMEWORKS)/.installed: pyproject.toml constraints.txt
 # them. It wants other versions of other packages, so of ours only torch's is taken.
 TITAN := .venv-torchtitan
 torchtitan: $(TITAN)/.installed
-	$(TITAN)/bin/python -m pytest tests/frameworks/test_frameworks.py::test_torchtitan_builds_its_config_from_our_exports
+	$(TITAN)/bin/python -m pytest tests/course/frameworks/test_frameworks.py::test_torchtitan_builds_its_config_from_our_exports
 
 $(TITAN)/.installed: pyproject.toml constraints.txt
 	test -x $(TITAN)/bin/python || $(PYTHON) -m venv $(TITAN)

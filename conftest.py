@@ -3,8 +3,8 @@
 As shipped, nbval lets these pass: a cell that overruns its limit and swallows the interrupt, a cell
 tagged for comparison that has nothing to compare with, and one that says itself that it has not
 raised the error it is there for. A kernel that dies is noticed only when the whole cell timeout is
-over. And nothing bounds a notebook as a whole. tests/test_lessons.py shows each of these to be a
-failure here.
+over. And nothing bounds a notebook as a whole. tests/course/test_lessons.py shows each of these to
+be a failure here.
 """
 
 import os
@@ -16,7 +16,9 @@ import pytest
 from nbval.kernel import RunningKernel
 from nbval.plugin import IPyNbCell, IPyNbFile, NbCellError
 
-NOTHING_RAISED = "was expected here, but nothing was raised"  # as mini_dist.lesson.raises says it
+NOTHING_RAISED = (
+    "was expected here, but nothing was raised"  # as mini_dist.course.lesson.raises says it
+)
 # ATEN_CPU_CAPABILITY holds torch's own kernels down to those of an older CPU (tools/everywhere.py).
 # oneDNN must follow, or the two make a CPU that does not exist: with AMX and without AVX-512, where
 # attention in bf16 ends in "pack_vnni2 is only supported when avx512 is supported".
@@ -61,7 +63,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def is_sampled(item) -> bool:
-    answers = item.path.match("tests/exercises/test_lesson_*.py") and "[" in item.name
+    answers = item.path.match("tests/course/exercises/test_lesson_*.py") and "[" in item.name
     return bool(answers or item.get_closest_marker("sampled"))
 
 

@@ -9,7 +9,7 @@ import os
 import random
 import shutil
 
-from mini_dist.checkpoint.manifest import sealed
+from mini_dist.training.checkpoint.manifest import sealed
 
 STEPS = (2, 4, 6)
 NEWEST, OLDER = "step-00000006", "step-00000004"

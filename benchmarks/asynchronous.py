@@ -25,7 +25,12 @@ from _form import Case, in_turn, main, of_all_ranks, step_cases
 from torch.nn.parallel import DistributedDataParallel
 
 from mini_dist import launch
-from mini_dist.asynchronous import (
+from mini_dist.model.gpt import GPT
+from mini_dist.model.loss import token_loss
+from mini_dist.plan.calculators import costs
+from mini_dist.plan.calculators.links import Link
+from mini_dist.plan.config import ModelConfig
+from mini_dist.strategies.asynchronous import (
     Arrivals,
     DiLoCo,
     leave,
@@ -35,13 +40,8 @@ from mini_dist.asynchronous import (
     push_touched,
     serve,
 )
-from mini_dist.calculators import costs
-from mini_dist.calculators.links import Link
-from mini_dist.config import ModelConfig
-from mini_dist.data_parallel import Bucketed, mean_
-from mini_dist.loss import token_loss
-from mini_dist.model import GPT
-from mini_dist.trainable import Trainable
+from mini_dist.strategies.data_parallel import Bucketed, mean_
+from mini_dist.strategies.trainable import Trainable
 
 STEPS = {0: [30] * 4, 3: [31, 31, 31, 27], None: [38, 38, 38, 6]}  # 120 updates each
 FORMULA = {0: 4 / 0.060, 3: 4 / 0.060, None: 3 / 0.010 + 1 / 0.060}

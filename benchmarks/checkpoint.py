@@ -20,8 +20,8 @@ from _form import Case, main
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from mini_dist import GPT, ModelConfig, launch
-from mini_dist.checkpoint import Training
 from mini_dist.collectives import barrier
+from mini_dist.training.checkpoint import Training
 
 SMALL = ModelConfig(d_model=256, num_layers=4, num_heads=4, seq_len=128)
 LARGE = ModelConfig(d_model=768, num_layers=12, num_heads=12, seq_len=128)

@@ -38,11 +38,11 @@ from _damage import KINDS, STEPS, cases, damage, go_back
 from _form import machine
 
 from mini_dist import Layout, ModelConfig, RankError, launch
-from mini_dist.all_axes import parallelize
-from mini_dist.checkpoint import CheckpointError, Piece, Training, piece
-from mini_dist.checkpoint.pieces import copy_common
 from mini_dist.collectives import all_reduce, barrier
-from mini_dist.data import Batches
+from mini_dist.model.data import Batches
+from mini_dist.training.all_axes import parallelize
+from mini_dist.training.checkpoint import CheckpointError, Piece, Training, piece
+from mini_dist.training.checkpoint.pieces import copy_common
 
 CONFIG = ModelConfig(d_model=16, num_layers=2, num_heads=2, seq_len=8, vocab_size=32)
 TEXT = torch.randint(0, 32, (4000,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from mini_dist import collectives, launch
-from mini_dist.ledger.wire import wire_bytes
+from mini_dist.ranks.ledger.wire import wire_bytes
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _form import Case, as_shipped, main

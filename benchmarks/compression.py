@@ -25,14 +25,23 @@ import torch
 from _form import Case, in_turn, main, of_all_ranks, step_cases
 
 from mini_dist import Hosts, launch
-from mini_dist.calculators.compression import Compression
-from mini_dist.calculators.links import Link
-from mini_dist.compression import Compressed, OneBit, PowerSGD, Quantized, half, int8, sign, top_k
-from mini_dist.config import ModelConfig
-from mini_dist.data_parallel import Overlapped, mean_
-from mini_dist.emulate import Clock, Device, EmulatedAllReduce, EmulatedModel
-from mini_dist.loss import token_loss
-from mini_dist.model import GPT
+from mini_dist.collectives.emulate import Clock, Device, EmulatedAllReduce, EmulatedModel
+from mini_dist.model.gpt import GPT
+from mini_dist.model.loss import token_loss
+from mini_dist.plan.calculators.compression import Compression
+from mini_dist.plan.calculators.links import Link
+from mini_dist.plan.config import ModelConfig
+from mini_dist.strategies.compression import (
+    Compressed,
+    OneBit,
+    PowerSGD,
+    Quantized,
+    half,
+    int8,
+    sign,
+    top_k,
+)
+from mini_dist.strategies.data_parallel import Overlapped, mean_
 
 RANKS = 4
 CONFIG = ModelConfig(num_layers=4, d_model=256)  # 3.3 M parameters

@@ -20,7 +20,7 @@ import torch
 from _form import Case, in_turn, main, of_all_ranks, peak_allocated, step_cases
 
 from mini_dist import launch
-from mini_dist.context_parallel import FORMS
+from mini_dist.strategies.context_parallel import FORMS
 
 RANKS = 4
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64

@@ -27,11 +27,11 @@ import torch
 from _form import Case, in_turn, main, of_all_ranks, peak_allocated, step_cases
 
 from mini_dist import launch
-from mini_dist.config import ModelConfig
-from mini_dist.data_parallel import wrappers
-from mini_dist.ledger.wire import wire_bytes
-from mini_dist.loss import token_loss
-from mini_dist.model import GPT
+from mini_dist.model.gpt import GPT
+from mini_dist.model.loss import token_loss
+from mini_dist.plan.config import ModelConfig
+from mini_dist.ranks.ledger.wire import wire_bytes
+from mini_dist.strategies.data_parallel import wrappers
 
 RANKS = 4
 CONFIG = ModelConfig(num_layers=4, d_model=256)  # 3.3 M parameters
@@ -53,14 +53,14 @@ def data(shape, group):
 
 
 def overlapped(shape, group):
-    from mini_dist.data_parallel import Overlapped
+    from mini_dist.strategies.data_parallel import Overlapped
 
     model = Overlapped(GPT(CONFIG), group)
     return plain_step(model, adamw(model.parameters()), shape, group, model.finish)
 
 
 def overlapped_on_gloo(shape, group):
-    from mini_dist.data_parallel import Overlapped, backend_mean_
+    from mini_dist.strategies.data_parallel import Overlapped, backend_mean_
 
     model = Overlapped(GPT(CONFIG), group, backend_mean_)
     return plain_step(model, adamw(model.parameters()), shape, group, model.finish)
@@ -85,7 +85,7 @@ def zero_redundancy(shape, group):
 
 
 def fsdp2_on_our_ring(shape, group):
-    from mini_dist.backend import own_backend
+    from mini_dist.collectives.backend import own_backend
 
     return fsdp2(shape, own_backend(group))
 
@@ -101,7 +101,7 @@ def fsdp2(shape, group):
 
 
 def zero(stage, shape, group):
-    from mini_dist import zero as stages
+    from mini_dist.strategies import zero as stages
 
     gpt = GPT(CONFIG)
     model = getattr(stages, f"ZeRO{stage}")(gpt, group, adamw, units=gpt.blocks)

@@ -28,10 +28,11 @@ import torch
 from torch import nn
 
 from mini_dist import RankError, launch
-from mini_dist.checkpoint import Training
 from mini_dist.collectives import all_reduce
-from mini_dist.data_parallel import Naive
-from mini_dist.elastic import (
+from mini_dist.strategies.data_parallel import Naive
+from mini_dist.strategies.zero import ZeRO1
+from mini_dist.training.checkpoint import Training
+from mini_dist.training.elastic import (
     Copies,
     Elastic,
     RanksChanged,
@@ -41,7 +42,6 @@ from mini_dist.elastic import (
     rows_of,
     shares,
 )
-from mini_dist.zero import ZeRO1
 
 SAMPLES, BATCH, WIDTH, EPOCHS = 192, 12, 6, 2
 STEPS = EPOCHS * SAMPLES // BATCH

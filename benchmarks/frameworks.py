@@ -24,7 +24,7 @@ import torch
 from _form import Case, in_turn, main, of_all_ranks, step_cases
 
 from mini_dist import GPT, ModelConfig, launch, token_loss
-from mini_dist.elsewhere import (
+from mini_dist.course.elsewhere import (
     in_deepspeed,
     in_megatron,
     in_torch,
@@ -32,9 +32,9 @@ from mini_dist.elsewhere import (
     in_torchtitan,
     ours,
 )
-from mini_dist.elsewhere.kept import is_installed
-from mini_dist.elsewhere.run import RANKS, adamw
-from mini_dist.offload import Lanes, Overlapped
+from mini_dist.course.elsewhere.kept import is_installed
+from mini_dist.course.elsewhere.run import RANKS, adamw
+from mini_dist.strategies.offload import Lanes, Overlapped
 
 CONFIG = ModelConfig(num_layers=4, d_model=256)  # 3.3 M parameters, as in data_parallel.py
 TOKENS = (1, 32)  # sequences of tokens a rank: mostly communication
@@ -47,7 +47,7 @@ def data(group):
 
 
 def our_step(stage, offloaded, group):
-    from mini_dist import zero
+    from mini_dist.strategies import zero
 
     gpt, offload = GPT(CONFIG), Overlapped(Lanes()) if offloaded else None
     model = getattr(zero, f"ZeRO{stage}")(gpt, group, adamw, units=gpt.blocks, offload=offload)

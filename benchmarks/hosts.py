@@ -39,7 +39,7 @@ from mini_dist import (
 )
 from mini_dist.collectives import all_reduce, ring_all_gather, ring_reduce_scatter
 from mini_dist.collectives.hierarchical import two_levels
-from mini_dist.zero import ZeRO3
+from mini_dist.strategies.zero import ZeRO3
 
 N = 4_000_000
 CONFIG = ModelConfig(num_layers=4, d_model=128, num_heads=4, seq_len=64, tied_embedding=False)

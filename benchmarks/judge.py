@@ -17,7 +17,7 @@ from _form import Case, main
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mini_dist import check
-from tests.exercises import solutions
+from tests.course.exercises import solutions
 
 AT_MOST, MEDIAN = 6000, 2000  # ms
 

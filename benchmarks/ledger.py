@@ -15,8 +15,8 @@ import torch.distributed as dist
 from _form import Case, main
 
 from mini_dist import GPT, ModelConfig, launch
-from mini_dist.data import Batches, load_text
-from mini_dist.loss import token_loss
+from mini_dist.model.data import Batches, load_text
+from mini_dist.model.loss import token_loss
 
 CONFIG = ModelConfig(d_model=128, num_layers=4, num_heads=4, seq_len=64)
 

@@ -46,15 +46,15 @@ import torch
 from _form import Case, in_turn, main, of_all_ranks, step_cases
 
 from mini_dist import GPT, ModelConfig, launch
-from mini_dist.calculators import framework, host_memory, num_parameters, peak_memory
-from mini_dist.calculators.frameworks import FRAGMENTATION
-from mini_dist.calculators.links import Link
-from mini_dist.calculators.offload import CPU_ADAM, cpu_adam_seconds
-from mini_dist.config import Layout
-from mini_dist.loss import token_loss
-from mini_dist.offload import EmulatedLanes, Lanes, Overlapped, Sides, requests
-from mini_dist.offload.allocator import lost, on_a_gpu
-from mini_dist.zero import ZeRO3
+from mini_dist.model.loss import token_loss
+from mini_dist.plan.calculators import framework, host_memory, num_parameters, peak_memory
+from mini_dist.plan.calculators.frameworks import FRAGMENTATION
+from mini_dist.plan.calculators.links import Link
+from mini_dist.plan.calculators.offload import CPU_ADAM, cpu_adam_seconds
+from mini_dist.plan.config import Layout
+from mini_dist.strategies.offload import EmulatedLanes, Lanes, Overlapped, Sides, requests
+from mini_dist.strategies.offload.allocator import lost, on_a_gpu
+from mini_dist.strategies.zero import ZeRO3
 
 RANKS = 2
 CONFIG = ModelConfig(num_layers=16, d_model=64, num_heads=4, seq_len=32)

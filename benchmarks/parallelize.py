@@ -20,8 +20,8 @@ import torch
 from _form import Case, in_turn, main, of_all_ranks, step_cases
 
 from mini_dist import GPT, Layout, ModelConfig, launch
-from mini_dist.loss import token_loss
-from mini_dist.mesh import Mesh
+from mini_dist.collectives.mesh import Mesh
+from mini_dist.model.loss import token_loss
 
 RANKS, BATCH = 4, 8
 CONFIG = ModelConfig()  # 4 layers x 256, 128 tokens
@@ -49,7 +49,7 @@ def rows(mesh):
 
 
 def our_step(layout, group):
-    from mini_dist.all_axes import parallelize
+    from mini_dist.training.all_axes import parallelize
 
     model = parallelize(CONFIG, layout, group, adamw)
     inputs, targets = rows(model.mesh)
@@ -122,7 +122,7 @@ def fsdp_of_stages(mesh, reshard):
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    from mini_dist.pipeline import cut_gpt
+    from mini_dist.strategies.pipeline import cut_gpt
 
     number, last = mesh.index("pp"), mesh.axes["pp"] - 1
     module = cut_gpt(CONFIG, [number], mesh.axes["pp"])[number]

@@ -16,10 +16,10 @@ import torch
 from _form import Case, in_turn, main, of_all_ranks, peak_allocated, step_cases
 
 from mini_dist import launch
-from mini_dist.config import ModelConfig
-from mini_dist.loss import token_loss
-from mini_dist.pipeline import Pipeline, cut_gpt, run_emulated
-from mini_dist.schedule import SCHEDULES, ScheduleError, Timeline, Times, build, simulate
+from mini_dist.model.loss import token_loss
+from mini_dist.plan.config import ModelConfig
+from mini_dist.plan.schedule import SCHEDULES, ScheduleError, Timeline, Times, build, simulate
+from mini_dist.strategies.pipeline import Pipeline, cut_gpt, run_emulated
 
 RANKS, MICRO_BATCHES = 4, 8
 CONFIG = ModelConfig(num_layers=8, d_model=128)

@@ -89,7 +89,7 @@ from _form import Case, main
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from mini_dist.calculators import (
+from mini_dist.plan.calculators import (
     device_memory,
     framework,
     hardware,
@@ -102,8 +102,8 @@ from mini_dist.calculators import (
     rank_memory,
     step_flops,
 )
-from mini_dist.calculators.chosen import CHOSEN
-from mini_dist.calculators.published import (
+from mini_dist.plan.calculators.chosen import CHOSEN
+from mini_dist.plan.calculators.published import (
     KORTHIKANTI_FIGURE_1,
     MPT,
     ZERO_BUBBLE_RATES,
@@ -118,9 +118,9 @@ from mini_dist.calculators.published import (
     torchtitan_2024,
     torchtitan_2025,
 )
-from mini_dist.calculators.step_time import step_time
-from mini_dist.config import Layout, ModelConfig
-from mini_dist.schedule import SCHEDULES, Times, simulate
+from mini_dist.plan.calculators.step_time import step_time
+from mini_dist.plan.config import Layout, ModelConfig
+from mini_dist.plan.schedule import SCHEDULES, Times, simulate
 
 REFERENCE = Path(__file__).resolve().parents[2] / "shared" / "reference"
 GIB = 2**30

@@ -22,13 +22,13 @@ import torch
 from _form import Case, main
 
 from mini_dist import launch
-from mini_dist.all_axes import parallelize
-from mini_dist.config import Layout, ModelConfig
-from mini_dist.data_parallel import Bucketed, Naive, Overlapped, ring_mean
-from mini_dist.loss import token_loss
-from mini_dist.model import GPT
-from mini_dist.replay import measure_here, replay
-from mini_dist.schedule import Times, build, simulate
+from mini_dist.course.replay import measure_here, replay
+from mini_dist.model.gpt import GPT
+from mini_dist.model.loss import token_loss
+from mini_dist.plan.config import Layout, ModelConfig
+from mini_dist.plan.schedule import Times, build, simulate
+from mini_dist.strategies.data_parallel import Bucketed, Naive, Overlapped, ring_mean
+from mini_dist.training.all_axes import parallelize
 
 CONFIG = ModelConfig(num_layers=4, d_model=256)
 BATCH, STEPS = 8, 6
@@ -113,7 +113,7 @@ def percent_off(program, rounds):
 
 
 def bubble_off(name, options):
-    from tests.test_replay_elsewhere import Hops, run_stated
+    from tests.course.test_replay_elsewhere import Hops, run_stated
 
     schedule, times = build(name, 4, 8, **options), Times(1.0, 1.0, 1.0, comm=0.25)
 

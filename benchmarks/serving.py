@@ -33,7 +33,7 @@ from _form import Case, main
 
 from mini_dist import GPT, ModelConfig, launch
 from mini_dist.serving import Cache, Engine, Memory, Policy, Request, forward, measure
-from mini_dist.tensor_parallel import GPT_PLAN, shard_model
+from mini_dist.strategies.tensor_parallel import GPT_PLAN, shard_model
 
 CONFIG = ModelConfig(
     d_model=256,

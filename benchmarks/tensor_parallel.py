@@ -33,9 +33,8 @@ from _form import (
 )
 
 from mini_dist import GPT, ModelConfig, launch
-from mini_dist.full_state import full_state_dict
-from mini_dist.loss import token_loss
-from mini_dist.tensor_parallel import (
+from mini_dist.model.loss import token_loss
+from mini_dist.strategies.tensor_parallel import (
     GPT_PLAN,
     SEQUENCE,
     SEQUENCE_AGAIN,
@@ -44,6 +43,7 @@ from mini_dist.tensor_parallel import (
     shard_model,
     vocab_parallel_cross_entropy,
 )
+from mini_dist.training.full_state import full_state_dict
 
 RANKS = 4
 CONFIG = ModelConfig()  # 4 layers x 256, 128 tokens

@@ -15,9 +15,9 @@ import torch
 from _form import Case, main
 
 from mini_dist import GPT, Batches, ModelConfig, launch, load_text, token_loss
-from mini_dist.data_parallel import Bucketed, Overlapped
-from mini_dist.profile import Timeline, profiled, where_it_went
-from mini_dist.profile.profiled import Profile
+from mini_dist.course.profile import Timeline, profiled, where_it_went
+from mini_dist.course.profile.profiled import Profile
+from mini_dist.strategies.data_parallel import Bucketed, Overlapped
 
 RANKS, STEPS = 2, 3  # a round is so many steps: a profiler is not started for one
 CONFIG = ModelConfig(d_model=128, num_layers=2, num_heads=4, seq_len=64)

@@ -11,7 +11,7 @@ import sys
 
 from _form import Case, main
 
-from mini_dist.widgets import (
+from mini_dist.course.widgets import (
     collective_stepper,
     compare_with_published,
     expert_routing,
@@ -22,9 +22,9 @@ from mini_dist.widgets import (
     scaling_curve,
     zero_figure,
 )
-from mini_dist.widgets.links import explorer as all_reduces
-from mini_dist.widgets.pipeline import explorer as pipelines
-from mini_dist.widgets.planner import search
+from mini_dist.course.widgets.links import explorer as all_reduces
+from mini_dist.course.widgets.pipeline import explorer as pipelines
+from mini_dist.course.widgets.planner import search
 
 AT_ONCE = 100  # ms
 MOVES = {

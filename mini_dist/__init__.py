@@ -9,7 +9,7 @@ first used, so that what needs no torch never loads it.
 
 import importlib
 
-from .ranks.launch import RankError, RankTimeout, launch  # (needs no torch)
+from mini_dist.ranks.launch import RankError, RankTimeout, launch  # (needs no torch)
 
 _MODULES = ("calculators", "check", "collectives", "draw", "schedule", "widgets")
 _NAMES = {

@@ -15,7 +15,7 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 
 import mini_dist
-from mini_dist import course
+from mini_dist.course import working_copy
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -32,7 +32,7 @@ root_doc = "site/index"
 include_patterns = ["site/*.md", "site/library/*.md", "TEACHING.md", "CONTRIBUTING.md"]
 include_patterns += ["docs/glossary.md", "docs/coming_from_elsewhere.md", "docs/wrong_answers.md"]
 include_patterns += ["docs/cluster/README.md"]
-include_patterns += [f"notebooks/{name}" for name in course.notebooks(ROOT / "notebooks")]
+include_patterns += [f"notebooks/{name}" for name in working_copy.notebooks(ROOT / "notebooks")]
 exclude_patterns = [
     "site/explorers_head.md",
     "**/.ipynb_checkpoints",
@@ -136,7 +136,7 @@ def prepare(app, docname, source):
         tags = cell["metadata"].setdefault("tags", [])
         if cell["metadata"].get("jupyter", {}).get("source_hidden"):
             tags.append("hide-input")
-        if "mini_dist.widgets" in "".join(cell["source"]) and shows_a_picture(cell):
+        if "mini_dist.course.widgets" in "".join(cell["source"]) and shows_a_picture(cell):
             tags.append("explorer")
     source[0] = json.dumps(notebook)
 

@@ -20,8 +20,8 @@ HERE = Path(__file__).resolve().parent
 PYODIDE = HERE / "node_modules/pyodide"
 PAGE = HERE / "explorers.md"
 BESIDE = {  # explorers that lessons import from their own module
-    "all_reduces": "mini_dist.widgets.links",
-    "pipelines": "mini_dist.widgets.pipeline",
+    "all_reduces": "mini_dist.course.widgets.links",
+    "pipelines": "mini_dist.course.widgets.pipeline",
 }
 
 
@@ -79,7 +79,7 @@ def write_page(app):
     cells = {}
     for name in sorted({*widgets.__all__} - {"Explorer"}):
         home = getattr(widgets, name).__module__
-        cells[name] = f"from mini_dist.widgets import {name}", f"{name}()", home
+        cells[name] = f"from mini_dist.course.widgets import {name}", f"{name}()", home
     for name, home in BESIDE.items():
         cells[name] = f"from {home} import explorer", "explorer()", home
     text = (HERE / "explorers_head.md").read_text()

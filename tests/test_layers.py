@@ -52,7 +52,8 @@ COLLECTIVES = {
 
 
 def module_of(path):
-    """`mini_dist/zero.py` and `mini_dist/zero/shards.py` are both the module `zero`."""
+    """`mini_dist/strategies/zero.py` and `mini_dist/strategies/zero/shards.py` are both the module
+    `zero`."""
     first = path.relative_to(PACKAGE).parts[0]
     return first.removesuffix(".py")
 
@@ -130,7 +131,11 @@ def test_arrows_point_down(path):
 @pytest.mark.parametrize(
     "file, source, why",
     [
-        ("collectives.py", "from mini_dist.zero import shard", "imports zero, which lies above"),
+        (
+            "collectives.py",
+            "from mini_dist.strategies.zero import shard",
+            "imports zero, which lies above",
+        ),
         ("collectives.py", "def f():\n    from . import draw", "imports draw, which lies above"),
         ("zero.py", "from .data_parallel import x", "strategies meet in all_axes"),
         ("pipeline/stages.py", "from ..zero import x", "strategies meet in all_axes"),
@@ -157,7 +162,7 @@ def test_a_wrong_arrow_is_caught(file, source, why):
         ("pipeline/stages.py", "from .cut import x\nfrom ..schedule import one_f_one_b"),
         ("collectives.py", "import torch.distributed as dist\ndist.all_reduce(x)"),
         ("zero.py", "import torch.distributed as dist\ndist.get_rank()"),
-        ("draw.py", "import mini_dist.schedule"),
+        ("draw.py", "import mini_dist.plan.schedule"),
     ],
 )
 def test_a_right_arrow_is_allowed(file, source):

@@ -241,8 +241,10 @@ def clean(notebook, root):
     notebook.metadata.language_info = nbformat.from_dict({"name": "python"})
 
 
-NOTHING_RAISED = "was expected here, but nothing was raised"  # as mini_dist.lesson.raises says it
-SPOILT = "A busy machine has spoilt these times"  # as mini_dist.lesson.calm says it
+NOTHING_RAISED = (
+    "was expected here, but nothing was raised"  # as mini_dist.course.lesson.raises says it
+)
+SPOILT = "A busy machine has spoilt these times"  # as mini_dist.course.lesson.calm says it
 ATTEMPTS = 4  # at a notebook whose times are spoilt
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
 LOCAL = {

@@ -3,8 +3,8 @@
 Fresh readers walked twelve lessons and said how long it took (70 to 120 minutes). A least-squares
 fit to their lengths gives 80 words of prose, or 8 lines of code, a minute, and 8 minutes an
 exercise; nine of the twelve walks are within 20 % of it. A lesson's first line states these
-minutes, rounded up to 5, and tests/test_lessons.py compares. What stands below a heading that ends
-in "(optional)", up to the next heading of its level, is optional.
+minutes, rounded up to 5, and tests/course/test_lessons.py compares. What stands below a heading
+that ends in "(optional)", up to the next heading of its level, is optional.
 """
 
 import math

@@ -14,9 +14,9 @@ from PIL import Image
 
 from mini_dist import GPT, ModelConfig, draw, launch
 from mini_dist.collectives import ring_all_reduce
-from mini_dist.data import Batches, load_text
-from mini_dist.data_parallel import Bucketed
-from mini_dist.loss import token_loss
+from mini_dist.model.data import Batches, load_text
+from mini_dist.model.loss import token_loss
+from mini_dist.strategies.data_parallel import Bucketed
 
 CONFIG = ModelConfig(d_model=64, num_layers=2, num_heads=4, seq_len=64, norm="rmsnorm")
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "four_ranks.png"

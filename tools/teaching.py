@@ -3,7 +3,7 @@
 It writes, below "## Lesson by lesson" of TEACHING.md, the minutes, the cells and the exercises of
 each lesson, and leaves what stands there from **Ask** on as it is. A new lesson gets a heading of
 its own. docs/wrong_answers.md it writes whole: of each exercise the wrong answers that the tests
-know, with what their hint says. tests/test_teaching.py compares both.
+know, with what their hint says. tests/course/test_teaching.py compares both.
 """
 
 from __future__ import annotations
@@ -162,14 +162,14 @@ def all_wrong_answers() -> str:
     parts = [
         "# Wrong answers, and what the hint says\n",
         "Made by `tools/teaching.py` from the answers that the tests hold "
-        "(`tests/exercises/`); what stands in the right column is a piece of the hint. They are "
+        "(`tests/course/exercises/`); what stands in the right column is a piece of the hint. They are "
         "the mistakes that we could think of, and no statistics of a class.\n",
     ]
     for lesson in lessons():
-        path = ROOT / f"tests/exercises/test_lesson_{lesson.stem[:2]}_exercises.py"
+        path = ROOT / f"tests/course/exercises/test_lesson_{lesson.stem[:2]}_exercises.py"
         if not path.is_file():
             continue
-        module = importlib.import_module(f"tests.exercises.{path.stem}")
+        module = importlib.import_module(f"tests.course.exercises.{path.stem}")
         parts.append(f"## {title(lesson)}\n")
         for exercise, answers in wrong_answers(module).items():
             rows = [f"| {plain(what)} | {plain(says)} |" for what, says in answers]

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mini_dist.ledger import Ledger
-from mini_dist.ledger.group import BACKEND, register
-from mini_dist.ledger.recording import Recorder
+from mini_dist.ranks.ledger import Ledger
+from mini_dist.ranks.ledger.group import BACKEND, register
+from mini_dist.ranks.ledger.recording import Recorder
 
 
 @ray.remote(num_cpus=1, max_restarts=0)
@@ -83,7 +83,7 @@ def ring(numel: int, group):
 
 def zero_3(group):
     from mini_dist import GPT, Batches, ModelConfig, load_text, token_loss
-    from mini_dist.zero import ZeRO3
+    from mini_dist.strategies.zero import ZeRO3
 
     config = ModelConfig(d_model=32, num_layers=2, num_heads=4, seq_len=32)
     gpt = GPT(config, seed=0)

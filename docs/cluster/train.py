@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from mini_dist import GPT, ModelConfig, launch
-from mini_dist.checkpoint import Training
-from mini_dist.data import Batches, load_text
-from mini_dist.train import train_step
-from mini_dist.zero import ZeRO3
+from mini_dist.model.data import Batches, load_text
+from mini_dist.strategies.train import train_step
+from mini_dist.strategies.zero import ZeRO3
+from mini_dist.training.checkpoint import Training
 
 CONFIG = ModelConfig(d_model=64, num_layers=2, num_heads=4, seq_len=32)
 

@@ -20,8 +20,9 @@ from functools import partial
 
 import torch
 
-from ..fields import checks_kinds
-from ..ranks.hosts import hosts_of
+from mini_dist.plan.fields import checks_kinds
+from mini_dist.ranks.hosts import hosts_of
+
 from .halving_doubling import (
     doubling_all_reduce,
     halving_doubling_all_reduce,

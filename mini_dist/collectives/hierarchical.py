@@ -19,7 +19,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..ranks.hosts import hosts_of
+from mini_dist.ranks.hosts import hosts_of
+
 from .messages import Members, check_rows, collective, exchange, reduction, split_sizes
 from .ring import check_sizes, ring_all_gather, ring_all_reduce, ring_reduce_scatter
 

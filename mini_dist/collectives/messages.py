@@ -10,7 +10,7 @@ import functools
 
 import torch
 
-from ..ledger.recording import recorded
+from mini_dist.ranks.ledger.recording import recorded
 
 
 def send(x: torch.Tensor, to: int, group) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from ..ranks.hosts import hosts_of
+from mini_dist.ranks.hosts import hosts_of
+
 from .hierarchical import in_rank_order, scatter_chunks
 from .messages import Members, check_rows, collective
 from .ring import check_sizes, ring_all_gather, ring_all_reduce

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..fields import checks_kinds, of_kind
+from mini_dist.plan.fields import checks_kinds, of_kind
+
 from . import flight
 from .diagnose import describe_status, described
 from .membership import Group, Lost, News
@@ -31,7 +32,8 @@ from .zygote_handle import LOOK
 
 
 class Detector(Protocol):
-    """Who decides from a rank's silences whether it lives (mini_dist/elastic/detectors.py)."""
+    """Who decides from a rank's silences whether it lives
+    (mini_dist/training/elastic/detectors.py)."""
 
     def heard(self, silence: float) -> None:
         """A sign of life, after so many seconds."""

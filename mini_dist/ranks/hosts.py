@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..fields import checks_kinds
+from mini_dist.plan.fields import checks_kinds
 
 UPLINK = "eth0"  # the name of a host's one cable, inside it
 FRAME, PAYLOAD = 1514, 1448  # bytes of a full Ethernet frame, and what TCP carries in it

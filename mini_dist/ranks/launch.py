@@ -25,11 +25,12 @@ import time
 import warnings
 from collections.abc import Callable
 
-from ..fields import checks_kinds
-from ..ledger import Ledger, nothing
+from mini_dist.plan.fields import checks_kinds
+
 from .diagnose import RankError, RankInterrupt, RankTimeout, brief, cannot_run, explain
 from .elastic import Elastic, ElasticRun, as_elastic
 from .hosts import UPLINK, Hosts
+from .ledger import Ledger, nothing
 from .network import other_people
 from .rank import Job
 from .report import Run, print_outputs
@@ -74,10 +75,10 @@ def launch(
 
     timeout: seconds until a run that is not done is ended; under torchrun each rank says then where
     it waits, and ends its process, as it does for a host that answers no more (torchrun.py).
-    memory: record bytes held by kind. count: record every kernel, for mini_dist.replay (slower).
-    start: "fork" (warm, the default on Linux) or "spawn". quiet: do not show the ranks' prints.
-    network: leave the ranks in the host's network, where they can reach the internet, and other
-    users of the host can reach them.
+    memory: record bytes held by kind. count: record every kernel, for mini_dist.course.replay
+    (slower). start: "fork" (warm, the default on Linux) or "spawn". quiet: do not show the ranks'
+    prints. network: leave the ranks in the host's network, where they can reach the internet, and
+    other users of the host can reach them.
     hosts: deal the ranks out to several hosts with slow links between them (`hosts.py`); where the
     system allows none, they run on this one, `run.no_hosts` says why, and `seconds_on` what it
     would have taken.

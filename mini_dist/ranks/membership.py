@@ -158,7 +158,7 @@ class Membership:
         """A group of those that are there now. Returns when all of them ask for it."""
         import torch.distributed as dist
 
-        from ..ledger.group import BACKEND
+        from .ledger.group import BACKEND
         from .rank import LONGER_THAN_ANY_RUN
 
         while True:

@@ -141,8 +141,8 @@ def get_ready(rank: int, device: str, directory: str):
     """Let torch.distributed know of groups with the ledger in front; this rank's recorder."""
     import torch
 
-    from ..ledger.group import register
-    from ..ledger.recording import Recorder
+    from .ledger.group import register
+    from .ledger.recording import Recorder
 
     torch.set_num_threads(1)
     recorder = Recorder(FlightRecorder(f"{directory}/flight-{rank}"))
@@ -155,7 +155,7 @@ def join(rank: int, size: int, directory: str):
     """Initialise torch.distributed through a file, over loopback."""
     import torch.distributed as dist
 
-    from ..ledger.group import BACKEND
+    from .ledger.group import BACKEND
 
     dist.init_process_group(
         BACKEND,

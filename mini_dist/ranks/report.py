@@ -8,8 +8,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..ledger import Ledger
 from .hosts import Hosts
+from .ledger import Ledger
 from .membership import Lost
 
 

@@ -34,9 +34,9 @@ def join_torchrun(
     import torch
     import torch.distributed as dist
 
-    from ..ledger import Ledger
-    from ..ledger.group import register
-    from ..ledger.recording import Recorder
+    from .ledger import Ledger
+    from .ledger.group import register
+    from .ledger.recording import Recorder
     from .rank import seed_everything
     from .report import Run
 
@@ -77,7 +77,7 @@ def join(device, watch: Watch) -> None:
     import torch
     import torch.distributed as dist
 
-    from ..ledger.group import BACKEND
+    from .ledger.group import BACKEND
 
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -38,7 +38,7 @@ import traceback
 REQUEST_BYTES = 256
 PRELOAD = (
     *("torch", "torch.distributed", "numpy", "cloudpickle"),  # what every rank needs
-    *("mini_dist.ranks.rank", "mini_dist.ledger.group"),
+    *("mini_dist.ranks.rank", "mini_dist.ranks.ledger.group"),
     # What a first optimizer or wrapper imports: a second once here, or in each of the ranks.
     *("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"),
     *("torch.distributed.pipelining", "torch.distributed.checkpoint", "torch.testing"),

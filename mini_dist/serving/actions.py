@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..fields import checks_kinds
+from mini_dist.plan.fields import checks_kinds
 
 _PATTERN = re.compile(
     r"(?P<sequence>\S+) (?:(?P<kind>RUN) (\d+):(\d+)|(TAKE|SHARE) (\d+)|(COPY|OUT|IN) (\d+)>(\d+)"

@@ -34,8 +34,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..collectives import all_gather
-from ..model import GPT, Attention, cosines_and_sines, turn
+from mini_dist.collectives import all_gather
+from mini_dist.model.gpt import GPT, Attention, cosines_and_sines, turn
+
 from .actions import Action, Request, ServingError, Step
 from .ideas import choose, uniform
 from .memory import Memory

@@ -26,11 +26,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from ..collectives import start, wait
-from ..config import ModelConfig
-from ..context_parallel.ideas import Partial, merge
-from ..digits import at_least_float32
-from ..model import GPT
+from mini_dist.collectives import start, wait
+from mini_dist.model.digits import at_least_float32
+from mini_dist.model.gpt import GPT
+from mini_dist.plan.config import ModelConfig
+from mini_dist.strategies.context_parallel.ideas import Partial, merge
+
 from .actions import ServingError
 
 # --- keys and values are kept -------------------------------------------------------------------

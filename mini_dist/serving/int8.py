@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
-from ..tensor_parallel.layers import HoldsPieces, VocabParallelEmbedding
+from mini_dist.strategies.tensor_parallel.layers import HoldsPieces, VocabParallelEmbedding
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:

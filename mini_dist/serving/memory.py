@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..fields import checks_kinds
+from mini_dist.plan.fields import checks_kinds
+
 from .actions import Action, ServingError, whole_number
 
 

@@ -20,7 +20,8 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from ..fields import checks_kinds
+from mini_dist.plan.fields import checks_kinds
+
 from .actions import Action, Request, ServingError, Step, whole_number
 from .memory import Memory
 

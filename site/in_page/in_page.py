@@ -3,8 +3,8 @@
 import ast
 import json
 
-from mini_dist.lab import Choice, Flag, Text
-from mini_dist.widgets.explorer import Explorer, stops
+from mini_dist.course.lab import Choice, Flag, Text
+from mini_dist.course.widgets.explorer import Explorer, stops
 
 shown = []  # the page's explorers, by number
 

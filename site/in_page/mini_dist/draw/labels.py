@@ -1,4 +1,4 @@
-"""Labels and ticks, as mini_dist/draw/labels.py has them for matplotlib."""
+"""Labels and ticks, as mini_dist/course/draw/labels.py has them for matplotlib."""
 
 from __future__ import annotations
 

@@ -1,0 +1,212 @@
+"""Devices and links that take a stated time, so that four ranks on two cores are four devices.
+
+Real arithmetic on a shared laptop says little about schedules: the ranks fight for the cores.
+Here a rank that computes for 10 ms sleeps for 10 ms. What makes it exact is virtual time: every
+result carries the moment at which it was ready, an operation starts at max(device free, inputs
+ready), and the rank sleeps until its end. A rank that wakes up late has not delayed the others:
+its next operation still starts when it should have, and the lateness does not add up. The wall
+clock then shows what these devices would need, and it shows a wrong order or a wait as it is.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from mini_dist.plan.calculators.costs import all_reduce as cost_of_all_reduce
+from mini_dist.plan.calculators.links import Link as LinkSpeed
+from mini_dist.plan.fields import checks_kinds
+from mini_dist.plan.schedule import Schedule, Span, Times
+
+from . import all_reduce
+
+
+class Interval(NamedTuple):
+    """Something a device did: virtual start and end, and the wall clock's end, in seconds."""
+
+    name: object
+    start: float
+    end: float
+    woke: float
+
+
+class Clock:
+    """Seconds since a moment that all ranks of a machine agree on: the last `start`."""
+
+    def __init__(self) -> None:
+        self.origin = time.monotonic()
+
+    def start(self, group, in_seconds: float = 0.02) -> None:
+        """Show 0 on every rank of the group at once, shortly after this call.
+
+        Call it when everything is set up: what a rank does late, it does not catch up with at the
+        start. Needs a monotonic clock common to all processes, as Linux and macOS have it.
+        """
+        size = group.size()
+        ready = torch.zeros(1)
+        if group.rank() == 0:
+            for peer in range(1, size):
+                group.recv([ready], peer, 0).wait()
+            origin = torch.tensor([time.monotonic() + in_seconds], dtype=torch.float64)
+            for send in [group.send([origin], peer, 1) for peer in range(1, size)]:
+                send.wait()
+        else:
+            origin = torch.empty(1, dtype=torch.float64)
+            receive = group.recv([origin], 0, 1)
+            group.send([ready], 0, 0).wait()
+            receive.wait()
+        self.origin = origin.item()
+
+    def now(self) -> float:
+        return time.monotonic() - self.origin
+
+    def sleep_until(self, moment: float) -> float:
+        """Return at `moment`, or at once if it is over; gives the time of waking up."""
+        while (left := moment - self.now()) > 0:
+            time.sleep(left)
+        return self.now()
+
+
+class Device:
+    """Does one thing at a time; `run` sleeps for as long as a thing takes."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.free = 0.0  # virtual time from which it can start something new
+        self.done: list[Interval] = []
+
+    def run(self, seconds: float, ready: float = 0.0, name: object = "") -> float:
+        """Work for that long, from when it is free and the inputs are `ready`; returns the end."""
+        start = max(self.free, ready)
+        self.free = start + seconds
+        self.done.append(Interval(name, start, self.free, self.clock.sleep_until(self.free)))
+        return self.free
+
+
+@checks_kinds(infinite=("bytes_per_second",))
+class Link:
+    """Carries messages one after another while the devices go on: latency + bytes / bandwidth."""
+
+    def __init__(self, latency: float = 0.0, bytes_per_second: float = float("inf")) -> None:
+        self.latency, self.bytes_per_second = latency, bytes_per_second
+        self.free = 0.0
+
+    def send(self, nbytes: float, ready: float) -> float:
+        """When a message that is ready to leave at `ready` has arrived; nobody sleeps for it.
+
+        The link is taken for bytes / bandwidth; latency delays the message but not the next one.
+        """
+        self.free = max(self.free, ready) + nbytes / self.bytes_per_second
+        return self.free + self.latency
+
+
+@checks_kinds
+class EmulatedStage:
+    """Stands in for a stage of a pipeline: computes nothing, takes the time that `times` says.
+
+    What it sends to its neighbours is the moment at which its message has arrived there.
+    """
+
+    def __init__(self, stage: int, schedule: Schedule, times: Times, device: Device) -> None:
+        self.stage, self.schedule, self.device = stage, schedule, device
+        self.durations = times.durations(schedule)
+        self.actions = {action.key: action for action in schedule.all_actions}
+        comm = times.per_stage("comm", schedule.num_stages)[stage]
+        self.forward_link = Link(comm if schedule.crosses(stage) else 0.0)
+        self.backward_link = Link(comm if schedule.crosses(stage - 1) else 0.0)
+        self.steps = 0
+
+    def _run(self, kind: str, micro: int, ready: float = 0.0) -> float:
+        key = (self.stage, kind, micro)
+        return self.device.run(self.durations[key], ready, self.actions[key])
+
+    def forward(self, micro, inputs, *, split, version) -> torch.Tensor:
+        end = self._run("F", micro, inputs[0].item() if self.stage > 0 else 0.0)
+        return torch.tensor([self.forward_link.send(0, end)], dtype=torch.float64)
+
+    def backward(self, micro, gradient) -> torch.Tensor:
+        is_last = self.stage == self.schedule.num_stages - 1
+        end = self._run("B", micro, 0.0 if is_last else gradient.item())
+        return torch.tensor([self.backward_link.send(0, end)], dtype=torch.float64)
+
+    def weight(self, micro) -> None:
+        self._run("W", micro)
+
+    def step(self, keep) -> None:
+        self._run("S", self.steps)
+        self.steps += 1
+
+
+@checks_kinds
+class EmulatedModel(nn.Module):
+    """Stands in for a model: layer i has `sizes[i]` parameters and takes the stated seconds.
+
+    A gradient it makes is filled with the moment at which it was ready.
+    """
+
+    def __init__(self, sizes: list[int], forward: float, backward: float, device: Device):
+        super().__init__()
+        self.layers = nn.ParameterList(torch.zeros(n, dtype=torch.float64) for n in sizes)
+        self.seconds, self.device = (forward, backward), device
+
+    def forward(self) -> torch.Tensor:
+        x = torch.zeros((), dtype=torch.float64)
+        for number, weight in enumerate(self.layers):
+            x = EmulatedLayer.apply(x, weight, number, self)
+        return x
+
+
+class EmulatedLayer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, number, model):
+        ctx.number, ctx.model, ctx.size = number, model, len(weight)
+        model.device.run(model.seconds[0], name=f"F{number}")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        end = ctx.model.device.run(ctx.model.seconds[1], name=f"B{ctx.number}")
+        return gradient, torch.full((ctx.size,), end, dtype=torch.float64), None, None
+
+
+class EmulatedAllReduce:
+    """Stands in for the all-reduce of gradients: takes as long as a ring over links of this speed.
+
+    It begins when the last rank's gradients are ready and the one before it is over, and fills
+    the gradients with the moment of its own end. Called in the thread of the device, it keeps the
+    device waiting; called in another, the device goes on. `seconds`, (bytes, ranks) -> how long it
+    takes instead, if it is another collective, or several, or begins with some computing.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        speed: LinkSpeed,
+        seconds: Callable[[int, int], float] | None = None,
+    ):
+        self.device, self.network, self.speed = device, Device(device.clock), speed
+        self.seconds = seconds or self.of_a_ring
+        self.thread = threading.get_ident()
+
+    def __call__(self, x: torch.Tensor, group) -> torch.Tensor:
+        waits = threading.get_ident() == self.thread
+        ready = max(x.max().item(), self.device.free if waits else 0.0)
+        begin = all_reduce(torch.tensor(ready, dtype=torch.float64), group, op="max").item()
+        seconds = self.seconds(x.nbytes, group.size())
+        end = self.network.run(seconds, begin, f"R{len(self.network.done)}")
+        if waits:
+            self.device.free = end
+        return torch.full_like(x, end)
+
+    def of_a_ring(self, num_bytes: int, size: int) -> float:
+        return cost_of_all_reduce(num_bytes, size, "ring", self.speed).seconds
+
+
+def wall_spans(device: Device) -> list[Span]:
+    """What a device did, each thing with its stated length and the end that the wall clock saw."""
+    return [Span(d.name, d.woke - (d.end - d.start), d.woke) for d in device.done]

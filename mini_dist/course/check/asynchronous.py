@@ -1,0 +1,548 @@
+"""Exercises of lesson 18: a server that bounds staleness, touched rows, DiLoCo's outer step.
+
+What a server answers depends on who speaks first, so here the workers speak in an order that is
+given: each passes the word on, in a message of no bytes. What a pull brings says how many updates
+were made before it was answered.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mini_dist.collectives.messages import recv, send, start, wait
+from mini_dist.strategies import asynchronous
+from mini_dist.strategies.asynchronous.ideas import (
+    LEAVE,
+    PULL,
+    PUSH,
+    ask,
+    leave,
+    outer_step,
+    push,
+    push_touched,
+    serve,
+)
+
+from .engine import Exercise, Line, Measured, line, on_ranks, yes
+from .measures import close, mistake_of_dtype
+
+SERVER = 0
+
+# ---- a server with a bound ----------------------------------------------------------------------
+
+LENGTH, WIDTH = 6, 2
+
+
+class Event(NamedTuple):
+    worker: int
+    kind: int
+    rows: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Told:
+    """What workers do, one after the other: drawn by lot, of what a right server lets them do."""
+
+    bound: int | None
+    steps: int = 3
+    fewer: int = 0  # steps that the odd workers take less, so that they leave before the others
+    with_rows: bool = False
+    seed: int = 0
+
+    def __str__(self) -> str:
+        rows = ", workers that ask for some rows only" * self.with_rows
+        return f"bound={self.bound}" + ", some workers leave early" * bool(self.fewer) + rows
+
+    def gradient(self, worker: int, number: int) -> Tensor:
+        rows = torch.arange(LENGTH * WIDTH, dtype=torch.float64).view(LENGTH, WIDTH)
+        return rows + 10 * worker + number
+
+    def play(self, workers: int) -> tuple[list[Event], list, list, Tensor, list[tuple[int, int]]]:
+        """The events; of each rank's pulls what they bring, and after how many events; the table at
+        the end, and the updates."""
+        lot = random.Random(100 * workers + self.seed)
+        table, events = table_at_first(), []
+        brought, answered = ([[] for _ in range(workers + 1)] for _ in range(2))
+        begun, pushes = dict.fromkeys(range(1, workers + 1), 0), dict.fromkeys(range(9), 0)
+        waits: dict[int, tuple | None] = {}  # worker -> rows of a pull without an answer
+        ready: list[int] = []  # who has its answer, and has not pushed
+        pulled, applied = {}, []
+        while begun:
+            free = sorted(worker for worker in begun if worker not in waits)
+            worker = lot.choice(free)
+            rows = tuple(sorted(lot.sample(range(LENGTH), 3))) if self.with_rows else None
+            at = slice(None) if rows is None else list(rows)
+            if worker in ready:
+                events.append(Event(worker, PUSH, rows))
+                pushes[worker] += 1
+                table[at] = update(table[at], self.gradient(worker, pushes[worker])[at])
+                applied.append((worker, len(applied) - pulled[worker]))
+                ready.remove(worker)
+            elif begun[worker] == self.steps - worker % 2 * self.fewer:
+                events.append(Event(worker, LEAVE, None))
+                del begun[worker]
+            else:
+                events.append(Event(worker, PULL, rows))
+                begun[worker] += 1
+                waits[worker] = rows
+            for other, rows in list(waits.items()):
+                ahead = begun[other] - min(begun.values())
+                if self.bound is None or ahead <= self.bound:
+                    at = slice(None) if rows is None else list(rows)
+                    brought[other].append(table[at].clone())
+                    answered[other].append(len(events))
+                    pulled[other] = len(applied)
+                    ready.append(other)
+                    del waits[other]
+        return events, brought, answered, table, applied
+
+
+def table_at_first() -> Tensor:
+    return torch.arange(LENGTH * WIDTH, dtype=torch.float64).view(LENGTH, WIDTH) * 8
+
+
+def update(rows: Tensor, gradients: Tensor) -> Tensor:
+    """Not the same in another order."""
+    return rows / 2 - gradients
+
+
+def server_trial(fn, case: Told, group):
+    rank, workers = group.rank(), group.size() - 1
+    if rank == SERVER:
+        table = table_at_first()
+        applied = fn(table, update, workers, case.bound, group)
+        pairs = [tuple(each) for each in applied] if isinstance(applied, (list, tuple)) else applied
+        let_go(range(1, workers + 1), group)
+        return table, pairs
+    events = case.play(workers)[0]
+    brought, pushes = [], 0
+    for number, event in enumerate(events):
+        if event.worker != rank:
+            continue
+        if number and events[number - 1].worker != rank:
+            recv(WORD, events[number - 1].worker, group)
+        rows = None if event.rows is None else torch.tensor(event.rows)
+        receives = []
+        if event.kind == PULL:
+            ask(PULL, rows, SERVER, group)
+            shape = (LENGTH if rows is None else len(rows), WIDTH)
+            brought.append(torch.empty(shape, dtype=torch.float64))
+            receives = start(group, receives=[(brought[-1], SERVER)])
+        elif event.kind == PUSH:
+            pushes += 1
+            gradient = case.gradient(rank, pushes)
+            push(gradient if rows is None else gradient[rows], rows, SERVER, group)
+        else:
+            leave(SERVER, group)
+        if number + 1 < len(events) and events[number + 1].worker != rank:
+            send(WORD, events[number + 1].worker, group)
+        wait(receives)
+    recv(WORD, SERVER, group)
+    return brought
+
+
+WORD = torch.empty(0)
+
+
+def let_go(workers: Iterable[int], group) -> None:
+    """The server is done: what these send from now on is for another call."""
+    for worker in workers:
+        send(WORD, worker, group)
+
+
+class Served(Measured):
+    def measure(self):
+        workers = self.size - 1
+        _, self.expected, self.after, self.table, self.applied = self.case.play(workers)
+        (self.last, self.pairs), *self.brought = self.results
+        self.answered_after, requests = [[] for _ in range(self.size)], 0
+        for comm in self.run.ledger.leaves(rank=SERVER):
+            requests += comm.op == "recv_anysource"
+            if comm.op == "send" and comm.sent:
+                (worker,) = comm.peers
+                self.answered_after[worker].append(requests)
+        self.right = [
+            len(found) == len(expected) and all(map(torch.equal, found, expected))
+            for found, expected in zip(self.brought, self.expected[1:])
+        ]
+        self.answers = sum(pull.nbytes for pulls in self.expected for pull in pulls)
+        self.answered = sum(
+            comm.sent for comm in self.run.ledger.leaves(rank=SERVER) if comm.op == "send"
+        )
+
+    def lines(self) -> list[Line]:
+        right = f"{sum(self.right)} of {self.size - 1} workers"
+        everyone = f"{self.size - 1} of {self.size - 1} workers"
+        return [
+            Line("the parameters of their time for", right, everyone, all(self.right)),
+            yes("each pull answered after the right request", self.answered_after == self.after),
+            yes("all updates in the table", torch.equal(self.last, self.table)),
+            yes("updates returned as (worker, staleness)", self.pairs == self.applied),
+            line("bytes that the server sent", self.answered, self.answers),
+        ]
+
+    def mistake(self) -> str:
+        if self.answered > self.answers:
+            return (
+                f"The server sent {self.answered:,} bytes where {self.answers:,} do: a pull is for "
+                "its rows, table[rows], and is answered once."
+            )
+        if self.answered_after != self.after and self.case.bound is not None:
+            pairs = [
+                (found, right)
+                for of_one in zip(self.answered_after, self.after)
+                for found, right in zip(*of_one)
+            ]
+            early = any(found < right for found, right in pairs)
+            return (
+                f"A pull was answered too {'early' if early else 'late'}. A pull begins a step of "
+                "its worker, which is answered as soon as this worker has begun at most "
+                f"bound={self.case.bound} steps more than the one that has begun the fewest, of "
+                "those that have not left. Who has not begun has begun 0."
+            )
+        if self.answered_after != self.after:
+            return "With bound=None nobody waits: answer each pull at once."
+        if not torch.equal(self.last, self.table) or not all(self.right):
+            return (
+                "The table is not what all updates have made of it: at each push, "
+                "table[rows] = update(table[rows], gradients), in place, once."
+            )
+        if not isinstance(self.pairs, (list, tuple)) or len(self.pairs) != len(self.applied):
+            return f"Return a list with one Applied for each of the {len(self.applied)} updates."
+        if [worker for worker, *_ in self.pairs] != [worker for worker, _ in self.applied]:
+            return "Each Applied names the worker whose push it was, in the order of the pushes."
+        return (
+            "The staleness is off. It is the number of updates that have been made since this "
+            "worker's pull was answered, its own not counted."
+        )
+
+    @staticmethod
+    def raised(error: str) -> str:
+        if "deadlock" not in error and "timeout" not in error.lower():
+            return ""
+        return (
+            "everyone waits. A pull that had to wait has to be looked at again after every "
+            "request: a step that another worker begins, or its leaving, may be what it waited "
+            "for. With bound=0 nobody is ahead, but all may be in the same step. Who has not begun "
+            "has begun 0: with bound=1 nobody's first step waits for it. Who has left is waited "
+            "for no more, and when all have, the server returns.\n"
+        )
+
+
+# ---- only the touched rows ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Touched:
+    servers: int
+    tokens: tuple[int, ...]  # of the first worker; the others' are these, each one higher
+    vocabulary: int = 40
+    width: int = 3
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        servers = f"{self.servers} server{'s' * (self.servers > 1)}"
+        return f"{servers}, {len(self.tokens)} tokens" + f" of {self.dtype}" * (
+            self.dtype != torch.float32
+        )
+
+    def batch(self, worker: int) -> Tensor:
+        """[B, S]; of those of one rank, some come twice."""
+        return (torch.tensor(self.tokens) + worker).view(2, -1)
+
+    def gradient(self, worker: int) -> Tensor:
+        """Of an embedding: its rows are 0 but for those of the tokens; one of these is 0, too."""
+        gradient = torch.zeros(self.vocabulary, self.width, dtype=self.dtype)
+        rows = self.batch(worker).unique()
+        gradient[rows] = (rows[:, None] + torch.arange(self.width)).to(self.dtype) + 100 * worker
+        gradient[rows[0]] = 0
+        return gradient
+
+
+def touched_trial(fn, case: Touched, group):
+    rank, k = group.rank(), case.servers
+    if rank < k:
+        table = torch.zeros(case.vocabulary, case.width, dtype=case.dtype)[rank::k].clone()
+        applied = serve(table, torch.sub, group.size() - k, None, group)
+        let_go(range(k, group.size()), group)
+        return table, len(applied)
+    fn(case.gradient(rank - k), case.batch(rank - k), k, group)
+    for server in range(k):
+        leave(server, group)
+    for server in range(k):
+        recv(WORD, server, group)
+
+
+class Pushed(Measured):
+    def measure(self):
+        case, k = self.case, self.case.servers
+        workers = range(self.size - k)
+        whole = -sum(case.gradient(worker) for worker in workers)
+        self.expected = [whole[server::k] for server in range(k)]
+        self.tables, self.pushes = zip(*self.results[:k])
+        rows = [case.batch(worker).unique() for worker in workers]
+        self.wanted_pushes = [
+            sum(bool((r % k == server).any()) for r in rows) for server in range(k)
+        ]
+        of_a_row = 8 + case.width * whole.element_size()
+        self.wanted = sum(len(r) for r in rows) * of_a_row + 16 * sum(self.wanted_pushes)
+        self.wanted += 16 * k * len(workers)  # they leave
+
+    def lines(self) -> list[Line]:
+        right = (close(a, b, 1e3) for a, b in zip(self.tables, self.expected))
+        return [
+            on_ranks("right tables on", right),
+            line("pushes that each server got", list(self.pushes), self.wanted_pushes),
+            line("bytes sent by all ranks", self.sent, self.wanted),
+        ]
+
+    def mistake(self) -> str:
+        if wrong_dtype := self.other_dtype():
+            return wrong_dtype
+        right = all(close(a, b, 1e3) for a, b in zip(self.tables, self.expected))
+        if right and self.sent < self.wanted:
+            return (
+                "Fewer rows were pushed than were touched: a row whose gradient happens to be 0 "
+                "was used all the same, and a server with momentum or decay steps it. Go by the "
+                "tokens, not by what is not 0."
+            )
+        if right and list(self.pushes) != self.wanted_pushes:
+            return "A server that keeps none of the rows is to hear nothing: no empty push."
+        if right:
+            return (
+                f"Right, but {self.sent:,} bytes were sent where {self.wanted:,} do: push the rows "
+                "of the tokens, each once, and no others."
+            )
+        if self.sent > self.wanted:
+            return (
+                "Wrong tables, and too many bytes: a token may come twice in a batch, and its row "
+                "has one gradient, which is pushed once. tokens.unique() has each once."
+            )
+        return (
+            "Wrong tables. With k servers, row r of the gradient belongs to server r % k, where it "
+            "is row r // k."
+        )
+
+    def other_dtype(self) -> str:
+        name = str(self.case.dtype).removeprefix("torch.")
+        others = {c.dtype for c in self.run.ledger.leaves() if c.sent} - {name, "int64"}
+        if not others:
+            return ""
+        return f"The gradients are {name} and travel as {' and '.join(sorted(others))}."
+
+    @staticmethod
+    def raised(error: str) -> str:
+        if "index" not in error or "out of" not in error:
+            return ""
+        return (
+            "a server has no row of that number: row r lies on server r % k, as its row r // k.\n"
+        )
+
+
+# ---- the outer step -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Outer:
+    length: int
+    lr: float = 0.5
+    beta: float = 0.75
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        kind = f" of {self.dtype}" * (self.dtype != torch.float32)
+        return f"{self.length} parameters{kind}, lr={self.lr}, beta={self.beta}"
+
+    def given(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        """before and momentum alike on all ranks, now this rank's own."""
+        generator = torch.Generator().manual_seed(rank)
+        own = torch.randint(-80, 80, (self.length,), generator=generator) / 4
+        before = torch.arange(self.length) / 4
+        momentum = torch.arange(self.length).flip(0) / 2 - 3
+        return before.to(self.dtype), (before + own).to(self.dtype), momentum.to(self.dtype)
+
+
+def outer_trial(fn, case: Outer, group):
+    return fn(*case.given(group.rank()), case.lr, case.beta, group)
+
+
+class Stepped(Measured):
+    def measure(self):
+        lr, beta = self.case.lr, self.case.beta
+        everyones = [[x.double() for x in self.case.given(rank)] for rank in range(self.size)]
+        before, _, momentum = everyones[0]
+        self.nows = [now for _, now, _ in everyones]
+        change = before - sum(self.nows) / self.size
+        self.new = beta * momentum + change
+        self.expected = [before - lr * (change + beta * self.new), self.new]
+        total = self.size * change
+        m_total, m_ema = beta * momentum + total, beta * momentum + (1 - beta) * change
+        m_lr = beta * momentum + lr * change
+        self.known = {
+            "This is plain momentum: the step is against the momentum itself. Nesterov's looks "
+            "ahead: it steps against change + beta * momentum, with the new momentum.": (
+                before - lr * self.new,
+                self.new,
+            ),
+            "These are sums of the changes: the mean over the ranks is what a gradient stands "
+            'for: all_reduce(before - now, group, op="mean").': (
+                before - lr * (total + beta * m_total),
+                m_total,
+            ),
+            "The sign is turned round: a change is before - now, and the step goes against it, "
+            "as against a gradient.": (
+                before + lr * (change - beta * (beta * momentum - change)),
+                beta * momentum - change,
+            ),
+            "The change goes into the momentum with a weight of 1, not of 1 - beta: momentum = "
+            "beta * momentum + change.": (before - lr * (change + beta * m_ema), m_ema),
+            "lr belongs into the step, not into the momentum.": (
+                before - (lr * change + beta * m_lr),
+                m_lr,
+            ),
+            "The step starts from `before`, where all ranks were equal, not from the mean of "
+            "where they are now.": (
+                before - change - lr * (change + beta * self.new),
+                self.new,
+            ),
+            "Return the new momentum: the next outer step needs it.": (self.expected[0], momentum),
+        }
+        self.wanted = 2 * (self.size - 1) * everyones[0][0].numel() * self.case.dtype.itemsize
+
+    def are(self, found, expected) -> bool:
+        return (
+            isinstance(found, (tuple, list))
+            and len(found) == 2
+            and all(close(a, b.to(self.case.dtype), 200.0) for a, b in zip(found, expected))
+        )
+
+    def lines(self) -> list[Line]:
+        return [
+            on_ranks("right steps on", (self.are(found, self.expected) for found in self.results)),
+            line("bytes sent by all ranks", self.sent, self.wanted),
+            line("barriers", self.barriers, 0),
+        ]
+
+    def mistake(self) -> str:
+        if self.barriers:
+            return "A barrier moves nothing: the all-reduce waits by itself for what it needs."
+        if wrong_dtype := mistake_of_dtype(self.run, self.case.dtype, self.wanted, "parameters"):
+            return wrong_dtype
+        for hint, known in self.known.items():
+            if all(self.are(found, known) for found in self.results):
+                return hint
+        if self.size > 1 and not self.sent:
+            return "Nothing was sent: what the ranks have changed has to be averaged."
+        if not all(self.are(found, self.expected) for found in self.results):
+            return (
+                "Wrong step. With the mean change d of all ranks: m = beta m + d, and the "
+                "parameters are before - lr (d + beta m). Return both."
+            )
+        return (
+            f"Right, but {self.sent:,} bytes were sent where {self.wanted:,} do: one all-reduce, "
+            "of what was changed. `before` and the momentum are alike on all ranks."
+        )
+
+
+EXERCISES = [
+    Exercise(
+        "serve",
+        serve,
+        server_trial,
+        [
+            (3, Told(0)),
+            (4, Told(1)),
+            (4, Told(2, steps=5, seed=1)),
+            (4, Told(1, steps=5, fewer=3)),
+            (3, Told(1, steps=4, with_rows=True)),
+            (3, Told(None)),
+            (2, Told(0)),
+        ],
+        Served,
+        hints=[
+            "Keep three things: how many steps each worker has begun, which pulls wait for an "
+            "answer, and how many updates had been made when a worker was last answered. After "
+            "every request, look at all waiting pulls.",
+            "A pull: steps[worker] += 1, and it waits. A push: recv the gradients, table[rows] = "
+            "update(table[rows], gradients), note Applied. Leaving: forget the worker's steps. "
+            "Then answer whoever may go: bound is None, or steps[worker] - the fewest steps <= "
+            "bound, where a worker that has not begun has 0.",
+        ],
+        skeleton="""\
+def serve(table, update, num_workers, bound, group):
+    steps, waiting, pulled, applied, left = {}, [], {}, [], 0
+    while left < num_workers:
+        kind, worker, rows = next_request(group)
+        if kind == PUSH:
+            gradients = recv(table[rows], worker, group)
+            ...
+        elif kind == PULL:
+            ...
+        else:
+            ...
+        for worker, rows in list(waiting):
+            if ...:                                      # may it go on?
+                waiting.remove(...)
+                pulled[worker] = len(applied)
+                send(table[rows], worker, group)
+    return applied""",
+        changes=["table"],
+        contiguous=["table"],
+        again=False,
+    ),
+    Exercise(
+        "push_touched",
+        push_touched,
+        touched_trial,
+        [
+            (3, Touched(1, (3, 7, 7, 12, 30, 3))),
+            (4, Touched(2, (3, 7, 7, 12, 30, 3, 4, 9))),
+            (5, Touched(3, (6, 9, 9, 12), dtype=torch.float64)),
+            (2, Touched(1, (0, 1), vocabulary=2)),
+        ],
+        Pushed,
+        refuses={asynchronous.push_dealt},
+        hints=[
+            "tokens.unique() has each token once. Of these, which rows are this server's?",
+            "mine = rows[rows % num_servers == server]; push(gradient[mine], mine // num_servers, "
+            "server, group), if there are any.",
+        ],
+        skeleton="""\
+def push_touched(gradient, tokens, num_servers, group):
+    rows = ...
+    for server in range(num_servers):
+        mine = rows[...]
+        if len(mine):
+            push(gradient[...], ..., server, group)""",
+        again=False,
+    ),
+    Exercise(
+        "outer_step",
+        outer_step,
+        outer_trial,
+        [
+            (4, Outer(9)),
+            (3, Outer(5, 0.75, 0.5, torch.float64)),
+            (2, Outer(7, 1.0, 0.0)),
+            (1, Outer(4)),
+        ],
+        Stepped,
+        hints=[
+            "before - now is what this rank's steps have changed, with the sign of a gradient. "
+            "Average that, and take one step of SGD with Nesterov's momentum.",
+            "change = all_reduce(before - now, group, op='mean'); momentum = beta * momentum + "
+            "change; the step is lr * (change + beta * momentum).",
+        ],
+        skeleton="""\
+def outer_step(before, now, momentum, lr, beta, group):
+    change = all_reduce(..., group, op="mean")
+    momentum = ...
+    return before - ..., momentum""",
+    ),
+]

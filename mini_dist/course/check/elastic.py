@@ -1,0 +1,331 @@
+"""Exercises of lesson 25: a timeout with few false alarms, new shares, a group without the dead.
+
+The first two need no ranks. In the third the dead ranks are alive, but do nothing: who asks them
+for something waits for ever.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Integral, Real
+
+import torch
+from torch import Tensor
+
+from mini_dist.collectives import all_reduce
+from mini_dist.training.elastic import detectors, ideas
+
+from .engine import Exercise, Line, Measured, line, on_ranks, yes
+
+# ---- a timeout that is seldom wrong -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Silences:
+    """Seconds between beats of a rank that was alive; shares that binary numbers hold exactly."""
+
+    seconds: tuple[float, ...]
+    allowed: float
+
+    def __str__(self) -> str:
+        return f"{len(self.seconds)} silences, allowed={self.allowed}"
+
+    def alarms(self, timeout: float) -> int:
+        return sum(each > timeout for each in self.seconds)
+
+
+def patience_trial(fn, case: Silences, group):
+    return fn(list(case.seconds), case.allowed)
+
+
+class Timeout(Measured):
+    def measure(self):
+        self.timeout, seconds = self.results[0], self.case.seconds
+        self.most = math.floor(self.case.allowed * len(seconds))
+        self.expected = sorted(seconds)[len(seconds) - 1 - self.most]
+        self.is_number = isinstance(self.timeout, Real) and not isinstance(self.timeout, bool)
+
+    def lines(self) -> list[Line]:
+        if not self.is_number:
+            return [line("returns", type(self.timeout).__name__, "a number of seconds")]
+        alarms = self.case.alarms(self.timeout)
+        return [
+            Line("false alarms", alarms, f"at most {self.most}", alarms <= self.most),
+            line("seconds", self.timeout, self.expected),
+        ]
+
+    def mistake(self) -> str:
+        if not self.is_number:
+            return "Return the timeout, a number of seconds."
+        alarms, count = self.case.alarms(self.timeout), len(self.case.seconds)
+        if alarms > self.most:
+            return (
+                f"With this timeout {alarms} of the {count} silences would have been false alarms, "
+                f"and a share of {self.case.allowed} allows {self.most}: an alarm is a silence "
+                "that is longer than the timeout."
+            )
+        return (
+            f"It is never wrong too often, but longer than it need be: {self.expected} s gives "
+            f"{self.case.alarms(self.expected)} false alarms of {self.most} that are allowed. A "
+            "silence as long as the timeout is no alarm yet."
+        )
+
+
+# ---- new shares ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Devices:
+    batch_size: int
+    seconds: tuple[float, ...]
+
+    def __str__(self) -> str:
+        return f"{self.batch_size} samples, seconds={list(self.seconds)}"
+
+    def step(self, taken) -> float:
+        return max(count * each for count, each in zip(taken, self.seconds))
+
+
+def shares_trial(fn, case: Devices, group):
+    return fn(case.batch_size, list(case.seconds))
+
+
+class Shared(Measured):
+    def measure(self):
+        found, n = self.results[0], len(self.case.seconds)
+        self.found = found.tolist() if isinstance(found, Tensor) else found
+        self.are_counts = (
+            isinstance(self.found, (list, tuple))
+            and len(self.found) == n
+            and all(isinstance(each, Integral) and each >= 0 for each in self.found)
+        )
+        self.best = self.case.step(self.shortest())
+
+    def shortest(self) -> list[int]:
+        """As few samples at the end as can be: of all times at which a device may be done, the
+        first by which all together have the batch."""
+        case = self.case
+        ends = {k * each for each in case.seconds for k in range(case.batch_size + 1)}
+        for end in sorted(ends):
+            # (a count that is a whole number but for rounding is that number)
+            most = [math.floor(end / each + 1e-9) for each in case.seconds]
+            if sum(most) >= case.batch_size:
+                return most
+        raise AssertionError(case)
+
+    def lines(self) -> list[Line]:
+        if not self.are_counts:
+            return [yes("a list with a number of samples for each device", False)]
+        step = self.case.step(self.found)
+        same = math.isclose(step, self.best, rel_tol=1e-6, abs_tol=1e-12)
+        return [
+            line("samples in all", sum(self.found), self.case.batch_size),
+            Line("seconds of a step", f"{step:g}", f"{self.best:g}", same),
+        ]
+
+    def mistake(self) -> str:
+        n, B = len(self.case.seconds), self.case.batch_size
+        if not self.are_counts:
+            return f"Return a list of {n} whole numbers, from 0, one for each device in order."
+        if sum(self.found) != B:
+            return (
+                f"These are {sum(self.found)} samples, and the batch has {B}: shares that are "
+                "rounded one by one rarely add up. Deal them out until none is left."
+            )
+        if len(set(self.found)) == 1 or max(self.found) - min(self.found) == 1:
+            return "Equal shares: all wait for the slowest device. Give it fewer samples."
+        slow, fast = (self.case.seconds.index(f(self.case.seconds)) for f in (max, min))
+        if self.found[slow] > self.found[fast]:
+            return (
+                "The slowest device has the most samples. `seconds` is what one sample takes: the "
+                "more seconds, the fewer samples."
+            )
+        return (
+            f"A step takes {self.case.step(self.found):g} s, and {self.best:g} s can be had. "
+            "Shares in proportion to speed are not whole numbers, and which way to round matters: "
+            "give the next sample to the device that would be done with it first."
+        )
+
+
+# ---- the group without the dead -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Deaths:
+    """steps: that each rank has done, None for the dead. The state says how many it has."""
+
+    steps: tuple[int | None, ...]
+    length: int = 40
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        gone = sorted(self.dead)
+        dead = f"rank{'s' * (len(gone) > 1)} {', '.join(map(str, gone))} dead" if gone else "none"
+        return f"{dead}, the others after steps {[s for s in self.steps if s is not None]}"
+
+    @property
+    def dead(self) -> set[int]:
+        return {rank for rank, step in enumerate(self.steps) if step is None}
+
+    def state(self, step: int) -> Tensor:
+        return (torch.arange(self.length) * 0.5 + 100 * step).to(self.dtype)
+
+
+def rebuild_trial(fn, case: Deaths, group):
+    rank = group.rank()
+    if rank in case.dead:
+        return None
+    step = case.steps[rank]
+    there, state, found = fn(case.state(step), step, set(case.dead), group)
+    ones = all_reduce(torch.ones(1), there)  # it works
+    return there.rank(), there.size(), int(ones), state, found
+
+
+class Rebuilt(Measured):
+    def measure(self):
+        case = self.case
+        self.alive = [rank for rank in range(self.size) if rank not in case.dead]
+        self.step = max(case.steps[rank] for rank in self.alive)
+        self.expected = case.state(self.step)
+        self.found = [self.results[rank] for rank in self.alive]
+        self.groups = [
+            found[:3] == (place, len(self.alive), len(self.alive))
+            for place, found in enumerate(self.found)
+        ]
+        self.states = [
+            isinstance(state, Tensor) and torch.equal(state, self.expected)
+            for *_, state, _ in self.found
+        ]
+        self.steps = [int(step) == self.step for *_, step in self.found]
+        self.most = (len(self.alive) - 1) * (self.expected.nbytes + 8)  # or with its step in front
+        self.large = sum(
+            comm.sent for comm in self.run.ledger.leaves() if comm.nbytes > 8 * self.size
+        )
+
+    def lines(self) -> list[Line]:
+        bound = f"at most {self.most}"
+        return [
+            on_ranks("in a group of the living, in their order", self.groups),
+            on_ranks("the state of who has come furthest", self.states),
+            on_ranks("its number of steps", self.steps),
+            Line("bytes of state sent", self.large, bound, self.large <= self.most),
+        ]
+
+    def mistake(self) -> str:
+        if not all(self.groups):
+            return (
+                "The new group is to have all ranks of `group` that are not in `dead`, in their "
+                "order, and no others: Members(group, alive)."
+            )
+        if not all(self.steps):
+            return (
+                f"The steps differ: some have done {self.step}, others fewer, and all go on at "
+                f"{self.step}, the most. Whoever has done it had everybody's gradient."
+            )
+        if not all(self.states):
+            return (
+                "The state is to be that of a rank which has done the most steps, to the last bit: "
+                "not the mean, and not that of the first rank. Its place in the *new* group is the "
+                "root of the broadcast."
+            )
+        return (
+            f"Right, but {self.large:,} bytes of state were sent, and {self.most:,} do: first find "
+            "out who has come furthest, by one number of each rank, then broadcast its state."
+        )
+
+    @staticmethod
+    def raised(error: str) -> str:
+        if "deadlock" not in error and "timeout" not in error.lower():
+            return ""
+        return (
+            "everyone waits. A collective over the old `group` waits for the dead. Use one over "
+            "the living only, which all of them enter.\n"
+        )
+
+
+EXERCISES = [
+    Exercise(
+        "patience",
+        detectors.patience,
+        patience_trial,
+        [
+            (1, Silences((0.10, 0.12, 0.55, 0.11, 0.09, 0.30, 0.10, 0.13), 0.25)),
+            (1, Silences((0.10, 0.12, 0.55, 0.11, 0.09, 0.30, 0.10, 0.13), 0.0)),
+            (1, Silences((3.0, 1.0, 2.0, 5.0, 4.0, 9.0, 7.0), 0.25)),
+            (1, Silences((0.2, 0.2, 0.9, 0.9, 0.2, 0.9, 0.2, 0.9), 0.25)),
+            (1, Silences((0.5,), 0.5)),
+            (1, Silences((0.4, 0.1, 0.3, 0.2), 0.75)),
+        ],
+        Timeout,
+        hints=[
+            "Which timeouts are worth a look? Between two of the observed silences the number of "
+            "alarms does not change, so the answer is one of them.",
+            "Sort the silences. A timeout equal to one of them is wrong for those that are longer, "
+            "not for itself. Take the shortest for which these are at most allowed * n.",
+        ],
+        skeleton="""\
+def patience(silences, allowed):
+    for timeout in sorted(silences):
+        alarms = ...                        # how many silences are longer
+        if ...:
+            return timeout""",
+    ),
+    Exercise(
+        "shares",
+        ideas.shares,
+        shares_trial,
+        [
+            (1, Devices(12, (1.0, 1.0, 2.0))),
+            (1, Devices(12, (1.0, 1.0, 1.0, 1.0))),
+            (1, Devices(8, (1.0, 1.0, 1.0))),
+            (1, Devices(10, (2.0, 0.5, 1.0))),
+            (1, Devices(3, (1.0, 6.0, 1.0))),
+            (1, Devices(7, (3.0, 2.0, 2.5, 10.0))),
+            (1, Devices(9, (0.25, 1.0))),
+            (1, Devices(5, (3.0,))),
+            (1, Devices(1, (4.0, 2.0, 4.0))),
+            (1, Devices(6, (1.0, 10.0))),
+        ],
+        Shared,
+        hints=[
+            "Deal the samples out one at a time. A device that has k of them and gets another is "
+            "done after (k + 1) * its seconds.",
+            "Each sample goes to the device for which (taken + 1) * seconds is smallest.",
+        ],
+        skeleton="""\
+def shares(batch_size, seconds):
+    taken = [0] * len(seconds)
+    for _ in range(batch_size):
+        device = min(range(len(seconds)), key=lambda d: ...)
+        taken[device] += 1
+    return taken""",
+    ),
+    Exercise(
+        "rebuild",
+        ideas.rebuild,
+        rebuild_trial,
+        [
+            (4, Deaths((5, 6, None, 6))),
+            (4, Deaths((None, 3, 3, 4))),
+            (5, Deaths((2, None, 2, None, 1), dtype=torch.float64)),
+            (3, Deaths((7, 7, 7))),
+            (3, Deaths((4, None, 9), 7)),
+            (2, Deaths((None, 8))),
+        ],
+        Rebuilt,
+        hints=[
+            "Who is alive? range(group.size()) without the dead. Members(group, alive) is a group "
+            "of these. From then on speak in this group only.",
+            "All-gather the steps, one number of each rank: the largest one's place is the root "
+            "from which the state is broadcast.",
+        ],
+        skeleton="""\
+def rebuild(state, step, dead, group):
+    alive = ...
+    there = Members(group, alive)
+    steps = all_gather(torch.tensor([step]), there)
+    root = ...
+    return there, broadcast(...), ...""",
+    ),
+]

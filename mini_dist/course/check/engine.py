@@ -1,0 +1,354 @@
+"""How an exercise is judged: run it on ranks, measure, and say the one thing that helps most.
+
+An exercise is a function of the learner's. Right values are not enough: a ring that passes whole
+tensors round gives the right sum, too. So the ledger of the run is judged with the values: bytes,
+rounds, who sent to whom, and whether the learner's own code did the work (watch.py). What is right
+so far is tried once more in harder ways, the same for all exercises (adversities.py).
+
+An exercise brings four things: its cases, a trial that calls the learner's function on a rank, a
+`Measured` that puts what came of it beside what should have come, and its hints.
+"""
+
+from __future__ import annotations
+
+import html
+import inspect
+import os
+import re
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+from mini_dist.ranks.launch import RankError, Run
+from mini_dist.ranks.ledger.table import Table
+
+from .. import learner
+from ..lesson import show_to_paste, to_paste
+from .adversities import Facts, mistake_in, nothing_under_way, once_started, told
+from .watch import calls_of, handles_kept, learners, made_before
+
+RIGHT, WRONG, LIBRARY = "right", "wrong", "still the library's"
+
+
+class CheckFailed(AssertionError):
+    """With MINI_DIST_STRICT=1: this exercise is not solved by the learner's own code."""
+
+
+@dataclass
+class Line:
+    """One thing that was measured, beside what was expected; "" where nothing was."""
+
+    what: str
+    measured: object
+    expected: object
+    ok: bool
+
+    @property
+    def mark(self) -> str:
+        if self.expected == "":
+            return ""
+        return "✓" if self.ok else "✗"
+
+
+def line(what: str, measured, expected) -> Line:
+    """A line that is right if both are equal."""
+    return Line(what, measured, expected, measured == expected)
+
+
+def on_ranks(what: str, right: Iterable[bool]) -> Line:
+    """A line that says on how many of the ranks something is right."""
+    right = list(right)
+    return line(what, f"{sum(right)} of {len(right)} ranks", f"{len(right)} of {len(right)} ranks")
+
+
+def yes(what: str, ok: bool) -> Line:
+    return Line(what, "yes" if ok else "no", "yes", bool(ok))
+
+
+def are_two(came: object, *kinds: type) -> bool:
+    """Whether a function has returned two things, of these kinds, in a tuple or a list."""
+    two = isinstance(came, (tuple, list)) and len(came) == 2
+    return two and all(map(isinstance, came, kinds))
+
+
+def too_few_bytes(sent: int, wanted: int) -> str:
+    """The hint for a run that is right to the eye and cheaper than it can be."""
+    return (
+        f"Only {sent:,} bytes were sent where {wanted:,} are needed: numbers travel in the dtype "
+        "that they were given in. In 16 bits they lose digits, though these may not show it."
+    )
+
+
+NO_BARRIER = (
+    "A barrier moves nothing and keeps everyone waiting: a collective waits by itself for what it "
+    "needs. Leave it out."
+)
+
+
+@dataclass
+class Verdict:
+    """What `check` shows: the state, the measurements, and for a wrong answer one hint."""
+
+    name: str
+    state: str
+    lines: list[Line] = field(default_factory=list)
+    hint: str = ""
+
+    @property
+    def title(self) -> str:
+        mark = {RIGHT: "✓", WRONG: "✗", LIBRARY: "·"}[self.state]
+        return f"{mark} {self.name}: {self.state}"
+
+    def table(self) -> Table:
+        rows = [
+            (line.what, str(line.measured), str(line.expected), line.mark) for line in self.lines
+        ]
+        return Table(["", "measured", "expected", ""], rows)
+
+    def __repr__(self) -> str:
+        parts = [self.title, str(self.table())] if self.lines else [self.title]
+        return "\n".join([*parts, *([self.hint] if self.hint else [])])
+
+    def _repr_html_(self) -> str:
+        color = {RIGHT: "#2e7d32", WRONG: "#c62828", LIBRARY: "#666666"}[self.state]
+        table = self.table()._repr_html_() if self.lines else ""
+        hint = f"<p>{html.escape(self.hint)}</p>" if self.hint else ""
+        title = html.escape(self.title)
+        return f"<p style='color:{color};font-weight:bold'>{title}</p>{table}{hint}"
+
+
+class Measured:
+    """What came of one case. An exercise says in `lines` what is looked at, and in `mistake`, which
+    is asked where a line is not right, what helps most."""
+
+    def __init__(self, case, run: Run):
+        self.case, self.run, self.results = case, run, run.results
+        self.size = len(run.results)
+        self.measure()
+
+    def measure(self) -> None:
+        """What `lines` and `mistake` both need."""
+
+    def lines(self) -> list[Line]:
+        raise NotImplementedError
+
+    def mistake(self) -> str:
+        raise NotImplementedError
+
+    @staticmethod
+    def raised(error: str) -> str:
+        """What an exception means in this exercise, where it says more than itself; else ""."""
+        return ""
+
+    @property
+    def sent(self) -> int:
+        """Bytes, by all ranks."""
+        return self.run.ledger.total_bytes()
+
+    @property
+    def backend(self) -> list[str]:
+        """What torch.distributed was asked for beside messages."""
+        messages = ("send", "recv", "recv_anysource")
+        return sorted({c.op for c in self.run.ledger.leaves() if c.op not in messages})
+
+    def backend_line(self) -> Line:
+        found = sorted({*self.backend, *["barrier"] * (self.barriers > 0)})
+        return line("calls of the backend's collectives", ", ".join(found) or "none", "none")
+
+    def of_the_backend(self, instead: str) -> str:
+        """The hint for who has asked it for more than messages."""
+        if self.barriers:
+            return NO_BARRIER
+        return f"The work is done by the backend's own {' and '.join(self.backend)}. {instead}"
+
+    @property
+    def barriers(self) -> int:
+        """How often a rank stopped at one, the backend's or ours."""
+        return sum(comm.op == "barrier" for comm in self.run.ledger.comms)
+
+
+class Exercise:
+    """`check.NAME`: call it with the learner's function; ask it for a hint, a skeleton, a solution.
+
+    solution: the library's function that does this; who calls it has not written it. trial: what a
+    rank runs, (fn, case, group) -> its result. cases: pairs (world_size, case); the lines of the
+    first are shown, of the others what is not right. refuses: functions of the library that do some
+    of the asked work. answer: what `.solution()` shows, where it is not `solution`. changes: names
+    of the arguments that the function is there to change; again: a second call with the same
+    arguments gives the same (elsewhere only a second trial is made); makes: types of what is to be
+    made in the call, so that nothing of the kind may be there before; contiguous: names of
+    arguments that never come in another way.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        solution: Callable,
+        trial: Callable,
+        cases: Iterable[tuple[int, object]],
+        measured: type[Measured],
+        *,
+        hints: list[str],
+        skeleton: str,
+        refuses: Collection[Callable] = (),
+        answer: tuple[Callable, ...] = (),
+        changes: Collection[str] = (),
+        again: bool = True,
+        makes: tuple[type, ...] = (),
+        contiguous: Collection[str] = (),
+    ):
+        self.name, self._solution, self._trial = name, inspect.unwrap(solution), trial
+        self._answer = answer or (solution,)
+        self._cases, self._measured = list(cases), measured
+        self._hints, self._skeleton = hints, skeleton
+        self._refuses = {*map(inspect.unwrap, [*refuses, *self._answer]), self._solution}
+        self._refuses |= {type(self).answer, to_paste}  # (the printed solution, as text)
+        self._makes = makes
+        signature = inspect.signature(inspect.unwrap(self._answer[-1]))
+        self._facts = Facts(signature, frozenset(changes), again, frozenset(contiguous))
+
+    def __call__(self, fn: Callable) -> Verdict:
+        """Judge `fn`; with MINI_DIST_STRICT=1 raise CheckFailed unless it is right."""
+        verdict = self.judge(fn)
+        learner.note(verdict=(self.name, verdict.state == RIGHT))
+        if os.environ.get("MINI_DIST_STRICT") == "1" and verdict.state != RIGHT:
+            raise CheckFailed(str(verdict))
+        return verdict
+
+    def judge(self, fn: Callable) -> Verdict:
+        lines, passed = [], []
+        if verdict := self.made_before(fn):
+            return verdict
+        for size, case in self._cases:
+            args = (self._trial, fn, case, self._refuses)
+            try:
+                run = once_started(watched, size, args)
+            except RankError as error:
+                means = self._measured.raised(str(error)) or advice(error)
+                hint = f"{self._only_here(passed, size, case)}{told(error) or means + str(error)}"
+                return Verdict(self.name, WRONG, lines, hint)
+            used = set().union(*(called for _, called in run.results))
+            run.results = [result for result, _ in run.results]
+            one = self._measured(case, run)
+            found = one.lines()
+            lines += [each for each in found if not passed or not each.ok]
+            if used:
+                return self._not_the_learners(fn, used, lines)
+            if not all(each.ok for each in found):
+                hint = self._only_here(passed, size, case) * bool(passed) + one.mistake()
+                return Verdict(self.name, WRONG, lines, hint)
+            passed.append((case, run))
+        case, run = min(passed, key=self._rather)  # tried once more
+        hint = mistake_in(self._trial, fn, case, run, self._facts)
+        return Verdict(self.name, WRONG if hint else RIGHT, lines, hint)
+
+    def made_before(self, fn: Callable) -> Verdict | None:
+        """The verdict on who hands back what an earlier cell has made."""
+        name = made_before(fn, self._makes)
+        return self.told_made_before(name) if name else None
+
+    def told_made_before(self, name: str) -> Verdict:
+        hint = (
+            f"Your function uses {name}, which was there before it was called: what it returns is "
+            "to be made inside of it."
+        )
+        return Verdict(self.name, WRONG, hint=hint)
+
+    def _rather(self, passed: tuple) -> tuple:
+        """Few ranks, but three where that can be: of two, each has only one to take for another.
+        One alone only if the learner's function is given no group."""
+        size = len(passed[1].results)
+        return (size < 3) * (3 - size) if self._facts.gives_a_group else 0, size
+
+    def _not_the_learners(self, fn: Callable, used: set[str], lines: list[Line]) -> Verdict:
+        if used & {self.name, *(solution.__name__ for solution in (self._solution, *self._answer))}:
+            note = (
+                f"These are the library's numbers. Replace its call in {name_of(fn)} by your own."
+            )
+            return Verdict(self.name, LIBRARY, lines, note)
+        names = ", ".join(sorted(used))
+        note = f"The work is done by the library's {names}: write that part, too."
+        return Verdict(self.name, WRONG, lines, note)
+
+    def _only_here(self, passed: list, size: int, case) -> str:
+        """Which cases before were right, and which one is not."""
+        alone = all(size == 1 for size, _ in self._cases)  # ranks play no part
+        where = str(case) if alone else f"{'one rank' if size == 1 else ranks(size)}, {case}"
+        seen = [str(before) if alone else ranks(len(run.results)) for before, run in passed]
+        before = " and ".join(dict.fromkeys(seen[:1] if alone else seen))
+        return f"Right with {before}. With {where}: " if passed else f"With {where}: "
+
+    def hint(self, level: int = 1) -> None:
+        """Print the first hint, or a later one that says more."""
+        if not 1 <= level <= len(self._hints):
+            raise ValueError(f"{self.name} has hints 1 to {len(self._hints)}, not {level}")
+        print(self._hints[level - 1])
+
+    def skeleton(self) -> None:
+        """Print the frame of a solution, with gaps."""
+        print(self._skeleton)
+
+    def solution(self) -> None:
+        """Show a right answer: source that, pasted into a cell, is one."""
+        show_to_paste(*self._answer, name=self.name)
+
+    def answer(self) -> str:
+        """What `solution` shows."""
+        return to_paste(*self._answer, name=self.name)
+
+
+def watched(trial: Callable, fn: Callable, case, refuses: set[Callable], group) -> tuple:
+    """On a rank: what came of the trial, and which of `refuses` the learner's code has called."""
+    with calls_of(refuses) as called, handles_kept():
+        result = trial(lambda *args, **kwargs: learners(fn, *args, **kwargs), case, group)
+        nothing_under_way(group)
+    return result, called
+
+
+def name_of(fn: Callable) -> str:
+    return getattr(fn, "__name__", "your cell")
+
+
+def ranks(size: int) -> str:
+    return f"{size} rank{'s' * (size > 1)}"
+
+
+LENGTH = re.compile(r"(?:send|recv)\(\w+\[(\d+)\]")  # of a message, as a RankError tells it
+
+
+def advice(error: RankError) -> str:
+    """What the usual failures mean."""
+    text = str(error)
+    if "'NoneType' object" in text:
+        return (
+            "something is None: the grad of a frozen parameter (one that was not used has none, "
+            "either, though it requires_grad: ask for .grad is None), or what gather returns "
+            "elsewhere than on its root.\n"
+        )
+    if text.startswith("the ranks do not agree") and len(set(LENGTH.findall(text))) == 2:
+        return (
+            "what arrives may be longer or shorter than what you send: exchange(..., like=a tensor "
+            "as long as what arrives), such as your own chunk of the same number.\n"
+        )
+    lines = text.splitlines()
+    waits = [line.split(" s in ")[1] for line in lines if " s in " in line]
+    if not text.startswith("deadlock") or not waits:
+        return ""
+    sends, receives = (all(wait.startswith(op) for wait in waits) for op in ("send(", "recv("))
+    messages = all(wait.startswith(("send(", "recv(")) for wait in waits)
+    if messages and any("has returned" in line for line in lines):
+        what = "sent that nobody receives" if sends else "waited for that nobody sends"
+        return f"a message is {what}: the others have returned. Go through it for each rank.\n"
+    if len({after for line, after in zip(lines, lines[1:]) if " s in " in line}) > 1:
+        return (
+            "the ranks wait in different lines of your function. A collective needs all of them: "
+            "every rank makes the same calls in the same order, also where its result is not "
+            "used. And of messages, each send needs its receive.\n"
+        )
+    if sends:
+        return (
+            "everyone sends first and waits for a receiver, but nobody has come to receive. "
+            "exchange(x, to, source, group) does both at once.\n"
+        )
+    if receives:
+        return "everyone waits to receive, and nobody has sent.\n"
+    return ""

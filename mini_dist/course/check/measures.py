@@ -1,0 +1,72 @@
+"""What several exercises measure: numbers up to rounding, and which tensors are still there."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode  # (torch gives it no public name)
+from torch.utils._pytree import tree_leaves
+
+from mini_dist.ranks.launch import Run
+
+from .engine import too_few_bytes
+
+
+def close(found, expected: Tensor, largest: float) -> bool:
+    """Equal up to the rounding of `expected`'s dtype in sums of terms as large as `largest`.
+
+    So whoever divides before adding is right, too, and whoever sends 16 bits for 32 is not.
+    """
+    if not isinstance(found, Tensor):
+        return False
+    if (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        return False
+    if not expected.is_floating_point():
+        return torch.equal(found, expected)
+    room = 4 * torch.finfo(expected.dtype).eps * largest
+    return (found - expected).abs().le(room).all().item()
+
+
+def mistake_of_dtype(run: Run, dtype: torch.dtype, wanted: int, what: str = "gradients") -> str:
+    """The hint where something was sent in another dtype than this one; else "". wanted: bytes."""
+    name, sent = str(dtype).removeprefix("torch."), run.ledger.total_bytes()
+    others = {comm.dtype for comm in run.ledger.leaves() if comm.sent} - {name}
+    if not others:
+        return ""
+    if sent < wanted:
+        return too_few_bytes(sent, wanted)
+    return (
+        f"The {what} are {name} and travel as {' and '.join(sorted(others))}: {sent:,} bytes were "
+        f"sent where {wanted:,} do. Send them in their own dtype."
+    )
+
+
+class Alive(TorchDispatchMode):
+    """Notes the memory of each tensor that is made inside, and says what of it is still there,
+    whoever holds it: a name, a list, a graph, a clone. What was shrunk counts as it is now."""
+
+    def __init__(self):
+        super().__init__()
+        self.made: dict[int, weakref.ref] = {}  # storages
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        given = {s._cdata for s in storages((args, kwargs))}  # a view makes nothing
+        for storage in storages(result):
+            if storage._cdata not in given:
+                self.made[storage._cdata] = weakref.ref(storage)
+        return result
+
+    def storages(self) -> dict[int, int]:
+        """Those that are there -> bytes."""
+        alive = ((place, ref()) for place, ref in list(self.made.items()))
+        return {place: storage.nbytes() for place, storage in alive if storage is not None}
+
+    def nbytes(self) -> int:
+        return sum(self.storages().values())
+
+
+def storages(value) -> list:
+    return [leaf.untyped_storage() for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -1,0 +1,368 @@
+"""Exercises of lesson 20: read the next weight ahead, and place tensors without fragments.
+
+Who waits is judged in virtual time, where a layer takes stated seconds and so does a weight on its
+way: no clock is in it. What is held is what is alive: a weight counts from the moment when it is
+asked for until nobody has it any more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from mini_dist.collectives.emulate import Link
+from mini_dist.strategies.offload import ideas
+from mini_dist.strategies.offload.allocator import lifetimes, requests
+
+from .engine import Exercise, Line, Measured, line, yes
+from .measures import Alive
+
+# ---- read ahead ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Weights:
+    sizes: tuple[int, ...]  # elements of each layer's weight
+    seconds: tuple[float, ...]  # that each layer computes
+
+    def __str__(self) -> str:
+        if not self.sizes:
+            return "no layer"
+        same = len(set(self.sizes)) == 1 == len(set(self.seconds))
+        return f"{len(self.sizes)} layers" + "" * same + ", all of another size" * (not same)
+
+    def weight(self, number: int) -> Tensor:
+        return torch.arange(self.sizes[number], dtype=torch.float64) % 7 + number
+
+    def expected(self) -> tuple[float, float]:
+        """Seconds with one read ahead, and without."""
+        device = link = ahead = 0.0
+        for size, seconds in zip(self.sizes, self.seconds):
+            link = max(link, ahead) + size
+            begin = max(device, link)
+            ahead, device = begin, begin + seconds  # the next is asked for as this one begins
+        return device, sum(self.sizes) + sum(self.seconds)
+
+
+@dataclass
+class World:
+    """A device, a link of one element a second, and the weights that are held."""
+
+    case: Weights
+    alive: Alive
+    now: float = 0.0
+    link: Link = field(default_factory=lambda: Link(0.0, 1.0))
+    loads: list[int] = field(default_factory=list)
+    used: list[int] = field(default_factory=list)
+    most: int = 0  # elements held at once
+
+    def load(self, number: int) -> Arriving:
+        if not 0 <= number < len(self.case.sizes):
+            raise IndexError(
+                f"load({number}): there are layers 0 to {len(self.case.sizes) - 1} only"
+            )
+        self.loads.append(number)
+        return Arriving(self, number)
+
+    def layer(self, number: int):
+        def compute(x: Tensor, weight: Tensor) -> Tensor:
+            self.used.append(number)
+            self.now += self.case.seconds[number]
+            return x + (number + 1) * weight.sum()
+
+        return compute
+
+
+class Arriving:
+    """A weight on its way: its place is taken at once."""
+
+    def __init__(self, world: World, number: int):
+        self.world = world
+        self.weight: Tensor | None = world.case.weight(number)
+        self.there = world.link.send(self.weight.numel(), world.now)
+        held = sum(size for size in world.alive.storages().values())
+        world.most = max(world.most, held // 8)
+
+    def wait(self) -> Tensor:
+        if self.weight is None:
+            raise RuntimeError("wait() was called twice for one load: it gives the weight once")
+        self.world.now = max(self.world.now, self.there)
+        weight, self.weight = self.weight, None
+        return weight
+
+
+@dataclass(eq=False)
+class Read:
+    found: object
+    seconds: float
+    most: int
+    loads: list[int]
+    used: list[int]
+
+
+def read_trial(fn, case: Weights, group) -> Read:
+    x = torch.zeros((), dtype=torch.float64)
+    alive = Alive()
+    world = World(case, alive)
+    layers = [world.layer(number) for number in range(len(case.sizes))]
+    with weights_only(alive, case):
+        found = fn(x, layers, world.load)
+    return Read(found, world.now, world.most, world.loads, world.used)
+
+
+class weights_only:
+    """Inside, what is made is seen; single numbers, as x, do not count."""
+
+    def __init__(self, alive: Alive, case: Weights):
+        self.alive, self.of_all = alive, alive.storages
+        alive.storages = self.large
+
+    def large(self) -> dict[int, int]:
+        return {place: size for place, size in self.of_all().items() if size > 64}
+
+    def __enter__(self):
+        return self.alive.__enter__()
+
+    def __exit__(self, *error):
+        return self.alive.__exit__(*error)
+
+
+class ReadAhead(Measured):
+    def measure(self):
+        self.read, case = self.results[0], self.case
+        self.seconds, self.without = case.expected()
+        self.right = torch.zeros((), dtype=torch.float64)
+        for number in range(len(case.sizes)):
+            self.right = self.right + (number + 1) * case.weight(number).sum()
+        pairs = zip(case.sizes, [*case.sizes[1:], 0])
+        self.room = max((a + b for a, b in pairs), default=0)
+
+    def lines(self) -> list[Line]:
+        read, number = self.read, len(self.case.sizes)
+        right = isinstance(read.found, Tensor) and torch.equal(read.found, self.right)
+        return [
+            yes("the right result", right),
+            line("weights loaded", read.loads, list(range(number))),
+            Line("seconds", read.seconds, self.seconds, read.seconds <= self.seconds),
+            Line("elements held at most", read.most, self.room, read.most <= self.room),
+        ]
+
+    def mistake(self) -> str:
+        read, number = self.read, len(self.case.sizes)
+        if read.used != list(range(number)):
+            return "Each layer computes once, in order: x = layer(x, weight), from the first on."
+        if not isinstance(read.found, Tensor) or not torch.equal(read.found, self.right):
+            return "Wrong result. Each layer gets the x of the layer before it and its own weight."
+        if read.loads != list(range(number)):
+            again = len(read.loads) > len(set(read.loads))
+            return (
+                "A weight was loaded twice: load(number) goes over the link each time."
+                if again
+                else "Load each weight once, in the order in which the layers need them."
+            )
+        if read.most > self.room and read.seconds <= self.seconds:
+            return (
+                f"It hides, but {read.most} elements are held where {self.room} do: two "
+                "weights at most, the one that computes and the next. Ask for a weight no earlier "
+                "than when the layer before it begins, and let go of the last one before that "
+                "(del weight)."
+            )
+        if read.most > self.room:
+            return f"{read.most} elements are held at once where {self.room} do: two weights."
+        if read.seconds >= self.without:
+            return (
+                f"Nothing hides: {read.seconds:g} s is the sum of all. load() only begins; what "
+                "you do between it and wait() costs nothing. Ask for the next weight before this "
+                "layer computes, and wait for it after."
+            )
+        return (
+            f"{read.seconds:g} s where {self.seconds:g} do. As soon as a layer's weight is there, "
+            "the next one is to be on its way, before this layer computes."
+        )
+
+    @staticmethod
+    def raised(error: str) -> str:
+        if "there are layers 0 to" in error or "list index out of range" in error:
+            return "the last layer has no next one, and no layers have no first one.\n"
+        return ""
+
+
+# ---- place tensors ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """kind "given": these; "by lot": so many; "a step": what a training step asked for."""
+
+    kind: str
+    tensors: tuple[tuple[int, int, int], ...] = ()
+    number: int = 0
+
+    def __str__(self) -> str:
+        if self.kind == "a step":
+            return "the tensors of a training step"
+        number = len(self.all())
+        return f"{number} tensor{'s' * (number != 1)}{', drawn by lot' * (self.kind == 'by lot')}"
+
+    def all(self) -> list[tuple[int, int, int]]:
+        if self.kind == "by lot":
+            lots = torch.Generator().manual_seed(self.number)
+
+            def draw(low, high):
+                return int(torch.randint(low, high, (1,), generator=lots))
+
+            begins = sorted(draw(0, 60) for _ in range(self.number))
+            return [(draw(1, 9) * 10, b, b + draw(1, 12)) for b in begins]
+        return list(self.tensors)
+
+
+def place_trial(fn, case: Tensors, group):
+    tensors = step_of_a_model() if case.kind == "a step" else case.all()
+    return tensors, fn(list(tensors))
+
+
+def step_of_a_model() -> list[tuple[int, int, int]]:
+    """What one step of a small GPT asks for, seen by the ledger's own recorder."""
+    from mini_dist.model.gpt import GPT
+    from mini_dist.model.loss import token_loss
+    from mini_dist.plan.config import ModelConfig
+    from mini_dist.ranks.ledger.memory import MemoryRecorder
+    from mini_dist.ranks.ledger.phases import Phases
+
+    config = ModelConfig(num_layers=2, d_model=32, num_heads=2, seq_len=16)
+    model, tokens = GPT(config), torch.zeros(2, 17, dtype=torch.long)
+    optimizer = torch.optim.AdamW(model.parameters())
+    recorder = MemoryRecorder(Phases())
+    with recorder.recording():
+        token_loss(model(tokens[:, :-1]), tokens[:, 1:]).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return lifetimes(requests(recorder.export()))
+
+
+def end_of(tensors, places) -> int:
+    return max((place + size for place, (size, _, _) in zip(places, tensors)), default=0)
+
+
+class Placed(Measured):
+    def measure(self):
+        self.tensors, self.places = self.results[0]
+        self.room = end_of(self.tensors, ideas.offsets(self.tensors))
+        moments = {begin for _, begin, _ in self.tensors}
+        self.live = max(
+            (sum(s for s, b, e in self.tensors if b <= t < e) for t in moments), default=0
+        )
+        self.are_places = (
+            isinstance(self.places, (list, tuple))
+            and len(self.places) == len(self.tensors)
+            and all(isinstance(p, int) and not isinstance(p, bool) for p in self.places)
+        )
+        self.collisions = self.end = 0
+        if self.are_places:
+            self.end = end_of(self.tensors, self.places)
+            spans = list(zip(self.places, self.tensors))
+            for i, (p, (s, b, e)) in enumerate(spans):
+                for q, (t, c, f) in spans[:i]:
+                    together = b < f and c < e
+                    self.collisions += together and p < q + t and q < p + s
+            self.negative = min(self.places, default=0) < 0
+
+    def lines(self) -> list[Line]:
+        rows = [yes("a place for each tensor", self.are_places)]
+        if self.are_places:
+            rows += [
+                line("pairs that overlap while both live", self.collisions, 0),
+                line("places below 0", int(self.negative), 0),
+                Line("memory", self.end, f"at most {self.room}", self.end <= self.room),
+                Line("alive at once", self.live, "", True),
+            ]
+        return rows
+
+    def mistake(self) -> str:
+        if not self.are_places:
+            return f"Return a list of {len(self.tensors)} whole numbers, one place for each tensor."
+        if self.negative:
+            return "A place is counted from the begin of the memory: 0 or more."
+        if self.collisions:
+            return (
+                f"{self.collisions} pairs of tensors overlap while both live. Two live together if "
+                "each begins before the other ends (end itself is no longer part of a life)."
+            )
+        every = sum(size for size, _, _ in self.tensors)
+        if self.end == every:
+            return "Each tensor has memory of its own. A place is free again when its tensor ends."
+        return (
+            f"{self.end} bytes where {self.room} do. Small tensors settle where a large one would "
+            "fit later: place the large ones first, each at the lowest place that is free as long "
+            "as it lives."
+        )
+
+
+FRAGMENTS = ((4, 0, 2), (2, 0, 6), (4, 1, 3), (2, 2, 6), (8, 3, 6), (3, 4, 5))
+
+EXERCISES = [
+    Exercise(
+        "read_ahead",
+        ideas.read_ahead,
+        read_trial,
+        [
+            (1, Weights((40,) * 4, (50.0,) * 4)),
+            (1, Weights((40, 90, 20, 60, 50), (30.0, 20.0, 70.0, 10.0, 40.0))),
+            (1, Weights((30, 80), (100.0, 10.0))),
+            (1, Weights((25,), (5.0,))),
+            (1, Weights((), ())),
+        ],
+        ReadAhead,
+        hints=[
+            "load(number) begins, wait() ends. Between the two put the layer that has its weight.",
+            "Before the loop: arriving = load(0). In it: weight = arriving.wait(), then arriving = "
+            "load(number + 1) if there is one, and only then x = layer(x, weight).",
+        ],
+        skeleton="""\
+def read_ahead(x, layers, load):
+    arriving = load(0) if layers else None
+    for number, layer in enumerate(layers):
+        weight = ...
+        if ...:                       # is there a next layer?
+            arriving = ...
+        x = layer(x, weight)
+    return x""",
+        again=False,
+    ),
+    Exercise(
+        "offsets",
+        ideas.offsets,
+        place_trial,
+        [
+            (1, Tensors("given", FRAGMENTS)),
+            (1, Tensors("by lot", number=12)),
+            (1, Tensors("a step")),
+            (1, Tensors("by lot", number=40)),
+            (1, Tensors("given", ((5, 0, 1),))),
+            (1, Tensors("given")),
+        ],
+        Placed,
+        hints=[
+            "Two tensors live together if begin < the other's end, both ways. Only these are in "
+            "each other's way.",
+            "Go through the tensors from the largest to the smallest. Sort what is placed already "
+            "and lives together with this one by its place, and take the first gap that is large "
+            "enough, or the end of the last.",
+        ],
+        skeleton="""\
+def offsets(tensors):
+    place = {}
+    for number in sorted(range(len(tensors)), key=...):
+        nbytes, begin, end = tensors[number]
+        beside = [i for i in place if ...]        # lives at the same time
+        lowest = 0
+        for start, stop in sorted(...):
+            if start - lowest >= nbytes:
+                break
+            lowest = max(lowest, stop)
+        place[number] = lowest
+    return [place[number] for number in range(len(tensors))]""",
+    ),
+]

@@ -1,0 +1,234 @@
+"""Exercise of lesson 06: a block that keeps its input, and makes the rest again in backward.
+
+Right gradients are not enough: a block that keeps everything has them, too. So what is kept is
+judged, by autograd and by whoever else holds on to it, how often the block ran, and where the
+random numbers are afterwards.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from mini_dist.model import recompute
+from mini_dist.model.recompute import SavedBytes, recomputed
+
+from .engine import Exercise, Line, Measured, line, yes
+from .measures import Alive, close
+from .watch import functions_of
+
+
+@dataclass(frozen=True)
+class Block:
+    """p: of the dropout. times: the same block so often, one after the other."""
+
+    p: float
+    shape: tuple[int, ...] = (32, 64)
+    dtype: torch.dtype = torch.float32
+    times: int = 1
+
+    def __str__(self) -> str:
+        special = f", the same block {self.times} times" * (self.times > 1)
+        special += f", {self.dtype}" * (self.dtype != torch.float32)
+        return (f"dropout {self.p}" if self.p else "no dropout") + special
+
+    @property
+    def input_bytes(self) -> int:
+        return torch.zeros(self.shape, dtype=self.dtype).nbytes
+
+
+@dataclass(eq=False)
+class Seen:
+    """What one forward and backward left behind."""
+
+    out: Tensor
+    gradients: list[Tensor | None]  # of the input's leaf, then of the parameters
+    added: list[Tensor | None]  # the same, where there were gradients before
+    next_draw: float  # the first random number that is drawn afterwards
+    kept: int  # bytes that autograd holds between forward and backward
+    held: int  # bytes that somebody holds then of what was made in forward, save the output
+    inside: int  # outputs inside the block that are still there then
+    runs: tuple[int, int]  # of the block, in forward and in backward
+
+
+def seen(fn: Callable, case: Block) -> Seen:
+    """Run fn(block, x) with these dice; the x has a graph behind it, as a block's has."""
+    torch.manual_seed(0)
+    layers = nn.Linear(64, 256), nn.GELU(), nn.Dropout(case.p), nn.Linear(256, 64)
+    block = nn.Sequential(*layers).to(case.dtype)
+    leaf = torch.randn(case.shape, dtype=case.dtype).requires_grad_()
+    x = 2 * leaf
+    runs, inside = [0], []
+    block.register_forward_pre_hook(lambda *_: runs.__setitem__(0, runs[0] + 1))
+
+    def note(_, __, out):
+        with suppress(NotImplementedError):  # inside torch.func, a tensor has no memory
+            inside.append(weakref.ref(out.untyped_storage()))
+
+    for layer in block[:-1]:
+        layer.register_forward_hook(note)
+    with SavedBytes(block) as saved, Alive() as alive:
+        out = x
+        for _ in range(case.times):
+            out = fn(block, out)
+        places = {storage.data_ptr() for ref in inside if (storage := ref()) is not None}
+        kept, in_forward = saved.now, runs[0]
+        held = alive.nbytes() - out.untyped_storage().nbytes()
+    torch.rand(())  # as the next block would
+    wanted = [leaf, *block.parameters()]
+    out.square().sum().backward()
+    gradients = [None if each.grad is None else each.grad.clone() for each in wanted]
+    in_backward, next_draw = runs[0] - in_forward, torch.rand(()).item()
+    again = x.detach().requires_grad_()  # and once more: these add to what is in .grad
+    torch.manual_seed(1)
+    out_again = again
+    for _ in range(case.times):
+        out_again = fn(block, out_again)
+    out_again.square().sum().backward()
+    added = [again.grad, *(parameter.grad for parameter in block.parameters())]
+    found = out.detach(), gradients, added, next_draw
+    return Seen(*found, kept, held, len(places), (in_forward, in_backward))
+
+
+def plain(block: nn.Module, x: Tensor) -> Tensor:
+    return block(x)
+
+
+def trial(fn: Callable, case: Block, group) -> Seen:
+    return seen(fn, case)
+
+
+def same(found: list[Tensor | None], expected: list[Tensor]) -> bool:
+    """Up to rounding: who asks for the gradients in another way may add in another order."""
+    return len(found) == len(expected) and all(
+        close(a, b, 4 * b.abs().max().item()) for a, b in zip(found, expected)
+    )
+
+
+class Forgetting(Measured):
+    def measure(self):
+        self.expected, self.found = seen(plain, self.case), self.results[0]
+        dice = len(torch.get_rng_state())  # their state may be saved like x
+        self.room = self.case.times * (self.case.input_bytes + dice)
+        between = (
+            self.case.times - 1
+        ) * self.case.input_bytes  # one's output, the next one's input
+        self.room_held = self.room + between
+
+    def lines(self) -> list[Line]:
+        found, expected, once = self.found, self.expected, (self.case.times,) * 2
+        return [
+            yes(f"{self.case}: same output", same([found.out], [expected.out])),
+            Line(
+                "bytes that autograd keeps",
+                found.kept,
+                f"<= {self.room}",
+                found.kept <= self.room,
+            ),
+            Line(
+                "bytes of what was made that are held",
+                found.held,
+                f"<= {self.room_held}",
+                found.held <= self.room_held,
+            ),
+            line("tensors inside the block still held", found.inside, 0),
+            line("runs in forward, in backward", found.runs, once),
+            yes("same gradients", same(found.gradients, expected.gradients)),
+            yes("added to those that are there", same(found.added, expected.added)),
+            yes("same random numbers afterwards", found.next_draw == expected.next_draw),
+        ]
+
+    def mistake(self) -> str:
+        found, expected, times = self.found, self.expected, self.case.times
+        if not same([found.out], [expected.out]):
+            return (
+                "Another output than block(x): forward is as it always was, with the random "
+                "numbers that come next."
+            )
+        if found.kept > self.room or found.inside:
+            return (
+                f"{found.kept:,} bytes are kept for backward where the input's "
+                f"{times * self.case.input_bytes:,} do, and tensors from inside the block that "
+                f"live on: {found.inside}. Autograd keeps nothing inside a Function's forward, "
+                "unless enable_grad tells it to or you put it into ctx."
+            )
+        if found.held > self.room_held:
+            return (
+                f"{found.held:,} bytes of what was made in forward are still there when it is "
+                "over: in ctx, in a list, as a copy. The input and the dice are enough."
+            )
+        if found.runs != (times, times):
+            return (
+                f"The block ran {found.runs[0]} times in forward and {found.runs[1]} in backward."
+            )
+        if any(gradient is None for gradient in found.gradients[1:]):
+            return (
+                "The block's parameters have no gradient. out.backward(grad) gives it to them; "
+                "torch.autograd.grad(out, x, grad) only to x."
+            )
+        if not same(found.gradients, expected.gradients):
+            shared = " What one use of a block keeps must not be the next one's." * (times > 1)
+            return (
+                "Wrong gradients. In backward: cut x off from the graph before it (detach, then "
+                "requires_grad_), return its gradient, and throw the same dice as in forward: "
+                f"torch.get_rng_state() there, torch.set_rng_state(...) here.{shared}"
+            )
+        if not same(found.added, expected.added):
+            return (
+                "Gradients that were there before are gone: other micro-batches, or another use "
+                "of the block, have put them into .grad. Add to it, as out.backward(grad) does."
+            )
+        return (
+            "Right gradients, but afterwards other random numbers are drawn than without "
+            "recomputation: perhaps those of forward once more. torch.random.fork_rng() puts the "
+            "dice back where they were, and no seed is to be set."
+        )
+
+
+EXERCISES = [
+    Exercise(
+        "forget_and_repeat",
+        recomputed,
+        trial,
+        [
+            (1, Block(0.0)),
+            (1, Block(0.5)),
+            (1, Block(0.5, (4, 8, 64), times=2)),
+            (1, Block(0.1, (3, 64), torch.float64)),
+        ],
+        Forgetting,
+        refuses=functions_of(recompute) | {recompute.Recompute.forward, checkpoint},
+        again=False,
+        hints=[
+            "Forgetful is nearly right: with dropout its second run is another than its first. "
+            "What would the second have to know?",
+            "In forward: ctx.dice = torch.get_rng_state(), before block(x). In backward: with "
+            "torch.random.fork_rng(): torch.set_rng_state(ctx.dice), and the block once more.",
+        ],
+        skeleton="""\
+class Careful(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, block, x):
+        ...                                   # remember block, x and the dice
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad(), ...:        # as if nothing had been drawn, afterwards
+            ...
+            out = ctx.block(x)
+        out.backward(grad)
+        return None, x.grad
+
+def forget_and_repeat(block, x):
+    return Careful.apply(block, x)""",
+        answer=(recompute.forget_and_repeat,),
+    )
+]

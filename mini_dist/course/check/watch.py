@@ -1,0 +1,241 @@
+"""Who did the work? Functions that are called from the learner's code are noted as they run.
+
+By what runs, not by its name: an alias or a partial calls the same code. What the library calls by
+itself, in a function that the learner may use, is not the learner's.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import pkgutil
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import BuiltinMethodType, CodeType, FrameType, FunctionType, MethodType, ModuleType
+
+import torch
+
+from mini_dist.collectives import collective
+from mini_dist.ranks.ledger.group import RecordedWork
+
+LIBRARY = str(Path(__file__).parents[1])
+# Their frames only hand on what they are given.
+AROUND = (
+    sysconfig.get_paths()["stdlib"],
+    str(Path(torch.__file__).parent),
+)
+# What `recorded` and `collective` put around a function does no work of its own.
+DECORATED = collective(lambda group: None)
+DECORATORS = {DECORATED.__code__, DECORATED.__wrapped__.__code__}
+
+
+def learners(fn: Callable, *args, **kwargs):
+    """Call the learner's function: its frame stands for the learner where `fn` is the library's."""
+    return fn(*args, **kwargs)
+
+
+def functions_of(*modules: ModuleType) -> set[Callable]:
+    """All functions that are defined in these modules, and in those inside of packages."""
+    found = set()
+    for module in modules:
+        inside = pkgutil.iter_modules(getattr(module, "__path__", []), f"{module.__name__}.")
+        for each in [module, *(import_module(info.name) for info in inside)]:
+            for function in map(inspect.unwrap, filter(callable, vars(each).values())):
+                if isinstance(function, FunctionType) and function.__module__ == each.__name__:
+                    found.add(function)
+    return found
+
+
+@contextmanager
+def handles_kept() -> Iterator[None]:
+    """A message whose handle is dropped arrives all the same. As torch has it, it may be lost, and
+    then its receiver waits for ever; here the run ends, and what was not waited for can be told."""
+    kept = []
+
+    def drop(handle: RecordedWork) -> None:
+        if handle._row[6] is None:
+            kept.append(handle._work)
+
+    RecordedWork.__del__ = drop
+    try:
+        yield
+    finally:
+        del RecordedWork.__del__
+
+
+@contextmanager
+def started_when_possible(recorder) -> Iterator[None]:
+    """Note as the start of a message the end of the last one that its thread knows of.
+
+    So what had to wait for what is the program's doing, and not that of a scheduler which lets a
+    thread begin late. A thread knows what the one knew that has started it, or has given it work;
+    who joins it, or asks for the result, knows what it knows.
+    """
+    here, began = threading.local(), time.time()
+    start, join = threading.Thread.start, threading.Thread.join
+    submit, result = ThreadPoolExecutor.submit, Future.result
+    wait, is_completed, begin = RecordedWork.wait, RecordedWork.is_completed, recorder.begin
+
+    def known() -> float:
+        return getattr(here, "known", began)
+
+    def learn(moment: float | None) -> None:
+        here.known = max(known(), moment or began)
+
+    def for_a_thread(function: Callable, back: list[float]) -> Callable:
+        given = known()
+
+        def run(*args, **kwargs):
+            learn(given)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                back.append(known())
+
+        return run
+
+    def begun(*args, **kwargs):
+        row = begin(*args, **kwargs)
+        row[5] = known()
+        return row
+
+    def started(thread):
+        thread.back = []
+        thread.run = for_a_thread(thread.run, thread.back)
+        return start(thread)
+
+    def submitted(pool, function, /, *args, **kwargs):
+        back = []
+        future = submit(pool, for_a_thread(function, back), *args, **kwargs)
+        future.back = back
+        return future
+
+    def then_learn(function: Callable, what: Callable) -> Callable:
+        def call(self, *args, **kwargs):
+            value = function(self, *args, **kwargs)
+            learn(what(self))
+            return value
+
+        return call
+
+    def of_the_thread(thread) -> float:
+        return max(getattr(thread, "back", None) or [began])
+
+    def of_the_message(work) -> float | None:
+        return work._row[6]
+
+    threading.Thread.start, ThreadPoolExecutor.submit = started, submitted
+    threading.Thread.join, Future.result = (then_learn(f, of_the_thread) for f in (join, result))
+    RecordedWork.wait = then_learn(wait, of_the_message)
+    RecordedWork.is_completed = then_learn(is_completed, of_the_message)
+    recorder.begin = begun
+    try:
+        yield
+    finally:
+        threading.Thread.start, threading.Thread.join = start, join
+        ThreadPoolExecutor.submit, Future.result = submit, result
+        RecordedWork.wait, RecordedWork.is_completed = wait, is_completed
+        recorder.begin = begin
+
+
+@contextmanager
+def calls_of(functions: Iterable[Callable]) -> Iterator[set[str]]:
+    """The names of those that the learner's code has called, from whatever thread."""
+    codes = {}
+    for function in functions:
+        plain = inspect.unwrap(function)
+        codes[plain.__code__] = plain.__qualname__
+    called, before = set(), (sys.getprofile(), threading.getprofile())
+
+    def note(frame: FrameType, event: str, _) -> None:
+        if event == "call" and frame.f_code in codes and is_learners(frame.f_back):
+            called.add(codes[frame.f_code])
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        yield called
+    finally:
+        sys.setprofile(before[0])
+        threading.setprofile(before[1])
+
+
+def is_learners(frame: FrameType | None) -> bool:
+    """Whether a call comes from the learner's code, or straight from a thread that it has set up;
+    frames that only hand it on, as torch's and decorators', are passed over."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if frame.f_code is learners.__code__:
+            return True
+        if frame.f_code not in DECORATORS and file.startswith(LIBRARY):
+            return False
+        if not file.startswith((LIBRARY, *AROUND)):
+            return True
+        frame = frame.f_back
+    return True
+
+
+def made_before(value, kinds: tuple[type, ...], seen: set[int] | None = None) -> str:
+    """The name by which a function, or one that it calls, reaches what is of these kinds and was
+    made before; "" if it reaches none. What is in modules, and all of the library, is passed over.
+    """
+    seen = set() if seen is None else seen
+    for name, held in within(value) if kinds else ():
+        if id(held) not in seen:
+            seen.add(id(held))
+            if isinstance(held, kinds):
+                return name
+            if found := made_before(held, kinds, seen):
+                return name if found == INSIDE else found
+    return ""
+
+
+INSIDE = "something"  # that has no name of its own
+
+
+def within(value) -> Iterator[tuple[str, object]]:
+    """What a value holds, with its name where it has one."""
+    if isinstance(value, FunctionType):
+        code = value.__code__
+        if not code.co_filename.startswith((LIBRARY, *AROUND)):
+            names = global_names(code) & {*value.__globals__}
+            yield from ((name, value.__globals__[name]) for name in sorted(names))
+            defaults = value.__defaults__ or ()
+            yield from zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults)
+            yield from (value.__kwdefaults__ or {}).items()
+            for name, cell in zip(code.co_freevars, value.__closure__ or ()):
+                with suppress(ValueError):  # it is empty
+                    yield name, cell.cell_contents
+    elif isinstance(value, (dict, list, tuple, set, frozenset)):
+        values = value.values() if isinstance(value, dict) else value
+        yield from ((INSIDE, held) for held in values)
+    elif isinstance(value, partial):
+        yield from ((INSIDE, held) for held in (value.func, value.args, value.keywords))
+    elif isinstance(value, (MethodType, BuiltinMethodType)):
+        yield INSIDE, value.__self__
+        yield INSIDE, getattr(value, "__func__", None)
+    elif isinstance(value, type):
+        if is_learners_class(value):
+            yield from ((INSIDE, held) for held in vars(value).values())
+    elif not isinstance(value, ModuleType):
+        yield INSIDE, type(value)
+        yield from ((INSIDE, held) for held in getattr(value, "__dict__", {}).values())
+
+
+def is_learners_class(value: type) -> bool:
+    file = getattr(sys.modules.get(value.__module__), "__file__", None) or ""
+    return value.__module__ != "builtins" and not file.startswith((LIBRARY, *AROUND))
+
+
+def global_names(code: CodeType) -> set[str]:
+    """What a function, and all that is defined in it, looks up outside of itself."""
+    own = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
+    return own.union(*(global_names(each) for each in code.co_consts if isinstance(each, CodeType)))

@@ -1,0 +1,339 @@
+"""A lab's parameters, checked before anything runs, and its result, kept as JSON.
+
+    lab = Lab(                                     # in the cell below the `parameters` cell
+        "collectives_cost",
+        algorithm=choice("ring", "star", "tree"),
+        world_size=whole(1, 16),
+        overlap=flag(),
+    )
+    p = lab.parameters()                           # p.world_size, or ParameterError in one sentence
+    lab.save({"seconds": 0.12}, curve=picture)     # result.json, and curve.png beside it
+
+papermill checks nothing: an unknown name is only warned about, `-p overlap true` gives the string
+'true', and a string that is not empty counts as true. So the notebook checks for itself, and it is
+the same notebook whether a person, papermill or `python -m mini_dist.course.sweep` gives the
+values.
+
+`choice`, `whole`, `real`, `flag` and `text` also describe the controls of mini_dist.course.widgets.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import itertools
+import json
+import os
+import platform
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from mini_dist.plan.fields import checks_kinds
+
+INJECTED = "# Parameters"  # how papermill's cell begins
+FOLDER = "folder"  # a parameter of every lab: where its result goes
+RESULT = "result.json"
+
+
+class ParameterError(ValueError):
+    """A parameter that cannot be: its name, its value, and what would be right."""
+
+
+# ---- what a value may be -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of a few values."""
+
+    values: tuple
+
+    def check(self, name: str, value: Any) -> Any:
+        # 1 == True == 1.0 in Python, and they are not the same answer
+        if not any(type(value) is type(known) and value == known for known in self.values):
+            raise ParameterError(
+                f"{name}={value!r} is not known: give {_one_of(self.values)}"
+                f"{_nearest(value, self.values)}."
+            )
+        return value
+
+
+@checks_kinds
+@dataclass(frozen=True)
+class Number:
+    """A number from `least` to `most`; whole, or any real one. `log`: a slider's steps grow."""
+
+    least: float
+    most: float
+    is_whole: bool
+    unit: str = ""
+    log: bool = False
+
+    def check(self, name: str, value: Any) -> float:
+        kinds, kind = ((int,), "whole number") if self.is_whole else ((int, float), "number")
+        between = f"from {self.least:,} to {self.most:,}{f' {self.unit}' if self.unit else ''}"
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise ParameterError(f"{name}={value!r} is {_kind(value)}: give a {kind} {between}.")
+        if not self.least <= value <= self.most:  # not a number compares false too
+            raise ParameterError(f"{name}={value!r} is out of range: give a {kind} {between}.")
+        return value
+
+
+@dataclass(frozen=True)
+class Flag:
+    """True or False, and nothing that merely counts as one."""
+
+    def check(self, name: str, value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise ParameterError(f"{name}={value!r} is {_kind(value)}: give True or False.")
+        return value
+
+
+@dataclass(frozen=True)
+class Text:
+    """A string that is not empty."""
+
+    def check(self, name: str, value: Any) -> str:
+        if not isinstance(value, str) or not value:
+            raise ParameterError(f"{name}={value!r} is {_kind(value)}: give some text.")
+        return value
+
+
+Parameter = Choice | Number | Flag | Text
+
+
+def choice(*values) -> Choice:
+    return Choice(values)
+
+
+@checks_kinds
+def whole(least: int, most: int, unit: str = "", log: bool = False) -> Number:
+    return Number(least, most, True, unit, log)
+
+
+@checks_kinds
+def real(least: float, most: float, unit: str = "", log: bool = False) -> Number:
+    return Number(least, most, False, unit, log)
+
+
+def flag() -> Flag:
+    return Flag()
+
+
+def text() -> Text:
+    return Text()
+
+
+def check(declared: Mapping[str, Parameter], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The given values, each checked against its declaration and none left over or missing."""
+    for name in given:
+        if name not in declared:
+            raise ParameterError(
+                f"{name}={given[name]!r} is not a parameter: there are "
+                f"{', '.join(declared)}{_nearest(name, declared)}."
+            )
+    for name in declared:
+        if name not in given:
+            raise ParameterError(f"{name} is missing: give it a value in the parameters cell.")
+    return {name: parameter.check(name, given[name]) for name, parameter in declared.items()}
+
+
+def _one_of(values) -> str:
+    return " or ".join(filter(None, (", ".join(map(repr, values[:-1])), repr(values[-1]))))
+
+
+def _nearest(value, known) -> str:
+    near = difflib.get_close_matches(str(value), [str(k) for k in known], n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _kind(value) -> str:
+    if isinstance(value, str):
+        return "a string" if value else "an empty string"
+    return {bool: "a bool", float: "a float", int: "an int", type(None): "no value"}.get(
+        type(value), f"a {type(value).__name__}"
+    )
+
+
+# ---- a lab ---------------------------------------------------------------------------------------
+
+
+@checks_kinds
+class Lab:
+    """A notebook with declared parameters. `folder` is one of every lab: its result goes there."""
+
+    def __init__(self, name: str, /, **declared: Parameter):
+        for parameter, kind in declared.items():
+            if not isinstance(kind, Parameter):
+                raise TypeError(
+                    f"{parameter}={kind!r} says nothing about what is allowed: give "
+                    "choice(...), whole(...), real(...), flag() or text()."
+                )
+        self.name = name
+        self.declared = {**declared, FOLDER: text()}
+        self._values: dict[str, Any] | None = None
+
+    def parameters(self, given: Mapping[str, Any] | None = None) -> SimpleNamespace:
+        """The values of the parameters cell (or those `given`), checked.
+
+        A result that lies in the folder from a run before goes to run-1, run-2, ... in there, so
+        a run that fails leaves none in its place. Raises ParameterError, a ValueError, for a value
+        that is not allowed, a missing name and a name that nobody declared.
+        """
+        given = _values_in_notebook(self.declared) if given is None else given
+        self.began = time.monotonic()
+        if isinstance(given.get(FOLDER), str):
+            put_away(below_here(given[FOLDER]))
+        self._values = check(self.declared, given)
+        return SimpleNamespace(**self._values)
+
+    def save(self, result: Mapping[str, Any], /, **figures) -> Path:
+        """Write result.json, and NAME.png for each figure (a Picture), into the lab's folder.
+
+        Prints where, from the current folder. The JSON holds the lab's name, its parameters, the
+        result, the names of the figures, and about the run: date, seconds, versions, machine.
+        Raises ValueError for a result that JSON cannot hold.
+        """
+        if self._values is None:
+            raise ValueError("no parameters were checked yet: call parameters() first.")
+        shown = {name: value for name, value in self._values.items() if name != FOLDER}
+        record = {
+            "lab": self.name,
+            "parameters": shown,
+            "result": dict(result),
+            "figures": [f"{name}.png" for name in figures],
+            "run": {
+                "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                "seconds": round(time.monotonic() - self.began, 1),
+                "versions": versions(),
+                "machine": machine(),
+            },
+        }
+        try:
+            content = json.dumps(record, indent=1, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"the result of lab {self.name!r} does not fit in JSON ({error}): "
+                "give plain finite numbers, strings, lists and dicts."
+            ) from None
+        folder = Path(self._values[FOLDER])
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, picture in figures.items():
+            picture.save(folder / f"{name}.png")
+        # The JSON comes last and at once: who finds it finds all of it.
+        partial = folder / f"result.{os.getpid()}.partial"
+        partial.write_text(content + "\n", encoding="utf-8")
+        path = partial.replace(folder / RESULT)
+        print("written:", ", ".join([_from_here(path), *record["figures"]]))
+        return path
+
+
+def put_away(folder: Path) -> None:
+    """Move the result in a folder, and the figures that it names, to run-1 in there, or the next
+    free number. Other files stay: it may be a folder that the learner has chosen."""
+    former = folder / RESULT
+    if not former.is_file():
+        return
+    number = next(n for n in itertools.count(1) if not (folder / f"run-{n}").exists())
+    kept = folder / f"run-{number}"
+    kept.mkdir()
+    try:
+        figures = json.loads(former.read_text(encoding="utf-8"))["figures"]
+    except (ValueError, KeyError, TypeError):  # not what a lab writes
+        figures = []
+    for path in [former, *(folder / Path(str(name)).name for name in figures)]:
+        if path.is_file():
+            path.replace(kept / path.name)
+
+
+def below_here(folder: str) -> Path:
+    """Return a folder as a Path; refuse one that leads out of the current folder step by step.
+
+    Such a path leads to another place from wherever the lab is run: papermill, for one, runs a
+    notebook in the folder in which it was called. A full path says what it means.
+    """
+    if not os.path.isabs(folder) and os.path.normpath(folder).split(os.sep)[0] == os.pardir:
+        raise ParameterError(
+            f"{FOLDER}={folder!r} leads out of the current folder: give a folder below it, such as "
+            f"'runs', or a full path."
+        )
+    return Path(folder)
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of the packages that a lab's numbers depend on."""
+    found = {"python": platform.python_version()}
+    for package in ("mini_dist", "torch", "numpy"):
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
+
+
+def machine() -> dict[str, str | int]:
+    """The machine as far as it decides how long something takes, without its name."""
+    processor = platform.processor() or platform.machine()
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        processor = next(names, processor)
+    return {
+        "system": platform.platform(),
+        "processor": processor,
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
+    }
+
+
+def _from_here(path: Path) -> str:
+    """No stored output of the course names a folder of the machine that made it."""
+    here, path = Path.cwd(), path.resolve()
+    return path.relative_to(here).as_posix() if path.is_relative_to(here) else str(path)
+
+
+def _values_in_notebook(declared) -> dict[str, Any]:
+    """The declared names among the notebook's variables, and whatever was assigned beside them.
+
+    An unknown name is a variable like any other; only the company it keeps, in the parameters cell
+    or in the one that papermill puts below it, gives it away.
+    """
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    if shell is None:
+        raise ValueError("not in a notebook: call parameters({'name': value, ...}).")
+    by_hand, injected = [], []
+    for cell in shell.user_ns["In"]:
+        names = _names_set(cell)
+        if cell.startswith(INJECTED):
+            injected = names
+        elif set(names) & set(declared):
+            by_hand = names  # a cell that was mended and run again counts as it is now
+    names = dict.fromkeys([*declared, *by_hand, *injected])
+    return {name: shell.user_ns[name] for name in names if name in shell.user_ns}
+
+
+def _names_set(source: str) -> list[str]:
+    """What a cell assigns, if it does nothing but give names plain values."""
+    try:
+        body = ast.parse(source).body
+    except SyntaxError:  # a magic, or a slip: no parameters cell
+        return []
+    names = []
+    for node in body:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue  # a note in quotes
+        targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+        if not all(isinstance(target, ast.Name) for target in targets):
+            return []
+        if any(isinstance(part, ast.Name) for part in ast.walk(node.value)):
+            return []  # derived from something
+        names += [target.id for target in targets]
+    return names

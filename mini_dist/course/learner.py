@@ -1,0 +1,283 @@
+"""What a learner has done: lessons opened, guesses made, exercises right. One file, kept here.
+
+    mini_dist.progress()             # shows it, and says where the file is
+    mini_dist.progress(keep=False)   # forgets it, and keeps nothing from now on
+
+Only a notebook of the course that a person has opened keeps anything: tests, nbval, papermill and
+CI run the same cells and leave no trace. Nothing is ever sent; who wants to hands the file in.
+"""
+
+from __future__ import annotations
+
+import datetime
+import html
+import itertools
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from mini_dist.plan.fields import checks_kinds
+
+from . import working_copy
+from .working_copy import NOTEBOOKS
+
+FOLDER, FILE = ".mini_dist", "mini_dist-progress.json"  # in the learner's home, for nobody else
+FORMER = ".mini_dist-progress.json"  # where the file was until November 2026
+PATIENCE = 2.0  # seconds
+CHECKS = re.compile(r"\bcheck\.(\w+)\(\w+\)\"")  # the last line of an exercise cell, in JSON
+AUTOMATIC = {"CI", "PYTEST_CURRENT_TEST"}  # who sets one of these is no person
+
+
+def open_notebook() -> str:
+    """The path of the notebook that a person has open in this kernel; "" elsewhere."""
+    if AUTOMATIC & {*os.environ} or started_by_a_notebook():
+        return ""
+    path = os.environ.get("JPY_SESSION_NAME", "")  # the Jupyter server tells it, others do not
+    if not path:
+        with suppress(ImportError, AttributeError):
+            from IPython import get_ipython
+
+            path = get_ipython().user_ns.get("__vsc_ipynb_file__", "")
+    return str(path)
+
+
+def current_lesson() -> str:
+    """The lesson that a person has open in this kernel; "" elsewhere."""
+    stem = Path(open_notebook()).stem.removesuffix(working_copy.NEW)
+    return stem if stem in lessons() else ""
+
+
+@cache  # to read the whole course takes 0.1 s, and `note` asks each time
+def lessons() -> dict[str, set[str]]:
+    """The exercises of each lesson, by the lesson's name."""
+    paths = [NOTEBOOKS / name for name in working_copy.notebooks(NOTEBOOKS) if "/" not in name]
+    return {path.stem: {*CHECKS.findall(path.read_text(encoding="utf-8"))} for path in paths}
+
+
+def started_by_a_notebook() -> bool:
+    """Whether the name of the notebook has come from a kernel, as when a cell says !papermill."""
+    with suppress(OSError):
+        return b"JPY_SESSION_NAME=" in Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    return False
+
+
+# ---- the file ------------------------------------------------------------------------------------
+
+
+def read() -> tuple[dict, bool]:
+    """Return the record as far as it can be read, and whether that is all of the file."""
+    path = Path.home() / FOLDER / FILE
+    if not path.exists():
+        path = Path.home() / FORMER
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {"lessons": {}}, True
+    except (OSError, ValueError, RecursionError):  # ValueError: no JSON, or no UTF-8
+        return {"lessons": {}}, False
+    record = readable(found)
+    return record, record == found
+
+
+def readable(found: object) -> dict:
+    """Return the parts of a record that have the shape in which `note` writes them."""
+    record = dict(found) if isinstance(found, dict) else {}
+    lessons = record.get("lessons")
+    record["lessons"] = {
+        lesson: about
+        for lesson, about in (lessons.items() if isinstance(lessons, dict) else ())
+        if isinstance(about, dict)
+        and isinstance(about.get("opened"), str)
+        and isinstance(about.get("guesses"), dict)
+        and isinstance(about.get("exercises"), dict)
+    }
+    if not isinstance(record.get("off", False), bool):
+        del record["off"]
+    return record
+
+
+def change(edit: Callable[[dict], None]) -> None:
+    """Let `edit` change the record, one process at a time, and write the record if it did.
+
+    A file of which a part cannot be read is kept aside first. If the home cannot be written to,
+    nothing is kept.
+    """
+    with suppress(OSError, RuntimeError):  # RuntimeError: the system knows no home
+        folder = Path.home() / FOLDER
+        folder.mkdir(mode=0o700, exist_ok=True)
+        folder.chmod(0o700)  # somebody may have made it by hand
+        with locked(folder / "lock"):
+            former = Path.home() / FORMER
+            if former.exists() and not (folder / FILE).exists():
+                former.replace(folder / FILE)
+            record, whole = read()
+            before = json.dumps(record)
+            edit(record)
+            if json.dumps(record) != before:
+                if not whole:
+                    keep_aside(folder / FILE)
+                write(folder / FILE, record)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Wait until no other process is in this block, for at most PATIENCE seconds.
+
+    Raises BlockingIOError after that, because a stopped kernel must not stop the others. A file
+    system without locks gets none.
+    """
+    import fcntl  # (a page of the site has no such module)
+
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+    try:
+        until = time.monotonic() + PATIENCE
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.005)
+                continue
+            except OSError:  # this file system has no locks
+                pass
+            break
+        yield
+    finally:
+        os.close(handle)
+
+
+def write(path: Path, record: dict) -> None:
+    early = path.with_suffix(f".{os.getpid()}")
+    handle = os.open(early, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with open(handle, "w", encoding="utf-8") as file:
+        os.fchmod(handle, 0o600)
+        file.write(json.dumps(record, indent=1) + "\n")
+    early.replace(path)
+
+
+def keep_aside(path: Path) -> None:
+    numbered = (path.with_suffix(f".unreadable-{n}") for n in itertools.count(1))
+    aside = next(name for name in numbered if not name.exists())
+    path.replace(aside)
+    print(
+        f"Your progress was not readable in full. The file is kept as {FOLDER}/{aside.name} in "
+        "your home, and what could be read goes on in a new one.",
+        file=sys.stderr,
+    )
+
+
+def note(guess: tuple[str, object] | None = None, verdict: tuple[str, bool] | None = None) -> None:
+    """Note that the learner worked on the open lesson, and a guess (name, value) or how an exercise
+    stands (name, right). An exercise that was right once stays right."""
+    if not (lesson := current_lesson()):
+        return
+
+    def edit(record: dict) -> None:
+        if record.get("off"):
+            return
+        today = datetime.date.today().isoformat()
+        about = record["lessons"].setdefault(
+            lesson, {"opened": today, "guesses": {}, "exercises": {}}
+        )
+        if guess:
+            name, value = guess
+            about["guesses"][name] = value if isinstance(value, (int, float)) else str(value)
+        if verdict:
+            name, right = verdict
+            about["exercises"][name] = bool(right or about["exercises"].get(name))
+
+    change(edit)
+
+
+# ---- what is shown -------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    lesson: str
+    opened: str
+    guesses: int
+    right: int
+    exercises: int
+
+
+@dataclass
+class Progress:
+    """A row for each lesson; of those not opened yet, how many exercises wait."""
+
+    rows: list[Row]
+    kept: bool
+    whole: bool  # whether all of the file could be read
+
+    def where(self) -> str:
+        if not self.kept:
+            return "Nothing is kept. mini_dist.progress(keep=True) begins again."
+        damaged = "" if self.whole else " Part of the file cannot be read, and is not shown."
+        return (
+            f"Kept as {FOLDER}/{FILE} in your home, and sent nowhere; progress(keep=False) ends "
+            f"that.{damaged}"
+        )
+
+    def __repr__(self) -> str:
+        opened = [row for row in self.rows if row.opened]
+        lines = [
+            f"{len(opened)} of {len(self.rows)} lessons opened, "
+            f"{sum(row.right for row in self.rows)} of {sum(row.exercises for row in self.rows)} "
+            f"exercises right, {sum(row.guesses for row in self.rows)} guesses made"
+        ]
+        for row in opened:
+            done = f"{row.right} of {row.exercises} right" if row.exercises else "no exercise"
+            lines.append(f"  {row.lesson:32} {row.opened}  {done:12}  {row.guesses} guesses")
+        return "\n".join([*lines, self.where()])
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f"<tr style='opacity:{1 if row.opened else 0.5}'>"
+            f"<td style='text-align:left'>{html.escape(row.lesson)}</td>"
+            f"<td><progress max='{max(row.exercises, 1)}' value='{self.share(row)}'></progress>"
+            f"</td><td>{row.right} of {row.exercises}</td><td>{row.guesses or ''}</td></tr>"
+            for row in self.rows
+        )
+        head = "<tr><th style='text-align:left'>lesson</th><th></th><th>right</th><th>guesses</th>"
+        return f"<table>{head}</tr>{rows}</table><p>{html.escape(self.where())}</p>"
+
+    @staticmethod
+    def share(row: Row) -> float:
+        return row.right if row.exercises else float(bool(row.opened))
+
+
+@checks_kinds
+def progress(keep: bool | None = None) -> Progress:
+    """What this machine's learner has done in the course, as a table (in a terminal, as text).
+
+    keep: False forgets all of it and keeps nothing from now on, True begins again.
+    """
+    if keep is not None:
+        change(begin_again if keep else forget)
+        for aside in (Path.home() / FOLDER).glob("*.unreadable-*") if keep is False else ():
+            aside.unlink()
+    record, whole = read()
+    rows = []
+    for lesson, names in lessons().items():
+        about = record["lessons"].get(lesson, {})
+        right = sum(bool(about.get("exercises", {}).get(name)) for name in names)
+        guesses = len(about.get("guesses", {}))
+        rows.append(Row(lesson, about.get("opened", ""), guesses, right, len(names)))
+    return Progress(rows, not record.get("off"), whole)
+
+
+def forget(record: dict) -> None:
+    record.clear()
+    record.update({"lessons": {}, "off": True})
+
+
+def begin_again(record: dict) -> None:
+    record.pop("off", None)

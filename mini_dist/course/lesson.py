@@ -1,0 +1,394 @@
+"""What a lesson's cells use on the page: show source, keep a guess, reveal the answer.
+
+show(ring_all_reduce)                   its source, highlighted
+show_diff(ZeRO1, ZeRO2)                 what a class changes in the one it inherits from
+predict("bytes sent", 3_000)            before the run
+reveal("bytes sent", 3_072, "bytes")    after it: guess beside measurement
+fold("Answer 1", f"{16 * P:,} bytes")   a computed answer, folded away at first
+with raises(RankError): launch(crash)   show the error that this ends in, and go on
+calm(longest < 3 * median, "...")       say so if a busy machine has spoilt the times above
+for n in bar(sizes): ...                a bar, if a person watches; any long cell shows its time
+"""
+
+import ast
+import difflib
+import functools
+import html
+import importlib.util
+import inspect
+import math
+import re
+import sys
+import textwrap
+import threading
+from contextlib import contextmanager
+from fractions import Fraction
+from numbers import Real
+from pathlib import Path
+
+from . import learner
+
+# ---- show ----------------------------------------------------------------------------------------
+
+
+def show(*objects):
+    """Display the source of functions, classes, methods or modules, highlighted.
+
+    The source is read from the library at this moment, so a lesson never holds a second copy of it.
+    Outside a notebook it is printed. Raises TypeError for what has no Python source.
+    """
+    learner.note()
+    for obj in objects:
+        obj = _unwrap(obj)
+        _display_source(_where(obj), _source(obj))
+
+
+def _display_source(where: str, source: str) -> None:
+    if _shell() is None:
+        print(f"# {where}\n{source}\n")
+    else:
+        from IPython.display import display
+
+        text = _fenced(where, "python", source)
+        display({"text/markdown": text, "text/plain": f"# {where}\n{source}"}, raw=True)
+
+
+def _fenced(title: str, language: str, source: str) -> str:
+    """Markdown of code under its title.
+
+    A fence takes its colours from the page: light, dark, JupyterLab, GitHub. Pages of nbconvert
+    show it in the letters of what is around it, so these are said to be monospaced.
+    """
+    fence = "`" * (3 + 3 * ("```" in source))
+    code = f"`{title}`\n{fence}{language}\n{source}\n{fence}"
+    return f'<div style="font-family: monospace">\n\n{code}\n\n</div>'
+
+
+def show_to_paste(*objects, name: str = ""):
+    """Display source that runs in a cell of its own, see `to_paste`."""
+    _display_source(_where(_unwrap(objects[0])), to_paste(*objects, name=name))
+
+
+def to_paste(*objects, name: str = "") -> str:
+    """The source of functions and classes as somebody would type it: with the imports of what it
+    uses, without the library's own decorators. name: what the last one is to be called."""
+    objects = [_unwrap(obj) for obj in objects]
+    own, homes, sources = {obj.__name__ for obj in objects}, {}, []
+    for obj in objects:
+        source = _source(obj)
+        (node,) = ast.parse(source).body
+        sources.append("\n".join(source.splitlines()[node.lineno - 1 :]))  # (below decorators)
+        module = inspect.getmodule(obj)
+        imported = _imported(module)
+        for used in _free(node) & {*vars(module)} - own:
+            package, what = imported.get(used) or (_shortest(module.__name__, used), used)
+            homes.setdefault(package, set()).add(what)
+    body = "\n\n\n".join(sources)
+    if name:
+        body = re.sub(rf"\b{objects[-1].__name__}\b", name, body)
+    head = [f"import {what}" for what in sorted(homes.pop("", ()))]
+    head += [
+        f"from {home} import {', '.join(sorted(names))}" for home, names in sorted(homes.items())
+    ]
+    return "\n".join([*head, "", "", body]) if head else body
+
+
+def _free(node) -> set[str]:
+    """The names that a definition uses and does not make, its own parameters left out."""
+    node.decorator_list = []
+    names = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
+    made = {n.id for n in names if isinstance(n.ctx, ast.Store)}
+    made |= {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
+    return {n.id for n in names} - made
+
+
+def _imported(module) -> dict[str, tuple[str, str]]:
+    """name -> (where from, what), as the module's own import lines have it; "" for `import ...`."""
+    found = {}
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        for alias in getattr(node, "names", []) if not isinstance(node, ast.Global) else ():
+            name = alias.asname or alias.name
+            what = f"{alias.name} as {name}" if alias.asname else name
+            if isinstance(node, ast.Import):
+                found[name] = "", what
+            elif isinstance(node, ast.ImportFrom):
+                relative = "." * node.level + (node.module or "")
+                home = importlib.util.resolve_name(relative, module.__package__)
+                found[name] = _shortest(home, alias.name), what
+    return found
+
+
+def _shortest(home: str, name: str) -> str:
+    """The outermost package that has, under this name, what `home` has."""
+    value = getattr(sys.modules.get(home), name, None)
+    parents = [home.rsplit(".", n)[0] for n in range(home.count(".") + 1)]
+    same = [p for p in parents if getattr(sys.modules.get(p), name, None) is value]
+    return same[-1] if value is not None and same else home
+
+
+def show_diff(old, new):
+    """Display what the class `new` does otherwise than `old`, from which it inherits, as a diff.
+
+    A method that replaces the old one is shown against it; one that is new, or that begins by
+    calling the old one, is all new lines.
+    """
+    lines = []
+    for name, method in vars(new).items():
+        if not inspect.isfunction(method):
+            continue
+        after = inspect.getsource(method).rstrip().splitlines()
+        before = []
+        if hasattr(old, name) and "super()" not in inspect.getsource(method):
+            before = inspect.getsource(getattr(old, name)).rstrip().splitlines()
+        changed = difflib.ndiff(before, after)
+        lines += [*(line[:2] + line[6:] for line in changed if line[0] != "?"), ""]
+    source = "\n".join(lines).rstrip()
+    title = f"{old.__name__} -> {new.__name__}"
+    if _shell() is None:
+        print(f"# {title}\n{source}\n")
+    else:
+        from IPython.display import display
+
+        text = _fenced(title, "diff", source)
+        display({"text/markdown": text, "text/plain": f"# {title}\n{source}"}, raw=True)
+
+
+def _unwrap(obj):
+    """The thing that was written: under decorators, partials, properties; an instance's class."""
+    if isinstance(obj, functools.partial):
+        return _unwrap(obj.func)
+    if isinstance(obj, property):
+        return _unwrap(obj.fget)
+    if callable(obj) and hasattr(obj, "__wrapped__"):
+        return inspect.unwrap(obj)
+    written = (inspect.isroutine, inspect.isclass, inspect.ismodule, inspect.iscode)
+    return obj if any(is_one(obj) for is_one in written) else type(obj)
+
+
+def _source(obj):
+    try:
+        source = inspect.getsource(obj)
+    except (OSError, TypeError):
+        # Python knows no file for a class of a notebook cell: find it in what the learner ran
+        source = _class_in_a_cell(obj) if inspect.isclass(obj) else None
+        if source is None:
+            raise TypeError(
+                f"show() needs something written in Python; {obj!r} has no source to read"
+            ) from None
+    # Every public function checks the kinds of its arguments (fields.py): no page needs that line.
+    return re.sub(r"^@checks_kinds.*\n", "", textwrap.dedent(source)).rstrip()
+
+
+def _class_in_a_cell(cls):
+    shell = _shell()
+    for cell in reversed(shell.user_ns.get("In", []) if shell else []):
+        code = shell.transform_cell(cell)  # magics become Python
+        try:
+            nodes = ast.walk(ast.parse(code))
+        except SyntaxError:
+            continue
+        for node in nodes:
+            if isinstance(node, ast.ClassDef) and node.name == cls.__name__:
+                first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+                return "\n".join(code.splitlines()[first - 1 : node.end_lineno])
+    return None
+
+
+def _where(obj):
+    """`mini_dist/strategies/zero.py`, `torch/optim/adam.py` or `this notebook`; no path of this
+    machine."""
+    module = inspect.getmodule(obj)
+    file = getattr(module, "__file__", None)
+    if file is None or module.__name__ == "__main__":
+        return "this notebook"
+    depth = module.__name__.count(".") + 1 + (Path(file).name == "__init__.py")
+    return Path(*Path(file).parts[-depth:]).as_posix()
+
+
+def _shell():
+    """The notebook's IPython shell, or None in a script or a terminal."""
+    try:
+        from IPython import get_ipython
+    except ImportError:
+        return None
+    shell = get_ipython()
+    return shell if shell is not None and hasattr(shell, "kernel") else None
+
+
+# ---- predict, reveal -----------------------------------------------------------------------------
+
+_guesses = {}  # the learner's, by name, for as long as the kernel lives
+
+
+def predict(name, value=None):
+    """Keep the learner's guess under `name` until `reveal(name, ...)`; None means no guess yet."""
+    _guesses[name] = value
+    if value is not None:
+        learner.note(guess=(str(name), value))
+        print(f"noted: {name} = {_format(value)}")
+
+
+def reveal(name, measured, unit="", how="measured"):
+    """Print what was measured and, beside it, the guess and how far off it was.
+
+    Numbers are compared as a ratio, anything else as equal or not; a guess may be written out, as
+    "3/19" or "15.8 %". `how`: what to call a number that was not measured, such as "computed".
+    Raises ValueError when no cell predicted `name`.
+    """
+    if name not in _guesses:
+        near = difflib.get_close_matches(str(name), map(str, _guesses), n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "run its predict(...) cell first"
+        raise ValueError(f"nothing was predicted as {name!r}; {hint}")
+    measured = measured.item() if hasattr(measured, "item") else measured
+    unit = f" {unit}" if unit else ""
+    learner.note()
+    line = f"{name}: {how} {_format(measured)}{unit}"
+    guess = _guesses[name]
+    if guess is not None:
+        percent = 1 if "%" in f"{name}{unit}" else 0.01
+        meant = _number(guess, percent) if _is_number(measured) else guess
+        line += f", your guess {_format(guess)}{unit}: {_verdict(meant, measured)}"
+    print(line)
+
+
+def _verdict(guess, measured):
+    if not _is_number(measured):
+        same = str(guess).strip().lower() == str(measured).strip().lower()
+        return "right" if same else "not this time"
+    if not _is_number(guess):
+        return f"expected a number, not {guess!r}"
+    if guess == measured:
+        return "exactly right"
+    if measured == 0 or guess == 0 or (guess < 0) != (measured < 0):
+        return f"off by {_format(guess - measured)}"
+    side = "high" if abs(guess) > abs(measured) else "low"
+    factor = max(guess / measured, measured / guess)
+    if factor < 1.01:
+        return "right within 1 %"
+    if factor < 2:
+        return f"{abs(guess / measured - 1):.0%} too {side}".replace("%", " %")
+    return f"{factor:.3g} times too {side}"
+
+
+def _number(guess, percent):
+    """A number that was written out, as a number; whatever else it is, as it is."""
+    text = guess.replace(" ", "") if isinstance(guess, str) else ""
+    try:
+        return percent * float(text[:-1]) if text.endswith("%") else float(Fraction(text))
+    except (ValueError, ZeroDivisionError):
+        return guess
+
+
+def _is_number(value):
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _format(value):
+    if not _is_number(value):
+        return str(value)
+    if isinstance(value, int) or (math.isfinite(value) and value == int(value) and value < 1e15):
+        return f"{int(value):,}"
+    return f"{value:.4g}"
+
+
+# ---- fold ----------------------------------------------------------------------------------------
+
+
+def fold(summary, *paragraphs):
+    """Show `summary`, and the paragraphs below it only when the learner opens it.
+
+    Outside a notebook all of it is printed.
+    """
+    text = "\n".join([summary, *paragraphs])
+    if _shell() is None:
+        print(text)
+        return
+    from IPython.display import display
+
+    body = "".join(f"<p>{html.escape(paragraph)}</p>" for paragraph in paragraphs)
+    page = f"<details><summary>{html.escape(summary)}</summary>{body}</details>"
+    display({"text/html": page, "text/plain": text}, raw=True)
+
+
+# ---- raises --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def raises(kind):
+    """Show the error of this `kind` that the block ends in, as its cell would, and go on.
+
+    Papermill, and so a grader, takes an error that a cell ends in for the notebook's failure,
+    expected or not. Errors of other kinds are raised as ever. A block that ends without an error is
+    told and no more, for a learner may have mended it; our own build and tests refuse it.
+    """
+    try:
+        yield
+    except kind as error:
+        sys.stdout.flush()  # what was printed before it stands before it
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    else:
+        print(f"{kind.__name__} was expected here, but nothing was raised.")
+
+
+# ---- calm ----------------------------------------------------------------------------------------
+
+
+def calm(holds: bool, rule: str) -> None:
+    """Say so if times break a `rule` that they keep on a machine with nothing else to do.
+
+    The learner runs the cell again; our build runs the notebook again, and at last refuses it.
+    """
+    if not holds:
+        print(
+            f"A busy machine has spoilt these times: {rule} does not hold. Run the cell once more."
+        )
+
+
+# ---- long cells ----------------------------------------------------------------------------------
+
+
+def bar(items, unit="it"):
+    """Go through `items`, with a progress bar if a person has the notebook open.
+
+    nbval, papermill and the build see no bar, so outputs that are compared stay as they are.
+    """
+    from tqdm import tqdm
+
+    CLOCK.end()
+    return tqdm(items, unit=unit, leave=False, disable=not learner.open_notebook())
+
+
+class Clock:
+    """Shows below a cell how long it has been running, and goes when the cell is done."""
+
+    PATIENCE = 3.0  # seconds
+
+    def __init__(self):
+        self.done, self.thread = threading.Event(), None
+
+    def begin(self, *_):
+        self.end()  # a cell may run another one
+        self.done = threading.Event()
+        self.thread = threading.Thread(target=self.show, args=(self.done,), daemon=True)
+        self.thread.start()
+
+    def end(self, *_):
+        self.done.set()
+        if self.thread is not None:
+            self.thread.join()
+
+    def show(self, done):
+        if done.wait(self.PATIENCE):
+            return
+        from tqdm import tqdm
+
+        form = "{desc} for {elapsed}"
+        with tqdm(desc="This cell has been running", bar_format=form, leave=False) as shown:
+            while not done.wait(1):
+                shown.refresh()
+
+
+CLOCK = Clock()
+if _shell() is not None and learner.open_notebook():
+    _shell().events.register("pre_run_cell", CLOCK.begin)
+    _shell().events.register("post_run_cell", CLOCK.end)

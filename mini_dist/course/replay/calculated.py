@@ -1,0 +1,76 @@
+"""A machine that is not here: its kernels by roofline, its links as stated."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mini_dist.plan.calculators import Hardware
+from mini_dist.plan.calculators.kernels import collective_seconds, gemm_seconds
+from mini_dist.plan.calculators.links import Link
+from mini_dist.plan.calculators.machines import FLASH_BACKWARD, FLASH_FORWARD, KERNEL_SECONDS
+from mini_dist.ranks.ledger.counting import Host, Kernel
+
+# float32 products on tensor cores run as TF32, at half the rate of bf16 (A100: 156 of 312 TFLOP/s;
+# H100: 494.5 of 989).
+SLOWER_IN_FP32 = 2
+
+NATIVE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")  # others: as one message
+
+
+@dataclass
+class CalculatedMachine:
+    """A machine for the replay: how long a kernel takes, and which link joins two ranks.
+
+    wider: as if every side of every matrix were that many times longer: bytes grow with its
+    square, FLOPs with its cube. So a small run shows what a large model of that program would do.
+    """
+
+    machine: Hardware
+    wider: float = 1.0
+
+    @property
+    def peak_flops(self) -> float:
+        return self.machine.device.peak_flops
+
+    def kernel_seconds(self, kernel: Kernel) -> float:
+        device, w = self.machine.device, self.wider
+        nbytes, flops = w**2 * kernel.nbytes, w**3 * kernel.flops
+        slower = SLOWER_IN_FP32 if kernel.itemsize >= 4 else 1
+        if kernel.kind == "product" and kernel.shape:
+            batch, m, n, k = kernel.shape
+            one = gemm_seconds(device, w * m, w * n, w * k) - KERNEL_SECONDS
+            return slower * batch * one + KERNEL_SECONDS
+        if kernel.kind == "attention":
+            speed = FLASH_BACKWARD if kernel.name.endswith("backward") else FLASH_FORWARD
+            computed = flops / 2 if kernel.causal else flops
+            moved = nbytes / device.stream_bandwidth
+            return max(slower * computed / (speed * device.gemm_rate), moved) + KERNEL_SECONDS
+        # On a GPU torch's optimizers update all tensors in a few kernels ("foreach").
+        start = 0.0 if kernel.phase == "step" else KERNEL_SECONDS
+        return max(slower * flops / device.gemm_rate, nbytes / device.stream_bandwidth) + start
+
+    def host_seconds(self, host: Host) -> float:
+        return 0.0
+
+    def busy_seconds(self, op: str, nbytes: float) -> float:
+        return 0.0  # network cards carry messages, and the devices compute
+
+    def link(self, source: int, target: int) -> Link:
+        size = self.machine.devices_per_node
+        if source // size == target // size:
+            return self.machine.node_link("send")
+        return self.machine.network_link()
+
+    def message_seconds(self, nbytes: int, source: int, target: int) -> float:
+        return self.link(source, target).seconds(self.wider**2 * nbytes)
+
+    def collective_seconds(self, op: str, nbytes: float, ranks: tuple[int, ...]) -> float:
+        """nbytes: of the whole tensor, as calculators.costs counts."""
+        nbytes *= self.wider**2
+        stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        if op in NATIVE:
+            return collective_seconds(self.machine, op, nbytes, len(ranks), stride)
+        far = max(ranks, key=lambda rank: rank // self.machine.devices_per_node)
+        rounds = math.ceil(math.log2(len(ranks))) if len(ranks) > 1 else 0
+        return self.link(ranks[0], far).seconds(nbytes if op != "barrier" else 0, rounds)

@@ -1,0 +1,243 @@
+"""Explorer of lesson 04: which all-reduce wins, over which links, at which size."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from mini_dist.plan.calculators.costs import Cost, all_reduce
+from mini_dist.plan.calculators.links import Hierarchy, Link
+from mini_dist.plan.calculators.machines import hardware
+
+from ..draw.labels import numbered, round_places, ticks
+from ..draw.picture import INK, Picture
+from ..lab import ParameterError, choice, whole
+from . import page
+from .explorer import Explorer
+
+COLORS = {
+    "star": "#d95f02",
+    "tree": "#1b9e77",
+    "ring": "#7570b3",
+    "halving_doubling": "#e7298a",
+    "hierarchical": "#1f78b4",
+}
+MACHINES = {
+    "H100, 8 a node": "NVLink in a node of 8, one 400 Gb/s InfiniBand port a GPU between nodes",
+    "H100, 8 a node, crowded network": "the same, with how long a step took on a real cluster",
+    "H100, 1 a node": "every message over InfiniBand",
+    "TPU v5e, 2D torus": "links only to four neighbours: who sends further shares them",
+    "laptop": "ranks that share the cores of one machine: messages take turns",
+}
+YOURS = "yours"
+RANKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+SIZES = [4**k for k in range(1, 16)]
+MOST = 2**30  # bytes
+
+
+@dataclass(frozen=True)
+class Torus:
+    """Ranks in a square, row after row, each with `link` to its neighbours along both axes.
+
+    In a round in which everyone sends `distance` further, the links in the middle carry that many
+    messages along their axis, so each gets that share. (A ring follows the neighbours.)
+    """
+
+    side: int
+    link: Link
+
+    def slowest(self, distance: int, size: int, paired: bool = False) -> Link:
+        hops = distance if distance < self.side else distance // self.side
+        return replace(self.link, bandwidth=self.link.bandwidth / hops)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Cores that all ranks share: one message after the other, wherever it goes."""
+
+    link: Link
+
+
+def links_of(machine: str, num_ranks: int, yours: Link | None = None):
+    """The links of a machine: a Link, Hierarchy, Torus or Shared."""
+    if machine == YOURS:
+        return Shared(yours)
+    if machine == "laptop":
+        return Shared(hardware("laptop").node_link())
+    if machine == "H100, 1 a node":
+        return hardware("h100").network_link(num_ranks)
+    if machine == "TPU v5e, 2D torus":
+        side = 1 << (math.ceil(math.log2(num_ranks)) + 1) // 2
+        return Torus(side, hardware("tpu-v5e").node_link())
+    known = hardware("h100-hf" if "crowded" in machine else "h100")
+    return known.links(max(2, num_ranks // known.devices_per_node))
+
+
+def num_messages(num_ranks: int, algorithm: str) -> int:
+    """Messages of an all-reduce, all ranks together."""
+    paired = 1 << (num_ranks.bit_length() - 1)  # what is left after folding
+    return {
+        "star": 2 * (num_ranks - 1),
+        "tree": 2 * (num_ranks - 1),
+        "ring": 2 * num_ranks * (num_ranks - 1),
+        "halving_doubling": 2 * paired * (paired.bit_length() - 1) + 2 * (num_ranks - paired),
+    }[algorithm]
+
+
+@lru_cache(maxsize=20_000)  # a slider asks for the same curves again and again
+def cost(num_bytes: int, num_ranks: int, algorithm: str, link) -> Cost:
+    if not isinstance(link, Shared):
+        return all_reduce(num_bytes, num_ranks, algorithm, link)
+    alone = all_reduce(num_bytes, num_ranks, algorithm)
+    waiting = num_messages(num_ranks, algorithm) * link.link.latency
+    return replace(alone, seconds=waiting + alone.total_bytes / link.link.bandwidth)
+
+
+def candidates(num_ranks: int, link) -> list[str]:
+    """The algorithms that make sense; two levels need two kinds of links, and both in use."""
+    nodes = num_ranks / link.ranks_per_node if isinstance(link, Hierarchy) else 1
+    return [name for name in COLORS if name != "hierarchical" or (nodes > 1 and nodes % 1 == 0)]
+
+
+def race(num_bytes: int, num_ranks: int, link) -> dict[str, Cost]:
+    """What each algorithm costs, the fastest first."""
+    costs = {a: cost(num_bytes, num_ranks, a, link) for a in candidates(num_ranks, link)}
+    return dict(sorted(costs.items(), key=lambda item: item[1].seconds))
+
+
+def winners(costs: dict[str, Cost]) -> list[str]:
+    """The fastest, and who is so close behind that a model cannot tell."""
+    best = next(iter(costs.values())).seconds
+    return [algorithm for algorithm, each in costs.items() if each.seconds <= 1.02 * best]
+
+
+def latency_only(link):
+    """The same link, if bytes cost nothing."""
+    if isinstance(link, Hierarchy):
+        return replace(link, inner=latency_only(link.inner), outer=latency_only(link.outer))
+    if isinstance(link, (Torus, Shared)):
+        return replace(link, link=latency_only(link.link))
+    return replace(link, bandwidth=1e30)
+
+
+def explorer(yours: Link | None = None, **start) -> Explorer:
+    """The explorer. `yours`: one more machine, a link that you measured; `start` sets controls."""
+
+    def render(
+        machine: str = "H100, 8 a node", num_ranks: int = 64, num_bytes: int = 2**20
+    ) -> tuple[Picture, str]:
+        link = links_of(machine, num_ranks, yours)
+        if isinstance(link, Hierarchy) and num_ranks % min(num_ranks, link.ranks_per_node):
+            raise ParameterError(f"{num_ranks} ranks do not fill nodes of {link.ranks_per_node}.")
+        return draw(machine, num_ranks, num_bytes, link), words(machine, num_ranks, num_bytes, link)
+
+    machines = [*MACHINES, YOURS] if yours else MACHINES
+    shown = Explorer(
+        render,
+        machine=choice(*machines),
+        num_ranks=choice(*RANKS),
+        num_bytes=whole(SIZES[0], MOST, log=True),
+    )
+    shown.change(**start)
+    return shown
+
+
+def draw(machine: str, num_ranks: int, num_bytes: int, link) -> Picture:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.4, 3.7), dpi=100)
+    # Fixed places: matplotlib's own layout engines take longer than all the rest.
+    left = figure.add_axes((0.08, 0.15, 0.46, 0.72))
+    right = figure.add_axes((0.69, 0.15, 0.22, 0.72))
+
+    # Logarithms on plain axes, and few collections: log axes and many small patches take longer.
+    races = [race(size, num_ranks, link) for size in SIZES]
+    xs = [math.log2(size) for size in SIZES]
+    for algorithm in candidates(num_ranks, link):
+        ys = [math.log10(each[algorithm].seconds) for each in races]
+        left.plot(xs, ys, color=COLORS[algorithm], linewidth=1.8)
+    lowest, highest = left.get_ylim()
+    ribbons: dict[tuple, list] = {}  # a ribbon below, in the colors of those who win
+    for x, each in zip(xs, races):
+        best = winners(each)
+        for number, algorithm in enumerate(best):
+            ribbons.setdefault((algorithm, number, len(best)), []).append((x - 1, 2))
+    for (algorithm, number, count), places in ribbons.items():
+        bottom, height = lowest - 0.5 + 0.3 * number / count, 0.3 / count
+        left.broken_barh(places, (bottom, height), color=COLORS[algorithm], linewidth=0)
+    left.axvline(math.log2(num_bytes), color=INK, linestyle=":", linewidth=1)
+    left.set(ylim=(lowest - 0.5, highest), xlim=(xs[0] - 1, xs[-1] + 1))
+    powers = range(math.ceil(lowest), math.floor(highest) + 1, 2)
+    ticks(
+        left,
+        {3: "8 B", 10: "1 KiB", 20: "1 MiB", 30: "1 GiB"},
+        {power: time_name(10.0**power) for power in powers},
+    )
+    for row, algorithm in enumerate(candidates(num_ranks, link)):
+        left.text(0.03, 0.94 - 0.07 * row, algorithm, color=COLORS[algorithm], fontsize=8,
+                  transform=left.transAxes)  # fmt: skip
+    left.set_title(f"all-reduce, {num_ranks} ranks; the ribbon shows who wins", fontsize=9)
+
+    here = race(num_bytes, num_ranks, link)
+    most = 5 * next(iter(here.values())).seconds  # who takes longer runs out of the picture
+    unit, name = unit_of(most)
+    for row, (algorithm, each) in enumerate(here.items()):
+        waiting = cost(num_bytes, num_ranks, algorithm, latency_only(link)).seconds
+        right.barh(row, each.seconds / unit, 0.6, color=COLORS[algorithm])
+        right.barh(row, waiting / unit, 0.6, color="#d9d9d9")
+        end = min(each.seconds, most) / unit
+        right.text(end, row, f" {time_name(each.seconds)}", va="center", fontsize=8, clip_on=False)
+    right.set_xlim(0, most / unit)
+    right.invert_yaxis()
+    ticks(right, numbered(round_places(0, most / unit)), dict(enumerate(here)))
+    right.set_xlabel(f"{name}  (grey: latency)")
+    right.set_title(f"{size_name(num_bytes)}", fontsize=9)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    best = " = ".join(winners(here))
+    said = f"{machine}, {num_ranks} ranks, {size_name(num_bytes)}: {best} the fastest"
+    return Picture(figure, said)
+
+
+def words(machine: str, num_ranks: int, num_bytes: int, link) -> str:
+    """The race as a table, and where the links' numbers come from."""
+    here = race(num_bytes, num_ranks, link)
+    best = next(iter(here.values())).seconds
+    head = ("algorithm", "rounds", "bytes a rank sends, at most", "time", "of the best")
+    rows = [
+        (
+            a,
+            f"{c.rounds:,}",
+            f"{c.bytes_per_rank:,}",
+            time_name(c.seconds),
+            f"{c.seconds / best:.3g} ×",
+        )
+        for a, c in here.items()
+    ]
+    kinds = {"": getattr(link, "link", link)}
+    if isinstance(link, Hierarchy):
+        kinds = {"in a node: ": link.inner, "between nodes: ": link.outer}
+    used = "; ".join(
+        f"{where}{1e6 * each.latency:.3g} µs, {each.bandwidth / 1e9:.3g} GB/s"
+        for where, each in kinds.items()
+    )
+    what = MACHINES.get(machine, "the link that you measured")
+    return page.table(rows, head) + page.paragraph(f"{what}. A message: {used}.")
+
+
+def unit_of(seconds: float) -> tuple[float, str]:
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= unit:
+            return unit, name
+    return 1e-6, "µs"
+
+
+def time_name(seconds: float) -> str:
+    unit, name = unit_of(seconds)
+    return f"{seconds / unit:.3g} {name}"
+
+
+def size_name(num_bytes: int) -> str:
+    step = min(int(math.log(num_bytes, 1024)), 3)
+    return f"{num_bytes / 1024**step:.3g} {('B', 'KiB', 'MiB', 'GiB')[step]}"

@@ -1,0 +1,177 @@
+"""Explorer of lesson 01: what the model states of a known model need, and how long it trains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import log10
+
+from mini_dist.plan.calculators import (
+    Breakdown,
+    hardware,
+    model_states,
+    num_parameters,
+    readable,
+    training_time,
+)
+from mini_dist.plan.calculators import model as model_preset
+
+from ..draw.labels import ticks
+from ..draw.picture import Picture
+from ..lab import choice, real
+from . import page
+from .explorer import Explorer, doublings
+
+MODELS = ("gpt2-xl", "gpt3-175b", "llama3-8b", "llama3-70b", "llama3-405b")
+GPUS = ("a100-40", "a100-80", "h100", "h200", "b200")
+
+# Bytes a parameter: parameters, gradients | kept by the optimizer: fp32 copy, Adam's two moments.
+RECIPES = {
+    "bf16 + Adam": (2, 2, 4, 4, 4),
+    "bf16 + Adam, fp32 gradients": (2, 4, 4, 4, 4),
+    "fp32 + Adam": (4, 4, 0, 4, 4),
+    "bf16 + 8-bit Adam": (2, 2, 4, 1, 1),
+    "bf16 + SGD with momentum": (2, 2, 4, 4, 0),
+}
+STATED_BY = {
+    "bf16 + Adam": "Rajbhandari et al. 2020, ZeRO, section 3.1",
+    "bf16 + Adam, fp32 gradients": "Megatron-LM's main gradients",
+    "fp32 + Adam": "torch's AdamW on a plain model",
+    "bf16 + 8-bit Adam": "Dettmers et al. 2022, 8-bit Optimizers, and a float32 copy",
+    "bf16 + SGD with momentum": "torch's SGD on a float32 copy",
+}
+KINDS = ("parameters", "gradients", "fp32 copy", "1st moment", "2nd moment")
+COLORS = ("#3182bd", "#fd8d3c", "#c7e9c0", "#74c476", "#238b45")
+
+TOKENS = ("as published", "20 a parameter", "15 trillion")
+PUBLISHED = {
+    "gpt3-175b": (300e9, "Brown et al. 2020, table D.1"),
+    "llama3-8b": (15e12, "Llama 3 model card: over 15 T"),
+    "llama3-70b": (15e12, "Llama 3 model card: over 15 T"),
+    "llama3-405b": (15.6e12, "Llama 3 herd 2024, section 1"),
+}
+KEYS = {  # of the sources that machines.py states
+    "[acc]": "stas00/ml-engineering, accelerators",
+    "[mamf]": "its best measured matrix products",
+    "[sheet]": "NVIDIA's datasheet",
+    "[simumax]": "SimuMax's timings",
+}
+SPANS = {  # in years
+    "1 minute": 1 / 525_960,
+    "1 hour": 1 / 8766,
+    "1 day": 1 / 365.25,
+    "1 month": 1 / 12,
+    "1 year": 1,
+    "10 years": 10,
+    "100 years": 100,
+    "1,000 years": 1000,
+}
+
+
+def render(
+    model: str = "gpt3-175b",
+    recipe: str = "bf16 + Adam",
+    gpu: str = "a100-80",
+    num_gpus: int = 1,
+    utilisation: float = 0.45,
+    tokens: str = "as published",
+) -> tuple[Picture, str]:
+    """Memory of all model states beside one GPU's; time: 6 P T / (GPUs * peak * utilisation)."""
+    machine, parameters = hardware(gpu), num_parameters(model_preset(model))
+    each = RECIPES[recipe]
+    states = model_states(
+        parameters, parameter_bytes=each[0], gradient_bytes=each[1], optimizer_bytes=sum(each[2:])
+    )
+    states = Breakdown(
+        states.title, tuple(replace(line, source=STATED_BY[recipe]) for line in states)
+    )
+    num_tokens, why = tokens_of(model, parameters, tokens)
+    time = training_time(parameters, num_tokens, num_gpus, machine, utilisation)
+    picture = draw(model, each, states, machine, time, num_gpus)
+    assumed = f"{readable(num_tokens, 'tokens')}: {why}. Activations are not in here (lesson 06)."
+    said = page.breakdown(states) + page.breakdown(time)
+    keys = "; ".join(f"{key} {name}" for key, name in KEYS.items() if key in said)
+    return picture, said + page.paragraph(assumed) + page.paragraph(f"{keys}.")
+
+
+def tokens_of(model: str, parameters: int, tokens: str) -> tuple[float, str]:
+    if tokens == "15 trillion":
+        return 15e12, "what Llama 3 saw"
+    if tokens == "as published" and model in PUBLISHED:
+        return PUBLISHED[model]
+    optimal = "about compute-optimal (Hoffmann et al. 2022, table 3)"
+    unknown = "not published: 20 a parameter, " * (tokens == "as published")
+    return 20 * parameters, unknown + optimal
+
+
+def draw(model, each, states: Breakdown, machine, time: Breakdown, num_gpus: int) -> Picture:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.4, 3.3), dpi=100)
+    # Fixed places: matplotlib's own layout engines take longer than all the rest.
+    left, right = figure.add_axes((0.1, 0.16, 0.42, 0.7)), figure.add_axes((0.62, 0.16, 0.36, 0.7))
+
+    one, gib, start = machine.device.memory_bytes / 2**30, states["parameters"] / each[0] / 2**30, 0
+    for row, (nbytes, color) in enumerate(zip(each, COLORS)):  # a waterfall down to the sum
+        left.barh(row, nbytes * gib, 0.75, start, color=color)
+        start += nbytes * gib
+        said = f"{nbytes} × P = {nbytes * gib:,.0f}"
+        left.annotate(
+            said,
+            (start, row),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+        )
+    left.barh(len(each), start, 0.75, color="#969696")
+    left.text(start, len(each), f" {start:,.0f}", va="center", fontsize=8, weight="bold")
+    left.axvline(one, color="#de2d26", linestyle="--", zorder=0)  # behind the numbers
+    left.text(one, -0.75, " one GPU", fontsize=8, color="#de2d26")
+    ticks(left, y=dict(enumerate([*KINDS, "sum"])))  # (the numbers stand at the bars)
+    left.set(ylim=(len(each) + 0.6, -1.2), xlim=(0, 1.3 * max(start, one)), xlabel="GiB")
+    count = start / one
+    said = f"{count:,.0f}" if count >= 10 else f"{count:.2g}"
+    left.set_title(f"{model}: model states = {said} × {machine.device.name}", fontsize=9)
+
+    # Logarithms on plain axes, which are laid out faster than log axes.
+    years, most = log10(time["years"]), log10(2**16)
+    here = log10(num_gpus)
+    right.plot((0, most), (years + here, years + here - most), color="#756bb1")
+    right.plot(here, years, "o", color="#756bb1", markersize=8)
+    low, high = min(-3.3, years + here - most - 0.2), max(3.3, years + here + 0.2)
+    for name, span in SPANS.items():
+        if not low < log10(span) < high:
+            continue
+        right.axhline(log10(span), color="#d9d9d9", linewidth=0.8, zorder=0)
+        right.text(most, log10(span), name, ha="right", va="bottom", fontsize=7, color="#737373")
+    ticks(right, {log10(8**k): f"{8**k:,}" for k in range(6)})
+    right.set(ylim=(low, high), xlim=(-0.1, most + 0.1), xlabel="GPUs")
+    said = f"{duration(time['time'])} on {num_gpus:,} GPU{'s' * (num_gpus > 1)}"
+    right.set_title(f"training: {said}", fontsize=9)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    return Picture(figure, f"{model}: {start:,.0f} GiB of model states; {said}")
+
+
+def duration(seconds: float) -> str:
+    """As one says it: 77,160 years, 32 days, 3.2 hours."""
+    units = {"years": 365.25 * 86400, "days": 86400, "hours": 3600, "minutes": 60, "s": 1}
+    name, scale = next((unit for unit in units.items() if seconds >= unit[1]), ("s", 1))
+    value = seconds / scale
+    return f"{value:,.0f} {name}" if value >= 1000 else f"{value:.4g} {name}"
+
+
+def memory_and_time(**start) -> Explorer:
+    """The explorer; `start` sets some controls, as in memory_and_time(model="llama3-8b")."""
+    explorer = Explorer(
+        render,
+        model=choice(*MODELS),
+        recipe=choice(*RECIPES),
+        gpu=choice(*GPUS),
+        num_gpus=choice(*doublings(1, 2**16)),  # (the number beside such a slider invites typing)
+        utilisation=real(0.05, 1.0),
+        tokens=choice(*TOKENS),
+    )
+    explorer.change(**start)
+    return explorer

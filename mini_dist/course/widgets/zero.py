@@ -1,0 +1,88 @@
+"""Explorer of lesson 07: the ZeRO paper's figure 1 for any model, optimizer, number of ranks."""
+
+from __future__ import annotations
+
+from mini_dist.plan.calculators import hardware, model_states
+
+from ..draw.labels import numbered, round_places, ticks
+from ..draw.picture import INK, Picture
+from ..lab import choice, real, whole
+from . import page
+from .explorer import Explorer
+
+GPUS = ("a100-40", "a100-80", "h100", "h200", "b200")
+STAGES = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+KINDS = {"parameters": "#3182bd", "gradients": "#fd8d3c", "optimizer": "#74c476"}
+# Bytes a parameter: parameters, gradients, and K, what the optimizer holds.
+OPTIMIZERS = {
+    "bf16, AdamW: 2 + 2 + 12": (2, 2, 12),  # Rajbhandari et al. 2020, section 3.1
+    "fp32, AdamW: 4 + 4 + 8": (4, 4, 8),  # a plain torch model, and the runs of this course
+    "fp32, SGD with momentum: 4 + 4 + 4": (4, 4, 4),
+}
+
+
+def render(
+    billions: float = 7.5,
+    ranks: int = 64,
+    optimizer: str = "bf16, AdamW: 2 + 2 + 12",
+    gpu: str = "a100-80",
+) -> tuple[Picture, str]:
+    """Model states of one rank, without ZeRO and at each stage, beside one GPU's memory."""
+    each, memory = OPTIMIZERS[optimizer], hardware(gpu).device.memory_bytes
+    states = [model_states(billions * 1e9, ranks, stage, *each) for stage in range(4)]
+    picture = draw(states, memory, f"{billions:g} billion parameters on {ranks:,} ranks", gpu)
+    rows = [
+        (name, *(f"{state[kind] / 1e9:,.2f}" for kind in KINDS), f"{state.total / 1e9:,.2f}", most)
+        for name, state, most in zip(STAGES, states, largest(memory, ranks, each))
+    ]
+    head = ["", *KINDS, "sum, GB", f"largest model on one {gpu}"]
+    return picture, page.table(rows, head) + page.paragraph(
+        "Model states only: no activations, and in ZeRO-3 none of the units that are whole for the "
+        "moment. [ZeRO] Rajbhandari et al. 2020, figure 1 and table 1."
+    )
+
+
+def largest(memory: float, ranks: int, each: tuple) -> list[str]:
+    """Billions of parameters whose states fill the memory, at each stage."""
+    return [
+        f"{memory / model_states(1, ranks, stage, *each).total / 1e9:,.1f} billion"
+        for stage in range(4)
+    ]
+
+
+def draw(states, memory: float, title: str, gpu: str) -> Picture:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.4, 2.7), dpi=100)
+    axes = figure.add_axes((0.13, 0.2, 0.84, 0.68))
+    for row, state in enumerate(states):
+        start = 0.0
+        for kind, color in KINDS.items():
+            label = kind if row == 0 else None
+            axes.barh(row, state[kind] / 1e9, 0.72, start, color=color, label=label)
+            start += state[kind] / 1e9
+        axes.text(start, row, f" {start:,.3g} GB", va="center", fontsize=9, color=INK)
+    most = states[0].total / 1e9
+    if memory / 1e9 < 1.2 * most:
+        axes.axvline(memory / 1e9, color="#de2d26", linestyle="--")
+        axes.text(memory / 1e9, -0.62, f" {gpu}", fontsize=8, color="#de2d26")
+    axes.set(ylim=(3.6, -0.8), xlim=(0, 1.2 * most), xlabel="GB on each rank")
+    ticks(axes, numbered(round_places(0, 1.2 * most)), dict(enumerate(STAGES)))
+    axes.set_title(title, fontsize=10)
+    axes.legend(frameon=False, fontsize=8, loc="lower right")
+    axes.spines[["top", "right"]].set_visible(False)
+    said = ", ".join(f"{name} {s.total / 1e9:,.3g} GB" for name, s in zip(STAGES, states))
+    return Picture(figure, f"{title}: {said}")
+
+
+def zero_figure(**start) -> Explorer:
+    """The explorer; `start` sets some controls, as in zero_figure(billions=70.0, ranks=512)."""
+    explorer = Explorer(
+        render,
+        billions=real(0.1, 1000.0, log=True),
+        ranks=whole(1, 2**12, log=True),
+        optimizer=choice(*OPTIMIZERS),
+        gpu=choice(*GPUS),
+    )
+    explorer.change(**start)
+    return explorer

@@ -1,0 +1,235 @@
+"""Make and update a learner's own copy of the course's notebooks.
+
+    python -m mini_dist.course.working_copy             # update work/ from notebooks/ (make update)
+    python -m mini_dist.course.working_copy --once      # make work/ if it is not there (make lab does so)
+
+The notebooks of the course change with each release, and JupyterLab writes into every notebook that
+it opens. So a learner opens a copy, the *working copy*. A file in it, `.shipped.json`, holds a hash
+of each notebook as it was shipped. When the course brings a new version of a notebook, the hash
+tells which of three cases holds:
+
+    nobody has changed the notebook       the new version takes its place
+    the learner has changed it            it stays, and the new version is put beside it
+    the notebook is new                   it is added
+
+A notebook counts as changed if its cells differ, in their text, number or order. Outputs do not
+count, so a notebook that was only run takes the new version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = ROOT / "notebooks"
+WORK = ROOT / "work"
+MANIFEST = ".shipped.json"
+NEW = "-new"  # after the stem of a new version beside a notebook that the learner has changed
+
+
+# ---- what belongs to the course ------------------------------------------------------------------
+
+
+def notebooks(folder: Path = NOTEBOOKS) -> list[str]:
+    """The names of the course's notebooks in a folder, such as "labs/plan_sweep.ipynb".
+
+    The build writes into each notebook from which lesson it comes. A learner's own notebook has no
+    such entry, and a copy under another name has the entry of the original.
+    """
+    found = sorted(path.relative_to(folder) for path in folder.rglob("*.ipynb"))
+    return [name.as_posix() for name in found if belongs(folder / name, name)]
+
+
+def belongs(path: Path, name: Path) -> bool:
+    """Whether the notebook in a file is the one that the course calls `name`."""
+    try:
+        lesson = json.loads(path.read_bytes())["metadata"]["mini_dist"]["lesson"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # anything may lie there
+        return False
+    return lesson == f"lessons/{name.with_suffix('.md').as_posix()}"
+
+
+def digest(content: bytes) -> str:
+    """A hash of a notebook's cells without outputs; of the bytes of any other file."""
+    with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        cells = [
+            [cell["cell_type"], "".join(cell["source"]), cell.get("attachments", {})]
+            for cell in json.loads(content)["cells"]
+        ]
+        content = json.dumps(cells, sort_keys=True).encode()
+    return hashlib.sha256(content).hexdigest()
+
+
+# ---- the working copy ----------------------------------------------------------------------------
+
+
+@dataclass
+class Update:
+    """What an update of a working copy did, by the names of the notebooks."""
+
+    work: Path
+    added: list[str] = field(default_factory=list)
+    taken: list[str] = field(default_factory=list)  # nobody had changed the former version
+    kept: dict[str, str] = field(default_factory=dict)  # changed -> the new version beside it
+    left: list[str] = field(default_factory=list)  # changed in the shipped folder itself
+    gone: list[str] = field(default_factory=list)  # no longer shipped
+
+    def __str__(self) -> str:
+        lines = [f"added: {name}" for name in self.added]
+        lines += [f"new version: {name}" for name in self.taken]
+        lines += [
+            f"yours is kept: {name} (the new version is {beside})"
+            for name, beside in self.kept.items()
+        ]
+        lines += [
+            f"left out: {name} (somebody has changed the course's own file; "
+            f"`git restore notebooks/{name}` brings it back)"
+            for name in self.left
+        ]
+        lines += [f"no longer part of the course, but kept: {name}" for name in self.gone]
+        return "\n".join(lines or [f"{self.work.name}/ is up to date"])
+
+
+def update(shipped: Path, work: Path, committed: dict[str, bytes] | None = None) -> Update:
+    """Bring the notebooks of the folder `shipped` into the working copy, and say what was done.
+
+    A notebook that the learner has deleted is added again. committed: notebooks that somebody has
+    changed in `shipped` itself, as the course has them. Raises ValueError if `work` is no folder or
+    there are no notebooks in `shipped`.
+    """
+    names = notebooks(shipped)
+    if not names:
+        raise ValueError(f"{shipped} holds no notebook of the course: give the folder notebooks/.")
+    if work.exists() and not work.is_dir():
+        raise ValueError(f"{work} is not a folder: move it away, or give another one with --work.")
+    known, done = read_manifest(work), Update(work)
+    for name in names:
+        new, mine = (shipped / name).read_bytes(), work / name
+        original = digest((committed or {}).get(name, new))
+        if not mine.exists():
+            write(mine, new)
+            done.added.append(name)
+        elif digest(new) != original:  # nobody can tell what of it is the course's
+            done.left.append(name)
+            continue
+        elif known.get(name) != original:
+            current = digest(mine.read_bytes())
+            if current == known.get(name):
+                write(mine, new)
+                done.taken.append(name)
+            elif current != original:
+                done.kept[name] = put_beside(work, name, new, known)
+        known[name] = original
+    done.gone = [name for name in known if name not in names and not is_beside(name)]
+    for name in done.gone:
+        del known[name]
+    write(work / MANIFEST, (json.dumps(known, indent=1, sort_keys=True) + "\n").encode())
+    return done
+
+
+def news(shipped: Path, work: Path) -> list[str]:
+    """The notebooks of which the working copy has not had the newest version yet."""
+    known = read_manifest(work)
+    return [
+        name
+        for name in notebooks(shipped)
+        if known.get(name) != digest((shipped / name).read_bytes())
+    ]
+
+
+def put_beside(work: Path, name: str, content: bytes, known: dict[str, str]) -> str:
+    """Write a new version beside the learner's notebook; return its name.
+
+    An earlier new version gives way to this one, unless the learner has changed it as well.
+    """
+    path, number = Path(name), 1
+    while True:
+        beside = path.with_stem(f"{path.stem}{NEW}{number if number > 1 else ''}").as_posix()
+        there = work / beside
+        if not there.exists() or digest(there.read_bytes()) in (known.get(beside), digest(content)):
+            write(there, content)
+            known[beside] = digest(content)
+            return beside
+        number += 1
+
+
+def is_beside(name: str) -> bool:
+    return Path(name).stem.rstrip("0123456789").endswith(NEW)
+
+
+def read_manifest(work: Path) -> dict[str, str]:
+    """The hashes of what was shipped. Without them, every notebook counts as changed."""
+    with suppress(OSError, ValueError, RecursionError):
+        found = json.loads((work / MANIFEST).read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return {name: known for name, known in found.items() if isinstance(known, str)}
+    return {}
+
+
+def write(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_bytes(content)
+    partial.replace(path)
+
+
+def changed_in_place(shipped: Path) -> dict[str, bytes]:
+    """The notebooks of a git checkout that differ from its last commit, as committed.
+
+    Before there was a working copy, learners wrote into notebooks/ itself. An update must not take
+    such a notebook for the course's, and later overwrite it.
+    """
+    if shutil.which("git") is None:
+        return {}
+
+    def git(*arguments: str) -> bytes:
+        said = subprocess.run(["git", "-C", shipped, *arguments], capture_output=True)
+        return said.stdout if said.returncode == 0 else b""
+
+    names = git("diff", "--name-only", "--relative", "-z", "HEAD", "--", ".")
+    names = os.fsdecode(names).split("\0")
+    committed = {name: git("show", f"HEAD:./{name}") for name in names if name}
+    return {name: content for name, content in committed.items() if content}
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m mini_dist.course.working_copy",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--once", action="store_true", help="leave a working copy as it is")
+    parser.add_argument("--shipped", type=Path, default=NOTEBOOKS, help="the course's notebooks")
+    parser.add_argument("--work", type=Path, default=WORK, help="the working copy")
+    options = parser.parse_args(argv)
+    if options.once and (options.work / MANIFEST).exists():
+        if found := news(options.shipped, options.work):
+            print(f"{len(found)} notebooks have a new version. `make update` takes them.")
+        return 0
+    try:
+        done = update(options.shipped, options.work, changed_in_place(options.shipped))
+    except (ValueError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    if options.once:
+        print(f"{options.work.name}/ is yours: {len(done.added)} notebooks. Work in this folder.")
+    else:
+        print(done)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

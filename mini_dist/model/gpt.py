@@ -1,0 +1,364 @@
+"""A plain GPT on one device: what every strategy of the course cuts, and what checks the result.
+
+    model = GPT(ModelConfig(d_model=128, num_layers=3), seed=0)
+    logits = model(tokens)                                  # [B, S] -> [B, S, V]
+    token_loss(logits, targets).mean().backward()           # of loss.py
+
+Nothing in here knows of ranks. The seams where later lessons cut it:
+  * pipeline: `embed`, `blocks[i]` and `head` are all there is; between them goes x [B, S, D];
+  * ZeRO-3 and recompute: a block is the unit, a function of (x, positions);
+  * tensor parallel: `q`, `k`, `v`, `o`, `up`, `gate`, `down` are separate linears, weight
+    [features out, features in]; rows n*H..(n+1)*H of `q` are head n, and the number of heads
+    follows from the weights, so cutting these rows is all it takes; where x goes into several of
+    them, `qkv` and `gate_and_up`, a rank can get it once for all;
+  * context parallel: positions are an argument, and so is the attention function;
+  * experts: `experts[e]` is a whole MLP, `route` of routing.py decides who visits it.
+
+Letters: B batch, S sequence, D model, F ffn, N heads, K kv heads, H head dim, V vocab, E experts,
+L layers; T = B*S tokens, k experts a token visits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from mini_dist.plan.config import OURS, ModelConfig
+
+from .initial_values import initial_value, named_tensors
+from .routing import Routing, route
+from .vocabulary import check_tokens
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer, tokens [B, S] to logits [B, S, V].
+
+    Each block adds attention, then an MLP (or experts), to x, with the norm before each of them
+    ("pre-norm"; Radford et al. 2019, section 2.3).
+
+    Args:
+        seed: with a parameter's name, decides its values (see `initial_value`); torch's own
+            random state is neither read nor moved.
+        attention: "sdpa" (torch's fused kernel), "explicit" (the formula, scores in memory), or a
+            function (q, k, v, positions, dropout) -> out like `explicit_attention`.
+        device: with "meta" the model has shapes and no memory until `init_weights_`.
+    Raises ValueError for a config that only the calculators understand.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        seed: int = 0,
+        *,
+        attention: str | Callable = "sdpa",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        _refuse_what_only_calculators_know(config)
+        self.config = config
+        with torch.device("meta"):  # shapes only: torch's own initial values would be overwritten
+            self.embed = Embed(config)
+            self.blocks = nn.ModuleList(
+                Block(config, layer, attention) for layer in range(config.num_layers)
+            )
+            self.head = Head(config)
+        self.to(dtype)
+        self._tie()
+        device = torch.get_default_device() if device is None else torch.device(device)
+        if device.type != "meta":
+            self.init_weights_(seed, device)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        routing: list[Routing] | None = None,
+    ) -> Tensor:
+        """tokens [B, S] int64 -> logits [B, S, V].
+
+        positions: [S] or [B, S], where each token stands in its sequence (0..S-1 unless given,
+            distinct in a row); a token sees itself and those with smaller positions.
+        routing: a list to which each MoE layer appends what its router decided.
+        """
+        if tokens.shape[-1] > self.config.seq_len:
+            raise ValueError(
+                f"tokens are {tokens.shape[-1]} long, but this model was made for "
+                f"seq_len={self.config.seq_len}: cut them, or make the config longer."
+            )
+        x = self.embed(tokens, positions)
+        for block in self.blocks:
+            x = block(x, positions, routing)
+        return self.head(x)
+
+    def num_parameters(self) -> int:
+        """How many numbers the model has; a tied embedding counts once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    @torch.no_grad()
+    def init_weights_(self, seed: int, device: torch.device | str = "cpu") -> GPT:
+        """Give each parameter and buffer its `initial_value`, in new memory on `device`."""
+        self.to_empty(device=device)
+        self._tie()  # to_empty made two parameters of one
+        for name, tensor in named_tensors(self):
+            tensor.copy_(initial_value(name, tensor.shape, self.config, seed))
+        return self
+
+    def _tie(self):
+        if self.config.tied_embedding:
+            self.head.out.weight = self.embed.token.weight
+
+
+class Embed(nn.Module):
+    """Tokens [B, S] to x [B, S, D]: look up each token, and its position where that is learned."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.vocab_size = config.vocab_size
+        self.token = nn.Embedding(config.vocab_size, config.d_model)
+        self.position = None  # rotary positions enter in attention
+        if config.positions == "learned":
+            self.position = nn.Embedding(config.seq_len, config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        check_tokens(tokens, self.vocab_size)
+        x = self.token(tokens)  # [B, S, D]
+        if self.position is not None:
+            if positions is None:
+                positions = torch.arange(tokens.shape[-1], device=tokens.device)
+            x = x + self.position(positions)
+        return self.dropout(x)
+
+
+class Block(nn.Module):
+    """One layer, x [B, S, D] to x [B, S, D]."""
+
+    def __init__(self, config: ModelConfig, layer: int, attention: str | Callable = "sdpa"):
+        super().__init__()
+        self.attn_norm = make_norm(config)
+        self.attn = Attention(config, attention)
+        self.ffn_norm = make_norm(config)
+        self.ffn = MoE(config) if config.is_moe_layer(layer) else MLP(config, config.d_ffn)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        routing: list[Routing] | None = None,
+    ) -> Tensor:
+        x = x + self.dropout(self.attn(self.attn_norm(x), positions))
+        return x + self.dropout(self.ffn(self.ffn_norm(x), routing))
+
+
+class Head(nn.Module):
+    """x [B, S, D] to logits [B, S, V]: the last norm, then a linear without bias."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.norm = make_norm(config)
+        self.out = nn.Linear(config.d_model, config.vocab_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(x))
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.d_model, eps=1e-5)
+    return nn.LayerNorm(config.d_model, eps=1e-5, bias=config.bias)
+
+
+# --- attention ---------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Let each token look at those before it: N query heads share K pairs of key and value heads.
+
+    K = N is multi-head attention, K = 1 multi-query (Shazeer 2019), between them grouped-query
+    (Ainslie et al. 2023): query head n reads key/value head n // (N/K).
+    """
+
+    def __init__(self, config: ModelConfig, attention: str | Callable = "sdpa"):
+        super().__init__()
+        D, H = config.d_model, config.head_dim
+        self.q = nn.Linear(D, config.num_heads * H, bias=config.qkv_bias)
+        self.k = nn.Linear(D, config.num_kv_heads * H, bias=config.qkv_bias)
+        self.v = nn.Linear(D, config.num_kv_heads * H, bias=config.qkv_bias)
+        self.o = nn.Linear(config.num_heads * H, D, bias=config.bias)
+        self.head_dim = H
+        self.rotary = config.positions == "rotary"
+        self.dropout = config.dropout
+        if not callable(attention) and attention not in ATTENTIONS:
+            raise ValueError(
+                f"attention is {attention!r}: give one of {sorted(ATTENTIONS)}, or a function "
+                "(q, k, v, positions, dropout) -> out."
+            )
+        self.attend = attention if callable(attention) else ATTENTIONS[attention]
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        q, k, v = (  # [B, N, S, H], and twice [B, K, S, H]
+            # -1, not N: with only some heads' rows in the weights this is right as it stands
+            y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for y in self.qkv(x)
+        )
+        if self.rotary:
+            q, k = rotate(q, positions), rotate(k, positions)
+        out = self.attend(q, k, v, positions, self.dropout if self.training else 0.0)
+        return self.o(out.transpose(1, 2).flatten(-2))  # [B, N, S, H] -> [B, S, N*H] -> [B, S, D]
+
+    def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, S, D] -> queries [B, S, N*H], keys and values [B, S, K*H]."""
+        return self.q(x), self.k(x), self.v(x)
+
+
+def explicit_attention(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None = None, dropout: float = 0.0
+) -> Tensor:
+    """softmax(q kᵀ / √H) v over the tokens that each may see (Vaswani et al. 2017, section 3.2.1).
+
+    q [B, N, S, H], k and v [B, K, S, H] -> [B, N, S, H]; the scores take [B, N, S, S] memory.
+    """
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))  # [B, N, S, H]
+    scores = q @ k.mT / math.sqrt(q.shape[-1])  # [B, N, S, S]
+    scores = scores.masked_fill(~may_see(q, positions), -math.inf)
+    return functional.dropout(scores.softmax(-1), dropout) @ v
+
+
+def sdpa_attention(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None = None, dropout: float = 0.0
+) -> Tensor:
+    """The same by torch's fused kernel, which keeps no scores (Dao et al. 2022)."""
+    # without positions no mask is needed either: the kernel then skips what lies above the diagonal
+    mask = None if positions is None else may_see(q, positions)
+    return functional.scaled_dot_product_attention(
+        q, k, v, mask, dropout, is_causal=mask is None, enable_gqa=True
+    )
+
+
+ATTENTIONS = {"explicit": explicit_attention, "sdpa": sdpa_attention}
+
+
+def may_see(q: Tensor, positions: Tensor | None) -> Tensor:
+    """True at [query, key] if the key stands at the query or before it: [1 or B, 1, S, S]."""
+    if positions is None:
+        positions = torch.arange(q.shape[-2], device=q.device)
+    allowed = positions[..., :, None] >= positions[..., None, :]  # [S, S] or [B, S, S]
+    return allowed.unsqueeze(-3).reshape(-1, 1, *allowed.shape[-2:])
+
+
+def rotate(x: Tensor, positions: Tensor | None = None, base: float = 10_000.0) -> Tensor:
+    """Turn each pair (x[i], x[i + H/2]) by the angle position * base^(-2i/H), so that a product
+    of two vectors depends on their distance only (Su et al. 2021, section 3.2.2; the halves are
+    paired as in GPT-NeoX and Llama's published code for Hugging Face).
+
+    x [B, N, S, H], positions [S] or [B, S] -> [B, N, S, H].
+    """
+    if positions is None:
+        positions = torch.arange(x.shape[-2], device=x.device)
+    return turn(x, *cosines_and_sines(positions, x.shape[-1], x.dtype, base))
+
+
+def cosines_and_sines(
+    positions: Tensor, head_dim: int, dtype: torch.dtype, base: float = 10_000.0
+) -> tuple[Tensor, Tensor]:
+    """Of the angles by which `rotate` turns, for positions [S] or [B, S]: both
+    [1, S, H/2] or [B, 1, S, H/2]."""
+    half = head_dim // 2
+    # angles in bf16 would put neighbours of a long sequence at the same place
+    dtype = torch.promote_types(dtype, torch.float32)
+    frequency = base ** (-torch.arange(half, device=positions.device, dtype=dtype) / half)  # [H/2]
+    angle = (positions[..., None] * frequency).unsqueeze(-3)  # [1, S, H/2] or [B, 1, S, H/2]
+    return angle.cos(), angle.sin()
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [B, N, S, H] by the angles whose cosines and sines are given."""
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+# --- feed-forward: one MLP, or experts ---------------------------------------------------------
+
+
+class MLP(nn.Module):
+    """Work on each token alone, [..., D] -> [..., F] -> [..., D]: GELU (Hendrycks & Gimpel 2016)
+    or SwiGLU, where one linear gates the other (Shazeer 2020)."""
+
+    def __init__(self, config: ModelConfig, d_ffn: int):
+        super().__init__()
+        D, bias = config.d_model, config.bias
+        self.gate = nn.Linear(D, d_ffn, bias=bias) if config.activation == "swiglu" else None
+        self.up = nn.Linear(D, d_ffn, bias=bias)
+        self.down = nn.Linear(d_ffn, D, bias=bias)
+
+    def forward(self, x: Tensor, routing: list[Routing] | None = None) -> Tensor:
+        # `routing` is unused: an MLP routes nothing, but can stand wherever an MoE can
+        gate, up = self.gate_and_up(x)
+        hidden = functional.gelu(up) if gate is None else functional.silu(gate) * up
+        return self.down(hidden)
+
+    def gate_and_up(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
+        """x [..., D] -> [..., F] twice; the first is None without a gate."""
+        return None if self.gate is None else self.gate(x), self.up(x)
+
+
+class MoE(nn.Module):
+    """Experts in the place of the MLP, all on one device: each token visits k of E, no token is
+    dropped, and every token visits the shared one (DeepSeekMoE: Dai et al. 2024, section 3.2).
+    """
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.top_k, self.gate = config.top_k, config.router
+        self.router = nn.Linear(config.d_model, config.num_experts, bias=False)
+        # moved by how crowded an expert is, not by a gradient: see expert_parallel/
+        bias = torch.zeros(config.num_experts) if self.gate == "sigmoid" else None
+        self.register_buffer("balance_bias", bias)
+        self.experts = nn.ModuleList(
+            MLP(config, config.d_expert) for _ in range(config.num_experts)
+        )
+        self.shared = None  # n experts that all tokens visit, added up, are one n times as wide
+        if config.num_shared_experts:
+            self.shared = MLP(config, config.num_shared_experts * config.d_expert)
+
+    def forward(self, x: Tensor, routing: list[Routing] | None = None) -> Tensor:
+        tokens = x.flatten(0, -2)  # [T, D]
+        decision = route(self.router(tokens), self.top_k, self.gate, self.balance_bias)
+        if routing is not None:
+            routing.append(decision)
+        out = torch.zeros_like(tokens)
+        for e, expert in enumerate(self.experts):
+            # an expert without visitors runs too, on [0, D]: its gradients are zeros, not None
+            token, slot = torch.where(decision.experts == e)  # [visits], [visits]
+            answer = expert(tokens[token]) * decision.weights[token, slot, None]  # [visits, D]
+            out = out.index_add(0, token, answer.to(out.dtype))
+        if self.shared is not None:
+            out = out + self.shared(tokens)
+        return out.view_as(x)
+
+
+# --- what only the calculators know ------------------------------------------------------------
+
+
+def _refuse_what_only_calculators_know(config: ModelConfig):
+    if config.is_mla:
+        raise ValueError(
+            f"kv_lora_rank={config.kv_lora_rank}: this GPT has no latent attention, only the "
+            "calculators know it. Give kv_lora_rank=0; few num_kv_heads also save key/value memory."
+        )
+    for field, works in (
+        *OURS.items(),
+        ("d_shared", (config.num_shared_experts * config.d_expert,)),
+    ):
+        if getattr(config, field) not in works:
+            raise ValueError(
+                f"{field}={getattr(config, field)!r}: this GPT has no such thing, only the "
+                f"calculators know it. Give {field}={' or '.join(map(repr, works))}."
+            )

@@ -1,0 +1,37 @@
+"""What parameters and buffers are before training: a seed and their names decide it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from mini_dist.plan.config import ModelConfig
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All that needs a value when a module gets new memory: its parameters and its buffers."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def initial_value(name: str, shape: tuple[int, ...], config: ModelConfig, seed: int) -> Tensor:
+    """Draw the initial value of one whole parameter or buffer from (seed, its name in GPT) alone.
+
+    However a strategy cuts the model, a rank's shard is a slice of this. Weights are normal with
+    standard deviation 0.02, those that write into the residual stream 0.02 / √(2L) (GPT-2:
+    Radford et al. 2019, section 2.3). Norms start at 1. Biases start at 0, and so does the one
+    buffer, `balance_bias`. Returns float32 on the CPU.
+    """
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if name.endswith("norm.weight"):
+        return torch.ones(shape)
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+    writes_to_residual = name.endswith(("attn.o.weight", ".down.weight"))
+    std = 0.02 / math.sqrt(2 * config.num_layers) if writes_to_residual else 0.02
+    return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)

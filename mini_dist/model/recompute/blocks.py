@@ -1,0 +1,137 @@
+"""Recomputation for real blocks: several inputs, GPUs, autocast, parameters with hooks.
+
+The page (ideas.py) calls backward inside backward, which adds to a parameter's .grad once a use.
+Here the parameters are inputs of the node of the graph, so their gradients go the usual way, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from types import MethodType
+
+import torch
+from torch import Tensor
+
+from mini_dist.plan.config import RECOMPUTE
+from mini_dist.plan.fields import checks_kinds
+
+from ..gpt import GPT, Block
+from ..routing import Routing
+
+
+class Recompute(torch.autograd.Function):
+    """A function as one node of the graph, which keeps its inputs and nothing else.
+
+    Its parameters are inputs of the node, too. So their gradients go the usual way, and a hook on
+    a parameter runs once, when all uses are added up. (Calling backward inside backward, as the
+    simplest version does, adds to .grad once a use, and sends half a gradient off.)
+    """
+
+    @staticmethod
+    def forward(ctx, fn, args, num_parameters, *tensors):
+        """tensors: those among `args`, then the parameters that fn uses."""
+        inputs = tensors[: len(tensors) - num_parameters]
+        ctx.fn, ctx.parameters = fn, tensors[len(inputs) :]
+        ctx.args = [None if isinstance(arg, Tensor) else arg for arg in args]
+        ctx.places = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
+        ctx.save_for_backward(*inputs)
+        ctx.set_materialize_grads(False)
+        ctx.then = Surroundings(inputs[0].device)
+        return fn(*args)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        needed = ctx.needs_input_grad[3:]
+        inputs = [
+            saved.detach().requires_grad_(need) for saved, need in zip(ctx.saved_tensors, needed)
+        ]
+        args = list(ctx.args)
+        with torch.enable_grad(), ctx.then.restored():
+            for place, tensor in zip(ctx.places, inputs):
+                args[place] = tensor.view_as(tensor)  # no leaf: hooks on modules may refuse those
+            outputs = ctx.fn(*args)
+        outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
+        asked = [(out, g) for out, g in zip(outputs, grads) if g is not None and out.requires_grad]
+        outputs, grads = zip(*asked)
+        wanted = [t for t, need in zip([*inputs, *ctx.parameters], needed) if need]
+        found = iter(torch.autograd.grad(outputs, wanted, grads, allow_unused=True))
+        return None, None, None, *(next(found) if need else None for need in needed)
+
+
+def recomputed(fn: Callable, parameters: Iterable[Tensor] = ()) -> Callable:
+    """A function like `fn` whose intermediate results are forgotten, and made again in backward.
+
+    fn: takes positional arguments, one of them a tensor, and returns a tensor or a tuple of them.
+    parameters: all that fn uses and that shall get a gradient.
+    """
+    parameters = list(parameters)
+
+    def call(*args):
+        inputs = [arg for arg in args if isinstance(arg, Tensor)]
+        return Recompute.apply(fn, args, len(parameters), *inputs, *parameters)
+
+    return call
+
+
+@checks_kinds
+def recompute_blocks(model: GPT, mode: str, every: int = 1) -> GPT:
+    """Make a model's blocks 0, every, 2 * every, ... recompute; returns the model.
+
+    mode: "none", "selective" (the core of attention) or "full" (the whole block).
+    A block keeps its place, its name and its hooks: only its `forward` is another.
+    """
+    if mode not in RECOMPUTE:
+        known = ", ".join(map(repr, RECOMPUTE))
+        raise ValueError(f"recompute={mode!r} is not known: give one of {known}")
+    if every < 1:
+        raise ValueError(f"every={every} is too small: 1 is every block, 2 every second one")
+    for block in list(model.blocks.children())[::every]:
+        if mode == "selective":
+            block.attn.attend = recomputed(block.attn.attend)
+        elif mode == "full":
+            block.forward = MethodType(forward_recomputed, block)
+    return model
+
+
+def forward_recomputed(
+    block: Block,
+    x: Tensor,
+    positions: Tensor | None = None,
+    routing: list[Routing] | None = None,
+) -> Tensor:
+    """Block.forward, recomputed. What its router decided is an output like any other: appended
+    to a list in the first run, it would have no gradient."""
+
+    def run(x, positions):
+        decided: list[Routing] = []
+        out = type(block).forward(block, x, positions, decided)
+        return out, *(tensor for decision in decided for tensor in decision)
+
+    out, *decided = recomputed(run, block.parameters())(x, positions)
+    if routing is not None and decided:
+        routing.append(Routing(*decided))
+    return out
+
+
+class Surroundings:
+    """What a computation depends on besides its arguments: random state, autocast."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.cpu_random = torch.get_rng_state()
+        if device.type == "cuda":
+            self.gpu_random = torch.cuda.get_rng_state(device)
+        self.is_autocast = torch.is_autocast_enabled(device.type)
+        self.dtype = torch.get_autocast_dtype(device.type)
+
+    @contextmanager
+    def restored(self):
+        """Inside, as it was when this was made; afterwards as if nothing had been drawn."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        autocast = torch.autocast(self.device.type, self.dtype, enabled=self.is_autocast)
+        with torch.random.fork_rng(devices), autocast:
+            torch.set_rng_state(self.cpu_random)
+            if devices:
+                torch.cuda.set_rng_state(self.gpu_random, self.device)
+            yield

@@ -1,0 +1,340 @@
+"""What training frameworks add to the mathematics: every assumption about them, in one place.
+
+A Framework is data that one may edit: `framework("fsdp").replace(offload_optimizer=True)`.
+
+Sources: [ZeRO] Rajbhandari et al. 2020; [K22] Korthikanti et al. 2022; [N21] Narayanan et al. 2021;
+[code] the framework's own source.  chosen.py lists what was chosen with published sweeps in view.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from ..config import Layout, ModelConfig
+from ..fields import checks_kinds
+from .numbers import whole
+
+
+@checks_kinds(infinite=("bucket",))
+@dataclass(frozen=True)
+class Framework:
+    """What a training framework does that the mathematics does not ask for: the assumptions.
+
+    The bytes a parameter are in the order of ZeRO's 2 + 2 + K.  `loss_bytes` are those alive a
+    logit at the loss.  `outside` and `fragmentation` are what the device holds beyond the
+    allocator's own count: the CUDA context and NCCL's buffers, and blocks too small to reuse.
+    """
+
+    name: str
+    parameter_bytes: float = 2
+    gradient_bytes: float = 2
+    optimizer_bytes: float = 12  # K: fp32 copy and Adam's two moments
+    shard_bytes: float = 0  # of the shard that ZeRO-1 and 2 step beside the whole; often in K
+    activation_bytes: float = 2
+    mask_bytes: float = 1  # of an element's dropout; torch on a CPU keeps a full-width factor
+    flash_attention: bool = True
+    # Fused elementwise kernels: gate, up and their product are kept, not silu(gate) as well, and
+    # memory is passed over half as often.
+    fused_activation: bool = True
+    keeps_gathered: bool = False  # what sequence parallel gathered for a matrix is kept
+    # What `recompute="selective"` computes again: "scores" (Megatron), or "operators": all but the
+    # attention and every second matrix (torchtitan).
+    selective: str = "scores"
+    loss_bytes: float = 4
+    loss_bytes_cut: float = 0  # the same where tp cuts the vocabulary; 0: as many
+    weight_gradients: str = "none"  # kept beside the gradients: "none", "largest", "one_layer"
+    own_runs: bool = False  # this library's: moments.py goes through its step
+    prefetch: int = 1  # layers whose parameters ZeRO-3 gathers ahead
+    plain_modules: bool = False  # torch's, unfused: activations._plain_modules says what they keep
+    backward: bool = True  # count one layer's backward at the peak
+    outside: float = 0.0  # bytes
+    fragmentation: float = 0.0  # share of the allocator's count
+    offload_optimizer: bool = False  # to the host
+    offload_activations: bool = False  # what full recompute keeps goes to the host
+    offload_gradients: bool = False  # to where they are stepped, a layer at a time
+    offload_parameters: bool = False  # on the device only while their layer computes
+    # The optimizer's states (and parameters, if they are offloaded) are in files, not on the host.
+    offload_to_files: bool = False
+    # Gradients leave behind backward, and of the step states, arithmetic and parameters go on
+    # beside each other. Without, one after the other.
+    offload_overlaps: bool = False
+    offload_delayed: bool = False  # the host steps behind the next step: one update late
+    # What the time depends on.
+    # Matrices of the layers, as Transformer Engine and torchao have them, and what sequence
+    # parallelism gathers for them; no other number is.
+    fp8: bool = False
+    fused_weight_gradients: bool = True  # summed up inside the GEMM, not by a pass over them
+    flash_speed: float = 1.0  # 0.5 for the first FlashAttention (Dao 2023: the second is twice)
+    flash_2: bool = False  # the second, on a chip that has faster ones
+    loss_traffic: float = 24  # bytes moved a logit, forward and backward
+    reduce_bytes: float = 4  # a gradient on the wire
+    # Bytes moved around the optimizer's own pass, a number that is stepped: gradients are read for
+    # their norm (4) and clipped (8), the new parameter is copied into 16 bits (6).
+    around_step: float = 18
+    # Of a parameter that ZeRO's units gather, and of a gradient that they scatter, where these are
+    # rounded for their way: ZeRO++.
+    unit_gather_bytes: float = 0
+    unit_scatter_bytes: float = 0
+    unit_scatter_by_nodes: bool = False  # in two hops, inside each node first
+    # Data-parallel traffic runs behind computation: gradients (and under ZeRO-3 parameters) behind
+    # the backward; what ZeRO-1 and 2 have stepped, behind the next forward.
+    overlaps_gradients: bool = True
+    overlaps_parameters: bool = False
+    # In the backward of a column-cut matrix its input is gathered again (where it was not kept)
+    # behind the GEMM for the input's gradient; that is reduced behind the GEMM for the weights'.
+    overlaps_tensor_backward: bool = False
+    # Under sequence parallelism a tensor's pieces are gathered and reduced behind its matrix: async
+    # TP (torchtitan), userbuffers (Transformer Engine). An option of both, off by default.
+    overlaps_tensor: bool = False
+    # Gradients that travel in one message: a bucket is closed once it has as many, and no tensor is
+    # cut (DDP, Megatron's buffers). inf: all at once.
+    bucket: float = math.inf
+    bucket_a_rank: float = 0.0  # and at least so many for each replica
+    # Under ZeRO-3 in a pipeline parameters stay whole from the first micro-batch's forward to the
+    # last one's backward, and gradients are summed up until then.
+    whole_in_pipeline: bool = False
+    copies_units: bool = False  # ZeRO-2, 3: a unit goes through a flat buffer, in and out
+    # Python and launches for one layer's forward; backward is twice.  Read off where sweeps stop
+    # getting faster as the work shrinks: 4.4-4.6 ms a layer (nanotron on H100 hosts, no recompute),
+    # 3.5 ms (Megatron-DeepSpeed on A100 hosts with fused kernels, recompute: four such parts).
+    host_seconds: float = 1.5e-3
+    # Megatron's fused softmax takes so many heads at a time (fused_softmax.py [code]). Where the
+    # b N/t heads of a micro-batch are no multiple of that, five kernels do what one does.
+    softmax_heads: int = 1
+    source: str = ""
+
+    def __post_init__(self):
+        for field in (
+            "parameter_bytes",
+            "gradient_bytes",
+            "optimizer_bytes",
+            "shard_bytes",
+            "activation_bytes",
+            "mask_bytes",
+            "loss_bytes",
+            "loss_bytes_cut",
+            "prefetch",
+            "outside",
+            "fragmentation",
+            "unit_gather_bytes",
+            "unit_scatter_bytes",
+            "flash_speed",
+            "loss_traffic",
+            "reduce_bytes",
+            "around_step",
+            "host_seconds",
+            "bucket",
+            "bucket_a_rank",
+        ):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= 0:
+                raise ValueError(
+                    f"{field}={value!r} of framework {self.name!r} is negative or no "
+                    "number: give 0 or more."
+                )
+        whole(f"softmax_heads of framework {self.name!r}", self.softmax_heads)
+        if not self.offload_optimizer and (
+            self.offload_gradients or self.offload_parameters or self.offload_to_files
+        ):
+            raise ValueError(
+                f"framework {self.name!r} offloads something, but offload_optimizer=False: the "
+                "optimizer's states, which are the most and are used the least, go first."
+            )
+        if self.weight_gradients not in ("none", "largest", "one_layer"):
+            raise ValueError(
+                f"weight_gradients={self.weight_gradients!r} is not known: give "
+                "'none', 'largest' or 'one_layer'."
+            )
+        if self.selective not in ("scores", "operators"):
+            raise ValueError(
+                f"selective={self.selective!r} is not known: give 'scores' or 'operators'."
+            )
+
+    def check(self, config: ModelConfig, layout: Layout) -> None:
+        """ValueError for what this program does not run, beside what `layout.check` says."""
+        if self.own_runs and layout.num_stages > config.num_layers:
+            raise ValueError(
+                f"pp*num_chunks={layout.num_stages} leaves stages of num_layers="
+                f"{config.num_layers} without a layer, and this library's pipeline has one in "
+                f"each: give at most {config.num_layers}."
+            )
+
+    def more_launches(self, config: ModelConfig, layout: Layout) -> float:
+        """Seconds of the host for the four kernels that a softmax without its fused kernel adds,
+        forward or backward: as many of the LAUNCHES that a layer's forward takes it."""
+        heads = layout.micro_batch_size * config.num_heads // layout.tp
+        if self.flash_attention or heads % self.softmax_heads == 0:
+            return 0.0
+        return 4 / LAUNCHES * self.host_seconds
+
+    def replace(self, **changes) -> Framework:
+        return dataclasses.replace(self, **changes)
+
+
+# Assumed, in round numbers: the CUDA context of a torch process with its kernels loaded (about
+# 0.5 GiB) and NCCL's channel buffers for the few communicators of a 3D layout (about 1 GiB); and
+# a tenth of the allocator's peak lost to blocks too small to reuse. The tenth was picked with
+# nanotron's sweep and BLOOM's 59 GB in view, so neither is an independent test of it: with 0 the
+# benchmark misses 16.7 % of nanotron's crashes instead of 13.2 %, and BLOOM comes out 16.7 % low
+# instead of 8.7 %.
+# benchmarks/offload.py prints beside it what offload/allocator.py loses when it replays a step.
+CUDA_OUTSIDE = 1.5 * 2**30
+# Kernels of a layer's forward in Megatron-LM (transformer.py, 2021 [code]): 2 norms, 4 matrices,
+# 2 products with scores, softmax, its dropout, heads into rows, gelu, 2 residuals, 2 all-reduces.
+LAUNCHES = 16
+FRAGMENTATION = 0.10
+
+FRAMEWORKS = {
+    # The papers' own bookkeeping and nothing else.
+    "formula": Framework(
+        "formula", flash_attention=False, backward=False, around_step=0, source="[ZeRO] [K22]"
+    ),
+    # fp16 gradients, added up by a pass over them, all-reduced after the last backward; softmax and
+    # its fp32 logits kept by the vocab-parallel loss.
+    "megatron-2021": Framework(
+        "megatron-2021",
+        flash_attention=False,
+        loss_bytes=6,
+        weight_gradients="largest",
+        outside=CUDA_OUTSIDE,
+        fragmentation=FRAGMENTATION,
+        fused_weight_gradients=False,
+        reduce_bytes=2,
+        around_step=32,  # optimizer.py: and made fp32 (6), unscaled and checked (8)
+        overlaps_gradients=False,
+        host_seconds=0.9e-3,
+        softmax_heads=4,
+        source="[N21], Megatron-LM 2021 [code]",
+    ),
+    # The same with the sum inside the weight gradient's GEMM, in fp32.
+    "megatron-2022": Framework(
+        "megatron-2022",
+        gradient_bytes=4,
+        flash_attention=False,
+        loss_bytes=6,
+        weight_gradients="largest",
+        outside=CUDA_OUTSIDE,
+        fragmentation=FRAGMENTATION,
+        around_step=26,  # and unscaled and checked
+        overlaps_gradients=False,
+        overlaps_tensor_backward=True,  # [K22] 4.2.2; layers.py, LinearWithGradAccumulation...
+        host_seconds=0.9e-3,
+        softmax_heads=4,
+        source="[K22], Megatron-LM 2022 [code]",
+    ),
+    # Transformer Engine adds weight gradients into the fp32 buffer inside the GEMM, and hands
+    # autograd a dummy for each distinct weight shape of a layer, which it keeps ([code]
+    # get_dummy_wgrad); the fused loss turns bf16 logits into their gradient in place.
+    "megatron-core": Framework(
+        "megatron-core",
+        gradient_bytes=4,
+        loss_bytes=2,
+        weight_gradients="one_layer",
+        outside=CUDA_OUTSIDE,
+        fragmentation=FRAGMENTATION,
+        # A usual choice, not the default: --overlap-param-gather, and --overlap-grad-reduce for
+        # gradients, are off unless given (arguments.py [code]).
+        overlaps_parameters=True,
+        overlaps_tensor_backward=True,  # tensor_parallel/layers.py
+        bucket=40e6,  # distributed_data_parallel.py
+        bucket_a_rank=1e6,
+        source="Megatron-Core with TE [code]",
+    ),
+    # DeepSpeed's BF16Optimizer keeps the bf16 gradients beside their fp32 sums ([code]).
+    "megatron-deepspeed": Framework(
+        "megatron-deepspeed",
+        gradient_bytes=6,
+        flash_attention=False,
+        loss_bytes=6,
+        weight_gradients="largest",
+        outside=CUDA_OUTSIDE,
+        fragmentation=FRAGMENTATION,
+        fused_weight_gradients=False,
+        overlaps_gradients=False,
+        host_seconds=0.9e-3,
+        softmax_heads=4,
+        source="BigScience's Megatron-DeepSpeed [code]",
+    ),
+    # bf16 gradients beside their fp32 sums (Ultra-Scale Playbook, "Memory for weights, gradients
+    # and optimizer states"); a loss in eager torch: bf16 logits, their fp32 copy, the softmax and
+    # its gradient, and silu(gate) kept; F.linear saves the gathered input ([code] functional.py).
+    "nanotron": Framework(
+        "nanotron",
+        gradient_bytes=6,
+        fused_activation=False,
+        keeps_gathered=True,
+        loss_bytes=14,
+        outside=CUDA_OUTSIDE,
+        fragmentation=FRAGMENTATION,
+        flash_2=True,  # flash_attn_varlen_func
+        overlaps_tensor_backward=True,  # functional.py, _ColumnLinearAsyncCommunication
+        fused_weight_gradients=False,  # gradient_accumulator.py: fp32_grad.add_(half_param.grad)
+        bucket=25 * 2**20 / 2,  # 25 MiB of bf16, as DDP has it
+        source="nanotron [code]",
+    ),
+    # FSDP2 with a bf16 policy: fp32 parameters and gradients are what is sharded.
+    "fsdp": Framework(
+        "fsdp",
+        parameter_bytes=4,
+        gradient_bytes=4,
+        optimizer_bytes=8,
+        fused_activation=False,
+        loss_bytes=10,
+        weight_gradients="largest",
+        outside=CUDA_OUTSIDE,
+        fragmentation=FRAGMENTATION,
+        reduce_bytes=2,
+        around_step=12,  # its parameters are fp32
+        flash_2=True,  # scaled_dot_product_attention
+        overlaps_parameters=True,
+        copies_units=True,  # _fsdp_collectives.py: split_with_sizes_copy, chunk_cat
+        source="torch.distributed.fsdp.fully_shard [code]",
+    ),
+    # This course's own runs: everything in fp32; torch's attention kernel for CPUs.
+    "course": Framework(
+        "course",
+        parameter_bytes=4,
+        gradient_bytes=4,
+        optimizer_bytes=8,
+        activation_bytes=4,
+        mask_bytes=4,
+        fused_activation=False,
+        loss_bytes=12,
+        own_runs=True,
+        plain_modules=True,
+        around_step=0,
+        source="mini_dist/model/gpt.py and zero/",
+    ),
+}
+# FSDP1 gathers right into a unit's flat parameter ([code] _flat_param.py).
+FRAMEWORKS["fsdp1"] = FRAMEWORKS["fsdp"].replace(
+    name="fsdp1",
+    copies_units=False,
+    source="torch.distributed.fsdp.FullyShardedDataParallel [code]",
+)
+# Of December 2024, with the defaults of its config_manager.py and parallelize_llama.py [code].
+FRAMEWORKS["torchtitan"] = FRAMEWORKS["fsdp"].replace(
+    name="torchtitan",
+    reduce_bytes=4,  # training.mixed_precision_reduce
+    keeps_gathered=True,  # by a DTensor's redistribute, once
+    # train.py drops the logits before backward: then log_softmax, its gradient and that of its
+    # input, in fp32; loss_parallel makes one more.
+    loss_bytes=12,
+    loss_bytes_cut=16,
+    selective="operators",  # activation_checkpoint.selective_ac_option = "op"
+    whole_in_pipeline=True,
+    source="torchtitan [code]",
+)
+
+
+def framework(name: str | Framework) -> Framework:
+    if isinstance(name, Framework):
+        return name
+    if not isinstance(name, str) or name not in FRAMEWORKS:
+        raise ValueError(
+            f"framework={name!r} is not known: give one of "
+            f"{', '.join(FRAMEWORKS)}, or a Framework(...)."
+        )
+    return FRAMEWORKS[name]

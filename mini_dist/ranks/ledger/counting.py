@@ -1,0 +1,299 @@
+"""What a rank does between its communications: every kernel, its FLOPs, the bytes it touches.
+
+    run = launch(train, world_size=2, count=True)
+    run.ledger.programs[0]      # what rank 0 did, in order: kernels, messages begun and waited for
+
+`mini_dist.course.replay` plays these programs through another machine's rates and links. For that
+only order is taken from the run, no time: so a busy machine, and the counting itself, change
+nothing. What kernels and host took is noted for one purpose: the rates of this machine
+(`measure_here`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+aten = torch.ops.aten
+
+
+class Kernel(NamedTuple):
+    """One call of an operator that computes or copies; views and scalars are none."""
+
+    name: str
+    kind: str  # product, attention or stream
+    flops: float  # of a product or attention, all scores counted; 0 of others
+    nbytes: int  # of the tensors read and written
+    shape: tuple[int, ...]  # of a product: (batch, m, n, k)
+    itemsize: int
+    causal: bool
+    phase: str
+    seconds: float  # CPU time of this thread, measured: for `replay.measure_here` only
+
+    @property
+    def signature(self) -> tuple:
+        """The same for calls that cost the same."""
+        return self[:-2]
+
+
+class Host(NamedTuple):
+    """Beside the kernels since the last event that was none: Python, autograd, the dispatcher.
+
+    seconds: CPU time of this thread, with what the counting of `operators` and of one event took.
+    """
+
+    seconds: float
+    operators: int
+
+
+class Begin(NamedTuple):
+    """A message or a native collective is handed to the backend. `comm`: index in the ledger."""
+
+    comm: int
+    tag: int
+
+
+class Wait(NamedTuple):
+    """Here the program goes on only when that communication is over."""
+
+    comm: int
+
+
+class Give(NamedTuple):
+    """Another thread gets a task: it may start from here on."""
+
+    task: int
+
+
+class Take(NamedTuple):
+    """That thread starts with it."""
+
+    task: int
+
+
+class Done(NamedTuple):
+    """And is done with it."""
+
+    task: int
+
+
+class Join(NamedTuple):
+    """Here the program goes on only when that task is done."""
+
+    task: int
+
+
+class Phase(NamedTuple):
+    """From here on the rank is in this phase of training."""
+
+    name: str
+
+
+class Updated(NamedTuple):
+    """An optimizer has made its step."""
+
+
+class Stated(NamedTuple):
+    """Something that takes a stated time on any machine, as on an emulated device."""
+
+    name: str
+    seconds: float
+
+
+class HostClock(threading.local):
+    """CPU time of this thread that is neither a kernel's nor the counter's own."""
+
+    seconds, operators, since = 0.0, 0, None
+
+    def stop(self) -> float:
+        now = time.thread_time()
+        if self.since is not None:
+            self.seconds += now - self.since
+        self.since = None
+        return now
+
+    def start(self) -> None:
+        self.since = time.thread_time()
+
+    def read(self) -> Host:
+        """What it shows; it begins again at nothing."""
+        shown = Host(self.seconds, self.operators)
+        self.seconds, self.operators = 0.0, 0
+        return shown
+
+
+class Counter:
+    """One rank's programs, a line a thread: 0 is the main thread, others work in its pools.
+
+    `rows`: (thread, event), in the order in which they happened.
+    """
+
+    def __init__(self, phases) -> None:
+        self.phases = phases
+        self.rows: list[tuple[int, object]] = []
+        self._line = threading.local()  # this thread's number
+        self.host = HostClock()
+        self._threads, self._tasks = itertools.count(1), itertools.count()
+        self._submit = ThreadPoolExecutor.submit
+        self._phase = ""
+        self.coming: dict[int, list] = {}  # storage that a native collective is filling -> its row
+
+    def __enter__(self) -> Counter:
+        self._line.number = 0
+        self._mode = KernelMode(self)
+        self._mode.__enter__()
+        counter = self
+
+        def submit(pool, function, /, *args, **kwargs):
+            return counter._hand_over(pool, function, args, kwargs)
+
+        ThreadPoolExecutor.submit = submit
+        self._hook = register_optimizer_step_post_hook(lambda *_: self.note(Updated()))
+        return self
+
+    def __exit__(self, *_) -> None:
+        ThreadPoolExecutor.submit = self._submit
+        self._hook.remove()
+        self._mode.__exit__(None, None, None)
+
+    def note(self, event) -> None:
+        self.host.stop()
+        line = getattr(self._line, "number", 0)  # autograd's own threads work for the main one
+        changes = line == 0 and self.phases.now != self._phase
+        if changes or not isinstance(event, Kernel):
+            self.rows.append((line, self.host.read()))
+        if changes:
+            self._phase = self.phases.now
+            self.rows.append((0, Phase(self._phase)))
+        self.rows.append((line, event))
+        self.host.start()
+
+    def begin(self, row: list, tag: int, filled=()) -> None:
+        self.note((Begin, row, tag))
+        for tensor in filled:
+            self.coming[tensor.untyped_storage().data_ptr()] = row
+
+    def wait(self, row: list) -> None:
+        self.coming = {place: other for place, other in self.coming.items() if other is not row}
+        self.note((Wait, row))
+
+    def read(self, *arguments) -> None:
+        """Who reads what a collective fills has waited for it: in C++, as DDP's reducer does."""
+        for tensor in tree_leaves(arguments):
+            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+                if row := self.coming.get(tensor.untyped_storage().data_ptr()):
+                    self.wait(row)
+
+    def _hand_over(self, pool, function, args, kwargs):
+        """Submit a task so that its start, its kernels and who waits for it are known."""
+        task = next(self._tasks)
+
+        def run():
+            if not hasattr(self._line, "number"):
+                self._line.number = next(self._threads)
+            self.note(Take(task))
+            try:
+                with KernelMode(self):
+                    return function(*args, **kwargs)
+            finally:
+                self.note(Done(task))
+
+        self.note(Give(task))
+        future = self._submit(pool, run)
+        result = future.result
+
+        def join(timeout=None):
+            value = result(timeout)
+            self.note(Join(task))
+            return value
+
+        future.result = join
+        return future
+
+    def export(self, comms: list[list]) -> list[tuple[int, tuple]]:
+        """The rows as plain data, a communication by its index in the ledger of this rank."""
+        place = {id(row): index for index, row in enumerate(comms)}
+        return [
+            (line, event[0](place[id(event[1])], *event[2:]) if type(event) is tuple else event)
+            for line, event in self.rows
+        ]
+
+
+class KernelMode(TorchDispatchMode):
+    """Sees every operator of this thread, backward's included."""
+
+    def __init__(self, counter: Counter) -> None:
+        super().__init__()
+        self.counter = counter
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(map(is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # a DTensor: first it becomes operators on this rank's part
+        kwargs, counter, host = kwargs or {}, self.counter, self.counter.host
+        host.operators += 1
+        if function.is_view or function.namespace != "aten":
+            return function(*args, **kwargs)
+        if counter.coming:
+            counter.read(args, kwargs)
+        began = host.stop()
+        result = function(*args, **kwargs)
+        seconds = time.thread_time() - began
+        kernel = kernel_of(function, args, kwargs, result, counter.phases.now, seconds)
+        if kernel:
+            counter.note(kernel)
+        else:
+            host.seconds += seconds
+            host.start()
+        return result
+
+
+FREE = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten._unsafe_view}
+FREE |= {aten._local_scalar_dense, aten.promote_types, aten.set_, aten.resize_}
+ATTENTION = {  # products of all scores with a head's vectors: the kernel makes scores twice
+    "_scaled_dot_product_flash_attention_for_cpu": 2,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 5,
+    "_scaled_dot_product_flash_attention": 2,
+    "_scaled_dot_product_flash_attention_backward": 5,
+    "_scaled_dot_product_efficient_attention": 2,
+    "_scaled_dot_product_efficient_attention_backward": 5,
+}
+
+
+def kernel_of(function, args, kwargs, result, phase: str, seconds: float) -> Kernel | None:
+    """What a call costs; None if nothing. Scalars stay on the host, as in torch's optimizers."""
+    packet = function.overloadpacket
+    written = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+    if packet in FREE or not any(t.numel() > 1 for t in written):
+        return None
+    read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    nbytes = sum(t.nbytes for t in (*read, *written))
+    name, itemsize = packet.__name__, written[0].element_size()
+    if name in ATTENTION:
+        q, k = read[1:3] if name.endswith("backward") else read[:2]  # backward: its gradient first
+        *batch, queries, head = q.shape
+        flops = 2 * ATTENTION[name] * math.prod(batch) * queries * k.shape[-2] * head
+        causal = any(value is True for value in (*args, *kwargs.values()))
+        return Kernel(name, "attention", flops, nbytes, (), itemsize, causal, phase, seconds)
+    if packet in flop_registry:
+        flops = flop_registry[packet](*args, **kwargs, out_val=result)
+        shape = product_shape(name, args)
+        return Kernel(name, "product", flops, nbytes, shape, itemsize, False, phase, seconds)
+    return Kernel(name, "stream", 0, nbytes, (), itemsize, False, phase, seconds)
+
+
+def product_shape(name: str, args) -> tuple[int, ...]:
+    """(batch, m, n, k) of a matrix product; () of a convolution."""
+    if name not in ("mm", "addmm", "bmm", "baddbmm"):
+        return ()
+    a, b = args[-2:] if name in ("mm", "bmm") else args[1:3]
+    return (a.shape[0] if a.dim() == 3 else 1, a.shape[-2], b.shape[-1], a.shape[-1])

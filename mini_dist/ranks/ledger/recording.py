@@ -1,0 +1,171 @@
+"""The rank's side of the ledger: every communication is written down where it starts.
+
+A message or a native collective is noted by the process group that carries it (group.py), a
+collective of our own by the decorator `recorded`: it is the parent of its sends.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from ..cables import is_on_a_host
+from ..hosts import uplink_counters
+from .memory import MemoryRecorder
+from .phases import Phases
+from .wire import wire_bytes
+
+
+class Recorder:
+    """One rank's notebook: every communication, and the phase of training it fell into."""
+
+    def __init__(self, flight=None):
+        self.flight = flight
+        self.groups: dict[str, list[int]] = {}  # group name -> world ranks
+        self.axes: dict[str, str] = {}  # group name -> axis of a mesh
+        self.comms: list[list] = []  # rows of FIELDS
+        self.phases = Phases()
+        self.started = self.stopped = self._wire = self.memory = self.counter = None
+        self.hosts: list[int] | None = None  # of every rank of the world, where it has several
+        self._uplink = None
+        self.thread, self.main = Thread(), threading.get_ident()
+        self.membership = None  # of an elastic run (ranks/membership.py)
+        self.unfinished: list[Callable] = []  # what goes on behind the rank's function, to wait for
+
+    def start(self, memory: bool, count: bool = False, hosts: list[int] | None = None) -> None:
+        """Begin with an empty page: what torch itself exchanged to set up is not the learner's."""
+        self.comms, self.phases, self.memory = [], Phases(), None
+        self.main = threading.get_ident()
+        self.phases.watch()
+        if memory:
+            self.memory = MemoryRecorder(self.phases)
+            self._recording = self.memory.recording()
+            self._recording.__enter__()
+        if count:
+            from .counting import Counter
+
+            self.counter = Counter(self.phases).__enter__()
+        self._wire, self.hosts = wire_bytes(), hosts
+        # An emulated host's eth0, if there is one, is the real machine's.
+        self._uplink = uplink_counters() if hosts and is_on_a_host() else None
+        self.started = time.time()
+
+    def stop(self) -> None:
+        """End the page, when all that communicates has come to its end. Raises what it raises."""
+        while self.unfinished:
+            self.unfinished.pop()()
+        self.stopped = time.time()
+        if self.counter:
+            self.counter.__exit__()
+        now = wire_bytes()
+        self._wire = now and (now[0] - self._wire[0], now[1] - self._wire[1])
+        if self._uplink:
+            self._uplink = self._uplink, uplink_counters()
+        self.phases.unwatch()
+        if self.memory:
+            self._recording.__exit__(None, None, None)
+
+    def export(self) -> dict:
+        """Everything written down, as plain data."""
+        return {
+            "comms": self.comms,
+            "groups": self.groups,
+            "axes": self.axes,
+            "phases": self.phases.changes,
+            "started": self.started,
+            "stopped": self.stopped,
+            "wire_bytes": self._wire,
+            "hosts": self.hosts,
+            "uplink": self._uplink,
+            "memory": self.memory and self.memory.export(),
+            "program": self.counter and self.counter.export(self.comms),
+        }
+
+    def begin(self, op: str, group: str, tensors, detail=None, tag: int = 0, filled=()) -> list:
+        """Note a communication as it starts. `detail`: peer, root or splits, as `op` needs."""
+        nbytes = sum(tensor.nbytes for tensor in tensors)
+        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+        now, parent = self.phases.now, self.thread.parent
+        own = threading.get_ident() == self.main
+        row = [op, group, dtype, nbytes, detail, time.time(), None, now, parent, own]
+        self.comms.append(row)
+        if self.counter and detail != "collective":
+            self.counter.begin(row, tag, filled)
+        return row
+
+    def waits(self, row: list) -> None:
+        """The rank goes on only when this communication is over."""
+        if self.counter:
+            self.counter.wait(row)
+
+
+class Thread(threading.local):
+    """Of each thread of a rank: autograd's hooks may communicate from another than the main one."""
+
+    parent = None  # the row of the collective of ours that it is in
+
+
+FIELDS = (
+    *("op", "group", "dtype", "nbytes", "detail", "start", "end", "phase", "parent"),
+    "own_thread",
+)
+
+
+def end(row: list) -> None:
+    if row[6] is None:
+        row[6] = time.time()
+
+
+def recorded(function, alike: bool = False):
+    """Decorator: note `function(..., group, ...)` as one collective, the parent of its sends.
+
+    With a group that does not record, as torch's own, the function is called as it is.
+    alike: all ranks have to call it with a first argument of one shape, unless they say sizes. Its
+    messages are cut from that, so only the shapes tell [2, 4] on one rank from [4, 2] on another.
+    """
+    name, names = function.__name__, list(inspect.signature(function).parameters)
+    place = names.index("group")
+    sizes = [names.index(each) for each in ("sizes", "input_splits") if each in names]
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        group = args[place] if place < len(args) else kwargs["group"]
+        recorder = getattr(group, "recorder", None)
+        if recorder is None:
+            return function(*args, **kwargs)
+        first = args[0] if args else kwargs[names[0]]
+        inputs = first if isinstance(first, (list, tuple)) else [first]
+        tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+        thread, row = recorder.thread, recorder.begin(name, group.name, tensors, "collective")
+        if alike and recorder.flight and tensors and thread.parent is None:
+            if not any(args[n] if n < len(args) else kwargs.get(names[n]) for n in sizes):
+                words = call_in_words(name, group, row[2], tensors[0].shape)
+                recorder.flight.begin(*words, waits=False)
+        outer, thread.parent = thread.parent, len(recorder.comms) - 1
+        try:
+            return function(*args, **kwargs)
+        finally:
+            thread.parent = outer
+            end(row)
+
+    return call
+
+
+def call_in_words(name: str, group, dtype: str, shape: torch.Size) -> tuple[str, str, str]:
+    """Channel, signature and text for the flight recorder. (Other names and other lengths show in
+    the messages, so the signature is empty.)"""
+    ranks = "-".join(map(str, ranks_in_whole(group))) if hasattr(group, "whole") else "all"
+    return f"call {group.name} {ranks}", "", f"{name}({dtype}{list(shape)})"
+
+
+def ranks_in_whole(group) -> list[int]:
+    """Of Members, perhaps of Members: the ranks in the group that all of them are from."""
+    if not hasattr(group.whole, "whole"):
+        return group.ranks
+    outer = ranks_in_whole(group.whole)
+    return [outer[rank] for rank in group.ranks]

@@ -1,0 +1,67 @@
+"""Parameters that all ranks of a machine share and nobody locks (Recht et al. 2011, Hogwild!).
+
+    x = shared(torch.zeros(1000), group)          # one piece of memory, seen by every rank
+    add_rows_(x, rows, -lr * gradients)           # read, add, write: others may write in between
+    interleave(workers, Random(0))                # a race in one process, alike each time
+
+An update is lost where two ranks have read the same number before either has written. It is rare if
+an update touches few rows of many, and common if each touches all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from random import Random
+
+import torch
+from torch import Tensor
+
+from mini_dist.collectives import barrier, broadcast
+
+
+def shared(like: Tensor, group) -> Tensor:
+    """A tensor with the values of rank 0's `like`, in memory that all ranks of the group share.
+
+    They have to be on one machine, and `like` on its CPU. The memory is a file whose name is gone
+    when this returns, so nothing is left behind. Raises ValueError for a tensor on another device.
+    """
+    if like.device.type != "cpu":
+        raise ValueError(f"the tensor is on {like.device}: ranks can share the CPU's memory only")
+    name = ""
+    if group.rank() == 0:
+        in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        file, name = tempfile.mkstemp(prefix="hogwild-", dir=in_memory)
+        with os.fdopen(file, "wb") as open_file:
+            open_file.truncate(max(1, like.nbytes))
+    path = torch.zeros(1024, dtype=torch.uint8)
+    path[: len(os.fsencode(name))] = torch.tensor(list(os.fsencode(name)), dtype=torch.uint8)
+    name = os.fsdecode(bytes(broadcast(path, 0, group).tolist()).rstrip(b"\0"))
+    mapped = torch.from_file(name, shared=True, size=like.numel(), dtype=like.dtype).view_as(like)
+    if group.rank() == 0:
+        mapped.copy_(like)
+    barrier(group)
+    if group.rank() == 0:
+        os.unlink(name)  # who has mapped it keeps it
+    return mapped
+
+
+def add_rows_(table: Tensor, rows: Tensor, values: Tensor) -> None:
+    """Add values [l, D] to these rows of a shared table [L, D], without a lock."""
+    table[rows] = table[rows] + values
+
+
+def interleave(workers: Iterable[Iterator], lots: Random) -> None:
+    """Let workers race until all are done, each a generator that yields where others may come in
+    between: whose turn it is, to run on to its next `yield`, is drawn by lot.
+
+    A real race depends on the cores and on what else they do. This one can be repeated anywhere.
+    """
+    racing = list(workers)
+    while racing:
+        worker = lots.choice(racing)
+        try:
+            next(worker)
+        except StopIteration:
+            racing.remove(worker)

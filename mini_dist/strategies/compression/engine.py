@@ -1,0 +1,236 @@
+"""Compression for a model that trains: ideas.py for the buckets of Naive, Bucketed and Overlapped.
+
+    model = Overlapped(GPT(config), group, reduce=half())
+    model = Overlapped(GPT(config), group, reduce=Compressed(top_k(0.01)))
+    model = Overlapped(GPT(config), group, reduce=OneBit())
+    model = Overlapped(GPT(config), group, reduce=PowerSGD(rank=4))
+
+What is left out is kept for each bucket on each rank, N more elements. 16 bits are averaged in
+their own memory, and what they lose is forgotten, as torch's hook does. PowerSGD sends all thin
+matrices of a bucket in one message, and what is no large matrix with them, where the page makes two
+all-reduces for each matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from mini_dist.collectives import all_reduce, pipelined_ring_all_reduce
+from mini_dist.plan.fields import checks_kinds
+
+from .ideas import (
+    majority,
+    one_bit_mean,
+    quantized_mean,
+    random_k_mean,
+    sign_mean,
+    top_k_mean,
+    with_feedback,
+)
+
+
+@checks_kinds
+class Compressed:
+    """Average buckets by `mean`, (x, group) -> (mean, sent), with feedback of what was left out.
+
+    feedback=False forgets it. Raises FloatingPointError where a gradient is not finite: fed back,
+    it would stay in all later ones.
+    """
+
+    def __init__(self, mean: Callable, feedback: bool = True):
+        self.mean, self.feedback = mean, feedback
+
+    def of_bucket(self, parameters: Sequence[Tensor]) -> Callable:
+        """The function that a wrapper calls with this bucket's gradients, [N], and the group."""
+        error: Tensor | float = 0.0
+
+        def reduce(flat: Tensor, group) -> Tensor:
+            nonlocal error
+            check_finite(flat)
+            found, left_out = with_feedback(self.mean, flat, error, group)
+            if self.feedback:
+                error = left_out
+            return found
+
+        return reduce
+
+
+def check_finite(gradients: Tensor) -> None:
+    if not gradients.sum().isfinite():
+        raise FloatingPointError(
+            "a gradient is inf or nan, and what is left out of it would be in every later step: "
+            "skip such a step before it is sent, or lower the loss scale"
+        )
+
+
+def half(dtype: torch.dtype = torch.bfloat16) -> Callable:
+    """A function that averages gradients in 16 bits, without feedback."""
+
+    def reduce(flat: Tensor, group) -> Tensor:
+        part = flat.to(dtype).div_(group.size())
+        return flat.copy_(pipelined_ring_all_reduce(part, group, out=part))
+
+    return reduce
+
+
+@checks_kinds
+def int8(seed: int = 0) -> Callable:
+    """int8 with block scales, rounded by lot; each rank draws lots of its own."""
+    lots = Lots(seed)
+    return lambda x, group: quantized_mean(x, lots.of(x, group), group)
+
+
+class Lots:
+    """A rank's own random numbers, on the device where they are needed."""
+
+    def __init__(self, seed: int):
+        self.seed, self.generator = seed, None
+
+    def of(self, x: Tensor, group) -> torch.Generator:
+        if self.generator is None:
+            self.generator = torch.Generator(x.device)
+            self.generator.manual_seed(group.size() * self.seed + group.rank())
+        return self.generator
+
+
+def sign() -> Callable:
+    return sign_mean
+
+
+@checks_kinds
+def top_k(share: float) -> Callable:
+    """Of each bucket the largest elements, this share of all. Raises ValueError outside 0...1."""
+    check_share(share)
+    return lambda x, group: top_k_mean(x, max(1, round(share * len(x))), group)
+
+
+@checks_kinds
+def random_k(share: float, seed: int = 0) -> Callable:
+    """Of each bucket this share of all elements. Raises ValueError outside 0...1."""
+    check_share(share)
+    generator = torch.Generator().manual_seed(seed)
+    return lambda x, group: random_k_mean(x, max(1, round(share * len(x))), generator, group)
+
+
+def check_share(share: float) -> None:
+    if not 0 < share <= 1:
+        raise ValueError(f"share={share}: give the part of all elements that is sent, such as 0.01")
+
+
+def vote(flat: Tensor, group) -> Tensor:
+    """A bucket's +1 and -1 by majority, for an optimizer that steps by signs, such as plain SGD
+    with a small learning rate. Raises FloatingPointError where a gradient is not finite: nan has no
+    sign."""
+    check_finite(flat)
+    return majority(flat, group)
+
+
+class OneBit:
+    """Average buckets in one bit both ways, with feedback on both: on this rank's own gradient, N
+    elements more, and on the means that it hands out, N/n more (Tang et al. 2021).
+
+    Raises FloatingPointError where a gradient is not finite.
+    """
+
+    def of_bucket(self, parameters: Sequence[Tensor]) -> Callable:
+        error: Tensor | float = 0.0
+        left: Tensor | float = 0.0
+
+        def reduce(flat: Tensor, group) -> Tensor:
+            nonlocal error, left
+            check_finite(flat)
+            whole = flat + error
+            mean, sent, left = one_bit_mean(whole, left, group)
+            error = whole - sent
+            return mean
+
+        return reduce
+
+
+@checks_kinds
+class PowerSGD:
+    """Average every large matrix by its thin parts (Vogels et al. 2019), the rest as it is.
+
+    rank: columns of the thin matrices; a matrix [A, B] is large if 2 rank (A + B) < A B, as torch's
+    hook has it, so it is above the rank on both sides. warm_start=False draws new q at every step.
+    Raises ValueError for a rank below 1, or, when the first gradients come, above a side of each
+    matrix of the model: all would be sent whole. FloatingPointError where a gradient is not finite.
+    """
+
+    def __init__(self, rank: int, feedback: bool = True, warm_start: bool = True, seed: int = 0):
+        if rank < 1:
+            raise ValueError(f"rank={rank}: a thin matrix has at least 1 column")
+        self.rank, self.feedback, self.warm_start, self.seed = rank, feedback, warm_start, seed
+        self.most = 0  # the highest rank that a matrix of any bucket can have
+
+    def of_bucket(self, parameters: Sequence[Tensor]) -> Callable:
+        bucket = PowerBucket(self, [parameter.shape for parameter in parameters])
+        return bucket.reduce
+
+
+class PowerBucket:
+    """What PowerSGD keeps of one bucket: the last q of each matrix, and what was left out of it."""
+
+    def __init__(self, options: PowerSGD, shapes: list[torch.Size]):
+        self.options, self.sizes = options, [shape.numel() for shape in shapes]
+        self.sides = {}  # of each large matrix, by its place in the bucket: (A, B)
+        for place, shape in enumerate(shapes):
+            if len(shape) > 1:
+                a, b = shape[0], shape[1:].numel()
+                if 2 * options.rank * (a + b) < a * b:
+                    self.sides[place] = a, b
+                options.most = max(options.most, min(a, b))
+        self.generator = torch.Generator().manual_seed(options.seed)  # alike on all ranks
+        self.q: list[Tensor] = []  # [B, r]
+        self.errors: list[Tensor] = []  # [A, B]
+
+    def reduce(self, flat: Tensor, group) -> Tensor:
+        """The mean over the ranks of a bucket's gradients [N], in their memory."""
+        if 0 < self.options.most < self.options.rank:
+            raise ValueError(
+                f"rank={self.options.rank}: no matrix of this model has a rank above "
+                f"{self.options.most}, and all would be sent whole; give a rank far below that"
+            )
+        parts = flat.split(self.sizes)
+        matrices = [parts[place].view(sides) for place, sides in self.sides.items()]
+        rest = [part for place, part in enumerate(parts) if place not in self.sides]
+        for x, error in zip(matrices, self.errors):
+            x += error
+        if not (self.q and self.options.warm_start):
+            self.q = [self.random_q(x) for x in matrices]
+
+        means = means_together([*(x @ q for x, q in zip(matrices, self.q)), *rest], group)
+        if self.options.feedback:
+            self.remember(matrices)
+        ps = [torch.linalg.qr(p).Q for p in means[: len(matrices)]]
+        self.q = means_together([x.T @ p for x, p in zip(matrices, ps)], group)
+        for x, p, q in zip(matrices, ps, self.q):
+            torch.mm(p, q.T, out=x)
+        for x, error in zip(matrices, self.errors):
+            error -= x
+        for part, mean in zip(rest, means[len(matrices) :]):
+            part.copy_(mean)
+        return flat
+
+    def remember(self, matrices: list[Tensor]) -> None:
+        """Keep them as they are before they become what is sent of them, in memory of our own."""
+        if not self.errors:
+            self.errors = [torch.empty_like(x) for x in matrices]
+        for error, x in zip(self.errors, matrices):
+            error.copy_(x)
+
+    def random_q(self, x: Tensor) -> Tensor:
+        return torch.randn(x.shape[1], self.options.rank, generator=self.generator).to(x)
+
+
+def means_together(tensors: list[Tensor], group) -> list[Tensor]:
+    """The mean of each over the ranks, all in one message."""
+    if not tensors:
+        return []
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    check_finite(flat)  # x @ q is not where x is not, and is gone through sooner
+    parts = all_reduce(flat, group, op="mean").split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors)]

@@ -1,0 +1,216 @@
+"""Data parallelism for a model that trains: what ideas.py does, at every step and for any model.
+
+    Naive        an all-reduce a parameter: no centre, but many small messages
+    Bucketed     flat buckets, made once
+    Overlapped   buckets that leave during backward
+
+The three have one interface. Wrapping broadcasts rank 0's parameters and buffers, so that the ranks
+start equal. `finish()`, after the last backward of a step, leaves in `.grad` the mean gradient over
+the ranks:
+
+    model = Overlapped(GPT(config), group)
+    with model.no_sync():                    # micro-batches but the last: add up, send nothing
+        loss(model(first)).backward()
+    loss(model(last)).backward()
+    model.finish()
+    optimizer.step()
+
+A mean over ranks weighs all ranks alike. Where they have different numbers of tokens, the loss is
+n * (sum over this rank's tokens) / (tokens of all ranks), as train.py does it.
+
+Legend: n ranks, N bytes of gradients. Each of the three sends 2(n-1)/n N bytes a rank a step,
+on the average of the ranks; by a ring each rank sends as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from mini_dist.collectives import all_reduce, pipelined_ring_all_reduce, ring_all_reduce
+from mini_dist.plan.defaults import BUCKET_BYTES, IN_PLACE_BYTES
+from mini_dist.plan.fields import checks_kinds
+
+from ..replicas import broadcast_state, gradient, meet
+from ..trainable import Trainable
+from .ideas import flatten, unflatten
+
+
+class Naive(Trainable):
+    """One all-reduce a parameter, after backward.
+
+    reduce: (tensor, group) -> its mean over the group: `mean_` unless given, `ring_mean`,
+    `backend_mean_`, or your own. The tensor is not read again, so its memory may be used. Or an
+    object whose `of_bucket(parameters)` makes such a function, with a state of its own, for what
+    travels together (compression/engine.py).
+    A parameter that a rank did not use counts as zeros there, so that it has a gradient, if only
+    zeros, on all of them: weight decay and momentum still move what no rank used. (DDP with
+    find_unused_parameters=True leaves such a gradient as it was: None.)
+    ignored: parameters that another wrapper takes care of.
+    Raises ValueError if there is nothing to train.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group,
+        reduce: Callable | None = None,
+        ignored: Iterable[Tensor] = (),
+    ):
+        super().__init__(module)
+        self.group, self.reduce, self.ignored = group, reduce or mean_, set(ignored)
+        self.parameters_to_average = self.tensors_to_step()
+        if not self.parameters_to_average:
+            raise ValueError("no parameter requires a gradient: there is nothing to train")
+        self.synchronizes = True
+        self.send_in([[parameter] for parameter in self.parameters_to_average])
+        broadcast_state(module, group, self.ignored)
+
+    def send_in(self, buckets: list[list[Tensor]]) -> None:
+        """Let the gradients of each of these lists travel together."""
+        make = getattr(self.reduce, "of_bucket", lambda bucket: self.reduce)
+        self.buckets, self.reduces = buckets, [make(bucket) for bucket in buckets]
+
+    def tensors_to_step(self) -> list[Tensor]:
+        return [p for p in super().tensors_to_step() if p not in self.ignored]
+
+    @contextmanager
+    def no_sync(self):
+        """Inside, backward only adds up gradients: for all micro-batches of a step but the last."""
+        self.synchronizes = False
+        try:
+            yield
+        finally:
+            self.synchronizes = True
+
+    def finish(self) -> None:
+        for (parameter,), reduce in zip(self.buckets, self.reduces):
+            parameter.grad = reduce(gradient(parameter).flatten(), self.group).view_as(parameter)
+
+
+@checks_kinds
+class Bucketed(Naive):
+    """Gradients travel in flat buckets of about `bucket_bytes`, after backward.
+
+    A message has a fixed cost, so many small ones are slow; see lesson 04.
+    """
+
+    def __init__(self, module, group, reduce=None, bucket_bytes: int = BUCKET_BYTES, ignored=()):
+        super().__init__(module, group, reduce, ignored)
+        self.send_in(make_buckets(self.parameters_to_average, bucket_bytes))
+
+    def finish(self) -> None:
+        for bucket, reduce in zip(self.buckets, self.reduces):
+            unflatten(reduce(flatten(bucket), self.group), bucket)
+
+
+@checks_kinds
+class Overlapped(Bucketed):
+    """A bucket leaves as soon as backward has finished its last gradient.
+
+    The sending is done by one background thread, in the order of the buckets: all ranks must
+    enter their all-reduces in the same order, whatever order their gradients get ready in.
+    """
+
+    def __init__(self, module, group, reduce=None, bucket_bytes: int = BUCKET_BYTES, ignored=()):
+        super().__init__(module, group, reduce, bucket_bytes, ignored)
+        self.sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sender")
+        self.bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket}
+        self.start_over()
+        for parameter in self.parameters_to_average:
+            # Its gradient is complete when it has been added to .grad. A hook on the parameter
+            # itself (register_hook) would run before that.
+            parameter.register_post_accumulate_grad_hook(self.gradient_is_ready)
+
+    def start_over(self) -> None:
+        self.missing = [len(bucket) for bucket in self.buckets]
+        self.leaving: list[Future] = []
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients. If a backward ended in an exception, all ranks have to call this,
+        and then the next step is what it would have been without it. Raises RuntimeError where it
+        cannot be: a compression has kept what it left out of the buckets that left before."""
+        if self.leaving or self.missing != [len(bucket) for bucket in self.buckets]:
+            if self.leaving and hasattr(self.reduce, "of_bucket"):
+                raise RuntimeError(
+                    f"{type(self.reduce).__name__} has kept what it left out of gradients that are "
+                    "forgotten now, of a backward without finish(): rebuild the model"
+                )
+            wait_for(self.leaving)
+            self.start_over()
+            meet(self.group)
+        super().zero_grad(set_to_none)
+
+    def gradient_is_ready(self, parameter: Tensor) -> None:
+        number = self.bucket_of[parameter]
+        if number < len(self.leaving):
+            raise RuntimeError(
+                "a gradient came after its bucket had left: put all backwards of a step but the "
+                "last inside no_sync(), and call finish() after the last, or zero_grad() on all "
+                "ranks if a backward ended in an exception"
+            )
+        if self.synchronizes:
+            self.missing[number] -= 1
+            while len(self.leaving) < len(self.buckets) and self.missing[len(self.leaving)] == 0:
+                self.leave()
+
+    def leave(self) -> None:
+        """Send the next bucket off."""
+        number = len(self.leaving)
+        bucket, reduce = self.buckets[number], self.reduces[number]
+        flat = [flatten(bucket)]
+        for parameter in bucket:
+            parameter.grad = None  # the bucket has a copy: hold one, not two
+        # `pop`, so that reduce alone holds it. The thread would hold an argument until it next
+        # has a core, which may be in the middle of the optimizer's step.
+        self.leaving.append(self.sender.submit(lambda: reduce(flat.pop(), self.group)))
+
+    def finish(self) -> None:
+        while len(self.leaving) < len(self.buckets):  # parameters that this rank did not use
+            self.leave()
+        for bucket, future in zip(self.buckets, self.leaving):
+            unflatten(future.result(), bucket)
+        self.start_over()
+
+
+def mean_(x: Tensor, group) -> Tensor:
+    """By what suits the size: for a large bucket the pipelined ring, which keeps up with gloo's
+    own, in the bucket's memory. A bucket is a copy of gradients, and one copy is enough."""
+    if x.nbytes <= IN_PLACE_BYTES:
+        return all_reduce(x, group).div_(group.size())
+    return pipelined_ring_all_reduce(x, group, "mean", out=x)
+
+
+def ring_mean(x: Tensor, group) -> Tensor:
+    """By the ring of lesson 03: 2(n-1)/n of x on every link, whatever its size."""
+    return ring_all_reduce(x, group).div_(group.size())
+
+
+def backend_mean_(x: Tensor, group) -> Tensor:
+    """By the all-reduce that gloo or NCCL brings along, in the bucket's memory."""
+    group.allreduce([x]).wait()
+    return x.div_(group.size())
+
+
+@checks_kinds
+def make_buckets(parameters: list[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
+    """Group parameters of one dtype, last one first, into buckets of at most `bucket_bytes`.
+
+    Backward makes the gradients of the last layers first. A parameter that is larger than a bucket
+    has one to itself. Raises ValueError if bucket_bytes is below 1.
+    """
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes={bucket_bytes} holds nothing: give 1 or more bytes")
+    buckets: list[list[Tensor]] = []
+    for parameter in reversed(parameters):
+        last = buckets[-1] if buckets else []
+        fits = sum(p.nbytes for p in last) + parameter.nbytes <= bucket_bytes
+        if last and fits and last[0].dtype == parameter.dtype:
+            last.append(parameter)
+        else:
+            buckets.append([parameter])
+    return buckets

@@ -1,0 +1,222 @@
+"""An MoE of a GPT with its experts spread over a group of ranks.
+
+Gradients. The router and the shared expert are like any other parameter: every rank has them and
+the gradients of its own tokens; their mean over dp*cp is the gradient of the batch. An expert gets
+gradients from the tokens of all ranks of its ep group. In backward the layer divides them by the
+size of that group, so that they, too, only want the mean over who holds the same experts:
+mesh["edp"].
+
+With sequence parallelism a rank routes its part of the sequence, so balance_group has tp in it, too
+(and the layers' own losses count 1/tp: over tp, gradients are added up). If the ep group spans tp
+ranks, their tokens' gradients are added up, too: averaged_over is then smaller. See all_axes.
+
+Legend: T tokens of this rank, E experts; a *copy* is one token for one of its experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from mini_dist.collectives import all_reduce
+from mini_dist.model.digits import at_least_float32
+from mini_dist.model.gpt import MoE
+from mini_dist.model.routing import Routing, route, z_loss
+from mini_dist.plan.fields import checks_kinds
+
+from .balance import AttachLoss, Load
+from .ideas import Copies, balance_loss, capacity_of, choose_copies, combine, dispatch
+
+
+@checks_kinds
+class ExpertParallel(nn.Module):
+    """What an MoE computes, with its experts spread over a group: x [B, S, D] to x [B, S, D].
+
+    Parameters keep the names that they have in the MoE: `experts.5` is expert 5 of all.
+
+    moe: the layer whose router, shared expert and experts are used; the other ranks' are let go.
+    capacity_factor: the copies that a rank may send to one expert, in units of the even share; what
+        is more is dropped and goes on by the residual connection only. None drops nothing.
+    balance_loss, z_loss: what these losses count for in the whole. They are added in backward, so
+        they work in any pipeline stage; the loss that a model returns is without them.
+    balance_group: the ranks whose tokens are balanced together, `group` unless given.
+    averaged_over: what an expert's gradients are divided by, the size of `group` unless given.
+    Raises ValueError if the ranks do not divide the experts.
+    """
+
+    def __init__(
+        self,
+        moe: MoE,
+        group,
+        *,
+        capacity_factor: float | None = None,
+        balance_loss: float = 0.0,
+        z_loss: float = 0.0,
+        balance_group=None,
+        averaged_over: float | None = None,
+    ):
+        super().__init__()
+        rank, size, num_experts = group.rank(), group.size(), len(moe.experts)
+        if num_experts % size:
+            works = [str(n) for n in range(1, num_experts + 1) if num_experts % n == 0]
+            raise ValueError(
+                f"{size} ranks do not divide num_experts={num_experts}: spread the experts over "
+                f"{', '.join(works)} ranks"
+            )
+        if capacity_factor is not None and not capacity_factor > 0:
+            raise ValueError(
+                f"capacity_factor={capacity_factor} would drop everything: give 1.0 for the even "
+                "share, more to drop less, None to drop nothing"
+            )
+        mine = range(rank * num_experts // size, (rank + 1) * num_experts // size)
+        self.router, self.shared, self.top_k, self.gate = (
+            moe.router,
+            moe.shared,
+            moe.top_k,
+            moe.gate,
+        )
+        self.experts = nn.ModuleDict({str(e): moe.experts[e] for e in mine})
+        bias = moe.balance_bias  # in bf16 small moves of it would be rounded away
+        self.register_buffer("balance_bias", None if bias is None else at_least_float32(bias))
+        self.group, self.num_experts, self.capacity_factor = group, num_experts, capacity_factor
+        self.balance_group = balance_group or group
+        self.averaged_over = averaged_over or size
+        self.balance_loss, self.z_loss, self.loss_scale = balance_loss, z_loss, 1.0
+        self.load: Load | None = None  # of the last micro-batch
+        self.visits_of_step = torch.zeros(num_experts, dtype=torch.int64)  # see move_balance_biases
+
+    def forward(self, x: Tensor, routing: list[Routing] | None = None) -> Tensor:
+        tokens = x.flatten(0, -2)  # [T, D]
+        decision = route(self.router(tokens), self.top_k, self.gate, self.balance_bias)
+        if routing is not None:
+            routing.append(decision)
+        copies = choose_copies(decision.experts, self.num_experts, self.capacity(len(tokens)))
+
+        arrived, dispatched = dispatch(tokens[copies.token], copies.counts, self.group)
+        answers = combine(
+            self.run_experts(arrived, dispatched.rows_per_expert), dispatched, self.group
+        )
+
+        weighted = answers * decision.weights[copies.token, copies.slot, None]  # [copies, D]
+        out = torch.zeros_like(tokens).index_add(0, copies.token, weighted.to(tokens.dtype))
+        if self.shared is not None:
+            out = out + self.shared(tokens)
+        return self.with_losses(out, decision, copies).view_as(x)
+
+    def capacity(self, num_tokens: int) -> int | None:
+        """Copies that this rank may send to one expert, None for any number."""
+        if self.capacity_factor is None:
+            return None
+        return capacity_of(self.capacity_factor, num_tokens, self.top_k, self.num_experts)
+
+    def run_experts(self, arrived: Tensor, rows_per_expert: list[int]) -> Tensor:
+        """Each expert answers its rows, [arrived, D] -> [arrived, D].
+
+        One after the other, so that the algorithm can be read; on a GPU one grouped matrix
+        product does all. An expert without rows runs too, on [0, D]: its gradients are zeros.
+        """
+        arrived = scale_gradient(arrived, self.averaged_over)
+        answers = [
+            expert(rows)
+            for expert, rows in zip(self.experts.values(), arrived.split(rows_per_expert))
+        ]
+        # what lies between the two scalings, the experts' weights, gets an n-th of its gradient
+        return scale_gradient(torch.cat(answers), 1 / self.averaged_over)
+
+    def with_losses(self, out: Tensor, decision: Routing, copies: Copies) -> Tensor:
+        """Count who visits whom, on all ranks of balance_group, and attach the losses to `out`."""
+        loss, visits = balance_loss(decision, self.balance_group)
+        kept = visits  # by all ranks, if nothing can be dropped
+        if self.capacity_factor is not None:
+            kept = all_reduce(copies.counts, self.balance_group)
+        self.load = Load(visits, kept)
+        if not torch.is_grad_enabled():
+            return out
+        self.visits_of_step = self.visits_of_step.to(visits.device) + visits
+        if self.balance_loss:
+            out = AttachLoss.apply(out, self.balance_loss * loss, self.loss_scale)
+        if self.z_loss:
+            out = AttachLoss.apply(out, self.z_loss * z_loss(decision), self.loss_scale)
+        return out
+
+
+def shard_experts(model: nn.Module, group, **options) -> nn.Module:
+    """Spread the experts of every MoE in `model` over `group`; returns the model, changed.
+
+    options: those of ExpertParallel. Raises ValueError if there is no MoE, or if the ranks do not
+    divide the experts.
+    """
+    places = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if isinstance(child, MoE)
+    ]
+    if not places:
+        raise ValueError("this model has no layer with experts: give its config num_experts")
+    for parent, name, moe in places:
+        setattr(parent, name, ExpertParallel(moe, group, **options))
+    return model
+
+
+def layers_with_experts(model: nn.Module) -> list[ExpertParallel]:
+    return [module for module in model.modules() if isinstance(module, ExpertParallel)]
+
+
+class ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.factor, None
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """x as it is; its gradient times `factor`."""
+    return x if factor == 1 else ScaleGradient.apply(x, factor)
+
+
+@checks_kinds
+def set_loss_scale(model: nn.Module, scale: float) -> None:
+    """What the layers' own losses are multiplied by, as whoever calls backward does with the main
+    loss: 1 / number of micro-batches, times the loss scale of fp16."""
+    for layer in layers_with_experts(model):
+        layer.loss_scale = scale
+
+
+@contextmanager
+def visits_of_whole_steps(modules: Iterable[nn.Module]):
+    """Inside is a training step. If it ends in an exception, the layers forget its visits."""
+    before = [(layer, layer.visits_of_step) for m in modules for layer in layers_with_experts(m)]
+    try:
+        yield
+    except BaseException:
+        for layer, visits in before:
+            layer.visits_of_step = visits
+        raise
+
+
+@checks_kinds
+@torch.no_grad()
+def move_balance_biases(model: nn.Module, rate: float = 1e-3) -> None:
+    """After a step, make crowded experts less and idle ones more attractive, by `rate` each.
+
+    For gate "sigmoid": the bias decides who is chosen and has no gradient, so balance adds none to
+    the model's (Wang et al. 2024, algorithm 1; DeepSeek-V3). Counts the forwards with gradients
+    since the last call, over all ranks of the balance group, so the ranks stay alike; a step that
+    ended in an exception counts unless it was inside `visits_of_whole_steps`, as that of a
+    ParallelModel is. Raises ValueError if no layer has such a bias.
+    """
+    layers = [layer for layer in layers_with_experts(model) if layer.balance_bias is not None]
+    if not layers:
+        raise ValueError("no layer has a balance bias: give the config router='sigmoid'")
+    for layer in layers:
+        visits = layer.visits_of_step.double()
+        layer.balance_bias += rate * (visits.mean() - visits).sign().to(layer.balance_bias)
+        layer.visits_of_step = torch.zeros_like(layer.visits_of_step)

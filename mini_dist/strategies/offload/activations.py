@@ -1,0 +1,92 @@
+"""What forward keeps for backward, on the host (Rajbhandari et al. 2020, section 6.1, "P_a+cpu").
+
+    with activations_to_host(lanes, group, model.parameters()):
+        loss = model(x).mean()
+    loss.backward()
+
+With full recomputation that is a block's input, [B, S, D] a block. Each leaves behind the forward
+of its block, and comes back behind another's backward: arithmetic grows with D^2 and the bytes with
+D, so wide models hide it. Under tensor parallelism all tp ranks keep the same input; to keep an
+n-th each (P_a) is what sequence parallelism does by itself (lesson 10): between its regions a rank
+has [B, S/tp, D] and nothing else, so what leaves for the host is that part.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from mini_dist.plan.fields import checks_kinds
+
+from .lanes import Lanes, to_device_, to_host_
+
+SMALL = 2**12  # bytes: what is smaller stays
+LEAVING = 2  # on their way at a time: until then the device holds them
+
+
+@checks_kinds
+@contextmanager
+def activations_to_host(lanes: Lanes, group, parameters=(), ahead: int = 1):
+    """Inside, tensors that autograd keeps leave for the host; in backward they come back, the next
+    `ahead` of them while one is used. parameters: what is kept but is no activation."""
+    known = {p.untyped_storage()._cdata for p in parameters}
+    order: list[Kept] = []
+    leaving: deque[Kept] = deque()
+
+    def let_go(left_over: int) -> None:
+        while len(leaving) > left_over:
+            leaving.popleft().let_go()
+
+    def leave(x: Tensor):
+        if x.nbytes < SMALL or x.untyped_storage()._cdata in known or isinstance(x, nn.Parameter):
+            return x
+        let_go(LEAVING - 1)
+        kept = Kept(x, lanes, len(order), group)
+        order.append(kept)
+        leaving.append(kept)
+        return kept
+
+    def back(kept):
+        if isinstance(kept, Tensor):
+            return kept
+        let_go(0)
+        kept.begin_back()
+        for before in order[max(0, kept.number - ahead) : kept.number]:
+            if not before.was_used:
+                before.begin_back()
+        return kept.take()
+
+    with torch.autograd.graph.saved_tensors_hooks(leave, back):
+        yield
+
+
+class Kept:
+    """One tensor away from the device."""
+
+    def __init__(self, x: Tensor, lanes: Lanes, number: int, group):
+        self.lanes, self.number, self.group, self.like = lanes, number, group, x.device
+        self.host, self.there, self.was_used = lanes.empty(x, x.dtype), None, False
+        self.x = x  # or its memory could be another's while it is still copied
+        self.left = lanes.begin("to_host", lambda: to_host_(self.host, x, group), x.nbytes)
+
+    def let_go(self) -> None:
+        self.left.wait()
+        self.x = None
+
+    def begin_back(self) -> None:
+        if self.there is None:
+            self.there = torch.empty_like(self.host, device=self.like)
+            self.arrival = self.lanes.begin(
+                "to_device",
+                lambda: to_device_(self.there, self.host, self.group),
+                self.host.nbytes,
+                [self.left],
+            )
+
+    def take(self) -> Tensor:
+        self.arrival.wait()
+        there, self.there, self.was_used = self.there, None, True
+        return there

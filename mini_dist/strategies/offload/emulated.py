@@ -1,0 +1,124 @@
+"""Lanes in virtual time, for a machine that has no link to a device.
+
+    lanes = EmulatedLanes({"to_host": Link(1e-5, 16e9), "to_device": Link(1e-5, 16e9)})
+    lanes.computes(gpt.blocks, 1e-3, 2e-3)      # seconds of each block's forward and backward
+    ...                                         # train with offload=Overlapped(lanes)
+    lanes.now, lanes.log                        # the device's clock, and what went on when
+
+What is to be done in a lane is done at once, in the order of the program, and takes what bytes /
+bandwidth says. So its numbers are real, and its seconds are the same on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from mini_dist.collectives.emulate import Link
+from mini_dist.plan.calculators.links import Link as Speed
+from mini_dist.plan.fields import checks_kinds
+
+from .lanes import LANES
+
+
+@dataclass(frozen=True)
+class Took:
+    """Something that went on: in which lane, from when to when, in virtual seconds."""
+
+    lane: str
+    start: float
+    end: float
+    nbytes: int
+    name: str = ""
+
+
+@checks_kinds
+class EmulatedLanes:
+    """Lanes of stated speeds, and a device that computes as long as it is told to.
+
+    speeds: of each lane a Link(latency, bytes/s); one that is missing takes no time. `now` is the
+    device's clock, `log` what went on. in_order: the device waits for everything that it has begun,
+    as a program without lanes does. `computes(units, forward, backward)` gives a model's units
+    their seconds.
+    """
+
+    pins = False
+
+    def __init__(self, speeds: Mapping[str, Speed], in_order: bool = False):
+        unknown = set(speeds) - set(LANES)
+        if unknown:
+            raise ValueError(f"{min(unknown)!r} is no lane: there are {', '.join(LANES)}")
+        self.links = {lane: Link() for lane in LANES}
+        for lane, speed in speeds.items():
+            self.links[lane] = Link(speed.latency, speed.bandwidth)
+        self.in_order, self.now = in_order, 0.0
+        self.log: list[Took] = []
+
+    def begin(self, lane, work, nbytes, after=()):
+        after = list(after)
+        ready = max([self.now, *(arrival.moment for arrival in after)])
+        link = self.links[lane]
+        start = max(ready, link.free)
+        try:  # as in a thread, what is raised is raised again where one waits for it
+            for arrival in after:
+                arrival.on_host()
+            with torch.no_grad():
+                work()
+            error = None
+        except Exception as raised:
+            error = raised
+        arrival = Moment(self, link.send(nbytes, ready), error)
+        self.log.append(Took(lane, start, arrival.moment, nbytes))
+        if self.in_order:
+            self.now = max(self.now, arrival.moment)
+        return arrival
+
+    def empty(self, like, dtype):
+        return torch.empty(like.shape, dtype=dtype)
+
+    def compute(self, seconds: float, name: str = "") -> None:
+        """The device computes."""
+        self.log.append(Took("device", self.now, self.now + seconds, 0, name))
+        self.now += seconds
+
+    def computes(self, units: Iterable[nn.Module], forward: float, backward: float) -> None:
+        """Each unit takes so many seconds. Call it before the model is wrapped: what it takes is
+        over when the wrapper's own hooks free and send."""
+        for number, unit in enumerate(units):
+            unit.register_forward_hook(lambda *_, n=number: self.compute(forward, f"F{n}"))
+            parameters = [p for p in unit.parameters() if p.requires_grad]
+            missing: list[Tensor] = []
+
+            def is_ready(parameter, missing=missing, parameters=parameters, number=number):
+                if not missing:
+                    missing.extend(parameters)
+                missing.pop()
+                if not missing:
+                    self.compute(backward, f"B{number}")
+
+            for parameter in parameters:
+                parameter.register_post_accumulate_grad_hook(is_ready)
+
+    def exposed(self) -> float:
+        """Seconds until now in which the device did not compute."""
+        return self.now - sum(each.end - each.start for each in self.log if each.lane == "device")
+
+
+@dataclass
+class Moment:
+    """An arrival in virtual time."""
+
+    lanes: EmulatedLanes = field(repr=False)
+    moment: float
+    error: Exception | None = None
+
+    def wait(self) -> None:
+        self.lanes.now = max(self.lanes.now, self.moment)
+        self.on_host()
+
+    def on_host(self) -> None:
+        if self.error:
+            raise self.error

@@ -1,0 +1,174 @@
+"""Tensors in files: straight to the disk where that works, and nothing lost where it does not.
+
+    store = FileStore(folder)
+    store.write("3.exp_avg", tensor)      # the old file stays until the new one is whole
+    store.read("3.exp_avg", tensor)       # into the tensor's memory
+
+A file that a training step reads and writes once is not worth a place in the page cache, which
+would take the host's memory that offloading wants to spare, and copy everything once more. With
+O_DIRECT the disk reads from and writes to the process's own memory. Then that memory, the place in
+the file and the length must be multiples of a block, so tensors go through aligned buffers, several
+at a time by a pool of threads: that is what a fast disk needs to be busy (Rajbhandari et al. 2021,
+section 6.3, "DeepNVMe"). Where a file system has no O_DIRECT the page cache is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import SimpleQueue
+
+from torch import Tensor
+
+from mini_dist.plan.fields import checks_kinds
+
+BLOCK = 4096  # what O_DIRECT wants lengths, places and addresses to be multiples of
+CHUNK = 4 * 2**20  # bytes that one thread reads or writes at a time
+
+
+class OffloadError(OSError):
+    """A file of the tier could not be read or written; the message says what is intact."""
+
+    what = ""  # the message without that
+
+    @classmethod
+    def about(cls, number: int | None, what: str, intact: str) -> OffloadError:
+        error = cls(number, f"{what}. {intact}")
+        error.what = what
+        return error
+
+    def but(self, intact: str) -> OffloadError:
+        """The same from who knows more of what is intact."""
+        return self.about(self.errno, self.what, intact)
+
+
+@checks_kinds
+class FileStore:
+    """The files of one rank, by name. direct: O_DIRECT; None takes it where it works."""
+
+    def __init__(self, folder: str | Path, direct: bool | None = None, threads: int = 4):
+        self.folder = Path(folder)
+        if self.folder.is_file():
+            raise ValueError(f"folder={str(folder)!r} is a file: give a directory")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.direct = works(self.folder) if direct is None else direct
+        self.pool = ThreadPoolExecutor(threads, "file")
+        self.buffers: SimpleQueue[mmap.mmap] = SimpleQueue()  # mmap begins at a page: aligned
+        for _ in range(threads):
+            self.buffers.put(mmap.mmap(-1, CHUNK))
+        self.sizes: dict[str, int] = {}
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Raises OffloadError if it cannot be written whole; then the file is as it was."""
+        path, new = self.folder / name, self.folder / f"{name}.new"
+        try:
+            self.in_chunks(new, os.O_WRONLY | os.O_CREAT, tensor, self.write_chunk)
+            os.truncate(new, tensor.nbytes)  # the last block was filled up
+            new.replace(path)
+        except OSError as error:
+            new.unlink(missing_ok=True)
+            why = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or error
+            raise OffloadError.about(
+                error.errno,
+                f"{path} could not be written, {why}",
+                "What it was to hold stays in memory, the old file is as it was, and the next step "
+                "tries again",
+            ) from error
+        self.sizes[name] = tensor.nbytes
+
+    def read(self, name: str, tensor: Tensor) -> None:
+        """Fill the tensor. Raises OffloadError for a file that is gone or has another length, and
+        if reading fails; then what is in the tensor is of no use."""
+        self.check(name)
+        path = self.folder / name
+        try:
+            self.in_chunks(path, os.O_RDONLY, tensor, self.read_chunk)
+        except OSError as error:
+            raise OffloadError.about(
+                error.errno,
+                f"{path} could not be read, {error.strerror or error}",
+                "Nothing was changed; call again, or go back to the last checkpoint",
+            ) from error
+
+    def check(self, name: str) -> None:
+        """Raises OffloadError unless the file is there and as long as it was written."""
+        path, wanted = self.folder / name, self.sizes[name]
+        found = path.stat().st_size if path.exists() else None
+        if found != wanted:
+            what = "is gone" if found is None else f"has {found:,} bytes of {wanted:,}"
+            raise OffloadError.about(
+                errno.ENOENT if found is None else errno.EIO,
+                f"{path} {what}: somebody has removed or cut it off",
+                "Nothing was changed; put the file back and call again, or go back to the last "
+                "checkpoint",
+            )
+
+    def in_chunks(self, path: Path, flags: int, tensor: Tensor, move: Callable) -> None:
+        file = os.open(path, flags | (os.O_DIRECT if self.direct else 0), 0o600)
+        try:
+            moves = [
+                self.pool.submit(move, file, tensor.data_ptr() + begin, begin, end - begin)
+                for begin, end in chunks(tensor.nbytes)
+            ]
+            for one in moves:
+                one.exception()  # all are over before the file is closed
+            for one in moves:
+                one.result()
+        finally:
+            os.close(file)
+
+    def write_chunk(self, file: int, address: int, begin: int, length: int) -> None:
+        buffer = self.buffers.get()
+        try:
+            ctypes.memmove(address_of(buffer), address, length)
+            whole = -(-length // BLOCK) * BLOCK
+            done = 0
+            while done < whole:
+                done += os.pwrite(file, memoryview(buffer)[done:whole], begin + done)
+        finally:
+            self.buffers.put(buffer)
+
+    def read_chunk(self, file: int, address: int, begin: int, length: int) -> None:
+        buffer = self.buffers.get()
+        try:
+            whole, done = -(-length // BLOCK) * BLOCK, 0
+            while done < length:
+                found = os.preadv(file, [memoryview(buffer)[done:whole]], begin + done)
+                if not found:
+                    raise OSError(errno.EIO, f"it ended after {begin + done:,} bytes")
+                done += found
+            ctypes.memmove(address, address_of(buffer), length)
+        finally:
+            self.buffers.put(buffer)
+
+
+def chunks(nbytes: int) -> list[tuple[int, int]]:
+    return [(begin, min(begin + CHUNK, nbytes)) for begin in range(0, nbytes, CHUNK)]
+
+
+def address_of(buffer: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def works(folder: Path) -> bool:
+    """Whether the folder's file system has O_DIRECT (tmpfs has it since Linux 6.6, macOS never)."""
+    if not hasattr(os, "O_DIRECT"):
+        return False
+    path = folder / ".direct"
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o600)
+    except OSError:
+        return False
+    try:
+        os.pwrite(file, mmap.mmap(-1, BLOCK), 0)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+        path.unlink(missing_ok=True)

@@ -1,0 +1,101 @@
+"""A pipeline as two functions: GPipe, and any list of actions (lesson 12).
+
+Each rank has one stage, a consecutive range of the model's layers: rank 0 the first ones, rank
+p - 1 the last ones. A stage's output x [b, S, D] goes to the next rank, the gradient of x comes
+back from there: b·S·D elements each way for a micro-batch. The last rank computes the losses.
+
+`execute.py` does the same for real models: several stages on a rank, recomputation, split
+backwards, asynchronous schedules, NCCL. What it does otherwise stands at its top.
+
+Legend: p ranks, m micro-batches of b sequences in a step, S positions, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from mini_dist.collectives import recv, send, star_broadcast, start, wait
+from mini_dist.plan.schedule import Action
+
+
+def gpipe_step(
+    stage: Callable, inputs: Sequence[Tensor], targets: Sequence[Tensor], loss_fn, shape, group
+) -> Tensor:
+    """All forwards, then all backwards (GPipe; Huang et al. 2019, section 2.2).
+
+    stage: this rank's layers. inputs, targets: the m micro-batches; only the first rank reads
+    inputs, only the last one targets. loss_fn: (output of the last stage, target) -> scalar.
+    shape: [b, S, D], of what goes from rank to rank. Returns the mean loss, the same on all ranks;
+    its gradients are added to the parameters' .grad. (It is the mean of the micro-batches' losses,
+    which have equally many tokens.)
+    """
+    rank, last, m = group.rank(), group.size() - 1, len(inputs)
+    xs, ys, losses = [], [], torch.empty(m)
+
+    for micro in range(m):  # all forwards
+        if rank == 0:
+            x = inputs[micro]
+        else:  # requires_grad_, because the rank before will need the gradient of x
+            x = recv(torch.empty(shape), rank - 1, group).requires_grad_()
+        y = stage(x)
+        if rank == last:
+            y = loss_fn(y, targets[micro])
+            losses[micro] = y.detach()
+        else:
+            send(y.detach(), rank + 1, group)
+        xs.append(x)
+        ys.append(y)  # y keeps in memory everything that its backward needs
+
+    for x, y in zip(xs, ys):  # all backwards
+        if rank == last:
+            dy = torch.full_like(y, 1 / m)  # the step's loss is the mean of m losses
+        else:
+            dy = recv(torch.empty(shape), rank + 1, group)
+        y.backward(dy)  # gives x and this stage's parameters their gradients
+        if rank > 0:
+            send(x.grad, rank - 1, group)
+
+    return star_broadcast(losses, last, group).mean()
+
+
+def run_list(
+    actions: Sequence[Action],
+    stage: Callable,
+    inputs: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    loss_fn,
+    shape,
+    group,
+) -> Tensor:
+    """Go down this rank's list: the same step, in whatever order the list says.
+
+    actions: this rank's, sends and receives among them (`add_communication(schedule).ranks[rank]`).
+    All else as in `gpipe_step`. A send is only started: in 1F1B two neighbours send to each other
+    at the same time, and if each waited for the other to receive, both would wait for ever.
+    """
+    rank, last, m = group.rank(), group.size() - 1, len(inputs)
+    x = dict(enumerate(inputs)) if rank == 0 else {}  # {micro-batch: tensor}, as y and dy
+    y, dy, losses = {}, {}, torch.empty(m)
+    sends = []  # handles, which hold their tensors; a send whose handle is dropped may be lost
+    for _stage, kind, micro, _version in actions:
+        if kind == "RECV_F":
+            x[micro] = recv(torch.empty(shape), rank - 1, group).requires_grad_()
+        elif kind == "F":
+            y[micro] = stage(x[micro])
+            if rank == last:
+                y[micro] = loss_fn(y[micro], targets[micro])
+                losses[micro] = y[micro].detach()
+                dy[micro] = torch.full_like(y[micro], 1 / m)
+        elif kind == "SEND_F":
+            sends += start(group, sends=[(y[micro].detach().contiguous(), rank + 1)])
+        elif kind == "RECV_B":
+            dy[micro] = recv(torch.empty(shape), rank + 1, group)
+        elif kind == "B":
+            y.pop(micro).backward(dy.pop(micro))
+        elif kind == "SEND_B":
+            sends += start(group, sends=[(x.pop(micro).grad.contiguous(), rank - 1)])
+    wait(sends)
+    return star_broadcast(losses, last, group).mean()

@@ -1,0 +1,92 @@
+"""Sends and receives under way: no rank waits in a send, and no tensor is kept longer than needed.
+
+gloo loses a send whose handle is dropped before it was waited for, and waiting at once would stop
+the rank. But the lists say when a message must have been received. If our peer sends us something
+that stands in its list behind the action that used our message, then our message has arrived, and
+waiting for it takes no time. So sends are waited for when something comes back from their peer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mini_dist.plan.schedule import Action
+from mini_dist.plan.schedule.action import Key, receive_of, send_of
+
+from .plan import Plan
+
+
+@dataclass
+class Message:
+    work: Any  # the handle of torch.distributed
+    tensor: Tensor
+    used_at: int = 0  # of a send: the place in the peer's list of the action that uses it
+
+
+class Messages:
+    """The messages of one run of a list, on one rank."""
+
+    def __init__(self, plan: Plan, group, device: torch.device) -> None:
+        self.schedule, self.place = plan.schedule, plan.place
+        self.group, self.device = group, device
+        self.sent: dict[int, list[Message]] = {}  # to a peer, not yet waited for
+        self.awaited: dict[Key, Message] = {}  # receives that were started, by their sends
+        self.started: list[Message] = []  # since `together` was entered
+
+    def send(self, action: Action, value: Tensor) -> None:
+        receive, value = receive_of(action), value.contiguous()
+        peer = self.schedule.rank_of[receive.stage]
+        work = self.group.send([value], peer, self._tag(action))
+        used_at = self.place[receive.stage, action.kind[-1], action.micro]
+        message = Message(work, value, used_at)
+        self.sent.setdefault(peer, []).append(message)
+        self.started.append(message)
+
+    def receive(self, action: Action, buffer: Tensor) -> None:
+        send = send_of(action)
+        peer = self.schedule.rank_of[send.stage]
+        message = Message(self.group.recv([buffer], peer, self._tag(send)), buffer)
+        self.awaited[send.key] = message
+        self.started.append(message)
+
+    def _tag(self, send: Action) -> int:
+        """A number of its own for each message: the two ends may start several in another order."""
+        number = send.micro * self.schedule.num_stages + send.stage
+        return 1 + 2 * number + (send.kind == "SEND_B")  # collectives have 0
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What is started within becomes one operation on NCCL; gloo starts each by itself."""
+        self.started.clear()
+        if self.device.type != "cuda":
+            yield
+            return
+        self.group._start_coalescing(self.device)
+        yield
+        work = self.group._end_coalescing(self.device)
+        for message in self.started:
+            message.work = work
+
+    def take(self, send: Action) -> Tensor:
+        """What was sent by this action of another rank; waits until it is there."""
+        message = self.awaited.pop(send.key)
+        message.work.wait()
+        peer, now = self.schedule.rank_of[send.stage], self.place[send.key]
+        self._let_go(peer, lambda sent: sent.used_at < now)
+        return message.tensor
+
+    def finish_sends(self) -> None:
+        for peer in self.sent:
+            self._let_go(peer, lambda sent: True)
+
+    def _let_go(self, peer: int, has_arrived: Callable[[Message], bool]) -> None:
+        sent = self.sent.get(peer, [])
+        for message in filter(has_arrived, sent):
+            message.work.wait()
+        self.sent[peer] = [message for message in sent if not has_arrived(message)]

@@ -1,0 +1,142 @@
+"""A table says which modules of a model become what, and `shard_model` replaces them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from mini_dist.collectives import all_gather
+
+from .dropout import SequenceCutDropout, share_random_state
+from .ideas import TENSOR, Pair
+from .layers import (
+    ColumnParallelLinear,
+    Cut,
+    HoldsPieces,
+    ParallelAttention,
+    ParallelMLP,
+    SequenceCutEmbedding,
+    VocabParallelEmbedding,
+)
+
+
+def if_sequence_is_cut(make: Callable) -> Callable:
+    """For the plan: replace a module by make(module, group) under sequence parallelism only."""
+    return lambda module, group, *, pair: make(module, group) if pair.cuts_sequence else module
+
+
+GPT_PLAN = {
+    "embed.token": VocabParallelEmbedding,
+    "embed.position": if_sequence_is_cut(SequenceCutEmbedding),
+    "embed.dropout": if_sequence_is_cut(SequenceCutDropout),
+    "blocks.*.attn": ParallelAttention,
+    "blocks.*.ffn": ParallelMLP,
+    "blocks.*.dropout": if_sequence_is_cut(SequenceCutDropout),
+    "head.out": ColumnParallelLinear,  # gives logits [B, S, V/t]
+}
+
+
+@dataclass
+class Sharding:
+    """What `shard_model` did; kept as `model.sharding`."""
+
+    group: object
+    pair: Pair
+    tied: list[list[str]]  # of each parameter with several names all of them
+    cuts: dict[str, Cut] = field(default_factory=dict)  # full parameter name -> Cut, of those cut
+    groups: dict[str, object] = field(default_factory=dict)  # of those that another group cuts
+
+    def group_of(self, name: str):
+        """The ranks over which this parameter is cut, or whole."""
+        return self.groups.get(name, self.group)
+
+
+def shard_model(
+    model: nn.Module, plan: dict[str, Callable], group, *, pair: Pair = TENSOR
+) -> nn.Module:
+    """Replace modules of `model` by their parallel forms and return it; each rank keeps its pieces.
+
+    plan: name of a module, `*` for any -> how, a function (module, group, pair=...) -> module. A
+    name that leads to None (a stage without a head) is passed over. All ranks pass equal models:
+    made from one seed, or on the meta device, with `init_weights_` or `load_full_state_dict` to
+    follow. With dropout the ranks' random state becomes rank 0's. Parameters that were one (a tied
+    embedding) stay one. Raises ValueError for sizes that do not divide, for ranks with different
+    models, and for a name that leads nowhere.
+    """
+    check_equal(model, group)
+    if any(isinstance(module, nn.Dropout) and module.p for module in model.modules()):
+        share_random_state(model, group)
+    tied = names_of_tied(model)
+    for pattern, how in plan.items():
+        for parent, name in find(model, pattern):
+            setattr(parent, name, how(getattr(parent, name), group, pair=pair))
+    model.sharding = Sharding(group, pair, tied)
+    for prefix, module in model.named_modules():
+        if isinstance(module, HoldsPieces):
+            model.sharding.cuts |= {f"{prefix}.{name}": cut for name, cut in module.cuts.items()}
+            if module.group is not group:
+                names = [f"{prefix}.{name}" for name in module._parameters]
+                model.sharding.groups |= dict.fromkeys(names, module.group)
+    tie(model)
+    return model
+
+
+def check_equal(model: nn.Module, group) -> None:
+    """Raises ValueError if the ranks' models differ: their pieces would fit, and be of no model."""
+    parameters = list(model.parameters())
+    if group.size() == 1 or not parameters or parameters[0].is_meta:
+        return
+    sums = torch.stack([p.detach().double().sum() for p in parameters]).sum().reshape(1)
+    everyones = all_gather(sums.to(parameters[0].device), group)
+    if not bool((everyones == everyones[0]).all()):
+        raise ValueError(
+            "the ranks' models differ, and their pieces would not fit: make them from one seed"
+        )
+
+
+def find(model: nn.Module, pattern: str) -> list[tuple[nn.Module, str]]:
+    """(parent, name in it) of each module that the pattern names, but for those that are None."""
+    found = [(None, "", model)]
+    for component in pattern.split("."):
+        parents, found = [module for *_, module in found], []
+        for parent in parents:
+            names = [name for name in parent._modules if fnmatchcase(name, component)]
+            if not names and not hasattr(parent, component):
+                raise ValueError(
+                    f"the plan names {pattern!r}, but there is no {component!r} in a "
+                    f"{type(parent).__name__}: it has {', '.join(parent._modules) or 'no modules'}"
+                )
+            found += [(parent, name, getattr(parent, name)) for name in names]
+        found = [each for each in found if each[-1] is not None]
+    return [(parent, name) for parent, name, _ in found]
+
+
+# --- parameters with several names --------------------------------------------------------------
+
+
+def names_of_tied(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has more than one."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+def tie(model: nn.Module) -> None:
+    """Make parameters one again that were one before each name got a piece of its own.
+
+    Raises ValueError if the pieces differ.
+    """
+    cuts = model.sharding.cuts
+    for first, *others in model.sharding.tied:
+        for other in others:
+            if cuts.get(first) != cuts.get(other):
+                raise ValueError(
+                    f"{first} and {other} are one parameter, but the plan cuts them differently"
+                )
+            module, _, name = other.rpartition(".")
+            setattr(model.get_submodule(module), name, model.get_parameter(first))

@@ -1,0 +1,354 @@
+"""The three stages. Read them downwards: each class says what it does otherwise than the last."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from mini_dist.collectives import all_reduce, broadcast, in_flight
+from mini_dist.plan.fields import checks_kinds
+
+from ..grad_norm import clip_, grad_norm
+from ..replicas import CALL_ZERO_GRAD, meet
+from ..trainable import Trainable
+from .offload import tier_of
+from .unit import Unit
+
+# Their update of an element depends on that element's gradient and state only, so an optimizer of
+# a shard does what the optimizer of the whole would do to it.
+ELEMENTWISE = (
+    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
+    *(torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.RMSprop),
+)
+
+
+class ZeRO1(Trainable):
+    """Optimizer states are sharded: scatter the gradients, step the own part, gather parameters.
+
+    module: what to train; or, but for ZeRO-3, its parameters alone: then the forward stays yours.
+    make_optimizer: (shards) -> a torch optimizer over them, one that treats every element alone. A
+    shard is cut from a whole unit, so one setting holds for all of a unit: weight decay for
+    matrices but not for biases, say, is not possible here.
+    units: modules inside `module` that share no parameter, in the order in which forward uses them,
+    as the blocks of a GPT; what is in none of them is one unit more, the root. Lists of parameters
+    are units, too.
+    master_dtype: of the shards, e.g. float32 for a bfloat16 model; gradients travel in the model's.
+    offload: "cpu" keeps shards and optimizer states on the host, a directory in files there;
+    `offload.Overlapped(...)` does so behind the computation.
+    ignored: parameters that another wrapper takes care of. Frozen ones stay whole on every rank.
+    messages: what begins a unit's gather and scatter: `compression.Quantized()` does in 8 or 4
+    bits, and the optimizer steps shards that were not rounded; `collectives.by_hosts` sends the
+    least that it can from host to host.
+    replicas: the group of the ranks that hold the same shards as this one, in other groups like
+    `group`; then the mean gradient is theirs, too (HSDP, MiCS).
+    A parameter that no rank used in a step has a gradient of zeros, not None: weight decay and
+    momentum still move it.
+
+    Raises ValueError for an optimizer that cannot be sharded or was given anything but the shards,
+    for nothing to train, and for a tensor in a list that is no Parameter.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | Iterable[nn.Parameter],
+        group,
+        make_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer],
+        units: Iterable[nn.Module | Iterable[nn.Parameter]] = (),
+        master_dtype: torch.dtype | None = None,
+        offload=None,
+        ignored: Iterable[Tensor] = (),
+        messages=in_flight,
+        replicas=None,
+    ):
+        module, *units = map(as_module, (module, *units))
+        super().__init__(module)
+        self.group, self.replicas, self.tier = group, replicas, tier_of(offload, group)
+        ignored = set(ignored)
+        self.own = {n: p for n, p in module.named_parameters() if p not in ignored}
+        names = {p: name for name, p in self.own.items() if p.requires_grad}
+        if not names:
+            raise ValueError("no parameter requires a gradient: there is nothing to train")
+        with torch.no_grad():  # ranks that start equal stay equal
+            for tensor in (*self.own.values(), *module.buffers()):
+                if replicas:
+                    tensor.copy_(broadcast(tensor, 0, replicas))
+                tensor.copy_(broadcast(tensor, 0, group))
+        self.units: list[Unit] = []
+        for part in (*units, module):
+            named = {names.pop(p): p for p in part.parameters() if p in names}
+            if named:
+                self.units.append(Unit(part, named, group, master_dtype, self.tier, messages))
+                if messages is not in_flight:
+                    self.units[-1].part_from_whole()
+        self.units.sort(key=lambda unit: unit.module is not module)  # the root is used first
+        self.leaving: Unit | None = None  # whose gradients are under way
+        self.optimizer = make_optimizer(self.tensors_to_step())
+        if not isinstance(self.optimizer, ELEMENTWISE):
+            known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+            raise ValueError(
+                f"{type(self.optimizer).__name__} cannot be sharded: its update of an element may "
+                f"depend on others, which are on other ranks. These can: {known}"
+            )
+        stepped = [p for each in self.optimizer.param_groups for p in each["params"]]
+        if set(stepped) != set(self.tensors_to_step()):
+            raise ValueError(
+                f"make_optimizer was called with {len(self.units)} shards, one a unit, and its "
+                f"optimizer steps {len(stepped)} tensors that are not these: give it the shards. "
+                "Groups of parameters with settings of their own cannot be kept apart inside a unit"
+            )
+        self.tier.take_over(self.optimizer)
+
+    def step(self, max_norm: float | None = None) -> Tensor | None:
+        """One optimizer step from the gradients of all backwards since `zero_grad`.
+
+        With `max_norm` the gradients are clipped, and their norm before that is returned.
+        """
+        self.finish()
+        self.average_with_replicas()
+        norm = None
+        if max_norm is not None:
+            norm = self.grad_norm()
+            clip_(self.tier.one_by_one(self.tensors_to_step()), norm, max_norm)
+        self.optimizer.step()
+        self.refresh_parameters()
+        return norm
+
+    def finish(self) -> None:
+        for unit in reversed(self.units):
+            self.scatter(unit)
+        self.finish_scatter()
+
+    def average_with_replicas(self) -> None:
+        """Once a step, however many micro-batches it has: the second hop of MiCS (Zhang et al.
+        2022, section 3.3). FSDP2 does it in every backward unless told otherwise."""
+        if self.replicas:
+            for unit in self.units:
+                unit.shard.grad = all_reduce(unit.shard.grad, self.replicas, op="mean")
+
+    def refresh_parameters(self) -> None:
+        for unit in self.units:
+            unit.is_whole = False
+            unit.begin_gather()
+        for unit in self.units:
+            unit.gather()
+
+    def tensors_to_step(self) -> list[Tensor]:
+        return [unit.shard for unit in self.units]
+
+    def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.tier.show_gradients(self.tensors_to_step())
+        for unit in self.units:
+            for parameter, _, in_shard in unit.parameters_in_shard():
+                yield parameter, unit.shard.grad[in_shard]
+
+    def grad_norm(self) -> Tensor:
+        return grad_norm(sharded={self.group: self.tier.one_by_one(self.tensors_to_step())})
+
+    def zero_grad(self) -> None:
+        """Forget all gradients. If a forward or a backward ended in an exception, all ranks have to
+        call this, and then the next step is what it would have been without it."""
+        if self.is_interrupted():
+            self.start_over()
+            meet(self.group)
+        for parameter in self.own.values():
+            parameter.grad = None
+        for shard in self.tensors_to_step():
+            self.tier.forget_gradient(shard)
+
+    def is_interrupted(self) -> bool:
+        """Outside of forward and backward: whether one of them has not come to its end."""
+        return self.leaving is not None
+
+    def start_over(self) -> None:
+        """Bring to an end what an exception has interrupted, and forget it."""
+        if self.leaving:
+            self.leaving.drop_scatter()
+            self.leaving = None
+
+    # One unit's gradients are under way at a time: more would only hold more memory. Alone, a rank
+    # has nobody to wait for.
+
+    def scatter(self, unit: Unit) -> None:
+        self.finish_scatter()
+        unit.begin_scatter()
+        self.leaving = unit
+        if self.group.size() == 1:
+            self.finish_scatter()
+
+    def finish_scatter(self) -> None:
+        if self.leaving:
+            self.leaving.finish_scatter()
+            self.leaving = None
+
+
+class ZeRO2(ZeRO1):
+    """Gradients are sharded, too: each unit's are scattered and freed while backward is running."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.waiting: list[Unit] = []  # in this backward, for their turn
+        for unit in self.units:
+            for parameter in unit.parameters:
+                parameter.register_post_accumulate_grad_hook(partial(self.gradient_is_ready, unit))
+
+    def gradient_is_ready(self, unit: Unit, parameter: Tensor) -> None:
+        if not self.waiting:  # the first of this backward
+            self.waiting = self.units[::-1]
+            self.missing = {unit: len(unit.parameters) for unit in self.waiting}
+            at_end = partial(self.backward_is_over)
+            self.at_end = weakref.ref(at_end)
+            torch.autograd.Variable._execution_engine.queue_callback(at_end)
+        elif self.at_end() is None:
+            raise RuntimeError(CALL_ZERO_GRAD)
+        self.missing[unit] -= 1
+        while self.waiting and self.missing[self.waiting[0]] == 0:
+            self.unit_is_done(self.waiting.pop(0))
+
+    def backward_is_over(self) -> None:
+        while self.waiting:  # with parameters that this rank did not use: others may have
+            self.unit_is_done(self.waiting.pop(0))
+        self.finish_scatter()
+
+    def unit_is_done(self, unit: Unit) -> None:
+        self.scatter(unit)
+
+    def finish(self) -> None:
+        """Nothing to do: backward has. Raises RuntimeError if it did not come to its end."""
+        if self.is_interrupted():
+            raise RuntimeError(CALL_ZERO_GRAD)
+
+    def is_interrupted(self) -> bool:
+        return bool(self.waiting) or super().is_interrupted()
+
+    def start_over(self) -> None:
+        super().start_over()
+        self.waiting = []
+
+
+@checks_kinds
+class ZeRO3(ZeRO2):
+    """Parameters are sharded, too: gathered for a unit's forward and backward, freed after each.
+
+    While a unit computes, the next `prefetch` ones are on their way. The root has no single place
+    in the model: it is there from the start of forward to the end of its backward. All ranks must
+    run the same units in the same order: who leaves one out keeps the others waiting in its gather.
+    A parameter that is freed has its shape, and raises FreedError when it is read or written.
+    inside: the part of `group` that is on this host. Each rank then keeps a second shard of what a
+    forward has gathered, one k-th for k ranks a host, and backward gathers from these: nothing
+    passes the uplink (hpZ; Wang et al. 2023, ZeRO++, section 3.2).
+    """
+
+    def __init__(self, *args, prefetch: int = 1, inside=None, **kwargs):
+        super().__init__(*args, **kwargs)
+        if any(isinstance(unit.module, nn.ParameterList) for unit in self.units):
+            raise ValueError(
+                "ZeRO3 gathers parameters when a module's forward begins, and a list of them has "
+                "none: give it modules, or take ZeRO2"
+            )
+        self.prefetch = prefetch
+        self.kept: set[Unit] = set()  # from the start of their backward to its end
+        self.is_in_forward = False
+        self.module.register_forward_pre_hook(self.forward_begins)
+        self.module.register_forward_hook(self.forward_ends)
+        for unit in self.units:
+            unit.part_from_whole()
+            unit.free()
+            unit.inside = inside
+            unit.module.register_forward_pre_hook(partial(self.before_forward, unit))
+            if unit.module is not self.module:
+                unit.module.register_forward_hook(partial(self.after_forward, unit))
+
+    def forward_begins(self, *_) -> None:
+        if self.is_in_forward:
+            raise RuntimeError(CALL_ZERO_GRAD)
+        self.is_in_forward = True
+
+    def forward_ends(self, *_) -> None:
+        self.is_in_forward = False
+
+    def is_interrupted(self) -> bool:
+        return bool(self.kept) or self.is_in_forward or super().is_interrupted()
+
+    def start_over(self) -> None:
+        super().start_over()
+        self.is_in_forward = False
+        self.kept.clear()
+        for unit in self.units:
+            unit.free()
+
+    def before_forward(self, unit: Unit, *_) -> None:
+        unit.gather()
+        if unit not in self.kept:
+            self.begin_gathers(self.units, after=unit)
+
+    def after_forward(self, unit: Unit, module: nn.Module, inputs, output) -> None:
+        trains = False
+        for tensor in tree_leaves(output):  # the first whose gradient comes begins its backward
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(partial(self.before_backward, unit))
+                trains = True
+        # Backward begins with the last units, this one and as many as it gathers ahead.
+        stays = trains and self.tier.keeps_last_units and unit in self.units[-1 - self.prefetch :]
+        if unit not in self.kept and not stays:
+            unit.free()
+
+    def before_backward(self, unit: Unit, *_) -> None:
+        unit.gather()
+        self.kept.add(unit)  # backward may recompute its forward, which shall not free it
+        self.begin_gathers(self.units[::-1], after=unit)
+
+    def begin_gathers(self, order: list[Unit], after: Unit) -> None:
+        place = order.index(after) + 1
+        for unit in order[place : place + self.prefetch]:
+            unit.begin_gather()
+        for unit in order[place + self.prefetch : place + self.prefetch + 1]:
+            unit.begin_fetch()
+
+    def unit_is_done(self, unit: Unit) -> None:
+        super().unit_is_done(unit)
+        self.kept.discard(unit)
+        unit.free()
+
+    def refresh_parameters(self) -> None:
+        """Nothing to send: who needs parameters will gather them. Those that are still gathered
+        have the values of before the step, so they are freed."""
+        for unit in self.units:
+            unit.free()
+            unit.second = None
+
+    @contextmanager
+    def gathered(self) -> Iterator[nn.Module]:
+        """Inside, all parameters are whole, to be read, or changed alike on all ranks: each keeps
+        its part of what was changed. All ranks come in and leave together.
+
+            with model.gathered() as module:
+                torch.save(module.state_dict(), file)
+        """
+        units = [unit for unit in self.units if unit.lent is None]  # (else inside already)
+        for unit in units:
+            unit.lend()
+        try:
+            yield self.module
+        finally:
+            for unit in units:
+                unit.take_back()
+
+
+def as_module(given: nn.Module | Iterable[nn.Parameter]) -> nn.Module:
+    """A module of these parameters, called by their numbers."""
+    if isinstance(given, nn.Module):
+        return given
+    parameters = list(given)
+    for number, parameter in enumerate(parameters):
+        if not isinstance(parameter, nn.Parameter):
+            raise ValueError(
+                f"number {number} of the list is a {type(parameter).__name__}: give Parameters, or "
+                "the module itself"
+            )
+    return nn.ParameterList(parameters)

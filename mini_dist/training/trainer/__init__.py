@@ -1,0 +1,36 @@
+"""A small trainer: a recipe in, metrics out; the same in a cell, as a script and under torchrun.
+
+    recipe = Recipe(ModelConfig(), Layout(dp=2, tp=2), steps=50, checkpoints="runs/first")
+    history = train_on_ranks(recipe).results[0]       # a list of Metrics, the same on all ranks
+
+    python -m mini_dist.training.trainer recipe.json           # the recipe as JSON, on this machine
+    torchrun --nproc-per-node 4 -m mini_dist.training.trainer recipe.json
+
+A checkpoint is written every `save_every` steps, and a run begins at the newest whole one that its
+directory has: so to go on after a crash is to start again, and `train_on_ranks(restarts=3)` does.
+It has the recipe in it: a run of another recipe does not go on there, unless it is told what has
+been `changed` (`--changed learning_rate` on the command line).
+
+Read in this order:
+    recipe.py      all that decides a run
+    loop.py        train: the training loop, on each rank
+    resuming.py    checkpoints of a run: the newest that fits, and who wrote it
+    metering.py    what came of a step: loss, speed, bytes
+    monitor.py     a long run watched: a line a step, alerts, how long it will take
+    on_ranks.py    the ranks that the recipe asks for, started again after a crash
+    __main__.py    the command line
+"""
+
+from .metering import Metrics
+from .on_ranks import train_on_ranks
+from .recipe import Recipe
+
+__all__ = ["Metrics", "Recipe", "train", "train_on_ranks"]
+
+
+def __getattr__(name: str):
+    if name == "train":  # the one that needs torch, which takes a second to load
+        from .loop import train
+
+        return train
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

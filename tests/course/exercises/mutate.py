@@ -1,0 +1,228 @@
+"""How strong is the judge? Change every printed solution in one place, and see who is refused.
+
+    python -m tests.course.exercises.mutate                      all exercises, all mutants
+    python -m tests.course.exercises.mutate merge zigzag         some exercises
+    python -m tests.course.exercises.mutate --sample 3           so many mutants of each, chosen by
+    a seed python -m tests.course.exercises.mutate --json FILE
+
+A mutant is the text that `.solution()` prints with one change that a learner might make: another
+operator or comparison, an index off by one, arguments swapped, a line left out or done twice, the
+world for the group, another dtype. The judge should refuse it. A survivor is a hole in the judge,
+unless what was changed makes no difference: those are listed in equivalent.py, with the reason.
+"""
+
+import argparse
+import ast
+import copy
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tqdm import tqdm
+
+from mini_dist import check
+
+from .equivalent import EQUIVALENT
+
+COMPARISONS = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
+    ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+OPERATORS = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult, ast.Mod: ast.Add, ast.MatMult: ast.Mult,
+    ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+}  # fmt: skip
+WORDS = {"mean": "sum", "sum": "mean", "max": "min", "min": "max"}
+SECOND_LOOK = {"reversed", "sorted", "list", "tuple"}  # f(x) -> x
+LEFT_OUT = {"detach", "clone", "contiguous", "wait", "float", "double", "requires_grad_", "flatten"}
+
+
+class Mutant:
+    """`text` differs from the solution in `what`, which also names the line."""
+
+    def __init__(self, text: str, what: str):
+        self.text, self.what = text, what
+
+
+def mutants(source: str) -> list[Mutant]:
+    """All single changes of a solution's function, each different from the others."""
+    tree, found = without_annotations(ast.parse(source)), []
+    seen = {normal(tree)}
+    lines = source.splitlines()
+    for number, node in enumerate(ast.walk(tree)):
+        for change, what in changes(node):
+            mutated = copy.deepcopy(tree)
+            twin = list(ast.walk(mutated))[number]
+            change(twin)
+            ast.fix_missing_locations(mutated)
+            try:
+                text = ast.unparse(mutated)
+                compile(text, "<mutant>", "exec")
+            except (SyntaxError, ValueError):
+                continue
+            if normal(mutated) not in seen:
+                seen.add(normal(mutated))
+                line = getattr(node, "lineno", 0)
+                where = f" in `{lines[line - 1].strip()}`" * ("`" not in what)
+                found.append(Mutant(text, what + where))
+    return found
+
+
+def without_annotations(tree: ast.AST) -> ast.AST:
+    """A learner writes none, and to change one changes nothing."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            node.returns = None
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    return tree
+
+
+def normal(tree: ast.AST) -> str:
+    return ast.dump(tree, include_attributes=False)
+
+
+def changes(node: ast.AST) -> Iterator[tuple]:
+    """(what changes a copy of this node in place, what it is called)."""
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
+        other = COMPARISONS[type(node.ops[0])]
+        yield lambda n: n.ops.__setitem__(0, other()), f"{other.__name__} as comparison"
+    if isinstance(node, (ast.BinOp, ast.AugAssign)) and type(node.op) in OPERATORS:
+        other = OPERATORS[type(node.op)]
+        yield lambda n: setattr(n, "op", other()), f"{other.__name__} as operator"
+    if isinstance(node, ast.BoolOp):
+        other = ast.Or if isinstance(node.op, ast.And) else ast.And
+        yield lambda n: setattr(n, "op", other()), f"{other.__name__} as operator"
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.Invert, ast.Not)):
+        yield lambda n: become(n, n.operand), "without the sign or not"
+    if isinstance(node, ast.Constant):
+        yield from changes_of_constant(node)
+    if isinstance(node, ast.Call):
+        yield from changes_of_call(node)
+    if isinstance(node, ast.Name) and node.id == "group" and isinstance(node.ctx, ast.Load):
+        world = "__import__('torch').distributed.group.WORLD"
+        yield lambda n: become(n, ast.parse(world, mode="eval").body), "the world for the group"
+    if isinstance(node, (ast.If, ast.IfExp)):
+        yield (
+            lambda n: setattr(n, "test", ast.UnaryOp(ast.Not(), n.test)),
+            "the other way round",
+        )
+    if isinstance(node, ast.Tuple) and len(node.elts) > 1 and isinstance(node.ctx, ast.Load):
+        yield lambda n: n.elts.reverse(), "turned round"
+    for name in ("body", "orelse"):
+        block = getattr(node, name, None)
+        if isinstance(block, list) and not isinstance(node, ast.Module):
+            yield from changes_of_block(block, name)
+
+
+def changes_of_constant(node: ast.Constant) -> Iterator[tuple]:
+    value = node.value
+    if isinstance(value, bool):
+        yield lambda n: setattr(n, "value", not value), f"{not value}"
+    elif isinstance(value, int):
+        yield lambda n: setattr(n, "value", value + 1), f"{value + 1} for {value}"
+        yield lambda n: setattr(n, "value", value - 1), f"{value - 1} for {value}"
+    elif isinstance(value, float):
+        yield lambda n: setattr(n, "value", 2 * value + 1), f"{2 * value + 1} for {value}"
+    elif value in WORDS:
+        yield lambda n: setattr(n, "value", WORDS[value]), f"{WORDS[value]!r} for {value!r}"
+
+
+def changes_of_call(node: ast.Call) -> Iterator[tuple]:
+    for i in range(len(node.args) - 1):
+        if not any(isinstance(arg, ast.Starred) for arg in node.args[i : i + 2]):
+            yield lambda n, i=i: swap(n.args, i), f"arguments {i} and {i + 1} swapped"
+    if node.keywords:
+        yield lambda n: n.keywords.pop(), "without the last keyword"
+    function = node.func
+    if isinstance(function, ast.Name) and function.id in SECOND_LOOK and node.args:
+        yield lambda n: become(n, n.args[0]), f"without {function.id}"
+    if isinstance(function, ast.Attribute):
+        if function.attr in LEFT_OUT:
+            yield lambda n: become(n, n.func.value), f"without .{function.attr}()"
+        if function.attr in WORDS:
+            other = WORDS[function.attr]
+            yield lambda n: setattr(n.func, "attr", other), f".{other} for .{function.attr}"
+
+
+def changes_of_block(block: list[ast.stmt], name: str) -> Iterator[tuple]:
+    for i, statement in enumerate(block):
+        is_doc = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+        if is_doc or isinstance(statement, (ast.FunctionDef, ast.ClassDef, ast.Pass)):
+            continue
+        where = f"`{ast.unparse(statement).splitlines()[0]}`"
+        yield lambda n, i=i: getattr(n, name).__setitem__(i, ast.Pass()), f"{where} left out"
+        if isinstance(statement, (ast.Expr, ast.AugAssign)):
+            again = copy.deepcopy(statement)
+            yield lambda n, i=i, s=again: getattr(n, name).insert(i, s), f"{where} done twice"
+        if i + 1 < len(block):
+            yield lambda n, i=i: swap(getattr(n, name), i), f"{where} after the next"
+
+
+def swap(items: list, i: int) -> None:
+    items[i], items[i + 1] = items[i + 1], items[i]
+
+
+def become(node: ast.AST, other: ast.AST) -> None:
+    """Let this node of a tree be another one."""
+    node.__class__ = type(other)
+    node.__dict__ = dict(other.__dict__)
+
+
+def judged(name: str, text: str) -> str:
+    """right, wrong, still the library's; or broken, if it is no function any more."""
+    cell = {"__name__": "__main__"}
+    try:
+        exec(compile(text, f"<a mutant of {name}>", "exec"), cell)
+    except Exception:  # the cell fails before it can be checked
+        return "broken"
+    try:
+        return check.exercises()[name].judge(cell[name]).state
+    except Exception as error:  # the judge itself was broken: worse than a survivor
+        return f"the judge raised {type(error).__name__}: {error}"
+
+
+def main(arguments=None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("exercises", nargs="*", help="(default: all)")
+    parser.add_argument("--sample", type=int, help="mutants of each exercise")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    known = check.exercises()
+    chosen, dice = options.exercises or sorted(known), random.Random(options.seed)
+    work = []
+    for name in chosen:
+        every = mutants(known[name].answer())
+        some = (
+            every if options.sample is None else dice.sample(every, min(options.sample, len(every)))
+        )
+        work += [(name, mutant) for mutant in some]
+    rows, survivors = {name: [0, 0] for name in chosen}, []
+    start = time.monotonic()
+    for name, mutant in tqdm(work, unit="mutant"):
+        state = judged(name, mutant.text)
+        rows[name][1] += 1
+        if state in ("wrong", "broken") or mutant.what in EQUIVALENT.get(name, {}):
+            rows[name][0] += 1
+        else:
+            survivors.append((name, mutant.what, state))
+    for name, what, state in survivors:
+        print(f"{name}: {what}: {state}")
+    for name, (refused, all_of_them) in rows.items():
+        print(f"{name:<32} {refused:>4} of {all_of_them:<4} {refused / all_of_them:7.1%}")
+    refused, total = (sum(column) for column in zip(*rows.values()))
+    seconds = time.monotonic() - start
+    print(f"{refused} of {total} refused ({refused / total:.1%}) in {seconds:.0f} s")
+    if options.json:
+        options.json.write_text(json.dumps({"rows": rows, "survivors": survivors}, indent=1))
+    return 0 if not survivors else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

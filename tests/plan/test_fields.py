@@ -1,0 +1,202 @@
+"""Nothing that is public takes an argument of another kind than annotated.
+
+The public callables are found by looking, so that a new function or field is covered as soon as it
+is there: it checks its kinds (`@checks_kinds`, or its `__post_init__`), or it stands below, with
+the reason why it need not.
+"""
+
+import dataclasses
+import importlib
+import inspect
+import math
+import pkgutil
+import re
+
+import numpy
+import pytest
+
+import mini_dist
+from mini_dist import Layout, ModelConfig, launch
+from mini_dist.plan.fields import KINDS, checks_kinds, of_kind, simple_kinds
+from mini_dist.ranks.elastic import Elastic
+from mini_dist.ranks.hosts import Hosts
+from mini_dist.serving import Policy
+from mini_dist.training.trainer import Recipe
+
+WRONG = {
+    "bool": ("no", 1, 0.0),
+    "int": ("3", True, 2.5, math.nan),
+    "float": ("0.1", True, math.nan),
+    "str": (3, True, b"text"),
+}
+
+# Rooms whose arguments have judges of their own: an exercise's, a page's, a grader's.
+OTHER_ROOMS = {"check", "draw", "elsewhere", "grade", "replay", "widgets", "fields", "ranks"} | {
+    "lesson"
+}
+RESULTS = {  # dataclasses that only the library fills in
+    *("Breakdown", "Candidate", "Case", "Comm", "Found", "Largest", "Line", "Lost", "Metrics"),
+    *("Move", "Placed", "Plan", "Progress", "Report", "Row", "Saved", "StepTime", "Block"),
+    *("Batch", "Cost", "Dropped", "Message", "Moment", "Run", "Stage", "Took", "Weight"),
+}
+# What runs for every message, or for every tensor of a layer, where a check would be felt.
+HOT = {"send", "recv", "exchange", "split_sizes", "positions_here", "explicit_attention"}
+INSIDE = {  # has no underscore, and is called from the library only
+    *("MLP", "Place", "Worker", "axis_groups", "balanced_ranges", "block_of", "catch_up"),
+    *("check_divides", "check_micro_batches", "contiguous", "cosines_and_sines", "deliver"),
+    *("execute", "initial_value", "inspect", "kept_of_layer", "layer_activations"),
+    *("megatron_order", "nothing", "num_scores", "order_on_hosts", "parse", "piece"),
+    *("placements", "read", "read_rank", "read_value", "rotate", "scaled_step", "sdpa_attention"),
+    *("serve_model", "shared_parameter", "striped", "term", "unscale_", "update", "updates"),
+    *("watched", "zigzag", "attend", "attend_backward", "fused_attend", "GPT", "readable"),
+}
+PAGES = (".ideas", ".ops") + tuple(  # shown to learners as they are
+    f".collectives.{page}"
+    for page in ("halving_doubling", "hierarchical", "pipelined_hierarchy", "pipelined_ring")
+    + ("ring", "ring_by_hosts", "star_tree", "torus")
+)
+
+
+def public():
+    """(name, callable) of all that a program is meant to call."""
+    yield from (("launch", launch), ("Hosts", Hosts), ("Elastic", Elastic))
+    for module in pkgutil.iter_modules(mini_dist.__path__):
+        if module.name in OTHER_ROOMS:
+            continue
+        room = importlib.import_module(f"mini_dist.{module.name}")
+        inside = getattr(room, "__path__", ())
+        for each in pkgutil.iter_modules(inside, f"mini_dist.{module.name}."):
+            if not each.name.endswith("__main__"):
+                yield from dataclasses_of(importlib.import_module(each.name))
+        for name in getattr(room, "__all__", None) or vars(room):
+            thing = getattr(room, name)
+            home = getattr(thing, "__module__", "")
+            own = home.startswith("mini_dist.") and (
+                hasattr(room, "__all__") or home == room.__name__
+            )
+            if callable(thing) and own and not name.startswith("_"):
+                yield name, thing
+
+
+def dataclasses_of(module):
+    """Those that are written there, exported or not."""
+    for name, thing in vars(module).items():
+        if dataclasses.is_dataclass(thing) and thing.__module__ == module.__name__:
+            yield name, thing
+
+
+def judged():
+    """(id, callable, argument, kinds) of each argument that has to be checked."""
+    seen = set()
+    for name, thing in public():
+        is_exempt = name in RESULTS | HOT | INSIDE or thing.__module__.endswith(PAGES)
+        if is_exempt or thing in seen or (isinstance(thing, type) and issubclass(thing, Exception)):
+            continue
+        seen.add(thing)
+        try:
+            parameters = inspect.signature(thing).parameters.values()
+        except (TypeError, ValueError):
+            continue
+        for parameter in parameters:
+            kinds = simple_kinds(parameter.annotation)
+            variable = (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+            if kinds and parameter.kind not in (*variable, parameter.POSITIONAL_ONLY):
+                yield f"{name}.{parameter.name}", thing, parameter.name, kinds
+
+
+JUDGED = list(judged())
+
+
+def wrong_values(kinds):
+    found = WRONG[kinds[0]]
+    if "int" in kinds and "str" in kinds:
+        return [each for each in found if not isinstance(each, (int, str)) or each is True]
+    return found if "None" in kinds else (*found, None)
+
+
+def test_the_look_around_finds_what_there_is():
+    names = {name for name, *_ in JUDGED}
+    assert len(names) > 300
+    assert {"launch.network", "Policy.static", "Layout.tp", "Recipe.text", "DiLoCo.keep"} <= names
+
+
+@pytest.mark.parametrize("call", {thing for _, thing, *_ in JUDGED}, ids=lambda call: call.__name__)
+def test_no_argument_of_another_kind_is_taken(call):
+    """Refused before anything is missing, so an example of the other arguments is not needed."""
+    for name, thing, argument, kinds in JUDGED:
+        if thing is not call:
+            continue
+        for value in wrong_values(kinds):
+            try:
+                thing(**{argument: value, **needed(thing, argument)})
+            except (TypeError, ValueError) as error:
+                said = str(error)
+            else:
+                said = "nothing"
+            wanted = rf"{argument}={re.escape(repr(value))} is not"
+            assert re.search(wanted, said), f"{name}={value!r}: {said}"
+            assert "\n" not in said
+
+
+def needed(thing, argument):
+    """ModelConfig and Layout need nothing; a Recipe's model is looked at in its __post_init__."""
+    return {"model": ModelConfig()} if thing is Recipe and argument != "model" else {}
+
+
+def test_what_is_exempt_is_there():
+    """Nobody stands on the lists who has gone."""
+    names = {name for name, _ in public()}
+    assert RESULTS | HOT | INSIDE <= names | {"explicit_attention"}, (
+        RESULTS | HOT | INSIDE
+    ) - names
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Hosts(True), "number=True is not a whole number"),
+        (lambda: Hosts(2, emulated="no"), "emulated='no' is not True or False"),
+        (lambda: Elastic(silence=True), "silence=True is not a finite number"),
+        (lambda: Policy(static=1), "static=1 is not True or False"),
+        (lambda: Policy(static="no", share="False"), "static='no' is not True or False"),
+        (lambda: Recipe(ModelConfig(), learning_rate=math.inf), "learning_rate=inf is not a fin"),
+        (lambda: Recipe(ModelConfig(), text=""), "text='' names nothing"),
+        (lambda: Recipe(ModelConfig(), max_norm=0), "max_norm=0 would stop all learning"),
+        (lambda: Recipe(ModelConfig(), weight_decay=-0.1), "weight_decay=-0.1 is negative"),
+        (lambda: Recipe("gpt"), "model='gpt' is not a ModelConfig"),
+        (lambda: Recipe(ModelConfig(), layout=8), "layout=8 is not a Layout"),
+        (lambda: ModelConfig(num_shared_experts=None), "num_shared_experts=None is not a whole"),
+        (lambda: launch(print, network="no"), "network='no' is not True or False"),
+        (lambda: launch(print, timeout=True), "timeout=True is not a finite number"),
+        (lambda: launch(print, seed=True), "seed=True is not a whole number"),
+        (lambda: launch(print, memory="no"), "memory='no' is not True or False"),
+        (lambda: launch(print, elastic="no"), "elastic must be True, False or an Elastic"),
+    ],
+)
+def test_the_values_that_were_taken_before(make, says):
+    with pytest.raises((ValueError, TypeError), match=re.escape(says)):
+        make()
+
+
+def test_what_is_of_its_kind_passes_and_numpys_integers_become_plain():
+    @checks_kinds(infinite=("seconds",))
+    def call(count: int, flag: bool = False, /, *rest: int, seconds: float = 1.0, **sizes: int):
+        return count, flag, rest, seconds, sizes
+
+    given = call(numpy.int64(3), True, 4, seconds=math.inf, a=numpy.int8(1), flag=2)
+    assert given == (3, True, (4,), math.inf, {"a": 1, "flag": 2})
+    assert type(given[0]) is int and type(given[-1]["a"]) is int
+    for wrong in (lambda: call(3, a="1"), lambda: call(3, seconds=math.nan), lambda: call("3")):
+        with pytest.raises(ValueError, match="is not a"):
+            wrong()
+    assert of_kind("x", 10**400, ("float",)) == 10**400  # too large for a float, and finite
+    assert of_kind("x", numpy.float32(0.5), ("float",)) == 0.5
+    assert simple_kinds("int | None") == ("int", "None")
+    assert simple_kinds("Layout | int") == simple_kinds("None") == ()
+    assert set(KINDS) == {"bool", "int", "float", "str"}
+
+
+def test_a_class_is_checked_as_its_init_is_and_copies_are_too():
+    assert dataclasses.replace(Layout(), dp=2) == Layout(dp=2)
+    with pytest.raises(ValueError, match="dp='2' is not a whole number"):
+        dataclasses.replace(Layout(), dp="2")
