@@ -2,10 +2,12 @@
 #
 #   make lab                    set up .venv, open JupyterLab on your copy of the first lesson, in work/
 #   make update                 take new versions of the notebooks into work/, say what was done
-#   make test                   the whole suite: library, lessons, every notebook, a browser
+#   make test                   library, lessons, every notebook, a browser; a sample of the cases
+#   make test PART=plan         one room of the library, or several (ls tests), or PART=notebooks
+#   make test-all               every case and every round: hours
 #   make notebooks              rebuild the notebooks whose lesson changed
 #   make site                   the course as web pages, in out/site; open index.html (wants npm)
-#   make check                  ruff: lint and format, on code and notebooks
+#   make check                  ruff on code and notebooks; import-linter: rooms import downwards only
 #   make frameworks             DeepSpeed, Megatron, torchtitan, torchft, JAX and Ray in .venv-frameworks,
 #                               and the tests that compare them with the course's own
 #   make torchtitan             the version 0.3 that our exports are for, in .venv-torchtitan, and the
@@ -26,7 +28,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SITE_INSTALLED := $(VENV)/.installed-site
 
-.PHONY: lab update test notebooks site site-tools check everywhere frameworks torchtitan
+.PHONY: lab update test test-all notebooks site site-tools check everywhere frameworks torchtitan
 
 # As the default address, not as an argument: then the one printed leads there too, which is what
 # WSL2 and remote machines have.
@@ -37,17 +39,29 @@ lab: $(INSTALLED)
 update: $(INSTALLED)
 	@$(BIN)/python -m mini_dist.course.working_copy
 
-# Three parts, all run, one status. Parts one and three use two workers; between them the tests
-# that need the machine to themselves.
+# Three parts, all run, one status: the library with two workers, then the tests that need the
+# machine to themselves, then the notebooks with two workers. SAMPLE takes of each test with many
+# cases a part, another one after each commit; `make test-all` runs every case.
 PYTEST := $(BIN)/python -m pytest
+SAMPLE := --sample
+PART ?= library notebooks
+LIBRARY := $(if $(filter library,$(PART)),tests,$(patsubst %,tests/%,$(filter-out notebooks,$(PART))))
 test: $(INSTALLED)
-	@$(BIN)/python -m compileall -q mini_dist tests  # or each rank does it anew, where Python may not
+	@$(BIN)/python -m compileall -q mini_dist tests  # Or each rank does it anew where Python may not.
 	@status=0; \
-	$(PYTEST) -n 2 --dist loadfile -m "not alone" --sample --durations 20 tests || status=1; \
-	$(PYTEST) -m alone --sample $(ALONE) || status=1; \
-	$(PYTEST) -n 2 --dist loadfile $(NBVAL) notebooks || status=1; \
+	if [ -n "$(LIBRARY)" ]; then \
+	  $(PYTEST) -n 2 --dist loadfile -m "not alone" $(SAMPLE) --durations 20 $(LIBRARY) || status=1; \
+	  alone=$$(grep -rl --include=*.py mark.alone $(LIBRARY)); \
+	  if [ -n "$$alone" ]; then $(PYTEST) -m alone $(SAMPLE) $$alone || status=1; fi; \
+	fi; \
+	if [ -n "$(filter notebooks,$(PART))" ]; then \
+	  $(PYTEST) -n 2 --dist loadfile $(NBVAL) notebooks || status=1; \
+	fi; \
 	exit $$status
-ALONE := $(shell grep -rl --include=*.py mark.alone tests)  # the others need not be collected
+
+test-all: SAMPLE := --long
+test-all: test
+
 NBVAL := --nbval-lax --nbval-current-env --nbval-cell-timeout=90
 
 notebooks: $(INSTALLED)
@@ -72,6 +86,7 @@ site/node_modules/.package-lock.json: site/package.json site/package-lock.json
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 
 everywhere: $(INSTALLED)
 	$(BIN)/python tools/everywhere.py $(ONLY)

@@ -8,8 +8,10 @@ be a failure here.
 """
 
 import os
+import subprocess
 import time
 from hashlib import md5
+from pathlib import Path
 from queue import Empty
 
 import pytest
@@ -34,54 +36,114 @@ def pytest_addoption(parser):
         "--notebook-limit",
         type=float,
         default=90.0,
-        help="wall seconds a whole notebook may take, kernel start included (default 90)",
+        help="seconds a whole notebook may take, kernel start included (default 90); see FairClock",
     )
     parser.addoption(
         "--long", action="store_true", help="more rounds of the tests that work by repetition"
     )
     parser.addoption(
-        "--sample", action="store_true", help="a third of the cases of some tests, the same ones"
+        "--sample", action="store_true", help="of a test with many cases, a part (`make test`)"
+    )
+    parser.addoption(
+        "--sample-seed", help="which part that is; by default the commit that is checked out"
     )
 
 
+# ---- a sample of the cases -----------------------------------------------------------------------
+
+FEW = 4  # Cases of one test that always run.
+SHARE = 3  # Beyond that, one case in three runs.
+COSTLY = 6  # Of a test marked `sampled`, whose cases take seconds, one case in six runs.
+
+
+def seed_of(config) -> str:
+    """Name the sample: the commit, so that another part runs after each commit and none sleeps."""
+    if seed := config.getoption("sample_seed"):
+        return seed
+    command = ["git", "-C", str(config.rootpath), "rev-parse", "--short=8", "HEAD"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    return found.stdout.strip() or "no commit"
+
+
+def pytest_report_header(config):
+    if config.getoption("sample"):
+        return f"sample of the cases: --sample-seed {seed_of(config)} (`make test-all` runs all)"
+
+
 def pytest_collection_modifyitems(config, items):
-    """With --sample, as `make test` has it, a third of the cases of the tests that have many of
-    one kind and take long: answers that a learner might write, right ones and wrong, and all that
-    is marked `sampled`. Chosen by their names, so the same third each time, and one at least."""
+    """With --sample, keep every test but only a part of its cases, chosen by the seed."""
     if not config.getoption("sample"):
         return
-    cases = {}
+    seed, cases = seed_of(config), {}
     for item in items:
-        if is_sampled(item):
+        if hasattr(item, "callspec"):
             cases.setdefault((item.path, item.originalname), []).append(item)
     left_out = set()
     for alike in cases.values():
-        alike.sort(key=lambda item: md5(item.name.encode()).digest())
-        left_out.update(alike[-(-len(alike) // 3) :])
+        alike.sort(key=lambda item: md5(f"{seed} {item.name}".encode()).digest())
+        left_out.update(alike[num_kept(alike) :])
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 
 
-def is_sampled(item) -> bool:
-    answers = item.path.match("tests/course/exercises/test_lesson_*.py") and "[" in item.name
+def num_kept(alike: list) -> int:
+    """Of the cases of one test, how many run."""
+    if is_costly(alike[0]):
+        return -(-len(alike) // COSTLY)
+    return min(len(alike), max(FEW, -(-len(alike) // SHARE)))
+
+
+def is_costly(item) -> bool:
+    answers = item.path.match("tests/course/exercises/test_lesson_*.py")
     return bool(answers or item.get_closest_marker("sampled"))
+
+
+# ---- notebooks -----------------------------------------------------------------------------------
+
+
+class FairClock:
+    """Count the seconds that two notebooks would need with nothing else on the machine.
+
+    Two notebooks with four ranks each keep up to four threads per core ready to run. If other
+    programs add to that, a second of this clock lasts longer in proportion, so a limit says the
+    same on a busy machine. Only Linux tells how many threads are ready; elsewhere this is a plain
+    clock.
+    """
+
+    OURS = 4  # Threads per core that are ready to run.
+
+    def __init__(self):
+        self.seconds, self.looked = 0.0, time.monotonic()
+
+    def now(self) -> float:
+        before, self.looked = self.looked, time.monotonic()
+        self.seconds += (self.looked - before) / max(1.0, self.ready() / self.OURS)
+        return self.seconds
+
+    def ready(self) -> float:
+        try:
+            running = Path("/proc/loadavg").read_text().split()[3].split("/")[0]
+        except OSError:
+            return 0.0
+        return int(running) / os.cpu_count()
 
 
 def left(notebook):
     """Seconds left of the limit of a notebook that nbval runs."""
-    return notebook.started + notebook.config.getoption("notebook_limit") - time.monotonic()
+    return notebook.config.getoption("notebook_limit") - notebook.clock.now()
 
 
 def await_reply(kernel, msg_id, timeout=None):
     """As RunningKernel.await_reply, but it looks at the kernel while it waits, and keeps time."""
-    deadline = time.monotonic() + (30 if timeout is None else timeout)
+    clock = getattr(kernel, "clock", None) or FairClock()
+    deadline = clock.now() + (30 if timeout is None else timeout)
     while True:
         try:
             message = kernel.get_message(stream="shell", timeout=0.5)
         except Empty:
             if not kernel.is_alive():
                 raise RuntimeError("the kernel died while it ran this cell") from None
-            if time.monotonic() > deadline:
+            if clock.now() > deadline:
                 raise
             continue
         if message["parent_header"].get("msg_id") == msg_id:
@@ -91,8 +153,9 @@ def await_reply(kernel, msg_id, timeout=None):
 
 
 def setup_notebook(notebook):
-    notebook.started = time.monotonic()
+    notebook.clock = FairClock()
     nbval_setup(notebook)
+    notebook.kernel.clock = notebook.clock
 
 
 def get_kernel_message(notebook, timeout=None, stream="iopub"):

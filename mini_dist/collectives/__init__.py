@@ -1,4 +1,6 @@
-"""Collectives from nothing but messages between two ranks.
+"""Room 4, collectives: what ranks say to each other, from nothing but messages between two ranks.
+
+It may import `model`, `plan` and `ranks`. Begin with `messages.py`, then `ring.py`.
 
     messages.py          send, recv, exchange: all that torch.distributed is asked for
     ring.py              reduce-scatter, all-gather, and both together: the all-reduce
@@ -12,6 +14,11 @@
     in_flight.py         begun now, waited for later
     by_hosts.py          the same on two levels
     choose.py            all_reduce(x, group, op=..., algorithm="auto") and its like
+    mesh.py              ranks laid out on axes, a group for each line of ranks
+    ops.py               the collectives that autograd sees
+    sharding/            a notation for shardings, and the rules that follow from it
+    emulate.py           devices and links in virtual time
+    backend.py           our collectives under unmodified DDP and FSDP2
 
 What holds for all of them:
 * All ranks of the group call it, with tensors of the same dtype and, where not said otherwise,

@@ -1,7 +1,7 @@
 """Make and update a learner's own copy of the course's notebooks.
 
-    python -m mini_dist.course.working_copy             # update work/ from notebooks/ (make update)
-    python -m mini_dist.course.working_copy --once      # make work/ if it is not there (make lab does so)
+    python -m mini_dist.course.working_copy         # update work/ from notebooks/ (make update)
+    python -m mini_dist.course.working_copy --once  # make work/ if it is not there (make lab)
 
 The notebooks of the course change with each release, and JupyterLab writes into every notebook that
 it opens. So a learner opens a copy, the *working copy*. A file in it, `.shipped.json`, holds a hash
@@ -29,7 +29,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = ROOT / "notebooks"
 WORK = ROOT / "work"
 MANIFEST = ".shipped.json"

@@ -25,11 +25,13 @@ import socket
 import threading
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 
 from .connections import shut_connections
 from .transport import receive, send
 
 LOOK = 0.05  # seconds between two looks, for news and whether a group is there
+LONGER_THAN_ANY_RUN = timedelta(days=30)  # The parent's deadline has to be the one that strikes.
 PATIENCE = 10.0  # seconds for the parent to say why a connection has broken
 
 
@@ -159,7 +161,6 @@ class Membership:
         import torch.distributed as dist
 
         from .ledger.group import BACKEND
-        from .rank import LONGER_THAN_ANY_RUN
 
         while True:
             self.recorder.flight.idle()

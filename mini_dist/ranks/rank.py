@@ -18,14 +18,11 @@ import socket
 import sys
 import traceback
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 from .flight import FlightRecorder
-from .membership import Membership
+from .membership import LONGER_THAN_ANY_RUN, Membership
 from .threads import stay_on_a_core
 from .transport import Frames, from_frames, receive, send, to_frames
-
-LONGER_THAN_ANY_RUN = timedelta(days=30)  # the parent's deadline has to be the one that strikes
 
 
 @dataclass

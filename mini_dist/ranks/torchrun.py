@@ -20,7 +20,7 @@ from contextlib import suppress
 from .connections import own_addresses, silences
 from .diagnose import RankError, ranks_text, traceback_lines
 from .hosts import ranks_of
-from .rank import LONGER_THAN_ANY_RUN
+from .membership import LONGER_THAN_ANY_RUN
 
 LOOK = 1.0  # seconds between two looks
 SILENCE = 15.0  # seconds until a host is given up: torchrun's own rendezvous takes as many

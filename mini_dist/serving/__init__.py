@@ -1,7 +1,9 @@
-"""Serving: answer many requests at once from memory that is never enough.
+"""Room 7, serving: answer many requests at once from memory that is never enough.
+
+It may import `strategies` and the rooms below them.
 
 Read in this order:
-    ideas.py      the page: a cache, paged attention, a seeded choice, speculation, stages
+    ideas/        three pages: the cache and its blocks, speculation, layers on several ranks
     actions.py    requests, and what a server does: lists of actions
     memory.py     blocks and block tables: who has what
     scheduler.py  the policy: who runs next, who has to leave

@@ -1,1 +1,5 @@
-"""training."""
+"""Room 6, training: a whole run, from a recipe to checkpoints, on all axes at once.
+
+It may import `strategies` and the rooms below them. Begin with `all_axes/ideas.py` (how the axes
+meet in one model), then `trainer/` (one recipe, anywhere), then `checkpoint/`.
+"""

@@ -489,3 +489,38 @@ def test_nbval_passes_a_good_notebook(name, verdicts):
 )
 def test_nbval_fails_a_bad_notebook(name, why, verdicts):
     assert why in verdicts[name]
+
+
+# ---- the root conftest's other parts -------------------------------------------------------------
+
+
+@pytest.fixture
+def root_conftest(pytestconfig):
+    plugins = pytestconfig.pluginmanager.get_plugins()
+    return next(each for each in plugins if hasattr(each, "FairClock"))
+
+
+def test_a_limit_waits_longer_on_a_machine_that_others_use(root_conftest, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(root_conftest.time, "monotonic", lambda: now[0])
+    for ready, seconds in ((0.0, 10.0), (4.0, 10.0), (40.0, 1.0)):
+        clock = root_conftest.FairClock()
+        clock.ready = lambda ready=ready: ready
+        now[0] += 10.0
+        assert clock.now() == pytest.approx(seconds), ready
+
+
+def test_a_sample_keeps_every_test_and_another_seed_keeps_other_cases(tmp_path):
+    cases = "import pytest\n@pytest.mark.parametrize('x', range(30))\ndef test_many(x): pass\n"
+    (tmp_path / "test_toy.py").write_text(cases + "def test_alone(): pass\n")
+    shutil.copy(ROOT / "conftest.py", tmp_path)
+    command = [sys.executable, "-m", "pytest", "--collect-only", "--sample", "--sample-seed"]
+
+    def chosen(seed):
+        result = subprocess.run([*command, seed], cwd=tmp_path, capture_output=True, text=True)
+        assert f"--sample-seed {seed}" in result.stdout
+        return {line for line in result.stdout.splitlines() if "<Function" in line}
+
+    first, again, other = chosen("a"), chosen("a"), chosen("b")
+    assert first == again != other
+    assert len(first) == len(other) == 10 + 1

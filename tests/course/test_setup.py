@@ -15,7 +15,9 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+README = (ROOT / "README.md").read_text()
 EXTRAS = PROJECT["optional-dependencies"]
 LINES = (ROOT / "constraints.txt").read_text().splitlines()
 PINS = {
@@ -108,19 +110,32 @@ def test_every_make_target_of_the_readme_exists():
     assert told <= targets
 
 
-def test_the_readme_lists_every_lesson_and_every_file_of_the_library():
-    readme = (ROOT / "README.md").read_text()
+def test_the_readme_lists_every_lesson_and_every_room():
     for lesson in (ROOT / "lessons").glob("[0-9][0-9]_*.md"):
-        assert f"(notebooks/{lesson.stem}.ipynb)" in readme, f"{lesson.name} is not in the table"
-    for module in [*(ROOT / "mini_dist").glob("*.py"), *(ROOT / "mini_dist").glob("*/__init__.py")]:
-        name = module.name if module.parent.name == "mini_dist" else f"{module.parent.name}/"
-        if name != "__init__.py":
-            assert re.search(rf"^ +{re.escape(name)} ", readme, flags=re.MULTILINE), name
-    tree = re.search(r"^mini_dist/ .*?^tests/", readme, flags=re.MULTILINE | re.DOTALL).group()
-    for name in re.findall(r"^    (\S+)", tree, flags=re.MULTILINE):
-        assert (ROOT / "mini_dist" / name).exists(), f"the tree shows {name}, which is not there"
-    for link in re.findall(r"\]\(([^)#\s]+)", readme):
+        assert f"(notebooks/{lesson.stem}.ipynb)" in README, f"{lesson.name} is not in the table"
+    for link in re.findall(r"\]\(([^)#\s]+)", README):
         assert re.match(r"https?:", link) or (ROOT / link).exists(), link
+
+
+def test_readme_linter_docstrings_and_tests_name_the_same_eight_rooms_in_the_same_order():
+    contracts = PYPROJECT["tool"]["importlinter"]["contracts"]
+    rooms = next(each["layers"] for each in contracts if each["type"] == "layers")
+    tree = re.search(r"^mini_dist/ .*?^tests/", README, flags=re.MULTILINE | re.DOTALL).group()
+    assert re.findall(r"^    (\w+)/ ", tree, flags=re.MULTILINE) == rooms
+    for number, room in enumerate(reversed(rooms), 1):
+        head = (ROOT / f"mini_dist/{room}/__init__.py").read_text()
+        assert head.startswith(f'"""Room {number}, {room}: '), room
+        assert "Begin with" in head or "Read in this order" in head, room
+    for folder in ("mini_dist", "tests"):
+        found = {path.parent.name for path in (ROOT / folder).glob("*/*.py")}
+        assert found == set(rooms), folder
+
+
+def test_every_strategy_stands_in_the_contract_that_keeps_strategies_apart():
+    contracts = PYPROJECT["tool"]["importlinter"]["contracts"]
+    apart = next(each["modules"] for each in contracts if each["type"] == "independence")
+    folders = (ROOT / "mini_dist/strategies").glob("*/__init__.py")
+    assert sorted(apart) == sorted(f"mini_dist.strategies.{each.parent.name}" for each in folders)
 
 
 def test_the_licence_is_the_one_that_the_package_names():

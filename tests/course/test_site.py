@@ -87,8 +87,10 @@ def pages_of(site):
 def test_every_lesson_lab_and_module_has_its_page(site):
     notebooks = [Path("notebooks", name) for name in working_copy.notebooks()]
     assert notebooks
-    modules = [p.stem for p in (ROOT / "mini_dist").iterdir() if p.suffix == ".py" or p.is_dir()]
-    modules = [name for name in modules if not name.startswith("__") and name != "text"]
+    inits = (ROOT / "mini_dist").glob("*/*/__init__.py")
+    modules = [path for path in (ROOT / "mini_dist").glob("*/*.py") if path.stem != "__init__"]
+    names = [path.with_suffix("") for path in modules] + [path.parent for path in inits]
+    modules = [".".join(path.relative_to(ROOT / "mini_dist").parts) for path in names]
     expected = [path.with_suffix(".html").as_posix() for path in notebooks]
     expected += [f"site/library/{name}.html" for name in modules]
     assert [name for name in expected if not (site / name).exists()] == []

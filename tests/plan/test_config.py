@@ -173,7 +173,7 @@ def test_kv_heads_may_be_fewer_than_tp_ranks():
 
 def test_config_and_calculators_import_no_torch():
     code = (
-        "import sys, mini_dist.plan.config, mini_dist.plan.calculators, mini_dist.plan.calculators.published;"
+        "import sys, mini_dist.plan.config, mini_dist.plan.calculators.published;"
         "assert 'torch' not in sys.modules, 'torch was imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -870,3 +870,36 @@ def dtypes_of_lse(group):
 def test_the_log_sum_exp_is_in_float32_at_least():
     for result in launch(dtypes_of_lse, 2).results:
         assert result == ([torch.float32] * 2, [[1, 2, 4]] * 2, True)
+
+
+# -- the page ---------------------------------------------------------------------------------
+
+
+def page_and_engine(group):
+    """Outputs and gradients by the page and by the engine, from the same pieces."""
+    from mini_dist.strategies.context_parallel import ideas
+
+    q, k, v, d_out = (shard(x, group, "contiguous", dim=2) for x in whole(N))
+    group.recorder.phases.set("page")
+    total = ideas.ring_attention(q, k, v, group)
+    by_page = [total.out, *ideas.ring_attention_backward(d_out, q, k, v, total, group)]
+    group.recorder.phases.set("engine")
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = ring_attention(*inputs, group, placement="contiguous", kernel="explicit")
+    group.recorder.phases.set("engine")
+    out.backward(d_out)
+    return by_page, [out.detach(), *(x.grad for x in inputs)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_page_of_ring_attention_is_its_engine_in_values_bytes_and_order(size):
+    run = launch(page_and_engine, size)
+    for by_page, by_engine in run.results:
+        for ours, engines in zip(by_page, by_engine):
+            close(ours, engines)
+    for rank in range(size):
+        own = 2 * B * N * (S // size) * H * 8  # bytes of a rank's K and V in float64
+        assert run.ledger.total_bytes(phase="page", rank=rank) == 3 * (size - 1) * own
+        sent = [(c.sent_to, c.nbytes) for c in run.ledger.leaves() if c.rank == rank and c.sent_to]
+        half = len(sent) // 2
+        assert sent[:half] == sent[half:]

@@ -161,7 +161,8 @@ class Swap(WithBackward):
         if self.missing(*CUT, "norm"):
             return (
                 "The results are right, but some gradient does not get through. The collectives of "
-                "mini_dist.collectives are not differentiable; those of mini_dist.collectives.ops are."
+                "mini_dist.collectives are not differentiable; those of mini_dist.collectives.ops "
+                "are."
             )
         if not self.are_right(*CUT):
             return (

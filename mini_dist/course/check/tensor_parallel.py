@@ -139,8 +139,8 @@ class WithBackward(Measured):
             )
         if self.backend:
             return (
-                "Use mini_dist.collectives.ops and mini_dist.collectives: the backend's own calls are no "
-                "exercise."
+                "Use mini_dist.collectives.ops and mini_dist.collectives: the backend's own calls "
+                "are no exercise."
             )
         if found.dtype != wanted.dtype:
             return (
@@ -307,7 +307,8 @@ class Row(Linear):
         if self.missing("x"):
             return (
                 "The results are right, but no gradient gets through. The collectives of "
-                "mini_dist.collectives are not differentiable; those of mini_dist.collectives.ops are."
+                "mini_dist.collectives are not differentiable; those of mini_dist.collectives.ops "
+                "are."
             )
         if self.case.with_bias and self.are_right("x") and not self.are_right("bias"):
             return (

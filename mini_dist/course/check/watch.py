@@ -26,7 +26,7 @@ import torch
 from mini_dist.collectives import collective
 from mini_dist.ranks.ledger.group import RecordedWork
 
-LIBRARY = str(Path(__file__).parents[1])
+LIBRARY = str(Path(__file__).parents[2])
 # Their frames only hand on what they are given.
 AROUND = (
     sysconfig.get_paths()["stdlib"],

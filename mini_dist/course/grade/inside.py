@@ -122,7 +122,7 @@ def read_only(path: str) -> None:
 def to_be_read() -> list[str]:
     """The system's programs, this Python with what is installed, and mini_dist: no folder of a
     user's."""
-    package = str(Path(__file__).resolve().parents[1])
+    package = str(Path(__file__).resolve().parents[2])
     python = [sys.prefix, sys.base_prefix, package]
     python += [each for each in sys.path if each.endswith("-packages")]
     python += map(os.path.realpath, [*python])

@@ -32,7 +32,7 @@ PATIENCE = 5  # seconds for what is ended to be gone
 # Bytes of all messages of a worker, each of which takes up to some 25 once it is read as JSON, and
 # of all payloads, which nobody reads.
 MOST_TOLD, MOST_CARRIED = 1 << 20, 128 << 20
-COURSE = Path(__file__).resolve().parents[2]
+COURSE = Path(__file__).resolve().parents[3]
 
 
 @dataclass(frozen=True)

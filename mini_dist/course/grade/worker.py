@@ -34,7 +34,7 @@ def main() -> None:
     home, place = Path.cwd(), Path("notebook")
     for folder in (place, KEPT, Path("profile_default/startup")):
         folder.mkdir(parents=True)
-    course = str(Path(__file__).resolve().parents[2])
+    course = str(Path(__file__).resolve().parents[3])
     names = dict(course=course, here=str(home / place))
     names |= dict(kept=str(home / KEPT), functions=str(home / FUNCTIONS))
     Path("profile_default/startup/00-collect.py").write_text(COLLECT.format(**names))

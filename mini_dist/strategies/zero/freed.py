@@ -66,6 +66,5 @@ def error(parameter: Freed) -> FreedError:
     return FreedError(
         f"this parameter of shape {list(parameter.shape)} is freed: in ZeRO-3 its values are "
         "together only while its unit computes. Read or change it inside `with model.gathered():`, "
-        "or get the whole model's state dict from mini_dist.training.full_state.full_state_dict(model, "
-        "group)"
+        "or get the whole model's state dict from mini_dist.full_state_dict(model, group)"
     )

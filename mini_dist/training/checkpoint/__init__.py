@@ -1,5 +1,6 @@
 """Checkpoints: a training that was killed goes on as if it had not been, on any number of ranks.
 
+ideas.py          the page: shards, one file per rank, an atomic rename, any number of ranks
 pieces.py         which part of which tensor, and what two parts have in common
 manifest.py       what a checkpoint says of itself, and `latest` of all; how it is read with care
 files.py          written: sharded, atomic, checksummed
