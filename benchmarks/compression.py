@@ -25,7 +25,7 @@ import torch
 from _form import Case, in_turn, main, of_all_ranks, step_cases
 
 from mini_dist import Hosts, launch
-from mini_dist.collectives.emulate import Clock, Device, EmulatedAllReduce, EmulatedModel
+from mini_dist.collectives.emulate import Clock, EmulatedAllReduce, EmulatedDevice, EmulatedModel
 from mini_dist.model.gpt import GPT
 from mini_dist.model.loss import token_loss
 from mini_dist.plan.calculators.compression import Compression
@@ -176,7 +176,7 @@ def emulated_steps(name, extra, group):
 def emulated(seconds, link, group):
     """ms of a step whose averages take so many seconds, a quarter of them for each layer."""
     clock = Clock()
-    device = Device(clock)
+    device = EmulatedDevice(clock)
     reduce = EmulatedAllReduce(device, link, lambda num_bytes, size: seconds / 4)
     model = Overlapped(EmulatedModel([100] * 4, *LAYER, device), group, reduce, bucket_bytes=800)
     clock.start(group)

@@ -33,9 +33,9 @@ from mini_dist.strategies.data_parallel import Naive
 from mini_dist.strategies.zero import ZeRO1
 from mini_dist.training.checkpoint import Training
 from mini_dist.training.elastic import (
-    Copies,
     Elastic,
     RanksChanged,
+    ShardCopies,
     catch_up,
     numbers,
     regroup,
@@ -112,7 +112,7 @@ def data_parallel(group) -> dict:
 
 def sharded(group) -> dict:
     """ZeRO-1; the parameters of a step are whole on every rank, the optimizer's states are not."""
-    copies, sizes, done, module = Copies(), [], False, None
+    copies, sizes, done, module = ShardCopies(), [], False, None
     while not done:
         try:
             module = Counting()

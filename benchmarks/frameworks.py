@@ -34,7 +34,7 @@ from mini_dist.course.elsewhere import (
 )
 from mini_dist.course.elsewhere.kept import is_installed
 from mini_dist.course.elsewhere.run import RANKS, adamw
-from mini_dist.strategies.offload import Lanes, Overlapped
+from mini_dist.strategies.offload import Lanes, OverlappedOffload
 
 CONFIG = ModelConfig(num_layers=4, d_model=256)  # 3.3 M parameters, as in data_parallel.py
 TOKENS = (1, 32)  # sequences of tokens a rank: mostly communication
@@ -49,7 +49,7 @@ def data(group):
 def our_step(stage, offloaded, group):
     from mini_dist.strategies import zero
 
-    gpt, offload = GPT(CONFIG), Overlapped(Lanes()) if offloaded else None
+    gpt, offload = GPT(CONFIG), OverlappedOffload(Lanes()) if offloaded else None
     model = getattr(zero, f"ZeRO{stage}")(gpt, group, adamw, units=gpt.blocks, offload=offload)
     inputs, targets = data(group)
 

@@ -52,7 +52,7 @@ from mini_dist.plan.calculators.frameworks import FRAGMENTATION
 from mini_dist.plan.calculators.links import Link
 from mini_dist.plan.calculators.offload import CPU_ADAM, cpu_adam_seconds
 from mini_dist.plan.config import Layout
-from mini_dist.strategies.offload import EmulatedLanes, Lanes, Overlapped, Sides, requests
+from mini_dist.strategies.offload import EmulatedLanes, Lanes, OverlappedOffload, Sides, requests
 from mini_dist.strategies.offload.allocator import lost, on_a_gpu
 from mini_dist.strategies.zero import ZeRO3
 
@@ -113,7 +113,7 @@ def emulated(megabytes, in_order, options, layers, halves, group):
         computes(lanes, units)
     else:
         lanes.computes(units, *LAYER)
-    units, offload = (gpt.embed, *units, gpt.head), Overlapped(lanes, **options)
+    units, offload = (gpt.embed, *units, gpt.head), OverlappedOffload(lanes, **options)
     model = ZeRO3(gpt, group, adamw, units=units, offload=offload, prefetch=ahead)
     step, overs = step_of(config, model, model.step, model.zero_grad, group), []
     for _ in range(STEPS):
@@ -167,7 +167,7 @@ def ends(megabytes, early):
 
 def ours(group):
     gpt = GPT(REAL)
-    model = ZeRO3(gpt, group, adamw, units=gpt.blocks, offload=Overlapped(Lanes()))
+    model = ZeRO3(gpt, group, adamw, units=gpt.blocks, offload=OverlappedOffload(Lanes()))
     return step_of(REAL, model, model.step, model.zero_grad, group)
 
 
@@ -193,7 +193,7 @@ def both_in_turn(rounds, group):
 def counted(group):
     """The most bytes of parameters, and of gradients, that were there at once; of each unit."""
     gpt = GPT(CONFIG)
-    model = ZeRO3(gpt, group, adamw, units=gpt.blocks, offload=Overlapped(EmulatedLanes({})))
+    model = ZeRO3(gpt, group, adamw, units=gpt.blocks, offload=OverlappedOffload(EmulatedLanes({})))
     most = 0
 
     def look(*_):
@@ -218,7 +218,7 @@ def counted(group):
 def whole_steps(config, sequences, group):
     """Peak bytes of device and host in two steps, blocks and a root as units."""
     gpt, lanes = GPT(config), Sides({}, group)
-    model = ZeRO3(gpt, group, adamw, units=gpt.blocks, offload=Overlapped(lanes))
+    model = ZeRO3(gpt, group, adamw, units=gpt.blocks, offload=OverlappedOffload(lanes))
     step = step_of(config, model, model.step, model.zero_grad, group, sequences)
     for _ in range(2):
         step()

@@ -62,17 +62,17 @@ class OwnGroup(RecordingGroup):
             return super().allreduce(tensors, opts)
         for tensor in tensors:
             self.fill(tensor, self.all_reduce(tensor, self), reduction(opts))
-        return Done(tensors)
+        return DoneWork(tensors)
 
     def all_gather_single(self, output, input, opts=None):
         self.fill(output, self.all_gather(input, self))
-        return Done(output)
+        return DoneWork(output)
 
     def reduce_scatter_single(self, output, input, opts=None):
         if reduction(opts) not in SUMS:
             return super().reduce_scatter_single(output, input, opts)
         self.fill(output, self.reduce_scatter_sums(input, self), reduction(opts))
-        return Done(output)
+        return DoneWork(output)
 
     def fill(self, output: Tensor, result: Tensor, reduction: str = "") -> None:
         output.view(-1).copy_(result.flatten())
@@ -87,7 +87,7 @@ def reduction(opts) -> str:
     return "SUM" if opts is None else opts.reduceOp.__getstate__()[0].name
 
 
-class Done(dist._Work):
+class DoneWork(dist._Work):
     """The handle of what has happened already."""
 
     def __init__(self, result):

@@ -26,7 +26,7 @@ from mini_dist.plan.schedule import Schedule, Span, Times
 from . import all_reduce
 
 
-class Interval(NamedTuple):
+class BusyInterval(NamedTuple):
     """Something a device did: virtual start and end, and the wall clock's end, in seconds."""
 
     name: object
@@ -72,24 +72,24 @@ class Clock:
         return self.now()
 
 
-class Device:
+class EmulatedDevice:
     """Does one thing at a time; `run` sleeps for as long as a thing takes."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.free = 0.0  # virtual time from which it can start something new
-        self.done: list[Interval] = []
+        self.done: list[BusyInterval] = []
 
     def run(self, seconds: float, ready: float = 0.0, name: object = "") -> float:
         """Work for that long, from when it is free and the inputs are `ready`; returns the end."""
         start = max(self.free, ready)
         self.free = start + seconds
-        self.done.append(Interval(name, start, self.free, self.clock.sleep_until(self.free)))
+        self.done.append(BusyInterval(name, start, self.free, self.clock.sleep_until(self.free)))
         return self.free
 
 
 @checks_kinds(infinite=("bytes_per_second",))
-class Link:
+class EmulatedLink:
     """Carries messages one after another while the devices go on: latency + bytes / bandwidth."""
 
     def __init__(self, latency: float = 0.0, bytes_per_second: float = float("inf")) -> None:
@@ -112,13 +112,15 @@ class EmulatedStage:
     What it sends to its neighbours is the moment at which its message has arrived there.
     """
 
-    def __init__(self, stage: int, schedule: Schedule, times: Times, device: Device) -> None:
+    def __init__(
+        self, stage: int, schedule: Schedule, times: Times, device: EmulatedDevice
+    ) -> None:
         self.stage, self.schedule, self.device = stage, schedule, device
         self.durations = times.durations(schedule)
         self.actions = {action.key: action for action in schedule.all_actions}
         comm = times.per_stage("comm", schedule.num_stages)[stage]
-        self.forward_link = Link(comm if schedule.crosses(stage) else 0.0)
-        self.backward_link = Link(comm if schedule.crosses(stage - 1) else 0.0)
+        self.forward_link = EmulatedLink(comm if schedule.crosses(stage) else 0.0)
+        self.backward_link = EmulatedLink(comm if schedule.crosses(stage - 1) else 0.0)
         self.steps = 0
 
     def _run(self, kind: str, micro: int, ready: float = 0.0) -> float:
@@ -149,7 +151,7 @@ class EmulatedModel(nn.Module):
     A gradient it makes is filled with the moment at which it was ready.
     """
 
-    def __init__(self, sizes: list[int], forward: float, backward: float, device: Device):
+    def __init__(self, sizes: list[int], forward: float, backward: float, device: EmulatedDevice):
         super().__init__()
         self.layers = nn.ParameterList(torch.zeros(n, dtype=torch.float64) for n in sizes)
         self.seconds, self.device = (forward, backward), device
@@ -185,11 +187,11 @@ class EmulatedAllReduce:
 
     def __init__(
         self,
-        device: Device,
+        device: EmulatedDevice,
         speed: LinkSpeed,
         seconds: Callable[[int, int], float] | None = None,
     ):
-        self.device, self.network, self.speed = device, Device(device.clock), speed
+        self.device, self.network, self.speed = device, EmulatedDevice(device.clock), speed
         self.seconds = seconds or self.of_a_ring
         self.thread = threading.get_ident()
 
@@ -207,6 +209,6 @@ class EmulatedAllReduce:
         return cost_of_all_reduce(num_bytes, size, "ring", self.speed).seconds
 
 
-def wall_spans(device: Device) -> list[Span]:
+def wall_spans(device: EmulatedDevice) -> list[Span]:
     """What a device did, each thing with its stated length and the end that the wall clock saw."""
     return [Span(d.name, d.woke - (d.end - d.start), d.woke) for d in device.done]

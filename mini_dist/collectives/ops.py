@@ -69,7 +69,7 @@ def join(x: Tensor, group, *, dim: int) -> Tensor:
 
     [..., L/n, ...] -> [..., L, ...] at `dim`.
     """
-    return Join.apply(x, group, dim)
+    return JoinChunks.apply(x, group, dim)
 
 
 def all_gather(x: Tensor, group, *, dim: int) -> Tensor:
@@ -141,7 +141,7 @@ class Split(torch.autograd.Function):
         return join(dy, ctx.group, dim=ctx.dim), None, None
 
 
-class Join(torch.autograd.Function):
+class JoinChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group, dim):
         ctx.group, ctx.dim = group, dim
@@ -152,7 +152,7 @@ class Join(torch.autograd.Function):
         return split(dy, ctx.group, dim=ctx.dim), None, None
 
 
-class AllGather(Join):
+class AllGather(JoinChunks):
     @staticmethod
     def backward(ctx, dy):
         return reduce_scatter(dy, ctx.group, dim=ctx.dim), None, None

@@ -33,7 +33,7 @@ class RankError(RuntimeError):
     rank: int | None = None
     failures: dict[int, Failure] = {}
     outputs: list[str] = []
-    flights: list[flight.Flight] = []
+    flights: list[flight.FlightRecord] = []
 
     def _render_traceback_(self) -> list[str]:
         # IPython asks for this: the frames between the cell and its ranks help nobody.

@@ -25,7 +25,7 @@ from . import flight
 from .diagnose import describe_status, described
 from .membership import Group, Lost, News
 from .rank import Job
-from .rank_handle import Rank
+from .rank_handle import RankHandle
 from .transport import Frames, send
 from .world import World
 from .zygote_handle import LOOK
@@ -130,7 +130,7 @@ class ElasticRun:
                         if flight.stuck(flights, {r.number for r in left if r.returned}):
                             return "stuck"
 
-    def begin(self, rank: Rank) -> None:
+    def begin(self, rank: RankHandle) -> None:
         """Send a rank its job, and listen to it."""
         rest = max(LOOK, self.deadline - time.monotonic())
         rank.socket.settimeout(min(rest, 3600))
@@ -190,7 +190,7 @@ class ElasticRun:
                 self.replaced += 1
                 self.begin(self.world.add())
 
-    def describe(self, rank: Rank) -> Lost:
+    def describe(self, rank: RankHandle) -> Lost:
         seen = flight.read(f"{self.world.directory}/flight-{rank.number}")
         if rank.number in self.silent:
             how = f"was silent for {self.silent[rank.number]:.1f} s, and was killed for it"
@@ -211,7 +211,7 @@ class ElasticRun:
     def tell(self, lost: tuple[Lost, ...] = (), joining: tuple[int, ...] = ()) -> None:
         self.say(News(self.generation, lost, joining), self.world.ranks)
 
-    def say(self, message, ranks: list[Rank]) -> None:
+    def say(self, message, ranks: list[RankHandle]) -> None:
         for rank in ranks:
             if not rank.failed and not rank.returned:
                 rank.socket.setblocking(True)
@@ -219,7 +219,7 @@ class ElasticRun:
                     send(rank.socket, [pickle.dumps(message)])
                 rank.socket.setblocking(False)
 
-    def form(self, left: list[Rank]) -> None:
+    def form(self, left: list[RankHandle]) -> None:
         """The next group, when all that are to be in it are ready: the old ones in their order."""
         at_work = [rank.number for rank in left if not rank.returned]
         if self.ready and set(self.members) & set(at_work) <= self.ready:

@@ -145,7 +145,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Flight:
+class FlightRecord:
     """What the parent reads of one rank."""
 
     entries: list[Entry]  # oldest first, the last ENTRIES of them
@@ -169,7 +169,7 @@ def head(path: str) -> bytes:
         return b""
 
 
-def read(path: str) -> Flight:
+def read(path: str) -> FlightRecord:
     try:
         with open(path, "rb", buffering=0) as file:
             data = file.read()
@@ -178,7 +178,7 @@ def read(path: str) -> Flight:
     except FileNotFoundError:
         data = b""
     if len(data) < FILE_BYTES:  # the rank has not joined yet
-        return Flight([], None, {})
+        return FlightRecord([], None, {})
     written_since, _ = HEADER.unpack(header)
     written, waited = HEADER.unpack_from(data, 0)
     entries = []
@@ -192,10 +192,10 @@ def read(path: str) -> Flight:
         groups = json.loads(data[HEADER.size : FIRST].rstrip(b"\0") or b"{}")
     except ValueError:  # read while it was being written
         groups = {}
-    return Flight(entries, waiting, groups)
+    return FlightRecord(entries, waiting, groups)
 
 
-def mismatch(flights: list[Flight]) -> dict[int, Entry] | None:
+def mismatch(flights: list[FlightRecord]) -> dict[int, Entry] | None:
     """The first operation that ranks entered together but not alike: its entry, rank by rank."""
     met: dict[tuple[str, int], dict[int, Entry]] = {}
     for rank, flight in enumerate(flights):
@@ -248,7 +248,7 @@ def splits_meet(entries: list[Entry]) -> bool:
     return sent == [list(column) for column in zip(*received)]
 
 
-def stuck(flights: list[Flight], finished: set[int]) -> set[int]:
+def stuck(flights: list[FlightRecord], finished: set[int]) -> set[int]:
     """Ranks that wait for something that can no longer happen.
 
     A rank is stuck if it waits for an operation that some other rank has not issued, and that
@@ -268,7 +268,7 @@ def stuck(flights: list[Flight], finished: set[int]) -> set[int]:
         candidates = still
 
 
-def absent(flights: list[Flight], rank: int) -> set[int]:
+def absent(flights: list[FlightRecord], rank: int) -> set[int]:
     """The ranks that have not issued their part of the operation that `rank` waits for."""
     waiting = flights[rank].waiting
     if waiting.is_collective:

@@ -38,7 +38,7 @@ from .standby import prepare, take
 from .torchrun import join_torchrun
 from .transport import Frames, from_frames, to_frames
 from .world import World
-from .zygote_handle import Zygote, ZygoteDied, rank_environment
+from .zygote_handle import ZygoteDied, ZygoteHandle, rank_environment
 
 __all__ = ["RankError", "RankInterrupt", "RankTimeout", "Run", "launch"]
 
@@ -224,7 +224,7 @@ class OneAtATime:
 
 LOCK = OneAtATime()
 # One a start method and network, as long as this process lives.
-ZYGOTES: dict[tuple[str, bool], Zygote] = {}
+ZYGOTES: dict[tuple[str, bool], ZygoteHandle] = {}
 
 
 def forget_zygotes() -> None:
@@ -240,13 +240,13 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=forget_zygotes)
 
 
-def get_zygote(start: str, network: bool) -> Zygote:
+def get_zygote(start: str, network: bool) -> ZygoteHandle:
     zygote = ZYGOTES.get((start, network))
     if zygote and not (zygote.alive() and zygote.current()):
         zygote.close()
         zygote = None
     if zygote is None:
-        zygote = ZYGOTES[start, network] = Zygote(start, network)
+        zygote = ZYGOTES[start, network] = ZygoteHandle(start, network)
     return zygote
 
 
@@ -283,7 +283,7 @@ def working_directory() -> str:
         ) from None
 
 
-def warn_if_open(zygote: Zygote, deadline: float) -> None:
+def warn_if_open(zygote: ZygoteHandle, deadline: float) -> None:
     """Once, before the first job, where somebody else is on the host who could reach the ranks."""
     while not zygote.has_told and time.monotonic() < deadline:  # (it tells before it loads torch)
         zygote.read_answers()

@@ -13,7 +13,7 @@ from .transport import Frames, Inbox
 KEEP_OUTPUT = 1 << 20  # bytes of a rank's prints
 
 
-class Rank:
+class RankHandle:
     """What the parent knows of one rank of a world."""
 
     def __init__(self, number: int):

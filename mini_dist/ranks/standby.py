@@ -7,10 +7,12 @@ import time
 
 from .hosts import Hosts
 from .world import World
-from .zygote_handle import LOOK, Zygote, ZygoteDied
+from .zygote_handle import LOOK, ZygoteDied, ZygoteHandle
 
 
-def take(zygote: Zygote, size: int, device: str, hosts: Hosts | None, deadline: float) -> World:
+def take(
+    zygote: ZygoteHandle, size: int, device: str, hosts: Hosts | None, deadline: float
+) -> World:
     """The world on standby if it fits and is whole, else a new one."""
     if zygote.standby:  # the zygote answers in order: before this, what has died of it
         zygote.request(ping=True)
@@ -33,7 +35,7 @@ def take(zygote: Zygote, size: int, device: str, hosts: Hosts | None, deadline: 
         return World(zygote, size, device, hosts)
 
 
-def prepare(zygote: Zygote, size: int, device: str, hosts: Hosts | None = None) -> None:
+def prepare(zygote: ZygoteHandle, size: int, device: str, hosts: Hosts | None = None) -> None:
     """Put a world on standby for the next launch, which is likely to want the same."""
     if not zygote.alive():
         return

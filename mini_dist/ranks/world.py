@@ -17,9 +17,9 @@ from . import flight
 from .folder import remove_world
 from .hosts import Hosts, is_unplugged
 from .rank import Job
-from .rank_handle import Rank
+from .rank_handle import RankHandle
 from .transport import Frames, send
-from .zygote_handle import LOOK, Zygote, ZygoteDied
+from .zygote_handle import LOOK, ZygoteDied, ZygoteHandle
 
 GRACE = 0.4  # seconds for others to fail too: the first failure is not always the cause
 PATIENCE = 10  # seconds for killed ranks to be gone
@@ -28,7 +28,7 @@ PATIENCE = 10  # seconds for killed ranks to be gone
 class World:
     """n ranks that have joined each other, or are about to."""
 
-    def __init__(self, keeper: Zygote, size: int, device: str, hosts: Hosts | None = None):
+    def __init__(self, keeper: ZygoteHandle, size: int, device: str, hosts: Hosts | None = None):
         self.keeper, self.size, self.device, self.hosts = keeper, size, device, hosts
         self.places = hosts and hosts.places(size)
         self.has_hosts = False
@@ -36,12 +36,12 @@ class World:
         self.number = keeper.started = keeper.started + 1
         keeper.worlds[self.number] = self
         self.directory = f"{keeper.directory}/{self.number}"
-        self.ranks: list[Rank] = []
+        self.ranks: list[RankHandle] = []
         try:
             os.mkdir(self.directory)
             self.has_hosts = bool(hosts) and self.ask_for_hosts(hosts)
             for number in range(size):
-                self.ranks.append(Rank(number))
+                self.ranks.append(RankHandle(number))
             for rank in self.ranks:
                 self.start(rank)
         except OSError:
@@ -62,7 +62,7 @@ class World:
             self.keeper.read_answers()
         return self.no_hosts is None
 
-    def start(self, rank: Rank) -> None:
+    def start(self, rank: RankHandle) -> None:
         self.keeper.request(
             [rank.far_socket.fileno(), rank.far_output_fd],
             **dict(start=rank.number, size=self.size, device=self.device, world=self.number),
@@ -70,9 +70,9 @@ class World:
         )
         rank.hand_over()
 
-    def add(self) -> Rank:
+    def add(self) -> RankHandle:
         """One rank more, which waits to be told who it is to join (elastic.py)."""
-        self.ranks.append(Rank(len(self.ranks)))
+        self.ranks.append(RankHandle(len(self.ranks)))
         self.start(self.ranks[-1])
         return self.ranks[-1]
 
@@ -149,7 +149,7 @@ class World:
         paths = [f"{self.directory}/flight-{rank.number}" for rank in self.ranks]
         return [(flight.head(path), rank.returned) for path, rank in zip(paths, self.ranks)]
 
-    def flights(self) -> list[flight.Flight]:
+    def flights(self) -> list[flight.FlightRecord]:
         return [flight.read(f"{self.directory}/flight-{rank.number}") for rank in self.ranks]
 
     def stacks(self) -> list[str]:

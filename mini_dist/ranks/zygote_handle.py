@@ -31,7 +31,7 @@ class ZygoteDied(RuntimeError):
     """The process that starts ranks could not start, or was killed."""
 
 
-class Zygote:
+class ZygoteHandle:
     """Handle of the zygote process and of the world it holds on standby."""
 
     def __init__(self, mode: str, network: bool):

@@ -16,7 +16,7 @@ Read in this order:
     measure(served.steps, requests, memory)
 """
 
-from .actions import Action, Request, ServingError, Step, num_tokens
+from .actions import Request, ServerAction, ServerStep, ServingError, num_tokens
 from .engine import Engine, Served
 from .ideas import (
     Cache,
@@ -40,7 +40,6 @@ from .memory import Memory
 from .scheduler import Policy, Scheduler, plan, serve
 
 __all__ = [
-    "Action",
     "Cache",
     "Engine",
     "Int8Linear",
@@ -50,8 +49,9 @@ __all__ = [
     "Result",
     "Scheduler",
     "Served",
+    "ServerAction",
+    "ServerStep",
     "ServingError",
-    "Step",
     "Text",
     "accept",
     "choose",

@@ -101,7 +101,7 @@ class Request:
         return [f"{self.name}.{i}" for i in range(self.samples)]
 
 
-class Action(NamedTuple):
+class ServerAction(NamedTuple):
     """One thing that is done for a sequence; prints as `a TAKE 3`."""
 
     sequence: str
@@ -110,7 +110,7 @@ class Action(NamedTuple):
     last: int = 0  # the position after the last; where a content goes to
 
     @staticmethod
-    def parse(text: str) -> Action:
+    def parse(text: str) -> ServerAction:
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
             raise ServingError(
@@ -118,8 +118,8 @@ class Action(NamedTuple):
             )
         sequence, kind, *rest = [each for each in match.groups() if each is not None]
         if kind == "FORK":
-            return Action(sequence, kind, rest[0])
-        return Action(sequence, kind, *map(int, rest))
+            return ServerAction(sequence, kind, rest[0])
+        return ServerAction(sequence, kind, *map(int, rest))
 
     def __str__(self) -> str:
         between = {"RUN": ":", "COPY": ">", "OUT": ">", "IN": ">"}
@@ -131,17 +131,17 @@ class Action(NamedTuple):
     __repr__ = __str__
 
 
-class Step(NamedTuple):
+class ServerStep(NamedTuple):
     """What is done between two moments: at most one batch through the model."""
 
     start: float
     end: float
-    actions: tuple[Action, ...]
+    actions: tuple[ServerAction, ...]
 
     def __str__(self) -> str:
         return f"{self.start:g}: " + ", ".join(map(str, self.actions))
 
 
-def num_tokens(actions: Iterable[Action]) -> int:
+def num_tokens(actions: Iterable[ServerAction]) -> int:
     """How many tokens go through the model in a step."""
     return sum(action.last - action.first for action in actions if action.kind == "RUN")

@@ -37,7 +37,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from mini_dist.collectives import all_gather
 from mini_dist.model.gpt import GPT, Attention, cosines_and_sines, turn
 
-from .actions import Action, Request, ServingError, Step
+from .actions import Request, ServerAction, ServerStep, ServingError
 from .ideas import choose, uniform
 from .memory import Memory
 from .scheduler import Policy, Scheduler, serve
@@ -45,7 +45,7 @@ from .scheduler import Policy, Scheduler, serve
 
 class Served(NamedTuple):
     texts: dict[str, list[int]]  # sequence -> its new tokens
-    steps: list[Step]
+    steps: list[ServerStep]
 
 
 class Engine:
@@ -84,7 +84,7 @@ class Engine:
         requests: Iterable[Request],
         policy: Policy | None = None,
         *,
-        seconds: Callable[[list[Action]], float] = lambda actions: 1.0,
+        seconds: Callable[[list[ServerAction]], float] = lambda actions: 1.0,
         cancel: dict[str, float] | None = None,
     ) -> Served:
         """Answer requests; what was not cancelled has its text in the result.
@@ -124,7 +124,7 @@ class Engine:
         self.tokens[request.sequences[0]] = list(request.prompt)
 
     @torch.inference_mode()
-    def execute(self, actions: Iterable[Action]) -> list[str]:
+    def execute(self, actions: Iterable[ServerAction]) -> list[str]:
         """Do the actions of a step; the names of sequences that came to their `stop`."""
         self.memory.begin_step()
         batch = []
@@ -151,7 +151,7 @@ class Engine:
             elif kind == "IN":
                 here[:, last] = host[:, first]
 
-    def run(self, batch: list[Action]) -> list[str]:
+    def run(self, batch: list[ServerAction]) -> list[str]:
         """All RUNs of a step as one batch; every sequence that is at its end gets a next token."""
         batch = sorted(batch, key=num_new)  # who has equally many tokens attends together
         logits = self.forward(batch)
@@ -172,7 +172,7 @@ class Engine:
                     ended.append(each)
         return ended
 
-    def forward(self, batch: list[Action]) -> Tensor:
+    def forward(self, batch: list[ServerAction]) -> Tensor:
         """Logits [B, V] after the last token of each RUN."""
         parts = [self.tokens[name][first:last] for name, _, first, last in batch]
         positions = torch.tensor([i for _, _, first, last in batch for i in range(first, last)])
@@ -187,7 +187,9 @@ class Engine:
             return logits
         return all_gather(logits.mT.contiguous(), self.group).mT  # of [V, B]
 
-    def attention_of_each_layer(self, batch: list[Action], positions: Tensor) -> list[Callable]:
+    def attention_of_each_layer(
+        self, batch: list[ServerAction], positions: Tensor
+    ) -> list[Callable]:
         """What stands for `Attention.forward` in a step: x [S, D] -> [S, D], over the blocks."""
         places, attn = Places(batch, self.memory, self.dtype), self.model.blocks[0].attn
         cos, sin = (  # [S, 1, H/2], the same for all layers and heads
@@ -239,7 +241,7 @@ class Places:
     RUNs of equally many tokens stand side by side in the batch: they attend together.
     """
 
-    def __init__(self, batch: list[Action], memory: Memory, dtype: torch.dtype):
+    def __init__(self, batch: list[ServerAction], memory: Memory, dtype: torch.dtype):
         size, write = memory.block_size, []
         for name, _, first, last in batch:
             table = memory.tables[name]
@@ -262,7 +264,7 @@ class Together:
     """RUNs of equally many tokens s, as one call of torch's kernel. Shorter tables are filled up to
     the longest, of n blocks, and what is behind a sequence's end is not seen."""
 
-    def __init__(self, runs: list[Action], memory: Memory, dtype: torch.dtype):
+    def __init__(self, runs: list[ServerAction], memory: Memory, dtype: torch.dtype):
         self.num_runs, self.num_rows = len(runs), sum(map(num_new, runs))
         tables = [memory.tables[name][: memory.blocks_for(last)] for name, _, _, last in runs]
         longest = max(map(len, tables))
@@ -286,6 +288,6 @@ class Together:
         return found.view(self.num_runs, -1, *found.shape[2:]).transpose(1, 2)
 
 
-def num_new(run: Action) -> int:
+def num_new(run: ServerAction) -> int:
     """How many tokens a RUN sends through the model."""
     return run.last - run.first

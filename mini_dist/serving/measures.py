@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from .actions import Request, ServingError, Step
+from .actions import Request, ServerStep, ServingError
 from .memory import Memory
 
 
-def replayed(steps: Iterable[Step], memory: Memory) -> Iterator[tuple[Step, Memory]]:
+def replayed(steps: Iterable[ServerStep], memory: Memory) -> Iterator[tuple[ServerStep, Memory]]:
     """Each step with the memory as it is after it. memory: its sizes alone are read.
 
     Raises ServingError where the steps could not have run.
@@ -20,7 +20,7 @@ def replayed(steps: Iterable[Step], memory: Memory) -> Iterator[tuple[Step, Memo
         yield step, book
 
 
-def token_times(steps: Iterable[Step], requests: Iterable[Request]) -> dict[str, list[float]]:
+def token_times(steps: Iterable[ServerStep], requests: Iterable[Request]) -> dict[str, list[float]]:
     """sequence -> when each of its new tokens was there."""
     known = {name: len(r.prompt) for r in requests for name in r.sequences}
     times: dict[str, list[float]] = {name: [] for name in known}
@@ -56,7 +56,7 @@ class Result(NamedTuple):
         )
 
 
-def measure(steps: list[Step], requests: Iterable[Request], memory: Memory) -> Result:
+def measure(steps: list[ServerStep], requests: Iterable[Request], memory: Memory) -> Result:
     """What a run came to; sequences that have no token yet do not count. Raises ServingError if
     there are no steps."""
     if not steps:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from mini_dist.plan.fields import checks_kinds
 
-from .actions import Action, ServingError, whole_number
+from .actions import ServerAction, ServingError, whole_number
 
 
 @checks_kinds(error=ServingError)
@@ -43,7 +43,7 @@ class Memory:
     def blocks_for(self, positions: int) -> int:
         return -(-positions // self.block_size)
 
-    def step(self, actions: Iterable[Action]) -> None:
+    def step(self, actions: Iterable[ServerAction]) -> None:
         """All actions of one step."""
         self.begin_step()
         for action in actions:
@@ -52,15 +52,15 @@ class Memory:
     def begin_step(self) -> None:
         self.ran.clear()
 
-    def do(self, action: Action) -> None:
+    def do(self, action: ServerAction) -> None:
         """Change the book by one action. Raises ServingError where it cannot be done."""
         sequence, kind, first, last = action
         getattr(self, f"_{kind.lower()}")(action, sequence, first, last)
 
-    def _refuse(self, action: Action, why: str):
+    def _refuse(self, action: ServerAction, why: str):
         raise ServingError(f"`{action}` cannot be done: {why}.")
 
-    def _use(self, action: Action, block: int) -> None:
+    def _use(self, action: ServerAction, block: int) -> None:
         """A free block gets its first user."""
         if block not in self.free:
             known = 0 <= block < self.num_blocks
@@ -73,7 +73,7 @@ class Memory:
         if not self.users[block]:
             self.free[block] = None
 
-    def _rest(self, action: Action, sequence: str) -> list[int]:
+    def _rest(self, action: ServerAction, sequence: str) -> list[int]:
         """The table of a sequence that does not run in this step."""
         if sequence in self.ran:
             self._refuse(action, f"{sequence} runs in this step, and needs its blocks")

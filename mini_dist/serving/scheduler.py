@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from mini_dist.plan.fields import checks_kinds
 
-from .actions import Action, Request, ServingError, Step, whole_number
+from .actions import Request, ServerAction, ServerStep, ServingError, whole_number
 from .memory import Memory
 
 PREEMPTIONS = ("recompute", "swap")
@@ -120,7 +120,7 @@ class Scheduler:
         self.ended: list[Growing] = []  # still have their blocks
         self.prefixes = Prefixes(memory.block_size)
         # Of the step that is being made:
-        self.actions: list[Action] = []
+        self.actions: list[ServerAction] = []
         self.budget: float = 0  # tokens that it still takes
         self.came_short = False  # somebody had to leave
 
@@ -166,7 +166,7 @@ class Scheduler:
         self.running = [each for each in self.running if each not in gone]
         self.ended += [each for each in gone if each.name in self.memory.tables]
 
-    def step(self) -> list[Action]:
+    def step(self) -> list[ServerAction]:
         """The next step; an empty list if there is nothing to do."""
         self.actions, self.came_short = [], False
         self.memory.begin_step()
@@ -185,7 +185,7 @@ class Scheduler:
     # --- the parts of a step -------------------------------------------------------------------
 
     def _do(self, sequence: Growing, kind: str, first=0, last=0) -> None:
-        action = Action(sequence.name, kind, first, last)
+        action = ServerAction(sequence.name, kind, first, last)
         self.memory.do(action)
         self.actions.append(action)
 
@@ -312,10 +312,10 @@ class Scheduler:
 def serve(
     requests: Iterable[Request],
     scheduler: Scheduler,
-    execute: Callable[[list[Action]], Iterable[str]],
-    seconds: Callable[[list[Action]], float] = lambda actions: 1.0,
+    execute: Callable[[list[ServerAction]], Iterable[str]],
+    seconds: Callable[[list[ServerAction]], float] = lambda actions: 1.0,
     cancel: dict[str, float] | None = None,
-) -> list[Step]:
+) -> list[ServerStep]:
     """Let requests arrive, step until all have been answered, and return what was done.
 
     execute: does the actions, and returns the sequences that came to their `stop`. seconds: how
@@ -353,10 +353,10 @@ def serve(
         for name in execute(actions):
             scheduler.end(name)
         start, clock = clock, clock + seconds(actions)
-        steps.append(Step(start, clock, tuple(actions)))
+        steps.append(ServerStep(start, clock, tuple(actions)))
     return steps
 
 
-def plan(requests: Iterable[Request], scheduler: Scheduler, **how) -> list[Step]:
+def plan(requests: Iterable[Request], scheduler: Scheduler, **how) -> list[ServerStep]:
     """The steps as they would be, without a model: nobody comes to a `stop`. how: as `serve`."""
     return serve(requests, scheduler, lambda actions: (), **how)

@@ -35,7 +35,7 @@ PINGS, PING_BYTES, BULK_BYTES = 30, 8, 8 << 20
 
 
 @dataclass(frozen=True)
-class Report:
+class HostReport:
     """What one rank found. offset: seconds that the next rank's clock is ahead of its own, known to
     within half the round trip; latency, bandwidth: of the link to the next rank, one direction."""
 
@@ -63,7 +63,7 @@ class Limits:
     share: float = 0.5
 
 
-def inspect(folder: str, group) -> list[Report]:
+def inspect(folder: str, group) -> list[HostReport]:
     """On a rank: report, measure the link to the next rank; returns all ranks' reports."""
     rank, size = group.rank(), group.size()
     link = measure_link(group) if size > 1 else (None, None, None)
@@ -73,7 +73,7 @@ def inspect(folder: str, group) -> list[Report]:
             pass
     except OSError:
         writable = False
-    report = Report(
+    report = HostReport(
         rank,
         socket.gethostname(),
         versions(),
@@ -137,7 +137,7 @@ def available_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def gather_objects(value: Report, group) -> list[Report]:
+def gather_objects(value: HostReport, group) -> list[HostReport]:
     """Everyone's, as text in a tensor."""
     import ast
     import dataclasses
@@ -148,12 +148,12 @@ def gather_objects(value: Report, group) -> list[Report]:
     page[0, : len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     pages = all_gather(page, group)
     return [
-        Report(**ast.literal_eval(bytes(row[:length].tolist()).decode()))
+        HostReport(**ast.literal_eval(bytes(row[:length].tolist()).decode()))
         for row, length in zip(pages, sizes)
     ]
 
 
-def problems(reports: list[Report], limits: Limits) -> list[str]:
+def problems(reports: list[HostReport], limits: Limits) -> list[str]:
     """What should be mended before the run, in one sentence each."""
     found = []
     for what in reports[0].versions:
@@ -201,7 +201,7 @@ def problems(reports: list[Report], limits: Limits) -> list[str]:
     return found
 
 
-def table(reports: list[Report]) -> Table:
+def table(reports: list[HostReport]) -> Table:
     rows = []
     for r in reports:
         link = [""] * 3

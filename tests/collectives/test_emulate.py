@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mini_dist import launch
-from mini_dist.collectives.emulate import Clock, Device, EmulatedAllReduce, Link
+from mini_dist.collectives.emulate import Clock, EmulatedAllReduce, EmulatedDevice, EmulatedLink
 from mini_dist.plan.calculators import links
 from mini_dist.plan.schedule import (
     ScheduleError,
@@ -29,7 +29,7 @@ from mini_dist.strategies.pipeline.emulated import emulate
 
 
 def test_a_device_does_one_thing_at_a_time_and_waits_for_its_inputs():
-    device = Device(Clock())
+    device = EmulatedDevice(Clock())
     assert device.run(0.002) == 0.002
     assert device.run(0.002) == 0.004  # not before it is free
     assert device.run(0.002, ready=0.010) == 0.012  # not before the input is there
@@ -38,20 +38,20 @@ def test_a_device_does_one_thing_at_a_time_and_waits_for_its_inputs():
 
 def test_a_device_sleeps_until_the_end_of_what_it_does():
     clock = Clock()
-    Device(clock).run(0.02)
+    EmulatedDevice(clock).run(0.02)
     assert clock.now() >= 0.02
 
 
 def test_lateness_does_not_add_up():
     """A rank that overslept does the next thing when it should have begun, not later."""
-    device = Device(Clock())
+    device = EmulatedDevice(Clock())
     time.sleep(0.01)  # somebody else had the core
     assert [device.run(0.004) for _ in range(3)] == pytest.approx([0.004, 0.008, 0.012])
     assert device.done[0].woke >= 0.01
 
 
 def test_a_link_carries_one_message_after_another():
-    link = Link(latency=1.0, bytes_per_second=10)
+    link = EmulatedLink(latency=1.0, bytes_per_second=10)
     assert link.send(20, ready=0.0) == 3.0
     assert link.send(20, ready=0.0) == 5.0  # waits for the line, not for the first one's latency
     assert link.send(20, ready=10.0) == 13.0
@@ -69,7 +69,7 @@ def averaged_twice(group):
     clock.start(group)
     ends = []
     for seconds in (None, lambda num_bytes, size: 1e-6 * num_bytes * size):
-        reduce = EmulatedAllReduce(Device(clock), speed, seconds)
+        reduce = EmulatedAllReduce(EmulatedDevice(clock), speed, seconds)
         ends.append(reduce(torch.zeros(100, dtype=torch.float64), group).max().item())
     return ends
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from mini_dist import draw, launch
 from mini_dist.collectives import pairwise_all_to_all, ring_all_reduce, star_all_reduce
-from mini_dist.collectives.emulate import Interval
+from mini_dist.collectives.emulate import BusyInterval
 from mini_dist.collectives.mesh import Grid
 from mini_dist.course.draw import labels
 from mini_dist.plan.calculators.links import Link
@@ -376,7 +376,7 @@ def test_scores_are_counted_and_coloured_by_the_rank_of_their_query():
 
 
 def test_devices_have_a_bar_for_each_interval_where_and_as_long_as_it_was():
-    rows = [[Interval(0, 0.0, 0.002, 0.0), Interval(1, 0.003, 0.004, 0.0)], []]
+    rows = [[BusyInterval(0, 0.0, 0.002, 0.0), BusyInterval(1, 0.003, 0.004, 0.0)], []]
     picture = draw.devices({"run": rows})
     (axes,) = picture.figure.axes
     bars = [
@@ -388,10 +388,10 @@ def test_devices_have_a_bar_for_each_interval_where_and_as_long_as_it_was():
 
 
 def test_overlap_draws_each_interval_where_it_was_computing_above_sending():
-    from mini_dist.collectives.emulate import Interval
+    from mini_dist.collectives.emulate import BusyInterval
 
-    computed = [Interval("F0", 0.0, 0.002, 0.0), Interval("B0", 0.002, 0.006, 0.0)]
-    sent = [Interval("R0", 0.004, 0.010, 0.0)]
+    computed = [BusyInterval("F0", 0.0, 0.002, 0.0), BusyInterval("B0", 0.002, 0.006, 0.0)]
+    sent = [BusyInterval("R0", 0.004, 0.010, 0.0)]
     picture = draw.overlap({"mine": (computed, sent)})
     (panel,) = picture.figure.axes
     bars = [(round(p.get_x(), 6), round(p.get_width(), 6)) for p in panel.patches]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from mini_dist import launch
 from mini_dist.collectives import all_reduce, recv, send
-from mini_dist.collectives.emulate import Clock, Device, EmulatedStage
+from mini_dist.collectives.emulate import Clock, EmulatedDevice, EmulatedStage
 from mini_dist.course.replay import (
     CalculatedMachine,
     MeasuredMachine,
@@ -384,7 +384,7 @@ class StatedStage(EmulatedStage):
 
 
 def run_stated(schedule, times, group):
-    device = Device(Clock())
+    device = EmulatedDevice(Clock())
     stages = {
         stage: StatedStage(stage, schedule, times, device, counter=group.recorder.counter)
         for stage in schedule.stages_of[group.rank()]

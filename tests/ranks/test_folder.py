@@ -166,7 +166,7 @@ def test_a_start_that_fails_leaves_no_folder_and_no_descriptor(base, monkeypatch
     before = len(os.listdir("/proc/self/fd")) if sys.platform == "linux" else 0
     for _ in range(3):
         with pytest.raises(BlockingIOError):
-            zygote_handle.Zygote("fork", network=False)
+            zygote_handle.ZygoteHandle("fork", network=False)
     assert os.listdir(base) == []
     if sys.platform == "linux":
         assert len(os.listdir("/proc/self/fd")) == before

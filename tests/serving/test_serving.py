@@ -9,13 +9,13 @@ import torch
 
 from mini_dist import GPT, ModelConfig, generate, launch
 from mini_dist.serving import (
-    Action,
     Cache,
     Engine,
     Memory,
     Policy,
     Request,
     Scheduler,
+    ServerAction,
     ServingError,
     Text,
     accept,
@@ -169,9 +169,9 @@ def test_the_page_places_tokens_where_the_engine_writes_them():
     memory, free = Memory(6, 4), [3, 0, 5]
     assert place_tokens([], free, 0, 5, 4) == ([3, 0], [12, 13, 14, 15, 0])
     for block in free:
-        memory.do(Action("a", "TAKE", block))
+        memory.do(ServerAction("a", "TAKE", block))
     for first, last in ((0, 3), (3, 4), (4, 11)):
-        action = Action("a", "RUN", first, last)
+        action = ServerAction("a", "RUN", first, last)
         memory.do(action)
         table = memory.tables["a"]
         expected = place_tokens(table, [], first, last - first, 4)
@@ -184,10 +184,10 @@ def test_the_engine_attends_as_the_page_does():
     lengths = {"a": 1, "b": 9, "c": 12}
     for name, length in lengths.items():
         for _ in range(memory.blocks_for(length)):
-            memory.do(Action(name, "TAKE", list(memory.free)[-1 if length == 9 else 0]))
+            memory.do(ServerAction(name, "TAKE", list(memory.free)[-1 if length == 9 else 0]))
         if length > 1:
-            memory.do(Action(name, "RUN", 0, length - 1))
-    batch = [Action(name, "RUN", length - 1, length) for name, length in lengths.items()]
+            memory.do(ServerAction(name, "RUN", 0, length - 1))
+    batch = [ServerAction(name, "RUN", length - 1, length) for name, length in lengths.items()]
     for action in batch:
         memory.do(action)
     keys, values = torch.randn(2, 12, 4, 2, 8, generator=generator, dtype=torch.float64)
@@ -207,10 +207,10 @@ def test_chunks_of_equally_many_tokens_attend_in_one_call_and_each_sees_its_own_
     runs = {"d": (8, 9), "a": (3, 5), "b": (0, 2), "c": (4, 7)}
     for name, (first, last) in runs.items():
         for _ in range(memory.blocks_for(last)):
-            memory.do(Action(name, "TAKE", list(memory.free)[-1 if name == "b" else 0]))
+            memory.do(ServerAction(name, "TAKE", list(memory.free)[-1 if name == "b" else 0]))
         if first:
-            memory.do(Action(name, "RUN", 0, first))
-    batch = [Action(name, "RUN", *run) for name, run in runs.items()]
+            memory.do(ServerAction(name, "RUN", 0, first))
+    batch = [ServerAction(name, "RUN", *run) for name, run in runs.items()]
     for action in batch:
         memory.do(action)
     places = Places(batch, memory, torch.float64)
@@ -254,9 +254,9 @@ def test_the_page_decides_as_the_scheduler_does():
 def test_actions_print_as_they_are_written():
     texts = ["a RUN 0:16", "a TAKE 3", "a SHARE 3", "a COPY 3>7", "a FORK a.1", "a OUT 3>0"]
     texts += ["a IN 0>5", "a DROP", "a FREE"]
-    assert [str(Action.parse(text)) for text in texts] == texts
+    assert [str(ServerAction.parse(text)) for text in texts] == texts
     with pytest.raises(ServingError, match="is not an action"):
-        Action.parse("a EAT 3")
+        ServerAction.parse("a EAT 3")
 
 
 @pytest.mark.parametrize(
@@ -279,16 +279,16 @@ def test_actions_print_as_they_are_written():
 def test_what_cannot_be_done_is_refused_in_a_sentence(before, action, why):
     memory = Memory(4, 2, host_blocks=1)
     for text in filter(None, before.split("; ")):
-        memory.do(Action.parse(text))
+        memory.do(ServerAction.parse(text))
     with pytest.raises(ServingError, match=why):
         for text in action.split("; "):
-            memory.do(Action.parse(text))
+            memory.do(ServerAction.parse(text))
 
 
 def test_what_is_unused_counts_each_block_once():
     memory = Memory(4, 4)
     for text in ("a TAKE 0", "a TAKE 1", "a RUN 0:5", "a FORK b"):
-        memory.do(Action.parse(text))
+        memory.do(ServerAction.parse(text))
     assert (memory.used, memory.unused_share) == (2, 3 / 8)
 
 
@@ -456,7 +456,7 @@ def test_an_engine_runs_steps_that_somebody_else_wrote():
     engine = Engine(model, Memory(3, 2), None)
     engine.expect(request)
     for step in ("a TAKE 2; a TAKE 0; a RUN 0:2", "a RUN 2:3", "a RUN 3:4", "a TAKE 1; a RUN 4:5"):
-        engine.execute([Action.parse(text) for text in step.split("; ")])
+        engine.execute([ServerAction.parse(text) for text in step.split("; ")])
     assert engine.tokens["a"][3:] == alone(model, request)
 
 

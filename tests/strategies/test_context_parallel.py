@@ -15,8 +15,8 @@ from mini_dist.plan.calculators.frameworks import FRAMEWORKS
 from mini_dist.strategies.context_parallel import (
     FORMS,
     KERNELS,
-    Kernel,
     Partial,
+    TileKernel,
     contiguous,
     make_attention,
     merge,
@@ -260,7 +260,7 @@ def count_scores(placement, form, group):
         return KERNELS["fused"].forward(q, k, v, causal)
 
     register_shuffled()
-    KERNELS["counting"] = Kernel(counting, None)
+    KERNELS["counting"] = TileKernel(counting, None)
     q = k = v = torch.randn(1, 2, 12, 4)
     FORMS[form](q, k, v, group, placement=placement, kernel="counting")
     return calls
@@ -604,7 +604,7 @@ def when_kernels_ran(group):
 
         return run
 
-    KERNELS["timed"] = Kernel(timed("forward"), timed("backward"))
+    KERNELS["timed"] = TileKernel(timed("forward"), timed("backward"))
     forward_and_backward("ring", {"kernel": "timed"}, 256, group)
     return spans
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mini_dist import GPT, ModelConfig, RankError, launch
-from mini_dist.collectives.emulate import Clock, Device, EmulatedAllReduce, EmulatedModel
+from mini_dist.collectives.emulate import Clock, EmulatedAllReduce, EmulatedDevice, EmulatedModel
 from mini_dist.model.data import Batches
 from mini_dist.model.loss import token_loss
 from mini_dist.plan.calculators.links import Link
@@ -290,7 +290,7 @@ def emulated(kind, slow, group):
     """Moments, the same on any machine: when backward ended, when the last gradients were there."""
     clock = Clock()
     factor = 3 if group.rank() == slow else 1
-    device = Device(clock)
+    device = EmulatedDevice(clock)
     model = EmulatedModel(SIZES, BACKWARD / 2, factor * BACKWARD, device)
     reduce = EmulatedAllReduce(device, SPEED)
     wrapped = KINDS[kind](model, group, reduce, **({} if kind == "naive" else {"bucket_bytes": 1}))

@@ -34,7 +34,7 @@ from mini_dist.strategies.offload import (
     Lanes,
     OffloadError,
     OutOfMemory,
-    Overlapped,
+    OverlappedOffload,
     Sides,
     activations_to_host,
     blockwise,
@@ -117,8 +117,8 @@ def all_ways(stage, folder, group):
             ways["early"] = {"early": True, "micro_batches": 2}
             ways["early, one micro-batch too many"] = {"early": True, "micro_batches": 3}
         for name, options in ways.items():
-            found[name, clip] = parameters_of(once(Overlapped(Lanes(), **options)))
-        virtual = Overlapped(EmulatedLanes(SPEEDS), folder / f"c{clip}", **ALL_IN_FILES)
+            found[name, clip] = parameters_of(once(OverlappedOffload(Lanes(), **options)))
+        virtual = OverlappedOffload(EmulatedLanes(SPEEDS), folder / f"c{clip}", **ALL_IN_FILES)
         found["virtual", clip] = parameters_of(once(virtual))
     return found
 
@@ -135,7 +135,7 @@ def test_it_changes_no_number(stage, size, tmp_path, request):
 
 def one_late(options, group):
     """The engine's parameters after 3 steps, caught up, and the page's."""
-    model = train(2, Overlapped(Lanes(), delayed=True, **options), group, accumulation=1)
+    model = train(2, OverlappedOffload(Lanes(), delayed=True, **options), group, accumulation=1)
     model.tier.catch_up()
     model.refresh_parameters()
     engine = torch.cat([p.flatten() for p in parameters_of(model)])
@@ -198,7 +198,7 @@ def what_is_taken_and_written(folder, group):
             met.append(name in names)
         write(store, name, tensor)
 
-    class Seen(Overlapped):
+    class Seen(OverlappedOffload):
         def of(self, group):
             tiers.append(super().of(group))
             return tiers[0]
@@ -207,7 +207,9 @@ def what_is_taken_and_written(folder, group):
     FileStore.write = noted
     model = train(3, Seen(LongOnTheWay(), folder / "a", **options), group, steps=4)
     FileStore.write = write
-    virtual = train(3, Overlapped(EmulatedLanes(SPEEDS), folder / "b", **options), group, steps=4)
+    virtual = train(
+        3, OverlappedOffload(EmulatedLanes(SPEEDS), folder / "b", **options), group, steps=4
+    )
     same = map(torch.equal, parameters_of(model), parameters_of(virtual))
     return sum(met), lanes, all(same)
 
@@ -220,12 +222,12 @@ def test_a_delayed_step_leaves_alone_what_the_device_is_taking(tmp_path):
 
 def test_what_cannot_be_combined_is_refused(tmp_path):
     with pytest.raises(ValueError, match="early=True and delayed=True"):
-        Overlapped(Lanes(), early=True, delayed=True)
+        OverlappedOffload(Lanes(), early=True, delayed=True)
     for kind in ("parameters", "gradients"):
         with pytest.raises(ValueError, match=f"{kind}_too=True needs a folder"):
-            Overlapped(Lanes(), **{f"{kind}_too": True})
+            OverlappedOffload(Lanes(), **{f"{kind}_too": True})
     with pytest.raises(ValueError, match="early=True and gradients_too=True: .* needs no file"):
-        Overlapped(Lanes(), tmp_path, early=True, gradients_too=True)
+        OverlappedOffload(Lanes(), tmp_path, early=True, gradients_too=True)
     with pytest.raises(ValueError, match="'disk' is no lane"):
         EmulatedLanes({"disk": Link(0.0, 1.0)})
     (tmp_path / "file").write_text("")
@@ -235,7 +237,7 @@ def test_what_cannot_be_combined_is_refused(tmp_path):
 
 def clips_early(group):
     with pytest.raises(ValueError, match="early=True steps a unit before the norm"):
-        train(3, Overlapped(Lanes(), early=True, micro_batches=2), group, max_norm=1.0)
+        train(3, OverlappedOffload(Lanes(), early=True, micro_batches=2), group, max_norm=1.0)
 
 
 def test_who_clips_cannot_step_early():
@@ -253,7 +255,7 @@ def on_streams(stage, folder, group):
     once = partial(train, stage, group=group, lr=2e-2, device=group.device)
 
     def caught_up(lanes, **options):
-        model = once(Overlapped(lanes, delayed=True, **options))
+        model = once(OverlappedOffload(lanes, delayed=True, **options))
         model.tier.catch_up()
         model.refresh_parameters()
         return parameters_of(model)
@@ -268,7 +270,7 @@ def on_streams(stage, folder, group):
         "early, files": {"folder": folder / "b", **early},
         "all in files": {"folder": folder / "c", **ALL_IN_FILES},
     }.items():
-        found[name] = parameters_of(once(Overlapped(CudaLanes(), **options))), here
+        found[name] = parameters_of(once(OverlappedOffload(CudaLanes(), **options))), here
     found["late"] = caught_up(CudaLanes()), late
     found["late, files"] = caught_up(CudaLanes(), folder=folder / "d", **ALL_IN_FILES), late
     return {name: [[p.cpu() for p in each] for each in pair] for name, pair in found.items()}
@@ -349,7 +351,7 @@ def moved(run, op):
 
 
 def bytes_of(stage, options, group):
-    model = train(stage, Overlapped(EmulatedLanes(SPEEDS), **options), group)
+    model = train(stage, OverlappedOffload(EmulatedLanes(SPEEDS), **options), group)
     return [unit.shard.numel() * 8 for unit in model.units], held(group)
 
 
@@ -373,7 +375,7 @@ def test_what_moves_is_in_the_ledger(tmp_path):
 
 def in_lanes(options, steps, group):
     lanes = EmulatedLanes(SPEEDS)
-    train(3, Overlapped(lanes, **options), group, steps=steps)
+    train(3, OverlappedOffload(lanes, **options), group, steps=steps)
     return {lane: sum(t.nbytes for t in lanes.log if t.lane == lane) for lane in SPEEDS}
 
 
@@ -399,7 +401,7 @@ def test_all_that_moves_in_a_step_is_in_a_lane(how, too, tmp_path):
 def gradients_of(folder, gradients_too, group, clip=None):
     """Bytes on the host after backward, and the most there were at any moment of a step."""
     gpt = GPT(CONFIG, dtype=torch.float64)
-    offload = Overlapped(EmulatedLanes(SPEEDS), folder, gradients_too=gradients_too)
+    offload = OverlappedOffload(EmulatedLanes(SPEEDS), folder, gradients_too=gradients_too)
     model = ZeRO2(gpt, group, adamw, units=gpt.blocks, offload=offload)
     inputs, targets = Batches(TEXT, 12, CONFIG.seq_len).batch(0)
     for x, y in zip(inputs.tensor_split(3), targets.tensor_split(3)):
@@ -432,7 +434,7 @@ def test_gradients_in_files_are_not_on_the_host(clip, tmp_path):
 
 def all_in_files(folder, m, steps, group):
     gpt = GPT(SINGLE)
-    offload = Overlapped(EmulatedLanes({}), folder, **ALL_IN_FILES)
+    offload = OverlappedOffload(EmulatedLanes({}), folder, **ALL_IN_FILES)
     model = ZeRO3(gpt, group, adamw, units=gpt.blocks, offload=offload)
     for step in range(steps):
         inputs, targets = Batches(TEXT, 2 * m, SINGLE.seq_len).batch(step)
@@ -466,7 +468,7 @@ def test_the_calculator_knows_what_moves_and_what_lies_in_files(m, tmp_path):
 
 def whole_steps(stage, config, sequences, m, group):
     gpt, lanes = GPT(config), Sides(SPEEDS, group)
-    model = STAGES[stage](gpt, group, adamw, units=gpt.blocks, offload=Overlapped(lanes))
+    model = STAGES[stage](gpt, group, adamw, units=gpt.blocks, offload=OverlappedOffload(lanes))
     for _ in range(2):
         for _ in range(m):
             tokens = torch.randint(0, config.vocab_size, (sequences, config.seq_len))
@@ -504,7 +506,7 @@ def test_a_whole_step_peaks_as_the_calculator_says(stage, changes, sequences, m,
 
 def steps_in_files(config, folder, group):
     gpt, lanes = GPT(config), Sides(SPEEDS, group)
-    offload = Overlapped(lanes, folder, **ALL_IN_FILES)
+    offload = OverlappedOffload(lanes, folder, **ALL_IN_FILES)
     model = ZeRO3(gpt, group, adamw, units=gpt.blocks, offload=offload)
     for _ in range(3):
         tokens = torch.randint(0, config.vocab_size, (2, config.seq_len))
@@ -540,7 +542,7 @@ def test_sides_need_a_ledger_of_memory():
 def timed(bandwidth, options, in_order, group):
     link = Link(0.0, bandwidth)
     lanes = EmulatedLanes({"to_host": link, "to_device": link, "host": link}, in_order)
-    train(3, Overlapped(lanes, **options), group, accumulation=1)
+    train(3, OverlappedOffload(lanes, **options), group, accumulation=1)
     busy = {}
     for span in lanes.log:
         busy[span.lane] = busy.get(span.lane, 0.0) + span.end - span.start
@@ -564,7 +566,7 @@ def through_files(folder, options, steps, group):
     waited = []
     for count in (steps - 1, steps):
         lanes = EmulatedLanes(speeds)
-        offload = Overlapped(lanes, folder / str(count), **options)
+        offload = OverlappedOffload(lanes, folder / str(count), **options)
         train(3, offload, group, steps=count, accumulation=1)
         waited.append(lanes.exposed())
     return waited[1] - waited[0]
@@ -607,7 +609,9 @@ def test_no_third_gradient_begins_to_leave_before_the_first_has_left():
 def gradients_held(group):
     """Bytes of gradients on the device when another is made; those of each unit."""
     gpt, seen = GPT(CONFIG), []
-    model = ZeRO3(gpt, group, adamw, units=gpt.blocks, offload=Overlapped(EmulatedLanes(SPEEDS)))
+    model = ZeRO3(
+        gpt, group, adamw, units=gpt.blocks, offload=OverlappedOffload(EmulatedLanes(SPEEDS))
+    )
     add = model.tier.add_gradient
 
     def look(shard, part):
@@ -626,7 +630,7 @@ def test_the_device_holds_two_gradients_at_most():
 
 
 def on_the_host(group):
-    model = train(3, Overlapped(EmulatedLanes({})), group, accumulation=1)
+    model = train(3, OverlappedOffload(EmulatedLanes({})), group, accumulation=1)
     largest = max(unit.flat.numel() for unit in model.units)
     return held(group), largest
 
@@ -734,7 +738,7 @@ def step_on_a_full_disk(folder, in_backward, parameters_too, group):
     right = parameters_of(train(3, None, group, steps=3, accumulation=1))
     gpt = GPT(CONFIG, dtype=torch.float64)
     away = {"gradients_too": in_backward, "parameters_too": parameters_too}
-    offload = Overlapped(Lanes(), folder, **away)
+    offload = OverlappedOffload(Lanes(), folder, **away)
     model = ZeRO3(gpt, group, adamw, units=gpt.blocks, offload=offload)
     said = []
     for step in range(3):
@@ -787,7 +791,7 @@ def lose_a_file(folder, make_lanes, options, group):
     """Nothing is stepped when a file is gone; with the file back the step is the right one."""
     right = parameters_of(train(2, None, group, steps=2, accumulation=1))
     gpt = GPT(CONFIG, dtype=torch.float64)
-    offload = Overlapped(make_lanes(), folder, **options)
+    offload = OverlappedOffload(make_lanes(), folder, **options)
     model = ZeRO2(gpt, group, adamw, units=gpt.blocks, offload=offload)
     for step in range(2):
         if step == 1:  # before backward, where early=True begins to step
@@ -858,7 +862,7 @@ def fail_in_a_step(folder, how, stage, options, group):
     whether the training went on as if nothing had been."""
     right = parameters_of(train(stage, None, group, steps=3, accumulation=1))
     gpt = GPT(CONFIG, dtype=torch.float64)
-    offload = Overlapped(Lanes(), folder, **options)
+    offload = OverlappedOffload(Lanes(), folder, **options)
     model = STAGES[stage](gpt, group, adamw, units=gpt.blocks, offload=offload)
     said = as_before = None
     for step in range(3):
@@ -905,7 +909,7 @@ def test_a_read_that_fails_in_a_step_can_be_made_up_for(how, what, stage, option
 
 def fail_when_late(folder, group):
     gpt = GPT(CONFIG, dtype=torch.float64)
-    offload = Overlapped(Lanes(), folder, delayed=True)
+    offload = OverlappedOffload(Lanes(), folder, delayed=True)
     model = ZeRO3(gpt, group, adamw, units=gpt.blocks, offload=offload)
     inputs, targets = Batches(TEXT, 12, CONFIG.seq_len).batch(0)
     for step in range(3):
@@ -924,7 +928,7 @@ def test_who_steps_late_is_told_that_an_update_is_lost(tmp_path):
 
 def lose_a_parameter(folder, group):
     gpt = GPT(CONFIG, dtype=torch.float64)
-    offload = Overlapped(Lanes(), folder, parameters_too=True)
+    offload = OverlappedOffload(Lanes(), folder, parameters_too=True)
     model = ZeRO3(gpt, group, adamw, units=gpt.blocks, offload=offload)
     inputs, _ = Batches(TEXT, 12, CONFIG.seq_len).batch(0)
     (folder / "rank0" / "2.published").unlink()
@@ -938,7 +942,7 @@ def test_a_lost_parameter_stops_the_forward_that_needs_it(tmp_path):
 
 def counts_wrong(group):
     with pytest.raises(ValueError, match="micro_batches=1, and one more gradient came after"):
-        train(3, Overlapped(Lanes(), early=True), group, accumulation=2)
+        train(3, OverlappedOffload(Lanes(), early=True), group, accumulation=2)
 
 
 def test_a_gradient_after_its_unit_was_stepped_early_is_refused():
@@ -947,7 +951,7 @@ def test_a_gradient_after_its_unit_was_stepped_early_is_refused():
 
 def clip_half(folder, group):
     gpt = GPT(CONFIG, dtype=torch.float64)
-    offload = Overlapped(Lanes(), folder, gradients_too=True)
+    offload = OverlappedOffload(Lanes(), folder, gradients_too=True)
     model = ZeRO2(gpt, group, adamw, units=gpt.blocks, offload=offload)
     inputs, targets = Batches(TEXT, 12, CONFIG.seq_len).batch(0)
     token_loss(model(inputs), targets).mean().backward()
@@ -967,7 +971,7 @@ def lose_a_gradient(folder, group):
     Cut off is as bad as gone. Nothing else is changed."""
     right = parameters_of(train(2, None, group, steps=2))
     gpt = GPT(CONFIG, dtype=torch.float64)
-    offload = Overlapped(Lanes(), folder, gradients_too=True)
+    offload = OverlappedOffload(Lanes(), folder, gradients_too=True)
     model = ZeRO2(gpt, group, adamw, units=gpt.blocks, offload=offload)
     file, away = folder / "rank0" / "2.gradient", folder / "away"
     batches = Batches(TEXT, 12, CONFIG.seq_len)

@@ -16,11 +16,11 @@ from mini_dist.collectives import all_reduce, recv, send
 from mini_dist.strategies.zero import ZeRO1
 from mini_dist.training.checkpoint import Piece, Training, piece
 from mini_dist.training.elastic import (
-    Copies,
     Elastic,
     FixedTimeout,
     PhiAccrual,
     RanksChanged,
+    ShardCopies,
     catch_up,
     check_members,
     furthest,
@@ -284,7 +284,7 @@ def adamw(tensors):
 
 def with_copies(victims, group):
     """ZeRO-1: three steps with a copy after the second, then some die. What the others restore."""
-    copies, me = Copies(), numbers(group)[group.rank()]
+    copies, me = ShardCopies(), numbers(group)[group.rank()]
     model = ZeRO1(small(0)[0], group, adamw, units=[])
     for step in range(3):
         model.zero_grad()

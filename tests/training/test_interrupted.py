@@ -11,7 +11,7 @@ from mini_dist.strategies.compression import Compressed, OneBit, Quantized, half
 from mini_dist.strategies.data_parallel import Bucketed, Naive, Overlapped
 from mini_dist.strategies.expert_parallel import layers_with_experts
 from mini_dist.strategies.offload import Lanes
-from mini_dist.strategies.offload import Overlapped as Behind
+from mini_dist.strategies.offload import OverlappedOffload as Behind
 from mini_dist.strategies.train import split, train_step
 from mini_dist.strategies.trainable import Trainable
 from mini_dist.strategies.zero import ZeRO1, ZeRO2, ZeRO3

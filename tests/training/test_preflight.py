@@ -6,10 +6,10 @@ import pytest
 
 from mini_dist import launch
 from mini_dist.training import preflight
-from mini_dist.training.preflight import GIB, Limits, Report, inspect, main, problems
+from mini_dist.training.preflight import GIB, HostReport, Limits, inspect, main, problems
 
 WELL = [
-    Report(
+    HostReport(
         rank,
         f"node{rank}",
         {"python": "3.12.1", "torch": "2.13.0"},

@@ -247,7 +247,7 @@ def wrappers(folder):
     )
     from mini_dist.strategies.data_parallel import Bucketed, Naive, Overlapped
     from mini_dist.strategies.offload import Lanes
-    from mini_dist.strategies.offload import Overlapped as Behind
+    from mini_dist.strategies.offload import OverlappedOffload as Behind
     from mini_dist.strategies.zero import ZeRO1, ZeRO2, ZeRO3
 
     def averaged(kind, **options):

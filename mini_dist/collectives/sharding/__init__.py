@@ -16,20 +16,20 @@ What is cut here, JAX calls sharded (PartitionSpec) and DTensor Shard; a sum tha
 such as this one.
 """
 
-from .blocks import ATTENTION, MLP, Block, Found, place
+from .blocks import ATTENTION, MLP, BlockProducts, Found, place
 from .moves import Move, cheapest_way
 from .notation import Placed, parse, placements
 from .on_ranks import piece, run
-from .products import Plan, product
+from .products import ProductPlan, product
 
 __all__ = [
     "ATTENTION",
     "MLP",
-    "Block",
+    "BlockProducts",
     "Found",
     "Move",
     "Placed",
-    "Plan",
+    "ProductPlan",
     "cheapest_way",
     "parse",
     "piece",

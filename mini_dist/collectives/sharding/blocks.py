@@ -21,11 +21,11 @@ from mini_dist.plan.fields import checks_kinds
 
 from .moves import frozen
 from .notation import Placed, check_numbers, check_sizes, parse, placements
-from .products import Plan, candidates
+from .products import ProductPlan, candidates
 
 
 @dataclass(frozen=True)
-class Block:
+class BlockProducts:
     """products: forward, as `X[B, D] . V[D, F] -> H[B, F]`, without cuts. alike: names of tensors
     that are placed alike, dim by dim. weights: names. whole: pairs (tensor, dim) not to be cut.
     kept: what forward keeps for backward. inside: what never lies in memory as a whole."""
@@ -42,7 +42,7 @@ class Block:
 
 
 # The GELU between H and G is done element by element, and so is the residual's sum of X and Y.
-MLP = Block(
+MLP = BlockProducts(
     "MLP",
     ("X[B, D] . V[D, F] -> H[B, F]", "G[B, F] . W[F, D] -> Y[B, D]"),
     alike=(("X", "Y"), ("H", "G")),
@@ -51,7 +51,7 @@ MLP = Block(
 )
 # U makes queries, keys and values, M = 3 H numbers a head; a key's positions are called T, so that
 # the softmax of P can be seen to need all of them. (P itself is never kept: flash attention.)
-ATTENTION = Block(
+ATTENTION = BlockProducts(
     "attention",
     (
         "X[B, S, D] . U[D, N, M] -> A[B, S, N, M]",
@@ -72,8 +72,8 @@ class Found:
 
     block: str
     placed: dict[str, Placed]
-    forward: list[Plan]
-    backward: list[tuple[Plan, Plan]]
+    forward: list[ProductPlan]
+    backward: list[tuple[ProductPlan, ProductPlan]]
     sent: int
     held: int  # bytes a rank, of weights, their gradients and what forward keeps
     tried: int = field(compare=False)
@@ -98,7 +98,7 @@ def one_line(inputs, result, moves) -> str:
 
 @checks_kinds
 def place(
-    block: Block,
+    block: BlockProducts,
     mesh: Mapping[str, int],
     memory: int | None = None,
     given: Mapping[str, str] | None = None,
@@ -113,7 +113,7 @@ def place(
     Raises ValueError if nothing fits in the memory, or a given name is none of the block's.
     """
     check_numbers({**mesh, "itemsize": itemsize, **sizes})
-    search = Search(block, dict(mesh), memory, dict(given or {}), itemsize, sizes)
+    search = CutSearch(block, dict(mesh), memory, dict(given or {}), itemsize, sizes)
     search.go_on(0, {}, 0, [])
     if search.best is None:
         room = "" if memory is None else f" in {memory:,} bytes a rank"
@@ -126,7 +126,7 @@ def place(
     return Found(block.name, placed, forward, backward, sent, search.held(placed), search.tried)
 
 
-class Search:
+class CutSearch:
     """Products in order; of each the placements that are still open, the cheapest first."""
 
     def __init__(self, block, mesh, memory, given, itemsize, sizes):
@@ -214,7 +214,7 @@ class Search:
 
 
 @cache
-def cheapest_step(inputs, result, sizes, mesh, itemsize) -> tuple[int, Plan, tuple] | None:
+def cheapest_step(inputs, result, sizes, mesh, itemsize) -> tuple[int, ProductPlan, tuple] | None:
     """(bytes, the product's plan, the two plans of its backward) that send least together."""
     dims, axes = dict(sizes), dict(mesh)
     needed = {dim for each in (*inputs, result) for dim in each.dims}
@@ -231,11 +231,13 @@ def cheapest_step(inputs, result, sizes, mesh, itemsize) -> tuple[int, Plan, tup
     return forward.sent + sent, forward, (p, q)
 
 
-def fewest(plans: Iterator[Plan]) -> Plan | None:
+def fewest(plans: Iterator[ProductPlan]) -> ProductPlan | None:
     return min(plans, key=lambda plan: plan.sent, default=None)
 
 
-def by_way_of_gradient(plans: Iterator[Plan], place: int) -> dict[tuple, tuple[int, Plan]]:
+def by_way_of_gradient(
+    plans: Iterator[ProductPlan], place: int
+) -> dict[tuple, tuple[int, ProductPlan]]:
     """{moves of the gradient that comes in, which is input `place`: (the plan that sends fewest
     bytes besides, these bytes)}."""
     best: dict = {}
@@ -247,7 +249,7 @@ def by_way_of_gradient(plans: Iterator[Plan], place: int) -> dict[tuple, tuple[i
     return best
 
 
-def together(pair) -> tuple[int, Plan, Plan]:
+def together(pair) -> tuple[int, ProductPlan, ProductPlan]:
     """Bytes of two plans, where a move of the gradient that both make is made once."""
     (way, (others, plan)), (way_too, (others_too, plan_too)) = pair
     moved = sum(move.sent for move in dict.fromkeys((*way, *way_too)))

@@ -12,11 +12,11 @@ from mini_dist import collectives
 from ..mesh import Mesh
 from .moves import Move
 from .notation import Placed
-from .products import Plan
+from .products import ProductPlan
 
 
 def run(
-    plan: Plan, tensors: Sequence[Tensor], mesh: Mesh, once: dict[Move, Tensor] | None = None
+    plan: ProductPlan, tensors: Sequence[Tensor], mesh: Mesh, once: dict[Move, Tensor] | None = None
 ) -> Tensor:
     """This rank's pieces of what goes in -> its piece of the result; all ranks of the mesh call it.
 
@@ -39,7 +39,7 @@ def run(
     return y
 
 
-def multiply(plan: Plan, a: Tensor, b: Tensor) -> Tensor:
+def multiply(plan: ProductPlan, a: Tensor, b: Tensor) -> Tensor:
     """The local product: sum over the dims that the result has not."""
     number = {dim: place for place, (dim, _) in enumerate(plan.sizes)}
     places = [[number[dim] for dim in each.dims] for each in (*plan.inputs, plan.result)]
@@ -74,7 +74,7 @@ def piece(whole: Tensor, placed: Placed, mesh: Mesh) -> Tensor:
     return whole.contiguous()
 
 
-def check_pieces(plan: Plan, tensors: Sequence[Tensor], mesh: Mesh) -> None:
+def check_pieces(plan: ProductPlan, tensors: Sequence[Tensor], mesh: Mesh) -> None:
     if dict(plan.mesh) != dict(mesh.axes) or [*dict(plan.mesh)] != [*mesh.axes]:
         raise ValueError(f"the plan is for the mesh {dict(plan.mesh)}, and this is {mesh.axes}")
     if len(tensors) != len(plan.inputs):

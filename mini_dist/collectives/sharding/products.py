@@ -39,7 +39,7 @@ class Local:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ProductPlan:
     """How an expression is computed. before: the moves of each input; after: of the result."""
 
     inputs: tuple[Placed, ...]
@@ -101,7 +101,7 @@ def told(move: Move) -> str:
 @checks_kinds
 def product(
     expression: str, mesh: Mapping[str, int], itemsize: int = 4, share: bool = False, **sizes: int
-) -> Plan:
+) -> ProductPlan:
     """The plan of `A[I_X, J] . B[J, K] -> C[I, K]`, or of `A[I_X, J] -> A[I, J]`, which only moves.
 
     mesh: sizes of the axes, the last one joins neighbours. itemsize: bytes of a number. share:
@@ -125,19 +125,21 @@ def product(
     return best
 
 
-def by_bytes(plan: Plan) -> tuple[int, int, int, int]:
+def by_bytes(plan: ProductPlan) -> tuple[int, int, int, int]:
     """Fewest bytes; of equals the fewest collectives, then the least to multiply."""
     return plan.sent, len(plan.collectives), plan.flops, len(plan.moves)
 
 
-def rearranged(start: Placed, end: Placed, sizes: dict, mesh: Mapping, itemsize: int) -> Plan:
+def rearranged(
+    start: Placed, end: Placed, sizes: dict, mesh: Mapping, itemsize: int
+) -> ProductPlan:
     if {*start.dims} != {*end.dims} or start.dims != end.dims:
         raise ValueError(
             f"{start} -> {end}: a tensor that only moves keeps its dims in their order"
         )
     end = Placed(start.name, end.cuts, end.due)
     way = cheapest_way(start, end, sizes, mesh, itemsize)
-    return Plan((start,), end, (way,), Local((end,), end), (), frozen(sizes), frozen(mesh))
+    return ProductPlan((start,), end, (way,), Local((end,), end), (), frozen(sizes), frozen(mesh))
 
 
 def candidates(
@@ -147,7 +149,7 @@ def candidates(
     mesh: Mapping[str, int],
     itemsize: int = 4,
     share: bool = False,
-) -> Iterator[Plan]:
+) -> Iterator[ProductPlan]:
     """Every way to compute it: one for each choice of what ranks differ in along each axis."""
     dims, axes = frozen(sizes), frozen(mesh)
     from_inputs = [ways_from(each, dims, axes, itemsize) for each in inputs]
@@ -155,7 +157,7 @@ def candidates(
         before = [ways.get(at) for ways, at in zip(from_inputs, local.inputs)]
         after = ways_from(local.result, dims, axes, itemsize).get(result)
         if after is not None and None not in before:
-            yield Plan(tuple(inputs), result, tuple(before), local, after, dims, axes)
+            yield ProductPlan(tuple(inputs), result, tuple(before), local, after, dims, axes)
 
 
 def locals_of(inputs, result, sizes, mesh, share) -> tuple[Local, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mini_dist.model.gpt import explicit_attention
 from mini_dist.strategies import context_parallel as library
-from mini_dist.strategies.context_parallel import Kernel, Partial, add_block
+from mini_dist.strategies.context_parallel import Partial, TileKernel, add_block
 from mini_dist.strategies.context_parallel.placement import block_of, positions_of_ranks
 from mini_dist.strategies.context_parallel.ring import Hop
 
@@ -214,7 +214,7 @@ def ring_trial(fn, case: Ring, group) -> Ringed:
         seen.overlapped = seen.overlapped and soon(at_work.is_set)
         waits(row)
 
-    kernel, waits, recorder.waits = Kernel(forward, None), recorder.waits, wait_for
+    kernel, waits, recorder.waits = TileKernel(forward, None), recorder.waits, wait_for
     for step in range(size - 1):
         block = block_of(positions, rank, (rank - step) % size, case.causal)
         given, before, at_work = kv.clone(), len(recorder.comms), threading.Event()
@@ -228,7 +228,7 @@ def ring_trial(fn, case: Ring, group) -> Ringed:
         seen.came.append(whose(kv))
     recorder.waits = waits
     block = block_of(positions, rank, (rank + 1) % size, case.causal)
-    seen.out = add_block(total, q, kv, block, Kernel(library.attend, None)).out
+    seen.out = add_block(total, q, kv, block, TileKernel(library.attend, None)).out
     return seen
 
 

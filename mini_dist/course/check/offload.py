@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mini_dist.collectives.emulate import Link
+from mini_dist.collectives.emulate import EmulatedLink
 from mini_dist.strategies.offload import ideas
 from mini_dist.strategies.offload.allocator import lifetimes, requests
 
@@ -53,7 +53,7 @@ class World:
     case: Weights
     alive: Alive
     now: float = 0.0
-    link: Link = field(default_factory=lambda: Link(0.0, 1.0))
+    link: EmulatedLink = field(default_factory=lambda: EmulatedLink(0.0, 1.0))
     loads: list[int] = field(default_factory=list)
     used: list[int] = field(default_factory=list)
     most: int = 0  # elements held at once

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # (not in torch.distributed)
 
-from mini_dist.collectives.emulate import Clock, Device
+from mini_dist.collectives.emulate import Clock, EmulatedDevice
 from mini_dist.plan.calculators.costs import all_reduce as cost_of_all_reduce
 from mini_dist.plan.calculators.links import Link
 from mini_dist.ranks.launch import RankError, launch
@@ -170,7 +170,7 @@ def train(sick: Sick, folder: Path, group) -> None:
     slow = sick.much if here == "straggler" else 1.0
     pieces = 16 if here == "buckets too small" else 1  # messages a layer
     work = slow * batch / 8
-    device, network, loader = (Device(Unhurried()) for _ in range(3))
+    device, network, loader = (EmulatedDevice(Unhurried()) for _ in range(3))
     truth = torch.linspace(-1, 1, LAYERS * WIDTH, dtype=torch.float64)
     weights, host, kept, ended = torch.zeros_like(truth), 0.0, [], 0.0
     message = torch.empty(len(truth) + size * LAYERS, dtype=truth.dtype)
@@ -243,12 +243,12 @@ def rows(samples: list[int], truth: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return inputs, inputs @ truth
 
 
-def computed(device: Device, name: str, seconds: float, ready: float) -> Span:
+def computed(device: EmulatedDevice, name: str, seconds: float, ready: float) -> Span:
     end = device.run(seconds, ready, name)
     return Span(name, "compute", end - seconds, end)
 
 
-def average(gradient, leave, pieces: int, network: Device, spans: list, message, group):
+def average(gradient, leave, pieces: int, network: EmulatedDevice, spans: list, message, group):
     """The mean gradient: for the link so many messages a layer, for this machine `message`.
 
     With it travel the moments at which each rank's layers were ready: a message begins when the

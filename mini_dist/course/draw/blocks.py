@@ -8,7 +8,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from mini_dist.serving import Memory, Request, Step, replayed
+from mini_dist.serving import Memory, Request, ServerStep, replayed
 
 from .picture import INK, RANK_COLORS, Picture
 
@@ -16,7 +16,9 @@ EMPTY, SHARED = "#f2f2f2", "#333333"
 SEQUENCE_COLORS = [*RANK_COLORS[:6], "#8c6d31", "#e377c2", "#17becf", "#bcbd22", "#ce6dbd"]
 
 
-def blocks(runs: dict[str, Iterable[Step]], memory: Memory, requests: Iterable[Request]) -> Picture:
+def blocks(
+    runs: dict[str, Iterable[ServerStep]], memory: Memory, requests: Iterable[Request]
+) -> Picture:
     """A panel a run: a row a block, a column a step. A block has the colour of the sequence that
     has it, paler where it is not full; dark where several have it. memory: its sizes are read."""
     runs = {name: list(steps) for name, steps in runs.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mini_dist.plan.calculators.goodput import (
     DAY,
-    Job,
+    LongJob,
     Month,
     daly,
     llama_3_device,
@@ -44,7 +44,7 @@ def render(
     best = daly(save_seconds, mtbf)
     away = 60 * noticed_minutes, 60 * restart_minutes
     interval = max(times_the_best * best, 1.0)
-    job = Job(mtbf, save_seconds, interval, *away, survives, 30.0, 60.0)
+    job = LongJob(mtbf, save_seconds, interval, *away, survives, 30.0, 60.0)
     month = simulated(job, 30 * DAY, seed)
     said = (
         f"{month.failures:,} failures in 30 days, one every {minutes(mtbf)}; a save every "

@@ -6,7 +6,12 @@ from functools import lru_cache
 
 from mini_dist.plan.calculators import StepTime, framework, hardware, readable, step_time
 from mini_dist.plan.calculators.layouts import short
-from mini_dist.plan.calculators.published import Run, korthikanti_2022, later, megatron_2021
+from mini_dist.plan.calculators.published import (
+    PublishedRun,
+    korthikanti_2022,
+    later,
+    megatron_2021,
+)
 
 from ..draw.labels import numbered, ticks
 from ..draw.picture import INK, Picture
@@ -19,7 +24,7 @@ SETS = {  # where each run comes from, and its colour
     "Korthikanti et al. 2022": (korthikanti_2022, "#756bb1"),
     "later: Llama 3, BLOOM, MPT": (later, "#e6550d"),
 }
-RUNS: dict[str, tuple[Run, str]] = {
+RUNS: dict[str, tuple[PublishedRun, str]] = {
     run.name: (run, color) for runs, color in SETS.values() for run in runs()
 }
 

@@ -23,7 +23,7 @@ class SavedBytes:
 
     def __enter__(self) -> SavedBytes:
         self.hooks = torch.autograd.graph.saved_tensors_hooks(
-            lambda tensor: Kept(tensor, self), lambda kept: kept.tensor
+            lambda tensor: KeptTensor(tensor, self), lambda kept: kept.tensor
         )
         self.hooks.__enter__()
         return self
@@ -32,7 +32,7 @@ class SavedBytes:
         self.hooks.__exit__(*error)
 
 
-class Kept:
+class KeptTensor:
     """A tensor that autograd keeps, until autograd drops this."""
 
     def __init__(self, tensor: Tensor, saved: SavedBytes):

@@ -16,7 +16,7 @@ from .parameters import every_second, layer_weights
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedTensor:
     """One tensor that forward keeps for backward, in bytes a token of this rank."""
 
     name: str
@@ -30,7 +30,7 @@ def layer_activations(
     layout: Layout,
     how: str | Framework = "megatron-core",
     moe: bool = False,
-) -> tuple[Saved, ...]:
+) -> tuple[SavedTensor, ...]:
     """What one layer keeps without recompute ([K22] section 4, generalised).
 
     For GPT (K = N, F = 4 D, gelu, dropout, eager attention) the sum is [K22]'s
@@ -41,7 +41,7 @@ def layer_activations(
 
 
 @lru_cache(maxsize=4096)
-def _layer_activations(config, tp, etp, sequence_parallel, how, moe) -> tuple[Saved, ...]:
+def _layer_activations(config, tp, etp, sequence_parallel, how, moe) -> tuple[SavedTensor, ...]:
     e, t = how.activation_bytes, tp
     D, N, K, H, S = (
         config.d_model,
@@ -56,77 +56,81 @@ def _layer_activations(config, tp, etp, sequence_parallel, how, moe) -> tuple[Sa
     mask = how.mask_bytes if config.dropout else 0
     inputs, cut_in = (1, "") if how.keeps_gathered else (whole, cut)
     saved = [
-        Saved("norm inputs", 2 * e * D / whole, f"2 e D{cut}"),
-        Saved("attention input", e * D / inputs, f"e D{cut_in}"),
+        SavedTensor("norm inputs", 2 * e * D / whole, f"2 e D{cut}"),
+        SavedTensor("attention input", e * D / inputs, f"e D{cut_in}"),
     ]
     if config.is_mla:
         R, Hv, latent = config.rope_head_dim, config.v_head_dim, config.kv_lora_rank
         saved += [
-            Saved(
+            SavedTensor(
                 "latents",
                 e * (2 * config.q_lora_rank + 2 * latent + R) / whole,
                 f"e (2 r_q + 2 r_kv + R){cut}, before and after their norms",
             ),
-            Saved("queries, keys", 2 * e * N * (H + R) / t, "2 e N (H + R)/t"),
-            Saved("values", e * N * Hv / t, "e N Hv/t"),
+            SavedTensor("queries, keys", 2 * e * N * (H + R) / t, "2 e N (H + R)/t"),
+            SavedTensor("values", e * N * Hv / t, "e N Hv/t"),
         ]
         out = N * Hv
     else:
         saved += [
-            Saved("queries, keys", e * (N * H / t + K * H / t_kv), "e (N + K) H/t"),
-            Saved("values", e * K * H / t_kv, "e K H/t"),
+            SavedTensor("queries, keys", e * (N * H / t + K * H / t_kv), "e (N + K) H/t"),
+            SavedTensor("values", e * K * H / t_kv, "e K H/t"),
         ]
         out = N * H
     if how.flash_attention:
-        saved.append(Saved("softmax statistics", 4 * N / t, "4 N/t [Flash]", is_scores=True))
+        saved.append(SavedTensor("softmax statistics", 4 * N / t, "4 N/t [Flash]", is_scores=True))
     else:
         each = e + (e + mask if config.dropout else 0)
-        saved.append(Saved("attention scores", each * N * S / t, f"{each:g} N S/t", is_scores=True))
-    saved.append(Saved("attention output", e * out / t, "e N H/t"))
+        saved.append(
+            SavedTensor("attention scores", each * N * S / t, f"{each:g} N S/t", is_scores=True)
+        )
+    saved.append(SavedTensor("attention output", e * out / t, "e N H/t"))
 
-    def ffn(name: str, d_ffn: float, visits: float = 1) -> list[Saved]:
+    def ffn(name: str, d_ffn: float, visits: float = 1) -> list[SavedTensor]:
         inner = 1 if config.activation == "gelu" else 2 if how.fused_activation else 3
         k = f"{visits:g} " if visits != 1 else ""
         return [
-            Saved(f"{name} hidden", visits * inner * e * d_ffn / t, f"{k}{inner} e F/t"),
-            Saved(f"{name} activated", visits * e * d_ffn / t, f"{k}e F/t"),
+            SavedTensor(f"{name} hidden", visits * inner * e * d_ffn / t, f"{k}{inner} e F/t"),
+            SavedTensor(f"{name} activated", visits * e * d_ffn / t, f"{k}e F/t"),
         ]
 
-    saved.append(Saved("ffn input", e * D / inputs, f"e D{cut_in}"))
+    saved.append(SavedTensor("ffn input", e * D / inputs, f"e D{cut_in}"))
     if moe:
         k = config.top_k
         rows = t // etp if how.plain_modules else whole  # ours keep what is gathered for an expert
         # Balanced routing: a rank's experts see as many token copies as the rank sent out.
         saved += [
-            Saved("router", 3 * 4 * config.num_experts / whole, f"3 * 4 E{cut}, in fp32"),
-            Saved("dispatched tokens", e * k * D / rows, f"e k D{cut if rows > 1 else ''}"),
+            SavedTensor("router", 3 * 4 * config.num_experts / whole, f"3 * 4 E{cut}, in fp32"),
+            SavedTensor("dispatched tokens", e * k * D / rows, f"e k D{cut if rows > 1 else ''}"),
             *ffn("experts", config.d_expert, k),
-            Saved("expert outputs", e * k * D / whole, f"e k D{cut}"),
+            SavedTensor("expert outputs", e * k * D / whole, f"e k D{cut}"),
         ]
         if config.num_shared_experts:
             saved += ffn("shared experts", config.d_shared)
     else:
         saved += ffn("ffn", config.d_ffn)
     if mask:
-        saved.append(Saved("dropout masks", mask * 2 * D / whole, f"{2 * mask:g} D{cut}"))
+        saved.append(SavedTensor("dropout masks", mask * 2 * D / whole, f"{2 * mask:g} D{cut}"))
     if how.plain_modules:
         saved += _plain_modules(config, how, whole, t, moe)
     return tuple(saved)
 
 
-def _plain_modules(config, how, whole, t, moe) -> list[Saved]:
+def _plain_modules(config, how, whole, t, moe) -> list[SavedTensor]:
     """What fused kernels would not keep, found by the ledger of the course's own model."""
     saved, e = [], how.activation_bytes
     if config.norm == "rmsnorm":
-        saved.append(Saved("normalised inputs", 2 * e * config.d_model / whole, "2 e D"))
+        saved.append(SavedTensor("normalised inputs", 2 * e * config.d_model / whole, "2 e D"))
     if config.positions == "rotary" and how.flash_attention and config.num_heads > t:
         # Of turned heads the kernel keeps its output head by head, beside the rows made from it:
         # of one head these are the same memory.
         each = e * config.num_heads * config.head_dim / t
-        saved.append(Saved("output by heads", each, "e N H/t [Flash]", is_scores=True))
+        saved.append(SavedTensor("output by heads", each, "e N H/t [Flash]", is_scores=True))
     if moe:
         saved.append(
-            Saved("weighted expert outputs", e * config.top_k * config.d_model / whole, "e k D")
+            SavedTensor(
+                "weighted expert outputs", e * config.top_k * config.d_model / whole, "e k D"
+            )
         )
     return saved
 

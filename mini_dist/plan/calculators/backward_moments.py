@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from ..schedule import SPLIT
 from .activations import layer_activations
-from .pipeline_in_flight import Flight
-from .rank_sizes import Rank
+from .pipeline_in_flight import HeldAtBackward
+from .rank_sizes import RankSizes
 
 OF_CORE = (
     "queries, keys",
@@ -32,7 +32,7 @@ class Moment(NamedTuple):
 class Backward:
     """Down one stage, from the loss to the embedding, with what comes and goes on the way."""
 
-    def __init__(self, rank: Rank, flight: Flight) -> None:
+    def __init__(self, rank: RankSizes, flight: HeldAtBackward) -> None:
         self.rank, self.base = rank, rank.base(flight)
         layout = rank.layout
         self.layers = rank.layers_in_order(flight.stage)
@@ -195,7 +195,7 @@ class Part(NamedTuple):
     gathered: float = 0.0  # by sequence parallelism
 
 
-def parts_of_layer(rank: Rank, moe: bool, splits: bool) -> Iterator[Part]:
+def parts_of_layer(rank: RankSizes, moe: bool, splits: bool) -> Iterator[Part]:
     """The moments in a layer's backward that can be the worst, in their order.
 
     splits: what W will need of the activations is not let go of.
@@ -253,7 +253,7 @@ def parts_of_layer(rank: Rank, moe: bool, splits: bool) -> Iterator[Part]:
     )
 
 
-def ring(rank: Rank) -> float:
+def ring(rank: RankSizes) -> float:
     """Keys and values, and gradients of theirs, that ring attention's backward has at once
     besides: those that are here, that arrive, whose gradients are computed; our own; and, once
     gradients travel, those that leave and those that arrive (context_parallel/ring.py)."""

@@ -70,7 +70,7 @@ def daly(save: float, mtbf: float) -> float:
 
 @checks_kinds
 @dataclass(frozen=True)
-class Job:
+class LongJob:
     """mtbf: mean seconds between failures. save: that training stands still for each save.
     interval: of work between two saves. noticed: until somebody sees that it has stopped. restart:
     until it trains again, the save read. survives: the share of failures after which the others go
@@ -124,7 +124,7 @@ class Month(NamedTuple):
         return self.progress / (self.progress + self.saving + self.lost + self.waiting)
 
 
-def simulated(job: Job, seconds: float = 30 * DAY, seed: int = 0) -> Month:
+def simulated(job: LongJob, seconds: float = 30 * DAY, seed: int = 0) -> Month:
     """A month of this job, failures by lot. A failure may also strike while it restarts."""
     lot = Random(seed)
     now = done = kept = saving = lost = waiting = 0.0  # done: since the last save, not yet kept

@@ -162,7 +162,7 @@ class LayerTime:
         self.backward[name] = self.backward.get(name, 0.0) + backward
 
 
-class Piece(NamedTuple):
+class LayerPiece(NamedTuple):
     """What a rank has of a layer and of a micro-batch."""
 
     moe: bool  # whether the layer has experts
@@ -187,10 +187,10 @@ def layer_time(
     return _piece_time(config, _piece(config, layout, moe), machine, how)
 
 
-def _piece(config: ModelConfig, layout: Layout, moe: bool) -> Piece:
+def _piece(config: ModelConfig, layout: Layout, moe: bool) -> LayerPiece:
     tokens = layout.micro_batch_size * config.seq_len / layout.cp
     cuts = (layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel)
-    return Piece(moe, *cuts, tokens, layout.world_size)
+    return LayerPiece(moe, *cuts, tokens, layout.world_size)
 
 
 @lru_cache(maxsize=4096)
@@ -370,7 +370,7 @@ class Gemm(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def matrices(config: ModelConfig, piece: Piece) -> tuple[Gemm, ...]:
+def matrices(config: ModelConfig, piece: LayerPiece) -> tuple[Gemm, ...]:
     """Each GEMM of a layer; q, k, v and gate, up are one each."""
     shapes: dict[tuple, Gemm] = {}
     for weight in layer_weights(config, piece.moe):

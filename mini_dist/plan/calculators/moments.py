@@ -32,7 +32,7 @@ from .backward_moments import Backward, Moment
 from .frameworks import Framework
 from .lines import Breakdown, Line
 from .pipeline_in_flight import flights_of
-from .rank_sizes import Rank
+from .rank_sizes import RankSizes
 
 
 def course_memory(
@@ -41,7 +41,7 @@ def course_memory(
     """The fullest moment of one rank, as a waterfall of lines. states: between two steps."""
     if config.dropout:  # torch's fused attention for CPUs has none: the scores are kept
         how = how.replace(flash_attention=False)
-    rank = Rank(config, layout, how, pp_rank, states)
+    rank = RankSizes(config, layout, how, pp_rank, states)
     fullest = max(moments(rank), key=lambda moment: moment.total)
     known = {line.name: line for line in states}
     lines = [
@@ -52,14 +52,14 @@ def course_memory(
     return Breakdown(f"memory of pipeline rank {pp_rank}, fullest {fullest.when}", tuple(lines))
 
 
-def moments(rank: Rank) -> Iterator[Moment]:
+def moments(rank: RankSizes) -> Iterator[Moment]:
     """All moments of a step that can be the worst."""
     for flight in flights_of(rank.layout, rank.pp_rank):
         yield from Backward(rank, flight).moments()
     yield from after_backward(rank)
 
 
-def after_backward(rank: Rank) -> Iterator[Moment]:
+def after_backward(rank: RankSizes) -> Iterator[Moment]:
     """Averaging what is not sharded yet, and the optimizer's step."""
     states, how, layout = rank.resting(), rank.how, rank.layout
     gradients = how.gradient_bytes * float(rank.parameters.total)
@@ -84,7 +84,7 @@ def after_backward(rank: Rank) -> Iterator[Moment]:
     yield Moment("in the optimizer's step", {**states, "optimizer's temporaries": 2 * largest})
 
 
-def why(rank: Rank, name: str, value: float, states: dict[str, Line]) -> tuple[str, str]:
+def why(rank: RankSizes, name: str, value: float, states: dict[str, Line]) -> tuple[str, str]:
     """Formula and source of one of the lines."""
     if name in states:
         return states[name].formula, states[name].source

@@ -160,7 +160,7 @@ def stages_of_rank(layout: Layout, pp_rank: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldParameters:
     """Numbers one rank holds: apart, because ZeRO shards them over different groups."""
 
     dense: Fraction = Fraction(0)  # sharded by ZeRO over dp * cp
@@ -171,8 +171,8 @@ class Held:
     def total(self) -> Fraction:
         return self.dense + self.experts
 
-    def __add__(self, other: Held) -> Held:
-        return Held(
+    def __add__(self, other: HeldParameters) -> HeldParameters:
+        return HeldParameters(
             self.dense + other.dense,
             self.experts + other.experts,
             max(self.largest_layer, other.largest_layer),
@@ -180,19 +180,19 @@ class Held:
 
 
 @checks_kinds
-def parameters_of_rank(config: ModelConfig, layout: Layout, pp_rank: int = 0) -> Held:
+def parameters_of_rank(config: ModelConfig, layout: Layout, pp_rank: int = 0) -> HeldParameters:
     """The parameters that one rank of pipeline position `pp_rank` computes with, before ZeRO."""
     stages = tuple(stages_of_rank(layout, pp_rank))
     return _held_by_stages(config, Cuts.of(layout), layout.num_stages, stages)
 
 
-def held_outside(config: ModelConfig, layout: Layout, pp_rank: int = 0) -> Held:
+def held_outside(config: ModelConfig, layout: Layout, pp_rank: int = 0) -> HeldParameters:
     """The part of that outside the layers: embedding on the first stage, head on the last."""
     stages = tuple(stages_of_rank(layout, pp_rank))
     return _held_outside(config, Cuts.of(layout), layout.num_stages, stages)
 
 
-def held_by_layer(config: ModelConfig, layout: Layout, moe: bool) -> Held:
+def held_by_layer(config: ModelConfig, layout: Layout, moe: bool) -> HeldParameters:
     """One layer's part of that."""
     return _held(config, "moe" if moe else "dense", Cuts.of(layout))
 
@@ -264,20 +264,20 @@ def _layers_of_stages(
 @lru_cache(maxsize=4096)
 def _held_by_stages(
     config: ModelConfig, cuts: Cuts, num_stages: int, stages: tuple[int, ...]
-) -> Held:
+) -> HeldParameters:
     held = _held_outside(config, cuts, num_stages, stages)
     for stage in stages:
         for moe, count in _layers_of_stage(config, num_stages, stage):
             layer = _held(config, "moe" if moe else "dense", cuts)
-            held += Held(count * layer.dense, count * layer.experts, layer.largest_layer)
+            held += HeldParameters(count * layer.dense, count * layer.experts, layer.largest_layer)
     return held
 
 
 @lru_cache(maxsize=4096)
 def _held_outside(
     config: ModelConfig, cuts: Cuts, num_stages: int, stages: tuple[int, ...]
-) -> Held:
-    held = Held()
+) -> HeldParameters:
+    held = HeldParameters()
     if 0 in stages:
         held += _held(config, "first", cuts)
     if num_stages - 1 in stages:
@@ -299,7 +299,7 @@ def _layers_of_stage(
 
 
 @lru_cache(maxsize=4096)
-def _held(config: ModelConfig, part: str, cuts: Cuts) -> Held:
+def _held(config: ModelConfig, part: str, cuts: Cuts) -> HeldParameters:
     if part in ("dense", "moe"):
         weights = layer_weights(config, moe=part == "moe")
     else:
@@ -311,7 +311,9 @@ def _held(config: ModelConfig, part: str, cuts: Cuts) -> Held:
     ]
     experts = sum((numel for routed, numel in numels if routed), Fraction(0))
     total = sum((numel for _, numel in numels), Fraction(0))
-    return Held(total - experts, experts, total if part in ("dense", "moe") else Fraction(0))
+    return HeldParameters(
+        total - experts, experts, total if part in ("dense", "moe") else Fraction(0)
+    )
 
 
 def _attention(config: ModelConfig) -> list[Weight]:

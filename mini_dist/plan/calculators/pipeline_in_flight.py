@@ -13,7 +13,7 @@ from ..schedule.action import receive_of, send_of
 from ..schedule.communication import EARLY
 
 
-class Flight(NamedTuple):
+class HeldAtBackward(NamedTuple):
     """What a rank holds besides, when it computes a backward (or weight gradients)."""
 
     stage: int
@@ -23,7 +23,7 @@ class Flight(NamedTuple):
     messages: int  # buffers of an activation's size
 
 
-def flights(schedule: Schedule, rank: int) -> set[Flight]:
+def flights(schedule: Schedule, rank: int) -> set[HeldAtBackward]:
     """The different situations in which this rank's backwards run."""
     schedule = add_communication(schedule, early=EARLY)
     mine, last = schedule.stages_of[rank], schedule.num_stages - 1
@@ -58,7 +58,7 @@ def flights(schedule: Schedule, rank: int) -> set[Flight]:
                 messages = arriving + local + sum(map(len, sent.values()))
                 again = stage in had_backward
                 held = tuple(forwards.values()), tuple(put_off.values())
-                found.add(Flight(stage, again, *held, messages))
+                found.add(HeldAtBackward(stage, again, *held, messages))
                 had_backward.add(stage)
                 put_off[stage] += (stage, micro) in schedule.split
                 local += stage > 0
@@ -70,11 +70,11 @@ def flights(schedule: Schedule, rank: int) -> set[Flight]:
     return found
 
 
-def flights_of(layout: Layout, pp_rank: int) -> set[Flight]:
+def flights_of(layout: Layout, pp_rank: int) -> set[HeldAtBackward]:
     """The same for a layout, which may have no pipeline."""
     if layout.pp == 1:
         both = {False, layout.num_micro_batches > 1}
-        return {Flight(0, again, (0,), (0,), 0) for again in both}
+        return {HeldAtBackward(0, again, (0,), (0,), 0) for again in both}
     options = {"chunks": layout.num_chunks} if layout.schedule == "interleaved" else {}
     schedule = build(layout.schedule, layout.pp, layout.num_micro_batches, **options)
     return flights(schedule, pp_rank)

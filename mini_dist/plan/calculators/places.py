@@ -14,25 +14,25 @@ from typing import NamedTuple
 from ..config import Layout
 
 
-class Place(NamedTuple):
+class GroupPlace(NamedTuple):
     """Where a group stands."""
 
     inside: int  # its members in a node, at the least: each has its own way out
     nodes: int  # that it touches
 
 
-def worst_place(size: int, stride: int, per_node: int, world: int | None = None) -> Place:
+def worst_place(size: int, stride: int, per_node: int, world: int | None = None) -> GroupPlace:
     """Of the groups of `size` ranks, `stride` apart, among `world` ranks: the one on most nodes.
 
     Without `world` there is one group only, and it starts a node.
     """
     block, each = size * stride, max(1, per_node // stride)
     if block <= per_node and (world is None or world <= per_node or per_node % block == 0):
-        return Place(size, 1)
+        return GroupPlace(size, 1)
     if per_node % stride:  # a group of an odd stride may have a node for one of its members
-        return Place(1 if size <= each else each, -(-size // each) + (each > 1))
+        return GroupPlace(1 if size <= each else each, -(-size // each) + (each > 1))
     inside = math.gcd(size, each)  # blocks start at multiples of this many places of a node
-    return Place(inside, 1 + -(-(size - inside) // each))
+    return GroupPlace(inside, 1 + -(-(size - inside) // each))
 
 
 def crossings(layout: Layout, per_node: int) -> list[bool]:

@@ -22,7 +22,7 @@ from .step_time import step_time
 
 
 @dataclass(frozen=True)
-class Run:
+class PublishedRun:
     """A training run that somebody measured."""
 
     name: str
@@ -69,7 +69,7 @@ def _pipeline(chunks: int) -> dict:
     return {"schedule": "interleaved", "num_chunks": chunks} if chunks > 1 else {}
 
 
-def megatron_2021() -> list[Run]:
+def megatron_2021() -> list[PublishedRun]:
     """Narayanan et al. 2021, table 1, measured: weak scaling on Selene, full recompute.
 
     The paper prints TFLOP/s; the time follows by its equation 3.  Micro-batches and chunks are
@@ -101,7 +101,7 @@ def megatron_2021() -> list[Run]:
         )
         seconds = step_flops(config, batch, "full").total / (layout.world_size * tflops * 1e12)
         runs.append(
-            Run(
+            PublishedRun(
                 f"Megatron {name}",
                 config,
                 layout,
@@ -114,7 +114,7 @@ def megatron_2021() -> list[Run]:
     return runs
 
 
-def megatron_2021_against_zero_3() -> tuple[list[Run], list[Run]]:
+def megatron_2021_against_zero_3() -> tuple[list[PublishedRun], list[PublishedRun]]:
     """Narayanan et al. 2021, table 2, measured: strong scaling on Selene by tp 8 and a pipeline,
     and by DeepSpeed's ZeRO-3 of that spring alone, both with full recompute.
 
@@ -139,7 +139,7 @@ def megatron_2021_against_zero_3() -> tuple[list[Run], list[Run]]:
         ("530B", 2240, 2240, 1, 48),
     ]
 
-    def run(row, zero: int) -> Run:
+    def run(row, zero: int) -> PublishedRun:
         name, batch, gpus, micro, tflops = row
         heads, hidden, layers, pp = models[name]
         config, cut = gpt(heads, hidden, layers), 1 if zero else 8 * pp
@@ -155,12 +155,12 @@ def megatron_2021_against_zero_3() -> tuple[list[Run], list[Run]]:
         how = "megatron-deepspeed" if zero else "megatron-2021"
         seconds = step_flops(config, batch, "full").total / (gpus * tflops * 1e12)
         source = "Narayanan et al. 2021, table 2"
-        return Run(f"Megatron {name}", config, layout, "a100-80", how, seconds, source)
+        return PublishedRun(f"Megatron {name}", config, layout, "a100-80", how, seconds, source)
 
     return [run(row, 0) for row in pipelines], [run(row, 3) for row in sharded]
 
 
-def korthikanti_2022() -> list[Run]:
+def korthikanti_2022() -> list[PublishedRun]:
     """Korthikanti et al. 2022, table 5, measured: full against selective recompute."""
     rows = [  # name, heads, hidden, layers, tp, pp, chunks, batch, micro-batch, s full, s selective
         ("22B", 64, 6144, 48, 8, 1, 1, 4, 4, 1.42, 1.1),
@@ -181,7 +181,7 @@ def korthikanti_2022() -> list[Run]:
                 **_pipeline(chunks),
             )
             runs.append(
-                Run(
+                PublishedRun(
                     f"{name}, {recompute} recompute",
                     gpt(heads, hidden, layers),
                     layout,
@@ -213,7 +213,7 @@ def mpt(heads: int, hidden: int, layers: int, seq_len: int) -> ModelConfig:
     )
 
 
-def mpt_h100() -> list[Run]:
+def mpt_h100() -> list[PublishedRun]:
     """llm-foundry, scripts/train/benchmarking/README.md at 061f2c7, "H100 80GB BF16": every row.
 
     Looked at after the model was written, and nothing was changed for it.  The table of its A100s
@@ -288,11 +288,13 @@ def mpt_h100() -> list[Run]:
         cut = {"micro_batch_size": size, "num_micro_batches": micros, "recompute": recompute}
         layout = Layout(dp=gpus, zero=3, **cut)
         seconds = layout.global_batch_size * seq_len / speed
-        runs.append(Run(f"MPT-{name}", config, layout, "h100", MPT, seconds, "llm-foundry, H100"))
+        runs.append(
+            PublishedRun(f"MPT-{name}", config, layout, "h100", MPT, seconds, "llm-foundry, H100")
+        )
     return runs
 
 
-def later() -> list[Run]:
+def later() -> list[PublishedRun]:
     """Runs of other clusters and other programs, predicted as they are.
 
     No constant of the time was chosen with Llama 3 or BLOOM in view; of MPT's table, the speed of
@@ -315,7 +317,7 @@ def later() -> list[Run]:
         seconds = model_flops(llama, layout.global_batch_size) / (gpus * tflops * 1e12)
         source = "Llama 3 herd 2024, table 4; chunks assumed"
         name = f"Llama 3 405B, {gpus:,} GPUs"
-        runs.append(Run(name, llama, layout, "h100", "megatron-core", seconds, source))
+        runs.append(PublishedRun(name, llama, layout, "h100", "megatron-core", seconds, source))
     bloom = model_preset("bloom-176b")
     layout = Layout(
         pp=12,
@@ -329,7 +331,9 @@ def later() -> list[Run]:
     # "About 150 TFLOP/s" counts what is recomputed, as Megatron's logs do.
     seconds = step_flops(bloom, 2048, "full").total / (384 * 150e12)
     source = "BigScience 2022, about 150 TFLOP/s a GPU"
-    runs.append(Run("BLOOM-176B", bloom, layout, "jean-zay", "megatron-deepspeed", seconds, source))
+    runs.append(
+        PublishedRun("BLOOM-176B", bloom, layout, "jean-zay", "megatron-deepspeed", seconds, source)
+    )
     rows = [  # name, heads, hidden, layers, sequence, GPUs, micro-batch, micro-batches, tokens/s
         ("MPT-7B", 32, 4096, 32, 8192, 8, 8, 2, 25655),
         ("MPT-30B", 56, 7168, 48, 2048, 8, 3, 21, 7330),
@@ -346,7 +350,7 @@ def later() -> list[Run]:
         )
         seconds = layout.global_batch_size * seq_len / speed
         source = "llm-foundry, scripts/train/benchmarking"
-        runs.append(Run(name, config, layout, "a100-80", MPT, seconds, source))
+        runs.append(PublishedRun(name, config, layout, "a100-80", MPT, seconds, source))
     return runs
 
 
@@ -354,7 +358,7 @@ def later() -> list[Run]:
 LIMITED = (835 + (989 - 835) * (500 - 400) / (700 - 400)) / 989
 
 
-def torchtitan_2024() -> list[Run]:
+def torchtitan_2024() -> list[PublishedRun]:
     """torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1, 3, 4 and 5.
 
     Looked at after the model was written.  Since then what the source says of these runs was built
@@ -394,11 +398,13 @@ def torchtitan_2024() -> list[Run]:
         config, layout = model_preset(name), Layout(**cut)
         tokens = layout.global_batch_size * config.seq_len
         seconds = tokens / (speed * layout.world_size)
-        runs.append(Run(f"{name}, {how.name}", config, layout, machine, how, seconds, "torchtitan"))
+        runs.append(
+            PublishedRun(f"{name}, {how.name}", config, layout, machine, how, seconds, "torchtitan")
+        )
     return runs
 
 
-def torchtitan_2025() -> list[Run]:
+def torchtitan_2025() -> list[PublishedRun]:
     """torchtitan, benchmarks/llama3-8b_h200_202506_trainy-whitefiber.md: 32 and 64 H200.
 
     Looked at after all of the above, and nothing was changed since.  Parameters were gathered in
@@ -412,15 +418,17 @@ def torchtitan_2025() -> list[Run]:
         layout = Layout(dp=dp, zero=3, micro_batch_size=2, recompute="selective")
         config = model_preset("llama3-8b")
         seconds = layout.global_batch_size * config.seq_len / (speed * dp)
-        runs.append(Run("Llama 3.1 8B", config, layout, "h200", how, seconds, "torchtitan, H200"))
+        runs.append(
+            PublishedRun("Llama 3.1 8B", config, layout, "h200", how, seconds, "torchtitan, H200")
+        )
     return runs
 
 
-def nearest(config: ModelConfig, machine: Hardware, num_devices: int) -> Run:
+def nearest(config: ModelConfig, machine: Hardware, num_devices: int) -> PublishedRun:
     """The published run most like this one: in size, in number of devices, on the same device."""
     size = math.log(num_parameters(config))
 
-    def distance(run: Run) -> float:
+    def distance(run: PublishedRun) -> float:
         return (
             abs(math.log(num_parameters(run.config)) - size)
             + abs(math.log(run.layout.world_size / num_devices)) / 2
@@ -430,7 +438,7 @@ def nearest(config: ModelConfig, machine: Hardware, num_devices: int) -> Run:
     return min(megatron_2021() + korthikanti_2022() + later(), key=distance)
 
 
-def alike(layout: Layout, machine: Hardware) -> list[Run]:
+def alike(layout: Layout, machine: Hardware) -> list[PublishedRun]:
     """The runs on such devices whose parameters were sharded (ZeRO-3) where the layout's are."""
     return [
         run

@@ -13,7 +13,7 @@ from .frameworks import Framework
 from .lines import Line
 from .parameters import (
     Cuts,
-    Held,
+    HeldParameters,
     held_by_layer,
     held_outside,
     layer_weights,
@@ -21,10 +21,10 @@ from .parameters import (
     parameters_of_rank,
     stages_of_rank,
 )
-from .pipeline_in_flight import Flight
+from .pipeline_in_flight import HeldAtBackward
 
 
-class Rank:
+class RankSizes:
     """Sizes of one rank, all in bytes."""
 
     def __init__(
@@ -61,7 +61,7 @@ class Rank:
         tokens = layout.num_micro_batches * layout.micro_batch_size * self.config.seq_len * parts
         return {**self.states, "tokens and targets": 2 * 8 * tokens}
 
-    def base(self, flight: Flight) -> dict[str, float]:
+    def base(self, flight: HeldAtBackward) -> dict[str, float]:
         """Beside the micro-batch whose backward runs."""
         held = self.resting()
         if not flight.again:
@@ -95,15 +95,15 @@ class Rank:
         some, every = self.layout.recompute != "none", self.layout.recompute_every
         return [(moe, some and number % every == 0) for number, moe in enumerate(kinds)]
 
-    def held(self, moe: bool) -> Held:
+    def held(self, moe: bool) -> HeldParameters:
         return held_by_layer(self.config, self.layout, moe)
 
-    def gradients(self, moe: bool) -> Held:
+    def gradients(self, moe: bool) -> HeldParameters:
         held, g = self.held(moe), self.how.gradient_bytes
-        return Held(g * float(held.dense), g * float(held.experts))
+        return HeldParameters(g * float(held.dense), g * float(held.experts))
 
     @property
-    def parameters(self) -> Held:
+    def parameters(self) -> HeldParameters:
         return parameters_of_rank(self.config, self.layout, self.pp_rank)
 
     @property

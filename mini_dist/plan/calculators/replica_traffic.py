@@ -8,10 +8,10 @@ from ..config import Layout, ModelConfig
 from ..fields import nearest_divisor
 from .compression import INT4, INT8, Compression, shapes_of_matrices
 from .frameworks import Framework
-from .kernels import TWO_HOPS, Piece, collective_seconds, matrices, stream_seconds, together
+from .kernels import TWO_HOPS, LayerPiece, collective_seconds, matrices, stream_seconds, together
 from .numbers import at_least
 from .parameters import (
-    Held,
+    HeldParameters,
     held_by_layer,
     held_outside,
     layers_of_stages,
@@ -20,7 +20,7 @@ from .parameters import (
 )
 
 
-def copies(held: Held, layout: Layout) -> list[tuple[float, int, int]]:
+def copies(held: HeldParameters, layout: Layout) -> list[tuple[float, int, int]]:
     """(numbers, ranks that hold copies of them, how far apart these stand).
 
     Those are all of dp * cp, and for experts edp, every (etp * ep)-th rank of a stage.
@@ -55,7 +55,7 @@ def of_root(config, layout, machine, how, pp_rank) -> Traffic:
     return _of_unit(held_outside(config, layout, pp_rank), layout, machine, how)
 
 
-def _of_unit(held: Held, layout, machine, how) -> Traffic:
+def _of_unit(held: HeldParameters, layout, machine, how) -> Traffic:
     parts = copies(held, layout)
     if layout.zero < 2 or parts[0][1] == 1:
         return Traffic(0.0, 0.0, 0.0, 0.0)
@@ -262,7 +262,7 @@ def _messages(config, layout, how, parts) -> tuple[float, float]:
     for moe, layers in (kind for stage in stages_of_rank(layout, 0) for kind in all_layers[stage]):
         if moe not in of_layer:
             cuts = layout.tp, layout.cp, layout.ep, layout.etp
-            piece = Piece(moe, *cuts, False, 1.0, layout.world_size)
+            piece = LayerPiece(moe, *cuts, False, 1.0, layout.world_size)
             each = [shape.k * shape.n for shape in matrices(config, piece) if shape.copies == 1]
             of_layer[moe] = sum(min(1.0, numel / sizes[0]) for numel in each)
         dense += layers * of_layer[moe]

@@ -18,7 +18,7 @@ from .replica_traffic import copies, in_every_micro_batch, of_layer, of_root
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageTime:
     """One rank's work on one micro-batch."""
 
     parts: dict[str, float]
@@ -38,10 +38,10 @@ class Stage:
         return self.forward / num_chunks, self.backward / num_chunks, self.weight / num_chunks
 
 
-def stages_of_pipeline(config, layout, machine, how) -> list[Stage]:
+def stages_of_pipeline(config, layout, machine, how) -> list[StageTime]:
     """Each pipeline rank's work; equal ranks share one Stage."""
-    kinds: dict[tuple, Stage] = {}
-    stages: list[Stage] = []
+    kinds: dict[tuple, StageTime] = {}
+    stages: list[StageTime] = []
     for rank, first in enumerate(first_alike(config, layout)):
         if first < rank:
             stages.append(stages[first])
@@ -51,7 +51,7 @@ def stages_of_pipeline(config, layout, machine, how) -> list[Stage]:
     return stages
 
 
-def _stage(config, layout, machine, how, rank, amounts, kinds) -> Stage:
+def _stage(config, layout, machine, how, rank, amounts, kinds) -> StageTime:
     """amounts: for each stage of the rank (with experts?, recomputed?, how many layers)."""
     parts: dict[str, float] = {}
     chunks = []
@@ -76,7 +76,7 @@ def _stage(config, layout, machine, how, rank, amounts, kinds) -> Stage:
         parts["zero traffic"] = parts.get("zero traffic", 0.0) + wait_f + wait_b
         (f, b, w), *others = chunks
         chunks = [(f + wait_f, b + wait_b, w), *others]
-    return Stage(parts, *map(sum, zip(*chunks)), tuple(chunks))
+    return StageTime(parts, *map(sum, zip(*chunks)), tuple(chunks))
 
 
 def _at_the_ends(config, layout, machine, how, rank, amounts) -> tuple[float, float]:
@@ -98,7 +98,7 @@ def _at_the_ends(config, layout, machine, how, rank, amounts) -> tuple[float, fl
     return forward, backward
 
 
-def _layer_parts(config, layout, machine, how, moe, recomputes) -> Stage:
+def _layer_parts(config, layout, machine, how, moe, recomputes) -> StageTime:
     """One layer, recomputed or not, and what it waits for: ZeRO's messages, the host."""
     time = layer_time(config, layout, machine, how, moe)
     forward, backward = sum(time.forward.values()), sum(time.backward.values())
@@ -144,7 +144,7 @@ def _layer_parts(config, layout, machine, how, moe, recomputes) -> Stage:
     waits_b = max(0.0, (2 + passes) * how.host_seconds + (1 + passes) * more - backward)
     parts["waiting for the host"] = waits_f + waits_b
     weight = time.backward["matrices"] / 2
-    return Stage(parts, forward + waits_f, backward + waits_b, weight)
+    return StageTime(parts, forward + waits_f, backward + waits_b, weight)
 
 
 def parameters_arrive(config, layout, machine, how, moe) -> float:

@@ -128,17 +128,17 @@ class MemoryRecorder(TorchDispatchMode):
             forward_hook.remove()
             step_hook.remove()
 
-    def export(self) -> Memory:
+    def export(self) -> MemoryRecord:
         for parameter in self._known:  # a gradient may have been put there by hand
             self._see_gradient(parameter)
-        return Memory(
+        return MemoryRecord(
             [(t, phase, self.kinds.get(s, "other"), change) for t, phase, s, change in self.events],
             [serial for _, _, serial, _ in self.events],
         )
 
 
 @dataclass
-class Memory:
+class MemoryRecord:
     """Bytes that one rank held, over time. `events`: (time, phase, kind, change in bytes);
     `serials`: of each event, which storage it was."""
 

@@ -14,12 +14,12 @@ from .cache import (
     who_runs,
 )
 from .speculation import Speculated, accept, choose, pick, speculate, uniform
-from .stages import Stage, Visit, decode_in_pipeline, decode_in_stages, stage_of
+from .stages import ModelPart, Visit, decode_in_pipeline, decode_in_stages, stage_of
 
 __all__ = [
     "Cache",
+    "ModelPart",
     "Speculated",
-    "Stage",
     "Text",
     "Visit",
     "accept",

@@ -26,7 +26,7 @@ from mini_dist.strategies.context_parallel.ideas import Partial, merge
 from ..actions import ServingError
 
 if TYPE_CHECKING:
-    from .stages import Stage
+    from .stages import ModelPart
 
 
 class Cache:
@@ -76,7 +76,7 @@ def attending(model: GPT, functions: Sequence[Callable]) -> Iterator[None]:
 
 
 @torch.no_grad()
-def forward(model: GPT | Stage, tokens: Tensor, cache: Cache) -> Tensor:
+def forward(model: GPT | ModelPart, tokens: Tensor, cache: Cache) -> Tensor:
     """The tokens [S] that follow on those in the cache -> logits [S, V]; the cache grows by S.
 
     Raises ServingError beyond the window of the model, whose positions end there, and for no token.

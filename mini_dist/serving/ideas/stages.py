@@ -51,7 +51,7 @@ def decode_in_pipeline(num_stages: int, num_groups: int, num_tokens: int) -> lis
     return visits
 
 
-class Stage(NamedTuple):
+class ModelPart(NamedTuple):
     """Some of a model's layers, as `forward` reads them; only the ends embed and have the head."""
 
     config: ModelConfig
@@ -60,7 +60,7 @@ class Stage(NamedTuple):
     head: Callable
 
 
-def stage_of(model: GPT, number: int, num_stages: int) -> Stage:
+def stage_of(model: GPT, number: int, num_stages: int) -> ModelPart:
     """Stage `number` of `num_stages`, of about as many layers each; a real server loads only these.
     Raises ServingError for one stage, and for more than there are layers."""
     num_layers = len(model.blocks)
@@ -71,7 +71,7 @@ def stage_of(model: GPT, number: int, num_stages: int) -> Stage:
     layers = slice(number * num_layers // num_stages, (number + 1) * num_layers // num_stages)
     embed = model.embed if number == 0 else lambda x, positions: x
     head = model.head if number == num_stages - 1 else lambda x: x
-    return Stage(model.config, embed, model.blocks[layers], head)
+    return ModelPart(model.config, embed, model.blocks[layers], head)
 
 
 def decode_in_stages(

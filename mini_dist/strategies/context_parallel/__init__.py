@@ -22,11 +22,11 @@ attention communicates.
 from .all_gather import all_gather_attention
 from .emulated import run_ring_emulated
 from .ideas import Partial, merge, online_softmax
-from .placement import PLACEMENTS, Block, block_of, contiguous, num_scores, striped, zigzag
+from .placement import PLACEMENTS, ScoreBlock, block_of, contiguous, num_scores, striped, zigzag
 from .ring import add_block, ring_attention, ring_step
 from .tiles import (
     KERNELS,
-    Kernel,
+    TileKernel,
     attend,
     attend_backward,
     fused_attend,
@@ -47,9 +47,9 @@ __all__ = [
     "FORMS",
     "KERNELS",
     "PLACEMENTS",
-    "Block",
-    "Kernel",
     "Partial",
+    "ScoreBlock",
+    "TileKernel",
     "add_block",
     "all_gather_attention",
     "attend",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mini_dist.collectives.emulate import Clock, Device, Interval, Link
+from mini_dist.collectives.emulate import BusyInterval, Clock, EmulatedDevice, EmulatedLink
 from mini_dist.plan.fields import checks_kinds
 
 from .placement import num_scores
@@ -14,7 +14,7 @@ from .ring import Hop
 @checks_kinds
 def run_ring_emulated(
     positions: torch.Tensor, seconds_a_score: float, seconds_a_hop: float, group
-) -> list[Interval]:
+) -> list[BusyInterval]:
     """One forward pass of the causal ring; what this rank computed when, each named by the rank
     whose keys it was.
 
@@ -26,7 +26,7 @@ def run_ring_emulated(
     rank, size = group.rank(), group.size()
     work = num_scores(positions)[rank]
     clock = Clock()
-    device, link = Device(clock), Link(latency=seconds_a_hop)
+    device, link = EmulatedDevice(clock), EmulatedLink(latency=seconds_a_hop)
     clock.start(group)
     here = 0.0  # since when the keys of this step have been here
     for step, scores in enumerate(work):

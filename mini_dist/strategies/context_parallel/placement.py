@@ -72,7 +72,7 @@ def positions_of_ranks(placement: str, seq_len: int, size: int) -> Tensor:
     return positions
 
 
-class Block(NamedTuple):
+class ScoreBlock(NamedTuple):
     """The part of a block of scores that has to be computed: `queries` of one rank, `keys` of
     another, both in the order of the sequence: a slice, or the indices where a rank holds its
     tokens in another order.
@@ -93,7 +93,7 @@ class Block(NamedTuple):
         return rows * (rows + 1) // 2 if self.causal else rows * columns
 
 
-def block_of(positions: Tensor, rank: int, source: int, causal: bool = True) -> Block | None:
+def block_of(positions: Tensor, rank: int, source: int, causal: bool = True) -> ScoreBlock | None:
     """What the queries of `rank` compute with the keys of `source`; None if they see none.
 
     In the order of the sequence each query sees at least the keys that the one before it sees. So
@@ -103,10 +103,10 @@ def block_of(positions: Tensor, rank: int, source: int, causal: bool = True) -> 
     """
     if not causal:
         everything = slice(0, positions.shape[1])
-        return Block(everything, everything, False)
+        return ScoreBlock(everything, everything, False)
     (queries, rows), (keys, columns) = in_order(positions[rank]), in_order(positions[source])
     if rank == source:
-        return Block(part(rows, 0, len(queries)), part(columns, 0, len(keys)), True)
+        return ScoreBlock(part(rows, 0, len(queries)), part(columns, 0, len(keys)), True)
     sees = torch.searchsorted(keys, queries, right=True)  # of each query: so many of the keys
     first_query, last_key = int((sees == 0).sum()), int(sees[-1])
     if last_key == 0:
@@ -114,9 +114,9 @@ def block_of(positions: Tensor, rank: int, source: int, causal: bool = True) -> 
     sees = sees[first_query:]
     rows, columns = part(rows, first_query, len(queries)), part(columns, 0, last_key)
     if sees[0] == last_key:
-        return Block(rows, columns, False)
+        return ScoreBlock(rows, columns, False)
     one_more_each = torch.equal(sees, torch.arange(1, last_key + 1))
-    return Block(rows, columns, True if one_more_each else sees)
+    return ScoreBlock(rows, columns, True if one_more_each else sees)
 
 
 def in_order(positions: Tensor) -> tuple[Tensor, Tensor | None]:

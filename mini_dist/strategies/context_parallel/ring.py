@@ -21,8 +21,8 @@ from mini_dist.collectives import collective, start, wait
 from mini_dist.model.digits import at_least_float32
 from mini_dist.plan.fields import checks_kinds
 
-from .placement import Block, block_of, check_heads, positions_of_ranks
-from .tiles import Kernel, Partial, kernel_of, merge, scale_of
+from .placement import ScoreBlock, block_of, check_heads, positions_of_ranks
+from .tiles import Partial, TileKernel, kernel_of, merge, scale_of
 
 
 @checks_kinds
@@ -98,7 +98,12 @@ class RingAttention(torch.autograd.Function):
 
 @collective
 def ring_step(
-    total: Partial | None, q: Tensor, kv: Tensor, block: Block | None, kernel: Kernel, group
+    total: Partial | None,
+    q: Tensor,
+    kv: Tensor,
+    block: ScoreBlock | None,
+    kernel: TileKernel,
+    group,
 ) -> tuple[Partial, Tensor]:
     """Attend to the keys and values that are here while they go on to the rank after.
 
@@ -127,7 +132,7 @@ class Hop:
 
 
 def add_block(
-    total: Partial | None, q: Tensor, kv: Tensor, block: Block | None, kernel: Kernel
+    total: Partial | None, q: Tensor, kv: Tensor, block: ScoreBlock | None, kernel: TileKernel
 ) -> Partial:
     """`total`, attention over some keys, with those of one more block. The first block is a rank's
     own, which all its queries see."""

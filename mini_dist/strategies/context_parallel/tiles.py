@@ -144,21 +144,21 @@ def mask(q: Tensor, k: Tensor, causal: bool | Tensor) -> Tensor | None:
     return torch.zeros(hidden.shape, dtype=q.dtype).masked_fill(hidden, -math.inf)
 
 
-class Kernel(NamedTuple):
+class TileKernel(NamedTuple):
     forward: Callable  # as `attend`
     backward: Callable  # as `attend_backward`
 
 
 KERNELS = {
-    "explicit": Kernel(attend, attend_backward),
-    "fused": Kernel(fused_attend, fused_attend_backward),
+    "explicit": TileKernel(attend, attend_backward),
+    "fused": TileKernel(fused_attend, fused_attend_backward),
 }
 
 
-def kernel_of(name: str | None, q: Tensor, scale: float | None = None) -> Kernel:
+def kernel_of(name: str | None, q: Tensor, scale: float | None = None) -> TileKernel:
     """The kernel of this name; None: "fused" for tensors on a CPU, "explicit" elsewhere."""
     name = name or ("fused" if q.device.type == "cpu" else "explicit")
     if name not in KERNELS:
         raise ValueError(f"kernel={name!r} is unknown: give {' or '.join(map(repr, KERNELS))}")
     kernel = KERNELS[name]
-    return kernel if scale is None else Kernel(*(partial(way, scale=scale) for way in kernel))
+    return kernel if scale is None else TileKernel(*(partial(way, scale=scale) for way in kernel))

@@ -21,7 +21,7 @@ from .ideas import blockwise, delayed, offsets, read_ahead, step_behind, undo
 from .lanes import CudaLanes, Lanes
 from .sides import Sides
 from .states import Adam8bit
-from .tier import Overlapped
+from .tier import OverlappedOffload
 
 __all__ = [
     "Adam8bit",
@@ -32,7 +32,7 @@ __all__ = [
     "Lanes",
     "OffloadError",
     "OutOfMemory",
-    "Overlapped",
+    "OverlappedOffload",
     "Sides",
     "activations_to_host",
     "blockwise",

@@ -33,8 +33,8 @@ def activations_to_host(lanes: Lanes, group, parameters=(), ahead: int = 1):
     """Inside, tensors that autograd keeps leave for the host; in backward they come back, the next
     `ahead` of them while one is used. parameters: what is kept but is no activation."""
     known = {p.untyped_storage()._cdata for p in parameters}
-    order: list[Kept] = []
-    leaving: deque[Kept] = deque()
+    order: list[AwayTensor] = []
+    leaving: deque[AwayTensor] = deque()
 
     def let_go(left_over: int) -> None:
         while len(leaving) > left_over:
@@ -44,7 +44,7 @@ def activations_to_host(lanes: Lanes, group, parameters=(), ahead: int = 1):
         if x.nbytes < SMALL or x.untyped_storage()._cdata in known or isinstance(x, nn.Parameter):
             return x
         let_go(LEAVING - 1)
-        kept = Kept(x, lanes, len(order), group)
+        kept = AwayTensor(x, lanes, len(order), group)
         order.append(kept)
         leaving.append(kept)
         return kept
@@ -63,7 +63,7 @@ def activations_to_host(lanes: Lanes, group, parameters=(), ahead: int = 1):
         yield
 
 
-class Kept:
+class AwayTensor:
     """One tensor away from the device."""
 
     def __init__(self, x: Tensor, lanes: Lanes, number: int, group):

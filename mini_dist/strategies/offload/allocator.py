@@ -28,14 +28,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from mini_dist.plan.fields import checks_kinds
-from mini_dist.ranks.ledger.memory import Memory
+from mini_dist.ranks.ledger.memory import MemoryRecord
 
 MIB = 2**20
 HOLE = object()  # has what is no memory: pages in the middle that went back to the driver
 
 
 @dataclass(order=True)
-class Block:
+class MemoryBlock:
     """A piece of a segment; free if nobody has it."""
 
     size: int
@@ -55,14 +55,14 @@ class Allocator:
 
     def __init__(self, capacity: int, expandable: bool = False, scale: int = 1):
         self.capacity, self.expandable, self.scale = capacity, expandable, scale
-        self.segments: dict[int, list[Block]] = {}  # in the order of their addresses
+        self.segments: dict[int, list[MemoryBlock]] = {}  # in the order of their addresses
         self.pools: dict[int, str] = {}
-        self.blocks: dict[object, Block] = {}  # of each owner
+        self.blocks: dict[object, MemoryBlock] = {}  # of each owner
         self.count = 0
 
     # -- what one asks of it ------------------------------------------------------------------
 
-    def allocate(self, owner: object, nbytes: int) -> Block:
+    def allocate(self, owner: object, nbytes: int) -> MemoryBlock:
         """Raises OutOfMemory, with what is free and in how large pieces."""
         size = -(-max(nbytes, 1) // self.unit(512)) * self.unit(512)
         pool = "small" if size <= self.unit(MIB) else "large"
@@ -96,15 +96,15 @@ class Allocator:
     def unit(self, nbytes: int) -> int:
         return max(1, nbytes // self.scale)
 
-    def best_fit(self, pool: str, size: int) -> Block | None:
+    def best_fit(self, pool: str, size: int) -> MemoryBlock | None:
         free = (b for b in self.free_blocks() if self.pools[b.segment] == pool and b.size >= size)
         return min(free, default=None)
 
-    def grow(self, pool: str, size: int) -> Block | None:
+    def grow(self, pool: str, size: int) -> MemoryBlock | None:
         """Ask the driver for more; None if it has no more. Returns a free block."""
         return self.more_pages(pool, size) if self.expandable else self.new_segment(pool, size)
 
-    def new_segment(self, pool: str, size: int) -> Block | None:
+    def new_segment(self, pool: str, size: int) -> MemoryBlock | None:
         if pool == "small":
             wanted = self.unit(2 * MIB)
         elif size < self.unit(10 * MIB):
@@ -114,11 +114,11 @@ class Allocator:
         if self.reserved + wanted > self.capacity:
             return None
         self.count += 1
-        self.segments[self.count] = [Block(wanted, self.count)]
+        self.segments[self.count] = [MemoryBlock(wanted, self.count)]
         self.pools[self.count] = pool
         return self.segments[self.count][0]
 
-    def more_pages(self, pool: str, size: int) -> Block | None:
+    def more_pages(self, pool: str, size: int) -> MemoryBlock | None:
         """At the end of the pool's one segment: what is free there becomes longer."""
         number, page = {"small": 1, "large": 2}[pool], self.page(pool)
         row = self.segments.setdefault(number, [])
@@ -129,12 +129,12 @@ class Allocator:
             return None
         if last is None:
             end = row[-1].start + row[-1].size if row else 0
-            last = Block(0, number, end)
+            last = MemoryBlock(0, number, end)
             row.append(last)
         last.size += missing
         return last
 
-    def split(self, block: Block, size: int, pool: str) -> None:
+    def split(self, block: MemoryBlock, size: int, pool: str) -> None:
         """What is left of the block is a free block of its own, unless it is too small."""
         rest = block.size - size
         finely = pool == "small" or self.expandable
@@ -142,7 +142,7 @@ class Allocator:
             return
         row = self.segments[block.segment]
         at = next(i for i, each in enumerate(row) if each is block)
-        row.insert(at + 1, Block(rest, block.segment, block.start + size))
+        row.insert(at + 1, MemoryBlock(rest, block.segment, block.start + size))
         block.size = size
 
     def page(self, pool: str) -> int:
@@ -157,7 +157,7 @@ class Allocator:
                 del self.segments[number], self.pools[number]
 
     @staticmethod
-    def without_free_pages(row: list[Block], page: int) -> list[Block]:
+    def without_free_pages(row: list[MemoryBlock], page: int) -> list[MemoryBlock]:
         """An expandable segment whose whole free pages are holes; none at its end."""
         kept = []
         for block in row:
@@ -167,14 +167,14 @@ class Allocator:
                 kept.append(block)
                 continue
             parts = (block.start, first, None), (first, last, HOLE), (last, end, None)
-            kept += [Block(b - a, block.segment, a, who) for a, b, who in parts if a < b]
+            kept += [MemoryBlock(b - a, block.segment, a, who) for a, b, who in parts if a < b]
         while kept and kept[-1].owner is HOLE:
             kept.pop()
         return kept
 
     # -- what there is to see -----------------------------------------------------------------
 
-    def free_blocks(self) -> Iterable[Block]:
+    def free_blocks(self) -> Iterable[MemoryBlock]:
         return (b for row in self.segments.values() for b in row if b.owner is None)
 
     @property
@@ -197,7 +197,7 @@ class Allocator:
         return max((block.size for block in self.free_blocks()), default=0)
 
 
-def requests(memory: Memory) -> list[tuple[int, int]]:
+def requests(memory: MemoryRecord) -> list[tuple[int, int]]:
     """What a run asked for, in order: (number of the storage, bytes), 0 bytes when it is gone.
 
     A storage that changes its size is another one: (number, 0) and then (number, new size).

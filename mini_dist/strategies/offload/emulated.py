@@ -2,7 +2,7 @@
 
     lanes = EmulatedLanes({"to_host": Link(1e-5, 16e9), "to_device": Link(1e-5, 16e9)})
     lanes.computes(gpt.blocks, 1e-3, 2e-3)      # seconds of each block's forward and backward
-    ...                                         # train with offload=Overlapped(lanes)
+    ...                                         # train with offload=OverlappedOffload(lanes)
     lanes.now, lanes.log                        # the device's clock, and what went on when
 
 What is to be done in a lane is done at once, in the order of the program, and takes what bytes /
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from mini_dist.collectives.emulate import Link
+from mini_dist.collectives.emulate import EmulatedLink
 from mini_dist.plan.calculators.links import Link as Speed
 from mini_dist.plan.fields import checks_kinds
 
@@ -51,9 +51,9 @@ class EmulatedLanes:
         unknown = set(speeds) - set(LANES)
         if unknown:
             raise ValueError(f"{min(unknown)!r} is no lane: there are {', '.join(LANES)}")
-        self.links = {lane: Link() for lane in LANES}
+        self.links = {lane: EmulatedLink() for lane in LANES}
         for lane, speed in speeds.items():
-            self.links[lane] = Link(speed.latency, speed.bandwidth)
+            self.links[lane] = EmulatedLink(speed.latency, speed.bandwidth)
         self.in_order, self.now = in_order, 0.0
         self.log: list[Took] = []
 
@@ -70,7 +70,7 @@ class EmulatedLanes:
             error = None
         except Exception as raised:
             error = raised
-        arrival = Moment(self, link.send(nbytes, ready), error)
+        arrival = VirtualArrival(self, link.send(nbytes, ready), error)
         self.log.append(Took(lane, start, arrival.moment, nbytes))
         if self.in_order:
             self.now = max(self.now, arrival.moment)
@@ -108,7 +108,7 @@ class EmulatedLanes:
 
 
 @dataclass
-class Moment:
+class VirtualArrival:
     """An arrival in virtual time."""
 
     lanes: EmulatedLanes = field(repr=False)

@@ -1,7 +1,7 @@
 """Which memory is the device's and which the host's, where both are the same: on a laptop.
 
 lanes = Sides(speeds, group)                  # inside launch(..., memory=True)
-...                                           # train with offload=Overlapped(lanes)
+...                                           # train with offload=OverlappedOffload(lanes)
 lanes.peaks()                                 # {"device": bytes, "host": bytes}
 """
 

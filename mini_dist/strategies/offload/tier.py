@@ -1,7 +1,7 @@
 """The tier for ZeRO whose transfers go on behind the computation (Ren et al. 2021, ZeRO-Offload;
 Rajbhandari et al. 2021, ZeRO-Infinity).
 
-    model = ZeRO3(gpt, group, adamw, units=gpt.blocks, offload=Overlapped(Lanes()))
+    model = ZeRO3(gpt, group, adamw, units=gpt.blocks, offload=OverlappedOffload(Lanes()))
 
 Where things are: the shards that are stepped, their states and gradients on the host, or, with a
 `folder`, shards and states in files, and on demand gradients and parameters, too. What the device
@@ -41,7 +41,7 @@ SHARDS_IN_MEMORY = 2  # whose states are in files else: one is stepped, one is r
 
 
 @checks_kinds
-class Overlapped:
+class OverlappedOffload:
     """What `offload=` of a ZeRO stage may be, besides "cpu" and a folder.
 
     folder: of the files, or None for the host's memory. early: a shard is stepped in the backward
@@ -88,7 +88,7 @@ class Tier:
 
     keeps_last_units = True  # or their way back would hide behind nothing
 
-    def __init__(self, options: Overlapped, group):
+    def __init__(self, options: OverlappedOffload, group):
         self.options, self.lanes, self.group = options, options.lanes, group
         self.shelf, self.in_files = Shelf(options.folder, group), options.folder is not None
         # of each shard what its next use comes after: a gradient that arrives, a step

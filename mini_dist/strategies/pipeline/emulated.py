@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mini_dist.collectives.emulate import Clock, Device, EmulatedStage, wall_spans
+from mini_dist.collectives.emulate import Clock, EmulatedDevice, EmulatedStage, wall_spans
 from mini_dist.plan.schedule import Schedule, Span, Times
 
 from .execute import Pipeline
@@ -21,10 +21,10 @@ def run_emulated(schedule: Schedule, times: Times, group) -> list[Span]:
     return wall_spans(emulate(schedule, times, group))
 
 
-def emulate(schedule: Schedule, times: Times, group) -> Device:
+def emulate(schedule: Schedule, times: Times, group) -> EmulatedDevice:
     """The same; returns the device, which knows virtual and real moments of all it did."""
     clock = Clock()
-    device = Device(clock)
+    device = EmulatedDevice(clock)
     stages = {
         stage: EmulatedStage(stage, schedule, times, device)
         for stage in schedule.stages_of[group.rank()]

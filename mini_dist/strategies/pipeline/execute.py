@@ -34,7 +34,7 @@ from mini_dist.plan.schedule.action import COMMUNICATION, Key
 from .fits import check_message, micro_batches, stages_that_fit
 from .losses import Losses
 from .messages import Messages
-from .plan import Plan
+from .plan import RankPlan
 from .stage import Stage, WithLoss
 
 
@@ -72,8 +72,8 @@ class Pipeline:
         stages = stages_that_fit(schedule, stages, group, activation, optimizer, shared)
         self.device = device_of(group)
         on_nccl = self.device.type == "cuda"
-        self.training = Plan(schedule, self.rank, on_nccl)
-        self.evaluation = Plan(forward_only(schedule), self.rank, on_nccl)
+        self.training = RankPlan(schedule, self.rank, on_nccl)
+        self.evaluation = RankPlan(forward_only(schedule), self.rank, on_nccl)
         self.last = schedule.num_stages - 1
         self.activation, self.shared = activation, shared
         self.has_targets = loss_fn is not None
@@ -116,7 +116,7 @@ class Pipeline:
 
     # -- down the list ----------------------------------------------------------------------------
 
-    def _run(self, plan: Plan, inputs, targets) -> Losses:
+    def _run(self, plan: RankPlan, inputs, targets) -> Losses:
         m = self.schedule.num_micro_batches
         self.inputs = micro_batches(inputs, m, "inputs") if 0 in self.stages else None
         self.targets = None

@@ -11,13 +11,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .plan import Plan
+from .plan import RankPlan
 
 
 class Losses:
     """The losses of one run of a list, on one rank."""
 
-    def __init__(self, plan: Plan, group, device: torch.device, activation: Tensor | None) -> None:
+    def __init__(
+        self, plan: RankPlan, group, device: torch.device, activation: Tensor | None
+    ) -> None:
         schedule = plan.schedule
         # All ranks must know the dtype: float64 if the activations have it, else float32.
         like = torch.float32 if activation is None else activation.dtype

@@ -19,11 +19,11 @@ from torch import Tensor
 from mini_dist.plan.schedule import Action
 from mini_dist.plan.schedule.action import Key, receive_of, send_of
 
-from .plan import Plan
+from .plan import RankPlan
 
 
 @dataclass
-class Message:
+class StageMessage:
     work: Any  # the handle of torch.distributed
     tensor: Tensor
     used_at: int = 0  # of a send: the place in the peer's list of the action that uses it
@@ -32,26 +32,26 @@ class Message:
 class Messages:
     """The messages of one run of a list, on one rank."""
 
-    def __init__(self, plan: Plan, group, device: torch.device) -> None:
+    def __init__(self, plan: RankPlan, group, device: torch.device) -> None:
         self.schedule, self.place = plan.schedule, plan.place
         self.group, self.device = group, device
-        self.sent: dict[int, list[Message]] = {}  # to a peer, not yet waited for
-        self.awaited: dict[Key, Message] = {}  # receives that were started, by their sends
-        self.started: list[Message] = []  # since `together` was entered
+        self.sent: dict[int, list[StageMessage]] = {}  # to a peer, not yet waited for
+        self.awaited: dict[Key, StageMessage] = {}  # receives that were started, by their sends
+        self.started: list[StageMessage] = []  # since `together` was entered
 
     def send(self, action: Action, value: Tensor) -> None:
         receive, value = receive_of(action), value.contiguous()
         peer = self.schedule.rank_of[receive.stage]
         work = self.group.send([value], peer, self._tag(action))
         used_at = self.place[receive.stage, action.kind[-1], action.micro]
-        message = Message(work, value, used_at)
+        message = StageMessage(work, value, used_at)
         self.sent.setdefault(peer, []).append(message)
         self.started.append(message)
 
     def receive(self, action: Action, buffer: Tensor) -> None:
         send = send_of(action)
         peer = self.schedule.rank_of[send.stage]
-        message = Message(self.group.recv([buffer], peer, self._tag(send)), buffer)
+        message = StageMessage(self.group.recv([buffer], peer, self._tag(send)), buffer)
         self.awaited[send.key] = message
         self.started.append(message)
 
@@ -85,7 +85,7 @@ class Messages:
         for peer in self.sent:
             self._let_go(peer, lambda sent: True)
 
-    def _let_go(self, peer: int, has_arrived: Callable[[Message], bool]) -> None:
+    def _let_go(self, peer: int, has_arrived: Callable[[StageMessage], bool]) -> None:
         sent = self.sent.get(peer, [])
         for message in filter(has_arrived, sent):
             message.work.wait()

@@ -13,7 +13,7 @@ from mini_dist.plan.schedule.action import members
 from mini_dist.plan.schedule.communication import EARLY
 
 
-class Plan:
+class RankPlan:
     """A schedule that can run as it stands, and what one rank needs to know of it.
 
     schedule: with its sends and receives. items: this rank's list; an entry is one action, or the

@@ -4,8 +4,8 @@ What moves is in the ledger with its bytes, as `to_host`, `to_device_`, `to_file
 This is ZeRO-Offload (Ren et al. 2021, section 3: states and step on the host; 2 + 2 bytes a
 parameter move) and ZeRO-Infinity (Rajbhandari et al. 2021, section 5: in files) in miniature:
 nothing here overlaps with anything, so a step is longer by all of these transfers. The tier of
-mini_dist/strategies/offload hides them; it comes in by `offload=Overlapped(...)` and has the same
-methods.
+mini_dist/strategies/offload hides them; it comes in by `offload=OverlappedOffload(...)` and has
+the same methods.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from mini_dist.ranks.ledger.recording import recorded
 
 
-class Device:
+class OnDevice:
     """Nothing is offloaded: shards and states are where the parameters are."""
 
     keeps_last_units = False  # from forward to backward, which begins with them: ZeRO-3
@@ -68,7 +68,7 @@ class Device:
         yield
 
 
-class Host(Device):
+class OnHost(OnDevice):
     """Gradients go to the host and are stepped there, and stepped parameters come back."""
 
     def keep(self, mine, dtype):
@@ -81,7 +81,7 @@ class Host(Device):
         return to_host(part, self.group)
 
 
-class Files(Host):
+class Files(OnHost):
     """Shards and states are in files, and in memory only while they are used, one by one."""
 
     def __init__(self, folder: str | Path, group):
@@ -138,13 +138,13 @@ class Files(Host):
         return self.folder / f"{self.numbers[shard]}.{name}"
 
 
-def tier_of(offload, group) -> Device:
+def tier_of(offload, group) -> OnDevice:
     """The tier of memory that `offload` names: None, "cpu", a folder, or one's own, by `of`."""
     if offload is None:
-        return Device(group)
+        return OnDevice(group)
     if hasattr(offload, "of"):
         return offload.of(group)
-    return Host(group) if offload == "cpu" else Files(offload, group)
+    return OnHost(group) if offload == "cpu" else Files(offload, group)
 
 
 @recorded

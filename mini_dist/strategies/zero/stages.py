@@ -40,7 +40,7 @@ class ZeRO1(Trainable):
     are units, too.
     master_dtype: of the shards, e.g. float32 for a bfloat16 model; gradients travel in the model's.
     offload: "cpu" keeps shards and optimizer states on the host, a directory in files there;
-    `offload.Overlapped(...)` does so behind the computation.
+    `offload.OverlappedOffload(...)` does so behind the computation.
     ignored: parameters that another wrapper takes care of. Frozen ones stay whole on every rank.
     messages: what begins a unit's gather and scatter: `compression.Quantized()` does in 8 or 4
     bits, and the optimizer steps shards that were not rounded; `collectives.by_hosts` sends the

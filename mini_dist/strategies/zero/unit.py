@@ -14,7 +14,7 @@ from mini_dist.collectives import all_gather
 
 from ..replicas import gradient
 from .freed import Freed
-from .offload import Device
+from .offload import OnDevice
 
 
 class Unit:
@@ -32,7 +32,7 @@ class Unit:
         named: dict[str, Tensor],
         group,
         master_dtype: torch.dtype | None,
-        tier: Device,
+        tier: OnDevice,
         messages,
     ):
         self.module = module  # whose forward and backward need the parameters

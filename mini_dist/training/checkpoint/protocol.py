@@ -33,7 +33,7 @@ class ShardedUnit(Protocol):
         """(parameter, range of its flattened elements, the same as a range of `shard`)."""
 
 
-class Tier(Protocol):
+class TierLike(Protocol):
     """Where shards and optimizer states are between steps: on the device, the host, in files."""
 
     def fetched(self, shard: Tensor, states: dict) -> AbstractContextManager:
@@ -45,10 +45,10 @@ class Sharded(Wrapped, Protocol):
 
     units: list[ShardedUnit]
     optimizer: torch.optim.Optimizer
-    tier: Tier
+    tier: TierLike
 
 
-class Cut(Protocol):
+class CutLike(Protocol):
     """Of a parameter: it is part number `part` of `parts` equal ones along `dim`."""
 
     dim: int
@@ -56,11 +56,11 @@ class Cut(Protocol):
     parts: int
 
 
-class Sharding(Protocol):
-    cuts: dict[str, Cut]  # by parameter name; what is not there is whole
+class ShardingLike(Protocol):
+    cuts: dict[str, CutLike]  # by parameter name; what is not there is whole
 
 
 class CutModule(Protocol):
     """A module whose matrices are cut over ranks (tensor_parallel.shard_model)."""
 
-    sharding: Sharding
+    sharding: ShardingLike

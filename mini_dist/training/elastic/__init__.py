@@ -31,18 +31,18 @@ from mini_dist.ranks.membership import (
     regroup,
 )
 
-from .copies import Copies
+from .copies import ShardCopies
 from .detectors import FixedTimeout, PhiAccrual, judged, patience
 from .ideas import furthest, rebuild, rows_of, shares
 from .taking_over import catch_up
 
 __all__ = [
-    "Copies",
     "Elastic",
     "FixedTimeout",
     "Lost",
     "PhiAccrual",
     "RanksChanged",
+    "ShardCopies",
     "catch_up",
     "check_members",
     "furthest",

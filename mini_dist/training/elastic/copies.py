@@ -22,7 +22,7 @@ from .taking_over import DTYPES, Offered, take_over
 NOTHING = 2**62  # the step of who has kept nothing
 
 
-class Copies:
+class ShardCopies:
     """What this rank has kept, of itself and of the rank before it, at the last two steps that it
     kept: a rank may die while some have the newer one and others do not."""
 

@@ -16,7 +16,7 @@ from mini_dist.plan.calculators import (
 from mini_dist.plan.calculators.bubble import simulated
 from mini_dist.plan.calculators.frameworks import FRAMEWORKS
 from mini_dist.plan.calculators.memory import AT_MOST_IN_FLIGHT
-from mini_dist.plan.calculators.stage_time import Stage
+from mini_dist.plan.calculators.stage_time import StageTime
 from mini_dist.plan.config import RECOMPUTE, Layout
 from mini_dist.plan.schedule import SPLIT, SYNCHRONOUS, V_SHAPED, Times, build, simulate
 from mini_dist.strategies.data_parallel import wrappers
@@ -43,7 +43,7 @@ def test_a_long_step_that_is_simulated_in_part_lasts_as_long_as_the_whole(name, 
     except ValueError:
         return  # the next test
     works = [(1.0, 2.0, 0.9), (1.1, 2.2, 1.0), (1.0, 2.0, 0.9), (1.3, 2.5, 0.9)]
-    stages = [Stage({}, *work) for work in works]
+    stages = [StageTime({}, *work) for work in works]
     each = [works[rank] for rank in map(schedule.rank_of.__getitem__, range(4 * chunks))]
     times = Times(
         forward=[f / chunks for f, _, _ in each],
