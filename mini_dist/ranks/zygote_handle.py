@@ -155,6 +155,6 @@ def rank_environment() -> dict[str, str]:
 
 def last_edits() -> list[int]:
     """When the files that the zygote loads were last changed."""
-    files = [PACKAGE / "__init__.py", PACKAGE / "fields.py"]
-    files += [*PACKAGE.glob("ranks/*.py"), *PACKAGE.glob("ledger/*.py")]
+    files = [PACKAGE / name for name in ("__init__.py", "plan/__init__.py", "plan/fields.py")]
+    files += PACKAGE.glob("ranks/**/*.py")
     return sorted(file.stat().st_mtime_ns for file in files)

@@ -108,7 +108,7 @@ WHY = {
     "flat gradients": ("a bucket's copy and its mean", "data_parallel/wrappers.py"),
     "optimizer's temporaries": ("2 * largest tensor", "torch.optim [code]"),
     "recomputed layer": ("all that it keeps, and its output", "recompute/blocks.py"),
-    "statistics and angles": ("in float32: 2 a norm and token; 2 S H/cp a layer", "model.py"),
+    "statistics and angles": ("in float32: 2 a norm and token; 2 S H/cp a layer", "gpt.py"),
     "loss and logits": ("kept: 2 e D + 4 V/t a token; on top 8 V, cut 12 V/t", "model.py, loss.py"),
     "loss and logits of others": ("kept: 2 e D + 4 V/t a token", "model.py, loss.py"),
     "put off": ("inputs of linears and gradients of their outputs", "pipeline/split_backward.py"),
