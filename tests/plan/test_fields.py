@@ -11,11 +11,14 @@ import inspect
 import math
 import pkgutil
 import re
+from pathlib import Path
 
 import numpy
 import pytest
 
 import mini_dist
+import mini_dist.collectives
+import mini_dist.serving
 from mini_dist import Layout, ModelConfig, launch
 from mini_dist.plan.fields import KINDS, checks_kinds, of_kind, simple_kinds
 from mini_dist.ranks.elastic import Elastic
@@ -30,27 +33,45 @@ WRONG = {
     "str": (3, True, b"text"),
 }
 
-# Rooms whose arguments have judges of their own: an exercise's, a page's, a grader's.
-OTHER_ROOMS = {"check", "draw", "elsewhere", "grade", "replay", "widgets", "fields", "ranks"} | {
-    "lesson"
-}
+LOOSE = {"mesh", "backend", "emulate", "divides", "ops"}
+# Whose arguments have judges of their own: an exercise's, a page's, a grader's.
+OTHERS = {"check", "draw", "elsewhere", "grade", "replay", "widgets", "fields", "lesson"}
+# What these rooms offer is in their __all__; of the algorithms themselves no argument is checked.
+OTHERS |= {path.stem for path in Path(mini_dist.collectives.__path__[0]).glob("*.py")} - LOOSE
+OTHERS |= {path.stem for path in Path(mini_dist.serving.__path__[0]).glob("*.py")}
 RESULTS = {  # dataclasses that only the library fills in
-    *("Breakdown", "Candidate", "Case", "Comm", "Found", "Largest", "Line", "Lost", "Metrics"),
-    *("Move", "Placed", "Plan", "Progress", "Report", "Row", "Saved", "StepTime", "Block"),
-    *("Batch", "Cost", "Dropped", "Message", "Moment", "Run", "Stage", "Took", "Weight"),
+    *("Breakdown", "Candidate", "Case", "Found", "Largest", "Line", "Lost", "Metrics"),
+    *("Move", "Placed", "Plan", "Progress", "Row", "Saved", "StepTime", "Block"),
+    *("Batch", "Cost", "Dropped", "StageMessage", "VirtualArrival", "PublishedRun", "StageTime"),
+    *("Took", "Weight", "SavedTensor", "HostReport", "MemoryBlock", "BlockProducts", "Stage"),
 }
 # What runs for every message, or for every tensor of a layer, where a check would be felt.
-HOT = {"send", "recv", "exchange", "split_sizes", "positions_here", "explicit_attention"}
+HOT = {
+    "check_tokens",
+    "send",
+    "recv",
+    "exchange",
+    "split_sizes",
+    "positions_here",
+    "explicit_attention",
+}
 INSIDE = {  # has no underscore, and is called from the library only
+    *("below_here", "is_beside", "put_beside", "tie_ends"),
     *("MLP", "Place", "Worker", "axis_groups", "balanced_ranges", "block_of", "catch_up"),
     *("check_divides", "check_micro_batches", "contiguous", "cosines_and_sines", "deliver"),
     *("execute", "initial_value", "inspect", "kept_of_layer", "layer_activations"),
-    *("megatron_order", "nothing", "num_scores", "order_on_hosts", "parse", "piece"),
-    *("placements", "read", "read_rank", "read_value", "rotate", "scaled_step", "sdpa_attention"),
-    *("serve_model", "shared_parameter", "striped", "term", "unscale_", "update", "updates"),
-    *("watched", "zigzag", "attend", "attend_backward", "fused_attend", "GPT", "readable"),
+    *("megatron_order", "num_scores", "order_on_hosts", "parse", "piece"),
+    *("placements", "read", "read_value", "rotate", "scaled_step", "sdpa_attention"),
+    *("serve_model", "shared_parameter", "striped", "unscale_", "update", "updates"),
+    *("zigzag", "attend", "attend_backward", "fused_attend", "GPT", "readable"),
 }
-PAGES = (".ideas", ".ops") + tuple(  # shown to learners as they are
+PAGES = (
+    ".ideas",
+    ".ops",
+    ".ideas.cache",
+    ".ideas.speculation",
+    ".ideas.stages",
+) + tuple(  # shown to learners as they are
     f".collectives.{page}"
     for page in ("halving_doubling", "hierarchical", "pipelined_hierarchy", "pipelined_ring")
     + ("ring", "ring_by_hosts", "star_tree", "torus")
@@ -60,22 +81,29 @@ PAGES = (".ideas", ".ops") + tuple(  # shown to learners as they are
 def public():
     """(name, callable) of all that a program is meant to call."""
     yield from (("launch", launch), ("Hosts", Hosts), ("Elastic", Elastic))
-    for module in pkgutil.iter_modules(mini_dist.__path__):
-        if module.name in OTHER_ROOMS:
-            continue
-        room = importlib.import_module(f"mini_dist.{module.name}")
-        inside = getattr(room, "__path__", ())
-        for each in pkgutil.iter_modules(inside, f"mini_dist.{module.name}."):
+    for path in modules():
+        module = importlib.import_module(path)
+        for each in pkgutil.iter_modules(getattr(module, "__path__", ()), f"{path}."):
             if not each.name.endswith("__main__"):
                 yield from dataclasses_of(importlib.import_module(each.name))
-        for name in getattr(room, "__all__", None) or vars(room):
-            thing = getattr(room, name)
+        for name in getattr(module, "__all__", None) or vars(module):
+            thing = getattr(module, name)
             home = getattr(thing, "__module__", "")
-            own = home.startswith("mini_dist.") and (
-                hasattr(room, "__all__") or home == room.__name__
-            )
+            own = home.startswith("mini_dist.") and (hasattr(module, "__all__") or home == path)
             if callable(thing) and own and not name.startswith("_"):
                 yield name, thing
+
+
+def modules():
+    """The rooms, and what lies directly in one, but for those with judges of their own."""
+    for room in pkgutil.iter_modules(mini_dist.__path__, "mini_dist."):
+        if room.name == "mini_dist.ranks":
+            continue  # launch, Hosts and Elastic are all of it that a program calls
+        yield room.name
+        inside = [str(Path(mini_dist.__path__[0], room.name.rpartition(".")[2]))]
+        for each in pkgutil.iter_modules(inside, f"{room.name}."):
+            if each.name.rpartition(".")[2] not in OTHERS:
+                yield each.name
 
 
 def dataclasses_of(module):
@@ -105,6 +133,7 @@ def judged():
 
 
 JUDGED = list(judged())
+CALLS = list(dict.fromkeys(thing for _, thing, *_ in JUDGED))
 
 
 def wrong_values(kinds):
@@ -120,7 +149,9 @@ def test_the_look_around_finds_what_there_is():
     assert {"launch.network", "Policy.static", "Layout.tp", "Recipe.text", "DiLoCo.keep"} <= names
 
 
-@pytest.mark.parametrize("call", {thing for _, thing, *_ in JUDGED}, ids=lambda call: call.__name__)
+@pytest.mark.parametrize(
+    "call", list({thing: 0 for _, thing, *_ in JUDGED}), ids=lambda call: call.__name__
+)
 def test_no_argument_of_another_kind_is_taken(call):
     """Refused before anything is missing, so an example of the other arguments is not needed."""
     for name, thing, argument, kinds in JUDGED:

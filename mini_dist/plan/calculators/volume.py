@@ -125,6 +125,7 @@ def step_volume(
     return Breakdown(f"bytes that pipeline rank {pp_rank} sends in a step", tuple(lines))
 
 
+@checks_kinds
 def small_messages(
     config: ModelConfig | str, layout: Layout, how: str | Framework = "course", pp_rank: int = 0
 ) -> Breakdown:
