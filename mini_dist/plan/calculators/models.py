@@ -221,7 +221,7 @@ def _filled(settings: dict, family: str, names: dict[str, str], seq_len: int | N
         warnings.warn(
             f"config.json leaves out sizes, so we take {', '.join(taken)}: the defaults of "
             f"{family} in transformers {VERSION}.",
-            stacklevel=3,
+            stacklevel=4,
         )
     return keys
 
