@@ -24,6 +24,7 @@ from types import BuiltinMethodType, CodeType, FrameType, FunctionType, MethodTy
 import torch
 
 from mini_dist.collectives import collective
+from mini_dist.plan.fields import checks_kinds
 from mini_dist.ranks.ledger.group import RecordedWork
 
 LIBRARY = str(Path(__file__).parents[2])
@@ -32,9 +33,9 @@ AROUND = (
     sysconfig.get_paths()["stdlib"],
     str(Path(torch.__file__).parent),
 )
-# What `recorded` and `collective` put around a function does no work of its own.
-DECORATED = collective(lambda group: None)
-DECORATORS = {DECORATED.__code__, DECORATED.__wrapped__.__code__}
+# What `recorded`, `collective` and `checks_kinds` put around a function does no work of its own.
+DECORATED, CHECKED = collective(lambda group: None), checks_kinds(lambda: None)
+DECORATORS = {DECORATED.__code__, DECORATED.__wrapped__.__code__, CHECKED.__code__}
 
 
 def learners(fn: Callable, *args, **kwargs):
