@@ -313,10 +313,10 @@ def test_a_tied_embedding_stays_one_under_every_wrapper(tmp_path):
 
 def made_from_nothing(config, group):
     from mini_dist.strategies.tensor_parallel import init_weights_, shard_model
-    from mini_dist.training.all_axes.experts_cut import PLAN
+    from mini_dist.training.all_axes.experts_cut import plan
 
     poison_memory()
-    model = init_weights_(shard_model(GPT(config, device="meta"), PLAN, group), seed=0)
+    model = init_weights_(shard_model(GPT(config, device="meta"), plan(group), group), seed=0)
     return {name: (t, model.sharding.cuts.get(name)) for name, t in model.state_dict().items()}
 
 
