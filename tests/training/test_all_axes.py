@@ -114,6 +114,7 @@ def test_the_sequence_may_be_put_together_in_other_ways(attention):
 WITH_EXPERTS = [
     dict(dp=4, ep=2, zero=2),
     dict(tp=2, dp=2, ep=2, sequence_parallel=True, zero=1, recompute="full"),
+    dict(dp=4, ep=2, zero=3, recompute="full"),
     dict(pp=2, dp=4, ep=2),
     dict(pp=2, dp=4, ep=2, zero=3),
     dict(pp=2, dp=2, cp=2, tp=2, ep=2, zero=1, sequence_parallel=True),  # 16 ranks, 5 axes

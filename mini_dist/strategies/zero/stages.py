@@ -284,7 +284,7 @@ class ZeRO3(ZeRO2):
 
     def before_forward(self, unit: Unit, *_) -> None:
         unit.gather()
-        if unit not in self.kept:
+        if unit not in self.kept and not is_in_backward():
             self.begin_gathers(self.units, after=unit)
 
     def after_forward(self, unit: Unit, module: nn.Module, inputs, output) -> None:
@@ -293,6 +293,9 @@ class ZeRO3(ZeRO2):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(partial(self.before_backward, unit))
                 trains = True
+        if trains and is_in_backward():
+            # A block around this unit is recomputed, and asks at once for this unit's gradients.
+            self.kept.add(unit)
         # Backward begins with the last units, this one and as many as it gathers ahead.
         stays = trains and self.tier.keeps_last_units and unit in self.units[-1 - self.prefetch :]
         if unit not in self.kept and not stays:
@@ -338,6 +341,11 @@ class ZeRO3(ZeRO2):
         finally:
             for unit in units:
                 unit.take_back()
+
+
+def is_in_backward() -> bool:
+    """Whether autograd calls us, as it does when backward recomputes a forward."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def as_module(given: nn.Module | Iterable[nn.Parameter]) -> nn.Module:
