@@ -108,7 +108,7 @@ from mini_dist.plan.calculators.published import (
     MPT,
     ZERO_BUBBLE_RATES,
     ZERO_TABLE_1,
-    Run,
+    PublishedRun,
     gpt,
     korthikanti_2022,
     megatron_2021,
@@ -723,7 +723,7 @@ def simumax():
             num_micro_batches=number["mbc"],
             sequence_parallel=number["tp"] > 1,
         )
-        run = Run(
+        run = PublishedRun(
             row["case"],
             config,
             layout,
@@ -766,7 +766,7 @@ def zero_bubble(interleaved=False):
             num_chunks=(number["layers"] + 2) // number["pp"] if interleaved else 1,
         )
         samples = number["mbs"] * number["microbatches"] / number["gpus"]
-        run = Run(
+        run = PublishedRun(
             f"{row['model']} {row['schedule']}",
             config,
             layout,
@@ -807,7 +807,7 @@ def vtrain(name):
             recompute="full",
         )
         runs.append(
-            Run(
+            PublishedRun(
                 "vTrain",
                 config,
                 layout,
@@ -836,7 +836,7 @@ def mpt_a100():
             recompute="full" if row["act_ckpt"] == "True" else "none",
         )
         runs.append(
-            Run(
+            PublishedRun(
                 row["model"],
                 config,
                 layout,
@@ -876,7 +876,7 @@ def nanotron():
         )
         ok = row["status"] == "ok"
         tokens = layout.global_batch_size * config.seq_len
-        run = Run(
+        run = PublishedRun(
             row["model"],
             config,
             layout,

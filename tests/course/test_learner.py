@@ -107,7 +107,7 @@ def test_what_is_no_lesson_leaves_none(home, monkeypatch, path):
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="only Linux tells")
 def test_a_kernel_that_a_notebook_has_started_is_told_by_its_parent(tmp_path):
-    inner = "from mini_dist import learner; print(learner.started_by_a_notebook())"
+    inner = "from mini_dist.course import learner; print(learner.started_by_a_notebook())"
     outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
     environment = {**os.environ, "JPY_SESSION_NAME": "/course/07_zero.ipynb"}
     found = subprocess.run(
@@ -198,7 +198,7 @@ def test_the_file_of_an_earlier_version_is_taken_over(home):
 def test_two_kernels_that_note_at_the_same_time_keep_all(home):
     code = """if True:
         import sys
-        from mini_dist import learner
+        from mini_dist.course import learner
         learner.AUTOMATIC = set()
         learner.started_by_a_notebook = lambda: False
         for n in range(100):

@@ -271,7 +271,7 @@ def test_calm_speaks_only_where_the_rule_is_broken(capsys):
 
 LONG = """
 import time
-from mini_dist import lesson
+from mini_dist.course import lesson
 from mini_dist.course.lesson import bar
 lesson.Clock.PATIENCE = 0.2
 """

@@ -90,7 +90,7 @@ MAY_USE = {
     "doubling_all_reduce": "exchange recv send power_of_two reduction",
     "all_to_all": "exchange check_splits",
     "merge": "Partial",
-    "ring_step": "Block Kernel Partial start wait add_block",
+    "ring_step": "ScoreBlock TileKernel Partial start wait add_block",
     "zigzag": "check_divides",
     "average_through_rank_0": "gather star_broadcast",
     "dispatch": "all_to_all Dispatched",

@@ -242,9 +242,11 @@ def test_experts_that_span_tp_are_tried_and_can_be_the_fastest():
     config = model("mixtral-8x7b").replace(num_layers=8)
     answer = plan(config, "h100", 8, 8 * config.seq_len, search=replace(search, max_tp=4))
     layouts = [c.layout for c in answer.candidates] + [d.layout for d in answer.dropped]
-    assert {layout.etp for layout in layouts if layout.tp == 4} == {1, 4}
-    whole = [layout for layout in layouts if layout.etp < layout.tp]
-    assert whole and all(layout.ep % layout.tp == 0 for layout in whole)
+    # Eight experts can be whole on the ranks that tp=4 and ep cut; six cannot, so tp cuts them.
+    assert {(layout.ep, layout.etp) for layout in layouts if layout.tp == 4} == {(4, 1), (8, 1)}
+    six = plan(config.replace(num_experts=6), "h100", 8, 8 * config.seq_len, search=search)
+    of_six = [c.layout for c in six.candidates] + [d.layout for d in six.dropped]
+    assert {layout.etp for layout in of_six if layout.tp == 4} == {4}
     of_four = [c for c in answer.candidates if c.layout.tp == 4]
     assert of_four[0].layout.etp == 1
     assert "tp=4 ep=8 etp=1" in short(of_four[0].layout)
