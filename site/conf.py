@@ -53,7 +53,10 @@ nb_ipywidgets_js = {}
 myst_enable_extensions = ["amsmath", "dollarmath"]
 myst_heading_anchors = 4
 myst_links_external_new_tab = True
-suppress_warnings = ["mystnb.unknown_mime_type"]
+suppress_warnings = [
+    "mystnb.unknown_mime_type",
+    "ref.python",  # ModelConfig is documented where it is defined and where it is exported.
+]
 
 html_theme = "sphinx_book_theme"
 html_title = "mini_dist"
@@ -88,6 +91,8 @@ def write_library(app):
     pages = {name: f"# {name}\n\n" for name in sorted([*rooms, *names])}
     for name in pages:
         directive = f".. automodule:: mini_dist.{name}"
+        if name in rooms:
+            directive += "\n   :no-members:"  # They stand on the pages of the room's modules.
         pages[name] += f"```{{eval-rst}}\n{directive}\n```\n"
     folder.mkdir(exist_ok=True)
     for old in folder.glob("*.md"):
