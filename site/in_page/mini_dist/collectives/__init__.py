@@ -1,0 +1,1 @@
+"""In a page: no messages. Grid, of mesh.py, needs none."""
