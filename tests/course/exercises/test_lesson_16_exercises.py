@@ -154,7 +154,11 @@ SYMPTOMS = {
     "A": ["deadlock: ranks 0, 2 and 3 wait", "rank 1 has returned"],
     "B": ["do not agree on an operation", "rank 3 calls send(float64[1, 8]"],
     "D": ["deadlock: ranks 0, 1, 2 and 3 wait", *(f"rank {r} has waited" for r in range(4))],
-    "E": ["do not agree on an operation", "recv(float32[1], from rank 2)", "send(float32[1, 8]"],
+    "E": [
+        "do not agree on an operation",
+        "rank 0 calls all_reduce(float32[1]) as its collective number 8",
+        "rank 2 calls all_reduce(float32[1, 8]) as its collective number 8",
+    ],
 }
 
 
