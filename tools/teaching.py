@@ -22,7 +22,7 @@ TURN = re.compile(r"# YOUR TURN[^\n]*")
 CHECKED = re.compile(r"^check\.(\w+)\((\w+)\)$", flags=re.M)
 
 sys.path.insert(0, str(ROOT))
-from tools.minutes import MINUTES_AN_EXERCISE, minutes  # noqa: E402
+from tools.minutes import minutes_of  # noqa: E402
 
 # ---- lessons -------------------------------------------------------------------------------------
 
@@ -55,10 +55,9 @@ def numbers(found: list[int]) -> str:
 
 def facts(lesson: Path) -> str:
     """The lines about one lesson: minutes, which cells are optional, the exercises."""
-    text = lesson.read_text(encoding="utf-8")
     of_all = cells(ROOT / "notebooks" / f"{lesson.stem}.ipynb")
     code = [cell for cell in of_all if cell["code"]]
-    found = minutes(text)
+    found = minutes_of(lesson)
     optional = numbers([cell["number"] for cell in code if cell["optional"]])
     times = f"{found['core']} minutes to read and run"
     if found["optional"]:
@@ -79,7 +78,7 @@ def facts(lesson: Path) -> str:
             size = re.search(r"(?:about )?\d+(?:-\d+| to \d+)? lines?", turn)
             listed.append(f"`{name}`" + (f" ({size[0]})" if size else ""))
         told += (
-            f" About {MINUTES_AN_EXERCISE} minutes for each exercise: {', '.join(listed)}; "
+            f" About {found['exercises']} minutes for the exercises: {', '.join(listed)}; "
             f"[what goes wrong](docs/wrong_answers.md#{anchor(lesson)})."
         )
     return told

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tools import teaching
-from tools.minutes import minutes
+from tools.minutes import minutes_of
 
 ROW = re.compile(r"^\| ([^|]+) \| ([^|]+) \| ([\d; ]+) \| ([\d; ]+) \|$", re.M)
 FROM_TO = re.compile(r"\b(\d\d)(?:-(\d\d))?\b")
@@ -26,7 +26,7 @@ def numbers_in(lessons: str) -> list[str]:
 
 @pytest.mark.parametrize("row", paths(), ids=lambda row: row[0])
 def test_a_path_takes_the_minutes_of_its_lessons(row):
-    of = {path.stem[:2]: minutes(path.read_text(encoding="utf-8")) for path in teaching.lessons()}
+    of = {path.stem[:2]: minutes_of(path) for path in teaching.lessons()}
     _, lessons, core, exercises = row
     days = [numbers_in(day) for day in lessons.split(";")]
     assert all(days)
