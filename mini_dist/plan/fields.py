@@ -101,6 +101,24 @@ def of_kind(name: str, value, allowed: tuple[str, ...], error=ValueError, infini
     raise error(f"{name}={reprlib.repr(value)} is not {wanted}.")
 
 
+def at_least(field: str, value: float, least: float, why: str = "") -> float:
+    """The value; ValueError says in one sentence what would be right."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{field}={value!r} is no number: give {least:g} or more.")
+    if value < least:
+        because = f" ({why})" if why else ""
+        raise ValueError(f"{field}={value!r} is too small{because}: give {least:g} or more.")
+    return value
+
+
+def whole(field: str, value: int, why: str = "") -> int:
+    """The same for a number of things: an int of 1 or more."""
+    at_least(field, value, 1, why)
+    if not isinstance(value, int):
+        raise ValueError(f"{field}={value!r} is not a whole number: give an int of 1 or more.")
+    return value
+
+
 def whole_number(config, field: str, at_least: int):
     number = getattr(config, field)
     try:

@@ -5,7 +5,6 @@
     print(plan("llama3-70b", "h100", 1024, global_batch_tokens=4 * 2**20))
 
 Read in this order:
-    numbers.py     one sentence for a number that cannot be
     lines.py       an itemised answer: name, value, unit, formula, source
     parameters.py  every weight of a model, once
     models.py      GPT-2 to DeepSeek-V3 by name, and Hugging Face's config.json
@@ -24,6 +23,7 @@ Read in this order:
     places.py      which links a group of the mesh uses
     compression.py what gradients in fewer bits send, and cost to make
     kernels.py     how long the parts of a layer last
+    timed_step.py  what a step's time is computed from: the layout, read once
     step_time.py   what a step waits for: the sum of
                    stage_time.py, bubble.py, replica_traffic.py, optimizer_time.py
     offload.py     what is borrowed of the host and of files; the largest model on few devices

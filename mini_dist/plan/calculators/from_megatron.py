@@ -7,7 +7,8 @@ import shlex
 
 from ..config import Layout
 from ..fields import checks_kinds, nearest_divisor
-from ..schedule import ScheduleError, round_size
+from ..schedule import ScheduleError
+from ..schedule.sizes import round_size
 from .importing import Batch, Imported, alike, choice, replicas, whole
 
 NUMBERS = (

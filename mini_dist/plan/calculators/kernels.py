@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..config import Layout, ModelConfig
+from .activations import tokens_of_micro_batch
 from .flops import score_flops
 from .frameworks import Framework
 from .links import Link
@@ -174,27 +175,23 @@ class LayerPiece(NamedTuple):
     tokens: float  # of a micro-batch, b S/cp
     world: int  # devices of the whole job
 
+    @classmethod
+    def of(cls, config: ModelConfig, layout: Layout, moe: bool) -> LayerPiece:
+        tokens = tokens_of_micro_batch(config, layout)
+        cuts = (layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel)
+        return cls(moe, *cuts, tokens, layout.world_size)
+
     @property
     def whole(self) -> float:
         """Tokens of what tp does not cut."""
         return self.tokens / (self.tp if self.sequence_parallel else 1)
 
 
-def layer_time(
-    config: ModelConfig, layout: Layout, machine: Hardware, how: Framework, moe: bool
-) -> LayerTime:
-    """One layer without recompute, on one rank: what it computes and what it exchanges."""
-    return _piece_time(config, _piece(config, layout, moe), machine, how)
-
-
-def _piece(config: ModelConfig, layout: Layout, moe: bool) -> LayerPiece:
-    tokens = layout.micro_batch_size * config.seq_len / layout.cp
-    cuts = (layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel)
-    return LayerPiece(moe, *cuts, tokens, layout.world_size)
-
-
 @lru_cache(maxsize=4096)
-def _piece_time(config, piece, machine, how) -> LayerTime:
+def layer_time(
+    config: ModelConfig, piece: LayerPiece, machine: Hardware, how: Framework
+) -> LayerTime:
+    """Time one layer without recompute, on one rank: what it computes and what it exchanges."""
     time = LayerTime()
     _add_matrices(time, config, piece, machine.device, how)
     _add_attention(time, config, piece, machine.device, how)
@@ -404,25 +401,24 @@ def _gemm(config, piece, weight) -> Gemm:
 
 
 def every_second_seconds(
-    config: ModelConfig, layout: Layout, machine: Hardware, how: Framework, moe: bool
+    config: ModelConfig, piece: LayerPiece, machine: Hardware, how: Framework
 ) -> float:
     """Forward of every second matrix, and of all that is no matrix and no attention, once more."""
-    time, piece = layer_time(config, layout, machine, how, moe), _piece(config, layout, moe)
+    time = layer_time(config, piece, machine, how)
     seconds = time.forward["elementwise"]
-    for weight in every_second(config, moe):
+    for weight in every_second(config, piece.moe):
         rows, k, n, copies, _ = _gemm(config, piece, weight)
         seconds += copies * gemm_seconds(machine.device, rows, n, k, how.fp8)
-    if layout.tp > 1 and layout.sequence_parallel:  # what was reduced is kept
+    if piece.tp > 1 and piece.sequence_parallel:  # what was reduced is kept
         seconds += time.forward["tp collectives"] / 2
     return seconds
 
 
 def head_seconds(
-    config: ModelConfig, machine: Hardware, how: Framework, layout: Layout
+    config: ModelConfig, piece: LayerPiece, device: Device, how: Framework
 ) -> tuple[float, float]:
     """The head and the loss on one micro-batch, forward and backward."""
-    tokens = layout.micro_batch_size * config.seq_len / layout.cp
-    D, V, device = config.d_model, config.vocab_size / layout.tp, machine.device
+    tokens, D, V = piece.tokens, config.d_model, config.vocab_size / piece.tp
     loss = stream_seconds(device, how.loss_traffic / 2 * tokens * V)
     return (
         gemm_seconds(device, tokens, V, D) + loss,

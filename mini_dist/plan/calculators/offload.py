@@ -25,8 +25,7 @@ from .lines import Breakdown, Line, readable
 from .machines import Hardware, hardware
 from .memory import device_memory, peak_memory
 from .optimizer_time import gradients_leave, passed_in_step
-from .parameters import held_outside, num_parameters, parameters_of_rank
-from .replica_traffic import copies
+from .parameters import copies, held_outside, num_parameters, parameters_of_rank
 
 # What is borrowed, by the name of the tier that the last of it is in.
 TIERS = {

@@ -179,6 +179,17 @@ class HeldParameters:
         )
 
 
+def copies(held: HeldParameters, layout: Layout) -> list[tuple[float, int, int]]:
+    """(numbers, ranks that hold copies of them, how far apart these stand).
+
+    Those are all of dp * cp, and for experts edp, every (etp * ep)-th rank of a stage.
+    """
+    return [
+        (float(held.dense), layout.dp * layout.cp, layout.tp),
+        (float(held.experts), layout.edp, layout.etp * layout.ep),
+    ]
+
+
 @checks_kinds
 def parameters_of_rank(config: ModelConfig, layout: Layout, pp_rank: int = 0) -> HeldParameters:
     """The parameters that one rank of pipeline position `pp_rank` computes with, before ZeRO."""

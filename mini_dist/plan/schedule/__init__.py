@@ -7,6 +7,7 @@
 
 Read in this order:
     action.py         what an action is, what a schedule is, who waits for whom
+    sizes.py          how many micro-batches each of them takes
     orders.py         naive, GPipe, 1F1B, interleaved 1F1B
     simulate.py       timeline, bubble, activations in flight
     validate.py       refuse what cannot run
@@ -31,12 +32,12 @@ from .asynchronous import (
 )
 from .communication import add_communication, forward_only, fuse_communication
 from .files import from_csv, to_csv
-from .orders import gpipe, interleaved, naive, one_f_one_b, round_size
+from .orders import gpipe, interleaved, naive, one_f_one_b
 from .simulate import Span, Timeline, Times, in_flight, peak_in_flight, simulate
+from .sizes import check_micro_batches
 from .validate import validate
 from .zero_bubble import (
     dualpipe_v,
-    enough_for_dualpipe,
     zb_h1,
     zb_h2,
     zb_v,
@@ -93,14 +94,6 @@ SYNCHRONOUS: dict[str, Callable[..., Schedule]] = {
 SCHEDULES = SYNCHRONOUS | {"pipedream": pipedream, "pipedream_2bw": pipedream_2bw}
 SPLIT = ("zb_h1", "zb_h2", "zb_v", "dualpipe_v")  # backward in B and W: zero-bubble
 V_SHAPED = ("zb_v", "dualpipe_v")  # rank r of p holds the stages r and 2 p - 1 - r
-
-
-def check_micro_batches(name: str, num_ranks: int, num_micro_batches: int) -> None:
-    """Raises ScheduleError where the schedule cannot run so many, without building its lists."""
-    if name == "interleaved":
-        round_size(num_ranks, num_micro_batches)
-    if name == "dualpipe_v":
-        enough_for_dualpipe(num_ranks, num_micro_batches)
 
 
 @checks_kinds(error=ScheduleError)
