@@ -20,7 +20,7 @@ Read in this order:
     moments.py     the same for this library: its own step, moment by moment, from
                    pipeline_in_flight.py, rank_sizes.py, backward_moments.py
     volume.py      what each axis sends
-    places.py      which links a group of the mesh uses
+    collective_time.py  which links a group of the mesh uses, and how long it takes
     compression.py what gradients in fewer bits send, and cost to make
     kernels.py     how long the parts of a layer last
     timed_step.py  what a step's time is computed from: the layout, read once

@@ -9,9 +9,8 @@ from ..schedule import SCHEDULES, SPLIT, Schedule, Times
 from ..schedule import simulate as run_schedule
 from ..schedule.sizes import round_size
 from .activations import tokens_of_micro_batch
-from .kernels import collective_seconds, message_seconds
+from .collective_time import collective_seconds, crossings, message_seconds
 from .lines import Line, readable
-from .places import crossings
 from .stage_time import StageTime
 from .timed_step import TimedStep
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .collective_time import TWO_HOPS, collective_seconds
 from .compression import shapes_of_matrices
 from .frameworks import Framework
-from .kernels import TWO_HOPS, LayerPiece, collective_seconds, matrices, stream_seconds, together
+from .kernels import LayerPiece, matrices, stream_seconds, together
 from .lines import Line
 from .parameters import HeldParameters, copies
 from .timed_step import RankWork, TimedStep

@@ -92,13 +92,15 @@ def timed_step(
         inside,
         machine,
         how,
-        alike,
-        {rank: _rank_work(config, inside, rank) for rank in set(alike)},
-        stages,
-        {moe: held_by_layer(config, inside, moe) for stage in set(stages) for moe, _ in stage},
-        layout.dp // inside.dp,
-        local_steps,
-        compression,
+        first_alike=alike,
+        ranks={rank: _rank_work(config, inside, rank) for rank in set(alike)},
+        stages=stages,
+        layers={
+            moe: held_by_layer(config, inside, moe) for stage in set(stages) for moe, _ in stage
+        },
+        clusters=layout.dp // inside.dp,
+        local_steps=local_steps,
+        compression=compression,
     )
 
 

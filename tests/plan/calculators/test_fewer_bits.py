@@ -5,9 +5,9 @@ import torch
 
 from mini_dist import launch
 from mini_dist.plan.calculators import Compression, hardware, pays_below, step_time
+from mini_dist.plan.calculators.collective_time import TWO_HOPS, collective_seconds
 from mini_dist.plan.calculators.compression import INT8, TOUCHED, shapes_of_matrices
 from mini_dist.plan.calculators.frameworks import framework
-from mini_dist.plan.calculators.kernels import TWO_HOPS, collective_seconds
 from mini_dist.plan.calculators.links import Link
 from mini_dist.plan.calculators.models import model
 from mini_dist.plan.calculators.parameters import num_parameters

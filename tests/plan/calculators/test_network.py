@@ -6,9 +6,9 @@ import pytest
 
 from mini_dist.collectives.mesh import Grid
 from mini_dist.plan.calculators import Search, hardware, model, plan, step_time
+from mini_dist.plan.calculators.collective_time import crossings, worst_place
 from mini_dist.plan.calculators.frameworks import framework
 from mini_dist.plan.calculators.kernels import together
-from mini_dist.plan.calculators.places import crossings, worst_place
 from mini_dist.plan.calculators.published import megatron_2021_against_zero_3
 from mini_dist.plan.calculators.replica_traffic import of_layer
 from mini_dist.plan.calculators.timed_step import timed_step
