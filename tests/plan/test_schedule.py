@@ -18,7 +18,6 @@ from mini_dist.plan.schedule import (
     build,
     dualpipe_v,
     forward_only,
-    from_csv,
     fuse_communication,
     gpipe,
     gradient_delay,
@@ -30,7 +29,6 @@ from mini_dist.plan.schedule import (
     pipedream_2bw,
     simulate,
     timetable,
-    to_csv,
     validate,
     versions_held,
     zb_h1,
@@ -89,23 +87,6 @@ def test_a_timetable_has_a_column_a_rank_and_marks_a_place():
         ["2", "0B0", "1F1", "<--"],
         ["3", "0B1", "1B1"],
     ]
-
-
-def test_csv_brings_back_the_same_lists(tmp_path):
-    for schedule in [
-        pipedream(3, 4),
-        dualpipe_v(2, 5),
-        fuse_communication(add_communication(zb_h1(3, 4))),
-    ]:
-        to_csv(schedule, tmp_path / "s.csv")
-        again = from_csv(tmp_path / "s.csv", schedule.name, schedule.mixed)
-        assert again == schedule
-    assert from_csv(tmp_path / "s.csv").name == "s"
-
-
-def test_csv_typed_in_a_spreadsheet_may_have_gaps(tmp_path):
-    (tmp_path / "mine.csv").write_text("0F0,,, 0B0\n,1F0,1B0,\n")
-    assert from_csv(tmp_path / "mine.csv").ranks == one_f_one_b(2, 1).ranks
 
 
 def test_schedules_need_no_torch():

@@ -14,7 +14,6 @@ Read in this order:
     communication.py  add sends and receives; fuse them for NCCL; forwards alone
     zero_bubble.py    ZB-H1, ZB-H2, ZB-V, DualPipeV
     asynchronous.py   PipeDream, PipeDream-2BW: weight versions
-    files.py          CSV in and out
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from .asynchronous import (
     versions_held,
 )
 from .communication import add_communication, forward_only, fuse_communication
-from .files import from_csv, to_csv
 from .orders import gpipe, interleaved, naive, one_f_one_b
 from .simulate import Span, Timeline, Times, in_flight, peak_in_flight, simulate
 from .sizes import check_micro_batches
@@ -60,7 +58,6 @@ __all__ = [
     "check_micro_batches",
     "dualpipe_v",
     "forward_only",
-    "from_csv",
     "fuse_communication",
     "gpipe",
     "gradient_delay",
@@ -73,7 +70,6 @@ __all__ = [
     "pipedream_2bw",
     "simulate",
     "timetable",
-    "to_csv",
     "validate",
     "versions_held",
     "zb_h1",
