@@ -111,25 +111,24 @@ def at_least(field: str, value: float, least: float, why: str = "") -> float:
     return value
 
 
-def whole(field: str, value: int, why: str = "") -> int:
-    """The same for a number of things: an int of 1 or more."""
-    at_least(field, value, 1, why)
-    if not isinstance(value, int):
-        raise ValueError(f"{field}={value!r} is not a whole number: give an int of 1 or more.")
-    return value
+def whole(
+    field: str, value, at_least: int = 1, why: str = "", error: type[Exception] = ValueError
+) -> int:
+    """Return a number of things as a plain int; raise `error` if it is no int or too small."""
+    try:
+        number = of_kind(field, value, ("int",))
+    except ValueError:
+        raise error(
+            f"{field}={value!r} is not a whole number: give an int of {at_least} or more."
+        ) from None
+    if number < at_least:
+        because = f" ({why})" if why else ""
+        raise error(f"{field}={number} is too small{because}: give {at_least} or more.")
+    return number
 
 
 def whole_number(config, field: str, at_least: int):
-    number = getattr(config, field)
-    try:
-        number = of_kind(field, number, ("int",))
-    except ValueError:
-        raise ValueError(
-            f"{field}={number!r} is not a whole number: give an int of {at_least} or more."
-        ) from None
-    if number < at_least:
-        raise ValueError(f"{field}={number} is too small: give {at_least} or more.")
-    object.__setattr__(config, field, number)  # numpy's integers become plain ones
+    object.__setattr__(config, field, whole(field, getattr(config, field), at_least))
 
 
 def true_or_false(config, field: str):

@@ -134,7 +134,7 @@ def test_fewer_micro_batches_than_ranks_and_one_rank_are_ordinary():
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda: one_f_one_b(0, 4), r"num_ranks=0: a whole number from 1 up"),
+        (lambda: one_f_one_b(0, 4), "num_ranks=0 is too small: give 1 or more"),
         (lambda: gpipe(4, 2.5), r"num_micro_batches=2.5 is not a whole number"),
         (lambda: interleaved(4, 8, chunks=0), r"chunks=0"),
         (lambda: interleaved(4, 9), r"9 micro-batches in 2 rounds.*8 or 10 would work"),

@@ -92,7 +92,7 @@ def micro_batches_in_flight(layout: Layout, pp_rank: int) -> float:
 
 
 def _checked_rank(layout: Layout, pp_rank: int) -> None:
-    if not isinstance(pp_rank, int) or not 0 <= pp_rank < layout.pp:
+    if not 0 <= pp_rank < layout.pp:
         raise ValueError(
             f"pp_rank={pp_rank!r} is not a stage of pp={layout.pp}: give 0 to {layout.pp - 1}."
         )

@@ -258,8 +258,8 @@ PUBLISHED = (
 CPU_ADAM = ((1e9, 0.22), (4e9, 1.03), (10e9, 2.57))
 
 
-def cpu_adam_seconds(machine: Hardware | str, parameters: float, how="megatron-2021") -> float:
+def cpu_adam_seconds(machine: Hardware | str, parameters: float) -> float:
     """Of a step of so many parameters by the whole host of a node, none of it hidden."""
-    machine, how = hardware(machine), framework(how)
-    passed = passed_in_step(how) * parameters
+    machine = hardware(machine)
+    passed = passed_in_step(framework("megatron-2021")) * parameters
     return machine.host_adam_seconds(passed / machine.devices_per_node)

@@ -135,7 +135,7 @@ def num_active_parameters(config: ModelConfig) -> int:
 
 
 @checks_kinds
-def split_layers(num_layers: int, num_stages: int, outer_counts: bool = True) -> list[int]:
+def split_layers(num_layers: int, num_stages: int) -> list[int]:
     """How many layers each stage gets: as even as can be.
 
     What is left over goes to the stages in the middle first, because the first and last also hold
@@ -143,7 +143,7 @@ def split_layers(num_layers: int, num_stages: int, outer_counts: bool = True) ->
     """
     base, extra = divmod(num_layers, num_stages)
     order = list(range(num_stages))
-    if outer_counts and num_stages > 2:
+    if num_stages > 2:
         order = [*order[1:-1], order[0], order[-1]]
     counts = [base] * num_stages
     for stage in order[:extra]:

@@ -14,7 +14,7 @@ from collections import Counter
 from dataclasses import replace
 
 from ..config import Layout, ModelConfig
-from ..fields import at_least, checks_kinds
+from ..fields import at_least, checks_kinds, whole
 from ..schedule import SPLIT
 from .bubble import hop_seconds, message_line
 from .frameworks import Framework, framework
@@ -69,8 +69,7 @@ def plan(
     Raises ValueError when an argument is impossible, or when nothing fits (with the nearest miss).
     """
     config, machine, how = model_preset(model), hardware(machine), framework(how)
-    if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
-        raise ValueError(f"num_devices={num_devices!r} is not a number of devices: give 1 or more.")
+    whole("num_devices", num_devices)
     if not isinstance(search, Search):
         raise ValueError(f"search={search!r} is no Search: give one like Search(zero=(0, 1)).")
     sequences = at_least("global_batch_tokens", global_batch_tokens, 1) / config.seq_len

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..config import Layout, ModelConfig, cut_by
-from ..fields import at_least, nearest_divisor
+from ..fields import nearest_divisor, whole
 from .compression import INT4, INT8, Compression
 from .frameworks import Framework, framework
 from .machines import Hardware, hardware
@@ -81,7 +81,7 @@ def timed_step(
     """
     config, machine, how = model(config), hardware(machine), framework(how)
     cut_by(layout, config)
-    at_least("local_steps", local_steps, 1, "1 averages gradients at every step")
+    whole("local_steps", local_steps, why="1 averages gradients at every step")
     compression = _checked(compression, config, layout, local_steps)
     inside = _one_cluster(layout, clusters, local_steps)
     if local_steps == 1:
@@ -168,7 +168,7 @@ def _one_cluster(layout: Layout, clusters: int | None, local_steps: int) -> Layo
             )
         return layout
     clusters = layout.dp if clusters is None else clusters
-    at_least("clusters", clusters, 1)
+    whole("clusters", clusters)
     if layout.dp % clusters:
         raise ValueError(
             f"clusters={clusters} does not divide dp={layout.dp}: "

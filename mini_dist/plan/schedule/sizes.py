@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from ..fields import whole
 from .action import ScheduleError
 
 
 def check_sizes(num_ranks: int, num_micro_batches: int, chunks: int = 1) -> None:
-    for name, value in [
-        ("num_ranks", num_ranks),
-        ("num_micro_batches", num_micro_batches),
-        ("chunks", chunks),
-    ]:
-        if not isinstance(value, int) or value < 1:
-            raise ScheduleError(f"{name}={value!r}: a whole number from 1 up is needed")
+    whole("num_ranks", num_ranks, error=ScheduleError)
+    whole("num_micro_batches", num_micro_batches, error=ScheduleError)
+    whole("chunks", chunks, error=ScheduleError)
 
 
 def check_micro_batches(name: str, num_ranks: int, num_micro_batches: int) -> None:
