@@ -133,7 +133,7 @@ def communicate_each(asked, repeats, group) -> list[Cost]:
     return costs
 
 
-STEPS = 24
+STEPS = 24  # of the small model whose counting is measured
 
 
 def measure_counting(size: int) -> tuple[float, float]:

@@ -97,23 +97,22 @@ def step_time(
     clusters: int | None = None,
     compression: Compression | str | None = None,
 ) -> StepTime:
-    """Seconds of one optimizer step on all ranks.
+    """Compute the seconds of one optimizer step on all ranks, and what it waits for.
 
-    `straggler` is how much longer the slowest device computes (everyone waits for it);
-    `simulate=True` takes the pipeline's makespan from mini_dist.plan.schedule instead of the closed
-    form.  `local_steps` is how many steps the ranks of dp take by themselves before they average
-    their parameters (local SGD, DiLoCo); 1 averages gradients at every step.  With `clusters`, the
-    dp / clusters ranks of each train as one, with ZeRO if the layout says so, and the clusters
-    average.  `compression`, of gradients between replicas, or of averages where `local_steps` is
-    above 1, or its name: what is sent instead, and the memory that is passed over for it; in ZeRO's
-    stages "int8", of parameters, too, as ZeRO++ does.
-    Raises ValueError when the layout cannot cut the model, or shards over ranks that part, or the
-    method does not fit.
+    straggler: how many times as long the slowest device computes; every rank waits for it.
+    simulate: take the pipeline's makespan from mini_dist.plan.schedule, not from a closed form.
+    local_steps: the ranks of dp average their parameters once in this many steps (local SGD,
+    DiLoCo); 1 averages gradients at every step. clusters: the dp / clusters ranks of each cluster
+    train as one, with ZeRO if the layout says so, and the clusters average.
+    compression: what replicas send instead of gradients, or of averages if local_steps is above 1,
+    and the memory passes that it costs. "int8" is for ZeRO too, and sends its parameters (ZeRO++).
+    Raises ValueError if the layout cannot cut the model, if ZeRO would shard over ranks that step
+    by themselves, or if the compression does not fit.
     """
     at_least("straggler", straggler, 1, "the slowest device is not faster than the others")
     step = timed_step(config, layout, machine, how, local_steps, clusters, compression)
     stages = stages_of_pipeline(step)
-    slowest = max(stages, key=lambda stage: stage.total)  # it computes all the time but the bubble
+    slowest = max(stages, key=lambda stage: stage.total)  # it idles in the bubble only
     lines = [
         *_computing(step, slowest, straggler),
         *pipeline_lines(step, stages, simulate),
