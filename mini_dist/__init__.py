@@ -41,7 +41,7 @@ _NAMES = {
     "reduce_scatter scatter send",
     "strategies.train": "split train_step",
     "training.full_state": "full_state_dict",
-    "ranks.ledger.table": "Table",
+    "plan.tables": "Table",
     "ranks.ledger.hosts": "seconds_on",
     "ranks.hosts": "Hosts hosts_of",
     "training.all_axes": "parallelize",

@@ -11,6 +11,19 @@ On several hosts (`launch(hosts=...)`) it is the uplinks that count: "hierarchic
 them, from the first byte to the last in fewer or as many messages as a ring; an all-reduce of
 several pieces keeps them busy meanwhile ("pipelined_hierarchy"). Hosts of unequal size take
 "ring_by_hosts", which goes through one host after the other.
+
+What holds for every collective of this room:
+* All ranks of the group call it with tensors of the same dtype and, if its docstring does not say
+  otherwise, of the same shape. It returns a new tensor and changes no argument. Peers, roots and
+  results are numbered by the ranks of the group.
+* A tensor is cut along dim 0 (an all-reduce flattens it first) into parts that differ by at most
+  one row, the longer parts first, as torch.tensor_split does. (Several stars cut equal parts and a
+  shorter last one.) A part may be empty, and so may x.
+* Sums are taken in the dtype of the tensor and rounded after each addition. float16 and bfloat16
+  lose digits with every rank, as in NCCL's ring: pass x.float() if that matters.
+* The order in which an element is summed depends on its index, the number of ranks and the
+  algorithm, never on timing, and one rank's sum goes to all ranks. So a result is bit-identical on
+  all ranks and in all runs. Different algorithms round differently.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ CI run the same cells and leave no trace. Nothing is ever sent; who wants to han
 from __future__ import annotations
 
 import datetime
-import html
 import itertools
 import json
 import os
@@ -24,6 +23,7 @@ from functools import cache
 from pathlib import Path
 
 from mini_dist.plan.fields import checks_kinds
+from mini_dist.plan.tables import Markup, escaped, html_table
 
 from . import working_copy
 from .working_copy import NOTEBOOKS
@@ -239,15 +239,18 @@ class Progress:
         return "\n".join([*lines, self.where()])
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr style='opacity:{1 if row.opened else 0.5}'>"
-            f"<td style='text-align:left'>{html.escape(row.lesson)}</td>"
-            f"<td><progress max='{max(row.exercises, 1)}' value='{self.share(row)}'></progress>"
-            f"</td><td>{row.right} of {row.exercises}</td><td>{row.guesses or ''}</td></tr>"
+        rows = [
+            (row.lesson, self.bar(row), f"{row.right} of {row.exercises}", row.guesses or "")
             for row in self.rows
-        )
-        head = "<tr><th style='text-align:left'>lesson</th><th></th><th>right</th><th>guesses</th>"
-        return f"<table>{head}</tr>{rows}</table><p>{html.escape(self.where())}</p>"
+        ]
+        styles = [f"opacity:{1 if row.opened else 0.5}" for row in self.rows]
+        sides = ["left", "right", "right", "right"]
+        table = html_table(rows, ["lesson", "", "right", "guesses"], sides=sides, styles=styles)
+        return f"{table}<p>{escaped(self.where())}</p>"
+
+    def bar(self, row: Row) -> Markup:
+        most = max(row.exercises, 1)
+        return Markup(f"<progress max='{most}' value='{self.share(row)}'></progress>")
 
     @staticmethod
     def share(row: Row) -> float:

@@ -32,7 +32,7 @@ from typing import Any
 from urllib.parse import quote
 
 from mini_dist.plan.fields import checks_kinds
-from mini_dist.ranks.ledger.table import Table
+from mini_dist.plan.tables import Table
 
 from .lab import FOLDER
 

@@ -1,5 +1,5 @@
 """Room 3, model: a GPT in plain torch, its loss, its text, and recomputation.
 
-It may import `plan` and knows nothing of ranks: one process trains with it. Begin with `gpt.py`,
-then `loss.py`; `recompute/ideas.py` trades memory for a second forward.
+It may import `plan`, but nothing of ranks: one process can train the model. Begin with `gpt.py`,
+then `loss.py`. `recompute/ideas.py` shows how a second forward pass saves memory.
 """

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mini_dist.plan.fields import checks_kinds
+from mini_dist.plan.fields import checks_kinds, whole
 
 from .loss import IGNORE_INDEX
 
@@ -94,12 +94,10 @@ class Batches:
         tail: str = "drop",
     ):
         for name, value in (("batch_size", batch_size), ("seq_len", seq_len), ("size", size)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r}: it must be an integer of 1 or more.")
+            whole(name, value)
         if not 0 <= rank < size:
             raise ValueError(f"rank is {rank}: with size={size} it must be in 0..{size - 1}.")
-        if not isinstance(seed, int) or seed < 0:
-            raise ValueError(f"seed is {seed!r}: it must be an integer of 0 or more.")
+        whole("seed", seed, at_least=0)
         if tail not in ("drop", "pad"):
             raise ValueError(f"tail is {tail!r}: it must be 'drop' or 'pad'.")
         if batch_size % size:

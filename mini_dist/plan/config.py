@@ -392,3 +392,10 @@ class Layout:
         if self.pp > 1:
             check_micro_batches(self.schedule, self.pp, self.num_micro_batches)
         return self
+
+
+def cut_by(layout: Layout, config: ModelConfig) -> Layout:
+    """The layout, if it is one and can cut the model; ValueError says what would."""
+    if not isinstance(layout, Layout):
+        raise ValueError(f"layout={layout!r} is no Layout: give one, such as Layout(dp=8, zero=1).")
+    return layout.check(config)

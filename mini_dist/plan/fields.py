@@ -101,17 +101,34 @@ def of_kind(name: str, value, allowed: tuple[str, ...], error=ValueError, infini
     raise error(f"{name}={reprlib.repr(value)} is not {wanted}.")
 
 
-def whole_number(config, field: str, at_least: int):
-    number = getattr(config, field)
+def at_least(field: str, value: float, least: float, why: str = "") -> float:
+    """The value; ValueError says in one sentence what would be right."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{field}={value!r} is no number: give {least:g} or more.")
+    if value < least:
+        because = f" ({why})" if why else ""
+        raise ValueError(f"{field}={value!r} is too small{because}: give {least:g} or more.")
+    return value
+
+
+def whole(
+    field: str, value, at_least: int = 1, why: str = "", error: type[Exception] = ValueError
+) -> int:
+    """Return a number of things as a plain int; raise `error` if it is no int or too small."""
     try:
-        number = of_kind(field, number, ("int",))
+        number = of_kind(field, value, ("int",))
     except ValueError:
-        raise ValueError(
-            f"{field}={number!r} is not a whole number: give an int of {at_least} or more."
+        raise error(
+            f"{field}={value!r} is not a whole number: give an int of {at_least} or more."
         ) from None
     if number < at_least:
-        raise ValueError(f"{field}={number} is too small: give {at_least} or more.")
-    object.__setattr__(config, field, number)  # numpy's integers become plain ones
+        because = f" ({why})" if why else ""
+        raise error(f"{field}={number} is too small{because}: give {at_least} or more.")
+    return number
+
+
+def whole_number(config, field: str, at_least: int):
+    object.__setattr__(config, field, whole(field, getattr(config, field), at_least))
 
 
 def true_or_false(config, field: str):

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from mini_dist.plan.fields import checks_kinds, of_kind
+from mini_dist.plan.fields import checks_kinds, of_kind, whole_number
 
 from . import flight
 from .diagnose import describe_status, described
@@ -63,8 +63,7 @@ class Elastic:
 
     def __post_init__(self):
         for name, least in (("min_ranks", 1), ("replace", 0)):
-            if (value := getattr(self, name)) < least:
-                raise ValueError(f"{name}={value!r}: give a whole number of {least} or more")
+            whole_number(self, name, least)
         if not self.beat > 0:
             raise ValueError(f"beat={self.beat!r}: give seconds above 0")
         if self.watch is not None and not callable(self.watch):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import reprlib
 import sys
 from dataclasses import dataclass, field
 from typing import Any
+
+from mini_dist.plan.tables import Markup, escaped, html_table
 
 from .hosts import Hosts
 from .ledger import Ledger
@@ -42,13 +43,12 @@ class Run:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        rows = "".join(
-            f"<tr><td style='text-align:right'>{rank}</td>"
-            f"<td style='text-align:left'><code>{html.escape(short(result))}</code></td></tr>"
+        rows = [
+            (rank, Markup(f"<code>{escaped(short(result))}</code>"))
             for rank, result in enumerate(self.results)
-        )
-        head = "<tr><th>rank</th><th style='text-align:left'>returned</th></tr>"
-        return f"<div>{html.escape(self.title())}<table>{head}{rows}</table></div>"
+        ]
+        table = html_table(rows, ["rank", "returned"], sides=["right", "left"])
+        return f"<div>{escaped(self.title())}{table}</div>"
 
     def title(self) -> str:
         backend = "NCCL" if self.device == "cuda" else "gloo"

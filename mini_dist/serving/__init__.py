@@ -1,19 +1,8 @@
 """Room 7, serving: answer many requests at once from memory that is never enough.
 
-It may import `strategies` and the rooms below them.
-
-Read in this order:
-    ideas/        three pages: the cache and its blocks, speculation, layers on several ranks
-    actions.py    requests, and what a server does: lists of actions
-    memory.py     blocks and block tables: who has what
-    scheduler.py  the policy: who runs next, who has to leave
-    engine.py     the actions, done on a GPT: all sequences as one batch, on one rank or several
-    measures.py   what a list of steps comes to
-    int8.py       weights of one byte
-
-    memory = Memory(num_blocks=64, block_size=16)
-    served = Engine(model, memory, None).serve([Request("a", prompt, 20)], Policy(max_batch=8))
-    measure(served.steps, requests, memory)
+It may import `strategies` and the rooms below them. Begin with `ideas/` (the cache and its blocks,
+speculation, layers on several ranks), then `actions.py` (what a server does, as data),
+`scheduler.py` (who runs next) and `engine.py`, which carries the actions out on a GPT.
 """
 
 from .actions import Request, ServerAction, ServerStep, ServingError, num_tokens

@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mini_dist.plan.fields import checks_kinds
+from mini_dist.plan.fields import checks_kinds, whole
 
 _PATTERN = re.compile(
     r"(?P<sequence>\S+) (?:(?P<kind>RUN) (\d+):(\d+)|(TAKE|SHARE) (\d+)|(COPY|OUT|IN) (\d+)>(\d+)"
@@ -37,12 +37,6 @@ _PATTERN = re.compile(
 
 class ServingError(ValueError):
     """A request that cannot be served, or an action that cannot be done; one sentence says why."""
-
-
-def whole_number(said: str, value: object, least: int) -> None:
-    """Raises ServingError if the value is no int or less than `least`. said: how it is called."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ServingError(f"{said}={value!r} will not do: give a whole number, {least} or more.")
 
 
 @checks_kinds(error=ServingError)
@@ -79,7 +73,7 @@ class Request:
         if not self.prompt:
             raise ServingError(f"request {self.name!r} is empty: give at least one token.")
         for field in ("max_new_tokens", "samples"):
-            whole_number(f"request {self.name!r}: {field}", getattr(self, field), 1)
+            whole(f"request {self.name!r}: {field}", getattr(self, field), error=ServingError)
         if not math.isfinite(self.arrival):
             raise ServingError(f"request {self.name!r} has arrival={self.arrival}: give a number.")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):

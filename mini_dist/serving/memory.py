@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mini_dist.plan.fields import checks_kinds
+from mini_dist.plan.fields import checks_kinds, whole
 
-from .actions import ServerAction, ServingError, whole_number
+from .actions import ServerAction, ServingError
 
 
 @checks_kinds(error=ServingError)
@@ -30,7 +30,7 @@ class Memory:
             ("block_size", block_size, 1),
             ("host_blocks", host_blocks, 0),
         ):
-            whole_number(name, value, least)
+            whole(name, value, least, error=ServingError)
         self.num_blocks, self.block_size, self.host_blocks = num_blocks, block_size, host_blocks
         self.tables: dict[str, list[int]] = {}
         self.written: dict[str, int] = {}

@@ -20,9 +20,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from mini_dist.plan.fields import checks_kinds
+from mini_dist.plan.fields import checks_kinds, whole
 
-from .actions import Request, ServerAction, ServerStep, ServingError, whole_number
+from .actions import Request, ServerAction, ServerStep, ServingError
 from .memory import Memory
 
 PREEMPTIONS = ("recompute", "swap")
@@ -47,10 +47,10 @@ class Policy:
     share: bool = True
 
     def __post_init__(self):
-        whole_number("max_batch", self.max_batch, 1)
-        whole_number("reserve", self.reserve, 0)
+        whole("max_batch", self.max_batch, error=ServingError)
+        whole("reserve", self.reserve, 0, error=ServingError)
         if self.max_tokens is not None:
-            whole_number("max_tokens", self.max_tokens, 1)
+            whole("max_tokens", self.max_tokens, error=ServingError)
         if self.preempt not in PREEMPTIONS:
             known = " or ".join(map(repr, PREEMPTIONS))
             raise ServingError(f"preempt={self.preempt!r} is not known: give {known}.")

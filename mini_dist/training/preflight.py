@@ -27,8 +27,8 @@ import torch
 
 from mini_dist.collectives import all_gather, exchange
 from mini_dist.plan.fields import checks_kinds
+from mini_dist.plan.tables import Table
 from mini_dist.ranks.launch import launch
-from mini_dist.ranks.ledger.table import Table
 
 GIB = 2**30
 PINGS, PING_BYTES, BULK_BYTES = 30, 8, 8 << 20

@@ -20,7 +20,8 @@ from mini_dist.course.replay import (
 from mini_dist.model.gpt import GPT
 from mini_dist.model.loss import token_loss
 from mini_dist.plan.calculators import costs, hardware, step_flops
-from mini_dist.plan.calculators.kernels import collective_seconds, gemm_seconds
+from mini_dist.plan.calculators.collective_time import collective_seconds
+from mini_dist.plan.calculators.kernels import gemm_seconds
 from mini_dist.plan.config import Layout, ModelConfig
 from mini_dist.plan.schedule import Times, build, simulate
 from mini_dist.ranks.ledger.counting import Host, Kernel, Stated

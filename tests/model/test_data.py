@@ -157,13 +157,13 @@ def test_a_text_just_long_enough_works_and_one_byte_less_is_refused():
     [
         ({"batch_size": 6, "size": 4}, "batch_size is 6.*4 ranks.*nearest that works is (4|8)"),
         ({"batch_size": 1, "size": 4}, "batch_size is 1.*nearest that works is 4"),
-        ({"batch_size": 0}, "batch_size is 0: it must be an integer of 1 or more"),
+        ({"batch_size": 0}, "batch_size=0 is too small: give 1 or more"),
         ({"batch_size": 4.0}, "batch_size=4.0 is not a whole number"),
-        ({"seq_len": 0}, "seq_len is 0"),
-        ({"size": 0}, "size is 0"),
+        ({"seq_len": 0}, "seq_len=0 is too small"),
+        ({"size": 0}, "size=0 is too small"),
         ({"rank": 4, "size": 4}, r"rank is 4: with size=4 it must be in 0\.\.3"),
         ({"rank": -1, "size": 4}, "rank is -1"),
-        ({"seed": -1}, "seed is -1"),
+        ({"seed": -1}, "seed=-1 is too small"),
         ({"tail": "keep"}, "tail is 'keep': it must be 'drop' or 'pad'"),
     ],
 )

@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from mini_dist.plan.fields import whole
+
 from ..divides import check_divides
 
 Axes = tuple[str, ...]
@@ -160,8 +162,7 @@ def check_sizes(
 def check_numbers(numbers: Mapping[str, int]) -> None:
     """Raises ValueError for a size of a dim, an axis or a number that is no integer from 1 on."""
     for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} is no size: give an integer, 1 or more")
+        whole(name, value)
 
 
 def listed(tensors: list[Placed]) -> str:

@@ -18,8 +18,8 @@ import re
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
+from mini_dist.plan.tables import Table
 from mini_dist.ranks.launch import RankError, Run
-from mini_dist.ranks.ledger.table import Table
 
 from .. import learner
 from ..lesson import show_to_paste, to_paste

@@ -32,7 +32,7 @@ from .engine import Exercise, Line, Measured
 LAYERS = 8  # of the small model that every schedule runs, cut evenly into its stages
 # The library's functions that make or change lists.
 WRITERS = {
-    *(*library.SCHEDULES.values(), library.build, in_turn, looped, library.from_csv),
+    *(*library.SCHEDULES.values(), library.build, in_turn, looped),
     *(library.add_communication, library.fuse_communication, library.forward_only),
 }
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from mini_dist.collectives.mesh import Grid
 from mini_dist.collectives.sharding.notation import Placed, parse
-from mini_dist.ranks.ledger.table import Table
+from mini_dist.plan.tables import Table
 
 QUESTIONS = 5
 LENGTH = 4  # of every dim, so that the answer does not hang on sizes

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 
 from mini_dist.plan.fields import checks_kinds
+from mini_dist.plan.tables import Table
 from mini_dist.ranks.ledger import Comm, Ledger
-from mini_dist.ranks.ledger.table import Table
 
 from .spans import arrivals
 

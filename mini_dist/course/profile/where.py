@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mini_dist.plan.fields import checks_kinds
-from mini_dist.ranks.ledger.table import Table
+from mini_dist.plan.tables import Table
 
 from .spans import Span, Timeline, length, union, within, without
 

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 
 from mini_dist.plan.calculators import Hardware
-from mini_dist.plan.calculators.kernels import collective_seconds, gemm_seconds
+from mini_dist.plan.calculators.collective_time import collective_seconds
+from mini_dist.plan.calculators.kernels import gemm_seconds
 from mini_dist.plan.calculators.links import Link
 from mini_dist.plan.calculators.machines import FLASH_BACKWARD, FLASH_FORWARD, KERNEL_SECONDS
 from mini_dist.ranks.ledger.counting import Host, Kernel

@@ -133,14 +133,17 @@ def communicate_each(asked, repeats, group) -> list[Cost]:
     return costs
 
 
-def measure_counting(size: int, steps: int = 24) -> tuple[float, float]:
+STEPS = 24  # of the small model whose counting is measured
+
+
+def measure_counting(size: int) -> tuple[float, float]:
     """CPU seconds that counting an operator takes, and an event: a small model's steps, counted and
     not. Every other one has messages, with their many events.
 
     On as many ranks as the run has, since cores that are all busy may be slower.
     """
-    plain = launch(tiny_steps, size, (steps,), quiet=True).results[0]
-    program = launch(tiny_steps, size, (steps,), count=True, quiet=True).ledger.programs[0]
+    plain = launch(tiny_steps, size, (STEPS,), quiet=True).results[0]
+    program = launch(tiny_steps, size, (STEPS,), count=True, quiet=True).ledger.programs[0]
     counted = []  # of each step: CPU seconds, operators, events
     step = [0.0, 0, 0]
     for _, event in program:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mini_dist.plan.calculators import Hardware, hardware, readable
+from mini_dist.plan.tables import Table
 from mini_dist.ranks.ledger import Ledger
-from mini_dist.ranks.ledger.table import Table
 
 from .calculated import CalculatedMachine
 from .player import Player, Span

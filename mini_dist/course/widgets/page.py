@@ -2,28 +2,9 @@
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterable
-
 from mini_dist.plan.calculators import Breakdown, readable
-
-
-def table(rows: Iterable[Iterable], head: Iterable = (), caption: str = "") -> str:
-    """Rows of text, aligned left; everything is escaped."""
-
-    def line(tag: str, cells: Iterable) -> str:
-        return (
-            "<tr>"
-            + "".join(
-                f"<{tag} style='text-align:left'>{html.escape(str(cell))}</{tag}>" for cell in cells
-            )
-            + "</tr>"
-        )
-
-    head = list(head)
-    title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
-    body = "".join(line("td", row) for row in rows)
-    return f"<table>{title}{line('th', head) if head else ''}{body}</table>"
+from mini_dist.plan.tables import escaped
+from mini_dist.plan.tables import html_table as table
 
 
 def breakdown(shown: Breakdown) -> str:
@@ -35,4 +16,4 @@ def breakdown(shown: Breakdown) -> str:
 
 
 def paragraph(text: str) -> str:
-    return f"<p>{html.escape(text)}</p>"
+    return f"<p>{escaped(text)}</p>"

@@ -5,7 +5,6 @@
     print(plan("llama3-70b", "h100", 1024, global_batch_tokens=4 * 2**20))
 
 Read in this order:
-    numbers.py     one sentence for a number that cannot be
     lines.py       an itemised answer: name, value, unit, formula, source
     parameters.py  every weight of a model, once
     models.py      GPT-2 to DeepSeek-V3 by name, and Hugging Face's config.json
@@ -21,9 +20,10 @@ Read in this order:
     moments.py     the same for this library: its own step, moment by moment, from
                    pipeline_in_flight.py, rank_sizes.py, backward_moments.py
     volume.py      what each axis sends
-    places.py      which links a group of the mesh uses
+    collective_time.py  which links a group of the mesh uses, and how long it takes
     compression.py what gradients in fewer bits send, and cost to make
     kernels.py     how long the parts of a layer last
+    timed_step.py  what a step's time is computed from: the layout, read once
     step_time.py   what a step waits for: the sum of
                    stage_time.py, bubble.py, replica_traffic.py, optimizer_time.py
     offload.py     what is borrowed of the host and of files; the largest model on few devices

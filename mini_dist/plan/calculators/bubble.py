@@ -7,10 +7,36 @@ from functools import lru_cache
 from ..config import Layout
 from ..schedule import SCHEDULES, SPLIT, Schedule, Times
 from ..schedule import simulate as run_schedule
-from ..schedule.orders import round_size
-from .kernels import collective_seconds, message_seconds
-from .lines import readable
-from .places import crossings
+from ..schedule.sizes import round_size
+from .activations import tokens_of_micro_batch
+from .collective_time import collective_seconds, crossings, message_seconds
+from .lines import Line, readable
+from .stage_time import StageTime
+from .timed_step import TimedStep
+
+
+def pipeline_lines(step: TimedStep, stages: list[StageTime], simulate: bool) -> list[Line]:
+    """What the slowest stage waits for beside its own work: the others, and messages."""
+    layout, hops = step.layout, hop_seconds(step)
+    if layout.pp == 1:
+        return []
+    if simulate:
+        work = layout.num_micro_batches * max(stage.total for stage in stages)
+        idle = max(0.0, simulated(layout, stages, hops) - work)
+        said = "makespan - slowest stage's work", "mini_dist.plan.schedule.simulate"
+        return [Line("pipeline bubble", idle, "s", *said)]
+    seconds, formula = bubble_seconds(
+        layout,
+        [stage.forward for stage in stages],
+        [stage.backward for stage in stages],
+        [stage.weight for stage in stages],
+    )
+    source = "Narayanan et al. 2021 s2.2; Qi et al. 2023"
+    sent, of_messages = message_line(layout, hops)
+    return [
+        Line("pipeline bubble", seconds, "s", formula, source),
+        Line("pipeline messages", sent, "s", of_messages, "Narayanan et al. 2021 s2.2"),
+    ]
 
 
 def bubble_seconds(
@@ -95,10 +121,11 @@ def _lists(name: str, p: int, m: int, v: int) -> Schedule:
     return SCHEDULES[name](p, m, *((v,) if name == "interleaved" else ()))
 
 
-def hop_seconds(config, layout, machine, how) -> list[float]:
+def hop_seconds(step: TimedStep) -> list[float]:
     """One activation from each pipeline rank to the next: [pp - 1]."""
-    tokens = layout.micro_batch_size * config.seq_len / layout.cp
-    message = how.activation_bytes * tokens * config.d_model
+    layout, machine = step.layout, step.machine
+    tokens = tokens_of_micro_batch(step.config, layout)
+    message = step.how.activation_bytes * tokens * step.config.d_model
     # Scatter/gather (Narayanan et al. 2021 section 4.1): each tp rank sends a part of it.
     whole = layout.sequence_parallel or layout.tp == 1
     joined = 0.0 if whole else collective_seconds(machine, "all_gather", message, layout.tp)

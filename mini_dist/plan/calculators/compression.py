@@ -11,9 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..config import ModelConfig
-from ..fields import checks_kinds
+from ..fields import at_least, checks_kinds
 from .links import Link
-from .numbers import at_least
 from .parameters import layer_weights, outer_weights
 
 BLOCK = 256  # elements that share a scale, as mini_dist/strategies/compression has it

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..fields import whole
 from .links import Hierarchy, Link
 from .rounds import (
     children,
@@ -87,11 +88,10 @@ def gather(
     size: int,
     algorithm: str = "star",
     link: Link | Hierarchy | None = None,
-    itemsize: int = 1,
 ) -> Cost:
     """Every rank sends its shard of the N gathered bytes to the root (scatter is this reversed)."""
     link = _checked("gather", algorithm, num_bytes, size, link)
-    shards = split(num_bytes, size, itemsize)
+    shards = split(num_bytes, size)
     seconds = star_seconds(shards[1:], size, link)
     return Cost("gather", algorithm, size - 1, (0, *shards[1:]), seconds)
 
@@ -101,11 +101,10 @@ def scatter(
     size: int,
     algorithm: str = "star",
     link: Link | Hierarchy | None = None,
-    itemsize: int = 1,
 ) -> Cost:
     """The root sends every other rank its shard of N bytes."""
     link = _checked("scatter", algorithm, num_bytes, size, link)
-    shards = split(num_bytes, size, itemsize)
+    shards = split(num_bytes, size)
     sent, seconds = sum(shards[1:]), star_seconds(shards[1:], size, link)
     return Cost("scatter", algorithm, size - 1, (sent,) + (0,) * (size - 1), seconds)
 
@@ -326,10 +325,8 @@ def _checked(
             f"algorithm={algorithm!r} is not one of {op}: give "
             f"{' or '.join(repr(name) for name in known)}."
         )
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ValueError(f"size={size!r} is not a number of ranks: give an int of 1 or more.")
-    if not isinstance(num_bytes, int) or isinstance(num_bytes, bool) or num_bytes < 0:
-        raise ValueError(f"num_bytes={num_bytes!r} is not a size: give an int of 0 or more.")
+    whole("size", size)
+    whole("num_bytes", num_bytes, at_least=0)
     return FREE if link is None else link
 
 

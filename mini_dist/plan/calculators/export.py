@@ -6,7 +6,7 @@ import json
 
 from ..config import Layout, ModelConfig
 from ..fields import checks_kinds
-from ..schedule import round_size
+from ..schedule.sizes import round_size
 
 TORCH_SCHEDULES = {  # of those that torch.distributed.pipelining has, its names
     "gpipe": "GPipe",

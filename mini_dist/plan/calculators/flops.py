@@ -16,11 +16,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ..config import RECOMPUTE, ModelConfig
-from ..fields import checks_kinds
+from ..fields import at_least, checks_kinds
 from .lines import Breakdown, Line
 from .machines import Hardware, hardware
 from .models import model as model_preset
-from .numbers import at_least
 from .parameters import layer_weights, num_active_parameters, outer_weights
 
 YEAR = 365.25 * 86400

@@ -13,8 +13,7 @@ import math
 from dataclasses import dataclass
 
 from ..config import Layout, ModelConfig
-from ..fields import checks_kinds
-from .numbers import whole
+from ..fields import checks_kinds, whole
 
 
 @checks_kinds(infinite=("bucket",))
@@ -168,6 +167,11 @@ class Framework:
         if self.flash_attention or heads % self.softmax_heads == 0:
             return 0.0
         return 4 / LAUNCHES * self.host_seconds
+
+    def in_every_micro_batch(self, layout: Layout) -> bool:
+        """Whether ZeRO-2's reduces and ZeRO-3's gathers come with each micro-batch, or once."""
+        once = self.whole_in_pipeline and layout.zero == 3 and layout.pp > 1
+        return layout.zero >= 2 and not once
 
     def replace(self, **changes) -> Framework:
         return dataclasses.replace(self, **changes)

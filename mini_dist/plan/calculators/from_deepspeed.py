@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..config import Layout
 from ..fields import checks_kinds
-from .importing import Batch, Imported, check_keys, choice, flag, replicas, section, whole
+from .importing import Batch, Imported, check_keys, choice, flag, integer, replicas, section
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # What no file says, because DeepSpeed takes it from the program that calls it.
@@ -115,10 +115,10 @@ def from_deepspeed(
             " refuses stages 2 and 3 (runtime/pipe/engine.py); give stage=1, or pp=1."
         )
     said = [None if config.get(name) == "auto" else config.get(name) for name in BATCH]
-    sizes = (None if value is None else whole(name, value) for name, value in zip(BATCH, said))
+    sizes = (None if value is None else integer(name, value) for name, value in zip(BATCH, said))
     batch, dp = Batch(*sizes, BATCH), None
     if world_size is not None:
-        dp = replicas(whole("world_size", world_size), {"pp": outside.pp, "tp": tp, "cp": cp})
+        dp = replicas(integer("world_size", world_size), {"pp": outside.pp, "tp": tp, "cp": cp})
     dp, micro, accumulated = batch.solve(dp)
     layout = outside.replace(
         dp=dp,
@@ -142,7 +142,7 @@ def _zero(config: dict, cannot_say: list[str]) -> int:
         return int(zero)
     zero = section("zero_optimization", zero)
     check_keys(zero, (*ZERO_KEYS, *ZERO_FIELD_NAMES, *ZERO_KEYS_ELSEWHERE), "zero_optimization")
-    stage = whole("zero_optimization.stage", zero.get("stage", 0), at_least=0)
+    stage = integer("zero_optimization.stage", zero.get("stage", 0), at_least=0)
     if stage > 3:
         raise ValueError(f"zero_optimization.stage={stage} is not known: give 0, 1, 2 or 3.")
     for old, key in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
@@ -166,13 +166,13 @@ def _zero(config: dict, cannot_say: list[str]) -> int:
                 f"framework(...).replace({ours[key]}=True)."
             )
     name = "zero_hpz_partition_size"
-    if (ways := whole(name, zero.get(name, 1))) > 1:
+    if (ways := integer(name, zero.get(name, 1))) > 1:
         cannot_say.append(
             f"{name}={ways} keeps a second shard of the parameters in each node (ZeRO++), and a "
             "Layout shards once, over dp * cp."
         )
     name = "mics_shard_size"
-    if (ways := whole(name, zero.get(name, -1), -1)) > 1:
+    if (ways := integer(name, zero.get(name, -1), -1)) > 1:
         cannot_say.append(
             f"{name}={ways} shards inside groups of {ways} ranks (MiCS), and a Layout shards over "
             "all of dp * cp."
@@ -189,7 +189,7 @@ def _zero(config: dict, cannot_say: list[str]) -> int:
 
 def _same(name: str, value: object, field: str, given: int) -> int:
     """The file's size of an axis; ValueError if the caller has said another."""
-    value = whole(name, value)
+    value = integer(name, value)
     if given not in (1, value):
         raise ValueError(f"{name}={value} is not {field}={given}: give {field}={value}, or none.")
     return value

@@ -7,8 +7,9 @@ import shlex
 
 from ..config import Layout
 from ..fields import checks_kinds, nearest_divisor
-from ..schedule import ScheduleError, round_size
-from .importing import Batch, Imported, alike, choice, replicas, whole
+from ..schedule import ScheduleError
+from ..schedule.sizes import round_size
+from .importing import Batch, Imported, alike, choice, integer, replicas
 
 NUMBERS = (
     *("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size"),
@@ -65,7 +66,7 @@ def from_megatron(arguments: str | list[str], world_size: int | None = None) -> 
     size = {name: said.get(f"{name}-model-parallel-size", 1) for name in ("tensor", "pipeline")}
     tp, pp, cp = size["tensor"], size["pipeline"], said.get("context-parallel-size", 1)
     dp = replicas(
-        whole("world_size", world_size),
+        integer("world_size", world_size),
         {
             "tensor-model-parallel-size": tp,
             "pipeline-model-parallel-size": pp,
@@ -300,7 +301,7 @@ def _value(name: str, values: list[str]) -> object:
     if name in CHOICES:
         return choice(name, values[0], CHOICES[name])
     if re.fullmatch(r"[+-]?\d+", values[0]):
-        return whole(name, int(values[0]))
+        return integer(name, int(values[0]))
     raise ValueError(f"{name}={values[0]} is no whole number: give an int, 1 or more.")
 
 

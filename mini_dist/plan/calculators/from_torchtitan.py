@@ -9,17 +9,7 @@ from ..config import Layout
 from ..fields import checks_kinds, nearest_divisor
 from ..schedule import V_SHAPED
 from .export import TORCH_SCHEDULES
-from .importing import (
-    Batch,
-    Imported,
-    alike,
-    check_keys,
-    choice,
-    flag,
-    replicas,
-    section,
-    whole,
-)
+from .importing import Batch, Imported, alike, check_keys, choice, flag, integer, replicas, section
 from .python_config import sections_of_python
 
 TRAINING = (
@@ -162,7 +152,7 @@ def _check_sections(config: dict) -> None:
 
 
 def _degree(cuts: dict, axis: str) -> int:
-    return whole(f"{axis}_degree", cuts.get(f"{axis}_degree", 1))
+    return integer(f"{axis}_degree", cuts.get(f"{axis}_degree", 1))
 
 
 def _cut_of_experts(cuts: dict, ep: int, tp: int, replicas: int, sequence: bool) -> int:
@@ -188,7 +178,7 @@ def _cut_of_experts(cuts: dict, ep: int, tp: int, replicas: int, sequence: bool)
 
 def _shards(cuts: dict, world_size: int | None, replicate: int, sizes: dict[str, int]) -> int:
     """data_parallel_shard_degree, of which -1 is what the other axes leave."""
-    shard = whole("data_parallel_shard_degree", cuts.get("data_parallel_shard_degree", -1), -1)
+    shard = integer("data_parallel_shard_degree", cuts.get("data_parallel_shard_degree", -1), -1)
     if shard == 0:
         raise ValueError("data_parallel_shard_degree=0 is too small: give 1 or more, or -1.")
     names = {"tp": "tensor_parallel", "pp": "pipeline_parallel", "cp": "context_parallel"}
@@ -201,7 +191,7 @@ def _shards(cuts: dict, world_size: int | None, replicate: int, sizes: dict[str,
                 "data_parallel_shard_degree=-1 is whatever ranks are left: give world_size."
             )
         return shard
-    left = replicas(whole("world_size", world_size), others)
+    left = replicas(integer("world_size", world_size), others)
     if shard not in (-1, left):
         product = world_size // left * shard
         said = " x ".join(f"{name}={size}" for name, size in others.items() if size > 1)
@@ -216,8 +206,8 @@ def _batch(training, cuts, dp, pp, cannot_say) -> tuple[int, int]:
     """(micro-batch size, micro-batches): a pipeline cuts its local batch itself."""
     if TOKENS in training:
         return _batch_of_tokens(training, cuts, dp, pp, cannot_say)
-    local = whole("local_batch_size", training.get("local_batch_size", 8))
-    total = whole("global_batch_size", training.get("global_batch_size", -1), -1)
+    local = integer("local_batch_size", training.get("local_batch_size", 8))
+    total = integer("global_batch_size", training.get("global_batch_size", -1), -1)
     if total == 0:
         raise ValueError("global_batch_size=0 is too small: give 1 or more, or -1.")
     names = ("global_batch_size", "local_batch_size", "accumulation")
@@ -225,7 +215,7 @@ def _batch(training, cuts, dp, pp, cannot_say) -> tuple[int, int]:
     if pp == 1:
         return local, accumulated
     name = "pipeline_parallel_microbatch_size"
-    micro = whole(name, cuts.get(name, 1))
+    micro = integer(name, cuts.get(name, 1))
     if local % micro:
         near = max(1, round(local / micro)) * micro
         raise ValueError(
@@ -253,16 +243,16 @@ def _batch_of_tokens(training, cuts, dp, pp, cannot_say) -> tuple[int, int]:
     ):
         if needed and key not in group:
             raise ValueError(f"{TOKENS} alone does not say the batch: give {key}, too.")
-    tokens, length = (whole(key, training[key]) for key in (TOKENS, "max_context_length"))
+    tokens, length = (integer(key, training[key]) for key in (TOKENS, "max_context_length"))
     if tokens % length:
         near = max(1, round(tokens / length)) * length
         raise ValueError(
             f"{TOKENS}={tokens} is no whole number of sequences of max_context_length={length}: "
             f"give {near}."
         )
-    each = whole("num_pp_microbatches", cuts["num_pp_microbatches"]) if pp > 1 else 1
+    each = integer("num_pp_microbatches", cuts["num_pp_microbatches"]) if pp > 1 else 1
     name = "num_tokens_per_train_step"
-    total = whole(name, training.get(name, -1), -1)
+    total = integer(name, training.get(name, -1), -1)
     names = (name, f"{TOKENS} x num_pp_microbatches" if pp > 1 else TOKENS, "accumulation")
     _, _, times = Batch(None if total == -1 else total, tokens * each, None, names).solve(dp)
     return tokens // length, _in_pipeline(each, times, name, cannot_say)
@@ -288,8 +278,8 @@ def _schedule(cuts: dict, pp: int, num_layers: int | None) -> tuple[str, int]:
             f"pipeline_parallel_layers_per_stage={each} of how many layers? Give num_layers."
         )
     names = (f"pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last"))
-    ends = sum(whole(name, cuts.get(name, 1), at_least=0) for name in names)
-    stages = math.ceil((num_layers + ends) / whole("pipeline_parallel_layers_per_stage", each))
+    ends = sum(integer(name, cuts.get(name, 1), at_least=0) for name in names)
+    stages = math.ceil((num_layers + ends) / integer("pipeline_parallel_layers_per_stage", each))
     if stages % pp or stages == pp:
         raise ValueError(
             f"pipeline_parallel_layers_per_stage={each} of {num_layers} layers and {ends} for the "

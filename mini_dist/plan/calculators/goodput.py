@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
-from ..fields import checks_kinds
-from .numbers import at_least
+from ..fields import at_least, checks_kinds
 
 DAY = 86_400.0
 # Table 5 of Llama 3's report: unexpected interruptions in 54 days on 16,384 GPUs, by their cause.

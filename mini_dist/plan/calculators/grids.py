@@ -20,8 +20,8 @@ grids.py) and compared with their ledgers by tests/strategies/test_tensor_parall
 
 from __future__ import annotations
 
+from ..fields import at_least
 from .lines import Breakdown, Line
-from .numbers import at_least
 
 POWER = {"1d": 1, "2d": 2, "3d": 3}
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..config import Layout
-from ..fields import nearest_divisor
+from ..fields import nearest_divisor, whole
 from .layouts import short
 
 
@@ -121,8 +121,8 @@ def replicas(world_size: int, sizes: dict[str, int]) -> int:
     return world_size // factor
 
 
-def whole(name: str, value: object, at_least: int = 1) -> int:
-    """The value, if it is a whole number; ValueError names the field and what would do."""
+def integer(name: str, value: object, at_least: int = 1) -> int:
+    """The value, if it is a whole number; ValueError names the field and the nearest that is."""
     if isinstance(value, bool) or not isinstance(value, int):
         try:
             near = max(at_least, round(float(value)))
@@ -131,9 +131,7 @@ def whole(name: str, value: object, at_least: int = 1) -> int:
         quotes = ", without quotes" if isinstance(value, str) and near is not None else ""
         give = f"give {near}{quotes}" if near is not None else f"give an int, {at_least} or more"
         raise ValueError(f"{name}={value!r} is no whole number: {give}.")
-    if value < at_least:
-        raise ValueError(f"{name}={value} is too small: give {at_least} or more.")
-    return value
+    return whole(name, value, at_least)
 
 
 def flag(name: str, value: object) -> bool:

@@ -1,4 +1,4 @@
-"""How long the parts of one layer last on one device: kernels by roofline, collectives as rings.
+"""How long the parts of one layer last on one device: kernels by roofline, and what it exchanges.
 
 Letters: B batch, S sequence, D model, F ffn, N heads, K kv heads, H head dim, V vocab, E experts.
 """
@@ -11,22 +11,20 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..config import Layout, ModelConfig
+from .activations import tokens_of_micro_batch
+from .collective_time import collective_seconds, message_seconds, worst_place
 from .flops import score_flops
 from .frameworks import Framework
-from .links import Link
 from .machines import (
-    COLLECTIVE_SECONDS,
     FLASH_BACKWARD,
     FLASH_FORWARD,
     GEMM_FILL,
     KERNEL_SECONDS,
-    PROTOCOLS,
     SLOWED,
     Device,
     Hardware,
 )
 from .parameters import every_second, layer_weights
-from .places import worst_place
 
 
 def gemm_seconds(device: Device, m: float, n: float, k: float, fp8: bool = False) -> float:
@@ -53,89 +51,6 @@ def gemm_seconds(device: Device, m: float, n: float, k: float, fp8: bool = False
 def stream_seconds(device: Device, num_bytes: float) -> float:
     """A kernel that reads and writes `num_bytes` and hardly computes."""
     return num_bytes / device.stream_bandwidth + KERNEL_SECONDS
-
-
-TWO_HOPS = "all_to_all_by_nodes"  # how ZeRO++ scatters gradients (Wang et al. 2023, section 3.3)
-
-
-@lru_cache(maxsize=4096)
-def collective_seconds(
-    machine: Hardware,
-    op: str,
-    num_bytes: float,
-    size: int,
-    stride: int = 1,
-    world: int | None = None,
-) -> float:
-    """A ring over `size` devices that stand `stride` apart, the worst placed of `world` devices;
-    for an all-reduce over nodes a tree, where that is the faster.
-
-    NCCL runs as many rings as there are ways out of a node: a group with k members in each node
-    gets k network ports, until the links inside the node are the narrower. An all-to-all is no
-    ring: what a device sends to other nodes is its own, and leaves by its own port. TWO_HOPS is one
-    inside each node, and one of what that has added up between those at the same place in a node.
-    """
-    if size == 1 or not num_bytes:
-        return 0.0
-    inside, nodes = worst_place(size, stride, machine.devices_per_node, world)
-    if op == TWO_HOPS:
-        hops = (num_bytes, inside, stride), (num_bytes / inside, nodes, machine.devices_per_node)
-        return sum(collective_seconds(machine, "all_to_all", *hop, world) for hop in hops)
-    link = machine.node_link(op)
-    if nodes == 1:
-        seconds = _by_protocol(op, num_bytes, size, link.latency, 0.0, link.bandwidth)
-        return COLLECTIVE_SECONDS + seconds
-    network = machine.network_link(nodes)
-    if op == "all_to_all":  # all at once, and the links inside work beside the ports
-        inner = link.seconds((inside - 1) / size * num_bytes)
-        outer = network.seconds((size - inside) / size * num_bytes)
-        return COLLECTIVE_SECONDS + max(inner, outer)
-    ports = inside * network.bandwidth
-    bandwidth = min(link.bandwidth, ports) if inside > 1 else ports
-    if machine.by_nodes:  # each step was timed
-        seconds = _ring_seconds(op, num_bytes, size, Link(network.latency, bandwidth))
-    else:  # the mean step round the ring, of which one in `inside` leaves the node
-        leaves = (nodes - 1) / (size - 1)
-        seconds = _by_protocol(
-            op, num_bytes, size, link.latency, leaves * network.latency, bandwidth
-        )
-    if op == "all_reduce":
-        seconds = min(seconds, _tree_seconds(machine, num_bytes, inside, nodes, bandwidth, ports))
-    return COLLECTIVE_SECONDS + seconds
-
-
-def _by_protocol(op, num_bytes, size, node_latency, network_latency, bandwidth) -> float:
-    """A ring by the fastest of NCCL's protocols: short steps, or all of the link (PROTOCOLS)."""
-    if op == "all_to_all":
-        return _ring_seconds(op, num_bytes, size, Link(node_latency, bandwidth))
-    return min(
-        _ring_seconds(
-            op, num_bytes, size, Link(a * node_latency + b * network_latency, share * bandwidth)
-        )
-        for a, b, share in PROTOCOLS
-    )
-
-
-def _ring_seconds(op: str, num_bytes: float, size: int, link: Link) -> float:
-    steps = (size - 1) * (2 if op == "all_reduce" else 1)
-    return link.seconds(num_bytes / size, rounds=steps)
-
-
-def _tree_seconds(machine, num_bytes, inside: int, nodes: int, bandwidth, ports) -> float:
-    """Up and down a tree of nodes, in a row of devices inside each (NCCL, graph/tuning.cc: 0.9 of
-    the ring's bandwidth); where it was timed, with this group's share of the ports."""
-    if machine.by_nodes:
-        timed = machine.tree_bandwidth(nodes) * inside / machine.devices_per_node
-        return 2 * num_bytes / min(timed, ports)
-    levels = math.ceil(math.log2(nodes))
-    ways = (inside - 1) * machine.node_latency + levels * machine.network_latency
-    return 2 * (ways + num_bytes / (0.9 * bandwidth))
-
-
-def message_seconds(machine: Hardware, num_bytes: float, crosses: bool) -> float:
-    """One message from a device to another, which may be in another node."""
-    link = machine.network_link() if crosses else machine.node_link("send")
-    return COLLECTIVE_SECONDS + link.seconds(num_bytes)
 
 
 def together(compute: float, traffic: float) -> float:
@@ -174,27 +89,23 @@ class LayerPiece(NamedTuple):
     tokens: float  # of a micro-batch, b S/cp
     world: int  # devices of the whole job
 
+    @classmethod
+    def of(cls, config: ModelConfig, layout: Layout, moe: bool) -> LayerPiece:
+        tokens = tokens_of_micro_batch(config, layout)
+        cuts = (layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel)
+        return cls(moe, *cuts, tokens, layout.world_size)
+
     @property
     def whole(self) -> float:
         """Tokens of what tp does not cut."""
         return self.tokens / (self.tp if self.sequence_parallel else 1)
 
 
-def layer_time(
-    config: ModelConfig, layout: Layout, machine: Hardware, how: Framework, moe: bool
-) -> LayerTime:
-    """One layer without recompute, on one rank: what it computes and what it exchanges."""
-    return _piece_time(config, _piece(config, layout, moe), machine, how)
-
-
-def _piece(config: ModelConfig, layout: Layout, moe: bool) -> LayerPiece:
-    tokens = layout.micro_batch_size * config.seq_len / layout.cp
-    cuts = (layout.tp, layout.cp, layout.ep, layout.etp, layout.sequence_parallel)
-    return LayerPiece(moe, *cuts, tokens, layout.world_size)
-
-
 @lru_cache(maxsize=4096)
-def _piece_time(config, piece, machine, how) -> LayerTime:
+def layer_time(
+    config: ModelConfig, piece: LayerPiece, machine: Hardware, how: Framework
+) -> LayerTime:
+    """Time one layer without recompute, on one rank: what it computes and what it exchanges."""
     time = LayerTime()
     _add_matrices(time, config, piece, machine.device, how)
     _add_attention(time, config, piece, machine.device, how)
@@ -404,25 +315,24 @@ def _gemm(config, piece, weight) -> Gemm:
 
 
 def every_second_seconds(
-    config: ModelConfig, layout: Layout, machine: Hardware, how: Framework, moe: bool
+    config: ModelConfig, piece: LayerPiece, machine: Hardware, how: Framework
 ) -> float:
     """Forward of every second matrix, and of all that is no matrix and no attention, once more."""
-    time, piece = layer_time(config, layout, machine, how, moe), _piece(config, layout, moe)
+    time = layer_time(config, piece, machine, how)
     seconds = time.forward["elementwise"]
-    for weight in every_second(config, moe):
+    for weight in every_second(config, piece.moe):
         rows, k, n, copies, _ = _gemm(config, piece, weight)
         seconds += copies * gemm_seconds(machine.device, rows, n, k, how.fp8)
-    if layout.tp > 1 and layout.sequence_parallel:  # what was reduced is kept
+    if piece.tp > 1 and piece.sequence_parallel:  # what was reduced is kept
         seconds += time.forward["tp collectives"] / 2
     return seconds
 
 
 def head_seconds(
-    config: ModelConfig, machine: Hardware, how: Framework, layout: Layout
+    config: ModelConfig, piece: LayerPiece, device: Device, how: Framework
 ) -> tuple[float, float]:
     """The head and the loss on one micro-batch, forward and backward."""
-    tokens = layout.micro_batch_size * config.seq_len / layout.cp
-    D, V, device = config.d_model, config.vocab_size / layout.tp, machine.device
+    tokens, D, V = piece.tokens, config.d_model, config.vocab_size / piece.tp
     loss = stream_seconds(device, how.loss_traffic / 2 * tokens * V)
     return (
         gemm_seconds(device, tokens, V, D) + loss,

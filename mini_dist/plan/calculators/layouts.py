@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..config import RECOMPUTE, ZERO, Layout, ModelConfig
-from ..fields import checks_kinds
+from ..fields import at_least, checks_kinds
 from ..schedule import V_SHAPED
-from .numbers import at_least
 
 LONG = 16384  # tokens of a sequence, from which on cutting it is worth a try
 SEARCHED = ("1f1b", "interleaved", "zb_h1", "zb_v")  # schedules that can be

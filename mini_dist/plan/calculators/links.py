@@ -6,10 +6,9 @@ The alpha-beta model: a message of N bytes over a link takes `latency + N / band
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from ..fields import checks_kinds
+from ..fields import checks_kinds, whole_number
 
 
 @checks_kinds
@@ -23,13 +22,7 @@ class Link:
     def __post_init__(self):
         for field, least in (("latency", "0 or more seconds"), ("bandwidth", "bytes/s above 0")):
             value = getattr(self, field)
-            ok = (
-                isinstance(value, (int, float))
-                and not isinstance(value, bool)
-                and math.isfinite(value)
-                and (value >= 0 if field == "latency" else value > 0)
-            )
-            if not ok:
+            if value < 0 or field == "bandwidth" and value == 0:
                 raise ValueError(f"{field}={value!r} is not a {field} of a link: give {least}.")
 
     def seconds(self, num_bytes: float, rounds: int = 1) -> float:
@@ -53,10 +46,7 @@ class Hierarchy:
     outer: Link
 
     def __post_init__(self):
-        if not isinstance(self.ranks_per_node, int) or self.ranks_per_node < 1:
-            raise ValueError(
-                f"ranks_per_node={self.ranks_per_node!r} is not a number of ranks: give 1 or more."
-            )
+        whole_number(self, "ranks_per_node", at_least=1)
 
     def slowest(self, distance: int, size: int, paired: bool = False) -> Link:
         """The link that a round waits for, in a group of `size` neighbouring ranks.

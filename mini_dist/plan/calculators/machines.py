@@ -174,11 +174,6 @@ class Hardware:
                     f"{field}={value!r} of {self.name!r} is not above 0: give "
                     f"{_UNITS.get(field, 'bytes/s')}."
                 )
-        if not isinstance(self.devices_per_node, int):
-            raise ValueError(
-                f"devices_per_node={self.devices_per_node!r} of {self.name!r} is not a whole "
-                "number: give an int of 1 or more."
-            )
         for field in ("node_latency", "network_latency", "dollars_per_hour", "file_bytes"):
             value = getattr(self, field)
             if value is not None and (not _is_number(value) or value < 0):
@@ -233,9 +228,11 @@ class Hardware:
         """Bytes that the optimizer's step passes over in the host's memory."""
         return num_bytes / (HOST_ADAM_FRACTION * self.host_memory_bandwidth)
 
-    def links(self, nodes: int = 2, op: str = "all_reduce") -> Hierarchy:
+    def links(self, nodes: int = 2) -> Hierarchy:
         """Both, as `calculators.costs` takes them."""
-        return Hierarchy(self.devices_per_node, self.node_link(op), self.network_link(nodes))
+        return Hierarchy(
+            self.devices_per_node, self.node_link("all_reduce"), self.network_link(nodes)
+        )
 
     def replace(self, **changes) -> Hardware:
         """A copy with some fields changed; `device` may be given as a dict of its changes."""

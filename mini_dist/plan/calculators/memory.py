@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..config import Layout, ModelConfig
-from ..fields import checks_kinds
+from ..config import Layout, ModelConfig, cut_by
+from ..fields import at_least, checks_kinds
 from .activations import (
     cut_of_whole,
     kept_of_layer,
@@ -29,7 +29,6 @@ from .frameworks import Framework, framework
 from .lines import Breakdown, Line
 from .models import model
 from .moments import course_memory
-from .numbers import at_least, cut_by
 from .parameters import (
     first_alike,
     held_outside,
@@ -37,7 +36,6 @@ from .parameters import (
     parameters_of_rank,
     stages_of_rank,
 )
-from .replica_traffic import in_every_micro_batch
 from .weight_gradients import weight_gradients
 
 SHARDED_FROM = {"parameters": 3, "gradients": 2, "optimizer": 1}  # the ZeRO stage that cuts it
@@ -94,7 +92,7 @@ def micro_batches_in_flight(layout: Layout, pp_rank: int) -> float:
 
 
 def _checked_rank(layout: Layout, pp_rank: int) -> None:
-    if not isinstance(pp_rank, int) or not 0 <= pp_rank < layout.pp:
+    if not 0 <= pp_rank < layout.pp:
         raise ValueError(
             f"pp_rank={pp_rank!r} is not a stage of pp={layout.pp}: give 0 to {layout.pp - 1}."
         )
@@ -237,9 +235,7 @@ def offloaded(how: Framework) -> set[str]:
 
 def _unsharded(config, layout, how, pp_rank) -> Line:
     """ZeRO-3: the layer that computes, those on their way and, all the time, what is outside."""
-    if layout.zero == 3 and not in_every_micro_batch(
-        layout, how
-    ):  # all of them, and their gradients
+    if layout.zero == 3 and not how.in_every_micro_batch(layout):  # all, and their gradients
         numel = float(parameters_of_rank(config, layout, pp_rank).total)
         each = how.activation_bytes + how.reduce_bytes
         said = f"{how.activation_bytes:g} P, and {how.reduce_bytes:g} P of gradients"

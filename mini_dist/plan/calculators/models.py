@@ -23,11 +23,9 @@ from .families import (
 )
 
 
-def _gpt(
-    num_layers: int, d_model: int, num_heads: int, vocab_size: int = 50257, seq_len: int = 1024
-) -> ModelConfig:
+def _gpt(num_layers: int, d_model: int, num_heads: int, seq_len: int = 1024) -> ModelConfig:
     return ModelConfig(
-        vocab_size=vocab_size,
+        vocab_size=50257,
         seq_len=seq_len,
         d_model=d_model,
         num_layers=num_layers,

@@ -25,8 +25,7 @@ from .lines import Breakdown, Line, readable
 from .machines import Hardware, hardware
 from .memory import device_memory, peak_memory
 from .optimizer_time import gradients_leave, passed_in_step
-from .parameters import held_outside, num_parameters, parameters_of_rank
-from .replica_traffic import copies
+from .parameters import copies, held_outside, num_parameters, parameters_of_rank
 
 # What is borrowed, by the name of the tier that the last of it is in.
 TIERS = {
@@ -259,8 +258,8 @@ PUBLISHED = (
 CPU_ADAM = ((1e9, 0.22), (4e9, 1.03), (10e9, 2.57))
 
 
-def cpu_adam_seconds(machine: Hardware | str, parameters: float, how="megatron-2021") -> float:
+def cpu_adam_seconds(machine: Hardware | str, parameters: float) -> float:
     """Of a step of so many parameters by the whole host of a node, none of it hidden."""
-    machine, how = hardware(machine), framework(how)
-    passed = passed_in_step(how) * parameters
+    machine = hardware(machine)
+    passed = passed_in_step(framework("megatron-2021")) * parameters
     return machine.host_adam_seconds(passed / machine.devices_per_node)

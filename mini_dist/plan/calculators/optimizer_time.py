@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from .kernels import stream_seconds
 from .lines import Line, readable
-from .parameters import parameters_of_rank
-from .replica_traffic import copies
+from .parameters import copies
+from .timed_step import TimedStep
 
 
-def optimizer_line(config, layout, machine, how, behind=(0.0, 0.0)) -> Line:
+def optimizer_line(step: TimedStep, behind: tuple[float, float]) -> Line:
     """Passes over gradients, states and parameters, of this rank's shard under ZeRO; and over all
     gradients that it holds, to set them to zero.
 
     Offloaded, the pass is the host's, over its own memory; before it gradients go there, and
     parameters come back after it (Ren et al. 2021, ZeRO-Offload, section 4).
     """
-    held = parameters_of_rank(config, layout, 0)
+    layout, machine, how = step.layout, step.machine, step.how
+    held = step.ranks[0].held
     updated = sum(numel / (size if layout.zero else 1) for numel, size, _ in copies(held, layout))
     traffic = passed_in_step(how)
     zeroed = how.gradient_bytes * (float(held.total) if layout.zero < 2 else updated)
@@ -26,7 +27,7 @@ def optimizer_line(config, layout, machine, how, behind=(0.0, 0.0)) -> Line:
         return Line("optimizer", seconds, "s", formula, "states and gradients read and written")
     there = 2 * how.activation_bytes
     if how.offload_overlaps:
-        return _pipelined(config, layout, machine, how, updated, traffic, around, behind)
+        return _pipelined(step, updated, traffic, around, behind)
     seconds = machine.host_seconds(there * updated) + stream_seconds(machine.device, around)
     seconds += machine.host_adam_seconds(traffic * updated)
     formula = f"{traffic:g} bytes * {updated:.3g} parameters / the host's memory + {there:g} bytes"
@@ -60,12 +61,13 @@ def _gradients_seconds(machine, how, updated) -> float:
     return how.gradient_bytes * updated / machine.file_bandwidth if in_files else 0.0
 
 
-def _pipelined(config, layout, machine, how, updated, traffic, around, behind) -> Line:
+def _pipelined(step: TimedStep, updated, traffic, around, behind) -> Line:
     """The slowest of the host's arithmetic, the way back and the files, layer by layer, and one
     layer's way through the others; before it what backward does not hide of the gradients' way.
 
     behind: seconds of the computation that the last gradients leave behind, and of the whole step.
     """
+    machine, how, num_layers = step.machine, step.how, step.config.num_layers
     one_way = machine.host_seconds(how.activation_bytes * updated)
     parts = {
         "the host's arithmetic": machine.host_adam_seconds(traffic * updated),
@@ -76,16 +78,16 @@ def _pipelined(config, layout, machine, how, updated, traffic, around, behind) -
         parts["files"] += _gradients_seconds(machine, how, updated)
     slowest = max(parts, key=parts.__getitem__)
     rest = sum(parts.values()) - parts[slowest]
-    step = parts[slowest] + rest / config.num_layers
+    last = parts[slowest] + rest / num_layers
     # The last micro-batch's gradients leave: over the link, and to where the others' sum is.
-    passes = 2 if gradients_leave(layout, how) > 1 else 1
+    passes = 2 if gradients_leave(step.layout, how) > 1 else 1
     out = max(one_way, passes * _gradients_seconds(machine, how, updated))
-    leaving = max(0.0, out - behind[0]) + out / config.num_layers
+    leaving = max(0.0, out - behind[0]) + out / num_layers
     if how.offload_delayed:
-        step = max(0.0, step - behind[1])
+        last = max(0.0, last - behind[1])
     return Line(
         "optimizer",
-        leaving + step + stream_seconds(machine.device, around),
+        leaving + last + stream_seconds(machine.device, around),
         "s",
         f"gradients {readable(leaving, 's')} + {slowest} {readable(parts[slowest], 's')}"
         + " behind the next step" * how.offload_delayed,

@@ -135,7 +135,7 @@ def num_active_parameters(config: ModelConfig) -> int:
 
 
 @checks_kinds
-def split_layers(num_layers: int, num_stages: int, outer_counts: bool = True) -> list[int]:
+def split_layers(num_layers: int, num_stages: int) -> list[int]:
     """How many layers each stage gets: as even as can be.
 
     What is left over goes to the stages in the middle first, because the first and last also hold
@@ -143,7 +143,7 @@ def split_layers(num_layers: int, num_stages: int, outer_counts: bool = True) ->
     """
     base, extra = divmod(num_layers, num_stages)
     order = list(range(num_stages))
-    if outer_counts and num_stages > 2:
+    if num_stages > 2:
         order = [*order[1:-1], order[0], order[-1]]
     counts = [base] * num_stages
     for stage in order[:extra]:
@@ -177,6 +177,17 @@ class HeldParameters:
             self.experts + other.experts,
             max(self.largest_layer, other.largest_layer),
         )
+
+
+def copies(held: HeldParameters, layout: Layout) -> list[tuple[float, int, int]]:
+    """(numbers, ranks that hold copies of them, how far apart these stand).
+
+    Those are all of dp * cp, and for experts edp, every (etp * ep)-th rank of a stage.
+    """
+    return [
+        (float(held.dense), layout.dp * layout.cp, layout.tp),
+        (float(held.experts), layout.edp, layout.etp * layout.ep),
+    ]
 
 
 @checks_kinds

@@ -14,20 +14,20 @@ from collections import Counter
 from dataclasses import replace
 
 from ..config import Layout, ModelConfig
-from ..fields import checks_kinds
+from ..fields import at_least, checks_kinds, whole
 from ..schedule import SPLIT
 from .bubble import hop_seconds, message_line
 from .frameworks import Framework, framework
-from .kernels import head_seconds, layer_time
+from .kernels import LayerPiece, head_seconds, layer_time
 from .layouts import Search, layouts, short
 from .lines import readable
 from .machines import Hardware, hardware
 from .memory import device_memory, peak_memory, states_of_all
 from .models import model as model_preset
-from .numbers import at_least
 from .offload import lacks_room
 from .plans import CLOSE, NEARLY_FULL, Candidate, Dropped, Plan, worth_simulating
 from .step_time import step_time
+from .timed_step import timed_step
 
 USUAL = Search()
 # What is tried, in this order, when nothing fits: each borrows more than the one before.
@@ -69,8 +69,7 @@ def plan(
     Raises ValueError when an argument is impossible, or when nothing fits (with the nearest miss).
     """
     config, machine, how = model_preset(model), hardware(machine), framework(how)
-    if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
-        raise ValueError(f"num_devices={num_devices!r} is not a number of devices: give 1 or more.")
+    whole("num_devices", num_devices)
     if not isinstance(search, Search):
         raise ValueError(f"search={search!r} is no Search: give one like Search(zero=(0, 1)).")
     sequences = at_least("global_batch_tokens", global_batch_tokens, 1) / config.seq_len
@@ -215,8 +214,9 @@ def _lower_bound(config: ModelConfig, machine: Hardware, how: Framework):
         experts = layout.ep, layout.etp
         sizes = layout.tp, layout.cp, *experts, layout.sequence_parallel, layout.micro_batch_size
         if sizes not in known:
-            times = [(n, layer_time(config, layout, machine, how, moe)) for moe, n in kinds if n]
-            head = head_seconds(config, machine, how, layout)
+            pieces = [(n, LayerPiece.of(config, layout, moe)) for moe, n in kinds if n]
+            times = [(n, layer_time(config, piece, machine, how)) for n, piece in pieces]
+            head = head_seconds(config, pieces[0][1], machine.device, how)
             known[sizes] = (
                 sum(n * sum(time.forward.values()) for n, time in times),
                 sum(n * sum(time.backward.values()) for n, time in times) + sum(head),
@@ -225,7 +225,7 @@ def _lower_bound(config: ModelConfig, machine: Hardware, how: Framework):
 
     def messages(layout) -> float:
         if (key := (*layout.axes.values(), layout.micro_batch_size)) not in ways:
-            ways[key] = hop_seconds(config, layout, machine, how)
+            ways[key] = hop_seconds(timed_step(config, layout, machine, how))
         return message_line(layout, ways[key])[0]
 
     def bound(layout: Layout) -> float:

@@ -4,31 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..config import Layout, ModelConfig
-from ..fields import nearest_divisor
-from .compression import INT4, INT8, Compression, shapes_of_matrices
+from .collective_time import TWO_HOPS, collective_seconds
+from .compression import shapes_of_matrices
 from .frameworks import Framework
-from .kernels import TWO_HOPS, LayerPiece, collective_seconds, matrices, stream_seconds, together
-from .numbers import at_least
-from .parameters import (
-    HeldParameters,
-    held_by_layer,
-    held_outside,
-    layers_of_stages,
-    parameters_of_rank,
-    stages_of_rank,
-)
-
-
-def copies(held: HeldParameters, layout: Layout) -> list[tuple[float, int, int]]:
-    """(numbers, ranks that hold copies of them, how far apart these stand).
-
-    Those are all of dp * cp, and for experts edp, every (etp * ep)-th rank of a stage.
-    """
-    return [
-        (float(held.dense), layout.dp * layout.cp, layout.tp),
-        (float(held.experts), layout.edp, layout.etp * layout.ep),
-    ]
+from .kernels import LayerPiece, matrices, stream_seconds, together
+from .lines import Line
+from .parameters import HeldParameters, copies
+from .timed_step import RankWork, TimedStep
 
 
 class Traffic(NamedTuple):
@@ -40,29 +22,25 @@ class Traffic(NamedTuple):
     pack: float  # gradients into the buffer that leaves
 
 
-def in_every_micro_batch(layout: Layout, how) -> bool:
-    """Whether ZeRO-2's reduces and ZeRO-3's gathers come with each micro-batch, or once a step."""
-    return layout.zero >= 2 and not (how.whole_in_pipeline and layout.zero == 3 and layout.pp > 1)
-
-
-def of_layer(config, layout, machine, how, moe) -> Traffic:
+def of_layer(step: TimedStep, moe: bool) -> Traffic:
     """A layer is a unit."""
-    return _of_unit(held_by_layer(config, layout, moe), layout, machine, how)
+    return _of_unit(step, step.layers[moe])
 
 
-def of_root(config, layout, machine, how, pp_rank) -> Traffic:
+def of_root(step: TimedStep, rank: RankWork) -> Traffic:
     """And what is outside the layers, embedding and head, is another."""
-    return _of_unit(held_outside(config, layout, pp_rank), layout, machine, how)
+    return _of_unit(step, rank.outside)
 
 
-def _of_unit(held: HeldParameters, layout, machine, how) -> Traffic:
-    parts = copies(held, layout)
+def _of_unit(step: TimedStep, held: HeldParameters) -> Traffic:
+    layout, machine, how = step.layout, step.machine, step.how
+    parts, world = copies(held, layout), layout.world_size
     if layout.zero < 2 or parts[0][1] == 1:
         return Traffic(0.0, 0.0, 0.0, 0.0)
     g, e, device = how.reduce_bytes, how.activation_bytes, machine.device
     wire = how.unit_gather_bytes or e
-    gather = _collective(machine, "all_gather", wire, parts, layout) if layout.zero == 3 else 0.0
-    reduce = _collective(machine, *_scatter(how), parts, layout)
+    gather = _collective(machine, "all_gather", wire, parts, world) if layout.zero == 3 else 0.0
+    reduce = _collective(machine, *_scatter(how), parts, world)
     if not how.copies_units:
         return Traffic(gather, reduce, 0.0, 0.0)
     numel = float(held.total)
@@ -77,63 +55,35 @@ def _scatter(how: Framework) -> tuple[str, float]:
     return "reduce_scatter", how.reduce_bytes
 
 
-def checked(
-    compression: Compression | str | None, config: ModelConfig, layout: Layout, local_steps: int
-) -> Compression | None:
-    """The method that is named; ValueError where this layout's numbers cannot go that way."""
-    if compression is None or isinstance(compression, str):
-        compression = compression and Compression(compression)
-    if not compression:
-        return None
-    name, scattered = compression.name, layout.zero and local_steps == 1
-    if scattered and name != "int8":
-        raise ValueError(
-            f"compression={name!r} averages whole gradients, and zero={layout.zero} scatters them: "
-            "give 'int8', or zero=0."
-        )
-    if compression.gradient_bits == 4 and not scattered:
-        raise ValueError(
-            "gradient_bits=4 is of what ZeRO's units scatter: give zero=1, 2 or 3 and "
-            "local_steps=1, or gradient_bits=8."
-        )
-    if compression.by_hosts and not scattered:
-        raise ValueError(
-            "by_hosts=True is of what ZeRO's units scatter: give zero=1, 2 or 3 and local_steps=1, "
-            "or by_hosts=False."
-        )
-    if name == "power" and (layout.tp * layout.pp > 1 or layout.zero or config.num_experts):
-        raise ValueError(
-            "compression='power' is counted for whole matrices, on every replica the same: give "
-            "tp=1, pp=1, zero=0 and a model without experts."
-        )
-    return compression
+def replica_lines(step: TimedStep, forward: float, backward: float) -> list[Line]:
+    """What a step waits for between replicas: gradients, averages, and what compression costs.
+
+    forward, backward: seconds of one micro-batch on the slowest stage, to hide messages behind.
+    """
+    lines = []
+    seconds, formula = _gradients(step, forward, backward)
+    if seconds:
+        lines.append(Line("gradients over dp", seconds, "s", formula, "ZeRO section 7"))
+    if step.local_steps > 1:
+        seconds, formula = _averages(step)
+        lines.append(Line("average over dp", seconds, "s", formula, "Stich 2019"))
+    if step.compression:
+        lines.append(_compressing(step))
+    return lines
 
 
-def compressed_units(how: Framework, layout: Layout, compression: Compression | None) -> Framework:
-    """The framework with what its ZeRO stages send in codes (ZeRO++), if so asked."""
-    if not (compression and layout.zero):
-        return how
-    scatter = INT4 if compression.gradient_bits == 4 else INT8
-    return how.replace(
-        unit_gather_bytes=INT8,
-        unit_scatter_bytes=scatter,
-        unit_scatter_by_nodes=compression.by_hosts,
-    )
-
-
-def gradient_seconds(
-    config, layout, machine, how, slowest, compression: Compression | None = None
-) -> tuple[float, str]:
+def _gradients(step: TimedStep, forward: float, backward: float) -> tuple[float, str]:
     """Data-parallel traffic once a step that nothing hides (ZeRO-3 has none of that kind).
 
     Gradients travel behind the last micro-batch's backward, and ZeRO-1's and 2's new parameters
     behind the next step's first forward, where the framework does so.
     """
-    parts = copies(parameters_of_rank(config, layout, 0), layout)
-    if compression and not layout.zero:
-        seconds, said = _compressed(config, parts, layout, machine, compression)
+    layout, machine, how = step.layout, step.machine, step.how
+    parts, world = copies(step.ranks[0].held, layout), layout.world_size
+    if step.compression and step.local_steps == 1 and not layout.zero:
+        seconds, said = _compressed(step, parts)
         where = " behind the last backward" if how.overlaps_gradients else ""
-        return _hidden(slowest.backward, seconds, how.overlaps_gradients), said + where
+        return _hidden(backward, seconds, how.overlaps_gradients), said + where
     g, e = how.reduce_bytes, how.unit_gather_bytes or how.activation_bytes
     reduces, gathers = {
         0: (("all_reduce", g), None),
@@ -141,105 +91,84 @@ def gradient_seconds(
         2: (None, ("all_gather", e)),
         3: (None, None),
     }[layout.zero]
-    once = layout.zero == 3 and not in_every_micro_batch(layout, how)
+    once = layout.zero == 3 and not how.in_every_micro_batch(layout)
     if once:  # as under ZeRO-1; the last backward waits for all gradients to be summed up
         reduces, gathers = _scatter(how), ("all_gather", e)
     seconds, said = 0.0, []
     if reduces:
         op, each = reduces
         traffic = sum(
-            _in_buckets(machine, op, each, *part, layout.world_size, messages)
-            for part, messages in zip(parts, _messages(config, layout, how, parts))
+            _in_buckets(machine, op, each, *part, world, messages)
+            for part, messages in zip(parts, _messages(step, parts))
         )
         behind = how.overlaps_gradients and not once
-        seconds += _hidden(slowest.backward, traffic, behind)
+        seconds += _hidden(backward, traffic, behind)
         where = " behind the last backward" if behind else ""
         said.append(f"{op.replace('_', '-')} of {each:g} P{where}")
     if gathers:
         op, each = gathers
-        traffic = _collective(machine, op, each, parts, layout)
-        seconds += _hidden(slowest.forward, traffic, how.overlaps_parameters)
+        traffic = _collective(machine, op, each, parts, world)
+        seconds += _hidden(forward, traffic, how.overlaps_parameters)
         where = " behind the first forward" if how.overlaps_parameters else ""
         said.append(f"{op.replace('_', '-')} of {each:g} P{where}")
     return seconds, ", ".join(said)
 
 
-def cluster_of(layout: Layout, clusters: int | None, local_steps: int) -> Layout:
-    """What trains synchronously: one of the clusters that step by themselves, each rank of dp if
-    clusters is None; all where local_steps is 1. ValueError where dp cannot be cut so."""
-    if local_steps == 1:
-        if clusters is not None:
-            raise ValueError(
-                f"clusters={clusters} average once in local_steps=1 steps, as one cluster does: "
-                "give local_steps above 1, or no clusters."
-            )
-        return layout
-    clusters = layout.dp if clusters is None else clusters
-    at_least("clusters", clusters, 1)
-    if layout.dp % clusters:
-        raise ValueError(
-            f"clusters={clusters} does not divide dp={layout.dp}: "
-            f"{nearest_divisor(layout.dp, clusters)} would."
-        )
-    inside = layout.dp // clusters
-    if layout.zero and inside * layout.cp == 1:
-        raise ValueError(
-            f"zero={layout.zero} shards over the ranks of a cluster, and with local_steps="
-            f"{local_steps} and clusters={clusters} of dp={layout.dp} each is one rank: give "
-            "clusters below dp, or zero=0."
-        )
-    ranks = inside * layout.cp * layout.tp // layout.etp
-    if ranks % layout.ep:
-        of = "dp * cp" if layout.etp == layout.tp else "dp * cp * tp / etp"
-        raise ValueError(
-            f"ep={layout.ep} does not divide the {ranks} ranks of {of} in a "
-            f"cluster: give fewer clusters than {clusters}, or ep=1."
-        )
-    return layout.replace(dp=inside)
-
-
-def averaged(config, layout: Layout, inside: Layout) -> list[tuple[float, int, int]]:
-    """(numbers that a rank averages, over so many clusters, how far apart its likes stand).
-
-    The ranks of a cluster are neighbours. What ZeRO has sharded inside is averaged as shards.
-    """
-    clusters = layout.dp // inside.dp
-    return [
-        (numel / (ways if layout.zero else 1), clusters, inside.world_size)
-        for numel, ways, _ in copies(parameters_of_rank(config, inside, 0), inside)
-    ]
-
-
-def average_seconds(
-    config, layout, inside, machine, how, local_steps: int, compression: Compression | None
-) -> tuple[float, str]:
+def _averages(step: TimedStep) -> tuple[float, str]:
     """A step's share of averaging what the clusters step, once in `local_steps`: local SGD, DiLoCo.
 
     As many bytes a number as gradients have, or as the compression says. Nothing hides it: every
     rank waits for the average.
     """
-    parts, each = averaged(config, layout, inside), how.reduce_bytes
-    shards = inside.dp * inside.cp if layout.zero else 1
-    if compression:
-        seconds, said = _compressed(config, parts, layout, machine, compression)
+    parts, each, layout = _averaged(step), step.how.reduce_bytes, step.layout
+    shards = layout.dp * layout.cp if layout.zero else 1
+    if step.compression:
+        seconds, said = _compressed(step, parts)
     else:
         seconds = sum(
             _in_buckets(
-                machine, "all_reduce", each, *part, layout.world_size, max(1, messages / shards)
+                step.machine, "all_reduce", each, *part, step.num_devices, max(1, messages / shards)
             )
-            for part, messages in zip(parts, _messages(config, layout, how, parts))
+            for part, messages in zip(parts, _messages(step, parts))
         )
         said = f"all-reduce of {each:g} P"
     of_shards = f" / {shards}" if layout.zero else ""
-    return seconds / local_steps, f"{said}{of_shards} every {local_steps} steps"
+    return seconds / step.local_steps, f"{said}{of_shards} every {step.local_steps} steps"
 
 
-def _compressed(config, parts, layout, machine, compression) -> tuple[float, str]:
-    shapes = shapes_of_matrices(config) if compression.name == "power" else []
+def _averaged(step: TimedStep) -> list[tuple[float, int, int]]:
+    """(numbers that a rank averages, over how many clusters, how far apart its likes stand).
+
+    The ranks of a cluster are neighbours. What ZeRO has sharded inside is averaged as shards.
+    """
+    layout = step.layout
+    return [
+        (numel / (ways if layout.zero else 1), step.clusters, layout.world_size)
+        for numel, ways, _ in copies(step.ranks[0].held, layout)
+    ]
+
+
+def _compressing(step: TimedStep) -> Line:
+    """The device's own passes over what it compresses."""
+    layout, compression = step.layout, step.compression
+    if step.local_steps > 1:
+        each = compression.touched(0, layout.num_micro_batches) / step.local_steps
+        numel = sum(numel for numel, _, _ in _averaged(step))
+    else:
+        each = compression.touched(layout.zero, layout.num_micro_batches)
+        numel = float(step.ranks[0].held.total)
+    seconds = stream_seconds(step.machine.device, each * numel)
+    formula = f"{each:g} bytes * {numel:.3g} parameters / bandwidth"
+    return Line("compressing", seconds, "s", formula, "passes over memory, counted")
+
+
+def _compressed(step: TimedStep, parts) -> tuple[float, str]:
+    compression, world = step.compression, step.num_devices
+    shapes = shapes_of_matrices(step.config) if compression.name == "power" else []
     seconds, said = 0.0, []
     for numel, size, stride in parts:
         for op, num_bytes in compression.messages(numel, size, shapes) if numel else []:
-            seconds += collective_seconds(machine, op, num_bytes, size, stride, layout.world_size)
+            seconds += collective_seconds(step.machine, op, num_bytes, size, stride, world)
             said.append(f"{op.replace('_', '-')} of {num_bytes / numel:.2g} P")
     return seconds, ", ".join(said)
 
@@ -248,21 +177,20 @@ def _hidden(compute: float, traffic: float, behind: bool) -> float:
     return together(compute, traffic) - compute if behind else traffic
 
 
-def _messages(config, layout, how, parts) -> tuple[float, float]:
+def _messages(step: TimedStep, parts) -> tuple[float, float]:
     """Into how many messages the gradients of a rank go, and those of its experts.
 
     What is larger than a bucket has one of its own, smaller tensors share them.
     """
+    config, layout, how = step.config, step.layout, step.how
     sizes = [max(how.bucket, how.bucket_a_rank * size) for _, size, _ in parts]
     outside = config.vocab_size * config.d_model / layout.tp
     dense = 1.0 if layout.pp > 1 else 2.0 - config.tied_embedding
     dense *= min(1.0, outside / sizes[0])
     of_layer: dict[bool, float] = {}
-    all_layers = layers_of_stages(config, layout)
-    for moe, layers in (kind for stage in stages_of_rank(layout, 0) for kind in all_layers[stage]):
+    for moe, layers in (kind for stage in step.ranks[0].stages for kind in step.stages[stage]):
         if moe not in of_layer:
-            cuts = layout.tp, layout.cp, layout.ep, layout.etp
-            piece = LayerPiece(moe, *cuts, False, 1.0, layout.world_size)
+            piece = LayerPiece.of(config, layout, moe)
             each = [shape.k * shape.n for shape in matrices(config, piece) if shape.copies == 1]
             of_layer[moe] = sum(min(1.0, numel / sizes[0]) for numel in each)
         dense += layers * of_layer[moe]
@@ -275,8 +203,8 @@ def _in_buckets(machine, op, each, numel, size, stride, world, messages) -> floa
     return messages * one
 
 
-def _collective(machine, op, each, parts, layout) -> float:
+def _collective(machine, op, each, parts, world) -> float:
     return sum(
-        collective_seconds(machine, op, each * numel, size, stride, layout.world_size)
+        collective_seconds(machine, op, each * numel, size, stride, world)
         for numel, size, stride in parts
     )

@@ -21,14 +21,13 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..config import ModelConfig
-from ..fields import checks_kinds, nearest_divisor, whole_number
+from ..fields import at_least, checks_kinds, nearest_divisor, whole, whole_number
+from .collective_time import collective_seconds
 from .flops import forward_flops, score_flops
-from .importing import whole
-from .kernels import collective_seconds, stream_seconds
+from .kernels import stream_seconds
 from .lines import Breakdown, Line
 from .machines import FLASH_FORWARD, KERNEL_SECONDS, Device, Hardware, hardware
 from .models import model
-from .numbers import at_least
 from .parameters import Weight, layer_weights, num_parameters, outer_weights
 
 

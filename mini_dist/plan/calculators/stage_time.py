@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .activations import cut_of_whole, tokens_of_micro_batch
-from .kernels import every_second_seconds, head_seconds, layer_time, together
-from .parameters import first_alike, held_by_layer, layers_of_rank, stages_of_rank
-from .replica_traffic import copies, in_every_micro_batch, of_layer, of_root
+from .activations import cut_of_whole
+from .kernels import LayerPiece, every_second_seconds, head_seconds, layer_time, together
+from .parameters import copies
+from .replica_traffic import of_layer, of_root
+from .timed_step import RankWork, TimedStep
 
 
 @dataclass(frozen=True)
@@ -38,84 +39,81 @@ class StageTime:
         return self.forward / num_chunks, self.backward / num_chunks, self.weight / num_chunks
 
 
-def stages_of_pipeline(config, layout, machine, how) -> list[StageTime]:
-    """Each pipeline rank's work; equal ranks share one Stage."""
-    kinds: dict[tuple, StageTime] = {}
-    stages: list[StageTime] = []
-    for rank, first in enumerate(first_alike(config, layout)):
-        if first < rank:
-            stages.append(stages[first])
-            continue
-        amounts = layers_of_rank(config, layout, rank)
-        stages.append(_stage(config, layout, machine, how, rank, amounts, kinds))
-    return stages
+def stages_of_pipeline(step: TimedStep) -> list[StageTime]:
+    """Time the work of each pipeline rank; ranks that hold as much share one StageTime."""
+    stages = [stage for rank in step.ranks.values() for stage in rank.layers]
+    kinds = {(moe, again) for stage in stages for moe, again, _ in stage}
+    layers = {kind: _layer(step, *kind) for kind in kinds}
+    times = {first: _rank(step, rank, layers) for first, rank in step.ranks.items()}
+    return [times[first] for first in step.first_alike]
 
 
-def _stage(config, layout, machine, how, rank, amounts, kinds) -> StageTime:
-    """amounts: for each stage of the rank (with experts?, recomputed?, how many layers)."""
+def _rank(step: TimedStep, rank: RankWork, of_kind: dict[tuple, StageTime]) -> StageTime:
+    """of_kind: the times of one layer, by (with experts?, recomputed?)."""
     parts: dict[str, float] = {}
     chunks = []
-    for number, stage in zip(stages_of_rank(layout, rank), amounts):
+    for number, stage in zip(rank.stages, rank.layers):
         forward = backward = weight = 0.0
         for moe, again, layers in stage:
-            if (moe, again) not in kinds:
-                kinds[moe, again] = _layer_parts(config, layout, machine, how, moe, again)
-            each = kinds[moe, again]
+            each = of_kind[moe, again]
             for name, seconds in each.parts.items():
                 parts[name] = parts.get(name, 0.0) + layers * seconds
             forward += layers * each.forward
             backward += layers * each.backward
             weight += layers * each.weight
-        if number == layout.num_stages - 1:
-            f, b = head_seconds(config, machine, how, layout)
+        if number == step.layout.num_stages - 1:
+            piece = LayerPiece.of(step.config, step.layout, moe=False)
+            f, b = head_seconds(step.config, piece, step.machine.device, step.how)
             parts["head and loss"] = f + b
             forward, backward = forward + f, backward + b
         chunks.append((forward, backward, weight))
-    if in_every_micro_batch(layout, how):
-        wait_f, wait_b = _at_the_ends(config, layout, machine, how, rank, amounts)
+    if step.how.in_every_micro_batch(step.layout):
+        wait_f, wait_b = _at_the_ends(step, rank)
         parts["zero traffic"] = parts.get("zero traffic", 0.0) + wait_f + wait_b
         (f, b, w), *others = chunks
         chunks = [(f + wait_f, b + wait_b, w), *others]
     return StageTime(parts, *map(sum, zip(*chunks)), tuple(chunks))
 
 
-def _at_the_ends(config, layout, machine, how, rank, amounts) -> tuple[float, float]:
+def _at_the_ends(step: TimedStep, rank: RankWork) -> tuple[float, float]:
     """Seconds of ZeRO's messages that have nothing to hide behind, forward and backward.
 
     What is outside the layers is gathered once where there is no pipeline: it stays whole from
     forward to backward, and its head computes while the last layer is gathered again.
     """
-    root = of_root(config, layout, machine, how, rank)
-    stays = layout.pp == 1
+    root = of_root(step, rank)
+    stays = step.layout.pp == 1
     forward = root.gather + root.unpack
     backward = root.reduce + root.pack + (0.0 if stays else forward)
-    if not how.overlaps_gradients:  # every layer's are waited for already
+    if not step.how.overlaps_gradients:  # every layer's are waited for already
         return forward, backward
-    for stage in filter(None, amounts):
-        first, last = (of_layer(config, layout, machine, how, stage[i][0]) for i in (0, -1))
+    for stage in filter(None, rank.layers):
+        first, last = (of_layer(step, moe=stage[i][0]) for i in (0, -1))
         forward += first.gather
         backward += first.reduce + (0.0 if stays else last.gather)
     return forward, backward
 
 
-def _layer_parts(config, layout, machine, how, moe, recomputes) -> StageTime:
+def _layer(step: TimedStep, moe: bool, recomputes: bool) -> StageTime:
     """One layer, recomputed or not, and what it waits for: ZeRO's messages, the host."""
-    time = layer_time(config, layout, machine, how, moe)
+    config, layout, machine, how = step.config, step.layout, step.machine, step.how
+    piece = LayerPiece.of(config, layout, moe)
+    time = layer_time(config, piece, machine, how)
     forward, backward = sum(time.forward.values()), sum(time.backward.values())
     again = 0.0
     if recomputes and layout.recompute == "full":
         again = forward
     elif recomputes and layout.recompute == "selective":
         if how.selective == "operators":
-            again = every_second_seconds(config, layout, machine, how, moe)
+            again = every_second_seconds(config, piece, machine, how)
         elif not how.flash_attention:
             again = time.forward["attention"]
     parts = {name: time.forward[name] + time.backward[name] for name in time.forward}
     if again:
         parts["recomputed"] = again
     backward += again
-    if in_every_micro_batch(layout, how):
-        unit = of_layer(config, layout, machine, how, moe)
+    if how.in_every_micro_batch(layout):
+        unit = of_layer(step, moe)
         forward, backward = forward + unit.unpack, backward + unit.unpack + unit.pack
         wait_f = _hidden(how, forward, unit.gather)
         wait_b = _hidden(how, backward, unit.gather + unit.reduce)
@@ -124,14 +122,14 @@ def _layer_parts(config, layout, machine, how, moe, recomputes) -> StageTime:
         forward, backward = forward + wait_f, backward + wait_b
     if recomputes and layout.recompute == "full" and how.offload_activations:
         # The layer's input leaves behind its forward, and comes back behind another's backward.
-        size = how.activation_bytes * config.d_model * tokens_of_micro_batch(config, layout)
+        size = how.activation_bytes * config.d_model * piece.tokens
         away = machine.host_seconds(size / cut_of_whole(layout))
         wait_f, wait_b = max(0.0, away - forward), max(0.0, away - backward)
         parts["waiting for offloads"] = wait_f + wait_b
         forward, backward = forward + wait_f, backward + wait_b
     if how.offload_parameters:
         # A layer's parameters come behind the one before it, in forward and in backward.
-        arrive = parameters_arrive(config, layout, machine, how, moe)
+        arrive = _parameters_arrive(step, moe)
         hidden = how.offload_overlaps
         wait_f = max(0.0, arrive - forward) if hidden else arrive
         wait_b = max(0.0, arrive - backward) if hidden else arrive
@@ -147,10 +145,11 @@ def _layer_parts(config, layout, machine, how, moe, recomputes) -> StageTime:
     return StageTime(parts, forward + waits_f, backward + waits_b, weight)
 
 
-def parameters_arrive(config, layout, machine, how, moe) -> float:
+def _parameters_arrive(step: TimedStep, moe: bool) -> float:
     """Seconds in which this rank's part of a layer's parameters comes to the device, from the host
     or through it from files."""
-    parts = copies(held_by_layer(config, layout, moe), layout)
+    layout, machine, how = step.layout, step.machine, step.how
+    parts = copies(step.layers[moe], layout)
     numel = sum(numel / (ways if layout.zero == 3 else 1) for numel, ways, _ in parts)
     size = how.activation_bytes * numel
     files = size / machine.file_bandwidth if how.offload_to_files else 0.0

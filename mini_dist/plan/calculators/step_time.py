@@ -16,28 +16,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..config import Layout, ModelConfig
-from ..fields import checks_kinds
-from .bubble import bubble_seconds, hop_seconds, message_line, simulated
+from ..fields import at_least, checks_kinds
+from .bubble import pipeline_lines
 from .compression import Compression
 from .flops import model_flops, step_flops
-from .frameworks import Framework, framework
-from .intervals import Interval, interval_of
-from .kernels import COMMUNICATION, stream_seconds
+from .frameworks import Framework
+from .intervals import interval_of
+from .kernels import COMMUNICATION
 from .lines import Breakdown, Line, readable
-from .machines import Hardware, hardware
-from .models import model
-from .numbers import at_least, cut_by, whole
+from .machines import Hardware
 from .optimizer_time import optimizer_line
-from .parameters import every_second, layers_of_stages, parameters_of_rank
-from .replica_traffic import (
-    average_seconds,
-    averaged,
-    checked,
-    cluster_of,
-    compressed_units,
-    gradient_seconds,
-)
-from .stage_time import stages_of_pipeline
+from .parameters import every_second
+from .replica_traffic import replica_lines
+from .stage_time import StageTime, stages_of_pipeline
+from .timed_step import TimedStep, timed_step
 
 OVER_DP = ("gradients over dp", "average over dp")
 
@@ -105,32 +97,36 @@ def step_time(
     clusters: int | None = None,
     compression: Compression | str | None = None,
 ) -> StepTime:
-    """Seconds of one optimizer step on all ranks.
+    """Compute the seconds of one optimizer step on all ranks, and what it waits for.
 
-    `straggler` is how much longer the slowest device computes (everyone waits for it);
-    `simulate=True` takes the pipeline's makespan from mini_dist.plan.schedule instead of the closed
-    form.  `local_steps` is how many steps the ranks of dp take by themselves before they average
-    their parameters (local SGD, DiLoCo); 1 averages gradients at every step.  With `clusters`, the
-    dp / clusters ranks of each train as one, with ZeRO if the layout says so, and the clusters
-    average.  `compression`, of gradients between replicas, or of averages where `local_steps` is
-    above 1, or its name: what is sent instead, and the memory that is passed over for it; in ZeRO's
-    stages "int8", of parameters, too, as ZeRO++ does.
-    Raises ValueError when the layout cannot cut the model, or shards over ranks that part, or the
-    method does not fit.
+    straggler: how many times as long the slowest device computes; every rank waits for it.
+    simulate: take the pipeline's makespan from mini_dist.plan.schedule, not from a closed form.
+    local_steps: the ranks of dp average their parameters once in this many steps (local SGD,
+    DiLoCo); 1 averages gradients at every step. clusters: the dp / clusters ranks of each cluster
+    train as one, with ZeRO if the layout says so, and the clusters average.
+    compression: what replicas send instead of gradients, or of averages if local_steps is above 1,
+    and the memory passes that it costs. "int8" is for ZeRO too, and sends its parameters (ZeRO++).
+    Raises ValueError if the layout cannot cut the model, if ZeRO would shard over ranks that step
+    by themselves, or if the compression does not fit.
     """
-    config, machine, how = model(config), hardware(machine), framework(how)
-    cut_by(layout, config)
     at_least("straggler", straggler, 1, "the slowest device is not faster than the others")
-    whole("local_steps", local_steps, "1 averages gradients at every step")
-    compression = checked(compression, config, layout, local_steps)
-    inside = cluster_of(layout, clusters, local_steps)
-    if local_steps == 1:
-        how = compressed_units(how, layout, compression)
-    device, m = machine.device, layout.num_micro_batches
-    stages = stages_of_pipeline(config, inside, machine, how)
+    step = timed_step(config, layout, machine, how, local_steps, clusters, compression)
+    stages = stages_of_pipeline(step)
+    slowest = max(stages, key=lambda stage: stage.total)  # it idles in the bubble only
+    lines = [
+        *_computing(step, slowest, straggler),
+        *pipeline_lines(step, stages, simulate),
+        *replica_lines(step, slowest.forward, slowest.backward),
+    ]
+    # The optimizer may run behind the last micro-batch's backward, or behind all of the step.
+    behind = slowest.backward, sum(line.value for line in lines)
+    lines.append(optimizer_line(step, behind))
+    return _with_utilization(step, Breakdown("step time", tuple(lines)))
 
-    # The slowest stage computes all the time but for the bubble.
-    slowest = max(stages, key=lambda stage: stage.total)
+
+def _computing(step: TimedStep, slowest: StageTime, straggler: float) -> list[Line]:
+    """The slowest stage's micro-batches, part by part, and how much longer a straggler takes."""
+    m = step.layout.num_micro_batches
     lines = [
         Line(
             name,
@@ -142,82 +138,38 @@ def step_time(
         for name, seconds in slowest.parts.items()
         if seconds
     ]
-    compute = sum(line.value for line in lines if line.name not in COMMUNICATION)
     if straggler > 1:
-        lines.append(
-            Line(
-                "straggler",
-                (straggler - 1) * compute,
-                "s",
-                f"{straggler - 1:.0%} of the computation",
-                "assumed",
-            )
-        )
-    hops = hop_seconds(config, inside, machine, how)
-    if simulate and layout.pp > 1:
-        idle = simulated(layout, stages, hops) - m * slowest.total
-        formula = "makespan - slowest stage's work"
-        lines.append(
-            Line(
-                "pipeline bubble", max(0.0, idle), "s", formula, "mini_dist.plan.schedule.simulate"
-            )
-        )
-    elif layout.pp > 1:
-        bubble, formula = bubble_seconds(
-            layout,
-            [s.forward for s in stages],
-            [s.backward for s in stages],
-            [s.weight for s in stages],
-        )
-        lines.append(Line("pipeline bubble", bubble, "s", formula, _SOURCES["pipeline bubble"]))
-        messages = message_line(layout, hops)
-        lines.append(Line("pipeline messages", messages[0], "s", messages[1], _SOURCES["messages"]))
-    gradients, formula = gradient_seconds(
-        config, inside, machine, how, slowest, compression if local_steps == 1 else None
-    )
-    if gradients:
-        lines.append(Line("gradients over dp", gradients, "s", formula, "ZeRO section 7"))
-    if local_steps > 1:
-        average, formula = average_seconds(
-            config, layout, inside, machine, how, local_steps, compression
-        )
-        lines.append(Line("average over dp", average, "s", formula, "Stich 2019"))
-    if compression and local_steps > 1:
-        each = compression.touched(0, m) / local_steps
-        numel = sum(numel for numel, _, _ in averaged(config, layout, inside))
-    elif compression:
-        each = compression.touched(layout.zero, m)
-        numel = float(parameters_of_rank(config, layout, 0).total)
-    if compression:
-        seconds = stream_seconds(device, each * numel)
-        formula = f"{each:g} bytes * {numel:.3g} parameters / bandwidth"
-        lines.append(Line("compressing", seconds, "s", formula, "passes over memory, counted"))
-    # the last micro-batch's backward; all that the device does
-    behind = slowest.backward, sum(line.value for line in lines)
-    lines.append(optimizer_line(config, inside, machine, how, behind))
+        compute = sum(line.value for line in lines if line.name not in COMMUNICATION)
+        said = f"{straggler - 1:.0%} of the computation", "assumed"
+        lines.append(Line("straggler", (straggler - 1) * compute, "s", *said))
+    return lines
 
-    breakdown = Breakdown("step time", tuple(lines))
-    interval = _interval(breakdown, layout, machine)
-    sequences, devices = layout.global_batch_size, layout.world_size
-    once = _model_flops(config, sequences)
-    again = _recomputed_flops(config, layout, how)
-    peak = breakdown.total * devices * device.peak_flops
+
+def _with_utilization(step: TimedStep, breakdown: Breakdown) -> StepTime:
+    """The lines with their interval, and how much of the devices' peak they use."""
+    config, seconds = step.config, breakdown.total
+    messages = (*COMMUNICATION, "pipeline messages", *OVER_DP)
+    waits = sum(line.value for line in breakdown if line.name in messages) / seconds
+    interval = interval_of(step.num_devices / step.machine.devices_per_node, waits)
+    once = _model_flops(config, step.num_sequences)
+    again = _recomputed_flops(step)
+    peak = seconds * step.num_devices * step.machine.device.peak_flops
     return StepTime(
         breakdown,
-        interval.low * breakdown.total,
-        interval.high * breakdown.total,
-        sequences * config.seq_len,
+        interval.low * seconds,
+        interval.high * seconds,
+        step.num_sequences * config.seq_len,
         once / peak,
         (once + again) / peak,
     )
 
 
-def _recomputed_flops(config: ModelConfig, layout: Layout, how: Framework) -> float:
+def _recomputed_flops(step: TimedStep) -> float:
     """FLOPs of a step, over all ranks, that recompute adds and whose time is counted."""
+    config, layout, how, sequences = step.config, step.layout, step.how, step.num_sequences
     if layout.recompute == "none":
         return 0.0
-    sequences, stages = layout.global_batch_size, layers_of_stages(config, layout)
-    layers = [(moe, layout.num_recomputed(n)) for stage in stages for moe, n in stage]
+    layers = [(moe, layout.num_recomputed(n)) for stage in step.stages for moe, n in stage]
     if layout.recompute == "selective" and how.selective == "operators":
         matrices = sum(
             count * weight.numel_visited
@@ -241,13 +193,6 @@ def _model_flops(config: ModelConfig, sequences: int) -> float:
     return model_flops(config, sequences)
 
 
-def _interval(breakdown: Breakdown, layout: Layout, machine: Hardware) -> Interval:
-    """How far a step of this kind may be from the best guess."""
-    messages = (*COMMUNICATION, "pipeline messages", *OVER_DP)
-    waits = sum(line.value for line in breakdown if line.name in messages) / breakdown.total
-    return interval_of(layout.world_size / machine.devices_per_node, waits)
-
-
 _SOURCES = {
     "matrices": "roofline, gemm_seconds",
     "attention": "Dao et al. 2022, or passes over scores",
@@ -261,6 +206,4 @@ _SOURCES = {
     "head and loss": "roofline",
     "waiting for offloads": "the way to the host",
     "zero copies": "_fsdp_collectives.py [code]",
-    "messages": "Narayanan et al. 2021 s2.2",
-    "pipeline bubble": "Narayanan et al. 2021 s2.2; Qi et al. 2023",
 }

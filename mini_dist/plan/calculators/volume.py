@@ -7,12 +7,11 @@ that for an all-reduce.  Sources: [ZeRO] section 7; [N21] Narayanan et al. 2021 
 
 from __future__ import annotations
 
-from ..config import Layout, ModelConfig
+from ..config import Layout, ModelConfig, cut_by
 from ..fields import checks_kinds
 from .frameworks import Framework, framework
 from .lines import Breakdown, Line
 from .models import model
-from .numbers import cut_by
 from .parameters import (
     held_outside,
     layer_weights,

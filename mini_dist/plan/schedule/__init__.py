@@ -7,13 +7,13 @@
 
 Read in this order:
     action.py         what an action is, what a schedule is, who waits for whom
+    sizes.py          how many micro-batches each of them takes
     orders.py         naive, GPipe, 1F1B, interleaved 1F1B
     simulate.py       timeline, bubble, activations in flight
     validate.py       refuse what cannot run
     communication.py  add sends and receives; fuse them for NCCL; forwards alone
     zero_bubble.py    ZB-H1, ZB-H2, ZB-V, DualPipeV
     asynchronous.py   PipeDream, PipeDream-2BW: weight versions
-    files.py          CSV in and out
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from .asynchronous import (
     versions_held,
 )
 from .communication import add_communication, forward_only, fuse_communication
-from .files import from_csv, to_csv
-from .orders import gpipe, interleaved, naive, one_f_one_b, round_size
+from .orders import gpipe, interleaved, naive, one_f_one_b
 from .simulate import Span, Timeline, Times, in_flight, peak_in_flight, simulate
+from .sizes import check_micro_batches
 from .validate import validate
 from .zero_bubble import (
     dualpipe_v,
-    enough_for_dualpipe,
     zb_h1,
     zb_h2,
     zb_v,
@@ -59,7 +58,6 @@ __all__ = [
     "check_micro_batches",
     "dualpipe_v",
     "forward_only",
-    "from_csv",
     "fuse_communication",
     "gpipe",
     "gradient_delay",
@@ -72,7 +70,6 @@ __all__ = [
     "pipedream_2bw",
     "simulate",
     "timetable",
-    "to_csv",
     "validate",
     "versions_held",
     "zb_h1",
@@ -93,14 +90,6 @@ SYNCHRONOUS: dict[str, Callable[..., Schedule]] = {
 SCHEDULES = SYNCHRONOUS | {"pipedream": pipedream, "pipedream_2bw": pipedream_2bw}
 SPLIT = ("zb_h1", "zb_h2", "zb_v", "dualpipe_v")  # backward in B and W: zero-bubble
 V_SHAPED = ("zb_v", "dualpipe_v")  # rank r of p holds the stages r and 2 p - 1 - r
-
-
-def check_micro_batches(name: str, num_ranks: int, num_micro_batches: int) -> None:
-    """Raises ScheduleError where the schedule cannot run so many, without building its lists."""
-    if name == "interleaved":
-        round_size(num_ranks, num_micro_batches)
-    if name == "dualpipe_v":
-        enough_for_dualpipe(num_ranks, num_micro_batches)
 
 
 @checks_kinds(error=ScheduleError)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from ..fields import checks_kinds
 from .action import Action, Schedule, ScheduleError
-from .orders import check_sizes, in_turn
+from .orders import in_turn
+from .sizes import check_sizes
 
 
 @checks_kinds(error=ScheduleError)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from ..fields import checks_kinds
 from .action import Action, Schedule, ScheduleError
+from .sizes import check_sizes, round_size
 
 
 @checks_kinds(error=ScheduleError)
@@ -115,27 +116,3 @@ def looped(
                 forwards.append(Action(up, "F", micro))
                 backwards.append(Action(down, "B", micro))
     return forwards, backwards
-
-
-def round_size(num_ranks: int, num_micro_batches: int) -> int:
-    """How many micro-batches a chunk takes before the next chunk's turn."""
-    rounds = max(1, num_micro_batches // num_ranks)
-    if num_micro_batches % rounds:
-        works = [m for m in range(1, 2 * num_micro_batches) if m % max(1, m // num_ranks) == 0]
-        below = max(m for m in works if m < num_micro_batches)
-        above = min(m for m in works if m > num_micro_batches)
-        raise ScheduleError(
-            f"interleaved 1F1B on {num_ranks} ranks runs {num_micro_batches} micro-batches in "
-            f"{rounds} rounds, which does not divide them; {below} or {above} would work"
-        )
-    return num_micro_batches // rounds
-
-
-def check_sizes(num_ranks: int, num_micro_batches: int, chunks: int = 1) -> None:
-    for name, value in [
-        ("num_ranks", num_ranks),
-        ("num_micro_batches", num_micro_batches),
-        ("chunks", chunks),
-    ]:
-        if not isinstance(value, int) or value < 1:
-            raise ScheduleError(f"{name}={value!r}: a whole number from 1 up is needed")

@@ -14,8 +14,9 @@ from collections import defaultdict, deque
 
 from ..fields import checks_kinds
 from .action import Action, Schedule, ScheduleError, needs
-from .orders import check_sizes, in_turn
+from .orders import in_turn
 from .simulate import peak_in_flight
+from .sizes import check_sizes, enough_for_dualpipe
 
 
 @checks_kinds(error=ScheduleError)
@@ -197,11 +198,3 @@ def dualpipe_v(num_ranks: int, num_micro_batches: int) -> Schedule:
             todo.weight()
         ranks.append(todo.actions)
     return Schedule("DualPipeV", ranks, mixed=True)
-
-
-def enough_for_dualpipe(num_ranks: int, num_micro_batches: int) -> None:
-    if num_micro_batches < 2 * num_ranks:
-        raise ScheduleError(
-            f"DualPipeV on {num_ranks} ranks has {2 * num_ranks} stages and needs as many "
-            f"micro-batches: {num_micro_batches} is too few, {2 * num_ranks} or more would work"
-        )

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mini_dist.plan.tables import Table
+
 from ..hosts import ranks_of
 from .flow import flow
-from .table import Table
 
 
 @dataclass

@@ -13,17 +13,18 @@ import time
 
 # Offsets in Linux's struct tcp_info (include/uapi/linux/tcp.h): u64 each.
 BYTES_RECEIVED, BYTES_SENT, BYTES_RETRANSMITTED = 128, 200, 208
+PATIENCE = 0.5  # seconds
 
 
-def wire_bytes(patience: float = 0.5) -> tuple[int, int] | None:
+def wire_bytes() -> tuple[int, int] | None:
     """Bytes this process has sent and received over TCP so far; None where nobody counts them.
 
     A send is over for its sender when the kernel has taken the bytes, and they may still lie there
-    when the receiver is busy. So it is waited for them, but not longer than `patience`, seconds.
+    when the receiver is busy. So it is waited for them, but not longer than PATIENCE.
     """
     if sys.platform != "linux":
         return None
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + PATIENCE
     sent = received = 0
     for fd in os.listdir("/proc/self/fd"):
         try:

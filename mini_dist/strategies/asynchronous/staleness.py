@@ -7,14 +7,14 @@ from mini_dist.ranks.ledger import Ledger
 from .ideas import Applied
 
 
-def updates(ledger: Ledger, server: int = 0) -> list[Applied]:
-    """The updates of a server in order, as the ledger of its messages has them.
+def updates(ledger: Ledger) -> list[Applied]:
+    """The updates of the server, rank 0, in order, as the ledger of its messages has them.
 
     A message of floating-point numbers from a worker is a push, one to it the answer to a pull.
     """
     pulled: dict[int, int] = {}
     applied: list[Applied] = []
-    for comm in ledger.leaves(rank=server):
+    for comm in ledger.leaves(rank=0):
         if "float" in comm.dtype:
             (worker,) = comm.peers
             if comm.op == "send":

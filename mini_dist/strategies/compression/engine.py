@@ -155,15 +155,15 @@ class PowerSGD:
     """Average every large matrix by its thin parts (Vogels et al. 2019), the rest as it is.
 
     rank: columns of the thin matrices; a matrix [A, B] is large if 2 rank (A + B) < A B, as torch's
-    hook has it, so it is above the rank on both sides. warm_start=False draws new q at every step.
-    Raises ValueError for a rank below 1, or, when the first gradients come, above a side of each
-    matrix of the model: all would be sent whole. FloatingPointError where a gradient is not finite.
+    hook has it, so it is above the rank on both sides. Raises ValueError for a rank below 1, or,
+    when the first gradients come, above a side of each matrix of the model: all would be sent
+    whole. FloatingPointError where a gradient is not finite.
     """
 
-    def __init__(self, rank: int, feedback: bool = True, warm_start: bool = True, seed: int = 0):
+    def __init__(self, rank: int, feedback: bool = True, seed: int = 0):
         if rank < 1:
             raise ValueError(f"rank={rank}: a thin matrix has at least 1 column")
-        self.rank, self.feedback, self.warm_start, self.seed = rank, feedback, warm_start, seed
+        self.rank, self.feedback, self.seed = rank, feedback, seed
         self.most = 0  # the highest rank that a matrix of any bucket can have
 
     def of_bucket(self, parameters: Sequence[Tensor]) -> Callable:
@@ -199,7 +199,7 @@ class PowerBucket:
         rest = [part for place, part in enumerate(parts) if place not in self.sides]
         for x, error in zip(matrices, self.errors):
             x += error
-        if not (self.q and self.options.warm_start):
+        if not self.q:
             self.q = [self.random_q(x) for x in matrices]
 
         means = means_together([*(x @ q for x, q in zip(matrices, self.q)), *rest], group)

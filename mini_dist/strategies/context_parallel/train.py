@@ -52,9 +52,7 @@ def unshard(x: Tensor, group, placement: str = "zigzag", dim: int = 1) -> Tensor
 
 
 @checks_kinds
-def make_attention(
-    group, form: str = "ring", placement: str = "zigzag", causal: bool = True, **options
-) -> Callable:
+def make_attention(group, form: str = "ring", placement: str = "zigzag") -> Callable:
     """The attention of a GPT whose sequence is cut over `group`: GPT(config, attention=...).
 
     The model must be given this rank's positions: model(shard(tokens), positions_here(...)).
@@ -77,7 +75,7 @@ def make_attention(
                 f"dropout={dropout}: attention weights that are computed again in backward cannot "
                 "be dropped out at random. Give the config dropout=0."
             )
-        return FORMS[form](q, k, v, group, placement=placement, causal=causal, **options)
+        return FORMS[form](q, k, v, group, placement=placement)
 
     return attention
 

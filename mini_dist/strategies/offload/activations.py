@@ -29,9 +29,9 @@ LEAVING = 2  # on their way at a time: until then the device holds them
 
 @checks_kinds
 @contextmanager
-def activations_to_host(lanes: Lanes, group, parameters=(), ahead: int = 1):
-    """Inside, tensors that autograd keeps leave for the host; in backward they come back, the next
-    `ahead` of them while one is used. parameters: what is kept but is no activation."""
+def activations_to_host(lanes: Lanes, group, parameters=()):
+    """Inside, tensors that autograd keeps leave for the host. In backward each comes back while the
+    tensor before it is used. parameters: what is kept but is no activation."""
     known = {p.untyped_storage()._cdata for p in parameters}
     order: list[AwayTensor] = []
     leaving: deque[AwayTensor] = deque()
@@ -54,9 +54,8 @@ def activations_to_host(lanes: Lanes, group, parameters=(), ahead: int = 1):
             return kept
         let_go(0)
         kept.begin_back()
-        for before in order[max(0, kept.number - ahead) : kept.number]:
-            if not before.was_used:
-                before.begin_back()
+        if kept.number and not (before := order[kept.number - 1]).was_used:
+            before.begin_back()
         return kept.take()
 
     with torch.autograd.graph.saved_tensors_hooks(leave, back):

@@ -29,6 +29,7 @@ from mini_dist.plan.fields import checks_kinds
 
 BLOCK = 4096  # what O_DIRECT wants lengths, places and addresses to be multiples of
 CHUNK = 4 * 2**20  # bytes that one thread reads or writes at a time
+THREADS = 4  # per rank
 
 
 class OffloadError(OSError):
@@ -51,15 +52,15 @@ class OffloadError(OSError):
 class FileStore:
     """The files of one rank, by name. direct: O_DIRECT; None takes it where it works."""
 
-    def __init__(self, folder: str | Path, direct: bool | None = None, threads: int = 4):
+    def __init__(self, folder: str | Path, direct: bool | None = None):
         self.folder = Path(folder)
         if self.folder.is_file():
             raise ValueError(f"folder={str(folder)!r} is a file: give a directory")
         self.folder.mkdir(parents=True, exist_ok=True)
         self.direct = works(self.folder) if direct is None else direct
-        self.pool = ThreadPoolExecutor(threads, "file")
+        self.pool = ThreadPoolExecutor(THREADS, "file")
         self.buffers: SimpleQueue[mmap.mmap] = SimpleQueue()  # mmap begins at a page: aligned
-        for _ in range(threads):
+        for _ in range(THREADS):
             self.buffers.put(mmap.mmap(-1, CHUNK))
         self.sizes: dict[str, int] = {}
 

@@ -79,8 +79,7 @@ def save(
 
 def check_numbers(step: int, keep: int | None) -> None:
     for name, value, least in (("step", step, 0), ("keep", 1 if keep is None else keep, 1)):
-        is_number = hasattr(value, "__index__") and not isinstance(value, bool)
-        if not is_number or not least <= value < 10**18:
+        if not least <= value < 10**18:
             also = ", or None for all" if name == "keep" else ""
             raise ValueError(f"{name}={value!r} cannot be: give a whole number from {least}{also}")
 

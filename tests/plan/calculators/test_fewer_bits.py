@@ -5,13 +5,14 @@ import torch
 
 from mini_dist import launch
 from mini_dist.plan.calculators import Compression, hardware, pays_below, step_time
+from mini_dist.plan.calculators.collective_time import TWO_HOPS, collective_seconds
 from mini_dist.plan.calculators.compression import INT8, TOUCHED, shapes_of_matrices
 from mini_dist.plan.calculators.frameworks import framework
-from mini_dist.plan.calculators.kernels import TWO_HOPS, collective_seconds
 from mini_dist.plan.calculators.links import Link
 from mini_dist.plan.calculators.models import model
 from mini_dist.plan.calculators.parameters import num_parameters
-from mini_dist.plan.calculators.replica_traffic import compressed_units, of_layer
+from mini_dist.plan.calculators.replica_traffic import of_layer
+from mini_dist.plan.calculators.timed_step import compressed_units, timed_step
 from mini_dist.plan.config import Layout
 from mini_dist.strategies.compression import (
     PowerSGD,
@@ -136,7 +137,7 @@ def test_zero_gathers_8_bits_and_scatters_4_as_the_library_sends_them():
         ledger = launch(one_unit, 4, (op,)).ledger
         assert ledger.total_bytes() == 4 * 3 / 4 * each * N, op
     unit = [
-        of_layer(model("gpt2"), Layout(dp=64, zero=3), WITHOUT_LATENCY, each, moe=False)
+        of_layer(timed_step("gpt2", Layout(dp=64, zero=3), WITHOUT_LATENCY, each), moe=False)
         for each in (framework("fsdp"), how)
     ]
     assert unit[1].gather == pytest.approx((1 + 4 / 256) / 2 * unit[0].gather, rel=0.01)

@@ -14,7 +14,7 @@ from mini_dist.plan.calculators import (
     step_flops,
     training_time,
 )
-from mini_dist.plan.calculators.kernels import collective_seconds
+from mini_dist.plan.calculators.collective_time import collective_seconds
 from mini_dist.plan.calculators.published import gpt, megatron_2021
 from mini_dist.plan.config import ModelConfig
 

@@ -6,11 +6,12 @@ import pytest
 
 from mini_dist.collectives.mesh import Grid
 from mini_dist.plan.calculators import Search, hardware, model, plan, step_time
+from mini_dist.plan.calculators.collective_time import crossings, worst_place
 from mini_dist.plan.calculators.frameworks import framework
 from mini_dist.plan.calculators.kernels import together
-from mini_dist.plan.calculators.places import crossings, worst_place
 from mini_dist.plan.calculators.published import megatron_2021_against_zero_3
 from mini_dist.plan.calculators.replica_traffic import of_layer
+from mini_dist.plan.calculators.timed_step import timed_step
 from mini_dist.plan.config import Layout
 
 H100 = hardware("h100")
@@ -142,7 +143,7 @@ def test_the_slower_of_link_and_computation_counts():
     """On a bad network a step of ZeRO-3 takes what three passes over the parameters take there."""
     config, bad = model("llama3-70b"), slower(H100, 100)
     layout = Layout(dp=64, zero=3)
-    unit = of_layer(config, layout, bad, framework("fsdp"), moe=False)
+    unit = of_layer(timed_step(config, layout, bad, "fsdp"), moe=False)
     messages = config.num_layers * (2 * unit.gather + unit.reduce)
     assert seconds(layout, bad, how="fsdp") == pytest.approx(messages, rel=0.1)
 

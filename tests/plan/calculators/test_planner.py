@@ -263,7 +263,7 @@ def test_a_small_model_on_one_device_needs_no_axes():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"num_devices": 0}, "num_devices=0 is not a number of devices"),
+        ({"num_devices": 0}, "num_devices=0 is too small"),
         ({"num_devices": 2.5}, "num_devices=2.5 is not"),
         ({"global_batch_tokens": 100}, "global_batch_tokens=100 is not a whole number"),
         ({"global_batch_tokens": 3 * 8192 + 1}, ": 24576 would be"),

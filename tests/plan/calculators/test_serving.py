@@ -213,7 +213,7 @@ def test_published_next_tokens():
         (lambda: prefill_flops(LLAMA, 0), "tokens=0 is too small"),
         (lambda: answer(LLAMA, 1, 10, 0), "new=0 is too small"),
         (lambda: answer(LLAMA, 0, 10, 1), "batch=0 is too small"),
-        (lambda: answer(LLAMA, 1, 1.5, 1), "prompt=1.5 is no whole number"),
+        (lambda: answer(LLAMA, 1, 1.5, 1), "prompt=1.5 is not a whole number"),
         (lambda: answer(LLAMA, 1, 10, 1).dollars(-2), "dollars_an_hour=-2 is too small"),
         (lambda: ModelConfig(windowed_layers=2), "windowed_layers=2 with window=0"),
         (lambda: ModelConfig(windowed_layers=5, window=8), "give at most num_layers=4"),

@@ -16,9 +16,9 @@ from mini_dist.plan.calculators import (
     step_volume,
     torchtitan_config,
 )
-from mini_dist.plan.calculators.frameworks import framework
 from mini_dist.plan.calculators.layouts import Search, layouts, short
 from mini_dist.plan.calculators.stage_time import stages_of_pipeline
+from mini_dist.plan.calculators.timed_step import timed_step
 from mini_dist.plan.config import Layout, ModelConfig
 
 LLAMA_405B = model("llama3-405b")
@@ -138,9 +138,7 @@ def test_a_simulated_pipeline_has_each_stage_s_own_length():
     """Qi et al. 2023 section 6: the V's last rank turns, its first holds embedding and head."""
     config = model("llama3-8b").replace(num_layers=30)
     layout = Layout(pp=16, num_micro_batches=32, schedule="zb_v", num_chunks=2)
-    first, second, *_ = stages_of_pipeline(
-        config, layout, hardware("h100"), framework("megatron-core")
-    )
+    first, second, *_ = stages_of_pipeline(timed_step(config, layout, "h100", "megatron-core"))
     assert first.chunks[0] == (0, 0, 0) and first.chunks[1][0] > 0  # embedding; the head
     assert second.chunks[0] == second.chunks[1] and len(second.chunks) == 2
     assert first.total == pytest.approx(sum(f + b for f, b, _ in first.chunks))

@@ -16,15 +16,11 @@ from mini_dist.plan.calculators import (
     step_time,
 )
 from mini_dist.plan.calculators.bubble import bubble_seconds
+from mini_dist.plan.calculators.collective_time import collective_seconds
 from mini_dist.plan.calculators.frameworks import FRAMEWORKS, framework
-from mini_dist.plan.calculators.kernels import (
-    collective_seconds,
-    gemm_seconds,
-    layer_time,
-    stream_seconds,
-)
+from mini_dist.plan.calculators.kernels import LayerPiece, gemm_seconds, layer_time, stream_seconds
 from mini_dist.plan.calculators.machines import KERNEL_SECONDS
-from mini_dist.plan.calculators.parameters import parameters_of_rank
+from mini_dist.plan.calculators.parameters import copies, parameters_of_rank
 from mini_dist.plan.calculators.published import (
     ZERO_BUBBLE_RATES,
     korthikanti_2022,
@@ -33,7 +29,6 @@ from mini_dist.plan.calculators.published import (
     mpt_h100,
     nearest,
 )
-from mini_dist.plan.calculators.replica_traffic import copies
 from mini_dist.plan.config import Layout
 from mini_dist.plan.schedule import SCHEDULES, Times, simulate
 
@@ -113,7 +108,8 @@ def test_whole_experts_on_all_tp_ranks_wait_for_ep_and_not_for_tp():
     assert (size, stride) == (len(ranks), ranks[1] - ranks[0]) == (8, 8)
     assert groups["ep"][0] == list(range(8))
     assert numel == copies(parameters_of_rank(mixtral, cut, 0), cut)[1][0]  # as many numbers
-    a, b = (layer_time(mixtral, layout, machine, how, True).forward for layout in (cut, whole))
+    pieces = [LayerPiece.of(mixtral, layout, moe=True) for layout in (cut, whole)]
+    a, b = (layer_time(mixtral, piece, machine, how).forward for piece in pieces)
     assert b["tp collectives"] == pytest.approx(a["tp collectives"] / 2)
     assert b["matrices"] < a["matrices"]  # fewer and larger
     assert b["attention"] == a["attention"] and b["elementwise"] == a["elementwise"]
