@@ -76,36 +76,10 @@ class RecordingGroup(dist.ProcessGroup):
     def __init__(self, options, recorder: Recorder, device: torch.device, shared: bool):
         rank, size = options.group_rank, options.group_size
         super().__init__(rank, size)
-        # The real group is a member, not the base: pybind would hand super().allreduce back to us.
-        self.inner = dist.ProcessGroup(options.store, rank, size)
-        kinds = dist.ProcessGroup.BackendType
         members = recorder.membership  # of an elastic run; else None
-
-        def connect():
-            before = sockets_here()
-            with threads_that_do_not_interrupt():
-                gloo = dist.ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
-            refuse_strangers(sockets_here() - before)
-            return gloo
-
-        gloo = members.call(connect) if members else connect()
-        backends = [("cpu", kinds.GLOO, gloo)]
         self.carriers = {"cpu": "gloo", device.type: "gloo"}
-        if shared:
-            backends.append((device.type, kinds.GLOO, gloo))
-        elif device.type == "cuda":
-            self.carriers["cuda"] = "NCCL"
-            store = dist.PrefixStore("cuda", options.store)
-            nccl = dist.ProcessGroupNCCL(store, rank, size, options.timeout)
-            backends.append(("cuda", kinds.NCCL, nccl))
-        for group in (self, self.inner):
-            for kind, backend_type, backend in backends:
-                group._register_backend(torch.device(kind), backend_type, backend)
-            group._set_default_backend(kinds.GLOO)
-            group._set_group_name(options.group_id)
-        if shared:
-            self.inner = Staged(self.inner, device.type)
         self.is_staged = shared
+        self.connect(options, members, device)
         self.ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         self.name = self.group_name  # read for every message, and slow to ask torch for
         if members and members.generation:  # another group of that name was before, of others
@@ -119,6 +93,37 @@ class RecordingGroup(dist.ProcessGroup):
             recorder.axes[self.name] = "world"
         if recorder.flight:
             recorder.flight.add_group(self.name, self.ranks)
+
+    def connect(self, options, members, device: torch.device) -> None:
+        """Connect the ranks: `inner` carries what this group has written down."""
+        rank, size = options.group_rank, options.group_size
+
+        def make_gloo():
+            before = sockets_here()
+            with threads_that_do_not_interrupt():
+                gloo = dist.ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
+            refuse_strangers(sockets_here() - before)
+            return gloo
+
+        gloo = members.call(make_gloo) if members else make_gloo()
+        kinds = dist.ProcessGroup.BackendType
+        backends = [("cpu", kinds.GLOO, gloo)]
+        if self.is_staged:
+            backends.append((device.type, kinds.GLOO, gloo))
+        elif device.type == "cuda":
+            self.carriers["cuda"] = "NCCL"
+            store = dist.PrefixStore("cuda", options.store)
+            nccl = dist.ProcessGroupNCCL(store, rank, size, options.timeout)
+            backends.append(("cuda", kinds.NCCL, nccl))
+        # The real group is a member, not the base: pybind would hand super().allreduce back to us.
+        self.inner = dist.ProcessGroup(options.store, rank, size)
+        for group in (self, self.inner):
+            for kind, backend_type, backend in backends:
+                group._register_backend(torch.device(kind), backend_type, backend)
+            group._set_default_backend(kinds.GLOO)
+            group._set_group_name(options.group_id)
+        if self.is_staged:
+            self.inner = Staged(self.inner, device.type)
 
     # -- point to point -----------------------------------------------------------------------
 

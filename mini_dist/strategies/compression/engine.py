@@ -91,7 +91,8 @@ class Lots:
 
     def of(self, x: Tensor, group) -> torch.Generator:
         if self.generator is None:
-            self.generator = torch.Generator(x.device)
+            # (On the meta device nothing is drawn, and torch has no generator for it.)
+            self.generator = torch.Generator() if x.is_meta else torch.Generator(x.device)
             self.generator.manual_seed(group.size() * self.seed + group.rank())
         return self.generator
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from mini_dist.collectives import all_reduce
+from mini_dist.collectives import all_reduce, device_of
 from mini_dist.collectives.mesh import Mesh
 from mini_dist.plan.config import Layout
 from mini_dist.strategies.pipeline import GPTStage, shared_parameter
@@ -23,7 +23,7 @@ def norm_over_grid(
 ) -> Tensor:
     """The 2-norm of all gradients, equal on all ranks. gradients: (parameter, this rank's part of
     its gradient). holders: for each parameter, how many ranks have the same part."""
-    squares = torch.zeros(())
+    squares = torch.zeros((), device=device_of(mesh.group))
     for parameter, gradient in gradients:
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         squares = squares.to(wide) + wide.pow(2).sum() / holders[parameter]
