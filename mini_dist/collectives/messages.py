@@ -83,6 +83,13 @@ def device_of(group) -> torch.device:
     return torch.device("cpu")
 
 
+def device_for_numbers(group) -> torch.device:
+    """Where numbers travel that a rank reads as soon as they are there, such as lengths: on the
+    host, unless the group carries GPU tensors only (torch's own, with NCCL alone)."""
+    in_front = getattr(group, "whole", group)  # of Members
+    return torch.device("cpu") if hasattr(in_front, "carriers") else device_of(group)
+
+
 def runs_in_order(group) -> bool:
     """Say whether the group runs the messages of GPU tensors one after the other, as NCCL does."""
     group = getattr(group, "whole", group)  # of Members

@@ -35,7 +35,8 @@ META = torch.device("meta")
 aten = torch.ops.aten
 
 # Operations that a GPU allows on tensors of two devices: a copy, and indices from the host.
-MAY_MIX = {aten.copy_, aten._to_copy, aten.index, aten.index_put_, aten._index_put_impl_}
+MAY_MIX = {aten.copy_, aten._to_copy}
+INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 ASK_FOR_VALUES = {aten._local_scalar_dense, aten.equal, aten.is_nonzero, aten.nonzero}
 # FakeProcessGroup still has the names that torch used before 2.13.
 OLDER_NAMES = {
@@ -124,7 +125,12 @@ class OneDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, func.overloadpacket
-        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        if torch.is_inference_mode_enabled():  # there, operations arrive that are made of others
+            with self:
+                if (out := func.decompose(*args, **kwargs)) is not NotImplemented:
+                    return out
+        compared = (args[0], args[2:]) if name in INDEXED else (args, kwargs)
+        tensors = [each for each in tree_leaves(compared) if isinstance(each, Tensor)]
         if not any(tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)
         on_host = [tensor for tensor in tensors if not tensor.is_meta and tensor.dim()]

@@ -155,7 +155,8 @@ class Engine:
         """All RUNs of a step as one batch; every sequence that is at its end gets a next token."""
         batch = sorted(batch, key=num_new)  # who has equally many tokens attends together
         logits = self.forward(batch)
-        likeliest = logits.argmax(-1).tolist()
+        # (Without storage there are no values to compare, and any token will do.)
+        likeliest = [0] * len(logits) if logits.is_meta else logits.argmax(-1).tolist()
         ended = []
         for row, (name, _, _, last) in enumerate(batch):
             if last < len(self.tokens[name]):

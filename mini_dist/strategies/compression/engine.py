@@ -59,7 +59,7 @@ class Compressed:
 
 
 def check_finite(gradients: Tensor) -> None:
-    if not gradients.sum().isfinite():
+    if not gradients.is_meta and not gradients.sum().isfinite():
         raise FloatingPointError(
             "a gradient is inf or nan, and what is left out of it would be in every later step: "
             "skip such a step before it is sent, or lower the loss scale"

@@ -152,7 +152,7 @@ class Unit:
         """The end of `lend`: give the shard what was changed meanwhile of its part."""
         after = self.lent.chunk(self.group.size())[self.group.rank()]
         changed = (after != self.before).to(self.shard.device)
-        if changed.any():
+        if not changed.is_meta and changed.any():
             with self.tier.fetched(self.shard, {}):
                 self.shard[changed] = after.to(self.shard)[changed]
         self.point_at(self.parts)
