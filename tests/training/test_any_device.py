@@ -401,7 +401,6 @@ NAMED = {
     "ranks/ledger/group.py": "gloo and NCCL are registered for a kind of device each",
     "ranks/ledger/staged.py": "copies tensors to the host for gloo",
     "collectives/messages.py": "a group of torch without a GPU carries host tensors",
-    "collectives/backend.py": "torch registers a backend for kinds of devices",
     "strategies/zero/stages.py": "offload='cpu' is a value of an argument",
     "strategies/zero/offload.py": "the tier in the host's memory",
     "strategies/offload/allocator.py": "measures PyTorch's allocator for CUDA",

@@ -334,5 +334,5 @@ def register(recorder: Recorder, device: torch.device, shared: bool = False) -> 
         BACKEND,
         lambda options, _: RecordingGroup(options, recorder, device, shared),
         extended_api=True,
-        devices=["cpu", "cuda"] if device.type == "cuda" else ["cpu"],
+        devices=[*{"cpu", device.type}],
     )

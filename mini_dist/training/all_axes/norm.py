@@ -23,11 +23,11 @@ def norm_over_grid(
 ) -> Tensor:
     """The 2-norm of all gradients, equal on all ranks. gradients: (parameter, this rank's part of
     its gradient). holders: for each parameter, how many ranks have the same part."""
-    squares = torch.zeros((), device=device_of(mesh.group))
+    squares = torch.zeros(())
     for parameter, gradient in gradients:
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         squares = squares.to(wide) + wide.pow(2).sum() / holders[parameter]
-    return all_reduce(squares, mesh.group).sqrt()
+    return all_reduce(squares.to(device_of(mesh.group)), mesh.group).sqrt()
 
 
 def count_holders(
