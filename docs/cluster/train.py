@@ -3,8 +3,10 @@
     python docs/cluster/train.py --ranks 2 --directory runs/demo
     torchrun --standalone --nproc-per-node 2 docs/cluster/train.py --ranks 2 --directory runs/demo
 
+With a GPU for each rank of a machine, it trains on them over NCCL; else on the CPU over gloo.
+
 Started again with the same directory, it goes on from its last checkpoint, on any number of ranks
-that divides the batch of 12. `--kill 7`: the last rank kills itself at step 7, the first time that
+that divides the batch. `--kill 7`: the last rank kills itself at step 7, the first time that
 it gets there.
 """
 
@@ -25,11 +27,12 @@ from mini_dist.training.checkpoint import Training
 CONFIG = ModelConfig(d_model=64, num_layers=2, num_heads=4, seq_len=32)
 
 
-def train(directory, steps, every, kill, group):
-    gpt = GPT(CONFIG, seed=0)
+def train(directory, steps, every, kill, batch_size, group):
+    gpt = GPT(CONFIG, seed=0, device=group.device)
     model = ZeRO3(gpt, group, lambda p: torch.optim.AdamW(p, lr=3e-3), units=gpt.blocks)
     training = Training(model, (), group, background=True)
-    batches = Batches(load_text(), 12, CONFIG.seq_len, rank=group.rank(), size=group.size())
+    share = dict(rank=group.rank(), size=group.size(), device=group.device)
+    batches = Batches(load_text(), batch_size, CONFIG.seq_len, **share)
     saved = training.resume(directory)
     first = saved.step if saved else 0
     if group.rank() == 0:
@@ -57,8 +60,12 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--every", type=int, default=2, help="steps between checkpoints")
     parser.add_argument("--kill", type=int, help="the last rank kills itself at this step, once")
+    parser.add_argument("--batch", type=int, default=12, help="sequences of a step, on all ranks")
+    parser.add_argument("--device", help='"cpu", "cuda", or "cuda:0" for all ranks of a machine')
     options = parser.parse_args()
-    job = (str(options.directory), options.steps, options.every, options.kill)
-    launch(train, options.ranks, job, timeout=3600)
+    job = (str(options.directory), options.steps, options.every, options.kill, options.batch)
+    run = launch(train, options.ranks, job, device=options.device, timeout=3600)
+    if os.environ.get("RANK", "0") == "0":
+        print(run.title(), flush=True)  # where the tensors were, and what carried the messages
     if dist.is_initialized():  # under torchrun this process is a rank
         dist.destroy_process_group()

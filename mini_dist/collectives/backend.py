@@ -41,7 +41,7 @@ def own_backend(
         name,
         lambda options, _: OwnGroup(options, group, all_reduce, all_gather, reduce_scatter),
         extended_api=True,
-        devices=["cpu", "cuda"] if group.device.type == "cuda" else ["cpu"],
+        devices=[*group.carriers],
     )
     return dist.new_group(group.ranks, backend=name, use_local_synchronization=True)
 
@@ -53,7 +53,7 @@ class OwnGroup(RecordingGroup):
     """torch fills the tensors that it is given; our functions return new ones."""
 
     def __init__(self, options, like: RecordingGroup, all_reduce, all_gather, reduce_scatter):
-        super().__init__(options, like.recorder, like.device)
+        super().__init__(options, like.recorder, like.device, like.is_staged)
         self.all_reduce, self.all_gather = all_reduce, all_gather
         self.reduce_scatter_sums = reduce_scatter
 

@@ -51,7 +51,7 @@ def start(group, receives=(), sends=()) -> list:
     sends first, two ranks that exchange over a slow cable waited for one direction, then the other.
     """
     on_gpu = any(tensor.is_cuda for tensor, _ in (*receives, *sends))
-    if not on_gpu:
+    if not (on_gpu and runs_in_order(group)):
         works = [group.recv([tensor], source, 0) for tensor, source in receives]
         return works + [group.send([tensor], to, 0) for tensor, to in sends]
     # NCCL runs its calls one after the other, so that a receive would block the send after it;
@@ -75,9 +75,27 @@ def device_of(group) -> torch.device:
     group = getattr(group, "whole", group)  # of Members
     if hasattr(group, "device"):
         return group.device
-    devices = getattr(group, "_device_types", [])
-    only_cuda = [device.type for device in devices] == ["cuda"]
-    return torch.device("cuda", torch.cuda.current_device()) if only_cuda else torch.device("cpu")
+    kinds = {device.type for device in getattr(group, "_device_types", [])}
+    if len(kinds) == 1 and torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
+        if kinds == {device.type}:
+            return torch.device(device.type, torch.accelerator.current_device_index())
+    return torch.device("cpu")
+
+
+def device_for_numbers(group) -> torch.device:
+    """Where numbers travel that a rank reads as soon as they are there, such as lengths: on the
+    host, unless the group carries GPU tensors only (torch's own, with NCCL alone)."""
+    in_front = getattr(group, "whole", group)  # of Members
+    return torch.device("cpu") if hasattr(in_front, "carriers") else device_of(group)
+
+
+def runs_in_order(group) -> bool:
+    """Say whether the group runs the messages of GPU tensors one after the other, as NCCL does."""
+    group = getattr(group, "whole", group)  # of Members
+    if hasattr(group, "carriers"):
+        return "NCCL" in group.carriers.values()
+    return device_of(group).type != "cpu"
 
 
 def empty(like: torch.Tensor) -> torch.Tensor:
@@ -104,6 +122,12 @@ def collective(function):
 def split_sizes(length: int, parts: int) -> list[int]:
     """Lengths that differ by at most one, the longer ones first, as torch.tensor_split cuts."""
     return [length // parts + (part < length % parts) for part in range(parts)]
+
+
+def row_counts(counts: torch.Tensor, total: int) -> list[int]:
+    """Read how many rows go to each rank or expert, [n], `total` in all. A tensor without storage
+    has no values to read: then the rows are spread evenly."""
+    return split_sizes(total, len(counts)) if counts.is_meta else counts.tolist()
 
 
 def check_rows(x: torch.Tensor) -> None:

@@ -79,6 +79,7 @@ class Batches:
         tokens: [num_bytes], as from `load_text`.
         batch_size: B, over all ranks. seq_len: S.
         rank, size: this rank's place in the dp axis.
+        device: where the batches go; the text stays where it is.
     Raises ValueError when the text is too short or the sizes do not fit.
     """
 
@@ -92,6 +93,7 @@ class Batches:
         size: int = 1,
         seed: int = 0,
         tail: str = "drop",
+        device: torch.device | str | None = None,
     ):
         for name, value in (("batch_size", batch_size), ("seq_len", seq_len), ("size", size)):
             whole(name, value)
@@ -116,6 +118,7 @@ class Batches:
             )
         self.tokens, self.batch_size, self.seq_len = tokens, batch_size, seq_len
         self.rank, self.size, self.seed = rank, size, seed
+        self.device = tokens.device if device is None else device
         self.num_samples = (len(tokens) - 1) // seq_len
         full, rest = divmod(self.num_samples, batch_size)
         self.steps_per_epoch = full + (1 if rest and tail == "pad" else 0)
@@ -140,7 +143,7 @@ class Batches:
         """Return this rank's (inputs, targets) of `step`, each [B/dp, S] int64."""
         samples = self.sample_indices(step)
         where = samples[:, None] * self.seq_len + torch.arange(self.seq_len + 1)
-        window = self.tokens[where].long()  # [up to B/dp, S+1]
+        window = self.tokens[where].to(self.device, torch.int64)  # [up to B/dp, S+1]
         inputs, targets = window[:, :-1], window[:, 1:]
         missing = self.batch_size // self.size - len(samples)
         return (

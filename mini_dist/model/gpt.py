@@ -100,9 +100,10 @@ class GPT(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     @torch.no_grad()
-    def init_weights_(self, seed: int, device: torch.device | str = "cpu") -> GPT:
-        """Give each parameter and buffer its `initial_value`, in new memory on `device`."""
-        self.to_empty(device=device)
+    def init_weights_(self, seed: int, device: torch.device | str | None = None) -> GPT:
+        """Give each parameter and buffer its `initial_value`, in new memory on `device` (torch's
+        default device unless given)."""
+        self.to_empty(device=torch.get_default_device() if device is None else device)
         self._tie()  # to_empty made two parameters of one
         for name, tensor in named_tensors(self):
             tensor.copy_(initial_value(name, tensor.shape, self.config, seed))

@@ -13,9 +13,13 @@ from mini_dist.plan.config import ModelConfig
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All that needs a value when a module gets new memory: its parameters and its buffers."""
-    yield from module.named_parameters()
-    yield from module.named_buffers()
+    """All that needs a value when a module gets new memory: its parameters and its buffers.
+
+    A tensor on the meta device has no memory, so it needs none.
+    """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if not tensor.is_meta:
+            yield name, tensor
 
 
 def initial_value(name: str, shape: tuple[int, ...], config: ModelConfig, seed: int) -> Tensor:

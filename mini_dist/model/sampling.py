@@ -29,7 +29,8 @@ def generate(
         raise ValueError(f"temperature is {temperature}: give 0 for the likeliest token, or more.")
     was_training = model.training
     model.eval()
-    generator = torch.Generator(tokens.device).manual_seed(seed)
+    # (Nothing is drawn from logits without storage, and torch has no generator for them.)
+    generator = None if tokens.is_meta else torch.Generator(tokens.device).manual_seed(seed)
     batch = tokens.long().reshape(-1, tokens.shape[-1])  # [B, S]
     for _ in range(max_new_tokens):
         logits = model(batch[:, -model.config.seq_len :])[:, -1]  # [B, V]

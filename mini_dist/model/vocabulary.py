@@ -12,8 +12,10 @@ def check_tokens(
 
     what: what a token is called in the message. All ranks that read the same tokens find out alike.
     """
+    if tokens.is_meta:
+        return
     tokens = tokens if ignored is None else tokens[tokens != ignored]
-    if tokens.is_meta or not tokens.numel():
+    if not tokens.numel():
         return
     low, high = (int(token) for token in tokens.aminmax())
     if low < 0:

@@ -27,6 +27,7 @@ from collections.abc import Callable
 
 from mini_dist.plan.fields import checks_kinds
 
+from .devices import choose_device, count_gpus
 from .diagnose import RankError, RankInterrupt, RankTimeout, brief, cannot_run, explain
 from .elastic import Elastic, ElasticRun, as_elastic
 from .hosts import UPLINK, Hosts
@@ -54,6 +55,7 @@ def launch(
     args: tuple = (),
     kwargs: dict | None = None,
     *,
+    device: str | None = None,
     timeout: float = 60.0,
     seed: int = 0,
     memory: bool = False,
@@ -69,10 +71,14 @@ def launch(
     `group` is the process group of all ranks. Rank r starts with all random generators seeded
     with `seed + r`. The ranks see the caller's working directory, sys.path and environment; each
     computes with one thread, and on one core if each core gets the same number of ranks, two or
-    more. They use NCCL if there is a GPU for each, else gloo, over loopback: on Linux one of their
-    own, which no one else on the host can reach and which leads nowhere else (`network.py`).
+    more. NCCL carries the messages of tensors on a rank's own GPU, and gloo carries all others,
+    over loopback: on Linux one of their own, which no one else on the host can reach and which
+    leads nowhere else (`network.py`). `run.title()` and `run.ledger` say what carried them.
     Under torchrun the call joins the world that torchrun made instead of making one.
 
+    device: where the ranks' tensors belong; a rank reads it from `group.device`. "cpu"; "cuda", a
+    GPU for each rank; "cuda:0", one GPU that all ranks share, with gloo instead of NCCL; None,
+    "cuda" if there is a GPU for each rank, else "cpu" (`devices.py`).
     timeout: seconds until a run that is not done is ended; under torchrun each rank says then where
     it waits, and ends its process, as it does for a host that answers no more (torchrun.py).
     memory: record bytes held by kind. count: record every kernel, for mini_dist.course.replay
@@ -98,7 +104,7 @@ def launch(
                 "elastic=True under torchrun: it ends all ranks when one dies, and starts them "
                 "anew. Leave elastic out, and resume from a checkpoint (--max-restarts, --nnodes)"
             )
-        how = dict(timeout=timeout, seed=seed, memory=memory, count=count)
+        how = dict(device=device, timeout=timeout, seed=seed, memory=memory, count=count)
         return join_torchrun(fn, world_size, args, kwargs or {}, **how)
     if inside_a_rank():
         raise RuntimeError(
@@ -111,7 +117,7 @@ def launch(
     check_call(fn, args, kwargs or {})
     call = to_frames((fn, tuple(args), kwargs or {}), "the function or an argument")
     timeout = float("inf") if timeout > FOR_EVER else float(timeout)
-    device = "cuda" if count_gpus() >= world_size else "cpu"
+    chosen = choose_device(device, world_size, count_gpus())
     elastic = as_elastic(elastic)
     if elastic and hosts:
         raise ValueError(
@@ -129,7 +135,9 @@ def launch(
         beat=elastic.beat if elastic and elastic.silence else None,
     )
     if hosts:
-        job.hosts, device = hosts.places(world_size), "cpu"
+        job.hosts = hosts.places(world_size)
+    if hosts or elastic:
+        chosen = only_gloo(device, chosen, "hosts" if hosts else "elastic")
     how = hosts, timeout, (start, network), quiet, elastic
     if LOCK.holder == threading.get_ident():
         raise RuntimeError(
@@ -137,7 +145,7 @@ def launch(
             "watch function: let that note what is to be done, and launch when the first is over."
         )
     with LOCK:
-        return run_job(job, call, world_size, device, *how)
+        return run_job(job, call, world_size, chosen, *how)
 
 
 def run_job(
@@ -172,7 +180,7 @@ def run_job(
         with uninterrupted():
             error = None if outcome == "done" else explain(outcome, world, timeout)
             # Ranks that are done need no waiting for, unless the next want the same GPU memory.
-            world.end(wait=bool(error) or device == "cuda")
+            world.end(wait=bool(error) or device != "cpu")
             prepare(world.keeper, world_size, device, hosts)
     except BaseException as unexpected:  # whatever it is, no rank outlives it
         with uninterrupted():
@@ -341,6 +349,20 @@ def check_hosts(hosts, world_size: int, start: str, network: bool) -> None:
         raise ValueError('ranks on hosts are forked: give no start, or start="fork"')
 
 
+def only_gloo(asked: str | None, chosen: str, option: str) -> str:
+    """The device of a run whose messages gloo has to carry. Raises ValueError for device="cuda"."""
+    if asked != "cuda":
+        return "cpu" if chosen == "cuda" else chosen
+    why = {
+        "hosts": "NCCL does not use the cables between our hosts",
+        "elastic": "NCCL cannot go on without a rank that died",
+    }
+    raise ValueError(
+        f'device="cuda" does not go with {option}=...: {why[option]}; give "cpu", or "cuda:0", '
+        "where gloo carries the messages of all ranks on one GPU"
+    )
+
+
 def check_call(fn, args, kwargs) -> None:
     try:
         signature = inspect.signature(fn)
@@ -357,18 +379,10 @@ def check_call(fn, args, kwargs) -> None:
         ) from None
 
 
-def count_gpus() -> int:
-    if not any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg")):
-        return 0  # without importing torch, which takes a second
-    import torch
-
-    return torch.cuda.device_count()
-
-
 def warm_up() -> None:
     """Start loading torch into a zygote now, so that the first launch finds it ready."""
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" not in os.environ:
-        prepare(get_zygote("fork", False), 4, "cuda" if count_gpus() >= 4 else "cpu")
+        prepare(get_zygote("fork", False), 4, choose_device(None, 4, count_gpus()))
 
 
 # In a notebook the first launch is seconds away: use them. (A script or test starts it on demand.)

@@ -138,13 +138,13 @@ def get_ready(rank: int, device: str, directory: str):
     """Let torch.distributed know of groups with the ledger in front; this rank's recorder."""
     import torch
 
+    from .devices import device_of_rank, is_shared
     from .ledger.group import register
     from .ledger.recording import Recorder
 
     torch.set_num_threads(1)
     recorder = Recorder(FlightRecorder(f"{directory}/flight-{rank}"))
-    index = torch.device(device, rank) if device == "cuda" else torch.device(device)
-    register(recorder, index)
+    register(recorder, device_of_rank(device, rank), is_shared(device))
     return recorder
 
 

@@ -19,7 +19,8 @@ class Run:
     """What came back from a launch, everything in rank order.
 
     results: what each rank returned. outputs: what each rank printed. ledger: what was sent.
-    seconds: from the call to the last result. device: cpu or cuda. hosts: that were asked for;
+    seconds: from the call to the last result. device: where the
+    ranks' tensors belong (devices.py). hosts: that were asked for;
     no_hosts: why the ranks were on one host all the same. lost: of an elastic run, the ranks that
     died; their results are None, and what they had sent is in no ledger.
     """
@@ -51,9 +52,9 @@ class Run:
         return f"<div>{escaped(self.title())}{table}</div>"
 
     def title(self) -> str:
-        backend = "NCCL" if self.device == "cuda" else "gloo"
+        carriers = " and ".join(self.ledger.carriers()) or "nothing sent"
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
-        return f"{ranks} on {self.device}, {backend}"
+        return f"{ranks} on {self.device}, {carriers}"
 
 
 def short(result: Any) -> str:

@@ -28,12 +28,22 @@ GRACE = 2.0  # seconds for the others to say the same; then their connections to
 
 
 def join_torchrun(
-    fn, world_size: int, args, kwargs, *, timeout: float, seed: int, memory: bool, count: bool
+    fn,
+    world_size: int,
+    args,
+    kwargs,
+    *,
+    device: str | None,
+    timeout: float,
+    seed: int,
+    memory: bool,
+    count: bool,
 ):
     """Call `fn` in this process as one of torchrun's ranks; every rank gets the whole Run."""
     import torch
     import torch.distributed as dist
 
+    from .devices import choose_device, device_of_rank, is_shared
     from .ledger import Ledger
     from .ledger.group import register
     from .ledger.recording import Recorder
@@ -46,13 +56,13 @@ def join_torchrun(
             f"launch(world_size={world_size}) under a torchrun of {actual} ranks: use "
             f"world_size={actual}, or start torchrun with --nproc-per-node {world_size}"
         )
-    local_rank = int(os.environ["LOCAL_RANK"])
-    on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    num_local = int(os.environ["LOCAL_WORLD_SIZE"])
+    chosen = choose_device(device, num_local, torch.cuda.device_count())
     with Watch(timeout, int(os.environ["RANK"]), actual) as watch:
         if not dist.is_initialized():
-            register(Recorder(), device)
-            join(device, watch)
+            here = device_of_rank(chosen, int(os.environ["LOCAL_RANK"]))
+            register(Recorder(), here, is_shared(chosen))
+            join(here, watch)
         group = dist.group.WORLD
         began = time.perf_counter()
         seed_everything(seed + group.rank())
@@ -69,7 +79,7 @@ def join_torchrun(
         dist.all_gather_object(both, (result, group.recorder.export()), group=group)
     results, ledgers = zip(*both)
     seconds = time.perf_counter() - began
-    return Run(list(results), [""] * actual, Ledger.from_ranks(ledgers), seconds, device.type)
+    return Run(list(results), [""] * actual, Ledger.from_ranks(ledgers), seconds, chosen)
 
 
 def join(device, watch: Watch) -> None:

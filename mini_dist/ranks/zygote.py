@@ -9,8 +9,8 @@ the host can reach their connections (network.py). When the parent goes away, ho
 socket to it closes; then the zygote kills every rank and what they have started, removes the
 directory of the worlds and leaves.
 
-A request is one JSON object padded to REQUEST_BYTES: {"start": rank, "size": n, "device": "cpu" or
-"cuda", "world": w} with two file descriptors (the rank's socket to the parent, its output), or
+A request is one JSON object padded to REQUEST_BYTES: {"start": rank, "size": n, "device": as in
+devices.py, "world": w} with two file descriptors (the rank's socket to the parent, its output), or
 {"kill": w}, or {"ping": true}, or {"switch": n, "rate": bytes/s, "latency": s, "world": w}, which
 makes n hosts for the ranks of w (cables.py); their requests then have a "host". Ranks start when
 all is loaded. The files of world w are in the folder w of the zygote's directory. An answer is a

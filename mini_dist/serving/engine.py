@@ -61,15 +61,15 @@ class Engine:
         self.model, self.group = lay_inputs_first(model.eval()), group
         self.memory = Memory(memory.num_blocks, memory.block_size, memory.host_blocks)
         attn = model.blocks[0].attn
-        self.dtype = model.head.norm.weight.dtype
+        self.dtype, self.device = model.head.norm.weight.dtype, model.head.norm.weight.device
         heads = attn.k.weight.shape[0] // attn.head_dim  # K/t
 
-        def blocks(number: int) -> Tensor:
+        def blocks(number: int, device: torch.device | None = None) -> Tensor:
             shape = number, memory.block_size, heads, attn.head_dim
-            return torch.zeros(len(model.blocks), *shape, dtype=self.dtype)
+            return torch.zeros(len(model.blocks), *shape, dtype=self.dtype, device=device)
 
-        self.keys, self.values = blocks(memory.num_blocks), blocks(memory.num_blocks)
-        self.host_keys, self.host_values = blocks(memory.host_blocks), blocks(memory.host_blocks)
+        self.keys, self.values = (blocks(memory.num_blocks, self.device) for _ in range(2))
+        self.host_keys, self.host_values = (blocks(memory.host_blocks) for _ in range(2))
         self.requests: dict[str, tuple[Request, int]] = {}  # sequence -> its request, which sample
         self.tokens: dict[str, list[int]] = {}
         self.forks: dict[str, list[str]] = {}  # until its prompt has run
@@ -155,7 +155,8 @@ class Engine:
         """All RUNs of a step as one batch; every sequence that is at its end gets a next token."""
         batch = sorted(batch, key=num_new)  # who has equally many tokens attends together
         logits = self.forward(batch)
-        likeliest = logits.argmax(-1).tolist()
+        # (Without storage there are no values to compare, and any token will do.)
+        likeliest = [0] * len(logits) if logits.is_meta else logits.argmax(-1).tolist()
         ended = []
         for row, (name, _, _, last) in enumerate(batch):
             if last < len(self.tokens[name]):
@@ -175,11 +176,13 @@ class Engine:
     def forward(self, batch: list[ServerAction]) -> Tensor:
         """Logits [B, V] after the last token of each RUN."""
         parts = [self.tokens[name][first:last] for name, _, first, last in batch]
-        positions = torch.tensor([i for _, _, first, last in batch for i in range(first, last)])
+        positions = [i for _, _, first, last in batch for i in range(first, last)]
+        positions = torch.tensor(positions, device=self.device)
         ends = [end - 1 for end in accumulate(map(len, parts))]
         attending = self.attention_of_each_layer(batch, positions)
         with calling(zip((block.attn for block in self.model.blocks), attending, strict=True)):
-            x = self.model.embed(torch.tensor(sum(parts, [])), positions)  # [S, D]
+            tokens = torch.tensor(sum(parts, []), device=self.device)
+            x = self.model.embed(tokens, positions)  # [S, D]
             for block in self.model.blocks:
                 x = block(x, positions)
             logits = self.model.head(x[ends])  # [B, V/t]
@@ -191,7 +194,7 @@ class Engine:
         self, batch: list[ServerAction], positions: Tensor
     ) -> list[Callable]:
         """What stands for `Attention.forward` in a step: x [S, D] -> [S, D], over the blocks."""
-        places, attn = Places(batch, self.memory, self.dtype), self.model.blocks[0].attn
+        places, attn = Places(batch, self.memory, self.keys), self.model.blocks[0].attn
         cos, sin = (  # [S, 1, H/2], the same for all layers and heads
             angles.transpose(0, 1)
             for angles in cosines_and_sines(positions, attn.head_dim, self.dtype)
@@ -241,14 +244,14 @@ class Places:
     RUNs of equally many tokens stand side by side in the batch: they attend together.
     """
 
-    def __init__(self, batch: list[ServerAction], memory: Memory, dtype: torch.dtype):
+    def __init__(self, batch: list[ServerAction], memory: Memory, keys: Tensor):
         size, write = memory.block_size, []
         for name, _, first, last in batch:
             table = memory.tables[name]
             write += [table[i // size] * size + i % size for i in range(first, last)]
-        self.write = torch.tensor(write)  # [S], places in all blocks' tokens
+        self.write = torch.tensor(write, device=keys.device)  # [S], places in all blocks' tokens
         groups = groupby(batch, key=num_new)
-        self.groups = [Together(list(runs), memory, dtype) for _, runs in groups]
+        self.groups = [Together(list(runs), memory, keys) for _, runs in groups]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """q [S, N/t, H], k and v [S, K/t, H] -> [S, N/t, H], over one layer's blocks, keys and
@@ -264,16 +267,18 @@ class Together:
     """RUNs of equally many tokens s, as one call of torch's kernel. Shorter tables are filled up to
     the longest, of n blocks, and what is behind a sequence's end is not seen."""
 
-    def __init__(self, runs: list[ServerAction], memory: Memory, dtype: torch.dtype):
+    def __init__(self, runs: list[ServerAction], memory: Memory, keys: Tensor):
         self.num_runs, self.num_rows = len(runs), sum(map(num_new, runs))
         tables = [memory.tables[name][: memory.blocks_for(last)] for name, _, _, last in runs]
         longest = max(map(len, tables))
-        self.blocks = torch.tensor([i for t in tables for i in t + [0] * (longest - len(t))])
+        blocks = [i for t in tables for i in t + [0] * (longest - len(t))]
+        self.blocks = torch.tensor(blocks, device=keys.device)
         ends = torch.tensor([last for _, _, _, last in runs])
         stands = ends[:, None] + torch.arange(-num_new(runs[0]), 0)  # [B, s]
         sees = torch.arange(longest * memory.block_size) <= stands[:, None, :, None]
         # What the kernel adds to scores; of booleans it would make this in every layer.
-        self.mask = torch.zeros(sees.shape, dtype=dtype).masked_fill_(~sees, -torch.inf)
+        mask = torch.zeros(sees.shape, dtype=keys.dtype).masked_fill_(~sees, -torch.inf)
+        self.mask = mask.to(keys.device)
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """q [B * s, N/t, H] -> the same shape."""

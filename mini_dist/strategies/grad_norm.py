@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from mini_dist.collectives import all_reduce
+from mini_dist.collectives import all_reduce, device_of
 from mini_dist.plan.fields import checks_kinds
 
 
@@ -25,7 +25,8 @@ def grad_norm(replicated: Iterable[Tensor] = (), sharded: dict | None = None) ->
     """
     total = sum_of_squares(replicated)
     for group, parameters in (sharded or {}).items():
-        total = total + all_reduce(sum_of_squares(parameters), group)
+        squares = sum_of_squares(parameters).to(device_of(group))  # (offloaded ones: on the host)
+        total = total + all_reduce(squares, group)
     return total.sqrt()
 
 
@@ -40,7 +41,7 @@ def clip_(parameters: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
-            parameter.grad.mul_(scale.to(parameter.grad.dtype))
+            parameter.grad.mul_(scale.to(parameter.grad))
 
 
 def sum_of_squares(parameters: Iterable[Tensor]) -> Tensor:

@@ -16,6 +16,7 @@ weight would not feel a small update.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -113,7 +114,10 @@ class Precision:
         return 1.0 if self.scaler is None else self.scaler.scale
 
     def autocast(self, device_type: str):
-        """Inside, torch picks each operation's dtype: 16 bits for products of matrices."""
+        """Inside, torch picks each operation's dtype: 16 bits for products of matrices. (torch has
+        no autocast for the meta device: there every dtype stays as it is.)"""
+        if device_type == "meta":
+            return nullcontext()
         return torch.autocast(device_type, self.dtype, enabled=self.dtype is not None)
 
 

@@ -71,14 +71,15 @@ def accumulate(model, micro_batches, tokens, precision, loss) -> Tensor:
     size = 1 if model.group is None else model.group.size()
     share = precision.scale * size / int(tokens)  # (by a tensor: rounded to float32)
     parameter = next(model.parameters())
-    total = torch.zeros((), dtype=torch.promote_types(parameter.dtype, torch.float32))
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    total = torch.zeros((), dtype=dtype, device=parameter.device)
     for number, (inputs, targets) in enumerate(micro_batches):
         is_last = number == len(micro_batches) - 1
         with nullcontext() if is_last else model.no_sync():
             with precision.autocast(inputs.device.type):
                 summed = loss(model, inputs, targets).total
             (share * summed).backward()
-        total = total + summed.detach().cpu()
+        total = total + summed.detach()
     return total
 
 
@@ -125,8 +126,11 @@ def split(inputs: Tensor, targets: Tensor, num_micro_batches: int) -> list[tuple
 
 def count_tokens(model: Trainable, micro_batches: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
     """Count the targets of all ranks that count; raise ValueError if none does."""
+    if any(targets.is_meta for _, targets in micro_batches):  # no values: then all of them count
+        size = 1 if model.group is None else model.group.size()
+        return torch.tensor(size * sum(targets.numel() for _, targets in micro_batches))
     here = sum(int((targets != IGNORE_INDEX).sum()) for _, targets in micro_batches)
-    tokens = over_ranks(model, torch.tensor(here))
+    tokens = over_ranks(model, torch.tensor(here, device=next(model.parameters()).device))
     check_any_counts(tokens)
     return tokens
 
@@ -135,8 +139,7 @@ def over_ranks(model: Trainable, value: Tensor) -> Tensor:
     """The sum over the ranks that share the batch."""
     if model.group is None:
         return value
-    device = next(model.parameters()).device  # NCCL carries nothing that is on the CPU
-    return all_reduce(value.to(device), model.group).cpu()
+    return all_reduce(value, model.group)
 
 
 def unscale_(parameters: Iterable[Tensor], scale: float) -> None:

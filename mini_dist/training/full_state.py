@@ -63,7 +63,8 @@ def full_state_dict(
             if rank is not None and group.rank() not in (owner, rank):
                 continue
             if owner == group.rank():
-                flat = torch.cat([held[place].reshape(-1).to(dtype) for place in there])
+                parts = [held[place].reshape(-1).to(device_of(group), dtype) for place in there]
+                flat = torch.cat(parts)
             else:
                 numel = sum(place.numel for place in there)
                 flat = torch.empty(numel, dtype=dtype, device=device_of(group))

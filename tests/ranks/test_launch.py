@@ -242,7 +242,7 @@ launch(lambda group: display(Rich(), 3) if group.rank() else display("hello"), 2
 def test_a_run_reads_as_a_line_a_rank():
     run = launch(lambda group: [torch.ones(2), torch.ones(100, 3)][group.rank()], 2)
     title, *lines = repr(run).splitlines()
-    assert title == "2 ranks on cpu, gloo" or torch.cuda.device_count() > 1
+    assert title == "2 ranks on cpu, nothing sent" or torch.cuda.device_count() > 1
     assert [line.split()[:2] for line in lines] == [["rank", "0"], ["rank", "1"]]
     assert "tensor([1., 1.])" in lines[0]
     assert "[100, 3]" in lines[1] and len(lines[1]) < 80  # its shape, not its 300 numbers
@@ -674,7 +674,7 @@ def speak(group):
 launch(speak, world_size=2)
 """)
     assert cell.printed.splitlines() == [f"[rank {r}] line {i}" for r in (0, 1) for i in range(3)]
-    assert cell.result["text/plain"].splitlines()[0] == "2 ranks on cpu, gloo"
+    assert cell.result["text/plain"].splitlines()[0] == "2 ranks on cpu, nothing sent"
     assert cell.result["text/html"].count("<tr>") == 3
 
 

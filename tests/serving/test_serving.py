@@ -175,7 +175,7 @@ def test_the_page_places_tokens_where_the_engine_writes_them():
         memory.do(action)
         table = memory.tables["a"]
         expected = place_tokens(table, [], first, last - first, 4)
-        assert (table, Places([action], memory, torch.float32).write.tolist()) == expected
+        assert (table, Places([action], memory, torch.empty(0)).write.tolist()) == expected
 
 
 def test_the_engine_attends_as_the_page_does():
@@ -193,7 +193,7 @@ def test_the_engine_attends_as_the_page_does():
     keys, values = torch.randn(2, 12, 4, 2, 8, generator=generator, dtype=torch.float64)
     q = torch.randn(3, 4, 8, generator=generator, dtype=torch.float64)
     k, v = torch.randn(2, 3, 2, 8, generator=generator, dtype=torch.float64)
-    out = Places(batch, memory, torch.float64).attend(q, k, v, keys, values)
+    out = Places(batch, memory, torch.empty(0, dtype=torch.float64)).attend(q, k, v, keys, values)
     for row, (name, length) in enumerate(lengths.items()):
         last = memory.tables[name][(length - 1) // 4], (length - 1) % 4
         assert torch.equal(keys[last], k[row]) and torch.equal(values[last], v[row])
@@ -213,7 +213,7 @@ def test_chunks_of_equally_many_tokens_attend_in_one_call_and_each_sees_its_own_
     batch = [ServerAction(name, "RUN", *run) for name, run in runs.items()]
     for action in batch:
         memory.do(action)
-    places = Places(batch, memory, torch.float64)
+    places = Places(batch, memory, torch.empty(0, dtype=torch.float64))
     assert [group.num_runs for group in places.groups] == [1, 2, 1]
     keys, values = torch.randn(2, 12, 4, 2, 8, generator=generator, dtype=torch.float64)
     q = torch.randn(8, 4, 8, generator=generator, dtype=torch.float64)

@@ -6,8 +6,9 @@ Here the parameters are inputs of the node of the graph, so their gradients go t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import MethodType
 
 import torch
@@ -37,7 +38,7 @@ class Recompute(torch.autograd.Function):
         ctx.places = [i for i, arg in enumerate(args) if isinstance(arg, Tensor)]
         ctx.save_for_backward(*inputs)
         ctx.set_materialize_grads(False)
-        ctx.then = Surroundings(inputs[0].device)
+        ctx.then = Surroundings(inputs)
         return fn(*args)
 
     @staticmethod
@@ -117,20 +118,23 @@ def forward_recomputed(
 class Surroundings:
     """What a computation depends on besides its arguments: random state, autocast."""
 
-    def __init__(self, device: torch.device):
-        self.device = device
+    def __init__(self, inputs: Sequence[Tensor]):
+        self.device = inputs[0].device
         self.cpu_random = torch.get_rng_state()
-        if device.type == "cuda":
-            self.gpu_random = torch.cuda.get_rng_state(device)
-        self.is_autocast = torch.is_autocast_enabled(device.type)
-        self.dtype = torch.get_autocast_dtype(device.type)
+        self.on_gpu = inputs[0].is_cuda
+        if self.on_gpu:
+            self.gpu_random = torch.cuda.get_rng_state(self.device)
+        self.autocast = nullcontext
+        if not inputs[0].is_meta:  # torch knows no autocast there
+            kind = self.device.type
+            is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+            self.autocast = partial(torch.autocast, kind, dtype, enabled=is_on)
 
     @contextmanager
     def restored(self):
         """Inside, as it was when this was made; afterwards as if nothing had been drawn."""
-        devices = [self.device] if self.device.type == "cuda" else []
-        autocast = torch.autocast(self.device.type, self.dtype, enabled=self.is_autocast)
-        with torch.random.fork_rng(devices), autocast:
+        devices = [self.device] if self.on_gpu else []
+        with torch.random.fork_rng(devices), self.autocast():
             torch.set_rng_state(self.cpu_random)
             if devices:
                 torch.cuda.set_rng_state(self.gpu_random, self.device)

@@ -34,5 +34,5 @@ def forget_and_repeat(block: Callable, x: Tensor) -> Tensor:
 
     # Autograd skips a function none of whose inputs needs a gradient, but the block's parameters
     # may need one where x needs none, so one more input needs a gradient.
-    anchor = torch.zeros((), requires_grad=True)
+    anchor = torch.zeros((), device=x.device, requires_grad=True)
     return Careful.apply(block, x, anchor)

@@ -41,6 +41,7 @@ class Comm:
     received_from: dict[int, int] = field(default_factory=dict)
     is_leaf: bool = True
     own_thread: bool = True  # False: another thread of the rank called it, while its own went on
+    carrier: str | None = None  # gloo or NCCL; None for a collective made of messages, a barrier
 
     @property
     def sent(self) -> int:
@@ -113,6 +114,10 @@ class Ledger:
             and rank in (None, comm.rank)
         ]
 
+    def carriers(self) -> list[str]:
+        """Name what carried the messages: gloo, NCCL, both, or nothing."""
+        return sorted({comm.carrier for comm in self.comms if comm.carrier})
+
     def traffic(self, axis: str | None = None) -> list[list[int]]:
         """Bytes from each rank (row) to each rank (column), of all axes or of one."""
         size = len(self.span)
@@ -156,7 +161,9 @@ class Ledger:
         totals = [sum(line[4 + rank] for line in lines) for rank in range(size + 1)]
         lines.append(("total", "", "", sum(line[3] for line in lines), *totals))
         head = ["op", "axis", "phase", "calls", *(f"rank {r}" for r in range(size)), "all ranks"]
-        return Table(head, lines, "bytes sent")
+        others = [carrier for carrier in self.carriers() if carrier != "gloo"]
+        by = f", by {' and '.join(self.carriers())}" if others else ""
+        return Table(head, lines, f"bytes sent{by}")
 
     def to_chrome_trace(self, path, spans=()) -> None:
         """Write the run for https://ui.perfetto.dev: a process a rank, an arrow a message.
@@ -207,7 +214,7 @@ def nothing(time: float) -> dict:
 
 def read_rank(rank: int, export: dict) -> list[Comm]:
     comms: list[Comm] = []
-    for op, name, dtype, nbytes, detail, start, end, phase, parent, own in export["comms"]:
+    for op, name, dtype, nbytes, detail, start, end, phase, parent, own, carrier in export["comms"]:
         members = export["groups"][name]
         comm = Comm(
             rank=rank,
@@ -222,6 +229,7 @@ def read_rank(rank: int, export: dict) -> list[Comm]:
             parent=None if parent is None else comms[parent],
             is_leaf=detail != "collective",
             own_thread=own,
+            carrier=carrier,
         )
         if comm.is_leaf:
             flows = flow(op, nbytes, dtype, detail, members.index(rank), len(members))

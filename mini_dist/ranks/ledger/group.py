@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # (not in torch
 from ..connections import refuse_strangers, sockets_here
 from ..threads import threads_that_do_not_interrupt
 from .recording import Recorder, end
+from .staged import Staged
 
 BACKEND = "mini_dist"  # the name under which torch.distributed knows RecordingGroup
 
@@ -66,37 +67,19 @@ class RecordedWork(dist._Work):
 
 
 class RecordingGroup(dist.ProcessGroup):
-    """gloo (and NCCL, where ranks have GPUs) with a recorder in front.
+    """gloo (and NCCL, where each rank has a GPU) with a recorder in front.
 
-    `ranks`: the world ranks of its members; `device`: where this rank's tensors belong.
+    `ranks`: the world ranks of its members; `device`: where this rank's tensors belong; `carriers`:
+    what carries the messages of tensors on each kind of device.
     """
 
-    def __init__(self, options, recorder: Recorder, device: torch.device):
+    def __init__(self, options, recorder: Recorder, device: torch.device, shared: bool):
         rank, size = options.group_rank, options.group_size
         super().__init__(rank, size)
-        # The real group is a member, not the base: pybind would hand super().allreduce back to us.
-        self.inner = dist.ProcessGroup(options.store, rank, size)
-        kinds = dist.ProcessGroup.BackendType
         members = recorder.membership  # of an elastic run; else None
-
-        def connect():
-            before = sockets_here()
-            with threads_that_do_not_interrupt():
-                gloo = dist.ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
-            refuse_strangers(sockets_here() - before)
-            return gloo
-
-        gloo = members.call(connect) if members else connect()
-        backends = [("cpu", kinds.GLOO, gloo)]
-        if device.type == "cuda":
-            store = dist.PrefixStore("cuda", options.store)
-            nccl = dist.ProcessGroupNCCL(store, rank, size, options.timeout)
-            backends.append(("cuda", kinds.NCCL, nccl))
-        for group in (self, self.inner):
-            for kind, backend_type, backend in backends:
-                group._register_backend(torch.device(kind), backend_type, backend)
-            group._set_default_backend(kinds.GLOO)
-            group._set_group_name(options.group_id)
+        self.carriers = {"cpu": "gloo", device.type: "gloo"}
+        self.is_staged = shared
+        self.connect(options, members, device)
         self.ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         self.name = self.group_name  # read for every message, and slow to ask torch for
         if members and members.generation:  # another group of that name was before, of others
@@ -110,6 +93,37 @@ class RecordingGroup(dist.ProcessGroup):
             recorder.axes[self.name] = "world"
         if recorder.flight:
             recorder.flight.add_group(self.name, self.ranks)
+
+    def connect(self, options, members, device: torch.device) -> None:
+        """Connect the ranks: `inner` carries what this group has written down."""
+        rank, size = options.group_rank, options.group_size
+
+        def make_gloo():
+            before = sockets_here()
+            with threads_that_do_not_interrupt():
+                gloo = dist.ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
+            refuse_strangers(sockets_here() - before)
+            return gloo
+
+        gloo = members.call(make_gloo) if members else make_gloo()
+        kinds = dist.ProcessGroup.BackendType
+        backends = [("cpu", kinds.GLOO, gloo)]
+        if self.is_staged:
+            backends.append((device.type, kinds.GLOO, gloo))
+        elif device.type == "cuda":
+            self.carriers["cuda"] = "NCCL"
+            store = dist.PrefixStore("cuda", options.store)
+            nccl = dist.ProcessGroupNCCL(store, rank, size, options.timeout)
+            backends.append(("cuda", kinds.NCCL, nccl))
+        # The real group is a member, not the base: pybind would hand super().allreduce back to us.
+        self.inner = dist.ProcessGroup(options.store, rank, size)
+        for group in (self, self.inner):
+            for kind, backend_type, backend in backends:
+                group._register_backend(torch.device(kind), backend_type, backend)
+            group._set_default_backend(kinds.GLOO)
+            group._set_group_name(options.group_id)
+        if self.is_staged:
+            self.inner = Staged(self.inner, device.type)
 
     # -- point to point -----------------------------------------------------------------------
 
@@ -132,7 +146,8 @@ class RecordingGroup(dist.ProcessGroup):
                     f"{len(self.ranks) - 1}. In a ring, (rank + 1) % size and (rank - 1) % size "
                     "wrap round."
                 )
-        row = self.recorder.begin(op, self.name, tensors, peer, tag)
+        carrier = self.carriers[tensors[0].device.type]
+        row = self.recorder.begin(op, self.name, tensors, peer, tag, carrier=carrier)
         flight, number = self.recorder.flight, -1
         if flight:
             other = "any" if peer is None else self.ranks[peer]
@@ -151,7 +166,8 @@ class RecordingGroup(dist.ProcessGroup):
     def _collective(self, method: str, op: str, tensors, args, opts, detail=None):
         """Note a native collective whose volume is that of `tensors`, then pass it on."""
         filled = torch.utils._pytree.tree_leaves(args[:1]) if self.recorder.counter else ()
-        row = self.recorder.begin(op, self.name, tensors, detail, filled=filled)
+        carrier = self.carriers[tensors[0].device.type] if tensors else None
+        row = self.recorder.begin(op, self.name, tensors, detail, filled=filled, carrier=carrier)
         flight, number = self.recorder.flight, -1
         waits = not getattr(opts, "asyncOp", True)
         if flight:
@@ -177,7 +193,8 @@ class RecordingGroup(dist.ProcessGroup):
             raise explained(error, self.recorder) from error
         if work is None:
             return None
-        if waits:  # a callback would run in gloo's thread, and the two would fight for the GIL
+        # A callback would run in gloo's thread, and the two would fight for the GIL.
+        if waits or self.is_staged:
             return RecordedWork(work, row, self.recorder, number)
 
         def ended(_):
@@ -308,11 +325,14 @@ def splits_in_bytes(tensor, splits, size: int) -> list[int]:
     return [row * split for split in splits]
 
 
-def register(recorder: Recorder, device: torch.device) -> None:
-    """Make RecordingGroup the backend `mini_dist` of this process's torch.distributed."""
+def register(recorder: Recorder, device: torch.device, shared: bool = False) -> None:
+    """Make RecordingGroup the backend `mini_dist` of this process's torch.distributed.
+
+    shared: other ranks use the same GPU, so gloo carries what NCCL would refuse.
+    """
     dist.Backend.register_backend(
         BACKEND,
-        lambda options, _: RecordingGroup(options, recorder, device),
+        lambda options, _: RecordingGroup(options, recorder, device, shared),
         extended_api=True,
-        devices=["cpu", "cuda"] if device.type == "cuda" else ["cpu"],
+        devices=[*{"cpu", device.type}],
     )

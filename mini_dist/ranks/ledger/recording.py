@@ -86,13 +86,18 @@ class Recorder:
             "program": self.counter and self.counter.export(self.comms),
         }
 
-    def begin(self, op: str, group: str, tensors, detail=None, tag: int = 0, filled=()) -> list:
-        """Note a communication as it starts. `detail`: peer, root or splits, as `op` needs."""
+    def begin(
+        self, op: str, group: str, tensors, detail=None, tag: int = 0, filled=(), carrier=None
+    ) -> list:
+        """Note a communication as it starts. `detail`: peer, root or splits, as `op` needs.
+
+        carrier: the library that moves its bytes; None for a collective made of messages.
+        """
         nbytes = sum(tensor.nbytes for tensor in tensors)
         dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
         now, parent = self.phases.now, self.thread.parent
         own = threading.get_ident() == self.main
-        row = [op, group, dtype, nbytes, detail, time.time(), None, now, parent, own]
+        row = [op, group, dtype, nbytes, detail, time.time(), None, now, parent, own, carrier]
         self.comms.append(row)
         if self.counter and detail != "collective":
             self.counter.begin(row, tag, filled)
@@ -112,7 +117,7 @@ class Thread(threading.local):
 
 FIELDS = (
     *("op", "group", "dtype", "nbytes", "detail", "start", "end", "phase", "parent"),
-    "own_thread",
+    *("own_thread", "carrier"),
 )
 
 

@@ -92,12 +92,12 @@ def forward(model: GPT | ModelPart, tokens: Tensor, cache: Cache) -> Tensor:
     def attend_in(layer: int) -> Callable:
         def attend(q, k, v, positions, dropout):
             k, v = cache.extend(layer, k, v)  # [1, K, T + S, H]
-            sees = torch.arange(k.shape[2]) <= positions[:, None]  # [S, T + S]
+            sees = torch.arange(k.shape[2], device=k.device) <= positions[:, None]  # [S, T + S]
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, sees, enable_gqa=True)
 
         return attend
 
-    positions = torch.arange(cache.length, cache.length + len(tokens))
+    positions = torch.arange(cache.length, cache.length + len(tokens), device=tokens.device)
     with attending(model, [attend_in(layer) for layer in range(len(model.blocks))]):
         x = model.embed(tokens[None], positions)
         for block in model.blocks:

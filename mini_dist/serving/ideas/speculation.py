@@ -95,15 +95,15 @@ def speculate(
         place = len(tokens)
         guesses, q = [], []
         for i in range(min(num_guesses, end - place - 1)):
-            known = torch.cat([tokens, torch.tensor(guesses, dtype=tokens.dtype)])
+            known = torch.cat([tokens, tokens.new_tensor(guesses)])
             q.append(probabilities(forward(draft, known[caches[1].length :], caches[1])[-1]))
             guesses.append(pick(q[-1], uniform(seed, f"guess {place + i}")))
-        known = torch.cat([tokens, torch.tensor(guesses, dtype=tokens.dtype)])
+        known = torch.cat([tokens, tokens.new_tensor(guesses)])
         logits = forward(target, known[caches[0].length :], caches[0])
         p = probabilities(logits[-len(guesses) - 1 :])
         us = [uniform(seed, f"{place}: {i}") for i in range(2 * len(guesses) + 2)]
         new = accept(p, torch.stack(q) if q else p[:0], guesses, us)
-        tokens = torch.cat([tokens, torch.tensor(new, dtype=tokens.dtype)])
+        tokens = torch.cat([tokens, tokens.new_tensor(new)])
         forwards, accepted = forwards + 1, accepted + len(new) - 1
         for cache in caches:  # the keys and values of guesses that fell are wrong
             cache.cut(len(tokens) - 1)

@@ -105,7 +105,7 @@ def decode_in_stages(
                 continue  # only the first rank still had something to learn
             if rank > 0:
                 shape = len(text) if token == 0 else 1, width
-                x, ready = receive(torch.empty(shape, dtype=model.head.norm.weight.dtype), rank - 1)
+                x, ready = receive(model.head.norm.weight.new_empty(shape), rank - 1)
             x = forward(stage, x, caches[i])  # [S, D], or logits [S, V]
             begin = torch.maximum(free, ready)
             free = begin + 1

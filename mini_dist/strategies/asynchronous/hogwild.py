@@ -27,7 +27,7 @@ def shared(like: Tensor, group) -> Tensor:
     They have to be on one machine, and `like` on its CPU. The memory is a file whose name is gone
     when this returns, so nothing is left behind. Raises ValueError for a tensor on another device.
     """
-    if like.device.type != "cpu":
+    if not like.is_cpu:
         raise ValueError(f"the tensor is on {like.device}: ranks can share the CPU's memory only")
     name = ""
     if group.rank() == 0:

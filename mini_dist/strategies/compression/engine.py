@@ -59,7 +59,7 @@ class Compressed:
 
 
 def check_finite(gradients: Tensor) -> None:
-    if not gradients.sum().isfinite():
+    if not gradients.is_meta and not gradients.sum().isfinite():
         raise FloatingPointError(
             "a gradient is inf or nan, and what is left out of it would be in every later step: "
             "skip such a step before it is sent, or lower the loss scale"
@@ -91,7 +91,8 @@ class Lots:
 
     def of(self, x: Tensor, group) -> torch.Generator:
         if self.generator is None:
-            self.generator = torch.Generator(x.device)
+            # (On the meta device nothing is drawn, and torch has no generator for it.)
+            self.generator = torch.Generator() if x.is_meta else torch.Generator(x.device)
             self.generator.manual_seed(group.size() * self.seed + group.rank())
         return self.generator
 

@@ -157,7 +157,7 @@ KERNELS = {
 
 def kernel_of(name: str | None, q: Tensor, scale: float | None = None) -> TileKernel:
     """The kernel of this name; None: "fused" for tensors on a CPU, "explicit" elsewhere."""
-    name = name or ("fused" if q.device.type == "cpu" else "explicit")
+    name = name or ("fused" if q.is_cpu else "explicit")
     if name not in KERNELS:
         raise ValueError(f"kernel={name!r} is unknown: give {' or '.join(map(repr, KERNELS))}")
     kernel = KERNELS[name]

@@ -52,7 +52,9 @@ class Lanes:
         return Arrival(self.threads[lane].submit(when_ready))
 
     def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Host memory for a tensor that comes and goes."""
+        """Host memory for a tensor that comes and goes; none for one without storage."""
+        if like.is_meta:
+            return torch.empty_like(like, dtype=dtype)
         return torch.empty(like.shape, dtype=dtype, pin_memory=self.pins)
 
 

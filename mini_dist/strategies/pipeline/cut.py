@@ -23,7 +23,8 @@ class GPTStage(nn.Module):
 
     Tokens [B, S] or x [B, S, D] -> x [B, S, D] or logits [B, S, V]. Parameters have the names and
     the initial values that they have in the GPT of the same config and seed. `positions` [S] are
-    this rank's places in the sequence where it holds a part of it (context parallel).
+    this rank's places in the sequence where it holds a part of it (context parallel). `device`: of
+    parameters and positions, torch's default device unless given.
     """
 
     def __init__(
@@ -34,10 +35,12 @@ class GPTStage(nn.Module):
         seed: int = 0,
         attention: str | Callable = "sdpa",
         positions: Tensor | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.layers, self.positions = config, layers, positions
+        device = torch.get_default_device() if device is None else device
+        self.config, self.layers = config, layers
+        self.positions = None if positions is None else positions.to(device)
         self.is_first, self.is_last = layers.start == 0, layers.stop == config.num_layers
         with torch.device("meta"):
             self.embed = Embed(config) if self.is_first else None
@@ -68,7 +71,7 @@ def cut_gpt(
     seed: int = 0,
     attention: str | Callable = "sdpa",
     positions: Tensor | None = None,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
 ) -> dict[int, GPTStage]:
     """The Modules of these stages (a rank's chunks: `schedule.stages_of[rank]`).
 

@@ -25,9 +25,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mini_dist.collectives import device_of, exchange
+from mini_dist.collectives.messages import runs_in_order
 from mini_dist.plan.schedule import Action, Schedule, Span, forward_only
 from mini_dist.plan.schedule.action import COMMUNICATION, Key
 
@@ -70,8 +71,8 @@ class Pipeline:
     ) -> None:
         self.schedule, self.group, self.rank = schedule, group, group.rank()
         stages = stages_that_fit(schedule, stages, group, activation, optimizer, shared)
-        self.device = device_of(group)
-        on_nccl = self.device.type == "cuda"
+        self.device = device_of_stages(stages, group)
+        on_nccl = runs_in_order(group)
         self.training = RankPlan(schedule, self.rank, on_nccl)
         self.evaluation = RankPlan(forward_only(schedule), self.rank, on_nccl)
         self.last = schedule.num_stages - 1
@@ -242,3 +243,11 @@ class Pipeline:
         mine, peer = self.shared.grad, last if self.rank == first else first
         theirs = exchange(mine, peer, peer, self.group)
         self.shared.grad = mine + theirs if self.rank == first else theirs + mine
+
+
+def device_of_stages(stages: Mapping[int, Any], group) -> torch.device:
+    """Where this rank's messages are made: where its stages' parameters are."""
+    for stage in stages.values():
+        for parameter in stage.parameters() if isinstance(stage, nn.Module) else ():
+            return parameter.device
+    return device_of(group)

@@ -33,13 +33,14 @@ def gpipe_step(
     which have equally many tokens.)
     """
     rank, last, m = group.rank(), group.size() - 1, len(inputs)
-    xs, ys, losses = [], [], torch.empty(m)
+    xs, ys, losses = [], [], torch.empty(m, device=inputs[0].device)
+    like = torch.empty(shape, device=inputs[0].device)  # of what arrives
 
     for micro in range(m):  # all forwards
         if rank == 0:
             x = inputs[micro]
         else:  # requires_grad_, because the rank before will need the gradient of x
-            x = recv(torch.empty(shape), rank - 1, group).requires_grad_()
+            x = recv(like, rank - 1, group).requires_grad_()
         y = stage(x)
         if rank == last:
             y = loss_fn(y, targets[micro])
@@ -53,7 +54,7 @@ def gpipe_step(
         if rank == last:
             dy = torch.full_like(y, 1 / m)  # the step's loss is the mean of m losses
         else:
-            dy = recv(torch.empty(shape), rank + 1, group)
+            dy = recv(like, rank + 1, group)
         y.backward(dy)  # gives x and this stage's parameters their gradients
         if rank > 0:
             send(x.grad, rank - 1, group)
@@ -78,11 +79,12 @@ def run_list(
     """
     rank, last, m = group.rank(), group.size() - 1, len(inputs)
     x = dict(enumerate(inputs)) if rank == 0 else {}  # {micro-batch: tensor}, as y and dy
-    y, dy, losses = {}, {}, torch.empty(m)
+    y, dy, losses = {}, {}, torch.empty(m, device=inputs[0].device)
+    like = torch.empty(shape, device=inputs[0].device)  # of what arrives
     sends = []  # handles, which hold their tensors; a send whose handle is dropped may be lost
     for _stage, kind, micro, _version in actions:
         if kind == "RECV_F":
-            x[micro] = recv(torch.empty(shape), rank - 1, group).requires_grad_()
+            x[micro] = recv(like, rank - 1, group).requires_grad_()
         elif kind == "F":
             y[micro] = stage(x[micro])
             if rank == last:
@@ -92,7 +94,7 @@ def run_list(
         elif kind == "SEND_F":
             sends += start(group, sends=[(y[micro].detach().contiguous(), rank + 1)])
         elif kind == "RECV_B":
-            dy[micro] = recv(torch.empty(shape), rank + 1, group)
+            dy[micro] = recv(like, rank + 1, group)
         elif kind == "B":
             y.pop(micro).backward(dy.pop(micro))
         elif kind == "SEND_B":

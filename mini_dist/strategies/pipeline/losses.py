@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mini_dist.collectives.messages import runs_in_order
+
 from .plan import RankPlan
 
 
@@ -26,7 +28,7 @@ class Losses:
         dtype = torch.promote_types(torch.float32, like)
         self.source, self.m = schedule.rank_of[schedule.num_stages - 1], schedule.num_micro_batches
         self.tag = 1 + 2 * schedule.num_stages * self.m  # above those of Messages
-        self.group, self.early = group, device.type != "cuda"
+        self.group, self.early = group, not runs_in_order(group)
         self.computed: dict[int, Tensor] = {}  # by micro-batch, on the last stage's rank only
         self.of_all = torch.empty(self.m, dtype=dtype, device=device)  # [m]
         self.works: list = []

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mini_dist.collectives.messages import runs_in_order
 from mini_dist.plan.schedule import Action
 from mini_dist.plan.schedule.action import Key, receive_of, send_of
 
@@ -35,6 +36,7 @@ class Messages:
     def __init__(self, plan: RankPlan, group, device: torch.device) -> None:
         self.schedule, self.place = plan.schedule, plan.place
         self.group, self.device = group, device
+        self.in_order = runs_in_order(group)
         self.sent: dict[int, list[StageMessage]] = {}  # to a peer, not yet waited for
         self.awaited: dict[Key, StageMessage] = {}  # receives that were started, by their sends
         self.started: list[StageMessage] = []  # since `together` was entered
@@ -64,7 +66,7 @@ class Messages:
     def together(self) -> Iterator[None]:
         """What is started within becomes one operation on NCCL; gloo starts each by itself."""
         self.started.clear()
-        if self.device.type != "cuda":
+        if not self.in_order:
             yield
             return
         self.group._start_coalescing(self.device)

@@ -27,12 +27,15 @@ def load_full_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 @checks_kinds
 @torch.no_grad()
-def init_weights_(model: nn.Module, seed: int, device: torch.device | str = "cpu") -> nn.Module:
+def init_weights_(
+    model: nn.Module, seed: int, device: torch.device | str | None = None
+) -> nn.Module:
     """Give a sharded GPT, perhaps on the meta device, the values it would have in one process.
 
+    device: of the new memory, torch's default device unless given.
     Each whole tensor is drawn, cut and dropped before the next: no rank ever holds the model.
     """
-    make_memory(model, device)
+    make_memory(model, torch.get_default_device() if device is None else device)
     for name, tensor in named_tensors(model):
         cut, shape = model.sharding.cuts.get(name), list(tensor.shape)
         if cut:

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from mini_dist.ranks.ledger.recording import recorded
 
+HOST = torch.device("cpu")
+
 
 class OnDevice:
     """Nothing is offloaded: shards and states are where the parameters are."""
@@ -72,7 +74,7 @@ class OnHost(OnDevice):
     """Gradients go to the host and are stepped there, and stepped parameters come back."""
 
     def keep(self, mine, dtype):
-        return nn.Parameter(mine.to("cpu", dtype, copy=True))
+        return nn.Parameter(on_host(mine, dtype))
 
     def fill_(self, mine, shard):
         to_device_(mine, shard, self.group)
@@ -147,9 +149,14 @@ def tier_of(offload, group) -> OnDevice:
     return OnHost(group) if offload == "cpu" else Files(offload, group)
 
 
+def on_host(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy in the host's memory, also of what is there already."""
+    return x.to(HOST, dtype, copy=True)
+
+
 @recorded
 def to_host(x: Tensor, group) -> Tensor:
-    return x.to("cpu", copy=True)
+    return on_host(x, x.dtype)
 
 
 @recorded

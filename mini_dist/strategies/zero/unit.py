@@ -53,7 +53,8 @@ class Unit:
             self.point_at(self.parts)
             self.mine = self.flat.chunk(group.size())[group.rank()]
             self.shard = tier.keep(self.mine, master_dtype or self.flat.dtype)
-        self.shard_is_mine = self.shard.data_ptr() == self.mine.data_ptr()
+        storages = self.shard.untyped_storage(), self.mine.untyped_storage()
+        self.shard_is_mine = storages[0]._cdata == storages[1]._cdata
         self.is_whole = True  # the parameters are all ranks' latest
         self.arriving = self.leaving = None  # a gather, a scatter under way
         self.inside = None  # a group on one host, with which a second shard is kept (hpZ)
@@ -151,7 +152,7 @@ class Unit:
         """The end of `lend`: give the shard what was changed meanwhile of its part."""
         after = self.lent.chunk(self.group.size())[self.group.rank()]
         changed = (after != self.before).to(self.shard.device)
-        if changed.any():
+        if not changed.is_meta and changed.any():
             with self.tier.fetched(self.shard, {}):
                 self.shard[changed] = after.to(self.shard)[changed]
         self.point_at(self.parts)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from mini_dist.collectives import device_of
 from mini_dist.collectives.mesh import Mesh
 from mini_dist.model.gpt import MoE
 from mini_dist.model.recompute import recompute_blocks
@@ -40,7 +41,8 @@ def parallelize(
     precision: Precision = FULL,
     **expert_options,
 ) -> ParallelModel:
-    """The GPT of this config and seed, spread over `group` as `layout` says, ready to train.
+    """The GPT of this config and seed, spread over `group` as `layout` says, ready to train, on the
+    device of the group.
 
     attention: how a cut sequence attends, "ring", "all_gather" or "ulysses". expert_options: those
     of ExpertParallel (capacity_factor, balance_loss, z_loss).
@@ -59,7 +61,8 @@ def parallelize(
         sequence["positions"] = positions_here(config.seq_len, mesh["cp"])
 
     # pp cuts the layers.
-    stages = cut_gpt(config, mine, schedule.num_stages, seed=seed, **sequence)
+    device = device_of(group)
+    stages = cut_gpt(config, mine, schedule.num_stages, seed=seed, device=device, **sequence)
 
     for stage in stages.values():
         # tp cuts every matrix (etp those of experts), and with sequence parallelism what it would

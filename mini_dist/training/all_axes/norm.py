@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from mini_dist.collectives import all_reduce
+from mini_dist.collectives import all_reduce, device_of
 from mini_dist.collectives.mesh import Mesh
 from mini_dist.plan.config import Layout
 from mini_dist.strategies.pipeline import GPTStage, shared_parameter
@@ -27,7 +27,7 @@ def norm_over_grid(
     for parameter, gradient in gradients:
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         squares = squares.to(wide) + wide.pow(2).sum() / holders[parameter]
-    return all_reduce(squares, mesh.group).sqrt()
+    return all_reduce(squares.to(device_of(mesh.group)), mesh.group).sqrt()
 
 
 def count_holders(

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
+from mini_dist.collectives import device_of
 from mini_dist.model.loss import IGNORE_INDEX, TokenLoss, token_loss
 from mini_dist.model.vocabulary import check_tokens
 from mini_dist.plan.schedule import Schedule
@@ -46,7 +47,7 @@ class ParallelModel(Trainable):
         """One optimizer step on the global batch; what it returns is the same on all ranks.
 
         inputs, targets: [B/dp, S], B/dp = micro_batch_size * num_micro_batches: the rows of this
-        rank's replica, given alike to all of its ranks.
+        rank's replica, given alike to all of its ranks, on any device.
 
         If it raises on all ranks, the next step is what it would have been without it; with a
         pipeline, the next step raises RuntimeError, because the model must be rebuilt.
@@ -57,6 +58,7 @@ class ParallelModel(Trainable):
     def _step(self, inputs: Tensor, targets: Tensor, max_norm: float | None) -> Step:
         layout = self.layout
         self.check_batch(inputs, targets)
+        inputs, targets = (x.to(device_of(self.group)) for x in (inputs, targets))
         if layout.cp > 1:
             inputs, targets = (shard(x, self.mesh["cp"]) for x in (inputs, targets))
         micro_batches = split(inputs, targets, layout.num_micro_batches)  # [b, S/cp] each

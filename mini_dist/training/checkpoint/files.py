@@ -33,7 +33,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from mini_dist.collectives import all_gather, device_of
+from mini_dist.collectives import all_gather
+from mini_dist.collectives.messages import device_for_numbers
 from mini_dist.plan.fields import checks_kinds
 
 from .manifest import (
@@ -275,7 +276,7 @@ def flush(path: Path) -> None:
 def tell_all(message, group) -> list:
     """Every rank's message (anything that JSON can say), in rank order."""
     text = np.frombuffer(json.dumps(message).encode(), dtype=np.uint8)
-    data = torch.from_numpy(text.copy()).to(device_of(group))
+    data = torch.from_numpy(text.copy()).to(device_for_numbers(group))
     sizes = all_gather(torch.tensor([len(data)], device=data.device), group).tolist()
     everyones = all_gather(data, group, sizes).split(sizes)
     return [json.loads(each.cpu().numpy().tobytes()) for each in everyones]

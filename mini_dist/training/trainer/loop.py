@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
+from mini_dist.collectives import device_of
 from mini_dist.model.data import Batches, load_text
 from mini_dist.model.vocabulary import check_tokens
 from mini_dist.plan.fields import checks_kinds
@@ -50,6 +51,7 @@ def train(
         seed=recipe.seed,
         rank=model.mesh.index("dp"),
         size=recipe.layout.dp,
+        device=device_of(group),
     )
 
     # Go on after the newest checkpoint, if there is one.

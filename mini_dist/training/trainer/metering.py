@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from .recipe import Recipe
 
@@ -24,6 +27,11 @@ class Metrics:
     held_bytes: int | None  # by this rank after the step; None without launch(memory=True)
 
 
+def number(value: Tensor) -> float:
+    """The value of a tensor [], nan where it has no storage."""
+    return math.nan if value.is_meta else value.item()
+
+
 class Meter:
     """Reads clock, ledger and memory around a step."""
 
@@ -40,8 +48,8 @@ class Meter:
         held = memory.export().live() if memory else None
         return Metrics(
             step,
-            done.loss.item(),
-            None if done.norm is None else done.norm.item(),
+            number(done.loss),
+            None if done.norm is None else number(done.norm),
             done.skipped,
             seconds,
             tokens / seconds,

@@ -1,0 +1,79 @@
+"""Where the tensors of a rank belong, and what carries its messages from there.
+
+    launch(fn, 4)                     a GPU for each rank if there are four, else the CPU
+    launch(fn, 4, device="cpu")       gloo
+    launch(fn, 4, device="cuda")      rank r on GPU r: NCCL
+    launch(fn, 4, device="cuda:0")    all ranks share GPU 0: gloo, by way of the host's memory
+
+A rank reads its device from `group.device` and makes its tensors there. We don't set torch's
+default device for the rank. A default device would also move the small tables that the library
+keeps on the host on purpose (positions, plans, texts), and it would move them only in the rank's
+main thread: autograd calls a hook of a CUDA tensor in a thread of its own, where torch's default
+device is the CPU again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+
+def count_gpus() -> int:
+    """Count the GPUs that torch can use."""
+    if not any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg")):
+        return 0  # without importing torch, which takes a second
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def choose_device(device: str | None, num_ranks: int, num_gpus: int) -> str:
+    """Decide where the tensors of `num_ranks` ranks of one machine belong.
+
+    device: what the caller asked for. Returns "cpu", "cuda" (each rank has a GPU of its own), or
+    "cuda:K" (all ranks share GPU K). Raises ValueError if the machine has no such GPUs.
+    """
+    if device is None:
+        return "cuda" if num_gpus >= num_ranks else "cpu"
+    shared = re.fullmatch(r"cuda:(\d+)", device)
+    if not shared and device not in ("cpu", "cuda"):
+        raise ValueError(
+            f'device={device!r}: give "cpu", "cuda" (a GPU for each rank), "cuda:0" (all ranks '
+            "share this GPU), or None"
+        )
+    if device == "cpu":
+        return device
+    if num_gpus == 0:
+        raise ValueError(
+            f'device={device!r}: torch finds no GPU on this machine; give "cpu", or leave device '
+            "out"
+        )
+    if shared and int(shared[1]) >= num_gpus:
+        raise ValueError(
+            f"device={device!r}: this machine has {gpus(num_gpus)}, counted from 0; "
+            f'"cuda:{num_gpus - 1}" is the last one'
+        )
+    if not shared and num_ranks > num_gpus:
+        raise ValueError(
+            f'device="cuda" for {num_ranks} ranks: this machine has {gpus(num_gpus)}, and NCCL '
+            'refuses two ranks on one GPU ("Duplicate GPU detected"); give '
+            f'world_size={num_gpus}, or device="cuda:0", where all ranks share one GPU and gloo '
+            "carries their messages"
+        )
+    return device
+
+
+def gpus(number: int) -> str:
+    return "1 GPU" if number == 1 else f"{number} GPUs"
+
+
+def is_shared(device: str) -> bool:
+    """Whether all ranks use one GPU. NCCL refuses that, so gloo carries their messages."""
+    return ":" in device
+
+
+def device_of_rank(device: str, index: int):
+    """Return the torch.device of the rank with this index among the ranks of its machine."""
+    import torch
+
+    return torch.device("cuda", index) if device == "cuda" else torch.device(device)
