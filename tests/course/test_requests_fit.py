@@ -5,7 +5,7 @@ import re
 import pytest
 
 from mini_dist import draw
-from mini_dist.course.draw.blocks import SHARED, of_blocks
+from mini_dist.course.draw.block_maps import SHARED, of_blocks
 from mini_dist.course.lab import ParameterError
 from mini_dist.course.widgets import requests_fit
 from mini_dist.plan.calculators.serving import Server, answer, largest_batch

@@ -11,7 +11,7 @@ _HOMES = {
     "Panel": "svg",
     "Picture": "picture",
     "bars": "ledgers",
-    "blocks": "blocks",
+    "blocks": "block_maps",
     "canvas": "picture",
     "collective": "messages",
     "curve": "ledgers",

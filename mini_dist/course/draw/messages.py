@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
 from mini_dist.ranks.ledger.steps import steps
 from mini_dist.ranks.watch import Watched, read
 
-from .picture import CHUNK_COLORS, INK, Picture, canvas
+from .picture import CHUNK_COLORS, Picture
+from .svg import INK, Drawing, Panel
 
 BOX = 0.84  # width of a number; 1 is the height of a line
 
 
-def collective(seen: Watched, title: str = "") -> Picture:
+def collective(seen: Watched, title: str = "") -> Drawing:
     """Every message of a watched collective, step by step, and what each rank has in the end.
 
     A box is a number: letter and colour say which chunk it is, the small digits whose terms are in
@@ -38,38 +38,33 @@ def collective(seen: Watched, title: str = "") -> Picture:
     widths = [max((len(m) for row in column for m in row), default=1) * BOX for column in columns]
     gap = 1.15
     lefts = [sum(widths[:i]) + gap * i for i in range(len(columns))]
-    height = tops[-1] + lines[-1]
-    figure, axes = canvas(0.9 + 0.45 * (lefts[-1] + widths[-1]), 0.7 + 0.3 * height)
+    height, width = tops[-1] + lines[-1], lefts[-1] + widths[-1]
+    size_of = 44 * (width + 1.8), 30 * (height + 1.15) + 17
+    panel = Panel(*size_of, (-1.7, width + 0.1), (height + 0.15, -1.0), title=title, sides="")
 
     def middle(rank: int) -> float:
-        return -(tops[rank] + lines[rank] / 2)
+        return tops[rank] + lines[rank] / 2
 
     def place(rank: int, number: int, count: int) -> float:  # of line `number` among `count`
-        return middle(rank) + (count - 1) / 2 - number
+        return middle(rank) - (count - 1) / 2 + number
 
     for left, column in zip(lefts, columns):
         for rank, row in enumerate(column):
             for number, message in enumerate(row):
                 y = place(rank, number, len(row))
                 for index, value in enumerate(message):
-                    box(axes, left + index * BOX, y, value, size)
+                    box(panel, left + index * BOX, y, value, size)
     for column, source, target, number in arrows:
         y = place(target, number, len(columns[column][target]))
         before = lefts[column] - gap + 0.1
-        style = dict(arrowstyle="-|>", color="#888888", lw=0.9, shrinkA=0, shrinkB=1)
-        axes.annotate("", (lefts[column], y), (before, middle(source)), arrowprops=style)
+        panel.line([(before, middle(source)), (lefts[column], y)], "#888888", 1.2, head=True)
     names = ["input", *(f"step {i + 1}" for i in range(len(found))), "result"]
     for left, width, name in zip(lefts, widths, names):
-        axes.text(left + width / 2, 0.35, name, ha="center", fontsize=9, color=INK)
+        panel.words(left + width / 2, -0.5, name, anchor="middle")
     for rank in range(size):
-        axes.text(-0.35, middle(rank), f"rank {rank}", ha="right", va="center", fontsize=9)
-    axes.set_xlim(-1.7, lefts[-1] + widths[-1] + 0.1)
-    axes.set_ylim(-height - 0.15, 1.0)
-    axes.axis("off")
-    if title:
-        axes.set_title(title, fontsize=10)
+        panel.words(-0.25, middle(rank), f"rank {rank}", anchor="end")
     count = "1 step" if len(found) == 1 else f"{len(found)} steps"
-    return Picture(figure, f"{title or 'messages'}: {len(arrows)} in {count}")
+    return Drawing([panel], f"{title or 'messages'}: {len(arrows)} in {count}")
 
 
 def contents(seen: Watched) -> dict[int, list[int]]:
@@ -85,18 +80,17 @@ def contents(seen: Watched) -> dict[int, list[int]]:
     }
 
 
-def box(axes, left: float, y: float, value: int, size: int) -> None:
+def box(panel: Panel, left: float, y: float, value: int, size: int) -> None:
+    """Draw a number as a box of its chunk's color; the ink around it says that it is complete."""
     found = read(value, size)
     chunk, ranks = next(iter(found.items())) if len(found) == 1 else (None, [])
     complete = size > 1 and ranks == list(range(size))  # each term once
     face = "#ffffff" if chunk is None else CHUNK_COLORS[chunk]
-    edge, width = (INK, 1.6) if complete else ("#888888", 0.6)
-    axes.add_patch(
-        Rectangle((left, y - 0.4), BOX - 0.06, 0.8, facecolor=face, edgecolor=edge, linewidth=width)
-    )
-    # (Plain text: matplotlib takes ten times as long to set a formula.)
-    text = "?" if chunk is None else "abcd"[chunk] + "".join("₀₁₂₃"[rank] for rank in ranks)
-    axes.text(left + (BOX - 0.06) / 2, y, text, ha="center", va="center", fontsize=9)
+    right, edge = left + BOX - 0.06, 0.05 if complete else 0.02
+    panel.box(left, y - 0.4, right, y + 0.4, INK if complete else "#888888")
+    panel.box(left + edge, y - 0.4 + edge, right - edge, y + 0.4 - edge, face)
+    said = "?" if chunk is None else "abcd"[chunk] + "".join("₀₁₂₃"[rank] for rank in ranks)
+    panel.words((left + right) / 2, y, said, "#000000", "middle")
 
 
 def link_fit(sizes: list[int], seconds: list[float], link, title: str = "") -> Picture:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+from typing import TYPE_CHECKING
 
-from matplotlib.figure import Figure
+if TYPE_CHECKING:  # A page of the site has no matplotlib.
+    from matplotlib.figure import Figure
 
 INK = "#333333"
 
@@ -39,7 +41,7 @@ class Picture:
         self.figure, self.alt = figure, alt
 
     def _repr_png_(self) -> bytes:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # (a page of the site has none)
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
 
         buffer = io.BytesIO()
         FigureCanvasAgg(self.figure).print_png(buffer, metadata={"Software": None})
@@ -54,6 +56,8 @@ class Picture:
 
 
 def canvas(width: float, height: float):
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)

@@ -18,7 +18,7 @@ from html import escape
 from itertools import groupby
 from typing import NamedTuple
 
-INK = "currentColor"
+INK, LIMIT = "currentColor", "#e34a33"  # LIMIT: what a device has
 FAINT = 0.15  # opacity of the ink in bands, empty cells and guides
 SIZE, SMALLEST = 13, 11  # pixels: height of the letters as drawn, and at the least
 LETTER = 0.6  # mean width of a letter of a sans-serif font, in heights
@@ -34,7 +34,7 @@ class Box(NamedTuple):
     y1: float
     color: str
     alpha: float
-    edge: str
+    gap: float  # pixels left free at its right edge
 
 
 class Line(NamedTuple):
@@ -81,8 +81,8 @@ class Panel:
         self.sides = sides  # which axes have a line: l(eft), b(ottom)
         self.marks: list[Box | Line | Dot | Words] = []
 
-    def box(self, x0, y0, x1, y1, color, alpha=1.0, edge="none") -> None:
-        self.marks.append(Box(x0, y0, x1, y1, color, alpha, edge))
+    def box(self, x0, y0, x1, y1, color, alpha=1.0, gap=0.0) -> None:
+        self.marks.append(Box(x0, y0, x1, y1, color, alpha, gap))
 
     def line(self, points: Iterable, color=INK, width=1.6, dash="", alpha=1.0, filled=False,
              head=False) -> None:  # fmt: skip
@@ -150,13 +150,13 @@ class Panel:
                 parts += [getattr(self, f"as_{of.__name__.lower()}")(mark) for mark in marks]
         return "".join([*parts, *self.frame()])
 
-    def boxes(self, boxes: list[Box], color: str, alpha: float, edge: str) -> str:
+    def boxes(self, boxes: list[Box], color: str, alpha: float, gap: float) -> str:
         d = ""
         for box in boxes:
             (x0, y0), (x1, y1) = self.at(box.x0, box.y0), self.at(box.x1, box.y1)
+            x1 -= gap if x1 - x0 > 2 * gap else 0
             d += f"M{n(x0)} {n(y0)}H{n(x1)}V{n(y1)}H{n(x0)}Z"
-        edged = f' stroke="{edge}"' * (edge != "none")
-        return f'<path d="{d}" fill="{color}"{edged}{opacity(alpha)}/>'
+        return f'<path d="{d}" fill="{color}"{opacity(alpha)}/>'
 
     def as_line(self, line: Line) -> str:
         points = [self.at(*point) for point in line.points]

@@ -64,7 +64,9 @@ class Explorer:
     def keep_only(self, *names: str) -> None:
         """Hide all controls but these. Raises ValueError for a name that is no parameter."""
         if unknown := [name for name in names if name not in self.declared]:
-            raise ValueError(f"{unknown[0]!r} is no control: give some of {', '.join(self.declared)}")
+            raise ValueError(
+                f"{unknown[0]!r} is no control: give some of {', '.join(self.declared)}"
+            )
         for name in self.declared.keys() - names:
             self.shown_if[name] = lambda values: False
 
@@ -74,7 +76,7 @@ class Explorer:
         return [name for name in self.declared if self.shown_if.get(name, always)(values)]
 
     def words(self) -> str:
-        """The HTML below the picture. It scrolls where both would be taller than a laptop's window."""
+        """The HTML below the picture; it scrolls if both are taller than a laptop's window."""
         most = max(TALLEST - self.picture.height, 150)
         return f'<div style="max-height:{most:.0f}px;overflow:auto">{self.html}</div>'
 
