@@ -1,7 +1,7 @@
 """Figures drawn from what ran. Nothing in here computes a result.
 
-Every function returns a picture that shows itself in a notebook; `.save(path)` writes it. Each name
-is imported when it is first used, because a web page has no matplotlib.
+Every function returns a Drawing that shows itself in a notebook; `.save(path)` writes it as SVG.
+Each name is imported when it is first used, because a web page has no torch.
 """
 
 import importlib
@@ -9,10 +9,8 @@ import importlib
 _HOMES = {
     "Drawing": "svg",
     "Panel": "svg",
-    "Picture": "picture",
     "bars": "ledgers",
     "blocks": "block_maps",
-    "canvas": "picture",
     "collective": "messages",
     "curve": "ledgers",
     "devices": "emulated",

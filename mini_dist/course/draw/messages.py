@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from matplotlib.figure import Figure
+from math import log10
 
 from mini_dist.ranks.ledger.steps import steps
 from mini_dist.ranks.watch import Watched, read
 
-from .picture import CHUNK_COLORS, Picture
-from .svg import INK, Drawing, Panel
+from .palette import CHUNK_COLORS
+from .svg import FAINT, INK, WIDEST, Drawing, Panel, around, numbered, powers, round_places
 
 BOX = 0.84  # width of a number; 1 is the height of a line
 
@@ -93,54 +93,54 @@ def box(panel: Panel, left: float, y: float, value: int, size: int) -> None:
     panel.words((left + right) / 2, y, said, "#000000", "middle")
 
 
-def link_fit(sizes: list[int], seconds: list[float], link, title: str = "") -> Picture:
-    """Times of messages and what `link` says of them; below, the ratio of the two."""
-    figure = Figure(figsize=(7, 4.4), dpi=110, layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1.2])
+def link_fit(sizes: list[int], seconds: list[float], link, title: str = "") -> Drawing:
+    """Draw the times of messages and what `link` says of them; below, the ratio of the two."""
     said = [link.seconds(size) for size in sizes]
-    between = [min(sizes) * (max(sizes) / min(sizes)) ** (k / 99) for k in range(100)]
-    label = "latency + bytes / bandwidth"
-    above.loglog(between, [link.seconds(size) for size in between], color="#de2d26", label=label)
-    above.loglog(sizes, seconds, "o", color="#2b8cbe", label="measured")
-    half = link.latency * link.bandwidth
-    above.axvline(half, color="#999999", linestyle=":", linewidth=1)
-    above.text(half, min(said), " half is latency", fontsize=8, color="#777777", va="bottom")
-    above.set_ylabel("seconds")
-    above.legend(frameon=False, fontsize=8)
-    above.set_title(title, fontsize=10)
-    ratios = [measured / line for measured, line in zip(seconds, said)]
-    below.axhline(1, color="#de2d26", linewidth=1.2)
-    below.plot(sizes, ratios, "o", color="#2b8cbe")
-    below.set_ylim(0, max(2, 1.15 * max(ratios)))
-    below.set_ylabel("measured / line")
-    below.set_xlabel("bytes in a message")
-    for axes in (above, below):
-        axes.spines[["top", "right"]].set_visible(False)
+    xs = [log10(size) for size in sizes]
+    x, y = around(xs), around(map(log10, [*seconds, *said]))
+    line, dots = "#de2d26", "#2b8cbe"
+    above = Panel(
+        560, 280, x, y, title=title, ylabel="seconds", xticks=powers(*x), yticks=powers(*y),
+        legend={"latency + bytes / bandwidth": line, "measured": dots},
+    )  # fmt: skip
+    between = [min(xs) + (max(xs) - min(xs)) * k / 99 for k in range(100)]
+    above.line([(place, log10(link.seconds(10**place))) for place in between], line)
+    half = log10(link.latency * link.bandwidth)
+    if x[0] < half < x[1]:
+        above.guide(x=half, dash="2 2", alpha=0.6)
+        above.words(half, y[0], "half is latency", shift=(5, -10))
+    ratios = [measured / fitted for measured, fitted in zip(seconds, said)]
+    most = max(2, 1.15 * max(ratios))
+    below = Panel(
+        560, 150, x, (0, most), ylabel="measured / line", xlabel="bytes in a message",
+        xticks=powers(*x), yticks=numbered(round_places(0, most, 4)),
+    )  # fmt: skip
+    below.guide(y=1, color=line, dash="")
+    for place, measured, ratio in zip(xs, seconds, ratios):
+        above.dot(place, log10(measured), dots)
+        below.dot(place, ratio, dots)
     worst = max(ratios, key=lambda ratio: max(ratio, 1 / ratio))
-    return Picture(figure, f"{len(sizes)} sizes and a line; the worst ratio is {worst:.2f}")
+    alt = f"{len(sizes)} sizes and a line; the worst ratio is {worst:.2f}"
+    return Drawing([above, below], alt)
 
 
-def flights(runs: dict[str, list], size: int, unit: float = 1.0, name: str = "rounds") -> Picture:
-    """Space and time, one panel a run: each message of play_messages is a line from its sender
+def flights(runs: dict[str, list], size: int, unit: float = 1.0, name: str = "rounds") -> Drawing:
+    """Draw space and time, a panel per run: each message of play_messages is a line from its sender
     and start to its receiver and end, as thick as it has bytes."""
-    figure = Figure(figsize=(9.2, 0.9 + 0.42 * size), dpi=110, layout="constrained")
-    panels = figure.subplots(1, len(runs), sharey=True, squeeze=False)[0]
     most = max(flight.nbytes for run in runs.values() for flight in run)
-    for axes, (label, run) in zip(panels, runs.items()):
-        for flight in run:
-            times = [flight.start / unit, flight.end / unit]
-            width = 0.8 + 3.2 * flight.nbytes / most
-            axes.plot(times, [flight.source, flight.target], color="#2b8cbe", linewidth=width)
+    panels = []
+    for label, run in runs.items():
         last = max(flight.end for flight in run) / unit
-        axes.set_xlim(0, last)
-        if last <= 16:
-            axes.set_xticks(range(int(last) + 1))
-        axes.grid(axis="x", color="#e6e6e6")
-        axes.set_title(label, fontsize=10)
-        axes.set_xlabel(name)
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0].set_yticks(range(size), [f"rank {rank}" for rank in range(size)])
-    panels[0].invert_yaxis()
-    return Picture(
-        figure, "; ".join(f"{label}: {len(run)} messages" for label, run in runs.items())
-    )
+        panel = Panel(
+            max(WIDEST / len(runs), 230), 80 + 40 * size, (0, last), (size - 0.8, -0.2),
+            title=label, xlabel=name, xticks=numbered(round_places(0, last)),
+            yticks={rank: f"rank {rank}" for rank in range(size)},
+        )  # fmt: skip
+        for place in panel.xticks:
+            panel.guide(x=place, width=1, dash="", alpha=FAINT)
+        for flight in run:
+            ends = [(flight.start / unit, flight.source), (flight.end / unit, flight.target)]
+            panel.line(ends, "#2b8cbe", 0.8 + 3.2 * flight.nbytes / most)
+        panels.append(panel)
+    alt = "; ".join(f"{label}: {len(run)} messages" for label, run in runs.items())
+    return Drawing(panels, alt)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mini_dist.plan.schedule import Timeline
 
-from .picture import RANK_COLORS
+from .palette import RANK_COLORS
 from .svg import WIDEST, Drawing, Panel, ink_on, numbered, round_places
 
 ACTION_COLORS = {  # by kind; the rank's first chunk is light, further ones darker

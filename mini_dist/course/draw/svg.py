@@ -11,6 +11,7 @@ it is narrow, and no panel shrinks so far that its letters become smaller than 1
 
 from __future__ import annotations
 
+import base64
 import math
 import textwrap
 from collections.abc import Iterable
@@ -166,6 +167,7 @@ class Panel:
         dash = f' stroke-dasharray="{line.dash}"' * bool(line.dash)
         said = (
             f'<polyline points="{places}" fill="none" stroke="{line.color}" '
+            f'style="stroke:{near_ink(line.color)}" '
             f'stroke-width="{line.width:g}"{dash}{opacity(line.alpha)}/>'
         )
         return said + (arrow_head(*points[-2:], line.color) if line.head else "")
@@ -226,7 +228,9 @@ class Drawing:
                 f'style="flex:1 1 {least:.0f}px;min-width:{least:.0f}px;max-width:{panel.width:g}px'
                 f'">{panel.inside()}</svg>'
             )
-        above = f'<div style="font-weight:bold;{fill(self.color)}">{escape(self.title)}</div>'
+        above = (
+            f'<div style="font-weight:bold;color:{near_ink(self.color)}">{escape(self.title)}</div>'
+        )
         return (
             f'<div class="picture" role="img" aria-label="{escape(self.alt)}">'
             f"{above if self.title else ''}"
@@ -268,8 +272,14 @@ class Drawing:
             f"{above}{''.join(parts)}</svg>"
         )
 
-    def _repr_mimebundle_(self, include=None, exclude=None):
-        return {"text/plain": self.alt, "image/svg+xml": self.svg()}
+    def _repr_html_(self) -> str:
+        """An image with its alternative text. JupyterLab would not show a bare SVG in a notebook
+        that it does not trust yet, which is every notebook that was only copied."""
+        source = base64.b64encode(self.svg().encode()).decode()
+        return (
+            f'<img alt="{escape(self.alt)}" style="max-width:100%" '
+            f'src="data:image/svg+xml;base64,{source}">'
+        )
 
     def __repr__(self) -> str:
         return self.alt
@@ -293,19 +303,20 @@ THEMES = (
 def text(x, y, said, anchor="start", color=INK, bold=False) -> str:
     anchored = f' text-anchor="{anchor}"' * (anchor != "start")
     weight = ' font-weight="bold"' * bold
-    style = "" if color == INK else f' style="{fill(color)}"'
+    style = "" if color == INK else f' style="fill:{near_ink(color)}"'
     return (
         f'<text x="{n(x)}" y="{n(y + 0.35 * SIZE)}" fill="{color}"{style}{anchored}{weight}>'
         f"{escape(str(said))}</text>"
     )
 
 
-def fill(color: str) -> str:
-    """The style of words in this color: nearer to the ink of the page, so that they can be read."""
-    if color in (INK, "#ffffff", "#000000"):  # (the last two are for words inside a box)
-        return f"fill:{color}"
-    mixed = f"color-mix(in srgb,{color} 65%,{INK})"
-    return f"fill:{mixed};color:{mixed}"
+def near_ink(color: str) -> str:
+    """Mix a color of words or lines with the ink, so that they stand out on light and dark pages.
+
+    Black and white stay: they are for words inside a box, whatever the page.
+    """
+    plain = color in (INK, "#ffffff", "#000000")
+    return color if plain else f"color-mix(in srgb,{color} 65%,{INK})"
 
 
 def ink_on(color: str) -> str:
@@ -345,3 +356,17 @@ def round_places(least: float, most: float, intervals: int = 6) -> list[float]:
     step = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= rough * (1 - 1e-9))
     first, last = math.ceil(least / step - 1e-9), math.floor(most / step + 1e-9)
     return [float(f"{number * step:.12g}") for number in range(first, last + 1)]
+
+
+def around(values: Iterable[float], margin: float = 0.05) -> tuple[float, float]:
+    """Return the limits of an axis: the least and the largest value with a margin."""
+    values = list(values)
+    low, high = min(values), max(values)
+    free = margin * ((high - low) or 1)
+    return low - free, high + free
+
+
+def powers(low: float, high: float) -> dict[float, str]:
+    """Map the whole logarithms between two to the powers of ten as labels."""
+    exponents = range(math.ceil(low), math.floor(high) + 1)
+    return {float(k): f"{10**k:,}" if 0 <= k < 7 else f"1e{k}" for k in exponents}

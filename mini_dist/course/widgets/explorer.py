@@ -78,10 +78,11 @@ class Explorer:
     def words(self) -> str:
         """The HTML below the picture; it scrolls if both are taller than a laptop's window."""
         most = max(TALLEST - self.picture.height, 150)
-        return f'<div style="max-height:{most:.0f}px;overflow:auto">{self.html}</div>'
+        style = f"max-height:{most:.0f}px;overflow:auto;font-size:12px;line-height:1.35"
+        return f'<div style="{style}">{self.html}</div>'
 
     def _repr_mimebundle_(self, include=None, exclude=None):
-        still = self.picture._repr_mimebundle_()
+        still = {"text/plain": repr(self.picture), "text/html": self.picture._repr_html_()}
         try:
             import ipywidgets  # noqa: F401
         except ImportError:

@@ -147,7 +147,7 @@ def draw(title, config, layout, program, fullest: Breakdown, has: float) -> Draw
     bars.append(("outside, fragments", (needed - fullest.total) / GIB, OUTSIDE))
     most = max(needed, has) / GIB
     left = Panel(
-        450, 300, (0, 1.18 * most), (len(bars) + 0.5, -1.3), xlabel="GiB", sides="l",
+        450, 300, (0, 1.3 * most), (len(bars) + 0.5, -1.3), xlabel="GiB", sides="l",
         yticks=dict(enumerate([*(name for name, _, _ in bars), "sum"])),
     )  # fmt: skip
     end = 0.0
