@@ -54,7 +54,7 @@ def memory_map(allocator: Allocator) -> Drawing:
     rows.sort(key=lambda row: -sum(block.size for block in row))
     most = max(block.start + block.size for row in rows for block in row) / 2**20
     panel = Panel(
-        WIDEST, 60 + 9 * len(rows), (0, most), (len(rows) - 0.5, -0.5), ylabel="segments",
+        WIDEST, max(130, 60 + 9 * len(rows)), (0, most), (len(rows) - 0.5, -0.5), ylabel="segments",
         xlabel="MiB; dark: in use, pale: free", xticks=numbered(round_places(0, most, 9)),
     )  # fmt: skip
     for in_use, color in ((True, "#3182bd"), (False, "#fdd0a2")):

@@ -63,7 +63,7 @@ def lanes(timeline: Timeline, last: float, scale: float = 1.0, *, width: float, 
             start, over = max(start, over), end
             left, right = start * scale, end * scale
             bars.append((ACTION_COLORS[action.kind][chunk], left, right))
-            if right - left > 0.013 * last * len(str(action.micro)):
+            if right - left > 0.016 * last * len(str(action.micro)):
                 numbers.append((left + (right - left) / 2, rank, action.micro, bars[-1][0]))
         for color, left, right in sorted(bars):  # boxes of one color are one path
             panel.box(left, rank - 0.43, right, rank + 0.43, color, gap=1)

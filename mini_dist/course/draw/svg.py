@@ -157,7 +157,8 @@ class Panel:
             (x0, y0), (x1, y1) = self.at(box.x0, box.y0), self.at(box.x1, box.y1)
             x1 -= gap if x1 - x0 > 2 * gap else 0
             d += f"M{n(x0)} {n(y0)}H{n(x1)}V{n(y1)}H{n(x0)}Z"
-        return f'<path d="{d}" fill="{color}"{opacity(alpha)}/>'
+        crisp = 'shape-rendering="crispEdges"'  # no seams between neighbors
+        return f'<path d="{d}" fill="{color}" {crisp}{opacity(alpha)}/>'
 
     def as_line(self, line: Line) -> str:
         points = [self.at(*point) for point in line.points]
