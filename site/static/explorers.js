@@ -141,6 +141,15 @@ async function start(place, source) {
   }
   show(answer);
   place.dataset.state = "started";
+  widen(place);
+  addEventListener("resize", () => widen(place));
+}
+
+// Controls and picture need more than the column of the text: they reach to the window's edge.
+function widen(place) {
+  const left = place.parentElement.getBoundingClientRect().left;
+  const room = document.documentElement.clientWidth - left - 24;
+  place.style.width = innerWidth < 1200 ? "" : `${Math.min(room, 1080)}px`;
 }
 
 document.addEventListener("DOMContentLoaded", () => {

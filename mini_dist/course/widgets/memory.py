@@ -147,7 +147,7 @@ def draw(title, config, layout, program, fullest: Breakdown, has: float) -> Draw
     bars.append(("outside, fragments", (needed - fullest.total) / GIB, OUTSIDE))
     most = max(needed, has) / GIB
     left = Panel(
-        450, 300, (0, 1.3 * most), (len(bars) + 0.5, -1.3), xlabel="GiB", sides="l",
+        420, 300, (0, 1.3 * most), (len(bars) + 0.5, -1.3), xlabel="GiB", sides="l",
         yticks=dict(enumerate([*(name for name, _, _ in bars), "sum"])),
     )  # fmt: skip
     end = 0.0
@@ -162,7 +162,7 @@ def draw(title, config, layout, program, fullest: Breakdown, has: float) -> Draw
     left.words(has / GIB, -0.9, "the device", LIMIT, **near)
 
     right = Panel(
-        270, 300, (-0.5, layout.pp - 0.5), (0, 1.1 * most), title="allocated, by pipeline rank",
+        300, 300, (-0.5, layout.pp - 0.5), (0, 1.1 * most), title="allocated, by pipeline rank",
         xticks=numbered(sorted({0, layout.pp - 1})), yticks=numbered([0, round(has / GIB)]),
         legend={"states": STATE, "activations": ACTIVATION, "worst moment": MOMENT},
     )  # fmt: skip
