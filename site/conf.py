@@ -149,7 +149,10 @@ def prepare(app, docname, source):
 
 
 def shows_a_picture(cell):
-    return any("image/png" in output.get("data", {}) for output in cell.get("outputs", []))
+    shown = [
+        "".join(output.get("data", {}).get("text/html", "")) for output in cell.get("outputs", [])
+    ]
+    return any("<img " in html for html in shown)
 
 
 def copy_mathjax(app, exception):

@@ -240,6 +240,13 @@ def test_bars_stand_at_their_place_as_high_as_their_value():
     assert (panel.xlabel, panel.ylabel) == ("ranks", "models")
 
 
+def test_bars_with_long_names_lie():
+    names = [f"the name of place {i}, which is long" for i in range(6)]
+    (panel,) = draw.bars({"ours": dict.fromkeys(names, 2.0)}, "s", x="where").panels
+    assert panel.yticks == dict(enumerate(names)) and panel.xlabel == "s"
+    assert {(box.x0, box.x1) for box in of(Box, panel)} == {(0, 2.0)}
+
+
 # -- collective -------------------------------------------------------------------------------
 
 

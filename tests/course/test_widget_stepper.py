@@ -70,7 +70,7 @@ def test_no_collective_has_more_steps_than_the_control():
 def test_picture_and_table_follow_the_step():
     shown = collective_stepper(collective="ring_all_gather", num_ranks=3, step=2)
     assert repr(shown.picture) == "ring_all_gather, 3 ranks, step 2 of 2: 3 messages"
-    assert "rank 2 → rank 0" in shown.html and "<td style='text-align:left'>b1</td>" in shown.html
+    assert "rank 2 → rank 0" in shown.html and ">b1</td>" in shown.html
     shown.change(step=6)  # later than the last: the last
     assert "step 2 of 2" in repr(shown.picture)
     boxes = [mark.text for mark in shown.picture.panels[0].marks if isinstance(mark, Words)]

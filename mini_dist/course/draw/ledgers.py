@@ -125,18 +125,27 @@ def bars(groups: dict[str, dict], unit: str, title: str = "", x: str = "") -> Dr
     heights = [height for values in groups.values() for height in values.values()]
     up = min(0, 1.1 * min(heights)), 1.1 * max(heights) or 1.0
     labels = [str(place) for place in places]
-    across = max(560, 8 * sum(map(len, labels)) + 12 * len(labels) + 70)
-    panel = Panel(
-        across, 300, (-0.5, len(places) - 0.5), up, title=title, xlabel=x, ylabel=unit,
-        xticks=dict(enumerate(labels)), yticks=numbered(round_places(*up)),
-        legend=dict(zip(groups, BAR_COLORS)),
-    )  # fmt: skip
+    words = dict(title=title, legend=dict(zip(groups, BAR_COLORS)))
+    ticks, marks = dict(enumerate(labels)), numbered(round_places(*up))
+    across = len(places) - 0.5, -0.5
+    lying = 8 * sum(map(len, labels)) + 12 * len(labels) > WIDEST  # Long names get a row each.
+    if lying:
+        height = 60 + (8 + 18 * len(groups)) * len(places)
+        panel = Panel(
+            WIDEST, height, up, across, xlabel=unit, ylabel=x, xticks=marks, yticks=ticks, **words
+        )
+    else:
+        panel = Panel(
+            560, 300, across[::-1], up, xlabel=x, ylabel=unit, xticks=ticks, yticks=marks, **words
+        )
     width = 0.8 / len(groups)
     for number, values in enumerate(groups.values()):
         shift = (number - (len(groups) - 1) / 2) * width
         for place, height in values.items():
             middle, half = places.index(place) + shift, 0.46 * width
-            panel.box(middle - half, 0, middle + half, height, BAR_COLORS[number])
+            ends = middle - half, middle + half
+            corners = (0, ends[0], height, ends[1]) if lying else (ends[0], 0, ends[1], height)
+            panel.box(*corners, BAR_COLORS[number])
     return Drawing([panel], f"{title or unit}: " + "; ".join(groups))
 
 

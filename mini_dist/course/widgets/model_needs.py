@@ -150,8 +150,11 @@ def duration(seconds: float) -> str:
     return f"{value:,.0f} {name}" if value >= 1000 else f"{value:.4g} {name}"
 
 
-def memory_and_time(**start) -> Explorer:
-    """The explorer; `start` sets some controls, as in memory_and_time(model="llama3-8b")."""
+def memory_and_time(only: tuple[str, ...] = (), **start) -> Explorer:
+    """The explorer; `start` sets some controls, as in memory_and_time(model="llama3-8b").
+
+    only: the names of the controls to show; all of them unless given.
+    """
     explorer = Explorer(
         render,
         shown_if_mine("my_gib", "my_tflops"),
@@ -163,5 +166,7 @@ def memory_and_time(**start) -> Explorer:
         tokens=choice(*TOKENS),
         **controls("my_gib", "my_tflops"),
     )
+    if only:
+        explorer.keep_only(*only)
     explorer.change(**start)
     return explorer

@@ -7,18 +7,18 @@ from collections.abc import Iterable
 
 from mini_dist.plan.calculators import Breakdown, readable
 
+SHORT = 24  # letters: a cell with fewer stays on one line
+
 
 def table(rows: Iterable[Iterable], head: Iterable = (), caption: str = "") -> str:
     """Rows of text, aligned left; everything is escaped."""
 
     def line(tag: str, cells: Iterable) -> str:
-        return (
-            "<tr>"
-            + "".join(
-                f"<{tag} style='text-align:left'>{html.escape(str(cell))}</{tag}>" for cell in cells
-            )
-            + "</tr>"
-        )
+        said = ""
+        for cell in map(str, cells):
+            whole = ";white-space:nowrap" * (len(cell) < SHORT)
+            said += f"<{tag} style='text-align:left{whole}'>{html.escape(cell)}</{tag}>"
+        return f"<tr>{said}</tr>"
 
     head = list(head)
     title = f"<caption>{html.escape(caption)}</caption>" if caption else ""
