@@ -265,13 +265,7 @@ class Drawing:
             top += max(panel.height for panel in row)
         width = max((sum(panel.width for panel in row) for row in rows), default=0)
         above = text(8, 12, self.title, "start", self.color, True) if self.title else ""
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {top:g}" '
-            f'width="{width:g}" height="{top:g}" {FONT} role="img" color="{LIGHT[0]}">'
-            f"<title>{escape(self.alt)}</title>{THEMES}"
-            f'<rect class="paper" width="{width:g}" height="{top:g}" fill="{LIGHT[1]}"/>'
-            f"{above}{''.join(parts)}</svg>"
-        )
+        return standalone(width, top, self.alt, above + "".join(parts))
 
     def _repr_html_(self) -> str:
         """An image with its alternative text. JupyterLab would not show a bare SVG in a notebook
@@ -301,12 +295,23 @@ THEMES = (
 )
 
 
-def text(x, y, said, anchor="start", color=INK, bold=False) -> str:
+def standalone(width: float, height: float, title: str, inside: str) -> str:
+    """The file of a picture, light or dark as the reader prefers; its title says what it shows."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
+        f'width="{width:g}" height="{height:g}" {FONT} role="img" color="{LIGHT[0]}">'
+        f"<title>{escape(title)}</title>{THEMES}"
+        f'<rect class="paper" width="{width:g}" height="{height:g}" fill="{LIGHT[1]}"/>'
+        f"{inside}</svg>\n"
+    )
+
+
+def text(x, y, said, anchor="start", color=INK, bold=False, size=SIZE) -> str:
     anchored = f' text-anchor="{anchor}"' * (anchor != "start")
-    weight = ' font-weight="bold"' * bold
+    weight = ' font-weight="bold"' * bold + f' font-size="{size:g}"' * (size != SIZE)
     style = "" if color == INK else f' style="fill:{near_ink(color)}"'
     return (
-        f'<text x="{n(x)}" y="{n(y + 0.35 * SIZE)}" fill="{color}"{style}{anchored}{weight}>'
+        f'<text x="{n(x)}" y="{n(y + 0.35 * size)}" fill="{color}"{style}{anchored}{weight}>'
         f"{escape(str(said))}</text>"
     )
 
@@ -335,14 +340,16 @@ def opacity(alpha: float) -> str:
     return f' opacity="{alpha:.3g}"' * (alpha != 1)
 
 
-def arrow_head(start, end, color: str) -> str:
+def arrow_head(start, end, color: str, size: float = 7.0) -> str:
+    """The head, `size` pixels long, of an arrow that comes from `start` and ends at `end`."""
     (x0, y0), (x1, y1) = start, end
     length = math.hypot(x1 - x0, y1 - y0) or 1
-    ux, uy = (x1 - x0) / length, (y1 - y0) / length
-    corners = [(x1, y1), (x1 - 7 * ux - 3 * uy, y1 - 7 * uy + 3 * ux),
-               (x1 - 7 * ux + 3 * uy, y1 - 7 * uy - 3 * ux)]  # fmt: skip
+    back = size * (x1 - x0) / length, size * (y1 - y0) / length
+    corners = [(x1, y1)]
+    for side in (0.45, -0.45):
+        corners.append((x1 - back[0] - side * back[1], y1 - back[1] + side * back[0]))
     places = " ".join(f"{n(x)},{n(y)}" for x, y in corners)
-    return f'<polygon points="{places}" fill="{color}"/>'
+    return f'<polygon points="{places}" fill="{color}" style="fill:{near_ink(color)}"/>'
 
 
 def numbered(places: Iterable[float]) -> dict[float, str]:
