@@ -149,7 +149,8 @@ def prepare(app, docname, source):
 
 
 def shows_a_picture(cell):
-    return any("image/png" in output.get("data", {}) for output in cell.get("outputs", []))
+    found = [output.get("data", {}).get("text/html", "") for output in cell.get("outputs", [])]
+    return any("<img " in "".join(html) for html in found)
 
 
 def copy_mathjax(app, exception):

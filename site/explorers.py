@@ -26,7 +26,7 @@ BESIDE = {  # explorers that lessons import from their own module
 
 
 def library() -> bytes:
-    """mini_dist as a zip, with the files of in_page/ in place of those that draw by matplotlib."""
+    """mini_dist as a zip, with the files of in_page/ in place of those that need torch."""
     files = {}
     for root, pattern in ((HERE.parent, "mini_dist/**/*.py"), (HERE / "in_page", "**/*.py")):
         for path in sorted(root.glob(pattern)):

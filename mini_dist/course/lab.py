@@ -7,7 +7,7 @@
         overlap=flag(),
     )
     p = lab.parameters()                           # p.world_size, or ParameterError in one sentence
-    lab.save({"seconds": 0.12}, curve=picture)     # result.json, and curve.png beside it
+    lab.save({"seconds": 0.12}, curve=picture)     # result.json, and curve.svg beside it
 
 papermill checks nothing: an unknown name is only warned about, `-p overlap true` gives the string
 'true', and a string that is not empty counts as true. So the notebook checks for itself, and it is
@@ -195,7 +195,7 @@ class Lab:
         return SimpleNamespace(**self._values)
 
     def save(self, result: Mapping[str, Any], /, **figures) -> Path:
-        """Write result.json, and NAME.png for each figure (a Picture), into the lab's folder.
+        """Write result.json, and NAME.svg for each figure (a Drawing), into the lab's folder.
 
         Prints where, from the current folder. The JSON holds the lab's name, its parameters, the
         result, the names of the figures, and about the run: date, seconds, versions, machine.
@@ -208,7 +208,7 @@ class Lab:
             "lab": self.name,
             "parameters": shown,
             "result": dict(result),
-            "figures": [f"{name}.png" for name in figures],
+            "figures": [f"{name}.svg" for name in figures],
             "run": {
                 "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
                 "seconds": round(time.monotonic() - self.began, 1),
@@ -226,7 +226,7 @@ class Lab:
         folder = Path(self._values[FOLDER])
         folder.mkdir(parents=True, exist_ok=True)
         for name, picture in figures.items():
-            picture.save(folder / f"{name}.png")
+            picture.save(folder / f"{name}.svg")
         # The JSON comes last and at once: who finds it finds all of it.
         partial = folder / f"result.{os.getpid()}.partial"
         partial.write_text(content + "\n", encoding="utf-8")

@@ -70,15 +70,20 @@ def control(name: str, parameter, value) -> dict:
 
 def change(number: int, values: str) -> str:
     """The answer of an explorer to new values, or what is wrong with them."""
-    explorer = shown[number]
+    explorer, asked = shown[number], json.loads(values)
     try:
-        explorer.change(**json.loads(values))
+        explorer.change(**asked)
     except ValueError as error:
-        return json.dumps({"error": str(error)})
+        return json.dumps({"error": str(error), "shown": explorer.shown(asked)})
     except Exception as error:
-        return json.dumps({"error": f"{NEEDS} ({type(error).__name__})"})
+        said = f"{NEEDS} ({type(error).__name__})"
+        return json.dumps({"error": said, "shown": explorer.shown(asked)})
     return json.dumps(seen(explorer))
 
 
 def seen(explorer: Explorer) -> dict:
-    return {"picture": explorer.picture.figure.svg(explorer.picture.alt), "html": explorer.html}
+    return {
+        "picture": explorer.picture.html(),
+        "html": explorer.words(),
+        "shown": explorer.shown(explorer.values),
+    }

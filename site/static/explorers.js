@@ -75,7 +75,7 @@ function control(each, changed) {
   say();
   input.addEventListener(each.kind === "slider" ? "input" : "change", () => { say(); changed(); });
   label.append(name, input, said);
-  return { label, value: () => [each.name, value()] };
+  return { label, name: each.name, value: () => [each.name, value()] };
 }
 
 async function start(place, source) {
@@ -100,6 +100,7 @@ async function start(place, source) {
   picture.className = "picture";
   words.className = "words";
   const show = (said) => {
+    for (const each of all) each.label.hidden = !said.shown.includes(each.name);
     if (said.error) {
       words.innerHTML = "<p class='wrong'></p><p>The picture is the last one that could be drawn.</p>";
       words.firstChild.textContent = said.error;
@@ -127,7 +128,11 @@ async function start(place, source) {
   const all = answer.controls.map((each) => control(each, changed));
   controls.append(...all.map((each) => each.label));
   controls.addEventListener("submit", (event) => event.preventDefault());
-  place.replaceChildren(controls, status, picture, words);
+  const seen = document.createElement("div");
+  seen.className = "seen";
+  seen.append(picture, words);
+  controls.append(status);
+  place.replaceChildren(controls, seen);
   if (answer.left_out) {
     const note = document.createElement("p");
     note.textContent = `Left out here: ${answer.left_out.replaceAll("_", " ")}. It needs ranks or `
@@ -136,6 +141,15 @@ async function start(place, source) {
   }
   show(answer);
   place.dataset.state = "started";
+  widen(place);
+  addEventListener("resize", () => widen(place));
+}
+
+// Controls and picture need more than the column of the text: they reach to the window's edge.
+function widen(place) {
+  const left = place.parentElement.getBoundingClientRect().left;
+  const room = document.documentElement.clientWidth - left - 24;
+  place.style.width = innerWidth < 1200 ? "" : `${Math.min(room, 1080)}px`;
 }
 
 document.addEventListener("DOMContentLoaded", () => {

@@ -119,7 +119,7 @@ def page():
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         # JupyterLab draws only cells in view: a page tall enough shows them all
-        page = browser.new_page(viewport={"width": 1300, "height": 12_000})
+        page = browser.new_page(viewport={"width": 1366, "height": 12_000})
         page.errors, page.outside = [], []
         page.on("pageerror", lambda error: page.errors.append(str(error)))
         page.on("request", lambda request: note_outside(page, request.url))
@@ -196,8 +196,18 @@ def test_the_first_lesson_opens_and_runs_in_jupyterlab(lab, page):
 
 SHOWN = """cell => {
     const found = document.querySelectorAll(".jp-NotebookPanel .jp-CodeCell")[cell];
-    return [found?.querySelector("img.widget-image")?.src ?? "",
-            found?.querySelector(".widget-html-content")?.innerText ?? ""];
+    return [found?.querySelector(".picture")?.innerHTML ?? "",
+            [...found?.querySelectorAll(".widget-html-content") ?? []].pop()?.innerText ?? ""];
+}"""
+# of an explorer: its height, the names of controls that are cut, and its smallest letters in pixels
+LAID_OUT = """cell => {
+    const output = cell.querySelector(".jp-OutputArea-output .jupyter-widgets");
+    const cut = [...output.querySelectorAll(".widget-label")]
+        .filter(label => label.checkVisibility() && label.scrollWidth > label.clientWidth);
+    const letters = [...output.querySelectorAll("svg")].map(
+        svg => 13 * svg.getBoundingClientRect().width / svg.viewBox.baseVal.width);
+    return [output.getBoundingClientRect().height, cut.map(label => label.innerText),
+            Math.min(...letters)];
 }"""
 
 
@@ -222,9 +232,9 @@ def test_every_explorer_moves_in_jupyterlab(lab, page):
             return src !== image && words !== text;
         }}"""
         page.wait_for_function(changed, arg=[image, text], timeout=20_000)
-        width = cell.locator("img.widget-image").evaluate("image => image.naturalWidth")
-        assert width > 500, name
-        assert "rgb(198, 40, 40)" not in cell.inner_html(), name
+        assert "rgb(211, 47, 47)" not in cell.inner_html(), name
+        height, cut, letters = cell.evaluate(LAID_OUT)
+        assert height <= 600 and cut == [] and letters >= 10.99, (name, height, cut, letters)
     assert not any("error" in str(cell["outputs"]) for cell in page.evaluate(STATE))
     assert page.errors == []
     assert page.outside == []

@@ -33,4 +33,4 @@ def test_lanes_and_memory_are_drawn():
     allocator.allocate("a", 3 * 2**20)
     picture = draw.memory_map(allocator)
     assert f"1 segments, {3 * 2**20:,} bytes in use, {17 * 2**20:,} free" in repr(picture)
-    assert picture._repr_png_()[:4] == b"\x89PNG"
+    assert picture.svg().count("<path") > 2

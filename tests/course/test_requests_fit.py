@@ -5,7 +5,7 @@ import re
 import pytest
 
 from mini_dist import draw
-from mini_dist.course.draw.blocks import SHARED, of_blocks
+from mini_dist.course.draw.block_maps import SHARED, of_blocks
 from mini_dist.course.lab import ParameterError
 from mini_dist.course.widgets import requests_fit
 from mini_dist.plan.calculators.serving import Server, answer, largest_batch
@@ -54,4 +54,4 @@ def test_the_figure_says_how_many_steps_and_what_is_empty():
     steps = plan(requests, Scheduler(Memory(8, 4), Policy(2)))
     picture = draw.blocks({"paged": steps}, Memory(8, 4), requests)
     assert repr(picture).startswith(f"paged: {len(steps)} steps, ")
-    assert picture._repr_png_()[:4] == b"\x89PNG"
+    assert picture.svg().count("<path") > 2

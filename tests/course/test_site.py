@@ -152,9 +152,12 @@ def test_outputs_are_the_notebook_s_and_answers_are_folded(site):
     for text in streams:
         assert " ".join(text.split()) in said
     assert "make lab, and there notebooks/12_pipeline.ipynb" in said  # how it is run
-    pictures = sum("image/png" in out.get("data", {}) for c in notebook.cells
-                   for out in c.get("outputs", []))  # fmt: skip
-    assert len(shown.select(".cell_output img")) == pictures > 0
+    pictures = sum("<img " in str(out.get("data", {}).get("text/html", ""))
+                   or "image/png" in out.get("data", {})
+                   for c in notebook.cells for out in c.get("outputs", []))  # fmt: skip
+    shown_pictures = shown.select(".cell_output img")
+    assert len(shown_pictures) == pictures > 0
+    assert all(picture.get("alt") for picture in shown_pictures)
     assert shown.select("details summary")
     assert not shown.select("details[open] summary")
 
@@ -366,13 +369,41 @@ MOVES = {  # a second question to each, other than its start: control -> (place 
 def assert_the_same(place, explorer):
     """The words, and what the picture says of itself; and there is a picture, inside its frame."""
     assert text_of(shown_by(place)) == text_of(explorer.html)
-    picture = place.locator(".picture svg")
+    picture = place.locator(".picture")
     assert picture.get_attribute("aria-label") == explorer.picture.alt
-    shapes = picture.locator("rect, circle, polyline")
-    assert shapes.count() > 5
-    frame = picture.bounding_box()
-    lefts = shapes.evaluate_all("all => all.map(shape => shape.getBoundingClientRect().left)")
-    assert min(lefts) >= frame["x"] - 1 and max(lefts) <= frame["x"] + frame["width"] + 1
+    panels = picture.locator("svg")
+    assert panels.count() == len(explorer.picture.panels)
+    for panel, drawn in zip(panels.all(), explorer.picture.panels):
+        assert panel.evaluate("panel => panel.innerHTML").count("<path") >= 1
+        assert panel.locator("text").count() > len(drawn.xticks) + len(drawn.yticks)
+        frame, reach = panel.bounding_box(), panel.evaluate(REACH)
+        assert reach[0] >= frame["x"] - 1 and reach[1] <= frame["x"] + frame["width"] + 1
+    shown = place.locator("label:visible [name]").evaluate_all("all => all.map(each => each.name)")
+    assert shown == explorer.shown(explorer.values)
+
+
+REACH = """panel => {
+  const boxes = [...panel.querySelectorAll("*")].map((each) => each.getBoundingClientRect());
+  return [Math.min(...boxes.map((b) => b.left)), Math.max(...boxes.map((b) => b.right))];
+}"""
+# of an explorer: its height, and its smallest letters in pixels
+SIZES = """place => {
+  const letters = [...place.querySelectorAll("svg")].map(
+    (svg) => 13 * svg.getBoundingClientRect().width / svg.viewBox.baseVal.width);
+  return [place.getBoundingClientRect().height, Math.min(...letters)];
+}"""
+LAPTOP, PHONE = {"width": 1366, "height": 768}, {"width": 390, "height": 844}
+
+
+def assert_it_fits(page, place):
+    """In a laptop's window with all of its controls and words, and with letters on a phone."""
+    page.set_viewport_size(LAPTOP)
+    height, letters = place.evaluate(SIZES)
+    assert height <= 600 and letters >= 10.99
+    page.set_viewport_size(PHONE)
+    assert place.evaluate(SIZES)[1] >= 10.99
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= 390
+    page.set_viewport_size(LAPTOP)
 
 
 @in_a_browser
@@ -398,6 +429,7 @@ def test_explorers_in_the_page_say_what_they_say_in_python(site, page):
                 value = stops(parameter, start_of).index(value)
             change(place, control, value)
         assert_the_same(place, explorer)
+        assert_it_fits(page, place)
     assert page.wrong == []
 
 

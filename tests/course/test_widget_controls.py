@@ -18,7 +18,7 @@ def on_a_step(control) -> bool:
 
 @pytest.mark.parametrize("name", EXPLORERS)
 def test_a_control_opens_on_a_value_to_which_it_can_return(name):
-    grid, *_ = EXPLORERS[name]().view.children
+    grid, _ = EXPLORERS[name]().view.children
     for control in grid.children:
         if isinstance(control, ipywidgets.SelectionSlider | ipywidgets.Dropdown):
             assert control.value in control.options, control.description
@@ -31,7 +31,7 @@ def test_a_slider_that_opens_between_its_steps_would_be_found():
 
 
 def test_the_zero_papers_model_and_round_ones_can_be_chosen():
-    grid, *_ = widgets.zero_figure().view.children
+    grid, _ = widgets.zero_figure().view.children
     (billions,) = [c for c in grid.children if c.description == "billions"]
     assert billions.value == 7.5 and {0.1, 1.5, 7, 70, 1000} <= set(billions.options)
 

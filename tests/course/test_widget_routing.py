@@ -1,12 +1,13 @@
 """The explorer of lesson 14 shows what the library's router, capacity and all-to-all would do."""
 
 import re
+from itertools import product
 
 import pytest
 import torch
 
 from mini_dist import launch
-from mini_dist.course.draw.labels import Labels
+from mini_dist.course.draw.svg import Box, Words
 from mini_dist.course.lab import ParameterError
 from mini_dist.course.widgets import expert_routing, routing
 from mini_dist.strategies.expert_parallel import dispatch
@@ -58,23 +59,29 @@ def test_on_one_rank_nothing_leaves():
 
 def test_bars_and_matrix_are_the_numbers():
     picture, _ = routing.render(num_experts=4, num_ranks=2, capacity_factor="1.0")
-    left, right = picture.figure.axes
+    left, right = picture.panels
     shown = routing.traffic(4, 2, 2, 0.5, "1.0")
-    heights = [bar.get_height() for bar in left.patches]
-    assert heights == shown.wanted.sum(0).tolist() + shown.went.sum(0).tolist()
+    dropped, answered = (
+        [mark.y1 for mark in left.marks if isinstance(mark, Box) and mark.color == color]
+        for color in (routing.DROPPED, routing.KEPT)
+    )
+    assert dropped == shown.wanted.sum(0).tolist() and answered == shown.went.sum(0).tolist()
     counts = [str(count) for row in routing.between_ranks(shown).tolist() for count in row]
-    (written,) = (c for c in right.collections if isinstance(c, Labels) and c.labels == counts)
-    assert written.get_offsets().tolist() == [[0, 0], [1, 0], [0, 1], [1, 1]]  # to, from
+    written = [(mark.x, mark.y, mark.text) for mark in right.marks if isinstance(mark, Words)]
+    assert written == [
+        (to, source, count) for (source, to), count in zip(product(range(2), repeat=2), counts)
+    ]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_rows_that_stay_at_home_have_no_colour(num_ranks):
     picture, html = routing.render(num_ranks=num_ranks)
-    (image,) = picture.figure.axes[1].images
-    coloured = torch.tensor(image.get_array().tolist())
-    assert coloured.diagonal().tolist() == [0] * num_ranks
+    marks = picture.panels[1].marks
+    colored = {(m.y0 + 0.5, m.x0 + 0.5) for m in marks if isinstance(m, Box)}
+    assert all(source != target for source, target in colored)
+    counts = {(m.y, m.x): int(m.text) for m in marks if isinstance(m, Words)}
     leave = numbers(html)["rows that leave their rank"]
-    assert coloured.sum() == int(leave.split(" of ")[0])
+    assert sum(counts[pair] for pair in colored) == int(leave.split(" of ")[0])
 
 
 def test_what_cannot_be_is_refused_and_the_explorer_starts_where_it_is_told():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from mini_dist.course.draw.svg import Line
 from mini_dist.course.lab import ParameterError
 from mini_dist.course.widgets import zero, zero_figure
 from mini_dist.plan.calculators import hardware, model_states
@@ -28,6 +29,11 @@ def test_the_largest_model_just_fits(optimizer, ranks):
 
 
 def test_the_gpu_is_shown_where_it_is_a_limit_and_not_far_out_of_sight():
-    assert zero_figure(billions=0.5, gpu="h200").picture._repr_png_()
+    def limits(**start):
+        (panel,) = zero_figure(**start).picture.panels
+        return [mark.points[0][0] for mark in panel.marks if isinstance(mark, Line)]
+
+    assert limits(billions=0.5, gpu="h200") == []
+    assert limits() == [hardware("a100-80").device.memory_bytes / 1e9]
     with pytest.raises(ParameterError, match="ranks=0 is out of range"):
         zero_figure(ranks=0)

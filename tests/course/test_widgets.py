@@ -1,17 +1,16 @@
 """The explorer pattern, and the explorers: what a control does, and what a saved page shows."""
 
-import base64
 import re
 import sys
 
 import ipywidgets
 import pytest
-from matplotlib.figure import Figure
 
-from mini_dist.course.draw import Picture
+from mini_dist.course.draw.svg import Box, Drawing, Line, Panel, Words
 from mini_dist.course.lab import ParameterError, choice, flag, real, text, whole
 from mini_dist.course.widgets import Explorer, memory_and_time
 from mini_dist.course.widgets import model_needs as needs
+from mini_dist.course.widgets.explorer import WRONG
 from mini_dist.plan.calculators import MODELS, hardware, model_states, num_parameters
 
 
@@ -19,9 +18,10 @@ def dots(n=2, color="blue", size=0.5, ranks=4, filled=True, title="dots"):
     """Draws n dots; five of them are too many."""
     if n == 5:
         raise ValueError("5 > 4: too <many> dots")
-    figure = Figure(figsize=(1, 1))
-    figure.add_subplot().plot(range(n), "o", color=color)
-    return Picture(figure, f"{n} {color} dots"), f"<p>{n} of {ranks}</p>"
+    panel = Panel(100, 100, (0, 9), (0, 1), title=title)
+    for x in range(n):
+        panel.dot(x, 0.5, color)
+    return Drawing([panel], f"{n} {color} dots"), f"<p>{n} of {ranks}</p>"
 
 
 DECLARED = dict(
@@ -41,8 +41,8 @@ def explorer():
 
 def parts(explorer):
     """(controls by name, image, page) of the live view."""
-    grid, image, page = explorer.view.children
-    return {c.description.replace(" ", "_"): c for c in grid.children}, image, page
+    grid, seen = explorer.view.children
+    return {c.description.replace(" ", "_"): c for c in grid.children}, *seen.children
 
 
 # ---- the pattern ---------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ def test_moving_a_control_shows_what_the_function_returns_for_it(explorer):
     controls["n"].value = 3
     controls["color"].value = "red"
     picture, html = dots(n=3, color="red")
-    assert image.value == picture._repr_png_() and page.value == html
+    assert image.value == picture.html() and html in page.value
     assert explorer.values["n"] == 3
 
 
@@ -80,24 +80,24 @@ def test_an_error_is_one_red_sentence_and_the_last_good_picture_stays(explorer):
     controls["n"].value = 4
     good = image.value
     controls["n"].value = 5
-    assert "#c62828" in page.value and "5 &gt; 4: too &lt;many&gt; dots" in page.value
+    assert WRONG in page.value and "5 &gt; 4: too &lt;many&gt; dots" in page.value
     assert image.value == good
     assert explorer.values["n"] == 4 and repr(explorer.picture) == "4 blue dots"
     controls["n"].value = 6
-    assert page.value == "<p>6 of 4</p>" and image.value != good
+    assert "<p>6 of 4</p>" in page.value and image.value != good
 
 
 def test_a_saved_page_has_the_picture_besides_the_view_and_the_view_is_one(explorer):
     bundle, again = explorer._repr_mimebundle_(), explorer._repr_mimebundle_()
     view = "application/vnd.jupyter.widget-view+json"
-    assert base64.b64decode(bundle["image/png"]) == dots()[0]._repr_png_()
+    assert bundle["text/html"] == dots()[0]._repr_html_()
     assert bundle["text/plain"] == "2 blue dots"
     assert bundle[view]["model_id"] == explorer.view.model_id == again[view]["model_id"]
 
 
 def test_without_ipywidgets_there_is_still_the_picture(explorer, monkeypatch):
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    assert set(explorer._repr_mimebundle_()) == {"text/plain", "image/png"}
+    assert set(explorer._repr_mimebundle_()) == {"text/plain", "text/html"}
 
 
 def test_a_picture_that_the_learner_changed_is_what_is_saved(explorer):
@@ -133,8 +133,8 @@ def test_a_start_outside_of_its_declaration_is_refused():
 def labels(picture):
     """All text in a figure, titles included."""
     found = []
-    for axes in picture.figure.axes:
-        found += [t.get_text().strip() for t in axes.texts] + [axes.get_title()]
+    for panel in picture.panels:
+        found += [mark.text for mark in panel.marks if isinstance(mark, Words)] + [panel.title]
     return found
 
 
@@ -153,14 +153,15 @@ def test_gpt3_needs_33_a100_for_its_states_and_32_years_of_one_at_peak():
 
 def test_bars_are_the_recipe_one_after_the_other_and_the_line_is_the_gpu():
     for name, recipe in needs.RECIPES.items():
-        left = needs.render("llama3-8b", name)[0].figure.axes[0]
-        *kinds, total = left.patches
+        left = needs.render("llama3-8b", name)[0].panels[0]
+        *kinds, total = [mark for mark in left.marks if isinstance(mark, Box)]
         gib = num_parameters(MODELS["llama3-8b"]) / 2**30
-        assert [bar.get_width() for bar in kinds] == pytest.approx([b * gib for b in recipe])
-        ends = [0, *(bar.get_x() + bar.get_width() for bar in kinds)]
-        assert [bar.get_x() for bar in kinds] == pytest.approx(ends[:-1])
-        assert total.get_width() == pytest.approx(ends[-1])
-        assert left.lines[0].get_xdata()[0] == hardware("a100-80").device.memory_bytes / 2**30
+        assert [bar.x1 - bar.x0 for bar in kinds] == pytest.approx([b * gib for b in recipe])
+        ends = [0, *(bar.x1 for bar in kinds)]
+        assert [bar.x0 for bar in kinds] == pytest.approx(ends[:-1])
+        assert total.x1 - total.x0 == pytest.approx(ends[-1])
+        (limit,) = [mark for mark in left.marks if isinstance(mark, Line)]
+        assert {x for x, _ in limit.points} == {hardware("a100-80").device.memory_bytes / 2**30}
 
 
 def test_the_first_recipe_is_the_calculators_own():
@@ -170,7 +171,7 @@ def test_the_first_recipe_is_the_calculators_own():
 
 def test_twice_the_gpus_take_half_the_time_and_better_use_less():
     def title(**parameters):
-        return needs.render("llama3-405b", **parameters)[0].figure.axes[1].get_title()
+        return needs.render("llama3-405b", **parameters)[0].panels[1].title
 
     def days(**parameters):
         words = title(**parameters).split()
@@ -204,12 +205,10 @@ def test_numbers_of_gpus_are_chosen_not_typed():
 @pytest.mark.parametrize("model", needs.MODELS)
 def test_the_dot_is_in_the_picture(model, num_gpus):
     for gpu, utilisation in (("a100-40", 0.05), ("b200", 1.0)):
-        right = needs.render(model, gpu=gpu, num_gpus=num_gpus, utilisation=utilisation)[
-            0
-        ].figure.axes[1]
-        low, high = right.get_ylim()
-        line, dot = right.lines[:2]
-        assert all(low < y < high for y in [*line.get_ydata(), *dot.get_ydata()])
+        picture, _ = needs.render(model, gpu=gpu, num_gpus=num_gpus, utilisation=utilisation)
+        low, high = picture.panels[1].y
+        *_, line, dot = picture.panels[1].marks
+        assert all(low < y < high for y in [dot.y, *(y for _, y in line.points)])
 
 
 def test_durations_are_said_in_the_unit_one_would_choose():
@@ -235,10 +234,9 @@ def test_each_recipe_names_who_states_it_and_each_key_its_source():
 @pytest.mark.parametrize("gpu", needs.GPUS)
 def test_every_choice_can_be_drawn(model, gpu):
     explorer = memory_and_time(model=model, gpu=gpu, tokens="15 trillion")
-    assert explorer.picture._repr_png_().startswith(b"\x89PNG")
+    assert explorer.picture.html().count("<svg") == 2
     assert isinstance(explorer.view, ipywidgets.Widget)
 
 
 def test_the_same_parameters_draw_the_same_bytes():
-    first, second = needs.render()[0]._repr_png_(), needs.render()[0]._repr_png_()
-    assert first == second
+    assert needs.render()[0].svg() == needs.render()[0].svg()

@@ -1,6 +1,6 @@
 """Lesson 02: what naive data parallelism is, and one parameter server beside four."""
 
-from board import BACKWARD, FORWARD, GRAY, MESSAGE, RANKS, Board
+from board import BACKWARD, FORWARD, GRAY, MESSAGE, PAPER, RANKS, Board
 
 
 def one_batch_four_ranks():
@@ -17,9 +17,9 @@ def one_batch_four_ranks():
     for rank, color in enumerate(RANKS[:4]):
         y = 45 + 70 * rank
         board.box(20, y, 150, 46, f"rank {rank}: rows {2 * rank}, {2 * rank + 1}", color)
-        board.box(230, y, 110, 46, "weights w", "white")
+        board.box(230, y, 110, 46, "weights w", PAPER)
         board.box(420, y, 110, 46, f"gradient g{rank}", color)
-        board.box(640, y, 110, 46, "w - lr * mean", "white")
+        board.box(640, y, 110, 46, "w - lr * mean", PAPER)
         board.arrow(170, y + 16, 228, y + 16, color=FORWARD)
         board.arrow(340, y + 16, 418, y + 16, color=BACKWARD)
         board.arrow(530, y + 23, 560, 173 + 9 * (rank - 1.5), color=MESSAGE)

@@ -1,6 +1,6 @@
 """Lesson 03: partial sums that walk round a ring, as in the table that the learner fills in."""
 
-from board import GRAY, RANKS, Board
+from board import GRAY, PAPER, RANKS, Board
 
 START = [[1, 2, 3], [10, 20, 30], [100, 200, 300]]  # [rank][chunk]
 CELL, HEIGHT = 40, 34
@@ -25,7 +25,7 @@ def three_sums_in_a_ring():
         for rank, (x, y) in enumerate(PLACES):
             board.words(left + x + 60, y - 14 if rank == 0 else y + 48, f"rank {rank}", 12, GRAY)
             for chunk, value in enumerate(held[rank]):
-                fill = RANKS[chunk] if chunk == chosen[rank] else "white"
+                fill = RANKS[chunk] if chunk == chosen[rank] else PAPER
                 board.box(left + x + chunk * CELL, y, CELL, HEIGHT, str(value), fill)
         if number == 2:
             return board

@@ -1,6 +1,6 @@
 """Lesson 05: who does what while backward runs, on one rank."""
 
-from board import BACKWARD, GRAY, MESSAGE, RANKS, Board
+from board import BACKWARD, GRAY, MESSAGE, PAPER, RANKS, Board
 
 LEFT, WIDTH = 120, 100  # of the backward of a layer
 
@@ -18,14 +18,14 @@ def who_sends_a_bucket():
     for place in range(6):
         x, layer = LEFT + WIDTH * place, 5 - place
         words = f"B{layer}" + ("\nnow" if place == 3 else "")
-        board.box(x, 34, WIDTH - 8, 44, words, BACKWARD if place < 4 else "white", dashed=place > 3)
+        board.box(x, 34, WIDTH - 8, 44, words, BACKWARD if place < 4 else PAPER, dashed=place > 3)
         if place < 3:
             board.arrow(x + 46, 80, x + 46, 122, "hook: -1")
     board.words(10, 146, "buckets", 13, GRAY, "start", bold=True)
     for number, missing in enumerate((0, 1, 2)):
         x = LEFT + 2 * WIDTH * number
         words = f"bucket {number}: {missing} missing"
-        board.box(x, 124, 2 * WIDTH - 8, 44, words, RANKS[number] if number < 2 else "white")
+        board.box(x, 124, 2 * WIDTH - 8, 44, words, RANKS[number] if number < 2 else PAPER)
     board.words(10, 250, "sender", 13, GRAY, "start", bold=True)
     board.words(10, 268, "one thread", 13, GRAY, "start")
     board.arrow(LEFT + 96, 170, LEFT + 96, 232, "complete, so submit(...)", color=MESSAGE)

@@ -1,6 +1,6 @@
 """Lesson 06: what is in memory, moment by moment, with and without recomputation."""
 
-from board import BACKWARD, FORWARD, GRAY, Board
+from board import BACKWARD, FORWARD, GRAY, PAPER, Board
 
 WHOLE, INPUT = "#9e9ac8", "#dadaeb"
 
@@ -30,7 +30,7 @@ def forget_and_repeat():
             board.box(x, 40, 26, 26, f"{kind}{block + 1}", FORWARD if kind == "F" else BACKWARD, 11)
             for row in range(4):
                 y = 82 + 30 * (3 - row)
-                board.box(x, y, 26, 26, "", "white", line="#d9d9d9")
+                board.box(x, y, 26, 26, "", PAPER, line="#d9d9d9")
                 if row in kept:
                     board.box(x, y, 26, 26, "", WHOLE)
                 elif row in inputs or (recomputes and first and row == block):

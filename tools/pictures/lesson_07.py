@@ -1,6 +1,6 @@
 """Lesson 07: which quarter of what each rank holds, and what offload moves."""
 
-from board import GRAY, RANKS, Board
+from board import GRAY, PAPER, RANKS, Board
 
 
 def who_holds_what():
@@ -30,7 +30,7 @@ def who_holds_what():
                     if held:
                         board.box(x, top, 36, part, "", color)
                     else:
-                        board.box(x, top, 36, part, "", "white", dashed=True, line="#d0d0d0")
+                        board.box(x, top, 36, part, "", PAPER, dashed=True, line="#d0d0d0")
             board.words(x + 18, 286, f"{rank}", 12, GRAY)
         board.words(left + 82, 308, "rank", 12, GRAY)
     return board

@@ -1,6 +1,6 @@
 """Lesson 09: column, then row, with one all-reduce each way."""
 
-from board import BACKWARD, FORWARD, GRAY, RANKS, Board
+from board import BACKWARD, FORWARD, GRAY, PAPER, RANKS, Board
 
 
 def column_then_row():
@@ -20,8 +20,8 @@ def column_then_row():
         board.box(62, y, 46, 70, "x")
         for half in range(2):  # the columns of W1, the rows of W2: this rank has one half
             mine = half == rank
-            board.box(195 + 40 * half, y, 40, 70, "", color if mine else "white", dashed=not mine)
-            board.box(490, y + 35 * half, 70, 35, "", color if mine else "white", dashed=not mine)
+            board.box(195 + 40 * half, y, 40, 70, "", color if mine else PAPER, dashed=not mine)
+            board.box(490, y + 35 * half, 70, 35, "", color if mine else PAPER, dashed=not mine)
         board.box(345, y, 60, 70, "GELU", color)
         board.box(625, y, 70, 70, f"y{rank}", color)
         board.box(780, y, 46, 70, "y")

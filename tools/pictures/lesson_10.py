@@ -1,6 +1,6 @@
 """Lesson 10: what two ranks hold outside and inside a region, with TP and with SP."""
 
-from board import GRAY, MESSAGE, RANKS, Board
+from board import GRAY, MESSAGE, PAPER, RANKS, Board
 
 SIDE = 64
 
@@ -27,7 +27,7 @@ def tokens_or_features():
             board.words(125, y + SIDE / 2, f"rank {rank}", 12, GRAY, "end")
             for left in lefts:
                 inside = left == lefts[1]
-                board.box(left, y, SIDE, SIDE, "", "white", dashed=True)
+                board.box(left, y, SIDE, SIDE, "", PAPER, dashed=True)
                 if inside:
                     board.box(left + SIDE / 2 * rank, y, SIDE / 2, SIDE, "", color)
                 elif name == "SP":

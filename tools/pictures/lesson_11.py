@@ -1,6 +1,6 @@
 """Lesson 11: queries stay, keys and values go round the ring."""
 
-from board import GRAY, MESSAGE, RANKS, Board
+from board import GRAY, MESSAGE, PAPER, RANKS, Board
 
 
 def keys_go_round():
@@ -14,7 +14,7 @@ def keys_go_round():
     for rank in range(4):
         y = 45 + 62 * rank
         board.words(62, y + 19, f"rank {rank}", 13, GRAY, "end")
-        board.box(74, y - 5, 722, 48, "", "white", line=RANKS[rank])
+        board.box(74, y - 5, 722, 48, "", PAPER, line=RANKS[rank])
         board.box(82, y, 60, 38, f"q{rank}", RANKS[rank])
     for step in range(4):
         left = 200 + 168 * step

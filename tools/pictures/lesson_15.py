@@ -1,6 +1,6 @@
 """Lesson 15: with whom one rank of a grid talks, and how often."""
 
-from board import BACKWARD, FORWARD, GRAY, INK, MESSAGE, RANKS, Board
+from board import BACKWARD, FORWARD, GRAY, INK, MESSAGE, PAPER, RANKS, Board
 
 
 def with_whom_rank_5_talks():
@@ -19,7 +19,7 @@ def with_whom_rank_5_talks():
         board.words(20, 68 + 62 * row, f"dp {dp}, tp {tp}", 13, GRAY, "start")
         for pp in range(4):
             rank = (pp * 2 + dp) * 2 + tp
-            fill = RANKS[1] if rank == 5 else RANKS[0] if rank in (1, 4, 7, 9) else "white"
+            fill = RANKS[1] if rank == 5 else RANKS[0] if rank in (1, 4, 7, 9) else PAPER
             board.box(145 + 155 * pp, 50 + 62 * row, 70, 36, f"rank {rank}", fill)
     for pp in range(4):
         board.words(180 + 155 * pp, 18, f"pp {pp}", 13, GRAY)

@@ -1,6 +1,6 @@
 """Lesson 19: what travels where it can be added up by an owner, and where it can not."""
 
-from board import GRAY, RANKS, Board
+from board import GRAY, PAPER, RANKS, Board
 
 
 def what_travels():
@@ -26,7 +26,7 @@ def what_travels():
     for rank in range(4):
         y = 40 + 58 * rank
         for place in range(8):
-            color = RANKS[rank] if place in kept[rank] else "white"
+            color = RANKS[rank] if place in kept[rank] else PAPER
             board.box(470 + 15 * place, y + 8, 14, 26, "", color)
         board.arrow(596, y + 21, 648, 148)
         board.words(462, y + 22, f"{rank}", 12, GRAY, "end")

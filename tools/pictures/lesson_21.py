@@ -1,6 +1,6 @@
 """Lesson 21: two ranks in a step, and the parts that one of them adds up to."""
 
-from board import FORWARD, GRAY, Board
+from board import FORWARD, GRAY, PAPER, Board
 
 DATA, WAIT, SEND, HOST = "#fee391", "#fcbba1", "#bcbddc", "#d9d9d9"
 
@@ -39,6 +39,6 @@ def where_a_step_goes():
     ]:
         board.box(x, 176, width, 36, words, color, 12)
         x += width
-    board.box(x, 176, 16, 36, "", "white", dashed=True)
+    board.box(x, 176, 16, 36, "", PAPER, dashed=True)
     board.words(x + 8, 228, "unexplained", 12, GRAY)
     return board

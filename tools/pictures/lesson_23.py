@@ -1,6 +1,6 @@
 """Lesson 23: the four rules of a product of cut matrices, and a step of SUMMA."""
 
-from board import GRAY, INK, MESSAGE, RANKS, WRONG, Board
+from board import GRAY, INK, MESSAGE, PAPER, RANKS, WRONG, Board
 
 SIDE = 56
 
@@ -68,7 +68,7 @@ def summa():
         for row in range(3):
             for column in range(3):
                 sends = (column == 1, row == 1, False)[number]
-                fill = RANKS[0 if number == 0 else 1] if sends else "white"
+                fill = RANKS[0 if number == 0 else 1] if sends else PAPER
                 if number == 2:
                     fill = RANKS[2]
                 words = ("a", "b", "a . b")[number] if sends or number == 2 else ""

@@ -1,6 +1,6 @@
 """Lesson 24: two texts, their block tables, and the memory that both use."""
 
-from board import GRAY, RANKS, Board
+from board import GRAY, PAPER, RANKS, Board
 
 SHARED, ARROWS = "#cccccc", ("#4a90c4", "#bd4300")
 
@@ -25,12 +25,12 @@ def block_table():
             x = 110 + 96 * i
             for place in range(4):
                 has = place < count
-                fill = (SHARED if block == 7 else color) if has else "white"
+                fill = (SHARED if block == 7 else color) if has else PAPER
                 board.box(x + 22 * place, y, 20, 40, "", fill, dashed=not has, line="#bbbbbb")
             board.words(x + 43, y + 56, f"tokens {4 * i} to {4 * i + 3}", 11, GRAY)
         board.words(470, y - 14, "its table", 12, GRAY)
         for i, block in enumerate(table):
-            board.box(450, y + 26 * i, 40, 24, str(block), "white")
+            board.box(450, y + 26 * i, 40, 24, str(block), PAPER)
     board.words(730, 20, "the memory", 14, bold=True)
     owner = {7: SHARED, 1: RANKS[0], 4: RANKS[0], 2: RANKS[1], 5: RANKS[1]}
     full = {7: 4, 1: 4, 4: 2, 2: 4, 5: 1}
@@ -39,7 +39,7 @@ def block_table():
         board.words(650, y + 13, str(block), 12, GRAY, "end")
         for place in range(4):
             has = place < full.get(block, 0)
-            fill = owner[block] if has else "white"
+            fill = owner[block] if has else PAPER
             board.box(664 + 34 * place, y, 32, 26, "", fill, dashed=not has, line="#bbbbbb")
     for row, (_, table, _, _) in enumerate(texts):
         for i, block in enumerate(table):

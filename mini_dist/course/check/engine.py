@@ -22,6 +22,7 @@ from mini_dist.plan.tables import Table
 from mini_dist.ranks.launch import RankError, Run
 
 from .. import learner
+from ..draw.svg import near_ink
 from ..lesson import show_to_paste, to_paste
 from .adversities import Facts, mistake_in, nothing_under_way, once_started, told
 from .watch import calls_of, handles_kept, learners, made_before
@@ -113,7 +114,8 @@ class Verdict:
         table = self.table()._repr_html_() if self.lines else ""
         hint = f"<p>{html.escape(self.hint)}</p>" if self.hint else ""
         title = html.escape(self.title)
-        return f"<p style='color:{color};font-weight:bold'>{title}</p>{table}{hint}"
+        style = f"color:{color};color:{near_ink(color)};font-weight:bold"
+        return f"<p style='{style}'>{title}</p>{table}{hint}"
 
 
 class Measured:

@@ -1,37 +1,38 @@
 """Figures drawn from what ran. Nothing in here computes a result.
 
-Every function returns a Picture, which a notebook shows as PNG and `.save(path)` writes.
+Every function returns a Drawing that shows itself in a notebook; `.save(path)` writes it as SVG.
+Each name is imported when it is first used, because a web page has no torch.
 """
 
-from .blocks import blocks
-from .borrowed import lanes, memory_map
-from .emulated import devices, overlap, replayed
-from .ledgers import bars, curve, scatter, staleness, timeline, traffic
-from .messages import collective, flights, link_fit
-from .picture import Picture, canvas
-from .ranks import rank_grid, scores
-from .schedules import gantt, held
+import importlib
 
-__all__ = [
-    "Picture",
-    "bars",
-    "blocks",
-    "canvas",
-    "collective",
-    "curve",
-    "devices",
-    "flights",
-    "gantt",
-    "held",
-    "lanes",
-    "link_fit",
-    "memory_map",
-    "overlap",
-    "rank_grid",
-    "replayed",
-    "scatter",
-    "scores",
-    "staleness",
-    "timeline",
-    "traffic",
-]
+_HOMES = {
+    "Drawing": "svg",
+    "Panel": "svg",
+    "bars": "ledgers",
+    "blocks": "block_maps",
+    "collective": "messages",
+    "curve": "ledgers",
+    "devices": "emulated",
+    "flights": "messages",
+    "gantt": "schedules",
+    "held": "schedules",
+    "lanes": "borrowed",
+    "link_fit": "messages",
+    "memory_map": "borrowed",
+    "overlap": "emulated",
+    "rank_grid": "ranks",
+    "replayed": "emulated",
+    "scatter": "ledgers",
+    "scores": "ranks",
+    "staleness": "ledgers",
+    "timeline": "ledgers",
+    "traffic": "ledgers",
+}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str):
+    if name in _HOMES:
+        return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

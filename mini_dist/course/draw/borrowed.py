@@ -8,7 +8,7 @@ from mini_dist.strategies.offload.allocator import HOLE, Allocator
 from mini_dist.strategies.offload.emulated import Took
 from mini_dist.strategies.offload.lanes import LANES
 
-from .picture import Picture, canvas
+from .svg import WIDEST, Drawing, Panel, numbered, round_places
 
 LANE_COLORS = {
     "device": "#9ecae1",
@@ -20,44 +20,48 @@ LANE_COLORS = {
 }
 
 
-def lanes(logs: dict[str, Iterable[Took]]) -> Picture:
-    """Each program's lanes below each other, in virtual time."""
+def lanes(logs: dict[str, Iterable[Took]]) -> Drawing:
+    """Draw the lanes of each program below each other, in virtual time."""
     logs = {name: list(log) for name, log in logs.items()}
     used = [
         lane
         for lane in ("device", *LANES)
         if any(each.lane == lane for log in logs.values() for each in log)
     ]
-    figure, axes = canvas(8, 0.5 + 0.27 * len(used) * len(logs))
-    labels, y = {}, 0.0
+    ends = {name: 1e3 * max(t.end for t in log) for name, log in logs.items()}
+    rows = len(logs) * (len(used) + 0.6)
+    last, labels, y = max(ends.values()), {}, 0.0
+    panel = Panel(
+        WIDEST, 50 + 24 * rows, (0, 1.005 * last), (rows - 1, -0.6), xlabel="virtual ms",
+        xticks=numbered(round_places(0, last, 9)),
+    )  # fmt: skip
     for name, log in logs.items():
         for lane in used:
-            spans = [(1e3 * t.start, 1e3 * (t.end - t.start)) for t in log if t.lane == lane]
-            axes.broken_barh(spans, (y - 0.4, 0.8), color=LANE_COLORS[lane], edgecolor="white")
+            for t in log:
+                if t.lane == lane:
+                    place = (1e3 * t.start, y - 0.4, 1e3 * t.end, y + 0.4)
+                    panel.box(*place, LANE_COLORS[lane], gap=1)
             labels[y] = f"{name}: {lane}" if lane == used[0] else lane
-            y -= 1
-        y -= 0.6
-    axes.set_yticks(list(labels), list(labels.values()), fontsize=8)
-    axes.set_xlabel("virtual ms")
-    ends = {name: 1e3 * max(t.end for t in log) for name, log in logs.items()}
-    return Picture(figure, "; ".join(f"{name}: {end:.1f} ms" for name, end in ends.items()))
+            y += 1
+        y += 0.6
+    panel.yticks = labels
+    return Drawing([panel], "; ".join(f"{name}: {end:.1f} ms" for name, end in ends.items()))
 
 
-def memory_map(allocator: Allocator) -> Picture:
-    """Each segment a row: blocks in use dark, free ones pale."""
+def memory_map(allocator: Allocator) -> Drawing:
+    """Draw each segment as a row: blocks in use are dark, free ones are pale."""
     rows = [row for row in allocator.segments.values() if row]
     rows.sort(key=lambda row: -sum(block.size for block in row))
-    figure, axes = canvas(8, 0.6 + 0.09 * len(rows))
-    for y, row in enumerate(rows):
-        for in_use, color in ((True, "#3182bd"), (False, "#fee6ce")):
-            spans = [
-                (block.start / 2**20, block.size / 2**20)
-                for block in row
-                if (block.owner is not None) == in_use and block.owner is not HOLE
-            ]
-            axes.broken_barh(spans, (-y - 0.4, 0.8), color=color, edgecolor="white", linewidth=0.3)
-    axes.set_yticks([])
-    axes.set_ylabel("segments")
-    axes.set_xlabel("MiB; dark: in use, pale: free")
+    most = max(block.start + block.size for row in rows for block in row) / 2**20
+    panel = Panel(
+        WIDEST, max(130, 60 + 9 * len(rows)), (0, most), (len(rows) - 0.5, -0.5), ylabel="segments",
+        xlabel="MiB; dark: in use, pale: free", xticks=numbered(round_places(0, most, 9)),
+    )  # fmt: skip
+    for in_use, color in ((True, "#3182bd"), (False, "#fdd0a2")):
+        for y, row in enumerate(rows):
+            for block in row:
+                if (block.owner is not None) == in_use and block.owner is not HOLE:
+                    ends = block.start / 2**20, (block.start + block.size) / 2**20
+                    panel.box(ends[0], y - 0.4, ends[1], y + 0.4, color, gap=0.5)
     said = f"{len(rows)} segments, {allocator.held:,} bytes in use, {allocator.cached:,} free"
-    return Picture(figure, said)
+    return Drawing([panel], said)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-
-from .picture import CHUNK_COLORS, INK, PHASE_COLORS, Picture, canvas
+from .palette import CHUNK_COLORS, PHASE_COLORS
+from .svg import WIDEST, Drawing, Panel, ink_on, numbered, round_places
 
 KIND_COLORS = {
     "product": "#3182bd",
@@ -15,106 +13,85 @@ KIND_COLORS = {
     "wait": "#fcae91",
     "message": "#31a354",
 }
-
-
+OVERLAP_COLORS = {"F": PHASE_COLORS["forward"], "B": PHASE_COLORS["backward"], "R": "#9e9ac8"}
 KIND_NAMES = {"product": "matrices", "stream": "everything else", "message": "on the links"}
 
 
-def replayed(replay, title: str = "") -> Picture:
-    """The last step of a replay.Replay: what each rank computes, where it waits; messages above.
+def replayed(replay, title: str = "") -> Drawing:
+    """Draw the last step of a replay.Replay: what each rank computes and where it waits.
 
-    A message stands in the row of its sender, a collective in that of its first rank.
+    A message stands above its sender, and a collective above its first rank.
     """
     began, ended = replay.steps[-1]
     unit, name = (1e-3, "ms") if ended - began >= 1e-3 else (1e-6, "µs")
-    figure, axes = canvas(9, 0.9 + 0.5 * replay.num_ranks)
-    bars: dict[tuple, list] = {}
-    for span in replay.spans:
-        if span.end > began and span.start < ended:
-            left = (max(span.start, began) - began) / unit
-            bars.setdefault((span.kind, span.rank), []).append(
-                (left, (min(span.end, ended) - began) / unit - left)
-            )
-    for (kind, rank), places in bars.items():
-        bottom, height = (0.3, 0.16) if kind == "message" else (-0.3, 0.55)
-        base = replay.num_ranks - 1 - rank
-        axes.broken_barh(places, (base + bottom, height), color=KIND_COLORS[kind], linewidth=0)
-    axes.set_yticks(
-        range(replay.num_ranks),
-        [f"rank {replay.num_ranks - 1 - i}" for i in range(replay.num_ranks)],
-    )
-    axes.set_xlim(0, (ended - began) / unit)
-    axes.set_xlabel(name)
-    kinds = [kind for kind in KIND_COLORS if any(kind == found for found, _ in bars)]
-    handles = [Patch(color=KIND_COLORS[k], label=KIND_NAMES.get(k, k)) for k in kinds]
-    figure.legend(handles=handles, loc="outside upper center", ncols=6, frameon=False, fontsize=8)
-    axes.set_title(title or replay.machine, fontsize=10)
-    waits = sum(1 for kind, _ in bars if kind == "wait")
-    said = f"a step of {(ended - began) / unit:.3g} {name} on {replay.machine}, {waits} ranks wait"
-    return Picture(figure, said)
+    last, size = (ended - began) / unit, replay.num_ranks
+    panel = Panel(
+        WIDEST, 90 + 48 * size, (0, last), (size - 0.6, -0.6), title=title or replay.machine,
+        xlabel=name, xticks=numbered(round_places(0, last, 9)),
+        yticks={rank: f"rank {rank}" for rank in range(size)},
+    )  # fmt: skip
+    waits = set()
+    for kind, color in KIND_COLORS.items():
+        for span in replay.spans:
+            if span.kind == kind and span.end > began and span.start < ended:
+                ends = [(min(max(t, began), ended) - began) / unit for t in (span.start, span.end)]
+                top, low = (-0.46, -0.3) if kind == "message" else (-0.25, 0.3)
+                panel.box(ends[0], span.rank + top, ends[1], span.rank + low, color)
+                panel.legend[KIND_NAMES.get(kind, kind)] = color
+                waits |= {span.rank} if kind == "wait" else set()
+    said = f"a step of {last:.3g} {name} on {replay.machine}, {len(waits)} ranks wait"
+    return Drawing([panel], said)
 
 
-def devices(runs: dict[str, list[list]], scale: float = 1e3, unit: str = "ms") -> Picture:
-    """When emulated devices were busy: a panel a run, a row a rank, each interval with its name.
+def devices(runs: dict[str, list[list]], scale: float = 1e3, unit: str = "ms") -> Drawing:
+    """Draw when emulated devices were busy: a panel per run, a row per rank, each interval named.
 
     runs: for each name every rank's emulate.Interval's. Panels share the axis.
     """
-    rows = sum(map(len, runs.values()))
-    figure = Figure(figsize=(9, 0.7 + 0.3 * rows + 0.45 * len(runs)), dpi=110, layout="constrained")
-    heights = [len(ranks) for ranks in runs.values()]
-    panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     last = max(done.end for ranks in runs.values() for row in ranks for done in row) * scale
-    said = []
-    for axes, (name, ranks) in zip(panels, runs.items()):
+    panels = []
+    for name, ranks in runs.items():
         end = max(done.end for row in ranks for done in row)
         busy = sum(done.end - done.start for row in ranks for done in row) / (len(ranks) * end)
-        for rank, row in enumerate(ranks):
-            for done in row:
-                left, width = done.start * scale, (done.end - done.start) * scale
-                color = CHUNK_COLORS[done.name % len(CHUNK_COLORS)]
-                axes.barh(rank, width, 0.8, left, color=color, edgecolor="white", linewidth=0.6)
-                if width > last / 40:
-                    axes.text(
-                        left + width / 2, rank, done.name, ha="center", va="center", fontsize=8
-                    )
-        axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in range(len(ranks))])
-        axes.set_ylim(len(ranks) - 0.5, -0.5)
-        axes.set_xlim(0, last)
-        axes.spines[["top", "right"]].set_visible(False)
         label = f"{name}: {end * scale:.0f} {unit}, devices busy {busy:.0%}".replace("%", " %")
-        axes.set_title(label, fontsize=9, loc="left")
-        said.append(label)
-    panels[-1].set_xlabel(unit)
-    return Picture(figure, "; ".join(said))
+        colors = CHUNK_COLORS
+        rows = [[(done, colors[done.name % len(colors)], scale) for done in row] for row in ranks]
+        names = [f"rank {rank}" for rank in range(len(ranks))]
+        panels.append(intervals(rows, names, last, label))
+    return in_one_unit(panels, unit)
 
 
-def overlap(runs: dict[str, tuple[list, list]], scale: float = 1e3, unit: str = "ms") -> Picture:
-    """What a device computed and its network carried: a panel a run, computing above sending.
+def overlap(runs: dict[str, tuple[list, list]], scale: float = 1e3, unit: str = "ms") -> Drawing:
+    """Draw what a device computed and what its network carried: a panel per run.
 
     runs: name -> (the device's, the network's) emulate.Interval's, named F0, B3, R1 and so on.
     """
     last = max(done.end for both in runs.values() for row in both for done in row) * scale
-    figure = Figure(figsize=(9, 0.8 + 1.0 * len(runs)), dpi=110, layout="constrained")
-    panels = figure.subplots(len(runs), 1, sharex=True, squeeze=False)[:, 0]
-    said = []
-    for axes, (name, both) in zip(panels, runs.items()):
+    panels = []
+    for name, both in runs.items():
         end = max(done.end for row in both for done in row)
-        for lane, row in enumerate(both):
-            for done in row:
-                left, width = done.start * scale, (done.end - done.start) * scale
-                color = OVERLAP_COLORS[done.name[0]]
-                axes.barh(lane, width, 0.8, left, color=color, edgecolor="white", linewidth=0.6)
-                if width > last / 40:
-                    at = (left + width / 2, lane)
-                    axes.text(*at, done.name, ha="center", va="center", fontsize=8, color=INK)
-        axes.set_yticks([0, 1], ["computes", "sends"])
-        axes.set_ylim(1.5, -0.5)
-        axes.set_xlim(0, last)
-        axes.spines[["top", "right"]].set_visible(False)
-        said.append(f"{name}: {end * scale:.1f} {unit}")
-        axes.set_title(said[-1], fontsize=9, loc="left")
-    panels[-1].set_xlabel(unit)
-    return Picture(figure, "; ".join(said))
+        rows = [[(done, OVERLAP_COLORS[done.name[0]], scale) for done in row] for row in both]
+        label = f"{name}: {end * scale:.1f} {unit}"
+        panels.append(intervals(rows, ["computes", "sends"], last, label))
+    return in_one_unit(panels, unit)
 
 
-OVERLAP_COLORS = {"F": PHASE_COLORS["forward"], "B": PHASE_COLORS["backward"], "R": "#9e9ac8"}
+def intervals(rows: list[list[tuple]], names: list[str], last: float, title: str) -> Panel:
+    """Draw rows of (interval, color, scale), each interval with its name where there is room."""
+    panel = Panel(
+        WIDEST, 52 + 26 * len(rows), (0, last), (len(rows) - 0.5, -0.5), title=title,
+        xticks=numbered(round_places(0, last, 9)), yticks=dict(enumerate(names)),
+    )  # fmt: skip
+    for lane, row in enumerate(rows):
+        for done, color, scale in row:
+            left, right = done.start * scale, done.end * scale
+            panel.box(left, lane - 0.4, right, lane + 0.4, color, gap=1)
+            if right - left > last / 40:
+                panel.words((left + right) / 2, lane, done.name, ink_on(color), "middle")
+    return panel
+
+
+def in_one_unit(panels: list[Panel], unit: str) -> Drawing:
+    panels[-1].xlabel = unit
+    panels[-1].height += 17
+    return Drawing(panels, "; ".join(panel.title for panel in panels))

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-
 from mini_dist.plan.schedule import Timeline
 
-from .labels import write
-from .picture import INK, RANK_COLORS, Picture
+from .palette import RANK_COLORS
+from .svg import WIDEST, Drawing, Panel, ink_on, numbered, round_places
 
 ACTION_COLORS = {  # by kind; the rank's first chunk is light, further ones darker
     "F": ["#9ecae1", "#4a90c4", "#2b6ca3", "#174a78"],
@@ -28,92 +23,83 @@ ACTION_NAMES = {
 }
 
 
-def gantt(timelines: dict[str, Timeline], unit: str = "", scale: float = 1.0) -> Picture:
-    """Who computes what when: a panel a timeline, a row a rank, white where it is idle.
+def gantt(timelines: dict[str, Timeline], unit: str = "", scale: float = 1.0) -> Drawing:
+    """Draw who computes what when: a panel per timeline, a row per rank, empty where it is idle.
 
     A number is a micro-batch, written where there is room. `scale` turns a timeline's times into
     `unit`: 1e3 for seconds and ms. All panels share the axis, so lengths can be compared.
     """
-    rows = sum(len(timeline.spans) for timeline in timelines.values())
-    figure = Figure(figsize=(9.2, 0.7 + 0.27 * rows + 0.45 * len(timelines)), dpi=110)
-    figure.set_layout_engine("constrained")
-    panels = figure.subplots(
-        len(timelines),
-        1,
-        sharex=True,
-        squeeze=False,
-        height_ratios=[len(timeline.spans) for timeline in timelines.values()],
-    )[:, 0]
     last = max(timeline.makespan for timeline in timelines.values()) * scale
-    kinds: set[str] = set()
-    for axes, (label, timeline) in zip(panels, timelines.items()):
-        kinds |= lanes(axes, timeline, last, scale)
-        ranks = range(len(timeline.spans))
-        axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks], fontsize=8)
-        axes.tick_params(axis="x", labelsize=8)
+    places, panels = numbered(round_places(0, last, 9)), []
+    for label, timeline in timelines.items():
         said = f"bubble {timeline.bubble:.1%}".replace("%", " %")
-        axes.set_title(f"{label}: {said}" if label else said, fontsize=9, loc="left")
-    panels[-1].set_xlabel(unit)
-    handles = [
-        Patch(color=ACTION_COLORS[k][0], label=ACTION_NAMES[k]) for k in "FBWS" if k in kinds
-    ]
-    figure.legend(handles=handles, loc="outside upper right", ncols=4, frameon=False, fontsize=8)
+        title = f"{label}: {said}" if label else said
+        panels.append(lanes(timeline, last, scale, title=title, xticks=places, width=WIDEST))
+    panels[0].legend = legend(*timelines.values())
+    panels[-1].xlabel = unit
+    panels[-1].height += 17 * bool(unit)
     said = "; ".join(f"{label} {t.bubble:.1%}" for label, t in timelines.items())
-    return Picture(figure, f"timelines and their bubbles: {said}")
+    return Drawing(panels, f"timelines and their bubbles: {said}")
 
 
-def lanes(axes, timeline: Timeline, last: float, scale: float = 1.0) -> set[str]:
-    """One timeline, drawn on `axes`; returns the kinds of actions that are in it.
+def legend(*timelines: Timeline) -> dict[str, str]:
+    """The names and colors of the kinds of actions in these timelines."""
+    kinds = {span.action.kind for t in timelines for spans in t.spans for span in spans}
+    return {ACTION_NAMES[kind]: ACTION_COLORS[kind][0] for kind in "FBWS" if kind in kinds}
 
-    Where a measured rank woke up late and caught up, its next bar is cut to begin after that.
-    """
+
+def lanes(timeline: Timeline, last: float, scale: float = 1.0, *, width: float, **words) -> Panel:
+    """Draw one timeline up to the time `last`. Where a measured rank woke up late and caught up,
+    its next bar begins where the one before it ends."""
     size, schedule = len(timeline.spans), timeline.schedule
-    numbers = []  # (micro-batch, place, rank, ink)
+    ranks = {rank: f"rank {rank}" for rank in range(size)}
+    axes = (0, 1.005 * last), (size - 0.45, -0.55)
+    panel = Panel(width, 66 + 22 * size, *axes, yticks=ranks, **words)
+    numbers = []
     for rank, spans in enumerate(timeline.spans):
-        over, bars = 0.0, defaultdict(list)  # bars of one color at once: much faster to draw
+        over, bars = 0.0, []
         for action, start, end in spans:
             chunk = min(schedule.stages_of[rank].index(action.stage), 3)
             start, over = max(start, over), end
-            left, width = start * scale, (end - start) * scale
-            bars[ACTION_COLORS[action.kind][chunk]].append((left, width))
-            if width > 0.011 * last * len(str(action.micro)):
-                ink = "white" if chunk > 1 else INK
-                numbers.append((str(action.micro), left + width / 2, rank, ink))
-        for color, intervals in bars.items():
-            axes.broken_barh(
-                intervals, (rank - 0.43, 0.86), color=color, edgecolor="white", linewidth=0.5
-            )
-    if numbers:
-        labels, xs, ys, inks = zip(*numbers)
-        write(axes, labels, xs, ys, size=7, color=inks)
-    axes.set_ylim(size - 0.45, -0.55)
-    axes.set_xlim(0, 1.005 * last)
-    axes.spines[["top", "right"]].set_visible(False)
-    return {span.action.kind for spans in timeline.spans for span in spans}
+            left, right = start * scale, end * scale
+            bars.append((ACTION_COLORS[action.kind][chunk], left, right))
+            if right - left > 0.016 * last * len(str(action.micro)):
+                numbers.append((left + (right - left) / 2, rank, action.micro, bars[-1][0]))
+        for color, left, right in sorted(bars):  # boxes of one color are one path
+            panel.box(left, rank - 0.43, right, rank + 0.43, color, gap=1)
+    for x, rank, micro, color in numbers:
+        panel.words(x, rank, micro, ink_on(color), "middle")
+    return panel
 
 
-def held(timelines: dict[str, Timeline], title: str = "") -> Picture:
-    """Activations that each rank holds over time, in micro-batches of one chunk: a panel each."""
-    figure = Figure(figsize=(9.2, 2.5), dpi=110, layout="constrained")
-    panels = figure.subplots(1, len(timelines), sharey=True, squeeze=False)[0]
-    for axes, (label, timeline) in zip(panels, timelines.items()):
-        holdings(axes, timeline)
-        axes.set_title(f"{label}: at most {timeline.peak_in_flight}", fontsize=9)
-        axes.set_xlabel("time")
-    panels[0].set_ylabel("micro-batches held")
-    panels[0].legend(frameon=False, fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    most = "; ".join(f"{label} {t.peak_in_flight}" for label, t in timelines.items())
-    return Picture(figure, f"activations held at most: {most}")
+def held(timelines: dict[str, Timeline], title: str = "") -> Drawing:
+    """Draw the activations that each rank holds over time, in micro-batches of one chunk, a panel
+    per timeline."""
+    most = max(max(timeline.peak_in_flight) for timeline in timelines.values())
+    panels = [
+        holdings(
+            timeline, timeline.makespan, width=WIDEST / max(2, len(timelines)), height=230,
+            title=f"{label}: at most {timeline.peak_in_flight}", xlabel="time",
+            xticks=numbered(round_places(0, timeline.makespan, 4)),
+            yticks=numbered(round_places(0, most)), most=most,
+        )
+        for label, timeline in timelines.items()
+    ]  # fmt: skip
+    panels[0].ylabel = "micro-batches held"
+    said = "; ".join(f"{label} {t.peak_in_flight}" for label, t in timelines.items())
+    return Drawing(panels, f"activations held at most: {said}", title)
 
 
-def holdings(axes, timeline: Timeline) -> None:
-    """What each rank of one timeline holds, drawn on `axes`."""
-    for rank in range(len(timeline.spans)):
+def holdings(timeline: Timeline, last: float, *, width, height=150, most=0.0, **words) -> Panel:
+    """Draw what each rank of one timeline holds, up to the time `last`."""
+    ranks = range(len(timeline.spans))
+    colors = [RANK_COLORS[rank % len(RANK_COLORS)] for rank in ranks]
+    most = most or max(timeline.peak_in_flight)
+    names = {f"rank {rank}": color for rank, color in zip(ranks, colors)}
+    panel = Panel(width, height, (0, 1.005 * last), (0, 1.05 * most), legend=names, **words)
+    for rank, color in zip(ranks, colors):
         profile = timeline.in_flight(rank)
         times, counts = zip(*profile, (timeline.makespan, profile[-1][1]))
-        color = RANK_COLORS[rank % len(RANK_COLORS)]
-        axes.step(times, counts, where="post", color=color, label=f"rank {rank}", linewidth=1.4)
-    axes.set_xlim(0, timeline.makespan)
-    axes.set_ylim(0, None)
-    axes.spines[["top", "right"]].set_visible(False)
+        steps = [(t, held) for t, *both in zip(times[1:], counts, counts[1:]) for held in both]
+        panel.line([(times[0], counts[0]), *steps], color, 1.8)
+    return panel

@@ -1,18 +1,17 @@
 """The one pattern of all explorers: a pure function, its parameters, and a control for each.
 
     def squares(n=3, color="blue"):
-        return picture, "<p>some HTML</p>"
+        return drawing, "<p>some HTML</p>"
 
     Explorer(squares, n=whole(1, 9), color=choice("blue", "red"))
 
-The function's defaults are where the controls start. In a live notebook moving a control calls the
-function again; what it raises is shown in red below the last good picture. In a saved notebook,
-which keeps no live state, and where ipywidgets is not installed, the picture is what is shown.
+The function's defaults are where the controls start. In a live notebook, moving a control calls the
+function again, and an error is shown in red below the last good picture. A saved notebook keeps no
+live state, so it shows the picture alone, and so does a notebook without ipywidgets.
 """
 
 from __future__ import annotations
 
-import base64
 import gc
 import html
 import inspect
@@ -22,22 +21,33 @@ from contextlib import contextmanager
 
 from ..lab import Choice, Flag, Number, Parameter, Text, check
 
+TALLEST = 560  # pixels, of picture and words together: a laptop's window holds both at once
+LABEL = 132  # pixels, of the widest name of a control
+
 
 class Explorer:
-    """Controls around `render(**parameters) -> (Picture, HTML)`.
+    """Controls around `render(**parameters) -> (Drawing, HTML)`.
 
     Declare each parameter of `render` by choice, whole, real, flag or text of mini_dist.course.lab.
+    shown_if: maps the name of a control to a function of all values; the control is hidden while
+    that function returns False, because then the control would change nothing.
     Raises TypeError when declarations and parameters differ, and what `render` raises at the start.
     """
 
-    def __init__(self, render: Callable, /, **declared: Parameter):
+    def __init__(
+        self,
+        render: Callable,
+        shown_if: dict[str, Callable[[dict], bool]] | None = None,
+        /,
+        **declared: Parameter,
+    ):
         signature = inspect.signature(render).parameters
         if list(signature) != list(declared):
             raise TypeError(
                 f"{render.__name__} takes {', '.join(signature)}, but declared are "
                 f"{', '.join(declared) or 'none'}: declare each parameter, in this order."
             )
-        self.render, self.declared = render, declared
+        self.render, self.declared, self.shown_if = render, declared, dict(shown_if or {})
         self.values = {name: parameter.default for name, parameter in signature.items()}
         self.change()
         self._view = None
@@ -51,9 +61,28 @@ class Explorer:
         self.picture, self.html = self.render(**values)
         self.values = values
 
+    def keep_only(self, *names: str) -> None:
+        """Hide all controls but these. Raises ValueError for a name that is no parameter."""
+        if unknown := [name for name in names if name not in self.declared]:
+            raise ValueError(
+                f"{unknown[0]!r} is no control: give some of {', '.join(self.declared)}"
+            )
+        for name in self.declared.keys() - names:
+            self.shown_if[name] = lambda values: False
+
+    def shown(self, values: dict) -> list[str]:
+        """The names of the controls that change something at these values."""
+        always = lambda values: True  # noqa: E731
+        return [name for name in self.declared if self.shown_if.get(name, always)(values)]
+
+    def words(self) -> str:
+        """The HTML below the picture; it scrolls if both are taller than a laptop's window."""
+        most = max(TALLEST - self.picture.height, 150)
+        style = f"max-height:{most:.0f}px;overflow:auto;font-size:12px;line-height:1.35"
+        return f'<div style="{style}">{self.html}</div>'
+
     def _repr_mimebundle_(self, include=None, exclude=None):
-        png = base64.b64encode(self.picture._repr_png_()).decode()
-        still = {"text/plain": repr(self.picture), "image/png": png}
+        still = {"text/plain": repr(self.picture), "text/html": self.picture._repr_html_()}
         try:
             import ipywidgets  # noqa: F401
         except ImportError:
@@ -62,7 +91,7 @@ class Explorer:
 
     @property
     def view(self):
-        """The live widget: controls, picture, HTML. One an explorer, however often it is shown."""
+        """The live widget: controls beside the picture and its HTML. An explorer has one."""
         if self._view is None:
             self._view = self._build()
         return self._view
@@ -74,33 +103,44 @@ class Explorer:
             name: control(name, parameter, self.values[name])
             for name, parameter in self.declared.items()
         }
-        image = widgets.Image(value=self.picture._repr_png_(), format="png")
-        image.layout.max_width = "100%"
-        page = widgets.HTML(self.html)
+        picture, page = widgets.HTML(self.picture.html()), widgets.HTML(self.words())
 
         def moved(_):
+            values = {name: control.value for name, control in controls.items()}
             with garbage_stays():
                 try:
-                    self.change(**{name: control.value for name, control in controls.items()})
+                    self.change(**values)
                 except Exception as error:  # nobody sees a traceback that is raised here
                     message = html.escape(str(error) or type(error).__name__)
                     page.value = (
-                        f'<p style="color:#c62828"><b>{message}</b></p>'
+                        f'<p style="color:{WRONG}"><b>{message}</b></p>'
                         "<p>The picture is the last one that could be drawn.</p>"
                     )
                 else:
-                    image.value, page.value = self.picture._repr_png_(), self.html
+                    picture.value, page.value = self.picture.html(), self.words()
+            show(values)
 
+        def show(values):
+            there = self.shown(values)
+            for name, each in controls.items():
+                each.layout.display = None if name in there else "none"
+
+        show(self.values)
         for each in controls.values():
             each.observe(moved, names="value")
-        grid = widgets.Layout(grid_template_columns="repeat(2, minmax(280px, 440px))")
-        return widgets.VBox([widgets.GridBox(list(controls.values()), layout=grid), image, page])
+        # Side by side where there is room, one below the other on a phone.
+        side = widgets.VBox([*controls.values()], layout=widgets.Layout(flex="1 1 270px"))
+        seen = widgets.VBox([picture, page], layout=widgets.Layout(flex="3 1 560px", min_width="0"))
+        return widgets.Box([side, seen], layout=widgets.Layout(flex_flow="row wrap"))
+
+
+WRONG = "#d32f2f"
 
 
 @contextmanager
 def garbage_stays():
-    """Python collects its garbage later: with torch and matplotlib loaded that takes some tenths of
-    a second, and an old picture is much garbage. The new one is to be seen first."""
+    """Let Python collect its garbage later. With torch loaded a collection takes some tenths of a
+    second, and the new picture has to appear first."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -116,8 +156,8 @@ def control(name: str, parameter: Parameter, value):
 
     label = dict(
         description=name.replace("_", " "),
-        style={"description_width": "8em"},
-        layout=widgets.Layout(width="95%"),
+        style={"description_width": f"{LABEL}px"},
+        layout=widgets.Layout(width="98%"),
     )
     if isinstance(parameter, Choice):
         return widgets.Dropdown(options=parameter.values, value=value, **label)

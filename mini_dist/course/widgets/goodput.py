@@ -13,8 +13,7 @@ from mini_dist.plan.calculators.goodput import (
     young,
 )
 
-from ..draw.labels import numbered, ticks
-from ..draw.picture import Picture
+from ..draw.svg import Drawing, Panel, numbered
 from ..lab import real, whole
 from . import page
 from .explorer import Explorer
@@ -32,7 +31,7 @@ def render(
     restart_minutes: float = 10.0,
     survives: float = 0.0,
     seed: int = 0,
-) -> tuple[Picture, str]:
+) -> tuple[Drawing, str]:
     """Where the seconds of a month went.
 
     years_of_one: between two failures of one device with its share of everything; 5.8 is Llama 3's.
@@ -72,29 +71,26 @@ def parts(month: Month) -> dict[str, float]:
     return dict(zip(COLORS, (month.progress, month.saving, month.lost, month.waiting)))
 
 
-def draw(month: Month) -> Picture:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.4, 3.0), dpi=100)
-    left, right = figure.add_axes((0.07, 0.18, 0.52, 0.7)), figure.add_axes((0.66, 0.36, 0.32, 0.3))
+def draw(month: Month) -> Drawing:
     days = [seconds / DAY for seconds, _ in month.points]
     done = [progress / DAY for _, progress in month.points]
-    left.plot([0, days[-1]], [0, days[-1]], color="#bdbdbd", linewidth=1, label="without a failure")
-    left.plot(days, done, color=COLORS["progress"], label="progress")
-    left.set(xlabel="days", ylabel="days of work done", xlim=(0, 30), ylim=(0, 30))
     places = numbered(range(0, 31, 10))
-    ticks(left, places, places)
-    left.legend(frameon=False, fontsize=8)
+    left = Panel(
+        400, 280, (0, 30), (0, 30), title="days of work done (gray: without a failure)",
+        xlabel="days", xticks=places, yticks=places,
+    )  # fmt: skip
+    left.line([(0, 0), (days[-1], days[-1])], width=1.2, alpha=0.4)
+    left.line(zip(days, done), COLORS["progress"], 2)
+    right = Panel(
+        320, 150, (0, 30), (0, 1), title="where the 30 days went", xlabel="days", xticks=places,
+        legend=COLORS, sides="b",
+    )  # fmt: skip
     start = 0.0
     for name, seconds in parts(month).items():
-        right.barh(0, seconds / DAY, 0.5, start, color=COLORS[name], label=name)
+        right.box(start, 0.1, start + seconds / DAY, 0.9, COLORS[name])
         start += seconds / DAY
-    right.set(xlim=(0, 30), ylim=(-0.3, 0.3), yticks=[], xlabel="days")
-    ticks(right, places)
-    right.legend(ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0), fontsize=8, frameon=False)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    return Picture(figure, f"{month.failures} failures, goodput {month.goodput:.1%}")
+    went = ", ".join(f"{name} {seconds / DAY:.1f} days" for name, seconds in parts(month).items())
+    return Drawing([left, right], f"{month.failures} failures, goodput {month.goodput:.1%}: {went}")
 
 
 def goodput_of_a_month(**start) -> Explorer:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from mini_dist.collectives.mesh import Grid
-from mini_dist.plan.calculators import Layout, hardware, readable, step_volume
+from mini_dist.plan.calculators import Layout, readable, step_volume
 from mini_dist.plan.calculators import model as model_preset
+from mini_dist.plan.calculators.machines import Hardware
 
-from ..draw.labels import numbered, ticks
-from ..draw.picture import Picture
+from ..draw.svg import FAINT, INK, Drawing, Panel, numbered
 from ..lab import ParameterError, choice, whole
 from . import page
+from .device import MINE, START, controls, machine_of, shown_if_mine
 from .explorer import Explorer
 
 AXES = ("pp", "dp", "cp", "tp", "ep", "edp")
@@ -39,7 +40,8 @@ def render(
     ranks_per_node: int = 8,
     model: str = "llama3-8b",
     gpu: str = "h100",
-) -> tuple[Picture, str]:
+    my_network_gb_s: float = START["my_network_gb_s"],
+) -> tuple[Drawing, str]:
     """Every rank, coloured by its group along `axis`; and what `rank` sends along every axis.
 
     Raises ValueError for more than 64 ranks, for a rank that is not there, and for a layout that
@@ -53,18 +55,18 @@ def render(
         raise ParameterError(f"rank={rank} is not there: give 0 to {grid.size - 1}.")
     picture = draw(grid, axis, rank, ranks_per_node)
     place = ", ".join(f"{name} {index}" for name, index in grid.coordinates(rank).items())
-    rows = talk(grid, layout, rank, ranks_per_node, model, gpu)
+    machine = machine_of(gpu, my_network_gb_s=my_network_gb_s)
+    rows = talk(grid, layout, rank, ranks_per_node, model, machine)
     head = ("axis", "talks with", "where", "about", f"sends in a step of {model}", "at best in")
     note = "8 micro-batches of one sequence a step, ZeRO-1, bf16; times as if nothing else used the"
-    note += f" links of an {gpu}."
+    note += f" links of {gpu}."
     said = f"Rank {rank} sits at {place}."
     return picture, page.paragraph(said) + page.table(rows, head) + page.paragraph(note)
 
 
-def talk(grid: Grid, layout: Layout, rank: int, ranks_per_node: int, model: str, gpu: str):
+def talk(grid: Grid, layout: Layout, rank: int, ranks_per_node: int, model: str, machine: Hardware):
     """A row for each axis longer than 1: with whom, over which links, how much, how long."""
-    config, machine = model_preset(model), hardware(gpu)
-    volume = step_volume(config, layout, pp_rank=grid.coordinates(rank)["pp"])
+    volume = step_volume(model_preset(model), layout, pp_rank=grid.coordinates(rank)["pp"])
     sent = {line.name: line.value for line in volume}
     sent["edp"] = sent.get("dp of experts", 0.0)
     rows = []
@@ -98,83 +100,75 @@ def peers(axis: str, group: list[int], rank: int) -> list[int]:
     return [member for member in group if member != rank]
 
 
-def draw(grid: Grid, axis: str, rank: int, ranks_per_node: int) -> Picture:
-    from matplotlib.collections import PatchCollection
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
-
-    figure = Figure(figsize=(9.4, 4.2), dpi=100)
-    left, right = (
-        figure.add_axes((0.02, 0.02, 0.52, 0.86)),
-        figure.add_axes((0.62, 0.1, 0.36, 0.78)),
-    )
-
+def draw(grid: Grid, axis: str, rank: int, ranks_per_node: int) -> Drawing:
     groups = grid.groups(axis)
     number = {member: index for index, ranks in enumerate(groups) for member in ranks}
     mine = groups[number[rank]]
     columns = min(ranks_per_node, 8)
-    lines_a_node = -(-ranks_per_node // columns)
+    lines_per_node = -(-ranks_per_node // columns)
+    nodes = -(-grid.size // ranks_per_node)
 
     def corner(member: int) -> tuple[float, float]:
         node, place = divmod(member, ranks_per_node)
-        return place % columns, -(node * (lines_a_node + 0.35) + place // columns)
+        return place % columns, node * (lines_per_node + 0.35) + place // columns
 
-    boxes = [Rectangle(corner(member), 0.92, 0.92) for member in range(grid.size)]
-    faces = [GROUPS[number[member] % len(GROUPS)] for member in range(grid.size)]
-    edges = ["#111111" if member in mine else "#ffffff" for member in range(grid.size)]
-    widths = [2.2 if member in mine else 0.5 for member in range(grid.size)]
-    left.add_collection(
-        PatchCollection(boxes, facecolors=faces, edgecolors=edges, linewidths=widths)
-    )
-    # numbers take longer than all the rest: of many ranks only those of the group have theirs
-    for member in range(grid.size) if grid.size <= 32 else mine:
-        x, y = corner(member)
-        weight = "bold" if member == rank else "normal"
-        left.text(x + 0.46, y + 0.46, str(member), ha="center", va="center", weight=weight)
-    nodes = -(-grid.size // ranks_per_node)
-    bottom = -(nodes * (lines_a_node + 0.35))
-    left.set(xlim=(-0.1, 8.1), ylim=(min(bottom, -4) + 0.9, 1.1))
-    left.axis("off")
+    lines = nodes * (lines_per_node + 0.35)
     several = f"{nodes} nodes of {ranks_per_node}" if nodes > 1 else "one node"
     count = f"{len(groups)} group{'s' * (len(groups) > 1)} of {len(mine)}"
-    figure.text(0.02, 0.93, f"{grid.size} ranks in {several}; along {axis}: {count}", fontsize=10)
+    left = Panel(
+        330, 300, (0, 8), (max(lines, 6), 0), sides="",
+        title=f"{grid.size} ranks in {several}; along {axis}: {count}",
+    )  # fmt: skip
+    size = 0.92 if lines <= 12 else 0.86
+    for member in range(grid.size):
+        x, y = corner(member)
+        face = GROUPS[number[member] % len(GROUPS)]
+        if member in mine:
+            left.box(x - 0.03, y - 0.03, x + 0.03 + size, y + 0.03 + size, INK)
+            left.box(x + 0.06, y + 0.08, x + size - 0.06, y + size - 0.08, face)
+        else:
+            left.box(x, y, x + size, y + size, face)
+    # More numbers than these could not be read.
+    for member in range(grid.size) if lines <= 12 else mine:
+        x, y = corner(member)
+        place = (x + size / 2, y + size / 2)
+        left.words(*place, member, "#000000", "middle", bold=member == rank)
 
-    # Who talks to whom: a pair has the colour of the axis in which alone the two ranks differ.
-    shown = [[(1.0, 1.0, 1.0)] * grid.size for _ in range(grid.size)]
-    for name in (*grid.axes, axis):  # the chosen one above the others: ep and dp share pairs
-        for ranks in grid.groups(name):
-            for a in ranks:
-                for b in peers(name, ranks, a):
-                    shown[a][b] = paint(COLORS[name], strong=name == axis)
-    right.imshow(shown, interpolation="nearest")
-    for node in range(1, nodes):
-        edge = node * ranks_per_node - 0.5
-        right.axhline(edge, color="#bbbbbb", linewidth=0.6)
-        right.axvline(edge, color="#bbbbbb", linewidth=0.6)
-    ends = numbered([0, grid.size - 1])
-    ticks(right, ends, ends)
-    right.set_title("who talks to whom", fontsize=9)
+    # Who talks to whom: a pair has the color of the axis in which alone the two ranks differ.
     used = [name for name, size in grid.axes.items() if size > 1]
     used += [axis] if axis not in grid.axes else []
-    for row, name in enumerate(used):
-        right.text(
-            -0.13,
-            0.85 - 0.1 * row,
-            name,
-            color=COLORS[name],
-            transform=right.transAxes,
-            fontsize=9,
-            ha="center",
-            weight="bold" if name == axis else "normal",
-        )
-    said = f"{grid.size} ranks, along {axis}: rank {rank} is in {mine}"
-    return Picture(figure, said)
+    ends = numbered([0, grid.size - 1])
+    square = (-0.5, grid.size - 0.5)
+    right = Panel(
+        300, 300, square, square[::-1], title="who talks to whom", xticks=ends, yticks=ends,
+        legend={name: COLORS[name] for name in used},
+    )  # fmt: skip
+    for (a, b), name in pairs(grid, axis).items():
+        right.box(b - 0.5, a - 0.5, b + 0.5, a + 0.5, COLORS[name], 1 if name == axis else 0.4)
+    for node in range(1, nodes):
+        edge = node * ranks_per_node - 0.5
+        right.guide(y=edge, width=1, dash="", alpha=FAINT)
+        right.guide(x=edge, width=1, dash="", alpha=FAINT)
+    return Drawing([left, right], f"{grid.size} ranks, along {axis}: rank {rank} is in {mine}")
 
 
-def paint(color: str, strong: bool) -> tuple[float, ...]:
-    """The colour as red, green, blue from 0 to 1; paler unless strong."""
-    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    return tuple(part if strong else 0.4 * part + 0.6 for part in parts)
+def pairs(grid: Grid, axis: str) -> dict[tuple[int, int], str]:
+    """Map two ranks that talk to each other to the axis along which they do.
+
+    `axis` wins over the others, because ep and dp share pairs.
+    """
+    return {
+        (a, b): name
+        for name in (*grid.axes, axis)
+        for ranks in grid.groups(name)
+        for a in ranks
+        for b in peers(name, ranks, a)
+    }
+
+
+SHOWN_IF = {  # A model without experts has nothing along this axis.
+    "ep": lambda values: bool(model_preset(values["model"]).num_experts) or values["ep"] > 1
+}
 
 
 def rank_grid(**start) -> Explorer:
@@ -182,6 +176,7 @@ def rank_grid(**start) -> Explorer:
     sizes = whole(1, 32, log=True)
     explorer = Explorer(
         render,
+        SHOWN_IF | shown_if_mine("my_network_gb_s"),
         pp=sizes,
         dp=sizes,
         cp=sizes,
@@ -191,7 +186,8 @@ def rank_grid(**start) -> Explorer:
         rank=whole(0, MOST - 1),
         ranks_per_node=choice(1, 2, 4, 8, 16),
         model=choice("llama3-8b", "llama3-70b", "mixtral-8x7b"),
-        gpu=choice("a100-80", "h100", "b200", "l40s"),
+        gpu=choice("a100-80", "h100", "b200", "l40s", MINE),
+        **controls("my_network_gb_s"),
     )
     explorer.change(**start)
     return explorer

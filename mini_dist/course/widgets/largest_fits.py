@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import log10
 
-from mini_dist.plan.calculators import hardware, readable, step_time
+from mini_dist.plan.calculators import readable, step_time
 from mini_dist.plan.calculators.offload import (
     PUBLISHED,
     TIERS,
@@ -14,13 +14,13 @@ from mini_dist.plan.calculators.offload import (
     largest_model,
 )
 
-from ..draw.labels import ticks
-from ..draw.picture import Picture
+from ..draw.svg import Drawing, Panel
 from ..lab import choice, real, whole
 from . import page
+from .device import MINE, START, controls, machine_of, shown_if_mine
 from .explorer import Explorer
 
-GPUS = ("dgx-2", "a100-40", "a100-80", "h100", "h200", "b200")
+GPUS = ("dgx-2", "a100-40", "a100-80", "h100", "h200", "b200", MINE)
 
 
 def render(
@@ -29,12 +29,15 @@ def render(
     micro_batch_size: int = 1,
     seq_len: int = 1024,
     link_times: float = 1.0,
-) -> tuple[Picture, str]:
+    my_gib: float = START["my_gib"],
+    my_tflops: float = START["my_tflops"],
+    my_memory_gb_s: float = START["my_memory_gb_s"],
+) -> tuple[Drawing, str]:
     """Billions of parameters that fit, by what is borrowed; seconds of a step of each.
 
     link_times: the way to the host so many times as fast as that machine's.
     """
-    machine = hardware(gpu)
+    machine = machine_of(gpu, my_gib, my_tflops, my_memory_gb_s)
     machine = machine.replace(host_bandwidth=link_times * machine.host_bandwidth)
     found = {
         tier: largest_model(
@@ -69,38 +72,35 @@ def render(
     return draw(gpu, devices, found, said), html
 
 
-def draw(gpu: str, devices: int, found: dict[str, Largest], said: str) -> Picture:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.6, 2.6), dpi=100)
-    axes = figure.add_axes((0.12, 0.2, 0.85, 0.68))
+def draw(gpu: str, devices: int, found: dict[str, Largest], said: str) -> Drawing:
     sizes = [log10(each.parameters / 1e9) for each in found.values()]
-    low = min(sizes) - 0.4
-    axes.barh(range(len(found)), [size - low for size in sizes], 0.6, left=low, color="#9ecae1")
-    for tier, size in zip(range(len(found)), sizes):
-        axes.text(size, tier, f"   {10**size:.3g}", va="center", fontsize=9)
+    low, high = min(sizes) - 0.4, max(sizes) + 0.6
+    marks = [1, 10, 100, 1000, 10000]
+    panel = Panel(
+        700, 220, (low, high), (len(sizes) - 0.5, -0.5), yticks=dict(enumerate(found)),
+        xticks={log10(m): f"{m:,}" for m in marks if low < log10(m) < high},
+        xlabel="billions of parameters; dots: published",
+    )  # fmt: skip
+    for row, size in enumerate(sizes):
+        panel.box(low, row - 0.3, size, row + 0.3, "#6baed6")
+        panel.words(size, row, f"{10**size:.3g}", shift=(12, 0))
     for machine, count, tier, billions, _ in PUBLISHED:
         if (machine, count) == (gpu, devices):
-            axes.plot(log10(billions), list(found).index(tier), "o", color="#d95f02")
-    high = max(sizes) + 0.4
-    marks = [1, 10, 100, 1000, 10000]
-    rows = dict(enumerate(found))
-    ticks(axes, {log10(m): f"{m:,}" for m in marks if low < log10(m) < high}, rows)
-    axes.set(xlim=(low, high), ylim=(len(rows) - 0.5, -0.5))
-    axes.set_xlabel("billions of parameters; dots: published")
-    axes.spines[["top", "right"]].set_visible(False)
-    return Picture(figure, said)
+            panel.dot(log10(billions), list(found).index(tier), "#d95f02", 4.5)
+    return Drawing([panel], said)
 
 
 def largest_fits(**start) -> Explorer:
     """The explorer; `start` sets some controls, as in largest_fits(gpu="h100", devices=8)."""
     explorer = Explorer(
         render,
+        shown_if_mine("my_gib", "my_tflops", "my_memory_gb_s"),
         gpu=choice(*GPUS),
         devices=choice(1, 2, 4, 8, 16),
         micro_batch_size=whole(1, 64, log=True),
         seq_len=whole(128, 2**15, log=True),
         link_times=real(0.1, 10.0),
+        **controls("my_gib", "my_tflops", "my_memory_gb_s"),
     )
     explorer.change(**start)
     return explorer

@@ -10,8 +10,7 @@ from mini_dist.plan.calculators.costs import Cost, all_reduce
 from mini_dist.plan.calculators.links import Hierarchy, Link
 from mini_dist.plan.calculators.machines import hardware
 
-from ..draw.labels import numbered, round_places, ticks
-from ..draw.picture import INK, Picture
+from ..draw.svg import Drawing, Panel, numbered, round_places
 from ..lab import ParameterError, choice, whole
 from . import page
 from .explorer import Explorer
@@ -126,7 +125,7 @@ def explorer(yours: Link | None = None, **start) -> Explorer:
 
     def render(
         machine: str = "H100, 8 a node", num_ranks: int = 64, num_bytes: int = 2**20
-    ) -> tuple[Picture, str]:
+    ) -> tuple[Drawing, str]:
         link = links_of(machine, num_ranks, yours)
         if isinstance(link, Hierarchy) and num_ranks % min(num_ranks, link.ranks_per_node):
             raise ParameterError(f"{num_ranks} ranks do not fill nodes of {link.ranks_per_node}.")
@@ -143,61 +142,49 @@ def explorer(yours: Link | None = None, **start) -> Explorer:
     return shown
 
 
-def draw(machine: str, num_ranks: int, num_bytes: int, link) -> Picture:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.4, 3.7), dpi=100)
-    # Fixed places: matplotlib's own layout engines take longer than all the rest.
-    left = figure.add_axes((0.08, 0.15, 0.46, 0.72))
-    right = figure.add_axes((0.69, 0.15, 0.22, 0.72))
-
-    # Logarithms on plain axes, and few collections: log axes and many small patches take longer.
+def draw(machine: str, num_ranks: int, num_bytes: int, link) -> Drawing:
+    # Logarithms on both axes.
     races = [race(size, num_ranks, link) for size in SIZES]
     xs = [math.log2(size) for size in SIZES]
-    for algorithm in candidates(num_ranks, link):
-        ys = [math.log10(each[algorithm].seconds) for each in races]
-        left.plot(xs, ys, color=COLORS[algorithm], linewidth=1.8)
-    lowest, highest = left.get_ylim()
-    ribbons: dict[tuple, list] = {}  # a ribbon below, in the colors of those who win
+    lines = {
+        algorithm: [math.log10(each[algorithm].seconds) for each in races]
+        for algorithm in candidates(num_ranks, link)
+    }
+    lowest, highest = min(map(min, lines.values())) - 0.2, max(map(max, lines.values())) + 0.2
+    powers = range(math.ceil(lowest), math.floor(highest) + 1, 2)
+    left = Panel(
+        410, 300, (xs[0] - 1, xs[-1] + 1), (lowest - 0.5, highest),
+        title=f"all-reduce, {num_ranks} ranks; the ribbon shows who wins",
+        xticks={3: "8 B", 10: "1 KiB", 20: "1 MiB", 30: "1 GiB"},
+        yticks={power: time_name(10.0**power) for power in powers},
+        legend={algorithm: COLORS[algorithm] for algorithm in lines},
+    )  # fmt: skip
+    for algorithm, ys in lines.items():
+        left.line(zip(xs, ys), COLORS[algorithm], 1.8)
     for x, each in zip(xs, races):
         best = winners(each)
         for number, algorithm in enumerate(best):
-            ribbons.setdefault((algorithm, number, len(best)), []).append((x - 1, 2))
-    for (algorithm, number, count), places in ribbons.items():
-        bottom, height = lowest - 0.5 + 0.3 * number / count, 0.3 / count
-        left.broken_barh(places, (bottom, height), color=COLORS[algorithm], linewidth=0)
-    left.axvline(math.log2(num_bytes), color=INK, linestyle=":", linewidth=1)
-    left.set(ylim=(lowest - 0.5, highest), xlim=(xs[0] - 1, xs[-1] + 1))
-    powers = range(math.ceil(lowest), math.floor(highest) + 1, 2)
-    ticks(
-        left,
-        {3: "8 B", 10: "1 KiB", 20: "1 MiB", 30: "1 GiB"},
-        {power: time_name(10.0**power) for power in powers},
-    )
-    for row, algorithm in enumerate(candidates(num_ranks, link)):
-        left.text(0.03, 0.94 - 0.07 * row, algorithm, color=COLORS[algorithm], fontsize=8,
-                  transform=left.transAxes)  # fmt: skip
-    left.set_title(f"all-reduce, {num_ranks} ranks; the ribbon shows who wins", fontsize=9)
+            ends = [lowest - 0.5 + 0.3 * place / len(best) for place in (number, number + 1)]
+            left.box(x - 1, ends[0], x + 1, ends[1], COLORS[algorithm])
+    left.guide(x=math.log2(num_bytes), dash="2 2")
 
     here = race(num_bytes, num_ranks, link)
     most = 5 * next(iter(here.values())).seconds  # who takes longer runs out of the picture
     unit, name = unit_of(most)
+    right = Panel(
+        330, 300, (0, 1.35 * most / unit), (len(here) - 0.4, -0.6), title=size_name(num_bytes),
+        xticks=numbered(round_places(0, most / unit, 4)), yticks=dict(enumerate(here)),
+        xlabel=f"{name}  (gray: latency)",
+    )  # fmt: skip
     for row, (algorithm, each) in enumerate(here.items()):
         waiting = cost(num_bytes, num_ranks, algorithm, latency_only(link)).seconds
-        right.barh(row, each.seconds / unit, 0.6, color=COLORS[algorithm])
-        right.barh(row, waiting / unit, 0.6, color="#d9d9d9")
         end = min(each.seconds, most) / unit
-        right.text(end, row, f" {time_name(each.seconds)}", va="center", fontsize=8, clip_on=False)
-    right.set_xlim(0, most / unit)
-    right.invert_yaxis()
-    ticks(right, numbered(round_places(0, most / unit)), dict(enumerate(here)))
-    right.set_xlabel(f"{name}  (grey: latency)")
-    right.set_title(f"{size_name(num_bytes)}", fontsize=9)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
+        right.box(0, row - 0.3, end, row + 0.3, COLORS[algorithm])
+        right.box(0, row - 0.3, min(waiting, most) / unit, row + 0.3, "#c0c0c0")
+        right.words(end, row, time_name(each.seconds), shift=(5, 0))
     best = " = ".join(winners(here))
     said = f"{machine}, {num_ranks} ranks, {size_name(num_bytes)}: {best} the fastest"
-    return Picture(figure, said)
+    return Drawing([left, right], said)
 
 
 def words(machine: str, num_ranks: int, num_bytes: int, link) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 from mini_dist.plan.calculators import (
     Breakdown,
     Layout,
@@ -11,24 +9,23 @@ from mini_dist.plan.calculators import (
     ModelConfig,
     device_memory,
     framework,
-    hardware,
     peak_memory,
     rank_memory,
     readable,
 )
 from mini_dist.plan.calculators import model as model_preset
 
-from ..draw.labels import numbered, ticks
-from ..draw.picture import Picture
+from ..draw.svg import LIMIT, Drawing, Panel, numbered
 from ..lab import choice, flag, whole
 from . import page
+from .device import MINE, START, controls, machine_of, shown_if_mine
 from .explorer import Explorer
 
 MODELS = (
     *("gpt2-xl", "llama3-8b", "llama3-70b", "llama3-405b", "gpt3-175b", "bloom-176b"),
     *("mixtral-8x7b", "deepseek-v3"),
 )
-GPUS = ("a100-40", "a100-80", "h100", "h200", "b200", "mi300x")
+GPUS = ("a100-40", "a100-80", "h100", "h200", "b200", "mi300x", MINE)
 PROGRAMS = ("megatron-core", "fsdp", "nanotron", "megatron-deepspeed")
 STATES = ("parameters", "gradients", "optimizer", "unsharded parameters")
 STATE, ACTIVATION, MOMENT, OUTSIDE = "#3182bd", "#fd8d3c", "#9e9ac8", "#bdbdbd"
@@ -50,12 +47,13 @@ def render(
     num_micro_batches: int = 8,
     sequence_parallel: bool = False,
     recompute: str = "none",
-) -> tuple[Picture, str]:
+    my_gib: float = START["my_gib"],
+) -> tuple[Drawing, str]:
     """The fullest rank's memory as a waterfall beside the device's, and all pipeline ranks'.
 
     Raises ValueError when the layout cannot cut the model.
     """
-    config, machine = model_preset(model).replace(seq_len=seq_len), hardware(gpu)
+    config, machine = model_preset(model).replace(seq_len=seq_len), machine_of(gpu, my_gib)
     layout = Layout(
         pp,
         dp,
@@ -143,59 +141,58 @@ def kind_of(line: Line) -> str:
     return ACTIVATION if line.name in ("activations", "embedding dropout") else MOMENT
 
 
-def draw(title, config, layout, program, fullest: Breakdown, has: float) -> Picture:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.4, 3.7), dpi=100)
-    # Fixed places: matplotlib's own layout engines take longer than all the rest.
-    left, right = (
-        figure.add_axes((0.19, 0.13, 0.49, 0.77)),
-        figure.add_axes((0.76, 0.13, 0.2, 0.77)),
-    )
-
+def draw(title, config, layout, program, fullest: Breakdown, has: float) -> Drawing:
     needed = device_memory(fullest.total, program)
     bars = [(line.name, line.value / GIB, kind_of(line)) for line in fullest]
     bars.append(("outside, fragments", (needed - fullest.total) / GIB, OUTSIDE))
-    names, sizes, colors = zip(*bars)
-    ends = list(accumulate(sizes))  # a waterfall down to the sum
-    starts = [end - size for end, size in zip(ends, sizes)]
-    rows = range(len(bars) + 1)
-    left.barh(rows, [*sizes, ends[-1]], 0.75, [*starts, 0], color=[*colors, "#969696"])
-    for row, (end, size) in enumerate(zip([*ends, ends[-1]], [*sizes, ends[-1]])):
-        left.text(end, row, f" {size:,.1f}", va="center", fontsize=8)
-    left.axvline(has / GIB, color="#de2d26", linestyle="--")
-    left.text(has / GIB, -0.8, " the device", fontsize=8, color="#de2d26")
-    ticks(left, y=dict(enumerate([*names, "sum"])))  # (the numbers stand at the bars)
     most = max(needed, has) / GIB
-    left.set(ylim=(len(bars) + 0.6, -1.3), xlim=(0, 1.18 * most), xlabel="GiB")
+    left = Panel(
+        420, 300, (0, 1.3 * most), (len(bars) + 0.5, -1.3), xlabel="GiB", sides="l",
+        yticks=dict(enumerate([*(name for name, _, _ in bars), "sum"])),
+    )  # fmt: skip
+    end = 0.0
+    for row, (_, size, color) in enumerate(bars):  # a waterfall down to the sum
+        left.box(end, row - 0.38, end + size, row + 0.38, color)
+        end += size
+        left.words(end, row, f"{size:,.1f}", shift=(5, 0))
+    left.box(0, len(bars) - 0.38, end, len(bars) + 0.38, "#969696")
+    left.words(end, len(bars), f"{end:,.1f}", bold=True, shift=(5, 0))
+    left.guide(x=has / GIB, color=LIMIT)
+    near = dict(anchor="end", shift=(-5, 0)) if has / GIB > 0.8 * most else dict(shift=(5, 0))
+    left.words(has / GIB, -0.9, "the device", LIMIT, **near)
 
-    waterfalls = [rank_memory(config, layout, program, rank) for rank in range(layout.pp)]
-    edges = [rank - 0.5 for rank in range(layout.pp + 1)]
+    right = Panel(
+        300, 300, (-0.5, layout.pp - 0.5), (0, 1.1 * most), title="allocated, by pipeline rank",
+        xticks=numbered(sorted({0, layout.pp - 1})), yticks=numbered([0, round(has / GIB)]),
+        legend={"states": STATE, "activations": ACTIVATION, "worst moment": MOMENT},
+    )  # fmt: skip
     floors = [0.0] * layout.pp
-    for color, name in ((STATE, "states"), (ACTIVATION, "activations"), (MOMENT, "worst moment")):
-        tops = [
-            floor + sum(line.value for line in each if kind_of(line) == color) / GIB
-            for floor, each in zip(floors, waterfalls)
-        ]
-        right.stairs(tops, edges, baseline=floors, fill=True, color=color)
-        middle = (floors[0] + tops[0]) / 2
-        if tops[0] - floors[0] > 0.07 * most:
-            right.text(-0.4, middle, name, fontsize=7, va="center", color="white")
-        floors = tops
-    right.axhline(has / GIB, color="#de2d26", linestyle="--")
-    right.set(ylim=(0, 1.1 * most), xlim=(-0.5, layout.pp - 0.5), xlabel="pipeline rank")
-    ticks(right, numbered(sorted({0, layout.pp - 1})), numbered([0, round(has / GIB)]))
-    right.set_title("allocated", fontsize=9)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.text(0.02, 0.95, title, fontsize=10, color="#a50f15" if needed > has else "#006d2c")
-    return Picture(figure, title)
+    waterfalls = [rank_memory(config, layout, program, rank) for rank in range(layout.pp)]
+    for color in (STATE, ACTIVATION, MOMENT):
+        for rank, each in enumerate(waterfalls):
+            size = sum(line.value for line in each if kind_of(line) == color) / GIB
+            right.box(rank - 0.5, floors[rank], rank + 0.5, floors[rank] + size, color)
+            floors[rank] += size
+    right.guide(y=has / GIB, color=LIMIT)
+    return Drawing([left, right], title, title, "#de2d26" if needed > has else "#31a354")
 
 
-def memory_waterfall(**start) -> Explorer:
-    """The explorer; `start` sets some controls, as in memory_waterfall(model="llama3-70b")."""
+SHOWN_IF = {  # Controls that change nothing until another one is moved.
+    "zero": lambda values: values["dp"] > 1 or values["cp"] > 1,
+    "ep": lambda values: bool(model_preset(values["model"]).num_experts) or values["ep"] > 1,
+    "num_micro_batches": lambda values: values["pp"] > 1,
+    "sequence_parallel": lambda values: values["tp"] > 1,
+}
+
+
+def memory_waterfall(only: tuple[str, ...] = (), **start) -> Explorer:
+    """The explorer; `start` sets some controls, as in memory_waterfall(model="llama3-70b").
+
+    only: the names of the controls to show; all of them unless given.
+    """
     explorer = Explorer(
         render,
+        SHOWN_IF | shown_if_mine("my_gib"),
         model=choice(*MODELS),
         gpu=choice(*GPUS),
         program=choice(*PROGRAMS),
@@ -210,6 +207,9 @@ def memory_waterfall(**start) -> Explorer:
         num_micro_batches=whole(1, 128, log=True),
         sequence_parallel=flag(),
         recompute=choice("none", "selective", "full"),
+        **controls("my_gib"),
     )
+    if only:
+        explorer.keep_only(*only)
     explorer.change(**start)
     return explorer

@@ -7,7 +7,6 @@ from math import log10
 
 from mini_dist.plan.calculators import (
     Breakdown,
-    hardware,
     model_states,
     num_parameters,
     readable,
@@ -15,14 +14,14 @@ from mini_dist.plan.calculators import (
 )
 from mini_dist.plan.calculators import model as model_preset
 
-from ..draw.labels import ticks
-from ..draw.picture import Picture
+from ..draw.svg import FAINT, LIMIT, Drawing, Panel
 from ..lab import choice, real
 from . import page
+from .device import MINE, START, controls, machine_of, shown_if_mine
 from .explorer import Explorer, doublings
 
 MODELS = ("gpt2-xl", "gpt3-175b", "llama3-8b", "llama3-70b", "llama3-405b")
-GPUS = ("a100-40", "a100-80", "h100", "h200", "b200")
+GPUS = ("a100-40", "a100-80", "h100", "h200", "b200", MINE)
 
 # Bytes a parameter: parameters, gradients | kept by the optimizer: fp32 copy, Adam's two moments.
 RECIPES = {
@@ -74,9 +73,11 @@ def render(
     num_gpus: int = 1,
     utilisation: float = 0.45,
     tokens: str = "as published",
-) -> tuple[Picture, str]:
+    my_gib: float = START["my_gib"],
+    my_tflops: float = START["my_tflops"],
+) -> tuple[Drawing, str]:
     """Memory of all model states beside one GPU's; time: 6 P T / (GPUs * peak * utilisation)."""
-    machine, parameters = hardware(gpu), num_parameters(model_preset(model))
+    machine, parameters = machine_of(gpu, my_gib, my_tflops), num_parameters(model_preset(model))
     each = RECIPES[recipe]
     states = model_states(
         parameters, parameter_bytes=each[0], gradient_bytes=each[1], optimizer_bytes=sum(each[2:])
@@ -103,55 +104,42 @@ def tokens_of(model: str, parameters: int, tokens: str) -> tuple[float, str]:
     return 20 * parameters, unknown + optimal
 
 
-def draw(model, each, states: Breakdown, machine, time: Breakdown, num_gpus: int) -> Picture:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.4, 3.3), dpi=100)
-    # Fixed places: matplotlib's own layout engines take longer than all the rest.
-    left, right = figure.add_axes((0.1, 0.16, 0.42, 0.7)), figure.add_axes((0.62, 0.16, 0.36, 0.7))
-
-    one, gib, start = machine.device.memory_bytes / 2**30, states["parameters"] / each[0] / 2**30, 0
-    for row, (nbytes, color) in enumerate(zip(each, COLORS)):  # a waterfall down to the sum
-        left.barh(row, nbytes * gib, 0.75, start, color=color)
-        start += nbytes * gib
-        said = f"{nbytes} × P = {nbytes * gib:,.0f}"
-        left.annotate(
-            said,
-            (start, row),
-            (4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
-        )
-    left.barh(len(each), start, 0.75, color="#969696")
-    left.text(start, len(each), f" {start:,.0f}", va="center", fontsize=8, weight="bold")
-    left.axvline(one, color="#de2d26", linestyle="--", zorder=0)  # behind the numbers
-    left.text(one, -0.75, " one GPU", fontsize=8, color="#de2d26")
-    ticks(left, y=dict(enumerate([*KINDS, "sum"])))  # (the numbers stand at the bars)
-    left.set(ylim=(len(each) + 0.6, -1.2), xlim=(0, 1.3 * max(start, one)), xlabel="GiB")
-    count = start / one
+def draw(model, each, states: Breakdown, machine, time: Breakdown, num_gpus: int) -> Drawing:
+    one, gib = machine.device.memory_bytes / 2**30, states["parameters"] / each[0] / 2**30
+    total = sum(each) * gib
+    count = total / one
     said = f"{count:,.0f}" if count >= 10 else f"{count:.2g}"
-    left.set_title(f"{model}: model states = {said} × {machine.device.name}", fontsize=9)
+    left = Panel(
+        400, 280, (0, 1.55 * max(total, one)), (len(each) + 0.5, -1.2), sides="l", xlabel="GiB",
+        yticks=dict(enumerate([*KINDS, "sum"])),
+        title=f"{model}: model states = {said} × {machine.device.name}",
+    )  # fmt: skip
+    left.guide(x=one, color=LIMIT)  # behind the numbers
+    near = dict(anchor="end", shift=(-5, 0)) if one > 0.8 * total else dict(shift=(5, 0))
+    left.words(one, -0.8, "one GPU", LIMIT, **near)
+    start = 0.0
+    for row, (nbytes, color) in enumerate(zip(each, COLORS)):  # a waterfall down to the sum
+        left.box(start, row - 0.38, start + nbytes * gib, row + 0.38, color)
+        start += nbytes * gib
+        left.words(start, row, f"{nbytes} × P = {nbytes * gib:,.0f}", shift=(5, 0))
+    left.box(0, len(each) - 0.38, start, len(each) + 0.38, "#969696")
+    left.words(start, len(each), f"{start:,.0f}", bold=True, shift=(5, 0))
 
-    # Logarithms on plain axes, which are laid out faster than log axes.
-    years, most = log10(time["years"]), log10(2**16)
-    here = log10(num_gpus)
-    right.plot((0, most), (years + here, years + here - most), color="#756bb1")
-    right.plot(here, years, "o", color="#756bb1", markersize=8)
+    # Logarithms on both axes.
+    years, most, here = log10(time["years"]), log10(2**16), log10(num_gpus)
     low, high = min(-3.3, years + here - most - 0.2), max(3.3, years + here + 0.2)
-    for name, span in SPANS.items():
-        if not low < log10(span) < high:
-            continue
-        right.axhline(log10(span), color="#d9d9d9", linewidth=0.8, zorder=0)
-        right.text(most, log10(span), name, ha="right", va="bottom", fontsize=7, color="#737373")
-    ticks(right, {log10(8**k): f"{8**k:,}" for k in range(6)})
-    right.set(ylim=(low, high), xlim=(-0.1, most + 0.1), xlabel="GPUs")
     said = f"{duration(time['time'])} on {num_gpus:,} GPU{'s' * (num_gpus > 1)}"
-    right.set_title(f"training: {said}", fontsize=9)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    return Picture(figure, f"{model}: {start:,.0f} GiB of model states; {said}")
+    right = Panel(
+        340, 280, (-0.1, most + 0.1), (low, high), title=f"training: {said}", xlabel="GPUs",
+        xticks={log10(8**k): f"{8**k:,}" for k in range(6)},
+    )  # fmt: skip
+    for name, span in SPANS.items():
+        if low < log10(span) < high:
+            right.guide(y=log10(span), dash="", width=1, alpha=FAINT)
+            right.words(most, log10(span), name, anchor="end", shift=(0, -8))
+    right.line([(0, years + here), (most, years + here - most)], "#756bb1", 2)
+    right.dot(here, years, "#756bb1", 5)
+    return Drawing([left, right], f"{model}: {start:,.0f} GiB of model states; {said}")
 
 
 def duration(seconds: float) -> str:
@@ -162,16 +150,23 @@ def duration(seconds: float) -> str:
     return f"{value:,.0f} {name}" if value >= 1000 else f"{value:.4g} {name}"
 
 
-def memory_and_time(**start) -> Explorer:
-    """The explorer; `start` sets some controls, as in memory_and_time(model="llama3-8b")."""
+def memory_and_time(only: tuple[str, ...] = (), **start) -> Explorer:
+    """The explorer; `start` sets some controls, as in memory_and_time(model="llama3-8b").
+
+    only: the names of the controls to show; all of them unless given.
+    """
     explorer = Explorer(
         render,
+        shown_if_mine("my_gib", "my_tflops"),
         model=choice(*MODELS),
         recipe=choice(*RECIPES),
         gpu=choice(*GPUS),
         num_gpus=choice(*doublings(1, 2**16)),  # (the number beside such a slider invites typing)
         utilisation=real(0.05, 1.0),
         tokens=choice(*TOKENS),
+        **controls("my_gib", "my_tflops"),
     )
+    if only:
+        explorer.keep_only(*only)
     explorer.change(**start)
     return explorer

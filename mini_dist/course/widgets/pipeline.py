@@ -16,9 +16,8 @@ from mini_dist.plan.schedule import (
 )
 from mini_dist.ranks.launch import launch
 
-from ..draw.labels import numbered, round_places, ticks, write
-from ..draw.picture import RANK_COLORS, Picture
-from ..draw.schedules import ACTION_COLORS, ACTION_NAMES, holdings, lanes
+from ..draw.schedules import holdings, lanes, legend
+from ..draw.svg import WIDEST, Drawing, numbered, round_places
 from ..lab import choice, flag, real, whole
 from . import page
 from .explorer import Explorer
@@ -93,7 +92,7 @@ def explorer(**start) -> Explorer:
         weight_ms: float = 5.0,
         comm_ms: float = 0.0,
         measured: bool = False,
-    ) -> tuple[Picture, str]:
+    ) -> tuple[Drawing, str]:
         lists = schedule_of(schedule, num_ranks, num_micro_batches, chunks)
         whole_rank = Times(forward_ms, backward_ms, weight_ms, comm_ms)
         times = thin(whole_rank, lists)
@@ -105,6 +104,7 @@ def explorer(**start) -> Explorer:
 
     shown = Explorer(
         render,
+        {"chunks": lambda values: values["schedule"] == "interleaved"},
         schedule=choice(*NAMES),
         num_ranks=whole(1, MOST_RANKS),
         num_micro_batches=whole(1, 32),
@@ -119,45 +119,26 @@ def explorer(**start) -> Explorer:
     return shown
 
 
-def draw(schedule: Schedule, shown: dict[str, Timeline]) -> Picture:
-    from matplotlib.figure import Figure
-
-    heights = [0.6 + 0.24 * schedule.num_ranks] * len(shown) + [1.5]  # inches
-    total = sum(heights) + 0.35
-    figure = Figure(figsize=(9.4, total), dpi=100)
+def draw(schedule: Schedule, shown: dict[str, Timeline]) -> Drawing:
     last = max(timeline.makespan for timeline in shown.values())
-    ranks = [f"rank {rank}" for rank in range(schedule.num_ranks)]
-    # Fixed places: matplotlib's own layout engines take longer than all the rest.
-    top = total - 0.35
-    for (label, timeline), height in zip(shown.items(), heights):
-        axes = figure.add_axes((0.08, (top - height + 0.2) / total, 0.9, (height - 0.5) / total))
-        lanes(axes, timeline, last)
-        ticks(axes, numbered(round_places(0, last)), dict(enumerate(ranks)))
-        axes.set_title(f"{label}: bubble {percent(timeline.bubble)}", fontsize=9, loc="left")
-        top -= height
-    axes = figure.add_axes((0.08, 0.4 / total, 0.9, 0.85 / total))
-    holdings(axes, shown["simulated"])
-    axes.set_xlim(0, 1.005 * last)
-    chunks = schedule.num_stages // schedule.num_ranks  # a step is a thin stage's: that much less
-    most = numbered(round_places(0, axes.get_ylim()[1] / chunks, 3))
-    held = {chunks * place: number for place, number in most.items()}
-    ticks(axes, numbered(round_places(0, last)), held)
-    axes.set_xlabel("ms", fontsize=8)
-    axes.set_title("held, in micro-batches of a rank's whole share", fontsize=9, loc="left")
-    # legends of matplotlib take as long as the bars that they explain
-    places = [1 - 0.07 * (len(ranks) - rank - 0.5) for rank in range(len(ranks))]
-    above = dict(va="bottom", transform=axes.transAxes, color=RANK_COLORS[: len(ranks)])
-    write(axes, ranks, places, [1.06] * len(ranks), **above)
-    kinds = {action.kind for action in schedule.all_actions}
-    kinds = [kind for kind in "FBWS" if kind in kinds]
-    places = [0.98 - 0.12 * (len(kinds) - number) for number in range(len(kinds))]
-    at_top = dict(ha="left", transform=figure.transFigure)
-    tops = [1 - 0.15 / total] * len(kinds)
-    write(axes, "■" * len(kinds), places, tops, size=14,
-          color=[ACTION_COLORS[kind][0] for kind in kinds], **at_top)  # fmt: skip
-    write(axes, [ACTION_NAMES[kind] for kind in kinds], places, tops, shift=(14, 0), **at_top)
+    places = numbered(round_places(0, last, 9))
+    panels = []
+    for label, timeline in shown.items():
+        title = f"{label}: bubble {percent(timeline.bubble)}"
+        panels.append(lanes(timeline, last, title=title, xticks=places, width=WIDEST))
+    chunks = schedule.num_stages // schedule.num_ranks
+    simulated = shown["simulated"]
+    most = max(simulated.peak_in_flight) / chunks  # in micro-batches of a rank's whole share
+    marks = {chunks * place: name for place, name in numbered(round_places(0, most, 3)).items()}
+    panels[0].legend = legend(simulated)
+    panels.append(
+        holdings(
+            simulated, last, width=WIDEST, xticks=places, yticks=marks, xlabel="ms",
+            title="held, in micro-batches of a rank's whole share",
+        )
+    )  # fmt: skip
     said = ", ".join(f"{label} {percent(t.bubble)}" for label, t in shown.items())
-    return Picture(figure, f"{schedule.name}, {schedule.num_ranks} ranks: bubble {said}")
+    return Drawing(panels, f"{schedule.name}, {schedule.num_ranks} ranks: bubble {said}")
 
 
 def describe(schedule: Schedule, shown: dict[str, Timeline], said: tuple[float, str]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from functools import lru_cache
 
 from mini_dist.plan.calculators import (
@@ -11,25 +10,25 @@ from mini_dist.plan.calculators import (
     Layout,
     Plan,
     device_memory,
-    hardware,
     peak_memory,
     plan,
     readable,
 )
 from mini_dist.plan.calculators import model as model_preset
 from mini_dist.plan.calculators.layouts import Search, short
+from mini_dist.plan.calculators.machines import Hardware, hardware
 
-from ..draw.labels import ticks, write
-from ..draw.picture import Picture
+from ..draw.svg import FAINT, INK, Drawing, Panel, ink_on
 from ..lab import choice, whole
 from . import page
+from .device import CONTROLS, MINE, START, machine_of, shown_if_mine
 from .explorer import Explorer
 
 MODELS = (
     *("llama3-8b", "llama3-70b", "llama3-405b", "gpt3-175b", "bloom-176b"),
     *("mixtral-8x7b", "deepseek-v3"),
 )
-GPUS = ("a100-80", "h100", "h100-hf", "h200", "b200")
+GPUS = ("a100-80", "h100", "h100-hf", "h200", "b200", MINE)
 TP = (1, 2, 4, 8)
 PP = (1, 2, 4, 8, 16, 32)
 TOKENS = {f"{size} Mi": size * 2**20 for size in (1, 2, 4, 8, 16, 32)}
@@ -42,30 +41,35 @@ def render(
     tokens_a_step: str = "4 Mi",
     tp: int = 8,
     pp: int = 4,
-) -> tuple[Picture, str]:
+    my_gib: float = START["my_gib"],
+    my_tflops: float = START["my_tflops"],
+    my_memory_gb_s: float = START["my_memory_gb_s"],
+    my_network_gb_s: float = START["my_network_gb_s"],
+) -> tuple[Drawing, str]:
     """MFU of the best layout with each tp and pp; the chosen cell against the best of all.
 
     Raises ValueError when nothing fits at all.
     """
-    found = search(model, gpu, num_gpus, TOKENS[tokens_a_step])
+    machine = machine_of(gpu, my_gib, my_tflops, my_memory_gb_s, my_network_gb_s)
+    found = search(model, machine, num_gpus, TOKENS[tokens_a_step])
     cells = best_of_cells(found)
     picture = draw(f"{model} on {num_gpus:,} {gpu}", found, cells, tp, pp)
     return picture, why(found, cells, tp, pp)
 
 
 @lru_cache(maxsize=64)  # a click in the map asks for the same plan again
-def search(model: str, gpu: str, num_gpus: int, tokens: int) -> Plan:
+def search(model: str, machine: Hardware | str, num_gpus: int, tokens: int) -> Plan:
     """The planner's answer by closed form; what it simulates besides would take too long here."""
-    config = model_preset(model)
+    config, machine = model_preset(model), hardware(machine)
     sequences = max(1, tokens // config.seq_len)
     on_the_map = Search(
         micro_batch_sizes=(1, 2, 4),
-        max_tp=min(max(TP), hardware(gpu).devices_per_node),
+        max_tp=min(max(TP), machine.devices_per_node),
         max_pp=max(PP),
         num_simulated=0,
         fastest_of_axes=True,
     )
-    found = plan(config, gpu, num_gpus, sequences * config.seq_len, search=on_the_map)
+    found = plan(config, machine, num_gpus, sequences * config.seq_len, search=on_the_map)
     if found.how.offload_optimizer:  # the map is of the devices' own memory
         raise ValueError(found.cautions()[0])
     return found
@@ -118,48 +122,47 @@ def device_memory_of(found: Plan, layout: Layout) -> float:
     return device_memory(peak_memory(found.model, layout, found.how).total, found.how)
 
 
-def draw(title: str, found: Plan, cells: dict, tp: int, pp: int) -> Picture:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.4, 3.6), dpi=100)
-    left, right = figure.add_axes((0.07, 0.13, 0.4, 0.74)), figure.add_axes((0.68, 0.13, 0.3, 0.74))
-
-    mfu = [[cells[t, p].time.mfu if (t, p) in cells else math.nan for p in PP] for t in TP]
+def draw(title: str, found: Plan, cells: dict, tp: int, pp: int) -> Drawing:
     best = found.best.time.mfu
-    left.set_facecolor("#eeeeee")
-    left.imshow(mfu, cmap="YlGn", vmin=0, vmax=1.25 * best, aspect="auto")
-    shown = [(TP.index(t), PP.index(p)) for t, p in cells]
-    rows, columns = zip(*shown) if shown else ((), ())
-    write(left, [f"{100 * mfu[row][column]:.0f}" for row, column in shown], columns, rows,
-          size=10, color="black")  # fmt: skip
-    place = (PP.index(pp), TP.index(tp))
-    left.plot(*place, "s", markersize=34, markerfacecolor="none", markeredgecolor="#d62728", mew=2)
-    ticks(left, dict(enumerate(map(str, PP))), dict(enumerate(map(str, TP))))
-    left.set(xlabel="pp", ylabel="tp")
-    left.set_title("MFU in %, best tried with each tp, pp (grey: none fits)", fontsize=9)
+    left = Panel(
+        350, 290, (-0.5, len(PP) - 0.5), (len(TP) - 0.5, -0.5), xlabel="pp", ylabel="tp", sides="",
+        xticks=dict(enumerate(map(str, PP))), yticks=dict(enumerate(map(str, TP))),
+        title="MFU in %, best tried with each tp, pp (gray: none fits)",
+    )  # fmt: skip
+    left.box(-0.5, -0.5, len(PP) - 0.5, len(TP) - 0.5, INK, FAINT)
+    for (t, p), candidate in cells.items():
+        x, y, mfu = PP.index(p), TP.index(t), candidate.time.mfu
+        left.box(x - 0.5, y - 0.5, x + 0.5, y + 0.5, color := shade(mfu / (1.25 * best)))
+        left.words(x, y, f"{100 * mfu:.0f}", ink_on(color), "middle")
+    x, y = PP.index(pp), TP.index(tp)
+    corners = [(x + dx, y + dy) for dx, dy in ((-0.48, -0.48), (0.48, -0.48), (0.48, 0.48))]
+    left.line([*corners, (x - 0.48, y + 0.48), corners[0]], "#d62728", 3)
 
     compared = {"fastest": found.best}
     if (tp, pp) in cells and cells[tp, pp] is not found.best:
         compared["yours"] = cells[tp, pp]
     names = list(dict.fromkeys(line.name for c in compared.values() for line in c.time.breakdown))
     names = sorted(names, key=lambda n: -max(value_of(c, n) for c in compared.values()))[:7]
+    longest = max(value_of(c, name) for c in compared.values() for name in names)
+    colors = {"fastest": "#31a354", "yours": "#d62728"}
+    right = Panel(
+        390, 290, (0, 1.03 * longest), (len(names) - 0.4, -0.6), yticks=dict(enumerate(names)),
+        title="where a step's time goes", legend={label: colors[label] for label in compared},
+        xlabel=f"longest bar {readable(longest, 's')}",
+    )  # fmt: skip
     height = 0.8 / len(compared)
     for number, (label, candidate) in enumerate(compared.items()):
-        places = [row + (number - (len(compared) - 1) / 2) * height for row in range(len(names))]
-        values = [value_of(candidate, name) for name in names]
-        color = "#31a354" if label == "fastest" else "#d62728"
-        right.barh(places, values, height, color=color)
-        right.text(0.98, 0.05 + 0.09 * number, label, color=color, ha="right", fontsize=9,
-                   transform=right.transAxes)  # fmt: skip
-    right.invert_yaxis()
-    ticks(right, y=dict(enumerate(names)))
-    longest = max(value_of(c, name) for c in compared.values() for name in names)
-    right.set_xlabel(f"longest bar {readable(longest, 's')}", fontsize=8)
-    right.set_title("where a step's time goes", fontsize=9)
-    right.spines[["top", "right"]].set_visible(False)
+        for row, name in enumerate(names):
+            low = row - 0.4 + number * height
+            right.box(0, low, value_of(candidate, name), low + height, colors[label])
     said = f"{title}: {short(found.best.layout)}, MFU {best:.1%}"
-    figure.text(0.02, 0.95, said, fontsize=10)
-    return Picture(figure, said)
+    return Drawing([left, right], said, said)
+
+
+def shade(share: float) -> str:
+    """A green from pale to dark."""
+    ends = zip((0xF7, 0xFC, 0xB9), (0x00, 0x68, 0x37))
+    return "#" + "".join(f"{round(pale + share * (dark - pale)):02x}" for pale, dark in ends)
 
 
 def value_of(candidate: Candidate, name: str) -> float:
@@ -170,12 +173,14 @@ def layout_planner(**start) -> Explorer:
     """The explorer; `start` sets some controls, as in layout_planner(num_gpus=1024, tp=4)."""
     explorer = Explorer(
         render,
+        shown_if_mine(*CONTROLS),
         model=choice(*MODELS),
         gpu=choice(*GPUS),
         num_gpus=whole(8, 16384, log=True),
         tokens_a_step=choice(*TOKENS),
         tp=choice(*TP),
         pp=choice(*PP),
+        **CONTROLS,
     )
     explorer.change(**start)
     return explorer

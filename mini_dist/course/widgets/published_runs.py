@@ -13,8 +13,7 @@ from mini_dist.plan.calculators.published import (
     megatron_2021,
 )
 
-from ..draw.labels import numbered, ticks
-from ..draw.picture import INK, Picture
+from ..draw.svg import FAINT, INK, Drawing, Panel, numbered
 from ..lab import choice, real
 from . import page
 from .explorer import Explorer
@@ -34,7 +33,7 @@ def render(
     straggler: float = 1.0,
     network: float = 1.0,
     kernels: float = 1.0,
-) -> tuple[Picture, str]:
+) -> tuple[Drawing, str]:
     """Every run's predicted / measured, and the chosen one's step, line by line.
 
     straggler: the slowest device's time over the others'.  network, kernels: what part of their
@@ -83,52 +82,41 @@ def words(name: str, predicted: dict[str, StepTime]) -> str:
     return page.table(rows, caption=name) + page.breakdown(time.breakdown)
 
 
-def draw(name: str, predicted: dict[str, StepTime]) -> Picture:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.4, 3.7), dpi=100)
-    left, right = (
-        figure.add_axes((0.06, 0.13, 0.46, 0.76)),
-        figure.add_axes((0.72, 0.13, 0.26, 0.76)),
-    )
-
-    left.axhline(1, color="#bdbdbd", linewidth=1)
-    left.axhspan(0.9, 1.1, color="#f0f0f0", zorder=0)
+def draw(name: str, predicted: dict[str, StepTime]) -> Drawing:
     names = list(RUNS)
-    ratios = [1 + error for error in errors(predicted)]
-    lows = [predicted[each].low / RUNS[each][0].seconds for each in names]
-    highs = [predicted[each].high / RUNS[each][0].seconds for each in names]
-    colors = [color for _, color in RUNS.values()]
-    left.vlines(range(len(names)), lows, highs, colors=colors, linewidth=2, alpha=0.4)
-    left.scatter(range(len(names)), ratios, c=colors, s=22, zorder=3)
-    chosen = names.index(name)
-    left.plot(
-        chosen, ratios[chosen], "o", markersize=12, markerfacecolor="none", markeredgecolor=INK
-    )
-    for row, (label, (_, color)) in enumerate(SETS.items()):
-        left.text(0.02, 0.95 - 0.07 * row, label, color=color, fontsize=8, transform=left.transAxes)
-    left.set(ylim=(0.6, 1.6), xlim=(-1, len(names)), xlabel="runs")
-    ticks(left, y=numbered([0.8, 0.9, 1, 1.1, 1.2]))
-    left.set_title("step time, predicted / measured (bars: the stated interval)", fontsize=9)
+    left = Panel(
+        390, 300, (-1, len(names)), (0.6, 1.6), xlabel="runs",
+        yticks=numbered([0.8, 0.9, 1, 1.1, 1.2]),
+        legend={label: color for label, (_, color) in SETS.items()},
+        title="step time, predicted / measured (bars: the stated interval)",
+    )  # fmt: skip
+    left.box(-1, 0.9, len(names), 1.1, INK, FAINT / 2)
+    left.guide(y=1, dash="", alpha=0.4)
+    for place, (each, error) in enumerate(zip(names, errors(predicted))):
+        run, color = RUNS[each]
+        interval = [
+            (place, end / run.seconds) for end in (predicted[each].low, predicted[each].high)
+        ]
+        left.line(interval, color, 2.5, alpha=0.4)
+        left.dot(place, 1 + error, color, 3)
+        if each == name:
+            left.dot(place, 1 + error, INK, 7, filled=False)
 
     run, time = RUNS[name][0], predicted[name]
     lines = sorted(time.breakdown, key=lambda line: -line.value)[:8]
-    start, starts = 0.0, []
-    for line in lines:
-        starts.append(start)
+    labels = [*(line.name for line in lines), "predicted", "measured"]
+    right = Panel(
+        350, 300, (0, 1.05 * max(time.seconds, run.seconds)), (len(labels) - 0.4, -0.6),
+        title=name, yticks=dict(enumerate(labels)), xlabel=f"measured {readable(run.seconds, 's')}",
+    )  # fmt: skip
+    start = 0.0
+    for row, line in enumerate(lines):
+        right.box(start, row - 0.37, start + line.value, row + 0.37, "#74c476")
         start += line.value
-    rows = range(len(lines))
-    right.barh(rows, [line.value for line in lines], 0.75, starts, color="#74c476")
-    right.barh(len(lines), time.seconds, 0.75, color="#31a354")
-    right.barh(len(lines) + 1, run.seconds, 0.75, color="#636363")
-    right.invert_yaxis()
-    ticks(right, y=dict(enumerate([*(line.name for line in lines), "predicted", "measured"])))
-    right.set_xlabel(f"measured {readable(run.seconds, 's')}", fontsize=8)
-    right.set_title(name, fontsize=9)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
+    right.box(0, len(lines) - 0.37, time.seconds, len(lines) + 0.37, "#31a354")
+    right.box(0, len(lines) + 0.63, run.seconds, len(lines) + 1.37, "#969696")
     off = time.seconds / run.seconds - 1
-    return Picture(figure, f"{name}: predicted {off:+.1%} of measured")
+    return Drawing([left, right], f"{name}: predicted {off:+.1%} of measured")
 
 
 def compare_with_published(**start) -> Explorer:

@@ -13,8 +13,7 @@ from mini_dist.model.routing import route
 from mini_dist.plan.calculators import readable
 from mini_dist.strategies.expert_parallel import capacity_of, choose_copies
 
-from ..draw.labels import numbered, round_places, ticks, write
-from ..draw.picture import INK, Picture
+from ..draw.svg import FAINT, Drawing, Panel, numbered, round_places
 from ..lab import ParameterError, choice, real
 from . import page
 from .explorer import Explorer
@@ -57,7 +56,7 @@ def render(
     num_ranks: int = 4,
     liking: float = 0.5,
     capacity_factor: str = "none",
-) -> tuple[Picture, str]:
+) -> tuple[Drawing, str]:
     """The load of every expert and the rows from every rank to every other.
 
     liking: how much more the router likes the first expert than the last, in units of what tokens
@@ -77,56 +76,41 @@ def between_ranks(shown: Traffic) -> Tensor:
     return shown.went.view(num_ranks, num_ranks, -1).sum(-1)
 
 
-def draw(shown: Traffic) -> Picture:
-    from matplotlib.figure import Figure
-
+def draw(shown: Traffic) -> Drawing:
     num_ranks, num_experts = shown.went.shape
     wanted, went = shown.wanted.sum(0).tolist(), shown.went.sum(0).tolist()
-    figure = Figure(figsize=(9.2, 3.4), dpi=100)
-    left, right = (
-        figure.add_axes((0.08, 0.17, 0.5, 0.72)),
-        figure.add_axes((0.67, 0.17, 0.28, 0.72)),
-    )
-    places = range(num_experts)
-    left.bar(places, wanted, 0.8, color=DROPPED, label="dropped")
-    left.bar(places, went, 0.8, color=KEPT, label="answered")
-    mean = sum(wanted) / num_experts
-    left.axhline(mean, color=INK, linestyle=":", linewidth=1)
-    left.text(num_experts - 0.5, mean, " mean", fontsize=8, va="center", color=INK)
-    per_rank = num_experts // num_ranks
-    borders = [rank * per_rank - 0.5 for rank in range(num_ranks + 1)]
-    left.vlines(borders[1:-1], 0, 1, color="#cccccc", linewidth=0.8,
-                transform=left.get_xaxis_transform())  # fmt: skip
-    names = [f"rank {rank}" if num_ranks < 8 else str(rank) for rank in range(num_ranks)]
-    middles = [border + per_rank / 2 for border in borders[:-1]]
-    write(left, names, middles, [1.02] * num_ranks, va="bottom",
-          transform=left.get_xaxis_transform())  # fmt: skip
-    ticks(
-        left,
-        numbered(places[:: max(1, num_experts // 16)]),
-        numbered(round_places(*left.get_ylim())),
-    )
-    left.set_xlabel("expert")
-    left.set_ylabel("copies, all ranks")
-    if sum(went) < sum(wanted):
-        left.legend(frameon=False, fontsize=8, loc="upper right")
+    most, mean, per_rank = max(wanted), sum(wanted) / num_experts, num_experts // num_ranks
+    left = Panel(
+        420, 280, (-0.5, num_experts - 0.5), (0, 1.1 * most), xlabel="expert",
+        ylabel="copies, all ranks", legend={"answered": KEPT, "dropped": DROPPED},
+        xticks=numbered(range(num_experts)[:: max(1, num_experts // 16)]),
+        yticks=numbered(round_places(0, 1.1 * most)),
+    )  # fmt: skip
+    for expert in range(num_experts):
+        left.box(expert - 0.4, went[expert], expert + 0.4, wanted[expert], DROPPED)
+        left.box(expert - 0.4, 0, expert + 0.4, went[expert], KEPT)
+    left.guide(y=mean, dash="2 2")
+    for rank in range(num_ranks):
+        if rank:
+            left.guide(x=rank * per_rank - 0.5, dash="", width=1, alpha=2 * FAINT)
+        name = f"rank {rank}" if num_ranks < 8 else str(rank)
+        left.words((rank + 0.5) * per_rank - 0.5, 1.1 * most, name, anchor="middle", shift=(0, 4))
 
     rows = between_ranks(shown)
     travel = rows - rows.diagonal().diag()
     most = max(travel.max().item(), 1)
-    right.imshow(travel.tolist(), cmap="Purples", vmin=0, vmax=1.3 * most)
-    sources, targets = zip(*product(range(num_ranks), repeat=2))
-    counts = rows.flatten().tolist()
-    inks = ["white" if count > 0.7 * most else INK for count in travel.flatten().tolist()]
-    write(right, map(str, counts), targets, sources, color=inks)
-    ticks(right, numbered(range(num_ranks)), numbered(range(num_ranks)))
-    right.set_xlabel("to rank")
-    right.set_ylabel("from rank")
-    right.set_title("rows, from rank to rank (white: stay)", fontsize=9)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
+    ranks, square = numbered(range(num_ranks)), (-0.5, num_ranks - 0.5)
+    right = Panel(
+        300, 280, square, square[::-1], xlabel="to rank", ylabel="from rank", xticks=ranks,
+        yticks=ranks, title="rows, from rank to rank (no color: stay)",
+    )  # fmt: skip
+    for source, target in product(range(num_ranks), repeat=2):
+        if number := travel[source, target].item():
+            alpha = 0.1 + 0.6 * number / most
+            right.box(target - 0.5, source - 0.5, target + 0.5, source + 0.5, "#756bb1", alpha)
+        right.words(target, source, rows[source, target].item(), anchor="middle")
     said = f"{num_experts} experts on {num_ranks} ranks: {went} of {wanted} copies answered"
-    return Picture(figure, said)
+    return Drawing([left, right], said)
 
 
 def table(shown: Traffic) -> str:

@@ -10,22 +10,22 @@ from mini_dist.plan.calculators import (
     Layout,
     StepTime,
     device_memory,
-    hardware,
     peak_memory,
     readable,
     step_time,
 )
 from mini_dist.plan.calculators import model as model_preset
 from mini_dist.plan.calculators.kernels import COMMUNICATION
+from mini_dist.plan.calculators.machines import Hardware
 
-from ..draw.labels import ticks
-from ..draw.picture import INK, Picture
+from ..draw.svg import INK, Drawing, Panel
 from ..lab import ParameterError, choice, whole
 from . import page
+from .device import CONTROLS, MINE, START, machine_of, shown_if_mine
 from .explorer import Explorer
 
 MODELS = ("llama3-8b", "llama3-70b", "llama3-405b", "gpt3-175b")
-GPUS = ("a100-80", "h100", "h100-hf", "b200")
+GPUS = ("a100-80", "h100", "h100-hf", "b200", MINE)
 SIZES = tuple(2**k for k in range(3, 15))  # 8 ... 16,384
 STRONG, WEAK = "strong: the batch stays", "weak: the batch grows"
 KINDS = {  # what a line of a step's breakdown counts as
@@ -60,14 +60,19 @@ def render(
     batch: int = 1024,
     scaling: str = STRONG,
     num_gpus: int = 512,
-) -> tuple[Picture, str]:
+    my_gib: float = START["my_gib"],
+    my_tflops: float = START["my_tflops"],
+    my_memory_gb_s: float = START["my_memory_gb_s"],
+    my_network_gb_s: float = START["my_network_gb_s"],
+) -> tuple[Drawing, str]:
     """Throughput over the number of GPUs, and where a step's time goes.
 
     `batch` is sequences a step: everywhere (strong), or on the first point (weak).
     Raises ValueError when tp * pp GPUs are more than there are, or the batch too small to begin.
     """
+    machine = machine_of(gpu, my_gib, my_tflops, my_memory_gb_s, my_network_gb_s)
     both = {
-        kind: curve(model, gpu, tp, pp, zero, recompute, micro_batch_size, batch, kind)
+        kind: curve(model, machine, tp, pp, zero, recompute, micro_batch_size, batch, kind)
         for kind in (STRONG, WEAK)
     }
     shown = both[scaling]
@@ -77,13 +82,13 @@ def render(
             f"does not start on {max(8, tp * pp)} GPUs; give more sequences."
         )
     picture = draw(f"{model} on {gpu}, tp={tp} pp={pp}", both, scaling, num_gpus)
-    return picture, words(model, gpu, shown, scaling, num_gpus)
+    return picture, words(model, machine, shown, scaling, num_gpus)
 
 
 @lru_cache(maxsize=256)
 def curve(
     model: str,
-    gpu: str,
+    machine: Hardware | str,
     tp: int,
     pp: int,
     zero: int,
@@ -93,7 +98,7 @@ def curve(
     scaling: str,
 ) -> dict[int, Point]:
     """{GPUs: Point} for as long as every replica still has a micro-batch to compute."""
-    config, machine, points = model_preset(model), hardware(gpu), {}
+    config, points = model_preset(model), {}
     first = max(SIZES[0], tp * pp)
     for size in SIZES:
         if size < first:
@@ -132,7 +137,9 @@ def shares(time: StepTime) -> dict[str, float]:
     return parts
 
 
-def words(model: str, gpu: str, points: dict[int, Point], scaling: str, num_gpus: int) -> str:
+def words(
+    model: str, machine: Hardware, points: dict[int, Point], scaling: str, num_gpus: int
+) -> str:
     """The chosen point, beside the first one: efficiency, and whether it fits."""
     first, last = min(points), max(points)
     if num_gpus not in points:
@@ -142,8 +149,7 @@ def words(model: str, gpu: str, points: dict[int, Point], scaling: str, num_gpus
         return page.paragraph(f"{num_gpus:,} GPUs: {why}.")
     here, start = points[num_gpus], points[first]
     efficiency = here.tokens_per_second / num_gpus / (start.tokens_per_second / first)
-    config, machine = model_preset(model), hardware(gpu)
-    needed = device_memory(peak_memory(config, here.layout).total)
+    needed = device_memory(peak_memory(model_preset(model), here.layout).total)
     fits = "fits" if needed <= machine.device.memory_bytes else "does NOT fit"
     text = (
         f"{num_gpus:,} GPUs: {readable(here.tokens_per_second, 'tokens/s')}, "
@@ -157,65 +163,52 @@ def words(model: str, gpu: str, points: dict[int, Point], scaling: str, num_gpus
     return page.paragraph(text) + page.breakdown(here.time.breakdown)
 
 
-def draw(title: str, both: dict, scaling: str, num_gpus: int) -> Picture:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9.4, 3.6), dpi=100)
-    left, right = (
-        figure.add_axes((0.08, 0.14, 0.44, 0.72)),
-        figure.add_axes((0.6, 0.14, 0.25, 0.72)),
-    )
-
-    # Logarithms on plain axes, which are laid out faster than log axes.
+def draw(title: str, both: dict, scaling: str, num_gpus: int) -> Drawing:
+    # Logarithms on both axes.
     points = both[scaling]
-    first = min(points)
+    first, ends = min(points), (log2(SIZES[0]), log2(SIZES[-1]))
     ideal = log2(points[first].tokens_per_second / first)
-    ends = (log2(SIZES[0]), log2(SIZES[-1]))
-    left.plot(ends, [ideal + end for end in ends], "--", color="#bdbdbd", linewidth=1)
-    left.text(ends[1], ideal + ends[1], "ideal ", ha="right", va="bottom", fontsize=8)
-    for kind, curve_ in both.items():
-        strong = kind == scaling
-        color = "#3182bd" if kind == STRONG else "#e6550d"
-        xs = [log2(size) for size in curve_]
-        ys = [log2(point.tokens_per_second) for point in curve_.values()]
-        left.plot(xs, ys, "o-", color=color, markersize=3, alpha=1 if strong else 0.35)
-        if xs:
-            left.text(xs[-1] + 0.15, ys[-1], kind.split(":")[0], color=color, fontsize=8, va="top")
-    if num_gpus in points:
-        here = log2(points[num_gpus].tokens_per_second)
-        left.plot(log2(num_gpus), here, "o", markersize=10, markerfacecolor="none",
-                  markeredgecolor=INK)  # fmt: skip
-    low, high = left.get_ylim()
-    left.set(xlabel="GPUs", xlim=(ends[0] - 0.3, ends[1] + 1.2), ylim=(low, high))
+    rates = [log2(point.tokens_per_second) for curve_ in both.values() for point in curve_.values()]
+    low, high = min(*rates, ideal + ends[0]) - 0.5, max(*rates, ideal + ends[1]) + 0.5
     powers = [10**k for k in range(3, 10) if low < log2(10**k) < high]
-    ticks(left, {log2(n): f"{n:,}" for n in SIZES[::2]}, {log2(n): readable(n) for n in powers})
-    left.set_title("tokens a second", fontsize=9)
+    colors = {STRONG: "#3182bd", WEAK: "#e6550d"}
+    left = Panel(
+        400, 300, (ends[0] - 0.3, ends[1] + 0.6), (low, high), title="tokens a second",
+        xlabel="GPUs", xticks={log2(n): f"{n:,}" for n in SIZES[::3]},
+        yticks={log2(n): readable(n) for n in powers},
+        legend={kind.split(":")[0]: colors[kind] for kind in both} | {"ideal": "#969696"},
+    )  # fmt: skip
+    left.line([(end, ideal + end) for end in ends], "#969696", 1.2, "4 3")
+    for kind, curve_ in both.items():
+        alpha = 1 if kind == scaling else 0.35
+        spots = [(log2(size), log2(point.tokens_per_second)) for size, point in curve_.items()]
+        left.line(spots, colors[kind], alpha=alpha)
+        for spot in spots if kind == scaling else ():
+            left.dot(*spot, colors[kind], 2.5)
+    if num_gpus in points:
+        left.dot(log2(num_gpus), log2(points[num_gpus].tokens_per_second), INK, 7, filled=False)
 
-    xs = [log2(size) for size in points]
+    right = Panel(
+        340, 300, ends, (0, 1), title="where a step's time goes", xlabel="GPUs", legend=KINDS,
+        xticks={log2(n): f"{n:,}" for n in SIZES[::4]}, yticks={0: "0", 0.5: "50 %", 1: "100 %"},
+    )  # fmt: skip
+    xs, floors = [log2(size) for size in points], [0.0] * len(points)
     parts = [shares(point.time) for point in points.values()]
-    floors = [0.0] * len(xs)
-    for row, (kind, color) in enumerate(KINDS.items()):
+    for kind, color in KINDS.items():
         tops = [floor + part[kind] for floor, part in zip(floors, parts)]
-        right.fill_between(xs, floors, tops, color=color, linewidth=0)
-        right.text(1.04, 0.05 + 0.12 * row, kind, color=color, fontsize=8, weight="bold",
-                   transform=right.transAxes)  # fmt: skip
+        right.line([*zip(xs, floors), *zip(xs[::-1], tops[::-1])], color, filled=True)
         floors = tops
-    right.axvline(log2(num_gpus), color=INK, linestyle=":", linewidth=1)
-    ticks(right, {log2(n): f"{n:,}" for n in SIZES[::4]}, {0: "0", 0.5: "50 %", 1: "100 %"})
-    right.set(xlim=ends, ylim=(0, 1), xlabel="GPUs")
-    right.set_title("where a step's time goes", fontsize=9)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.text(0.02, 0.95, f"{title}, {scaling}", fontsize=10)
-    last = max(points)
-    said = f"{title}, {scaling}: {readable(points[last].tokens_per_second, 'tokens/s')} on {last:,}"
-    return Picture(figure, said)
+    right.guide(x=log2(num_gpus), dash="2 2")
+    title = f"{title}, {scaling}"
+    said = f"{readable(points[max(points)].tokens_per_second, 'tokens/s')} on {max(points):,}"
+    return Drawing([left, right], f"{title}: {said}", title)
 
 
 def scaling_curve(**start) -> Explorer:
     """The explorer; `start` sets some controls, as in scaling_curve(gpu="h100-hf")."""
     explorer = Explorer(
         render,
+        shown_if_mine(*CONTROLS),
         model=choice(*MODELS),
         gpu=choice(*GPUS),
         tp=whole(1, 8, log=True),
@@ -226,6 +219,7 @@ def scaling_curve(**start) -> Explorer:
         batch=whole(8, 8192, "sequences", log=True),
         scaling=choice(STRONG, WEAK),
         num_gpus=whole(SIZES[0], SIZES[-1], log=True),
+        **CONTROLS,
     )
     explorer.change(**start)
     return explorer

@@ -14,7 +14,7 @@ from mini_dist.ranks.ledger.steps import steps
 from mini_dist.ranks.watch import read, watch
 
 from ..draw.messages import box, contents
-from ..draw.picture import INK, Picture
+from ..draw.svg import Drawing, Panel
 from ..lab import choice, whole
 from . import page
 from .explorer import Explorer
@@ -98,7 +98,7 @@ def name_of(number: int, size: int) -> str:
 
 def render(
     collective: str = "ring_all_reduce", num_ranks: int = 4, step: int = 1
-) -> tuple[Picture, str]:
+) -> tuple[Drawing, str]:
     """What every rank has before a step, what it sends, and what it has after it.
 
     A step later than the last one shows the last one.
@@ -108,9 +108,7 @@ def render(
     return draw(collective, shown, step), words(shown, num_ranks, step)
 
 
-def draw(collective: str, shown: Film, step: int) -> Picture:
-    from matplotlib.figure import Figure
-
+def draw(collective: str, shown: Film, step: int) -> Drawing:
     size = len(shown.has[0])
     before, after = (shown.has[k] for k in (step - 1, step))
     messages = shown.messages[step - 1]
@@ -123,35 +121,31 @@ def draw(collective: str, shown: Film, step: int) -> Picture:
     )
     sends, arrives = width_before + 1.0, width_before + width_sent + 3.6
     width, height = arrives + width_after + 1.6, tops[-1] + lines[-1] + 1.1
-    figure = Figure(figsize=(0.42 * width, 0.4 * height), dpi=100)
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(-1.6, width - 1.6), ylim=(-height + 1.0, 1.0))
-    axes.axis("off")
+    panel = Panel(43 * width, 26 * height, (-1.6, width - 1.6), (height - 1.0, -1.0), sides="")
 
     def middle(rank: int) -> float:
-        return -(tops[rank] + lines[rank] / 2)
+        return tops[rank] + lines[rank] / 2
 
     for rank in range(size):
-        axes.text(-0.3, middle(rank), f"rank {rank}", ha="right", va="center", fontsize=8)
+        panel.words(-0.2, middle(rank), f"rank {rank}", anchor="end")
         for index, number in enumerate(before[rank]):
-            box(axes, index, middle(rank), number, size)
+            box(panel, index, middle(rank), number, size)
         for index, number in enumerate(after[rank]):
-            box(axes, arrives + index, middle(rank), number, size)
+            box(panel, arrives + index, middle(rank), number, size)
             if number not in before[rank]:
-                left, low = arrives + index, middle(rank) - 0.47
-                axes.plot([left, left + 0.8], [low, low], color="#de2d26", linewidth=2)
+                left, low = arrives + index, middle(rank) + 0.47
+                panel.line([(left, low), (left + 0.8, low)], "#de2d26", 2.5)
         for line, message in enumerate(by_sender[rank]):
-            y = -(tops[rank] + line + 0.5)
+            y = tops[rank] + line + 0.5
             for index, number in enumerate(message.numbers):
-                box(axes, sends + index, y, number, size)
-            start = (sends + len(message.numbers), y)
-            style = dict(arrowstyle="-|>", color="#888888", lw=0.9)
-            axes.annotate("", (arrives - 0.1, middle(message.target)), start, arrowprops=style)
+                box(panel, sends + index, y, number, size)
+            ends = [(sends + len(message.numbers), y), (arrives - 0.1, middle(message.target))]
+            panel.line(ends, "#888888", 1.2, head=True)
     names = {0: "has", sends: "sends", arrives: f"has after step {step} of {len(shown.messages)}"}
     for left, name in names.items():
-        axes.text(left, 0.35, name, fontsize=8, color=INK)
+        panel.words(left, -0.5, name)
     said = f"{collective}, {size} ranks, step {step} of {len(shown.messages)}"
-    return Picture(figure, f"{said}: {len(messages)} messages")
+    return Drawing([panel], f"{said}: {len(messages)} messages")
 
 
 def words(shown: Film, size: int, step: int) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from mini_dist.plan.calculators import hardware, model_states
+from mini_dist.plan.calculators import model_states
 
-from ..draw.labels import numbered, round_places, ticks
-from ..draw.picture import INK, Picture
+from ..draw.svg import LIMIT, Drawing, Panel, numbered, round_places
 from ..lab import choice, real, whole
 from . import page
+from .device import MINE, START, controls, machine_of, shown_if_mine
 from .explorer import Explorer
 
-GPUS = ("a100-40", "a100-80", "h100", "h200", "b200")
+GPUS = ("a100-40", "a100-80", "h100", "h200", "b200", MINE)
 STAGES = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 KINDS = {"parameters": "#3182bd", "gradients": "#fd8d3c", "optimizer": "#74c476"}
 # Bytes a parameter: parameters, gradients, and K, what the optimizer holds.
@@ -26,9 +26,10 @@ def render(
     ranks: int = 64,
     optimizer: str = "bf16, AdamW: 2 + 2 + 12",
     gpu: str = "a100-80",
-) -> tuple[Picture, str]:
+    my_gib: float = START["my_gib"],
+) -> tuple[Drawing, str]:
     """Model states of one rank, without ZeRO and at each stage, beside one GPU's memory."""
-    each, memory = OPTIMIZERS[optimizer], hardware(gpu).device.memory_bytes
+    each, memory = OPTIMIZERS[optimizer], machine_of(gpu, my_gib).device.memory_bytes
     states = [model_states(billions * 1e9, ranks, stage, *each) for stage in range(4)]
     picture = draw(states, memory, f"{billions:g} billion parameters on {ranks:,} ranks", gpu)
     rows = [
@@ -50,39 +51,35 @@ def largest(memory: float, ranks: int, each: tuple) -> list[str]:
     ]
 
 
-def draw(states, memory: float, title: str, gpu: str) -> Picture:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.4, 2.7), dpi=100)
-    axes = figure.add_axes((0.13, 0.2, 0.84, 0.68))
+def draw(states, memory: float, title: str, gpu: str) -> Drawing:
+    most = states[0].total / 1e9
+    panel = Panel(
+        700, 215, (0, 1.2 * most), (3.6, -0.8), title=title, xlabel="GB on each rank",
+        xticks=numbered(round_places(0, 1.2 * most)), yticks=dict(enumerate(STAGES)), legend=KINDS,
+    )  # fmt: skip
     for row, state in enumerate(states):
         start = 0.0
         for kind, color in KINDS.items():
-            label = kind if row == 0 else None
-            axes.barh(row, state[kind] / 1e9, 0.72, start, color=color, label=label)
+            panel.box(start, row - 0.36, start + state[kind] / 1e9, row + 0.36, color)
             start += state[kind] / 1e9
-        axes.text(start, row, f" {start:,.3g} GB", va="center", fontsize=9, color=INK)
-    most = states[0].total / 1e9
+        panel.words(start, row, f"{start:,.3g} GB", shift=(6, 0))
     if memory / 1e9 < 1.2 * most:
-        axes.axvline(memory / 1e9, color="#de2d26", linestyle="--")
-        axes.text(memory / 1e9, -0.62, f" {gpu}", fontsize=8, color="#de2d26")
-    axes.set(ylim=(3.6, -0.8), xlim=(0, 1.2 * most), xlabel="GB on each rank")
-    ticks(axes, numbered(round_places(0, 1.2 * most)), dict(enumerate(STAGES)))
-    axes.set_title(title, fontsize=10)
-    axes.legend(frameon=False, fontsize=8, loc="lower right")
-    axes.spines[["top", "right"]].set_visible(False)
+        panel.guide(x=memory / 1e9, color=LIMIT)
+        panel.words(memory / 1e9, -0.62, gpu, LIMIT, shift=(5, 0))
     said = ", ".join(f"{name} {s.total / 1e9:,.3g} GB" for name, s in zip(STAGES, states))
-    return Picture(figure, f"{title}: {said}")
+    return Drawing([panel], f"{title}: {said}")
 
 
 def zero_figure(**start) -> Explorer:
     """The explorer; `start` sets some controls, as in zero_figure(billions=70.0, ranks=512)."""
     explorer = Explorer(
         render,
+        shown_if_mine("my_gib"),
         billions=real(0.1, 1000.0, log=True),
         ranks=whole(1, 2**12, log=True),
         optimizer=choice(*OPTIMIZERS),
         gpu=choice(*GPUS),
+        **controls("my_gib"),
     )
     explorer.change(**start)
     return explorer
