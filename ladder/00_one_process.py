@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-B, S, D, N, H, V, L = 8, 32, 32, 4, 8, 128, 8
+B, S, D, N, H, V, L = 16, 16, 32, 4, 8, 128, 8
 TEXT = b"Every rank holds a part of the work, and together the ranks hold all of it. The loss of "
 TEXT += b"every step is the loss of one process: what changes is who holds what, and who sends it."
 ROWS = torch.tensor(list(TEXT)).unfold(0, S + 1, 1)  # [rows, S + 1]: one token per byte
@@ -27,9 +27,11 @@ class Block(nn.Module):
         qkv = self.qkv(y).unflatten(-1, (-1, 3, H))  # [B, S, N, 3, H]
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # [B, N, S, H] each
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
+        y = self.out(y.transpose(1, 2).flatten(2))
+        x = x + y
         y = self.norm2(x)
-        return x + self.down(functional.gelu(self.up(y)))
+        y = self.down(functional.gelu(self.up(y)))
+        return x + y
 
 
 def train(device="cpu"):

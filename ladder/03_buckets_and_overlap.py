@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-B, S, D, N, H, V, L = 8, 32, 32, 4, 8, 128, 8
+B, S, D, N, H, V, L = 16, 16, 32, 4, 8, 128, 8
 TEXT = b"Every rank holds a part of the work, and together the ranks hold all of it. The loss of "
 TEXT += b"every step is the loss of one process: what changes is who holds what, and who sends it."
 ROWS = torch.tensor(list(TEXT)).unfold(0, S + 1, 1)  # [rows, S + 1]: one token per byte
@@ -33,9 +33,11 @@ class Block(nn.Module):
         qkv = self.qkv(y).unflatten(-1, (-1, 3, H))  # [B, S, N, 3, H]
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # [B, N, S, H] each
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
+        y = self.out(y.transpose(1, 2).flatten(2))
+        x = x + y
         y = self.norm2(x)
-        return x + self.down(functional.gelu(self.up(y)))
+        y = self.down(functional.gelu(self.up(y)))
+        return x + y
 
 
 class Bucket:
@@ -86,7 +88,7 @@ def train(group, device):
                 p -= 0.01 * mean / (square.sqrt() + 1e-8)
     P = sum(p.numel() for p in parameters)
     held = {
-        "bytes sent per step": 4 * 2 * (size - 1) * P // size,
+        "bytes sent per step": 4 * 2 * (size - 1) * P // size,  # an all-reduce of P elements
         "parameters": P,
         "gradients": sum(p.grad.numel() for p in parameters),
         "optimizer": sum(state.numel() for state in means + squares),
@@ -106,7 +108,8 @@ def run(rank, size, meet):
     dist.destroy_process_group()
     if rank == 0:
         rung_0 = os.path.join(os.path.dirname(__file__), "00_one_process.py")
-        for step, expected in enumerate(runpy.run_path(rung_0)["train"](device)[0]):
+        one_process, _ = runpy.run_path(rung_0)["train"](device)
+        for step, expected in enumerate(one_process):
             loss = sum(losses[step] for losses, _ in reports)
             print(f"step {step}  loss {loss:.6f}  one process {expected:.6f}")
         for rank, (_, held) in enumerate(reports):

@@ -1,4 +1,4 @@
-"""Rung 7, from rung 1: every rank holds a slice of each matrix, and activations are summed.
+"""Rung 7, from rung 1: each rank holds a slice of every matrix, and layers sum activations.
 
 B batch, S sequence, D model, N heads, H head dim, V vocabulary, L layers.
 """
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-B, S, D, N, H, V, L = 8, 32, 32, 4, 8, 128, 8
+B, S, D, N, H, V, L = 16, 16, 32, 4, 8, 128, 8
 TEXT = b"Every rank holds a part of the work, and together the ranks hold all of it. The loss of "
 TEXT += b"every step is the loss of one process: what changes is who holds what, and who sends it."
 ROWS = torch.tensor(list(TEXT)).unfold(0, S + 1, 1)  # [rows, S + 1]: one token per byte
@@ -50,6 +50,7 @@ def shard(block, group):
     return block
 
 
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -64,7 +65,7 @@ class Block(nn.Module):
         qkv = self.qkv(y).unflatten(-1, (-1, 3, H))  # [B, S, N/tp, 3, H]
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # [B, N/tp, S, H] each
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        y = self.out(y.transpose(1, 2).flatten(2))  # one term of the sum [B, S, D]
+        y = self.out(y.transpose(1, 2).flatten(2))
         x = x + Communicate.apply(y, all_reduce, copy, self.group)
         y = Communicate.apply(self.norm2(x), copy, all_reduce, self.group)
         y = self.down(functional.gelu(self.up(y)))
@@ -73,7 +74,7 @@ class Block(nn.Module):
 
 def train(group, device):
     """Return this rank's share of the loss of every step, and what the rank sent and holds."""
-    size = group.size()
+    rank, size = group.rank(), group.size()
     torch.manual_seed(0)  # All ranks begin with the same parameters.
     blocks = [shard(Block(), group) for _ in range(L - 3)]
     head = nn.Linear(D, V, bias=False)
@@ -87,17 +88,17 @@ def train(group, device):
         model.zero_grad()
         loss = functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
         loss.backward()
-        losses.append(loss.item() / size)  # All ranks have the whole loss.
+        losses.append(loss.item() if rank == 0 else 0.0)  # Every rank has all of the loss.
 
         with torch.no_grad():  # Adam, without its correction of the first steps.
             for p, mean, square in zip(parameters, means, squares):
                 mean.lerp_(p.grad, 0.1)
                 square.lerp_(p.grad**2, 0.1)
                 p -= 0.01 * mean / (square.sqrt() + 1e-8)
-
+    P = sum(p.numel() for p in parameters)
     held = {
-        "bytes sent per step": 4 * 2 * (size - 1) * B * S * D // size * 4 * len(blocks),
-        "parameters": sum(p.numel() for p in parameters),
+        "bytes sent per step": 4 * 2 * (size - 1) * (4 * len(blocks) * B * S * D) // size,
+        "parameters": P,
         "gradients": sum(p.grad.numel() for p in parameters),
         "optimizer": sum(state.numel() for state in means + squares),
     }
@@ -116,7 +117,8 @@ def run(rank, size, meet):
     dist.destroy_process_group()
     if rank == 0:
         rung_0 = os.path.join(os.path.dirname(__file__), "00_one_process.py")
-        for step, expected in enumerate(runpy.run_path(rung_0)["train"](device)[0]):
+        one_process, _ = runpy.run_path(rung_0)["train"](device)
+        for step, expected in enumerate(one_process):
             loss = sum(losses[step] for losses, _ in reports)
             print(f"step {step}  loss {loss:.6f}  one process {expected:.6f}")
         for rank, (_, held) in enumerate(reports):
