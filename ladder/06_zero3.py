@@ -114,7 +114,7 @@ def train(group, device):
     storages = [t.untyped_storage() for t in shards + [unit.flat for unit in units]]
     P = sum(p.numel() for p in parameters)
     held = {
-        "bytes sent per step": 4 * 3 * (size - 1) * P // size,  # two all-gathers and a reduce-scatter
+        "bytes sent per step": 4 * 3 * (size - 1) * P // size,  # gather twice, reduce once
         "parameters": sum(storage.nbytes() for storage in storages) // 4,
         "gradients": sum(p.grad.numel() for p in parameters + shards if p.grad is not None),
         "optimizer": sum(state.numel() for state in means + squares),

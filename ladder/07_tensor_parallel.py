@@ -50,7 +50,6 @@ def shard(block, group):
     return block
 
 
-
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
@@ -88,7 +87,7 @@ def train(group, device):
         model.zero_grad()
         loss = functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
         loss.backward()
-        losses.append(loss.item() if rank == 0 else 0.0)  # Every rank has all of the loss.
+        losses.append(loss.item() if rank == 0 else 0.0)  # All ranks know all of it.
 
         with torch.no_grad():  # Adam, without its correction of the first steps.
             for p, mean, square in zip(parameters, means, squares):

@@ -53,7 +53,6 @@ def shard(block, group):
     return block
 
 
-
 class Block(nn.Module):
     def __init__(self):
         super().__init__()

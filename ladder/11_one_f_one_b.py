@@ -76,6 +76,7 @@ def train(group, device):
         y.backward(None if last else receive(stage + 1, up))
         if not first:
             sends.append(dist.isend(x.grad, group=up, group_dst=stage - 1))
+
     for step in range(10):
         rows = ROWS[B * step : B * (step + 1)].to(device)
         tokens, targets = rows[:, :-1].chunk(M), rows[:, 1:].chunk(M)  # [B/M, S] each

@@ -1,6 +1,6 @@
-"""Rung 12, from rung 1: the MLP becomes experts, and tokens travel to the expert's rank.
+"""Rung 12, from rung 1: experts replace the MLP, and each token visits the rank of its expert.
 
-B batch, S sequence, D model, N heads, H head dim, V vocabulary, L layers, E experts, T tokens.
+B batch, S sequence, D model, N heads, H head dim, V vocabulary, L layers.
 """
 
 import os
@@ -12,14 +12,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-B, S, D, N, H, V, L, E = 16, 16, 32, 4, 8, 128, 8, 4
+B, S, D, N, H, V, L = 16, 16, 32, 4, 8, 128, 8
+E = 4  # experts
 TEXT = b"Every rank holds a part of the work, and together the ranks hold all of it. The loss of "
 TEXT += b"every step is the loss of one process: what changes is who holds what, and who sends it."
 ROWS = torch.tensor(list(TEXT)).unfold(0, S + 1, 1)  # [rows, S + 1]: one token per byte
 
 
 class AllToAll(torch.autograd.Function):
-    """Send rows of x to every rank, `sent[r]` of them to rank r; gradients take the way back."""
+    """Send `sent[r]` rows of x to each rank r; in backward their gradients come back."""
 
     @staticmethod
     def forward(ctx, x, sent, received, group):
@@ -33,7 +34,7 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.apply(gradient, *ctx.way_back), None, None, None
 
 
-def run_experts(x, choice, experts):  # [T, D], [T] -> [T, D]
+def run_experts(x, choice, experts):  # [rows, D], [rows] -> [rows, D]
     y = torch.zeros_like(x)
     for number, expert in enumerate(experts):
         y[choice == number] = expert(x[choice == number])
@@ -60,30 +61,25 @@ class Block(nn.Module):
         y = self.out(y.transpose(1, 2).flatten(2))
         x = x + y
         y = self.norm2(x)
-        gate, choice = self.router(y).softmax(-1).flatten(0, 1).max(-1)  # [T]: the best expert
-        y = self.visit(y.flatten(0, 1), choice) * gate[:, None]
-        return x + y.view_as(x)
+        gate, choice = self.router(y).softmax(-1).max(-1)  # [B, S]: of the best expert
+        y = self.visit(y.flatten(0, 1), choice.flatten()).view_as(x) * gate[..., None]
+        return x + y
 
-    def visit(self, y, choice):
-        """Return for each token of y [T, D] what its expert makes of it."""
+    def visit(self, x, choice):  # [B*S, D], [B*S] -> [B*S, D]
         if self.group is None:  # One process has all experts.
-            return run_experts(y, choice, self.experts)
+            return run_experts(x, choice, self.experts)
         rank, size = self.group.rank(), self.group.size()
-        counts = choice.bincount(minlength=E)  # [E]: how many tokens go to each expert
-        arriving = torch.empty_like(
-            counts
-        )  # [E]: from rank 0 for each expert here, from rank 1, ...
-        dist.all_to_all_single(arriving, counts, group=self.group)
-        sent, received = (c.view(size, -1).sum(1).tolist() for c in (counts, arriving))
-        order = choice.argsort(stable=True)
-        here = AllToAll.apply(y[order], sent, received, self.group)  # [sum(received), D]
-        of_here = torch.arange(E, device=y.device) % len(self.experts)
-        here = run_experts(here, of_here.repeat_interleave(arriving), self.experts)
-        back = AllToAll.apply(here, received, sent, self.group)  # [T, D]
-        self.bytes_sent += 8 * (E - len(self.experts)) + 2 * 4 * D * (
-            sum(sent + received) - sent[rank] - received[rank]
-        )
-        return torch.empty_like(back).index_copy(0, order, back)
+        order = choice.argsort()  # the tokens of expert 0 first
+        leaving = choice.bincount(minlength=E).view(size, -1)  # [n, E/n] tokens for each expert
+        arriving = torch.empty_like(leaving)  # [n, E/n] tokens from each rank for each expert here
+        dist.all_to_all_single(arriving, leaving, group=self.group)
+        sent, received = leaving.sum(1).tolist(), arriving.sum(1).tolist()
+        self.bytes_sent += 8 * (size - 1) * E // size
+        self.bytes_sent += 2 * 4 * D * (sum(sent + received) - sent[rank] - received[rank])
+        x = AllToAll.apply(x[order], sent, received, self.group)
+        here = torch.arange(E, device=x.device) % (E // size)  # 0, 1, 0, 1, ... for 2 experts
+        y = run_experts(x, here.repeat_interleave(arriving.flatten()), self.experts)
+        return AllToAll.apply(y, received, sent, self.group)[order.argsort()]
 
 
 def train(group, device):
@@ -92,8 +88,8 @@ def train(group, device):
     torch.manual_seed(0)  # All ranks begin with the same parameters.
     blocks = [Block() for _ in range(L - 3)]
     for block in blocks if group else []:
-        block.group = group
-        block.experts = block.experts[E // size * rank : E // size * (rank + 1)]
+        block.group, first = group, E // size * rank
+        block.experts = block.experts[first : first + E // size]
     head = nn.Linear(D, V, bias=False)
     model = nn.Sequential(nn.Embedding(V, D), *blocks, nn.RMSNorm(D), head).to(device)
     parameters = list(model.parameters())
@@ -107,18 +103,19 @@ def train(group, device):
         loss = functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()) / size
         loss.backward()
         losses.append(loss.item())
-        for p in shared if group else []:  # An expert has got its tokens from all ranks.
+        for p in shared if group else []:  # Gradients of experts have come with the tokens.
             dist.all_reduce(p.grad, group=group)
         with torch.no_grad():  # Adam, without its correction of the first steps.
             for p, mean, square in zip(parameters, means, squares):
                 mean.lerp_(p.grad, 0.1)
                 square.lerp_(p.grad**2, 0.1)
                 p -= 0.01 * mean / (square.sqrt() + 1e-8)
-    P = sum(p.numel() for p in shared)
-    routed = sum(block.bytes_sent for block in blocks)  # in all steps
+    P = sum(p.numel() for p in parameters)
+    W = sum(p.numel() for p in shared)
+    routed = sum(block.bytes_sent for block in blocks) / 10  # mean of the steps
     held = {
-        "bytes sent per step": 4 * 2 * (size - 1) * P // size + routed / 10,
-        "parameters": sum(p.numel() for p in parameters),
+        "bytes sent per step": 4 * 2 * (size - 1) * W // size + routed,
+        "parameters": P,
         "gradients": sum(p.grad.numel() for p in parameters),
         "optimizer": sum(state.numel() for state in means + squares),
     }
@@ -136,7 +133,8 @@ def run(rank, size, meet):
     dist.all_gather_object(reports, train(dist.group.WORLD, device))
     dist.destroy_process_group()
     if rank == 0:
-        for step, expected in enumerate(train(None, device)[0]):
+        one_process, _ = train(None, device)
+        for step, expected in enumerate(one_process):
             loss = sum(losses[step] for losses, _ in reports)
             print(f"step {step}  loss {loss:.6f}  one process {expected:.6f}")
         for rank, (_, held) in enumerate(reports):
