@@ -1,15 +1,12 @@
-"""Rung 0: one process trains a tiny GPT on a text.
-
-B batch, S sequence, D model, N heads, H head dim, V vocabulary, L layers.
-"""
+"""Rung 0: one process trains a tiny GPT on a text."""
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+# Batch, sequence, model, heads, head dim, vocabulary, layers: shapes in comments use these letters.
 B, S, D, N, H, V, L = 16, 16, 32, 4, 8, 128, 8
-TEXT = b"Every rank holds a part of the work, and together the ranks hold all of it. The loss of "
-TEXT += b"every step is the loss of one process: what changes is who holds what, and who sends it."
+TEXT = b"Every rank holds a part of the model, and together the ranks hold all of it. " * 3
 ROWS = torch.tensor(list(TEXT)).unfold(0, S + 1, 1)  # [rows, S + 1]: one token per byte
 
 
@@ -17,10 +14,8 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(D), nn.RMSNorm(D)
-        self.qkv = nn.Linear(D, 3 * D, bias=False)
-        self.out = nn.Linear(D, D, bias=False)
-        self.up = nn.Linear(D, 4 * D, bias=False)
-        self.down = nn.Linear(4 * D, D, bias=False)
+        self.qkv, self.out = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
+        self.up, self.down = nn.Linear(D, 4 * D, bias=False), nn.Linear(4 * D, D, bias=False)
 
     def forward(self, x):  # [B, S, D] -> [B, S, D]
         y = self.norm1(x)
@@ -38,9 +33,8 @@ def train(device="cpu"):
     """Return the loss of every step, and how many elements of what this process holds."""
     torch.manual_seed(0)
     blocks = [Block() for _ in range(L - 3)]
-    head = nn.Linear(D, V, bias=False)
-    model = nn.Sequential(nn.Embedding(V, D), *blocks, nn.RMSNorm(D), head).to(device)
-    parameters = list(model.parameters())
+    model = nn.Sequential(nn.Embedding(V, D), *blocks, nn.RMSNorm(D), nn.Linear(D, V, bias=False))
+    parameters = list(model.to(device).parameters())
     means, squares = ([torch.zeros_like(p) for p in parameters] for _ in range(2))
     losses = []
     for step in range(10):
@@ -55,12 +49,11 @@ def train(device="cpu"):
                 mean.lerp_(p.grad, 0.1)
                 square.lerp_(p.grad**2, 0.1)
                 p -= 0.01 * mean / (square.sqrt() + 1e-8)
-    held = {
+    return losses, {
         "parameters": sum(p.numel() for p in parameters),
         "gradients": sum(p.grad.numel() for p in parameters),
         "optimizer": sum(state.numel() for state in means + squares),
     }
-    return losses, held
 
 
 if __name__ == "__main__":

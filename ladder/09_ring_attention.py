@@ -1,7 +1,4 @@
-"""Rung 9, from rung 1: each rank takes a part of the sequence; keys and values go round.
-
-B batch, S sequence, D model, N heads, H head dim, V vocabulary, L layers.
-"""
+"""Rung 9, from rung 1: each rank takes a part of the sequence; keys and values go round."""
 
 import os
 import runpy
@@ -13,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+# Batch, sequence, model, heads, head dim, vocabulary, layers: shapes in comments use these letters.
 B, S, D, N, H, V, L = 16, 16, 32, 4, 8, 128, 8
-TEXT = b"Every rank holds a part of the work, and together the ranks hold all of it. The loss of "
-TEXT += b"every step is the loss of one process: what changes is who holds what, and who sends it."
+TEXT = b"Every rank holds a part of the model, and together the ranks hold all of it. " * 3
 ROWS = torch.tensor(list(TEXT)).unfold(0, S + 1, 1)  # [rows, S + 1]: one token per byte
 
 
@@ -67,10 +64,8 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(D), nn.RMSNorm(D)
-        self.qkv = nn.Linear(D, 3 * D, bias=False)
-        self.out = nn.Linear(D, D, bias=False)
-        self.up = nn.Linear(D, 4 * D, bias=False)
-        self.down = nn.Linear(4 * D, D, bias=False)
+        self.qkv, self.out = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
+        self.up, self.down = nn.Linear(D, 4 * D, bias=False), nn.Linear(4 * D, D, bias=False)
 
     def forward(self, x):  # [B, S/n, D] -> [B, S/n, D]
         y = self.norm1(x)
@@ -84,16 +79,15 @@ class Block(nn.Module):
         return x + y
 
 
-def train(group, device):
+def train(device, group):
     """Return this rank's share of the loss of every step, and what the rank sent and holds."""
     rank, size = group.rank(), group.size()
     torch.manual_seed(0)  # All ranks begin with the same parameters.
     blocks = [Block() for _ in range(L - 3)]
     for block in blocks:
         block.group = group
-    head = nn.Linear(D, V, bias=False)
-    model = nn.Sequential(nn.Embedding(V, D), *blocks, nn.RMSNorm(D), head).to(device)
-    parameters = list(model.parameters())
+    model = nn.Sequential(nn.Embedding(V, D), *blocks, nn.RMSNorm(D), nn.Linear(D, V, bias=False))
+    parameters = list(model.to(device).parameters())
     means, squares = ([torch.zeros_like(p) for p in parameters] for _ in range(2))
     losses = []
     for step in range(10):
@@ -112,24 +106,22 @@ def train(group, device):
                 square.lerp_(p.grad**2, 0.1)
                 p -= 0.01 * mean / (square.sqrt() + 1e-8)
     P = sum(p.numel() for p in parameters)
-    held = {
+    return losses, {
         "bytes sent per step": 4 * 2 * (size - 1) * (P + 2 * len(blocks) * B * S * D) // size,
         "parameters": P,
         "gradients": sum(p.grad.numel() for p in parameters),
         "optimizer": sum(state.numel() for state in means + squares),
     }
-    return losses, held
 
 
 def run(rank, size, meet):
     """Join the other ranks, train, and print the losses beside those of one process."""
     torch.set_num_threads(1)  # The ranks share this machine's cores.
-    gpus = torch.cuda.device_count()
-    on_gpus = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", size))  # One GPU per rank, or none.
-    device = torch.device("cuda", rank % gpus) if on_gpus else torch.device("cpu")
+    on_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", size))  # one each
+    device = f"cuda:{rank % torch.cuda.device_count()}" if on_gpus else "cpu"
     dist.init_process_group("nccl" if on_gpus else "gloo", meet, rank=rank, world_size=size)
     reports = [None] * size
-    dist.all_gather_object(reports, train(dist.group.WORLD, device))
+    dist.all_gather_object(reports, train(device, dist.group.WORLD))
     dist.destroy_process_group()
     if rank == 0:
         rung_0 = os.path.join(os.path.dirname(__file__), "00_one_process.py")

@@ -1,7 +1,4 @@
-"""Rung 12, from rung 1: experts replace the MLP, and each token visits the rank of its expert.
-
-B batch, S sequence, D model, N heads, H head dim, V vocabulary, L layers.
-"""
+"""Rung 12, from rung 1: experts replace the MLP, and each token visits the rank of its expert."""
 
 import os
 import sys
@@ -12,16 +9,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+# Batch, sequence, model, heads, head dim, vocabulary, layers: shapes in comments use these letters.
 B, S, D, N, H, V, L = 16, 16, 32, 4, 8, 128, 8
 E = 4  # experts
-TEXT = b"Every rank holds a part of the work, and together the ranks hold all of it. The loss of "
-TEXT += b"every step is the loss of one process: what changes is who holds what, and who sends it."
+TEXT = b"Every rank holds a part of the model, and together the ranks hold all of it. " * 3
 ROWS = torch.tensor(list(TEXT)).unfold(0, S + 1, 1)  # [rows, S + 1]: one token per byte
 
 
-class AllToAll(torch.autograd.Function):
-    """Send `sent[r]` rows of x to each rank r; in backward their gradients come back."""
-
+class AllToAll(torch.autograd.Function):  # Backward sends the gradients of the rows back.
     @staticmethod
     def forward(ctx, x, sent, received, group):
         ctx.way_back = received, sent, group
@@ -34,24 +29,16 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.apply(gradient, *ctx.way_back), None, None, None
 
 
-def run_experts(x, choice, experts):  # [rows, D], [rows] -> [rows, D]
-    y = torch.zeros_like(x)
-    for number, expert in enumerate(experts):
-        y[choice == number] = expert(x[choice == number])
-    return y
-
-
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(D), nn.RMSNorm(D)
-        self.qkv = nn.Linear(D, 3 * D, bias=False)
-        self.out = nn.Linear(D, D, bias=False)
-        self.router = nn.Linear(D, E, bias=False)
-        self.experts = nn.ModuleList(
+        self.qkv, self.out = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
+        experts = [
             nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(), nn.Linear(4 * D, D)) for _ in range(E)
-        )
-        self.group, self.bytes_sent = None, 0
+        ]
+        self.router, self.experts = nn.Linear(D, E, bias=False), nn.ModuleList(experts)
+        self.group, self.sent = None, 0
 
     def forward(self, x):  # [B, S, D] -> [B, S, D]
         y = self.norm1(x)
@@ -61,38 +48,40 @@ class Block(nn.Module):
         y = self.out(y.transpose(1, 2).flatten(2))
         x = x + y
         y = self.norm2(x)
-        gate, choice = self.router(y).softmax(-1).max(-1)  # [B, S]: of the best expert
-        y = self.visit(y.flatten(0, 1), choice.flatten()).view_as(x) * gate[..., None]
+        gate, choice = self.router(y).softmax(-1).max(-1)  # [B, S] each: the best expert
+        visit = self.visit_ranks if self.group else self.run_experts  # One process has all experts.
+        y = visit(y.flatten(0, 1), choice.flatten()).view_as(x) * gate[..., None]
         return x + y
 
-    def visit(self, x, choice):  # [B*S, D], [B*S] -> [B*S, D]
-        if self.group is None:  # One process has all experts.
-            return run_experts(x, choice, self.experts)
+    def run_experts(self, x, choice):  # [rows, D], [rows] -> [rows, D]
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            y[choice == number] = expert(x[choice == number])
+        return y
+
+    def visit_ranks(self, x, choice):  # [B*S, D], [B*S] -> [B*S, D]
         rank, size = self.group.rank(), self.group.size()
         order = choice.argsort()  # the tokens of expert 0 first
         leaving = choice.bincount(minlength=E).view(size, -1)  # [n, E/n] tokens for each expert
         arriving = torch.empty_like(leaving)  # [n, E/n] tokens from each rank for each expert here
         dist.all_to_all_single(arriving, leaving, group=self.group)
         sent, received = leaving.sum(1).tolist(), arriving.sum(1).tolist()
-        self.bytes_sent += 8 * (size - 1) * E // size
-        self.bytes_sent += 2 * 4 * D * (sum(sent + received) - sent[rank] - received[rank])
+        self.sent += 2 * 4 * D * (sum(sent + received) - sent[rank] - received[rank])
         x = AllToAll.apply(x[order], sent, received, self.group)
         here = torch.arange(E, device=x.device) % (E // size)  # 0, 1, 0, 1, ... for 2 experts
-        y = run_experts(x, here.repeat_interleave(arriving.flatten()), self.experts)
+        y = self.run_experts(x, here.repeat_interleave(arriving.flatten()))
         return AllToAll.apply(y, received, sent, self.group)[order.argsort()]
 
 
-def train(group, device):
+def train(device, group):
     """Return this rank's share of the loss of every step, and what the rank sent and holds."""
     rank, size = (group.rank(), group.size()) if group else (0, 1)
     torch.manual_seed(0)  # All ranks begin with the same parameters.
     blocks = [Block() for _ in range(L - 3)]
     for block in blocks if group else []:
-        block.group, first = group, E // size * rank
-        block.experts = block.experts[first : first + E // size]
-    head = nn.Linear(D, V, bias=False)
-    model = nn.Sequential(nn.Embedding(V, D), *blocks, nn.RMSNorm(D), head).to(device)
-    parameters = list(model.parameters())
+        block.group, block.experts = group, block.experts[E // size * rank :][: E // size]
+    model = nn.Sequential(nn.Embedding(V, D), *blocks, nn.RMSNorm(D), nn.Linear(D, V, bias=False))
+    parameters = list(model.to(device).parameters())
     shared = [p for name, p in model.named_parameters() if "experts" not in name]
     means, squares = ([torch.zeros_like(p) for p in parameters] for _ in range(2))
     losses = []
@@ -111,29 +100,26 @@ def train(group, device):
                 square.lerp_(p.grad**2, 0.1)
                 p -= 0.01 * mean / (square.sqrt() + 1e-8)
     P = sum(p.numel() for p in parameters)
-    W = sum(p.numel() for p in shared)
-    routed = sum(block.bytes_sent for block in blocks) / 10  # mean of the steps
-    held = {
-        "bytes sent per step": 4 * 2 * (size - 1) * W // size + routed,
+    W = sum(p.numel() for p in shared) + E * len(blocks)  # With E counts of 8 bytes per block.
+    return losses, {
+        "bytes sent per step": 4 * 2 * (size - 1) * W // size + sum(b.sent for b in blocks) / 10,
         "parameters": P,
         "gradients": sum(p.grad.numel() for p in parameters),
         "optimizer": sum(state.numel() for state in means + squares),
     }
-    return losses, held
 
 
 def run(rank, size, meet):
     """Join the other ranks, train, and print the losses beside those of one process."""
     torch.set_num_threads(1)  # The ranks share this machine's cores.
-    gpus = torch.cuda.device_count()
-    on_gpus = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", size))  # One GPU per rank, or none.
-    device = torch.device("cuda", rank % gpus) if on_gpus else torch.device("cpu")
+    on_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", size))  # one each
+    device = f"cuda:{rank % torch.cuda.device_count()}" if on_gpus else "cpu"
     dist.init_process_group("nccl" if on_gpus else "gloo", meet, rank=rank, world_size=size)
     reports = [None] * size
-    dist.all_gather_object(reports, train(dist.group.WORLD, device))
+    dist.all_gather_object(reports, train(device, dist.group.WORLD))
     dist.destroy_process_group()
     if rank == 0:
-        one_process, _ = train(None, device)
+        one_process, _ = train(device, None)
         for step, expected in enumerate(one_process):
             loss = sum(losses[step] for losses, _ in reports)
             print(f"step {step}  loss {loss:.6f}  one process {expected:.6f}")

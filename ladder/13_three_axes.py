@@ -1,7 +1,4 @@
-"""Rung 13, from rung 11: data, tensor and pipeline parallelism, each in groups of its own.
-
-B batch, S sequence, D model, N heads, H head dim, V vocabulary, L layers, M micro-batches.
-"""
+"""Rung 13, from rung 11: data, tensor and pipeline parallelism, each in groups of its own."""
 
 import os
 import runpy
@@ -13,32 +10,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+# Batch, sequence, model, heads, head dim, vocabulary, layers, micro-batches: letters of shapes.
 B, S, D, N, H, V, L, M = 16, 16, 32, 4, 8, 128, 8, 8
-TEXT = b"Every rank holds a part of the work, and together the ranks hold all of it. The loss of "
-TEXT += b"every step is the loss of one process: what changes is who holds what, and who sends it."
+TEXT = b"Every rank holds a part of the model, and together the ranks hold all of it. " * 3
 ROWS = torch.tensor(list(TEXT)).unfold(0, S + 1, 1)  # [rows, S + 1]: one token per byte
 
 
-class Communicate(torch.autograd.Function):
-    """Call `ahead` on x in forward and its partner `back` on the gradient in backward."""
-
-    @staticmethod
-    def forward(ctx, x, ahead, back, group):
-        ctx.back, ctx.group = back, group
-        return ahead(x, group)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return ctx.back(gradient, ctx.group), None, None, None
-
-
-def copy(x, group):
-    return x
-
-
 def all_reduce(x, group):
+    """Sum x over the group. To autograd this is a copy of x, so gradients pass it unchanged."""
     total = x.clone()
-    dist.all_reduce(total, group=group)
+    dist.all_reduce(total.data, group=group)
     return total
 
 
@@ -54,38 +35,35 @@ class Block(nn.Module):
     def __init__(self):
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(D), nn.RMSNorm(D)
-        self.qkv = nn.Linear(D, 3 * D, bias=False)
-        self.out = nn.Linear(D, D, bias=False)
-        self.up = nn.Linear(D, 4 * D, bias=False)
-        self.down = nn.Linear(4 * D, D, bias=False)
+        self.qkv, self.out = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
+        self.up, self.down = nn.Linear(D, 4 * D, bias=False), nn.Linear(4 * D, D, bias=False)
 
     def forward(self, x):  # [B, S, D] -> [B, S, D]
-        y = Communicate.apply(self.norm1(x), copy, all_reduce, self.group)
+        y = self.norm1(x)
+        y.register_hook(lambda dy: all_reduce(dy, self.group))  # The gradient of each rank's heads.
         qkv = self.qkv(y).unflatten(-1, (-1, 3, H))  # [B, S, N/tp, 3, H]
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # [B, N/tp, S, H] each
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = self.out(y.transpose(1, 2).flatten(2))
-        x = x + Communicate.apply(y, all_reduce, copy, self.group)
-        y = Communicate.apply(self.norm2(x), copy, all_reduce, self.group)
+        x = x + all_reduce(y, self.group)
+        y = self.norm2(x)
+        y.register_hook(lambda dy: all_reduce(dy, self.group))
         y = self.down(functional.gelu(self.up(y)))
-        return x + Communicate.apply(y, all_reduce, copy, self.group)
+        return x + all_reduce(y, self.group)
 
 
-def train(group, device):
+def train(device, group):
     """Return this rank's share of the loss of every step, and what the rank sent and holds."""
-    size = group.size()
-    mesh = torch.arange(size).view(-1, min(2, -(-size // 2)), min(2, size))  # [dp, pp, tp]
+    mesh = torch.arange(group.size()).view(-1, 2, 2)  # the ranks as [dp, pp, tp]
     axes = [mesh.movedim(axis, -1).flatten(0, 1).tolist() for axis in (0, 1, 1, 2)]
-    # NCCL runs a group's messages in order, so activations and gradients have a group each.
     replicas, down, up, slices = (dist.new_subgroups_by_enumeration(axis)[0] for axis in axes)
     (dp, stages, tp), stage = mesh.shape, down.rank()
     first, last = stage == 0, stage == stages - 1
     torch.manual_seed(0)  # All ranks begin with the same parameters.
     blocks = [shard(Block(), slices) for _ in range(L - 3)]
-    head = nn.Linear(D, V, bias=False)
-    model = nn.Sequential(nn.Embedding(V, D), *blocks, nn.RMSNorm(D), head).to(device)
+    model = nn.Sequential(nn.Embedding(V, D), *blocks, nn.RMSNorm(D), nn.Linear(D, V, bias=False))
     model = model[L // stages * stage : L // stages * (stage + 1)]  # Only this rank's layers.
-    parameters = list(model.parameters())
+    parameters = list(model.to(device).parameters())
     means, squares = ([torch.zeros_like(p) for p in parameters] for _ in range(2))
     losses, saved, counts, sends = [], [], [], []
 
@@ -131,31 +109,27 @@ def train(group, device):
                 mean.lerp_(p.grad, 0.1)
                 square.lerp_(p.grad**2, 0.1)
                 p -= 0.01 * mean / (square.sqrt() + 1e-8)
-
     P = sum(p.numel() for p in parameters)
-    activations = B // dp * S * D
-    regions = 4 * sum(isinstance(layer, Block) for layer in model)
-    held = {
-        "bytes sent per step": 4 * activations * ((not first) + (not last))
-        + 4 * 2 * (tp - 1) * activations // tp * regions
-        + 4 * 2 * (dp - 1) * P // dp,
+    X = B // dp * S * D  # what passes from layer to layer
+    R = 4 * X * len([layer for layer in model if layer in blocks])  # what blocks sum over tp
+    sent = (2 - first - last) * X + 2 * (tp - 1) * R // tp + 2 * (dp - 1) * P // dp
+    return losses, {
+        "bytes sent per step": 4 * sent,
         "micro-batches saved": max(counts),
-        "parameters": sum(p.numel() for p in parameters),
+        "parameters": P,
         "gradients": sum(p.grad.numel() for p in parameters),
         "optimizer": sum(state.numel() for state in means + squares),
     }
-    return losses, held
 
 
 def run(rank, size, meet):
     """Join the other ranks, train, and print the losses beside those of one process."""
     torch.set_num_threads(1)  # The ranks share this machine's cores.
-    gpus = torch.cuda.device_count()
-    on_gpus = gpus >= int(os.environ.get("LOCAL_WORLD_SIZE", size))  # One GPU per rank, or none.
-    device = torch.device("cuda", rank % gpus) if on_gpus else torch.device("cpu")
+    on_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", size))  # one each
+    device = f"cuda:{rank % torch.cuda.device_count()}" if on_gpus else "cpu"
     dist.init_process_group("nccl" if on_gpus else "gloo", meet, rank=rank, world_size=size)
     reports = [None] * size
-    dist.all_gather_object(reports, train(dist.group.WORLD, device))
+    dist.all_gather_object(reports, train(device, dist.group.WORLD))
     dist.destroy_process_group()
     if rank == 0:
         rung_0 = os.path.join(os.path.dirname(__file__), "00_one_process.py")
