@@ -1,4 +1,4 @@
-"""Rung 7, from rung 1: each rank holds a slice of every matrix, and layers sum activations."""
+"""Rung 7, from rung 1: each rank holds a slice of every matrix, and the ranks sum activations."""
 
 import os
 import runpy

@@ -1,4 +1,4 @@
-"""Rung 9, from rung 1: each rank takes a part of the sequence; keys and values go round."""
+"""Rung 9, from rung 1: each rank takes a part of the sequence, and keys and values go round."""
 
 import os
 import runpy

@@ -38,6 +38,7 @@ class Block(nn.Module):
 def train(device, group):
     """Return this rank's share of the loss of every step, and what the rank sent and holds."""
     stage, stages = group.rank(), group.size()
+    down, up = group, dist.new_group()  # Two, because NCCL runs a group's messages in order.
     first, last = stage == 0, stage == stages - 1
     torch.manual_seed(0)  # All ranks begin with the same parameters.
     blocks = [Block() for _ in range(L - 3)]
@@ -47,27 +48,27 @@ def train(device, group):
     means, squares = ([torch.zeros_like(p) for p in parameters] for _ in range(2))
     losses, saved, counts, sends = [], [], [], []
 
-    def receive(source):
+    def receive(source, group):
         x = torch.empty(B // M, S, D, device=device)
         dist.recv(x, group=group, group_src=source)
         return x
 
     def forward(micro):
-        x = tokens[micro] if first else receive(stage - 1).requires_grad_()
+        x = tokens[micro] if first else receive(stage - 1, down).requires_grad_()
         y = model(x)  # [B/M, S, D]
         if last:
             y = functional.cross_entropy(y.flatten(0, 1), targets[micro].flatten()) / M
             losses[-1] += y.item()
         else:
-            sends.append(dist.isend(y.detach(), group=group, group_dst=stage + 1))
+            sends.append(dist.isend(y.detach(), group=down, group_dst=stage + 1))
         saved.append((x, y))
         counts.append(len(saved))
 
     def backward():
         x, y = saved.pop(0)
-        y.backward(None if last else receive(stage + 1))
+        y.backward(None if last else receive(stage + 1, up))
         if not first:
-            sends.append(dist.isend(x.grad, group=group, group_dst=stage - 1))
+            sends.append(dist.isend(x.grad, group=up, group_dst=stage - 1))
 
     for step in range(10):
         rows = ROWS[B * step : B * (step + 1)].to(device)
