@@ -54,10 +54,11 @@ def list_rungs(rungs: dict[int, Rung]) -> str:
 
 def show_diff(before: Rung, after: Rung, colored: bool) -> str:
     colors = {"-": RED, "+": GREEN, "@": CYAN} if colored else {}
-    lines = [f"--- {before.name}", f"+++ {after.name}", *diff(before, after, context=2)]
-    return "\n".join(
-        f"{colors[line[0]]}{line}{PLAIN}" if line[:1] in colors else line for line in lines
-    )
+    lines = [
+        f"{colors[line[0]]}{line}{PLAIN}" if line[0] in colors else line
+        for line in diff(before, after, context=2)
+    ]
+    return "\n".join([f"{before.name} -> {after.name}", *lines])
 
 
 def main(arguments: list[str]) -> str:

@@ -201,7 +201,7 @@ def test_each_rank_sends_the_bytes_of_the_formula(rung, size, runs):
 
 @pytest.mark.parametrize(("rung", "size"), CASES)
 def test_what_is_sharded_is_gone(rung, size, runs, one_process):
-    """Held per rank, by the rung's own count, and alive after backward, by the garbage collector."""
+    """Compare the rung's own count, and what the garbage collector finds after backward."""
     whole = one_process[2]["parameters"]
     _, held, alive = runs[size].results[0][0][rung]
     held = {key: held[key] for key in ("parameters", "gradients", "optimizer")}
