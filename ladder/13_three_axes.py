@@ -40,7 +40,7 @@ class Block(nn.Module):
 
     def forward(self, x):  # [B, S, D] -> [B, S, D]
         y = self.norm1(x)
-        y.register_hook(lambda dy: all_reduce(dy, self.group))  # The gradient of each rank's heads.
+        y.register_hook(lambda dy: all_reduce(dy, self.group))  # Every rank used y, so sum dy.
         qkv = self.qkv(y).unflatten(-1, (-1, 3, H))  # [B, S, N/tp, 3, H]
         q, k, v = qkv.permute(3, 0, 2, 1, 4)  # [B, N/tp, S, H] each
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -125,9 +125,11 @@ def train(device, group):
 def run(rank, size, meet):
     """Join the other ranks, train, and print the losses beside those of one process."""
     torch.set_num_threads(1)  # The ranks share this machine's cores.
-    on_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", size))  # one each
-    device = f"cuda:{rank % torch.cuda.device_count()}" if on_gpus else "cpu"
-    dist.init_process_group("nccl" if on_gpus else "gloo", meet, rank=rank, world_size=size)
+    gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", size))  # one each
+    device = f"cuda:{rank % torch.cuda.device_count()}" if gpus else "cpu"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if gpus else "gloo", meet, rank=rank, world_size=size
+    )
     reports = [None] * size
     dist.all_gather_object(reports, train(device, dist.group.WORLD))
     dist.destroy_process_group()
