@@ -82,14 +82,12 @@ def train(device, group):
     }
 
 
-def run(rank, size, meet):
+def run(rank, size, url):
     """Join the other ranks, train, and print the losses beside those of one process."""
     torch.set_num_threads(1)  # The ranks share this machine's cores.
-    gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", size))  # one each
-    device = f"cuda:{rank % torch.cuda.device_count()}" if gpus else "cpu"
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if gpus else "gloo", meet, rank=rank, world_size=size
-    )
+    on_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", size))  # one each
+    device = f"cuda:{rank % torch.cuda.device_count()}" if on_gpus else "cpu"
+    dist.init_process_group("cpu:gloo" + ",cuda:nccl" * on_gpus, url, rank=rank, world_size=size)
     reports = [None] * size
     dist.all_gather_object(reports, train(device, dist.group.WORLD))
     dist.destroy_process_group()
