@@ -48,7 +48,7 @@ class Block(nn.Module):
         y = self.out(y.transpose(1, 2).flatten(2))
         x = x + y
         y = self.norm2(x)
-        gate, choice = self.router(y).softmax(-1).max(-1)  # [B, S] each: the best expert
+        gate, choice = self.router(y).softmax(-1).max(-1)  # [B, S] each, of the best expert
         visit = self.visit_ranks if self.group else self.run_experts  # One process has all experts.
         y = visit(y.flatten(0, 1), choice.flatten()).view_as(x) * gate[..., None]
         return x + y
