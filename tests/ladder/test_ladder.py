@@ -5,16 +5,18 @@ the library's page or engine for the same thing.
 """
 
 import ast
-import gc
+import functools
 import re
 import runpy
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from mini_dist import launch
 from mini_dist.collectives import ring_all_reduce
@@ -53,21 +55,26 @@ def under_name(name: str, function):
 
 def train_rung(rung: int, group):
     """Train; also return what parameters and their gradients hold when a backward has ended."""
-    backward, alive = torch.Tensor.backward, []
+    backward, made, alive = torch.Tensor.backward, [], []
 
     def watched(loss, *args, **kwargs):
         backward(loss, *args, **kwargs)
-        parameters = [p for p in gc.get_objects() if isinstance(p, nn.Parameter)]
+        parameters = [p for p in (reference() for reference in made) if p is not None]
         storages = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in parameters}
         gradients = sum(p.grad.nbytes for p in parameters if p.grad is not None)
         alive.append((sum(storages.values()) // 4, gradients // 4))
 
-    gc.collect()  # The model of the rung before.
+    def note(module, name, parameter):
+        if parameter is not None:
+            made.append(weakref.ref(parameter))
+
+    hook = register_module_parameter_registration_hook(note)
     torch.Tensor.backward = watched
     try:
         losses, held = load(rung)["train"]("cpu", group)
     finally:
         torch.Tensor.backward = backward
+        hook.remove()
     return losses, held, alive[-1]
 
 
@@ -170,10 +177,10 @@ def all_rungs(rungs: list[int], group):
 # -- what they are compared with ------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def runs():
-    rungs = {size: [rung for rung, n in CASES if n == size] for size in (2, 4, 8)}
-    return {n: launch(all_rungs, n, args=(rungs[n],), timeout=300) for n in rungs}
+@functools.cache
+def run_of(size: int):
+    rungs = [rung for rung, n in CASES if n == size]
+    return launch(all_rungs, size, args=(rungs,), timeout=240)
 
 
 @pytest.fixture(scope="module")
@@ -184,26 +191,26 @@ def one_process():
 
 
 @pytest.mark.parametrize(("rung", "size"), CASES)
-def test_losses_are_those_of_one_process(rung, size, runs, one_process):
+def test_losses_are_those_of_one_process(rung, size, one_process):
     losses, with_experts, _ = one_process
-    shares = [trained[rung][0] for trained, _ in runs[size].results]
+    shares = [trained[rung][0] for trained, _ in run_of(size).results]
     expected = with_experts if rung == 12 else losses
     assert len(expected) == STEPS
     assert [sum(share) for share in zip(*shares)] == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize(("rung", "size"), CASES)
-def test_each_rank_sends_the_bytes_of_the_formula(rung, size, runs):
-    for rank, (trained, _) in enumerate(runs[size].results):
-        sent = runs[size].ledger.total_bytes(op=f"rung_{rung}", rank=rank)
+def test_each_rank_sends_the_bytes_of_the_formula(rung, size):
+    for rank, (trained, _) in enumerate(run_of(size).results):
+        sent = run_of(size).ledger.total_bytes(op=f"rung_{rung}", rank=rank)
         assert sent == STEPS * trained[rung][1]["bytes sent per step"] > 0
 
 
 @pytest.mark.parametrize(("rung", "size"), CASES)
-def test_what_is_sharded_is_gone(rung, size, runs, one_process):
-    """Compare the rung's own count, and what the garbage collector finds after backward."""
+def test_what_is_sharded_is_gone(rung, size, one_process):
+    """Compare the rung's own count, and what parameters really hold after backward."""
     whole = one_process[2]["parameters"]
-    _, held, alive = runs[size].results[0][0][rung]
+    _, held, alive = run_of(size).results[0][0][rung]
     held = {key: held[key] for key in ("parameters", "gradients", "optimizer")}
     shard = whole // size
     if rung in (1, 2, 3, 9):
@@ -225,10 +232,10 @@ def test_what_is_sharded_is_gone(rung, size, runs, one_process):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_parts_of_the_model_are_the_model(size, runs, one_process):
+def test_the_parts_of_the_model_are_the_model(size, one_process):
     """Stages add up to the model; slices add up to it but for what every rank has."""
     whole = one_process[2]["parameters"]
-    held = [trained for trained, _ in runs[size].results]
+    held = [trained for trained, _ in run_of(size).results]
     for rung in (10, 11):
         assert sum(trained[rung][1]["parameters"] for trained in held) == whole
     in_blocks = 5 * (3 + 1 + 4 + 4) * 32 * 32  # elements of qkv, out, up and down
@@ -238,16 +245,16 @@ def test_the_parts_of_the_model_are_the_model(size, runs, one_process):
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("rung", [2, 7, 8, 9, 12])
-def test_values_are_those_of_the_librarys_page(rung, size, runs):
-    for _, pairs in runs[size].results:
+def test_values_are_those_of_the_librarys_page(rung, size):
+    for _, pairs in run_of(size).results:
         for ours, page in pairs[rung]:
             torch.testing.assert_close(ours, page, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_bytes_are_those_of_the_librarys_engine(size, runs):
-    ledger = runs[size].ledger
-    for rank, (trained, _) in enumerate(runs[size].results):
+def test_bytes_are_those_of_the_librarys_engine(size):
+    ledger = run_of(size).ledger
+    for rank, (trained, _) in enumerate(run_of(size).results):
         for rung, engine in {4: "ZeRO1", 5: "ZeRO2", 6: "ZeRO3"}.items():
             engine_sent = ledger.total_bytes(op=engine, rank=rank)
             assert trained[rung][1]["bytes sent per step"] == engine_sent
@@ -257,15 +264,15 @@ def test_bytes_are_those_of_the_librarys_engine(size, runs):
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("rung", "name"), [(10, "gpipe"), (11, "1f1b")])
-def test_pipelines_follow_the_librarys_schedule(rung, name, size, runs):
+def test_pipelines_follow_the_librarys_schedule(rung, name, size):
     """The same messages in the same order, and as many micro-batches saved."""
     schedule = build(name, size, 8)
-    peaks = [trained[rung][1]["micro-batches saved"] for trained, _ in runs[size].results]
+    peaks = [trained[rung][1]["micro-batches saved"] for trained, _ in run_of(size).results]
     assert peaks == peak_in_flight(schedule)
     for rank in range(size):
         wanted = {"F": rank + 1, "B": rank - 1}
         expected = [wanted[action.kind] for action in schedule.actions(rank)]
-        leaves = runs[size].ledger.leaves(op=f"rung_{rung}", rank=rank)
+        leaves = run_of(size).ledger.leaves(op=f"rung_{rung}", rank=rank)
         sent = [comm.peers[0] for comm in leaves if comm.op == "send"]
         assert sent == STEPS * [peer for peer in expected if 0 <= peer < size]
 
