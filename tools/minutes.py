@@ -12,9 +12,9 @@ they were cut):
 
 The mean error is 0 % and the root mean square error 12 %. The formula misses only lessons 00 and
 17 by more than 15 %. The list of sources is left out, because it is there to be looked up, and so
-is code that a notebook hides. For exercises: 17 32 -> 11, 18 38 -> 51, 19 28 -> 38, 20 25 -> 29, 21 35 -> 23,
-22 20 -> 14, 23 40 -> 35, 24 52 -> 42, 25 40 -> 42, 26 47 -> 39. (The length of a solution says
-little where the work is a search or a diagnosis, as in 17 and 21.)
+is code that a notebook hides. For exercises: 17 32 -> 11, 18 38 -> 51, 19 28 -> 38, 20 25 -> 29,
+21 35 -> 23, 22 20 -> 14, 23 40 -> 35, 24 52 -> 42, 25 40 -> 42, 26 47 -> 39. (The length of a
+solution says little where the work is a search or a diagnosis, as in 17 and 21.)
 
 Outputs and shown sources are counted in the built notebook, so a changed lesson is built before its
 minutes are final. The first line of a lesson states these minutes, rounded up to 5, and

@@ -10,6 +10,7 @@ from .fields import checks_kinds
 
 SHORT = 24  # A cell with fewer letters stays on one line.
 
+
 @checks_kinds
 @dataclass
 class Table:
