@@ -157,8 +157,9 @@ class Scene:
     def state(self, number: int) -> str:
         rank, seen = self.world.ranks[number], self.flights[number]
         if rank.returned:
-            collectives = sum(entry.is_collective for entry in seen.entries)
-            return f"has returned, after {plural(collectives, 'collective')}"
+            counted = (e for e in seen.entries if not e.is_message and e.k != flight.UNKNOWN)
+            last = {entry.channel: entry.k for entry in counted}
+            return f"has returned, after {plural(sum(last.values()), 'collective')}"
         if rank.report:
             return f"raised {rank.report.error.type}"
         if rank.gone:

@@ -831,3 +831,15 @@ def test_a_limit_on_processor_time_is_named(monkeypatch):
     monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (60, 90))
     assert "allows, here 60 s for each process)" in diagnose.describe_status(-signal.SIGXCPU)
     assert "or by ulimit -t, here 60 s" in diagnose.describe_status(-signal.SIGKILL)
+
+
+def returns_after_three(group):
+    from mini_dist import all_reduce
+
+    for _ in range(3 if group.rank() == 1 else 4):
+        all_reduce(torch.ones(2), group)
+
+
+def test_a_rank_that_has_returned_says_how_many_collectives_it_made_ours_included():
+    with pytest.raises(RankError, match="rank 1 has returned, after 3 collectives"):
+        launch(returns_after_three, 2)
