@@ -44,6 +44,7 @@ def train(device, group):
     blocks = [Block() for _ in range(L - 3)]
     model = nn.Sequential(nn.Embedding(V, D), *blocks, nn.RMSNorm(D), nn.Linear(D, V, bias=False))
     model = model[L // stages * stage : L // stages * (stage + 1)]  # Only this rank's layers.
+    blocks = [layer for layer in model if layer in blocks]  # The others are freed.
     parameters = list(model.to(device).parameters())
     means, squares = ([torch.zeros_like(p) for p in parameters] for _ in range(2))
     losses, saved, counts, sends = [], [], [], []

@@ -63,6 +63,7 @@ def train(device, group):
     blocks = [shard(Block(), slices) for _ in range(L - 3)]
     model = nn.Sequential(nn.Embedding(V, D), *blocks, nn.RMSNorm(D), nn.Linear(D, V, bias=False))
     model = model[L // stages * stage : L // stages * (stage + 1)]  # Only this rank's layers.
+    blocks = [layer for layer in model if layer in blocks]  # The others are freed.
     parameters = list(model.to(device).parameters())
     means, squares = ([torch.zeros_like(p) for p in parameters] for _ in range(2))
     losses, saved, counts, sends = [], [], [], []
@@ -111,8 +112,7 @@ def train(device, group):
                 p -= 0.01 * mean / (square.sqrt() + 1e-8)
     P = sum(p.numel() for p in parameters)
     X = B // dp * S * D  # what passes from layer to layer
-    R = 4 * X * len([layer for layer in model if layer in blocks])  # what blocks sum over tp
-    sent = (2 - first - last) * X + 2 * (tp - 1) * R // tp + 2 * (dp - 1) * P // dp
+    sent = (2 - first - last) * X + 8 * (tp - 1) * len(blocks) * X // tp + 2 * (dp - 1) * P // dp
     return losses, {
         "bytes sent per step": 4 * sent,
         "micro-batches saved": max(counts),
