@@ -124,12 +124,6 @@ def split_sizes(length: int, parts: int) -> list[int]:
     return [length // parts + (part < length % parts) for part in range(parts)]
 
 
-def row_counts(counts: torch.Tensor, total: int) -> list[int]:
-    """Read how many rows go to each rank or expert, [n], `total` in all. A tensor without storage
-    has no values to read: then the rows are spread evenly."""
-    return split_sizes(total, len(counts)) if counts.is_meta else counts.tolist()
-
-
 def check_rows(x: torch.Tensor) -> None:
     if x.dim() == 0:
         raise ValueError("a tensor of no dimension has no rows to share out: pass x.reshape(1)")

@@ -12,6 +12,9 @@ Inside, torch is as strict as on a GPU. An operation on tensors of two devices r
 `DeviceMismatch`. So a run here proves that a function makes its tensors on the device of its group,
 on a machine without a GPU. And where a program asks for a value, such as `loss.item()`, it gets
 `NoValue` with the file and the line that asked.
+
+Both checks hold in the thread that entered `without_storage` and in autograd's; in other threads of
+the program, torch's own kernels for the meta device check most operations, but not all.
 """
 
 from __future__ import annotations

@@ -88,6 +88,17 @@ def test_between_two_hosts_torchrun_restarts_both_and_the_losses_are_the_same(tm
     alike(sorted(SAID.findall(done.stdout)), sorted(shown_in_the_lesson()))
 
 
+@pytest.mark.skipif(not (ROOT / "ladder").exists(), reason="there is no ladder here yet")
+def test_a_rung_of_the_ladder_trains_between_two_hosts():
+    done = run(on_two_hosts("ladder/06_zero3.py"))
+    skip_without_hosts(done.stderr)
+    assert done.returncode == 0, done.stderr[-2000:]
+    losses = re.findall(r"^step \d+  loss ([\d.]+)  one process ([\d.]+)$", done.stdout, re.M)
+    assert len(losses) == 10
+    for ours, theirs in losses:
+        assert float(ours) == pytest.approx(float(theirs), abs=1e-5)
+
+
 def test_a_host_that_fails_ends_the_others_and_is_named():
     command = "test {host} = 0 && exec sleep 600; exit 3"
     done = run(

@@ -12,7 +12,8 @@ def forget_and_repeat(block: Callable, x: Tensor) -> Tensor:
     """block(x), of which only x is kept; backward computes the rest once more.
 
     It must come out the same, dropout included: so the random numbers are drawn from the state that
-    the generator had the first time (Chen et al. 2016, section 3).
+    the generator had the first time (Chen et al. 2016, section 3). Here that is the generator for
+    the CPU; blocks.py also handles the one of a GPU.
     """
 
     class Careful(torch.autograd.Function):

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from mini_dist.collectives import all_reduce, all_to_all
-from mini_dist.collectives.messages import row_counts
 from mini_dist.collectives.ops import all_to_all as all_to_all_with_gradient
 from mini_dist.model.routing import Routing
 from mini_dist.ranks.ledger.recording import recorded
@@ -79,14 +78,12 @@ def dispatch(x: Tensor, counts: Tensor, group) -> tuple[Tensor, Dispatched]:
     about (n-1)/n k T D elements a rank, if the load is even.
     """
     theirs = all_to_all(counts, group).view(group.size(), -1)  # [n, E/n]: from rank r for expert e
-    sent = row_counts(counts.view(group.size(), -1).sum(1), len(x))
-    received = row_counts(theirs.sum(1), len(x))
+    sent = counts.view(group.size(), -1).sum(1).tolist()
+    received = theirs.sum(1).tolist()
     arrived = all_to_all_with_gradient(x, group, sent, received)  # by rank, then by expert
     local = torch.arange(theirs.shape[1], device=x.device).repeat(group.size())  # 0 1 0 1 ...
-    by_expert = local.repeat_interleave(theirs.flatten(), output_size=len(arrived))
-    by_expert = by_expert.argsort(stable=True)
-    rows_per_expert = row_counts(theirs.sum(0), len(arrived))
-    return arrived[by_expert], Dispatched(sent, received, by_expert, rows_per_expert)
+    by_expert = local.repeat_interleave(theirs.flatten()).argsort(stable=True)
+    return arrived[by_expert], Dispatched(sent, received, by_expert, theirs.sum(0).tolist())
 
 
 @recorded

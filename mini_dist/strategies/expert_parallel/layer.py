@@ -21,14 +21,24 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from mini_dist.collectives import all_reduce
+from mini_dist.collectives import all_reduce, all_to_all, split_sizes
+from mini_dist.collectives.ops import all_to_all as all_to_all_with_gradient
 from mini_dist.model.digits import at_least_float32
 from mini_dist.model.gpt import MoE
 from mini_dist.model.routing import Routing, route, z_loss
 from mini_dist.plan.fields import checks_kinds
+from mini_dist.ranks.ledger.recording import recorded
 
 from .balance import AttachLoss, Load
-from .ideas import Copies, balance_loss, capacity_of, choose_copies, combine, dispatch
+from .ideas import (
+    Copies,
+    Dispatched,
+    balance_loss,
+    capacity_of,
+    choose_copies,
+    combine,
+    dispatch,
+)
 
 
 @checks_kinds
@@ -95,7 +105,8 @@ class ExpertParallel(nn.Module):
             routing.append(decision)
         copies = choose_copies(decision.experts, self.num_experts, self.capacity(len(tokens)))
 
-        arrived, dispatched = dispatch(tokens[copies.token], copies.counts, self.group)
+        send_off = dispatch_evenly if tokens.is_meta else dispatch
+        arrived, dispatched = send_off(tokens[copies.token], copies.counts, self.group)
         answers = combine(
             self.run_experts(arrived, dispatched.rows_per_expert), dispatched, self.group
         )
@@ -141,6 +152,20 @@ class ExpertParallel(nn.Module):
         if self.z_loss:
             out = AttachLoss.apply(out, self.z_loss * z_loss(decision), self.loss_scale)
         return out
+
+
+@recorded
+def dispatch_evenly(x: Tensor, counts: Tensor, group) -> tuple[Tensor, Dispatched]:
+    """Send what `dispatch` sends if every expert gets equally many rows, of tensors without
+    storage: their counts have no values to read."""
+    size = group.size()
+    all_to_all(counts, group)
+    sent = split_sizes(len(x), size)
+    received = [sent[group.rank()]] * size
+    arrived = all_to_all_with_gradient(x, group, sent, received)
+    as_they_came = torch.arange(len(arrived), device=x.device)
+    rows_per_expert = split_sizes(len(arrived), len(counts) // size)
+    return arrived, Dispatched(sent, received, as_they_came, rows_per_expert)
 
 
 def shard_experts(model: nn.Module, group, **options) -> nn.Module:

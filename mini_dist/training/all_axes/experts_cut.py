@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from mini_dist.collectives import all_gather
-from mini_dist.collectives.messages import row_counts
 from mini_dist.collectives.ops import all_to_all
 from mini_dist.model.gpt import MoE
 from mini_dist.strategies.tensor_parallel import GPT_PLAN, TENSOR, Pair, ParallelMLP
@@ -52,7 +51,8 @@ def pair_for_uneven_rows() -> Pair:
     def enter(x: Tensor, group) -> Tensor:
         nonlocal rows
         mine = torch.tensor([len(x)], device=x.device)
-        rows = row_counts(all_gather(mine, group), len(x) * group.size())
+        everyones = all_gather(mine, group)  # (without storage: as many as here)
+        rows = [len(x)] * group.size() if x.is_meta else everyones.tolist()
         return all_to_all(x.repeat(group.size(), 1), group, [len(x)] * group.size(), rows)
 
     def leave(y: Tensor, group) -> Tensor:
