@@ -1,8 +1,8 @@
 """Explorers: from a moved control to the new picture and words, beside 100 ms.
 
-Rows "NAME": one control of the explorer moves, a different value each time; the time is that of the
-live widget in Python, picture drawn and encoded, without the way to the browser and back. The bar
-is 100 ms, about what one takes for at once (Nielsen 1993, chapter 5).
+Rows "NAME": one control of the explorer moves, to a different value each time. The time is that of
+the live widget in Python, which draws the picture as SVG, without the way to the browser and back.
+The bar is 100 ms, which a person takes for immediate (Nielsen 1993, chapter 5).
 Rows "NAME, a new question": other numbers of GPUs make the planner search anew; they only inform.
 """
 
@@ -44,16 +44,17 @@ MOVES = {
 
 def mover(make, name, values, **start):
     """A function that moves one control of a live explorer to its next value."""
-    grid, image, _ = make(**start).view.children
+    grid, seen = make(**start).view.children
+    picture, words = seen.children
     (control,) = (c for c in grid.children if c.description == name.replace("_", " "))
     following = itertools.cycle(values)
 
     def move():
-        before = image.value
+        before = picture.value, words.value
         while control.value == (value := next(following)):
             pass
         control.value = value
-        assert image.value != before
+        assert (picture.value, words.value) != before
 
     return move
 

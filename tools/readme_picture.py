@@ -1,4 +1,4 @@
-"""Draw the README's picture from a run made now: docs/four_ranks.png.
+"""Draw the README's picture from a run made now: docs/four_ranks.svg.
 
     python tools/readme_picture.py
 
@@ -6,20 +6,19 @@ Four ranks train lesson 00's GPT, and average their gradients by the ring that l
 Above, what each of them did in the last steps; below, the loss and who sent how much to whom.
 """
 
-import io
 from pathlib import Path
 
 import torch
-from PIL import Image
 
 from mini_dist import GPT, ModelConfig, draw, launch
 from mini_dist.collectives import ring_all_reduce
+from mini_dist.course.draw.svg import WIDEST
 from mini_dist.model.data import Batches, load_text
 from mini_dist.model.loss import token_loss
 from mini_dist.strategies.data_parallel import Bucketed
 
 CONFIG = ModelConfig(d_model=64, num_layers=2, num_heads=4, seq_len=64, norm="rmsnorm")
-TARGET = Path(__file__).resolve().parent.parent / "docs" / "four_ranks.png"
+TARGET = Path(__file__).resolve().parent.parent / "docs" / "four_ranks.svg"
 
 
 def mean_by_ring(x, group):
@@ -55,28 +54,18 @@ def last_steps(ledger, steps):
     return ledger
 
 
-def image(picture):
-    return Image.open(io.BytesIO(picture._repr_png_()))
-
-
 def main():
     run = launch(train, 4, (load_text(), 60), timeout=300)
     mean_losses = [sum(values) / 4 for values in zip(*run.results)]
-    below = [
-        image(draw.curve({"4 ranks": mean_losses}, "step", "loss")),
-        image(draw.traffic(run.ledger)),
+    parts = [
+        draw.timeline(last_steps(run.ledger, 3)),
+        draw.curve({"4 ranks": mean_losses}, "step", "loss"),
+        draw.traffic(run.ledger),
     ]
-    above = image(draw.timeline(last_steps(run.ledger, 3)))
-    width = max(above.width, sum(part.width for part in below))
-    height = above.height + max(part.height for part in below)
-    sheet = Image.new("RGB", (width, height), "white")
-    sheet.paste(above, ((width - above.width) // 2, 0))
-    left = 0
-    for part in below:
-        sheet.paste(part, (left, above.height + (height - above.height - part.height) // 2))
-        left += part.width
-    sheet.save(TARGET, optimize=True)
-    print(f"{TARGET.name}: {sheet.width} x {sheet.height}, {TARGET.stat().st_size // 1024} kB")
+    parts[1].panels[0].width = WIDEST - parts[2].panels[0].width  # beside each other
+    alt = "; ".join(part.alt for part in parts)
+    draw.Drawing([panel for part in parts for panel in part.panels], alt).save(TARGET)
+    print(f"{TARGET.name}: {TARGET.stat().st_size // 1024} kB")
 
 
 if __name__ == "__main__":

@@ -140,10 +140,10 @@ def test_outside_a_notebook_parameters_must_be_given(lab):
 
 
 class Drawn:
-    """What a Picture does when it is saved."""
+    """What a Drawing does when it is saved."""
 
     def save(self, path):
-        path.write_bytes(b"png")
+        path.write_text("<svg/>")
 
 
 def test_a_run_that_fails_leaves_no_former_result_in_its_place(lab, tmp_path):
@@ -152,10 +152,10 @@ def test_a_run_that_fails_leaves_no_former_result_in_its_place(lab, tmp_path):
         lab.parameters(given)
         lab.save({"seconds": seconds}, curve=Drawn())
     lab.parameters(given)  # and then fails
-    assert not (tmp_path / "result.json").exists() and not (tmp_path / "curve.png").exists()
+    assert not (tmp_path / "result.json").exists() and not (tmp_path / "curve.svg").exists()
     kept = [json.loads((tmp_path / f"run-{n}" / "result.json").read_text()) for n in (1, 2)]
     assert [record["result"]["seconds"] for record in kept] == [1, 2]
-    assert (tmp_path / "run-2" / "curve.png").exists()
+    assert (tmp_path / "run-2" / "curve.svg").exists()
 
 
 @pytest.mark.parametrize("foreign", ['{"figures": ["../photo.png"]}', "[1]", '{"a": 1}', "no JSON"])
@@ -190,9 +190,9 @@ def test_the_result_is_json_beside_its_figures(lab, tmp_path):
         "lab": "toy",
         "parameters": {name: value for name, value in GOOD.items() if name != "folder"},
         "result": {"seconds": 0.25, "rounds": [1, 2]},
-        "figures": ["curve.png"],
+        "figures": ["curve.svg"],
     }
-    assert sorted(p.name for p in folder.iterdir()) == ["curve.png", "result.json"]
+    assert sorted(p.name for p in folder.iterdir()) == ["curve.svg", "result.json"]
     assert [*run] == ["date", "seconds", "versions", "machine"]
     assert abs(datetime.fromisoformat(run["date"]).timestamp() - time.time()) < 60
     assert 0 <= run["seconds"] < 60
@@ -206,7 +206,7 @@ def test_the_result_is_json_beside_its_figures(lab, tmp_path):
 def test_it_says_where_it_wrote_from_here_and_elsewhere_in_full(lab, tmp_path, capsys, monkeypatch):
     lab.parameters({**GOOD, "folder": str(tmp_path)})
     lab.save({}, curve=Drawn())
-    assert capsys.readouterr().out == f"written: {tmp_path.resolve()}/result.json, curve.png\n"
+    assert capsys.readouterr().out == f"written: {tmp_path.resolve()}/result.json, curve.svg\n"
     monkeypatch.chdir(tmp_path)
     lab.parameters({**GOOD, "folder": "runs/toy"})
     lab.save({})

@@ -79,7 +79,7 @@ def test_show_in_a_notebook_is_highlighted_and_knows_functions_and_classes_of_ce
     outputs = run_in_a_notebook(
         "from mini_dist.course.lesson import show, predict",
         "class Point:\n    x = 'old'",
-        "%matplotlib inline\nimport dataclasses\n@dataclasses.dataclass\nclass Point:\n    x: int",
+        "%cd -q .\nimport dataclasses\n@dataclasses.dataclass\nclass Point:\n    x: int",
         "def mine(rank):\n    return '```'\nshow(predict, mine, Point)",
     )
     shown = [output.data["text/markdown"] for output in outputs]

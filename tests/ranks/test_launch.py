@@ -225,7 +225,6 @@ print(launch(lambda group: print("\\u2603 \\ud800"), 2).outputs == ["\\u2603 \\\
 
 def test_what_a_rank_displays_is_shown_as_text_and_said_to_be(notebook):
     cell = notebook.run("""
-import matplotlib.figure
 class Rich:
     def _repr_html_(self): return "<b>rich</b>"
     def __repr__(self): return "in words"

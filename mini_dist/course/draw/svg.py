@@ -23,7 +23,7 @@ INK, LIMIT = "currentColor", "#e34a33"  # LIMIT: what a device has
 FAINT = 0.15  # opacity of the ink in bands, empty cells and guides
 SIZE, SMALLEST = 13, 11  # pixels: height of the letters as drawn, and at the least
 LETTER = 0.6  # mean width of a letter of a sans-serif font, in heights
-WIDEST = 740  # pixels of a row of panels
+WIDEST = 720  # pixels of a row of panels
 
 
 class Box(NamedTuple):

@@ -153,7 +153,7 @@ def draw(machine: str, num_ranks: int, num_bytes: int, link) -> Drawing:
     lowest, highest = min(map(min, lines.values())) - 0.2, max(map(max, lines.values())) + 0.2
     powers = range(math.ceil(lowest), math.floor(highest) + 1, 2)
     left = Panel(
-        410, 300, (xs[0] - 1, xs[-1] + 1), (lowest - 0.5, highest),
+        395, 300, (xs[0] - 1, xs[-1] + 1), (lowest - 0.5, highest),
         title=f"all-reduce, {num_ranks} ranks; the ribbon shows who wins",
         xticks={3: "8 B", 10: "1 KiB", 20: "1 MiB", 30: "1 GiB"},
         yticks={power: time_name(10.0**power) for power in powers},
@@ -172,7 +172,7 @@ def draw(machine: str, num_ranks: int, num_bytes: int, link) -> Drawing:
     most = 5 * next(iter(here.values())).seconds  # who takes longer runs out of the picture
     unit, name = unit_of(most)
     right = Panel(
-        330, 300, (0, 1.35 * most / unit), (len(here) - 0.4, -0.6), title=size_name(num_bytes),
+        320, 300, (0, 1.35 * most / unit), (len(here) - 0.4, -0.6), title=size_name(num_bytes),
         xticks=numbered(round_places(0, most / unit, 4)), yticks=dict(enumerate(here)),
         xlabel=f"{name}  (gray: latency)",
     )  # fmt: skip

@@ -110,7 +110,7 @@ def draw(model, each, states: Breakdown, machine, time: Breakdown, num_gpus: int
     count = total / one
     said = f"{count:,.0f}" if count >= 10 else f"{count:.2g}"
     left = Panel(
-        400, 280, (0, 1.55 * max(total, one)), (len(each) + 0.5, -1.2), sides="l", xlabel="GiB",
+        385, 280, (0, 1.55 * max(total, one)), (len(each) + 0.5, -1.2), sides="l", xlabel="GiB",
         yticks=dict(enumerate([*KINDS, "sum"])),
         title=f"{model}: model states = {said} × {machine.device.name}",
     )  # fmt: skip
@@ -130,7 +130,7 @@ def draw(model, each, states: Breakdown, machine, time: Breakdown, num_gpus: int
     low, high = min(-3.3, years + here - most - 0.2), max(3.3, years + here + 0.2)
     said = f"{duration(time['time'])} on {num_gpus:,} GPU{'s' * (num_gpus > 1)}"
     right = Panel(
-        340, 280, (-0.1, most + 0.1), (low, high), title=f"training: {said}", xlabel="GPUs",
+        335, 280, (-0.1, most + 0.1), (low, high), title=f"training: {said}", xlabel="GPUs",
         xticks={log10(8**k): f"{8**k:,}" for k in range(6)},
     )  # fmt: skip
     for name, span in SPANS.items():

@@ -125,7 +125,7 @@ def device_memory_of(found: Plan, layout: Layout) -> float:
 def draw(title: str, found: Plan, cells: dict, tp: int, pp: int) -> Drawing:
     best = found.best.time.mfu
     left = Panel(
-        350, 290, (-0.5, len(PP) - 0.5), (len(TP) - 0.5, -0.5), xlabel="pp", ylabel="tp", sides="",
+        335, 290, (-0.5, len(PP) - 0.5), (len(TP) - 0.5, -0.5), xlabel="pp", ylabel="tp", sides="",
         xticks=dict(enumerate(map(str, PP))), yticks=dict(enumerate(map(str, TP))),
         title="MFU in %, best tried with each tp, pp (gray: none fits)",
     )  # fmt: skip
@@ -146,7 +146,7 @@ def draw(title: str, found: Plan, cells: dict, tp: int, pp: int) -> Drawing:
     longest = max(value_of(c, name) for c in compared.values() for name in names)
     colors = {"fastest": "#31a354", "yours": "#d62728"}
     right = Panel(
-        390, 290, (0, 1.03 * longest), (len(names) - 0.4, -0.6), yticks=dict(enumerate(names)),
+        380, 290, (0, 1.03 * longest), (len(names) - 0.4, -0.6), yticks=dict(enumerate(names)),
         title="where a step's time goes", legend={label: colors[label] for label in compared},
         xlabel=f"longest bar {readable(longest, 's')}",
     )  # fmt: skip

@@ -85,7 +85,7 @@ def words(name: str, predicted: dict[str, StepTime]) -> str:
 def draw(name: str, predicted: dict[str, StepTime]) -> Drawing:
     names = list(RUNS)
     left = Panel(
-        390, 300, (-1, len(names)), (0.6, 1.6), xlabel="runs",
+        370, 300, (-1, len(names)), (0.6, 1.6), xlabel="runs",
         yticks=numbered([0.8, 0.9, 1, 1.1, 1.2]),
         legend={label: color for label, (_, color) in SETS.items()},
         title="step time, predicted / measured (bars: the stated interval)",
@@ -106,7 +106,7 @@ def draw(name: str, predicted: dict[str, StepTime]) -> Drawing:
     lines = sorted(time.breakdown, key=lambda line: -line.value)[:8]
     labels = [*(line.name for line in lines), "predicted", "measured"]
     right = Panel(
-        350, 300, (0, 1.05 * max(time.seconds, run.seconds)), (len(labels) - 0.4, -0.6),
+        345, 300, (0, 1.05 * max(time.seconds, run.seconds)), (len(labels) - 0.4, -0.6),
         title=name, yticks=dict(enumerate(labels)), xlabel=f"measured {readable(run.seconds, 's')}",
     )  # fmt: skip
     start = 0.0

@@ -173,7 +173,7 @@ def draw(title: str, both: dict, scaling: str, num_gpus: int) -> Drawing:
     powers = [10**k for k in range(3, 10) if low < log2(10**k) < high]
     colors = {STRONG: "#3182bd", WEAK: "#e6550d"}
     left = Panel(
-        400, 300, (ends[0] - 0.3, ends[1] + 0.6), (low, high), title="tokens a second",
+        390, 300, (ends[0] - 0.3, ends[1] + 0.6), (low, high), title="tokens a second",
         xlabel="GPUs", xticks={log2(n): f"{n:,}" for n in SIZES[::3]},
         yticks={log2(n): readable(n) for n in powers},
         legend={kind.split(":")[0]: colors[kind] for kind in both} | {"ideal": "#969696"},
@@ -189,7 +189,7 @@ def draw(title: str, both: dict, scaling: str, num_gpus: int) -> Drawing:
         left.dot(log2(num_gpus), log2(points[num_gpus].tokens_per_second), INK, 7, filled=False)
 
     right = Panel(
-        340, 300, ends, (0, 1), title="where a step's time goes", xlabel="GPUs", legend=KINDS,
+        325, 300, ends, (0, 1), title="where a step's time goes", xlabel="GPUs", legend=KINDS,
         xticks={log2(n): f"{n:,}" for n in SIZES[::4]}, yticks={0: "0", 0.5: "50 %", 1: "100 %"},
     )  # fmt: skip
     xs, floors = [log2(size) for size in points], [0.0] * len(points)
