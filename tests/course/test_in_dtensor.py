@@ -52,4 +52,6 @@ def test_a_strided_shard_holds_another_order_of_the_axes_and_costs_more():
     (found,) = issued([text], axes, SIZES)
     assert found.right
     assert found.sent > 2 * product(text, axes, **SIZES).sent
-    assert found.calls.count("all_gather x") == 2  # of F, before it multiplies, and of W
+    assert (
+        found.calls.count("all_gather x") == 2
+    )  # the batch before it multiplies, the result's columns after
