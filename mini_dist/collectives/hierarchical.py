@@ -31,7 +31,7 @@ def hierarchical_all_reduce(
 ) -> torch.Tensor:
     """Reduce-scatter in the node, all-reduce each chunk between nodes, all-gather in the node.
 
-    x: any shape -> the same. Of N bytes a rank sends only 2(h-1)/h N/k between nodes.
+    x: any shape, and so is the result. A rank sends only 2(h-1)/h N/k of N bytes between nodes.
     Raises ValueError for nodes of unequal size.
     """
     node, same_place = two_levels(group, nodes)
@@ -100,7 +100,7 @@ def scatter_chunks(chunks: Sequence[torch.Tensor], group, op: str) -> torch.Tens
 
 
 def two_levels(group, nodes: int | Sequence[int] | None) -> tuple[Members, Members]:
-    """My node, and the ranks at my place in all nodes."""
+    """Return this rank's node, and the ranks with the same index in all nodes."""
     homes = check_nodes(group, nodes)
     node = Members(group, [r for r, home in enumerate(homes) if home == homes[group.rank()]])
     return node, places(group, nodes)[node.rank()]

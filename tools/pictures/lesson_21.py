@@ -9,10 +9,11 @@ def where_a_step_goes():
     board = Board(
         860,
         250,
-        "Two ranks on one timeline. Rank 0 loads data, computes and enters the all-reduce early; "
-        "it waits until rank 1, which computes longer, has entered too, and then both communicate. "
-        "Below, the step of rank 0 as a row of parts that add up to it. A small gap at its end "
-        "belongs to none and is called unexplained.",
+        "Two ranks on one timeline. Rank 0 loads data, computes, and enters the all-reduce; it "
+        "waits until rank 1, which computes longer, enters as well; then both communicate, and "
+        "both end with host time. Below, a bar with the parts of rank 0's step in a row: data, "
+        "waiting, communication, compute, host, and at the end a small dashed gap called "
+        "unexplained.",
     )
     rows = [
         ("rank 0", [(60, "data", DATA), (250, "compute", FORWARD), (150, "waiting", WAIT)]),
@@ -27,8 +28,8 @@ def where_a_step_goes():
         board.box(x, y, 120, 36, "communication", SEND, 12)
         board.box(x + 120, y, 90, 36, "host", HOST)
     board.line(550, 14, 550, 132, dashed=True)
-    board.words(556, 14, "the last one has come", 12, GRAY, "start")
-    board.words(90, 160, "the step of rank 0", 13, anchor="start")
+    board.words(556, 14, "the last rank has entered", 12, GRAY, "start")
+    board.words(90, 160, "the step of rank 0, its parts added up", 13, anchor="start")
     x = 90
     for width, words, color in [
         (60, "data", DATA),

@@ -23,3 +23,38 @@ def one_run_many_programs():
     board.words(380, 230, "the ledger: what was asked of torch.distributed", 14, INK)
     board.words(380, 252, "the operating system: what went over the sockets", 14, INK)
     return board
+
+
+WORDS = (  # ours, DeepSpeed, Megatron-LM, torchtitan
+    ("ours", "DeepSpeed (JSON)", "Megatron-LM (arguments)", "torchtitan (config)"),
+    ("tp", "-", "tensor-model-parallel-size", "tensor_parallel_degree"),
+    ("pp", "-", "pipeline-model-parallel-size", "pipeline_parallel_degree"),
+    ("dp", "ranks / (tp · pp)", "ranks / (tp · pp · cp)", "data_parallel_shard_degree"),
+    ("micro-batch", "train_micro_batch_\nsize_per_gpu", "micro-batch-size", "local_batch_size *"),
+    ("accumulated", "gradient_\naccumulation_steps", "(from the global batch)", "(from the rest)"),
+    ("global batch", "train_batch_size", "global-batch-size", "global_batch_size"),
+    ("ZeRO-1", "stage: 1", "use-distributed-optimizer", "-"),
+    ("ZeRO-3", "stage: 3", "(its own FSDP)", "fsdp_reshard_after_\nforward: always"),
+)
+
+
+def their_words_in_ours():
+    board = Board(
+        760,
+        400,
+        "A table of words. Our dp, tp, pp, micro-batch size, number of micro-batches, global batch "
+        "and ZeRO stage, each with its name in DeepSpeed's JSON file, in Megatron-LM's arguments "
+        "and in torchtitan's config. DeepSpeed has no words for tp, pp and the number of ranks: "
+        "the program passes them. torchtitan has no word for ZeRO-1.",
+    )
+    columns = ((10, 104), (118, 184), (306, 226), (536, 214))
+    for row, cells in enumerate(WORDS):
+        y = 8 + 41 * row
+        for column, ((x, width), words) in enumerate(zip(columns, cells)):
+            fill = "#f2f2f2" if row == 0 else RANKS[0] if column == 0 else "white"
+            fill = RANKS[5] if words == "-" else fill
+            board.box(x, y, width, 36, "no word" if words == "-" else words, fill, 12, line=GRAY)
+    board.words(
+        380, 386, "* in a pipeline: per step; pipeline_parallel_microbatch_size cuts it", 12
+    )
+    return board

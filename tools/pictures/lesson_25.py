@@ -8,8 +8,8 @@ def one_has_stepped():
         760,
         290,
         "Four ranks over time in step 7. Rank 3 dies when the sum of the gradients has reached "
-        "rank 0, but not ranks 1 and 2. Rank 0 has stepped, and holds the parameters after step 7. "
-        "Ranks 1 and 2 still hold those after step 6.",
+        "rank 0, but not ranks 1 and 2. Rank 0 has stepped and holds the parameters after step 7. "
+        "Ranks 1 and 2 still hold the parameters after step 6.",
     )
     for rank in range(4):
         y = 40 + 60 * rank

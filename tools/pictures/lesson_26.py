@@ -7,9 +7,10 @@ def two_orders():
     board = Board(
         760,
         250,
-        "Two hosts of two ranks each, twice. On the left host 0 has ranks 0 and 1, host 1 has "
-        "ranks 2 and 3; the ring's messages from 1 to 2 and from 3 to 0 cross the uplinks. On the "
-        "right host 0 has ranks 0 and 2, host 1 has 1 and 3, and all four messages cross.",
+        "Four ranks in a ring on two hosts, twice. Left, in order: host 0 has ranks 0 and 1, host "
+        "1 has ranks 2 and 3, and the ring leaves each host once. Right, dealt like cards: host 0 "
+        "has ranks 0 and 2, host 1 has ranks 1 and 3, and every message of the ring crosses the "
+        "uplinks, so each host sends twice as much.",
     )
     for left, title, homes in (
         (20, "in order: 1.5 N out of each host", ((0, 1), (2, 3))),

@@ -179,9 +179,8 @@ def compose(config, layout, group):
 
 
 def layout_for_70b():
-    return Layout(
-        dp=128, tp=4, sequence_parallel=True, zero=3, micro_batch_size=1, num_micro_batches=4
-    )
+    pipeline = {"pp": 8, "schedule": "interleaved", "num_chunks": 5, "num_micro_batches": 32}
+    return Layout(dp=16, tp=4, sequence_parallel=True, zero=1, **pipeline)
 
 
 def top_k_with_feedback(x, error, k, group):

@@ -84,17 +84,17 @@ class Counted(Measured):
                 "of at most the threshold."
             )
         if stage == 0:
-            return "Stage 0 is data parallelism: one all-reduce a step, 2, and nothing to gather."
+            return "Stage 0 is data parallelism: one all-reduce per step (2) and nothing to gather."
         if not zero.get("reduce_scatter", True) and self.came < wanted:
-            return "With reduce_scatter false all gradients are all-reduced, 2, in any case."
+            return "With reduce_scatter false all gradients are all-reduced (2) in any case."
         together = stage == 2 and k > 1 or zero.get("use_multi_rank_bucket_allreduce", True)
         if self.came == wanted - each and not together:
-            return "After the step the ranks gather what was stepped: 1 more."
+            return "After the step the ranks gather the new parameters: 1 more."
         if stage == 2 and k > 1 and self.came == case_of(case, 1):
-            return "Stage 2 keeps no whole gradients: it reduces them after each micro-batch."
+            return "Stage 2 holds no whole gradients: it reduces them after each micro-batch."
         if stage == 1 and k > 1 and self.came > wanted:
             return (
-                "Stage 1 keeps gradients whole, and reduces once a step, not in each micro-batch."
+                "Stage 1 holds whole gradients and reduces them once per step, not per micro-batch."
             )
         return (
             "Stages 1 and 2 gather parameters once a step. Their gradients are all-reduced, 2, as "

@@ -184,17 +184,24 @@ def is_learners(frame: FrameType | None) -> bool:
     return True
 
 
-def made_before(value, kinds: tuple[type, ...], seen: set[int] | None = None) -> str:
-    """The name by which a function, or one that it calls, reaches what is of these kinds and was
-    made before; "" if it reaches none. What is in modules, and all of the library, is passed over.
+def made_before(
+    value,
+    kinds: tuple[type, ...],
+    seen: set[int] | None = None,
+    counts: Callable[[object], bool] = lambda held: True,
+) -> str:
+    """Return the name by which a function, or a function that it calls, reaches an object of these
+    kinds that was made before the call; "" if there is none.
+
+    counts: whether such an object matters. Objects inside modules and in the library are skipped.
     """
     seen = set() if seen is None else seen
     for name, held in within(value) if kinds else ():
         if id(held) not in seen:
             seen.add(id(held))
-            if isinstance(held, kinds):
+            if isinstance(held, kinds) and counts(held):
                 return name
-            if found := made_before(held, kinds, seen):
+            if found := made_before(held, kinds, seen, counts):
                 return name if found == INSIDE else found
     return ""
 

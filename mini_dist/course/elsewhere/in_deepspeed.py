@@ -45,9 +45,9 @@ def config(stage: int, micro: int = BATCH // RANKS, **zero) -> dict:
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": BATCH // RANKS // micro,
         "zero_optimization": {"stage": stage, **zero},
-        "gradient_clipping": 0.0,  # 1.0 where nothing is said (runtime/constants.py): other losses
-        "zero_allow_untested_optimizer": True,  # torch's AdamW is not on its list
-        "zero_force_ds_cpu_optimizer": False,  # else offload compiles a CPU Adam, 108 s
+        "gradient_clipping": 0.0,  # a missing value means 1.0 (since PR 8068, June 2026)
+        "zero_allow_untested_optimizer": True,  # torch's AdamW is not on DeepSpeed's list
+        "zero_force_ds_cpu_optimizer": False,  # otherwise offload compiles a CPU Adam: 108 s
         "steps_per_print": 10**9,
     }
 
@@ -62,7 +62,7 @@ def zero(settings, batches, group):
         for inputs, targets in micro_batches:
             loss = token_loss(engine(inputs), targets).mean()
             engine.backward(loss)
-            engine.step()  # it counts, and steps after the last
+            engine.step()  # it counts, and steps after the last micro-batch
             total += loss.item()
         losses.append(total / len(micro_batches))
     return losses

@@ -1,7 +1,7 @@
 """PyTorch's DTensor: what it issues for the shardings of lesson 23, read from the ledger.
 
-DTensor decides when an operation is called, from the placements of what goes in; what comes out has
-the placement that follows, and is redistributed if another is asked for.
+DTensor decides when an operation is called, from the placements of its inputs. The result gets the
+placement that follows, and is redistributed if the caller asks for another one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from mini_dist.collectives.mesh import Mesh
 from mini_dist.collectives.sharding.notation import Placed, parse
@@ -21,8 +22,8 @@ from mini_dist.ranks.launch import launch
 
 @dataclass
 class Issued:
-    """calls: the collectives of rank 0, "op axis" each; sent: bytes, by all ranks; right: whether
-    all ranks have their pieces of what one process computes."""
+    """calls: the collectives of rank 0, each as "op axis". sent: bytes sent by all ranks together.
+    right: whether every rank has its piece of what one process computes."""
 
     calls: list[str]
     sent: int
@@ -30,14 +31,7 @@ class Issued:
 
 
 def issued(expressions: list[str], axes: dict[str, int], sizes: dict[str, int]) -> list[Issued]:
-    """Run expressions in DTensor, on as many ranks as the mesh `axes` has; what each has sent.
-
-    Raises ValueError for a placement that DTensor's words do not have.
-    """
-    for text in expressions:
-        inputs, result = parse(text, axes)
-        for each in (*inputs, result):
-            placements_of(each, axes)
+    """Run expressions in DTensor on the ranks of the mesh `axes` and return what each one sent."""
     run = launch(compute, math.prod(axes.values()), (expressions, axes, sizes), quiet=True)
     found = [Issued([], 0, all(each)) for each in zip(*(right for _, right in run.results))]
     for rank, (bounds, _) in enumerate(run.results):
@@ -52,8 +46,8 @@ def issued(expressions: list[str], axes: dict[str, int], sizes: dict[str, int]) 
 def compute(
     expressions: list[str], axes: dict[str, int], sizes: dict[str, int], group
 ) -> tuple[list[int], list[bool]]:
-    """On a rank: how many communications there have been before each expression, and at the end;
-    and whether this rank's piece of each result is right."""
+    """Return, on a rank, how many communications came before each expression and in total, and
+    whether this rank's piece of each result is right."""
     mesh = Mesh(group, **axes)
     ranks = torch.arange(group.size()).view(*axes.values())
     groups = [mesh[axis] for axis in axes]
@@ -78,19 +72,18 @@ def compute(
 
 
 def placements_of(placed: Placed, axes: dict[str, int]) -> list[Placement]:
-    """For each axis of the mesh Shard(dim), Partial() or Replicate().
+    """Return one placement per axis of the mesh: Shard(dim), Partial() or Replicate().
 
-    Raises ValueError where a dim is cut over several axes in another order than the mesh's.
+    A list of placements shards in the order of the mesh. Where a dim is sharded in another order
+    (`F_z_x`), an axis that comes later than its place in the mesh becomes a `_StridedShard`, which
+    torch 2.13 has for FSDP2 over tensor parallelism: `split_factor` shards were made before it.
     """
     found: list[Placement] = [Partial() if axis in placed.due else Replicate() for axis in axes]
     names = list(axes)
     for dim, (_, its) in enumerate(placed.cuts):
         order = [names.index(axis) for axis in its]
-        if order != sorted(order):
-            raise ValueError(
-                f"{placed}: a list of placements has no order, so {', '.join(its)} would cut in "
-                f"the order of the mesh, {', '.join(names)}"
-            )
-        for place in order:
-            found[place] = Shard(dim)
+        for step, place in enumerate(order):
+            before = [axes[names[other]] for other in order[:step] if other > place]
+            strided = _StridedShard(dim, split_factor=math.prod(before))
+            found[place] = strided if before else Shard(dim)
     return found

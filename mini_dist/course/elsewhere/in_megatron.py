@@ -19,7 +19,7 @@ from .run import CONFIG, adamw, measure, name_axes
 
 
 class OnCPU(TorchFunctionMode):
-    """What Megatron-core asks of CUDA, answered by the CPU; what it makes there is made here."""
+    """Answer on the CPU what Megatron-core asks of CUDA, and create its CUDA tensors here."""
 
     def __enter__(self):
         torch.cuda.current_device = lambda: torch.device("cpu")
@@ -45,8 +45,10 @@ def grid(tp, pp, micro, batches, group):
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
         from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
-        ranks.destroy_model_parallel()  # of a run before
-        initialize_rng_tracker(inference_rng_tracker=True)  # the other one asks CUDA for its state
+        ranks.destroy_model_parallel()  # left from an earlier run
+        initialize_rng_tracker(
+            inference_rng_tracker=True
+        )  # the default one asks CUDA for its state
         ranks.initialize_model_parallel(tp, pp, create_gloo_process_groups=False)
         dp = ranks.get_data_parallel_group(with_context_parallel=True)
         name_axes(
@@ -60,7 +62,7 @@ def grid(tp, pp, micro, batches, group):
         ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
         optimizer = adamw(model.parameters())
         seq_len, losses = CONFIG.seq_len, []
-        # its attention takes a mask of what is hidden, [1, 1, S, S]
+        # its attention takes a mask that is true where a score is hidden, [1, 1, S, S]
         mask = torch.ones(1, 1, seq_len, seq_len, dtype=torch.bool).triu(1)
 
         def forward(micro_batches, model):

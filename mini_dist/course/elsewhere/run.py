@@ -41,10 +41,10 @@ PSI = num_parameters(CONFIG)
 
 
 def adamw(parameters) -> torch.optim.Optimizer:
-    """AdamW whose eps is far above a gradient, so that its steps grow with the gradient.
+    """Return an AdamW whose eps is far above a gradient, so its steps grow with the gradient.
 
-    With the usual 1e-8 a step hardly depends on the gradient's size: all gradients times 4 change
-    the third loss by 2e-6, and a wrong factor would pass for the same training.
+    With the usual eps of 1e-8, a step hardly depends on the size of the gradient: multiplying all
+    gradients by 4 changes the third loss by 2e-6, and a wrong factor would go unnoticed.
     """
     return torch.optim.AdamW(parameters, lr=0.1, eps=1.0)
 

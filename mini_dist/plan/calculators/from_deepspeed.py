@@ -107,7 +107,8 @@ def from_deepspeed(
     zero = _zero(config, cannot_say)
     if "gradient_clipping" not in config:
         cannot_say.append(
-            "gradient_clipping is not said: DeepSpeed clips at 1.0 then, and 0.0 turns it off."
+            "gradient_clipping is missing: that clips at 1.0 since DeepSpeed PR 8068 (June 2026) "
+            "and did not clip before; 0.0 turns it off in every version."
         )
     if zero > 1 and outside.pp > 1:
         raise ValueError(

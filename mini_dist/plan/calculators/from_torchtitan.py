@@ -88,7 +88,7 @@ def from_torchtitan(
     shard = _shards(cuts, world_size, replicate, {"tp": tp, "pp": pp, "cp": cp})
     if replicate > 1 and shard * cp > 1:
         cannot_say.append(
-            f"data_parallel_replicate_degree={replicate} beside {shard * cp} shards is HSDP "
+            f"data_parallel_replicate_degree={replicate} with {shard * cp} shards is HSDP "
             f"(lesson 26): a Layout's ZeRO shards over all of dp * cp = {replicate * shard * cp}."
         )
     dp = replicate * shard

@@ -124,18 +124,24 @@ class Month(NamedTuple):
 
 
 def simulated(job: LongJob, seconds: float = 30 * DAY, seed: int = 0) -> Month:
-    """A month of this job, failures by lot. A failure may also strike while it restarts."""
+    """Simulate a month of this job, with random failures that may also strike during a restart.
+
+    After a survived failure the job works again `regroup` seconds later at full speed: a spare is
+    there by then. If a spare takes longer, put its delay into `regroup`.
+    """
     lot = Random(seed)
-    now = done = kept = saving = lost = waiting = 0.0  # done: since the last save, not yet kept
+    now = done = kept = saving = lost = waiting = 0.0  # done: work since the last save
     failures, points = 0, [(0.0, 0.0)]
     strikes = lot.expovariate(1 / job.mtbf)
-    pause = 0.0  # that is left until work goes on
+    pause = 0.0  # seconds left until work goes on
     while now < seconds:
         end = min(strikes, seconds)
         if pause:  # waiting
             step = min(pause, end - now)
             waiting, pause, now = waiting + step, pause - step, now + step
-        elif now + job.interval - done + job.save <= end:  # a save is done before anything happens
+        elif (
+            now + job.interval - done + job.save <= end
+        ):  # the save ends before anything else happens
             now += job.interval - done + job.save
             kept, saving, done = kept + job.interval, saving + job.save, 0.0
         else:

@@ -151,7 +151,7 @@ class Plan:
         return words + cautions
 
     def cautions(self) -> list[str]:
-        """Where the best layout's numbers rest on more than measurements have ever shown."""
+        """Say where the best layout's numbers go beyond what measurements have confirmed."""
         best, machine, said = self.best, self.machine, []
         if self.how.offload_optimizer:
             said.append(
@@ -180,18 +180,26 @@ class Plan:
                 f"How the network of {machine.name} shares itself among {nodes:,} nodes was not "
                 f"measured: its bandwidth is taken as that of {measured}."
             )
-        runs = published.alike(best.layout, machine)
-        largest = max((run.layout.world_size for run in runs), default=0)
-        if self.num_devices > 2 * largest:
+        runs = [run.layout for run in published.alike(best.layout, machine)]
+        largest = max((layout.world_size for layout in runs), default=0)
+        most_shards = max((layout.dp * layout.cp for layout in runs), default=0)
+        shards = best.layout.dp * best.layout.cp
+        if best.layout.zero == 3 and shards > 2 * most_shards > 0:
+            said.append(
+                f"It shards parameters over {shards:,} ranks. No published run that shards them "
+                f"over more than {most_shards:,} ranks on {machine.device.name} confirms this "
+                "model: it is an extrapolation."
+            )
+        elif self.num_devices > 2 * largest:
             kind = "with" if best.layout.zero == 3 else "without"
             above = f" above {largest:,} devices" if largest else ""
             said.append(
                 f"No published run {kind} sharded parameters on {machine.device.name}{above} "
                 "confirms this model: it is an extrapolation."
             )
-            if best.layout.zero == 3:
-                said.append(_of_zero_3())
-        return said
+        else:
+            return said
+        return said + [_of_zero_3()] * (best.layout.zero == 3)
 
     def table(self, rows: int = 10) -> str:
         shown = self.candidates[:rows]
@@ -232,12 +240,12 @@ class Plan:
 
 
 def _of_zero_3() -> str:
-    """What the one table says of parameters that are sharded over hundreds of devices."""
+    """Say what the one published table shows about parameters sharded over hundreds of devices."""
     _, runs = published.megatron_2021_against_zero_3()
     sizes = [run.layout.world_size for run in runs]
     slower = [run.seconds / run.predicted().seconds for run in runs]
     return (
-        f"Where it was tried on {min(sizes)} to {max(sizes):,} A100s, by the DeepSpeed of 2021 "
-        f"(Narayanan et al. 2021, table 2), ZeRO-3 took {min(slower):.1f} to {max(slower):.1f} "
-        "times what this model says, and pipelines what it says."
+        f"On {min(sizes)} to {max(sizes):,} A100s with the DeepSpeed of 2021 (Narayanan et al. "
+        f"2021, table 2), ZeRO-3 took {min(slower):.1f} to {max(slower):.1f} times as long as this "
+        "model predicts; pipelines took as long as predicted."
     )

@@ -48,7 +48,7 @@ class Cache:
         return sum(each.nbytes for pair in self.layers if pair for each in pair)
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append those of new tokens, [1, K, S, H], and return all of this layer."""
+        """Append keys and values of new tokens, [1, K, S, H]; return all of this layer."""
         if self.layers[layer] is not None:
             before_k, before_v = self.layers[layer]
             k, v = torch.cat([before_k, k], 2), torch.cat([before_v, v], 2)
@@ -106,10 +106,10 @@ def forward(model: GPT | ModelPart, tokens: Tensor, cache: Cache) -> Tensor:
 
 
 def continue_text(model: GPT, tokens: Tensor, max_new_tokens: int) -> Tensor:
-    """tokens [S] -> the same with max_new_tokens more, each the likeliest, as `generate` finds.
+    """Continue tokens [S] by max_new_tokens, each the likeliest, as `generate` does.
 
-    Prefill: the whole prompt at once, many tokens for one reading of the weights. Decode: one token
-    for each reading.
+    Prefill takes the whole prompt at once: many tokens for one reading of the weights. Decode takes
+    one token per reading.
     """
     cache = Cache(len(model.blocks))
     logits = forward(model, tokens, cache)
@@ -141,11 +141,11 @@ def place_tokens(
 def paged_attention(
     q: Tensor, keys: Tensor, values: Tensor, table: Sequence[int], length: int
 ) -> Tensor:
-    """Attention of one token, q [N, H], over `length` tokens in blocks that lie anywhere -> [N, H].
+    """Attend from one token, q [N, H], to `length` tokens in scattered blocks -> [N, H].
 
-    keys and values: all blocks, [blocks, block_size, K, H]; `table` says which are this sequence's.
-    Block by block, and merged by the online softmax, as ring attention merges what comes from other
-    ranks: where a block lies does not matter (Kwon et al. 2023, section 4.1).
+    keys and values: all blocks, [blocks, block_size, K, H]; `table` lists this sequence's. The
+    blocks are merged by the online softmax, as ring attention merges the parts of other ranks, so
+    the order of blocks in memory does not matter (Kwon et al. 2023, section 4.1).
     """
     block_size, repeats = keys.shape[1], len(q) // keys.shape[2]
     merged = None

@@ -42,12 +42,12 @@ def pick(probabilities: Tensor, u: float) -> int:
 
 
 def accept(p: Tensor, q: Tensor, guesses: Sequence[int], us: Sequence[float]) -> list[int]:
-    """Which guesses of a draft model stand, and the one token that follows on them.
+    """Return the guesses of a draft model that stand, and the one token that follows them.
 
     q [g, V]: the probabilities from which the draft drew its g guesses. p [g + 1, V]: the target's
-    at the same places and at the next one. us: 2 (g + 1) numbers in [0, 1). Guess x stands with
+    at the same positions and at the next one. us: 2 (g + 1) numbers in [0, 1). Guess x stands with
     probability min(1, p(x) / q(x)); the first that falls is replaced by a draw from max(0, p - q).
-    What comes out is distributed exactly as if the target had drawn it (Leviathan et al. 2023,
+    The result is distributed exactly as if the target had drawn it (Leviathan et al. 2023,
     section 2.3 and appendix A.1), however bad the draft is.
     """
     for i, guess in enumerate(guesses):

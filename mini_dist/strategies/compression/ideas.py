@@ -46,10 +46,10 @@ def half_mean(x: Tensor, group, dtype: torch.dtype = torch.bfloat16) -> tuple[Te
 def quantize(
     x: Tensor, lots: torch.Generator | None = None, levels: int = LEVELS
 ) -> tuple[Tensor, Tensor]:
-    """int8 codes [..., blocks, BLOCK] and a scale for each block; x: [..., multiple of BLOCK].
+    """Quantize x [..., multiple of BLOCK] to int8 codes [..., blocks, BLOCK] and a scale per block.
 
-    Rounded to the nearest, or with `lots` up with a probability of what is behind the decimal
-    point: then the expectation of codes * scale is x (Alistarh et al. 2017, QSGD, section 3.1).
+    Codes are rounded to the nearest. With `lots` each is rounded up with the probability of its
+    fraction, so that the expectation of codes * scale is x (Alistarh et al. 2017, section 3.1).
     """
     blocks = x.unflatten(-1, (-1, BLOCK))
     scale = blocks.abs().amax(dim=-1, keepdim=True) / levels
@@ -72,11 +72,11 @@ def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
 
 @recorded
 def quantized_reduce_scatter(x: Tensor, lots, group) -> tuple[Tensor, Tensor]:
-    """This rank's chunk [N/n] of the mean of all x [N], and `sent` [N]; n BLOCK divides N.
+    """Return this rank's chunk [N/n] of the mean of all x [N], and `sent` [N]; n BLOCK divides N.
 
-    A ring would have to round at every rank, as sums of bytes do not fit into bytes. So everyone
-    gets the chunks from all others as codes, and adds up numbers: (n-1)/n (N + 4 N/BLOCK) bytes
-    (Wang et al. 2023, ZeRO++, section 3.3; there in 4 bits, and in two hops).
+    A ring would have to round at every rank, because sums of bytes do not fit into bytes. So every
+    rank receives its chunk from all others as codes and adds numbers: (n-1)/n (N + 4 N/BLOCK)
+    bytes (Wang et al. 2023, ZeRO++, section 3.3; there in 4 bits, and in two hops).
     """
     codes, scale = quantize(x.view(group.size(), -1), lots)  # [n, N/n/BLOCK, BLOCK]
     arrived = dequantize(all_to_all(codes, group), all_to_all(scale, group))  # [n, N/n]
@@ -157,13 +157,12 @@ def majority(x: Tensor, group) -> Tensor:
 
 @recorded
 def one_bit_mean(x: Tensor, left: Tensor, group) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean in one bit both ways, x's own error and that of the means being kept apart.
+    """Average in one bit both ways, with separate errors for x and for the means.
 
-    Each rank sends the signs of its x, and a size for each of the n chunks; averages one chunk, to
-    which it adds `left`, [N/n] rounded up to whole bytes, what the last mean left out there; and
-    sends of that signs and a size again: 2 (n-1)/n (N/8 + 4 n) bytes a rank, for N padded to 8 n.
-    Returns mean, sent, and the new `left` (Tang et al. 2021, 1-bit Adam, algorithm 1; there it is
-    the momentum that is sent).
+    Each rank sends the signs of its x and one size per chunk. It averages its own chunk, adds
+    `left` (what the last mean left out there, [N/n] rounded up to whole bytes), and sends signs and
+    a size of the result: 2 (n-1)/n (N/8 + 4 n) bytes per rank, for N padded to 8 n. Returns mean,
+    sent, and the new `left` (Tang et al. 2021, 1-bit Adam, algorithm 1, which sends the momentum).
     """
     rank, size = group.rank(), group.size()
     padded = torch.nn.functional.pad(x, (0, -len(x) % (8 * size))).view(size, -1)
@@ -257,9 +256,10 @@ def check_rank(q: Tensor, x: Tensor) -> None:
 
 
 def with_feedback(mean: Callable, x: Tensor, error: Tensor, group) -> tuple[Tensor, Tensor]:
-    """The mean of x and what was left out before, and what is left out now (Seide et al. 2014).
+    """Average x plus what was left out before; return the mean and what is left out now.
 
-    mean: (x, group) -> (mean, sent), one of the above with its options. error: like x, 0 at first.
+    mean: (x, group) -> (mean, sent), a function of this page with its options. error: like x, zero
+    at first (Seide et al. 2014).
     """
     whole = x + error
     found, sent = mean(whole, group)

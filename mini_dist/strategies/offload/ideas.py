@@ -18,10 +18,10 @@ from torch import Tensor
 
 
 def read_ahead(x: Tensor, layers: list[Callable], load: Callable) -> Tensor:
-    """x through all layers; while one computes, the next one's weight is on its way.
+    """Run x through all layers; while one layer computes, the next layer's weight arrives.
 
-    layers: each a function (x, weight) -> x. load: (number) -> something whose wait() returns this
-    layer's weight. At most two weights are there or on their way at a time (Rajbhandari et al.
+    layers: each is a function (x, weight) -> x. load: (number) -> a handle whose wait() returns
+    this layer's weight. At most two weights are held or in flight at a time (Rajbhandari et al.
     2021, section 6.2).
     """
     arriving = load(0) if layers else None
@@ -50,14 +50,14 @@ def step_behind(gradients, leave: Callable, update: Callable, back: Callable) ->
 
 
 def delayed(parameters: Tensor, gradient_of: Callable, update: Callable, steps: int) -> Tensor:
-    """Steps whose gradients are one step old: while the host steps, the device goes on.
+    """Train with gradients that are one step old, so the device computes while the host steps.
 
     gradient_of: (parameters, step) -> gradient. update: (parameters, gradient) -> parameters. The
-    last gradient is still stepped at the end (Ren et al. 2021, section 5.2).
+    last gradient is applied at the end (Ren et al. 2021, section 5.2).
     """
     waiting = None
     for step in range(steps):
-        gradient = gradient_of(parameters, step)  # of parameters that lack the last update
+        gradient = gradient_of(parameters, step)  # its parameters lack the latest update
         if waiting is not None:
             parameters = update(parameters, waiting)
         waiting = gradient

@@ -82,11 +82,11 @@ def forward_on_demand(x: Tensor, layers: list[Callable], shards: list[Tensor], g
 
 @recorded
 def hybrid_step(flat: Tensor, gradient: Tensor, update: Callable, across, group) -> Tensor:
-    """HSDP: ZeRO-1 among the ranks of a host, all-reduce with those at the same place on others.
+    """Step with HSDP: ZeRO-1 inside a host, all-reduce between ranks with the same index in hosts.
 
-    group: the k ranks of this host. across: the h ranks, one a host, that hold the same shard. The
-    rest is as in `sharded_step`; k divides L. Of what a rank sends, 2 (h-1)/h L/k elements pass to
-    other hosts, 2 (k-1)/k L stay. (FSDP: Zhao et al. 2023, section 3.2.2; MiCS: Zhang et al. 2022.)
+    group: the k ranks of this host. across: the h ranks, one per host, that hold the same shard.
+    The rest is as in `sharded_step`; k divides L. A rank sends 2 (h-1)/h L/k elements to other
+    hosts and 2 (k-1)/k L inside. (FSDP: Zhao et al. 2023, section 3.2.2; MiCS: Zhang et al. 2022.)
     """
     shard = flat.chunk(group.size())[group.rank()]
     mean = reduce_scatter(gradient, group, op="mean")
@@ -96,12 +96,12 @@ def hybrid_step(flat: Tensor, gradient: Tensor, update: Callable, across, group)
 
 @recorded
 def weight_again(shard: Tensor, inside, group) -> tuple[Tensor, Callable]:
-    """hpZ: gather a weight from all n ranks, and keep enough of it to gather it again in the host.
+    """Gather a weight from all n ranks, and keep enough of it to gather it again in the host (hpZ).
 
-    shard [L/n]: this rank's, of `group`. inside: the k ranks of `group` that are on this host.
-    Returns the weight [L], for forward, and a function that gathers it again, for backward; what
-    that one holds is [L/k], and none of what it sends leaves the host. k divides L. (ZeRO++: Wang
-    et al. 2023, section 3.2.)
+    shard [L/n]: this rank's shard, of `group`. inside: the k ranks of `group` on this host. Returns
+    the weight [L], for forward, and a function that gathers it again, for backward. That function
+    holds [L/k] and sends nothing out of the host. k divides L. (ZeRO++: Wang et al. 2023, section
+    3.2.)
     """
     weight = all_gather(shard, group)
     second = weight.chunk(inside.size())[inside.rank()].clone()

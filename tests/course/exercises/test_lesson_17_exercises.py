@@ -29,12 +29,12 @@ def nothing():
     Layout(dp=512)
 
 
-@planned("With the other axes as they are dp would be 16")
+@planned("With the other axes as they are, dp would be 16")
 def too_few_devices():
     return Layout(pp=4, dp=8, tp=8, sequence_parallel=True, zero=1, num_micro_batches=64)
 
 
-@planned("448, and there are 512 devices. 56 does not divide that")
+@planned("448, and there are 512 devices. 56 does not divide 512")
 def no_dp_will_do():
     return Layout(pp=7, dp=8, tp=8, sequence_parallel=True, zero=1, num_micro_batches=64)
 
@@ -49,17 +49,17 @@ def heads_cut_too_often():
     return Layout(pp=1, dp=4, tp=128, sequence_parallel=True, zero=1, num_micro_batches=128)
 
 
-@planned("It does not fit. Most of it is gradients")
+@planned("It does not fit. The largest part is gradients")
 def zero_1_and_nothing_else():
     return Layout(dp=512, zero=1, recompute="full")
 
 
-@planned("It does not fit. Most of it is activations")
+@planned("It does not fit. The largest part is activations")
 def too_large_micro_batches():
     return Layout(dp=64, tp=8, sequence_parallel=True, zero=2, micro_batch_size=8)
 
 
-@planned("What costs you most is pipeline bubble")
+@planned("Your largest extra cost is pipeline bubble")
 def a_deep_pipeline_with_few_micro_batches():
     return Layout(pp=16, dp=32, zero=1, num_micro_batches=16, recompute="full")
 
@@ -69,14 +69,23 @@ def tp_across_nodes():
     return Layout(dp=16, tp=32, sequence_parallel=True, zero=1, num_micro_batches=32)
 
 
-@planned("What costs you most is recomputed")
+@planned("Your largest extra cost is recomputed")
 def recompute_though_there_is_room():
-    return Layout(
-        dp=128, tp=4, sequence_parallel=True, zero=3, num_micro_batches=4, recompute="full"
-    )
+    cut = dict(pp=8, dp=16, tp=4, schedule="interleaved", num_chunks=5)
+    return Layout(sequence_parallel=True, zero=1, num_micro_batches=32, recompute="full", **cut)
 
 
-@planned("What costs you most is tp collectives")
+@planned("It fits, but on h100-hf a step takes")
+def fully_sharded():
+    return Layout(dp=512, zero=3, recompute="full")
+
+
+@planned("Its ring has 128 ranks")
+def sharded_with_tp():
+    return Layout(dp=128, tp=4, sequence_parallel=True, zero=3, num_micro_batches=4)
+
+
+@planned("Your largest extra cost is tp collectives")
 def the_layout_of_every_blog_post():
     return Layout(pp=4, dp=16, tp=8, sequence_parallel=True, zero=1, num_micro_batches=32)
 
@@ -129,24 +138,36 @@ def test_asking_the_planner_is_the_librarys_work():
 another_layout = Right("layout_for_70b")
 
 
+NODES = dict(tp=8, dp=16, sequence_parallel=True, zero=1, num_micro_batches=32)
+MINE = Layout(pp=4, schedule="interleaved", num_chunks=10, **NODES)
+
+
 @another_layout
-def fully_sharded():
-    return Layout(dp=512, zero=3, recompute="full")
+def tp_over_the_whole_node():
+    return Layout(pp=4, schedule="interleaved", num_chunks=10, **NODES)
+
+
+@another_layout
+def defined_in_a_cell_above():
+    return MINE
 
 
 @another_layout
 def changed_step_by_step():
     layout = Layout(dp=512)
-    for change in ({"dp": 128, "tp": 4, "sequence_parallel": True}, {"zero": 3}):
+    for change in ({"dp": 16, "tp": 4, "sequence_parallel": True}, {"zero": 1, "pp": 8}):
         layout = layout.replace(**change)
-    return layout.replace(num_micro_batches=4)
+    return layout.replace(num_micro_batches=32, schedule="interleaved", num_chunks=10)
 
 
 @another_layout
 def computed_from_the_job():
-    devices, sequences, tp = 512, 4 * 2**20 // 8192, 4
-    dp = devices // tp
-    return Layout(tp=tp, dp=dp, num_micro_batches=sequences // dp, zero=3, sequence_parallel=tp > 1)
+    devices, sequences, tp, pp = 512, 4 * 2**20 // 8192, 8, 2
+    dp = devices // tp // pp
+    cut = dict(pp=pp, schedule="interleaved", num_chunks=5)
+    return Layout(
+        tp=tp, dp=dp, num_micro_batches=sequences // dp, zero=1, sequence_parallel=tp > 1, **cut
+    )
 
 
 @another_layout
@@ -164,20 +185,26 @@ def test_another_good_layout_is_right_too(fn):
     assert verdict.state == "right", verdict
 
 
-def test_the_regret_is_told():
+def test_the_regret_is_told_for_each_network():
     verdict = check.layout_for_70b.judge(fully_sharded)
-    best = plan("llama3-70b", "h100", 512, 4 * 2**20).best.time.seconds
-    mine = step_time(model_preset("llama3-70b"), fully_sharded(), "h100", simulate=True).seconds
-    assert 0 < mine / best - 1 < 0.1
-    assert verdict.lines[-1].measured == f"{mine / best - 1:.1%}", verdict
+    regrets = []
+    for machine in ("h100", "h100-hf"):
+        best = plan("llama3-70b", machine, 512, 4 * 2**20).best.time.seconds
+        layout = fully_sharded()
+        mine = step_time(model_preset("llama3-70b"), layout, machine, simulate=True).seconds
+        regrets.append(mine / best - 1)
+    assert 0 < regrets[0] < 0.1 < regrets[1]  # good on the undisturbed network only
+    assert [line.measured for line in verdict.lines[-2:]] == [f"{r:.1%}" for r in regrets], verdict
 
 
 def fastest(fits):
-    """A planner of one's own: three layouts, the fastest of those that pass `fits`."""
+    """A planner of one's own: three pipelines, the fastest of those that pass `fits`."""
     config = model_preset("llama3-70b")
+    cut = dict(sequence_parallel=True, zero=1, tp=4, schedule="interleaved")
     tried = [
-        Layout(dp=512 // tp, tp=tp, sequence_parallel=True, zero=3, num_micro_batches=tp)
-        for tp in (2, 4, 8)
+        Layout(pp=8, dp=16, num_micro_batches=32, num_chunks=2, **cut),
+        Layout(pp=8, dp=16, num_micro_batches=32, num_chunks=5, **cut),
+        Layout(pp=4, dp=32, num_micro_batches=16, num_chunks=10, **cut),
     ]
     return min(filter(fits, tried), key=lambda layout: step_time(config, layout, "h100").seconds)
 
@@ -190,8 +217,8 @@ def test_who_looks_at_time_alone_is_told_of_memory():
 def test_no_layout_that_the_planner_tried_is_better_than_its_best():
     from mini_dist.course.check import planner
 
-    task = planner.Task("llama3-70b", "h100", 512, 4 * 2**20)
-    best = planner.best_of(task).best
+    task = planner.Task("llama3-70b", ("h100",), 512, 4 * 2**20)
+    best = planner.best_of(task, "h100").best
     few = Search(micro_batch_sizes=(1, 2), max_tp=8, max_pp=4)
     tried = list(layouts(task.config, 512, task.sequences, few))
     assert len(tried) > 50

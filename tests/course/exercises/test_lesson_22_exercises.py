@@ -72,7 +72,7 @@ def stage_2_as_stage_1(zero, sizes, k, n):
     return solutions.deepspeed_bytes(zero, sizes, k, n)
 
 
-@wrong("Stage 1 keeps gradients whole")
+@wrong("Stage 1 holds whole gradients")
 def stage_1_as_stage_2(zero, sizes, k, n):
     stage = 2 if zero["stage"] == 1 else zero["stage"]
     return solutions.deepspeed_bytes(dict(zero, stage=stage), sizes, k, n)

@@ -384,7 +384,7 @@ def test_torchtitan_s_own_example_is_read(tmp_path):
     assert from_torchtitan(path, 64) == from_torchtitan(str(path), 64)
     hybrid = TITAN_70B.replace("replicate_degree = 1", "replicate_degree = 2")
     (sentence,) = from_torchtitan(hybrid, 64).cannot_say
-    assert sentence.startswith("data_parallel_replicate_degree=2 beside 4 shards is HSDP")
+    assert sentence.startswith("data_parallel_replicate_degree=2 with 4 shards is HSDP")
 
 
 # As the documentation of DeepSpeed's config and of Hugging Face's integration write it.

@@ -158,6 +158,9 @@ def test_a_plan_says_where_it_is_nearly_full_and_where_it_extrapolates():
     assert not any("not measured" in said for said in measured.cautions())
     new = plan("llama3-8b", "b200", 16, 2**20)
     assert any("No published run without sharded" in said for said in new.cautions())
+    sharded = plan("llama3-405b", "h100", 1024, 4 * 2**20)
+    assert sharded.best.layout.zero == 3 and sharded.best.layout.dp == 512
+    assert any("over 512 ranks. No published run" in said for said in sharded.cautions())
     assert plan("gpt2", "a100-80", 1, 64 * 1024).cautions() == []
 
 
