@@ -1,6 +1,6 @@
 """Lesson 22: one training run in six programs, counted by two instruments."""
 
-from board import GRAY, INK, MESSAGE, RANKS, Board
+from board import GRAY, INK, MESSAGE, PAPER, RANKS, Board
 
 PROGRAMS = ("ours", "DDP, FSDP2", "DeepSpeed", "Megatron", "torchtitan", "torchft")
 
@@ -51,7 +51,7 @@ def their_words_in_ours():
     for row, cells in enumerate(WORDS):
         y = 8 + 41 * row
         for column, ((x, width), words) in enumerate(zip(columns, cells)):
-            fill = "#f2f2f2" if row == 0 else RANKS[0] if column == 0 else "white"
+            fill = "#f2f2f2" if row == 0 else RANKS[0] if column == 0 else PAPER
             fill = RANKS[5] if words == "-" else fill
             board.box(x, y, width, 36, "no word" if words == "-" else words, fill, 12, line=GRAY)
     board.words(
