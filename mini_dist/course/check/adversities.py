@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 
@@ -21,7 +22,7 @@ from mini_dist.ranks.launch import RankError, Run, launch
 from mini_dist.ranks.rank import seed_everything
 
 from . import ways
-from .ways import Complaint, Facts, Wrapped, groups_in, same, tensors_in
+from .ways import Facts, Wrapped, groups_in, same, tensors_in
 
 PART = (
     "Right as long as the group is the whole job. Here it was ranks 1 to {n} of {more}, which are "
@@ -63,33 +64,39 @@ class Stop:
 
     def visit(self, trial: Callable, fn: Callable, facts: Facts, group):
         if self.factor is not None:
-            return is_as_the_librarys(trial, fn, self.case, group, facts, self.factor)
+            return unlike_the_librarys(trial, fn, self.case, group, facts, self.factor)
         for way in self.ways:
             fn = way(fn, facts)
         result = trial(fn, self.case, group)
         if isinstance(fn, ways.Left):
-            fn.check(result)
+            result = cloudpickle.loads(cloudpickle.dumps(result))  # the tensors themselves may go
+            fn.check()
         return result
 
-    def is_borne(self, came: list) -> bool:
-        return self.factor is not None or same([came[m] for m in self.members], self.results)
+    def mistake(self, came: list, hint: str) -> str:
+        """The hint if what came of it on all ranks is not right; else ""."""
+        of_members = [came[member] for member in self.members]
+        if self.factor is not None:
+            return next(filter(None, of_members), "")
+        return "" if same(of_members, self.results) else hint
 
 
-def is_as_the_librarys(trial: Callable, fn: Callable, case, group, facts: Facts, factor) -> None:
-    """Raise Complaint if on this rank other tensors come of it than of the library's function."""
+def unlike_the_librarys(trial: Callable, fn: Callable, case, group, facts: Facts, factor) -> str:
+    """The hint if on this rank other tensors come of it than of the library's function; else ""."""
     expected, found = (
         list(tensors_in(trial(ways.Scaled(each, facts, factor), case, group)))
         for each in (facts.solution, fn)
     )
-    if all(tensor.isfinite().all() for tensor in expected) and not (
+    if not all(tensor.isfinite().all() for tensor in expected) or (
         len(found) == len(expected) and all(map(ways.near, found, expected))
     ):
-        with_numbers = "zeros" if factor == 0 else "numbers that need all digits of their dtype"
-        raise Complaint(
-            f"Right with the numbers of {case}. With {with_numbers} it returns another result "
-            "than the library's function: look for a division by zero, a sum that is taken for "
-            "zero, or a dtype with fewer digits on the way."
-        )
+        return ""
+    numbers = "zeros" if factor == 0 else "numbers that need all digits of their dtype"
+    return (
+        f"Right with the numbers of {case}. With {numbers} it returns another result than the "
+        "library's function: look for a division by zero, for what is taken as missing where it is "
+        "zero, or for a dtype with fewer digits on the way."
+    )
 
 
 def on_tour(trial: Callable, fn: Callable, stops: list[Stop], facts: Facts, world) -> list:
@@ -207,8 +214,8 @@ def mistake_in(trial: Callable, fn: Callable, passed: list[tuple], facts: Facts)
             came = once_started(on_tour, size, args, SECONDS + 2 * len(stops)).results
         except RankError as error:
             return told(error) or f"{hint}\n{error}"
-        borne = (stop.is_borne([rank[i] for rank in came]) for i, stop in enumerate(stops))
-        return "" if all(borne) else hint
+        found = (stop.mistake([rank[i] for rank in came], hint) for i, stop in enumerate(stops))
+        return next(filter(None, found), "")
 
     if not (found := fails(STATE, world, *stops)) or not found.startswith(STATE):
         return found

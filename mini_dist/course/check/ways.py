@@ -318,16 +318,12 @@ class Left(Wrapped):
             self.alive.made[storage._cdata] = weakref.ref(storage)
         return result
 
-    def check(self, result) -> None:
-        """Raise Complaint if, when the trial is over, any of it is there beside its result."""
-        if not hasattr(self, "alive"):
-            return
+    def check(self) -> None:
+        """Raise Complaint if any of it is there when the trial is over, and its result has gone."""
         gc.collect()
-        kept = {tensor.untyped_storage()._cdata for tensor in tensors_in(result)}
-        left = [nbytes for place, nbytes in self.alive.storages().items() if place not in kept]
-        if sum(left):
+        if left := self.alive.nbytes() if hasattr(self, "alive") else 0:
             raise Complaint(
-                f"When all is over, {sum(left):,} bytes of tensors of the call are still there: a "
+                f"When all is over, {left:,} bytes of tensors of the call are still there: a "
                 "global list, a class or a closure holds on to them. Keep nothing of a call."
             )
 
