@@ -167,7 +167,7 @@ class Careful(Wrapped):
             return result
         again = self.fn(*args, **kwargs)
         shared = storages(result) & storages(again) - storages(list(given.values()))
-        if shared and not self.facts.changes:
+        if shared and not self.facts.changes and [*tensors_in(list(given.values()))]:
             raise Complaint(
                 "The second call writes where the result of the first one is, which its caller may "
                 "still need: return new tensors each time."
@@ -298,11 +298,12 @@ class Scaled(Wrapped):
 
 
 def near(a: Tensor, b: Tensor) -> bool:
-    """Up to rounding in another order of additions."""
+    """Up to rounding in another order of additions, and to the 1e-6 that guards a division."""
     if (a.shape, a.dtype) != (b.shape, b.dtype) or not b.is_floating_point():
         return equal(a, b)
     largest = max(1.0, b.abs().max().item()) if b.numel() else 1.0
-    return bool(((a - b).abs() <= torch.finfo(b.dtype).eps ** 0.75 * largest).all())
+    room = max(1e-5, torch.finfo(b.dtype).eps ** 0.75)
+    return bool(((a - b).abs() <= room * largest).all())
 
 
 class Left(Wrapped):
@@ -314,7 +315,8 @@ class Left(Wrapped):
         self.alive = Alive()
         with self.alive:
             result = self.fn(*args, **kwargs)
-        for storage in storages([*tensors_in([args, kwargs, result])]):
+        given = [*tensors_in([args, kwargs])]  # who is given none may have a cache
+        for storage in storages([*given, *tensors_in(result)]) if given else ():
             self.alive.made[storage._cdata] = weakref.ref(storage)
         return result
 
