@@ -400,6 +400,7 @@ EXERCISES = [
         [(layout.world_size, Job(layout)) for layout in JOBS],
         Steps,
         answer=(answers.compose,),
+        scales=False,
         refuses=functions_of(all_axes) - PUTS_TOGETHER,
         hints=[
             "Build from the outside in: Mesh(group, **layout.axes); cut_gpt for this rank's stage, "

@@ -74,12 +74,12 @@ class Case:
 # of ranks, and the dtype or the kind of numbers. One rank is a group, too.
 FIRST, INTEGERS, ALONE = (4, Case((1000,))), (2, Case((10,), torch.int64)), (1, Case((5,)))
 EQUAL = [FIRST, (3, Case((6,))), INTEGERS, (5, Case((10,), torch.bfloat16)), ALONE]
-# A reduce-scatter has to bear what does not divide.
+# A reduce-scatter has to bear what does not divide, and fewer numbers than ranks.
 UNEQUAL = [
     FIRST,
     (3, Case((7,))),
     INTEGERS,
-    (5, Case((8,))),
+    (5, Case((3,))),
     (3, Case((7,), torch.bfloat16)),
     ALONE,
 ]

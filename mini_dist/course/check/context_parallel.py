@@ -17,9 +17,9 @@ from mini_dist.strategies.context_parallel import Partial, TileKernel, add_block
 from mini_dist.strategies.context_parallel.placement import block_of, positions_of_ranks
 from mini_dist.strategies.context_parallel.ring import Hop
 
-from .adversities import Complaint
 from .engine import Exercise, Line, Measured, are_two, line, on_ranks, too_few_bytes
 from .watch import functions_of
+from .ways import Complaint
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
@@ -201,8 +201,9 @@ def ring_trial(fn, case: Ring, group) -> Ringed:
     def whose(tensor, of=lambda piece: piece) -> int:
         return next((s for s, piece in enumerate(pieces) if torch.equal(tensor, of(piece))), -1)
 
-    def both_ways() -> bool:
-        return {"send", "recv"} <= {row[0][:4] for row in recorder.comms[before:]}
+    def both_ways() -> bool:  # keys and values
+        rows = [row for row in recorder.comms[before:] if row[0][:4] in ("send", "recv")]
+        return sum(row[3] for row in rows) >= 2 * kv.nbytes
 
     def forward(q, k, v, causal):
         seen.attended.append(whose(k, lambda piece: piece[0, :, :, : k.shape[2]]))
@@ -529,7 +530,7 @@ def ring_step(total, q, kv, block, kernel, group):
         order_trial,
         [
             (1, Tokens(8, 2)),
-            (1, Tokens(48, 4)),
+            (1, Tokens(96, 12)),
             (1, Tokens(30, 3)),
             (1, Tokens(10, 5)),
             (1, Tokens(6, 1)),

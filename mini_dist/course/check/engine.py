@@ -24,8 +24,9 @@ from mini_dist.ranks.launch import RankError, Run
 from .. import learner
 from ..draw.svg import near_ink
 from ..lesson import show_to_paste, to_paste
-from .adversities import Facts, mistake_in, nothing_under_way, once_started, told
+from .adversities import mistake_in, once_started, told
 from .watch import calls_of, handles_kept, learners, made_before
+from .ways import Facts, nothing_under_way
 
 RIGHT, WRONG, LIBRARY = "right", "wrong", "still the library's"
 
@@ -178,7 +179,7 @@ class Exercise:
     of the arguments that the function is there to change; again: a second call with the same
     arguments gives the same (elsewhere only a second trial is made); makes: types of what is to be
     made in the call, so that nothing of the kind may be there before; contiguous: names of
-    arguments that never come in another way.
+    arguments that never come in another way; scales: the numbers in them may be any others.
     """
 
     def __init__(
@@ -197,6 +198,7 @@ class Exercise:
         again: bool = True,
         makes: tuple[type, ...] = (),
         contiguous: Collection[str] = (),
+        scales: bool = True,
     ):
         self.name, self._solution, self._trial = name, inspect.unwrap(solution), trial
         self._answer = answer or (solution,)
@@ -205,8 +207,8 @@ class Exercise:
         self._refuses = {*map(inspect.unwrap, [*refuses, *self._answer]), self._solution}
         self._refuses |= {type(self).answer, to_paste}  # (the printed solution, as text)
         self._makes = makes
-        signature = inspect.signature(inspect.unwrap(self._answer[-1]))
-        self._facts = Facts(signature, frozenset(changes), again, frozenset(contiguous))
+        kept = frozenset(changes), again, frozenset(contiguous)
+        self._facts = Facts(self._answer[-1], *kept, scales)
 
     def __call__(self, fn: Callable) -> Verdict:
         """Judge `fn`; with MINI_DIST_STRICT=1 raise CheckFailed unless it is right."""
@@ -239,8 +241,7 @@ class Exercise:
                 hint = self._only_here(passed, size, case) * bool(passed) + one.mistake()
                 return Verdict(self.name, WRONG, lines, hint)
             passed.append((case, run))
-        case, run = min(passed, key=self._rather)  # tried once more
-        hint = mistake_in(self._trial, fn, case, run, self._facts)
+        hint = mistake_in(self._trial, fn, passed, self._facts)
         return Verdict(self.name, WRONG if hint else RIGHT, lines, hint)
 
     def made_before(self, fn: Callable) -> Verdict | None:
@@ -254,12 +255,6 @@ class Exercise:
             "to be made inside of it."
         )
         return Verdict(self.name, WRONG, hint=hint)
-
-    def _rather(self, passed: tuple) -> tuple:
-        """Few ranks, but three where that can be: of two, each has only one to take for another.
-        One alone only if the learner's function is given no group."""
-        size = len(passed[1].results)
-        return (size < 3) * (3 - size) if self._facts.gives_a_group else 0, size
 
     def _not_the_learners(self, fn: Callable, used: set[str], lines: list[Line]) -> Verdict:
         if used & {self.name, *(solution.__name__ for solution in (self._solution, *self._answer))}:

@@ -12,9 +12,9 @@ from mini_dist.model.routing import load_balance_loss, route
 from mini_dist.strategies import expert_parallel as library
 from mini_dist.strategies.expert_parallel import Dispatched
 
-from .adversities import Complaint
 from .engine import Exercise, Line, Measured, are_two, line, on_ranks, too_few_bytes
 from .watch import functions_of
+from .ways import Complaint
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 COUNT = 8  # bytes of an int64

@@ -550,7 +550,7 @@ def schedules(*given: Schedule) -> list[Question]:
     return [Question(each.num_ranks, each.num_micro_batches, (each,)) for each in given]
 
 
-MORE_SIZES = sizes(*((p, m) for p in (1, 2, 3, 5, 8) for m in (1, 2, 3, 4, 7, 11)))
+MORE_SIZES = sizes(*((p, m) for p in (1, 2, 3, 5, 11) for m in (1, 2, 3, 4, 7, 12)))
 
 EXERCISES = [
     Exercise(
@@ -613,7 +613,7 @@ def one_f_one_b(num_ranks, num_micro_batches):
             schedules(library.one_f_one_b(4, 8), library.zb_v(2, 4)),
             schedules(
                 *(library.gpipe(1, 2), library.naive(3, 2), APART, BOTH_ENDS),
-                *(library.interleaved(2, 4, chunks=2), library.interleaved(3, 6, chunks=2)),
+                *(library.interleaved(2, 4, chunks=2), library.interleaved(3, 6, chunks=4)),
                 *(library.zb_h1(5, 3), library.zb_v(4, 8), library.dualpipe_v(3, 6)),
             ),
         ),

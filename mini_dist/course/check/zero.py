@@ -13,9 +13,9 @@ from torch import nn
 
 from mini_dist.strategies.zero.ideas import backward_in_units, forward_on_demand, sharded_step
 
-from .adversities import hooks_of
 from .engine import NO_BARRIER, Exercise, Line, Measured, line, on_ranks, too_few_bytes
 from .measures import Alive, close, mistake_of_dtype
+from .ways import hooks_of
 
 LARGEST = 40.0  # of the terms that are added up here
 
@@ -45,6 +45,7 @@ class Flat:
     def flat_and_gradient(self, rank: int):
         generator = torch.Generator().manual_seed(rank)
         gradient = torch.randint(-80, 80, (self.length,), generator=generator) / 4
+        gradient[: self.length // 4] = 0  # all of a part, on some worlds
         return (torch.arange(self.length) / 4).to(self.dtype), gradient.to(self.dtype)
 
 
@@ -109,7 +110,7 @@ class Step(Measured):
 
 # ---- backward that frees ------------------------------------------------------------------------
 
-PER_UNIT = 2
+PER_UNIT = 3  # at most
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class Units:
 
     def __str__(self) -> str:
         turned = ", in another order inside the units" * self.turned
-        return f"{self.count} units of {PER_UNIT} parameters{turned}"
+        return f"{self.count} units of 2 or {PER_UNIT} parameters{turned}"
 
     def units_and_loss(self, rank: int):
         """Weights are large here beside all else that backward makes."""
@@ -131,10 +132,11 @@ class Units:
         for i in range(self.count):
             width = 60 * self.wide
             matrix = nn.Parameter(torch.linspace(0.5, 1 + i, 12 * width).view(12, width).sin())
-            units.append([matrix, nn.Parameter(torch.linspace(-1, 1, width))])
+            vectors = [nn.Parameter(torch.linspace(-1, 1, width)) for _ in range(1 + i % 2)]
+            units.append([matrix, *vectors])
         x = torch.randn(12, generator=torch.Generator().manual_seed(rank))
-        for matrix, vector in units:
-            x = (x @ matrix + vector).view(-1, 12).mean(0).tanh()
+        for matrix, *vectors in units:
+            x = sum(vectors, x @ matrix).view(-1, 12).mean(0).tanh()
         return [unit[::-1] if self.turned else unit for unit in units], x.sum()
 
 
@@ -158,8 +160,7 @@ def backward_trial(fn, case: Units, group):
         nbytes.append(alive.nbytes() if recorder.thread.parent is None else 0)
         return begin(*args, **kwargs)
 
-    for parameter in parameters:
-        parameter.register_post_accumulate_grad_hook(count)
+    handles = [p.register_post_accumulate_grad_hook(count) for p in parameters]
     before, recorder.begin = hooks_of(parameters), leaving
     with alive:
         parts = list(fn(loss, units, group) or [])
@@ -167,7 +168,10 @@ def backward_trial(fn, case: Units, group):
     unit = sum(p.nbytes for p in units[0])
     whole = round(max(nbytes) / unit - case.count / group.size())  # the parts of all are kept
     left = sum(map(is_there, parameters))
-    return parts, max(gradients), whole, left, hooks_of(parameters) - before
+    hooks = hooks_of(parameters) - before
+    for handle in handles:  # it holds on to the parameters
+        handle.remove()
+    return parts, max(gradients), whole, left, hooks
 
 
 class Backward(Measured):

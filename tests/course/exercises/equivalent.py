@@ -143,9 +143,6 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "`ctx.save_for_backward(x)` done twice": "it names the same tensor again",
         "`torch.set_rng_state(ctx.random_state)` done twice": "the same state again",
         "-1 for 0 in `x = ctx.saved_tensors[0].detach().requires_grad_(ctx.needs_input_grad[1])`": "of one tensor the first is the last",
-        "2 for 1 in `x = ctx.saved_tensors[0].detach().requires_grad_(ctx.needs_input_grad[1])`": "the exercise asks for an x that needs a gradient; tests/model/test_recompute.py has one that needs none",
-        "without the last keyword in `anchor = torch.zeros((), requires_grad=True)`": "the exercise asks for an x that needs a gradient; tests/model/test_recompute.py has one that needs none",
-        "False in `anchor = torch.zeros((), requires_grad=True)`": "the exercise asks for an x that needs a gradient; tests/model/test_recompute.py has one that needs none",
     },
     "gpipe": {
         "`check_sizes(num_ranks, num_micro_batches)` left out": "sizes below 1 are not asked about",

@@ -7,13 +7,16 @@
 
 A mutant is the text that `.solution()` prints with one change that a learner might make: another
 operator or comparison, an index off by one, arguments swapped, a line left out or done twice, the
-world for the group, another dtype. The judge should refuse it. A survivor is a hole in the judge,
-unless what was changed makes no difference: those are listed in equivalent.py, with the reason.
+world for the group, another dtype. Some changes show only later, or on another rank: a value, or
+the whole result, is kept from the first call; a line is run by rank 0 only; what was given is kept;
+digits are dropped. The judge should refuse each mutant. A survivor is a hole in the judge, unless
+the change makes no difference: those are listed in equivalent.py, with the reason.
 """
 
 import argparse
 import ast
 import copy
+import itertools
 import json
 import random
 import sys
@@ -38,8 +41,44 @@ OPERATORS = {
     ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
 }  # fmt: skip
 WORDS = {"mean": "sum", "sum": "mean", "max": "min", "min": "max"}
+TENSORS = set("x a b q kv flat gradient parameters logits table state answers before".split())
 SECOND_LOOK = {"reversed", "sorted", "list", "tuple"}  # f(x) -> x
-LEFT_OUT = {"detach", "clone", "contiguous", "wait", "float", "double", "requires_grad_", "flatten"}
+CASTS = {"float", "double", "int", "long", "to", "type_as"}
+LEFT_OUT = {"detach", "clone", "contiguous", "wait", "requires_grad_", "flatten", *CASTS}
+# A decorator's text: what is kept from the first call, or of it, or is lost on the way in.
+AROUND = {
+    "freeze": """
+def freeze(fn, seen=[]):
+    def call(*args, **kwargs):
+        if not seen:
+            seen.append(fn(*args, **kwargs))
+        return seen[0]
+    return call
+""",
+    "keep_what_is_given": """
+def keep_what_is_given(fn, seen=[]):
+    def call(*args, **kwargs):
+        seen.append(args)
+        return fn(*args, **kwargs)
+    return call
+""",
+    "keep_what_is_returned": """
+def keep_what_is_returned(fn, seen=[]):
+    def call(*args, **kwargs):
+        seen.append(fn(*args, **kwargs))
+        return seen[-1]
+    return call
+""",
+    "round_what_is_given": """
+def round_what_is_given(fn):
+    def rounded(value):
+        is_tensor = hasattr(value, "is_floating_point") and not hasattr(value, "optim")
+        if not is_tensor or not value.is_floating_point():
+            return value
+        return value.bfloat16().to(value.dtype)
+    return lambda *args, **kwargs: fn(*map(rounded, args), **kwargs)
+""",
+}
 
 
 class Mutant:
@@ -65,12 +104,31 @@ def mutants(source: str) -> list[Mutant]:
                 compile(text, "<mutant>", "exec")
             except (SyntaxError, ValueError):
                 continue
+            if what.endswith("rank 0 only") and not names(tree) & {"group", "row"}:
+                continue  # one rank does it all
             if normal(mutated) not in seen:
                 seen.add(normal(mutated))
                 line = getattr(node, "lineno", 0)
                 where = f" in `{lines[line - 1].strip()}`" * ("`" not in what)
                 found.append(Mutant(text, what + where))
-    return found
+    return found + decorated(tree)
+
+
+def decorated(tree: ast.Module) -> list[Mutant]:
+    """The solution's function with one of AROUND around it. A function without tensors keeps
+    nothing that takes up memory, and has no digits to lose."""
+    (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+    takes = {arg.arg for arg in function.args.args}
+    chosen = ["freeze"] if takes else []
+    if takes & TENSORS:
+        chosen += ["keep_what_is_given", "round_what_is_given"]
+        if any(isinstance(n, ast.Return) and n.value for n in ast.walk(function)):
+            chosen += ["keep_what_is_returned"]
+    return [
+        Mutant(f"{AROUND[name]}\n{ast.unparse(tree)}\n{function.name} = {name}({function.name})",
+               f"inside of {name}")
+        for name in chosen
+    ]  # fmt: skip
 
 
 def without_annotations(tree: ast.AST) -> ast.AST:
@@ -112,6 +170,10 @@ def changes(node: ast.AST) -> Iterator[tuple]:
             lambda n: setattr(n, "test", ast.UnaryOp(ast.Not(), n.test)),
             "the other way round",
         )
+    if isinstance(node, ast.While):
+        yield lambda n: become(n, ast.If(n.test, n.body, n.orelse)), "if for while"
+    if isinstance(node, ast.If) and names(node.test) & stored(node.body):  # or else it never ends
+        yield lambda n: become(n, ast.While(n.test, n.body, [])), "while for if"
     if isinstance(node, ast.Tuple) and len(node.elts) > 1 and isinstance(node.ctx, ast.Load):
         yield lambda n: n.elts.reverse(), "turned round"
     for name in ("body", "orelse"):
@@ -139,6 +201,14 @@ def changes_of_call(node: ast.Call) -> Iterator[tuple]:
             yield lambda n, i=i: swap(n.args, i), f"arguments {i} and {i + 1} swapped"
     if node.keywords:
         yield lambda n: n.keywords.pop(), "without the last keyword"
+    if [k.arg for k in node.keywords[:-1]].count("dtype"):
+        kept = [k.arg != "dtype" for k in node.keywords]
+        yield (
+            lambda n: setattr(n, "keywords", [*itertools.compress(n.keywords, kept)]),
+            "without dtype",
+        )
+    if isinstance(node.func, ast.Name) and node.func.id in CASTS and len(node.args) == 1:
+        yield lambda n: become(n, n.args[0]), f"without {node.func.id}"
     function = node.func
     if isinstance(function, ast.Name) and function.id in SECOND_LOOK and node.args:
         yield lambda n: become(n, n.args[0]), f"without {function.id}"
@@ -162,10 +232,41 @@ def changes_of_block(block: list[ast.stmt], name: str) -> Iterator[tuple]:
             yield lambda n, i=i, s=again: getattr(n, name).insert(i, s), f"{where} done twice"
         if i + 1 < len(block):
             yield lambda n, i=i: swap(getattr(n, name), i), f"{where} after the next"
+        if isinstance(statement, ast.Assign) and names(statement.value):
+            yield (
+                lambda n, i=i: setattr(
+                    at := getattr(n, name)[i], "value", of_the_first_call(at.value, "FIRST")
+                ),
+                f"{where} of the first call",
+            )
+        if isinstance(statement, (ast.Expr, ast.AugAssign)):
+            yield lambda n, i=i: only_on_rank_0(getattr(n, name), i), f"{where} on rank 0 only"
+
+
+def names(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
+def stored(block: list[ast.stmt]) -> set[str]:
+    nodes = [node for statement in block for node in ast.walk(statement)]
+    return {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+
+
+def of_the_first_call(value: ast.expr, key: str) -> ast.expr:
+    """What the value was when the line ran for the first time."""
+    kept = ast.parse(f"globals()[{key!r}] if {key!r} in globals() else 0", mode="eval").body
+    kept.orelse = ast.parse(f"globals().setdefault({key!r}, 0)", mode="eval").body
+    kept.orelse.args[1] = value
+    return kept
 
 
 def swap(items: list, i: int) -> None:
     items[i], items[i + 1] = items[i + 1], items[i]
+
+
+def only_on_rank_0(block: list[ast.stmt], i: int) -> None:
+    test = ast.parse("__import__('torch').distributed.get_rank() == 0", mode="eval").body
+    block[i] = ast.If(test, [block[i]], [])
 
 
 def become(node: ast.AST, other: ast.AST) -> None:

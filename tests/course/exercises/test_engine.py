@@ -180,9 +180,37 @@ def leaves_a_message(x, more, group):
     return result
 
 
+SIZES = []
+
+
+def minds_the_first_groups_size(x, more, group):
+    SIZES.append(group.size())
+    return plain(x, more, group) * (SIZES[0] == group.size())
+
+
+GIVEN = []
+
+
+def keeps_what_it_was_given(x, more, group):
+    GIVEN[:] = [x]
+    return plain(x, more, group)
+
+
+def adds_in_bfloat16(x, more, group):
+    return plain(x.bfloat16().double(), more, group)
+
+
+def divides_by_the_norm(x, more, group):
+    return plain(x, more, group) * (x.norm() / x.norm())
+
+
 @pytest.mark.parametrize(
     "fn, says",
     [
+        (minds_the_first_groups_size, "or the rank and size of the first group"),
+        (keeps_what_it_was_given, "112 bytes of tensors of the call are still there"),
+        (adds_in_bfloat16, "With numbers that need all digits of their dtype"),
+        (divides_by_the_norm, "With zeros it returns another result"),
         (of_the_world, "Here it was ranks 1 to 3 of 4"),
         (minds_the_weather, "Right when all ranks come together"),
         (needs_two_looks, "Begin with more = list(more)"),
@@ -195,6 +223,20 @@ def leaves_a_message(x, more, group):
 def test_an_answer_that_is_right_in_fair_weather_only_is_refused(fn, says):
     verdict = exercise().judge(fn)
     assert verdict.state == "wrong" and says in verdict.hint, verdict
+
+
+def test_an_answer_that_is_right_with_gradients_only_is_refused():
+    def needs_gradients(fn, case, group):
+        x, more = inputs(group.rank(), case)
+        return fn(x.requires_grad_(), more, group).detach()
+
+    def minds_gradients(x, more, group):
+        return plain(x.detach(), more, group) * x.requires_grad
+
+    of = Exercise("total", total, needs_gradients, [(3, Numbers(7))], Total, hints=[], skeleton="")
+    verdict = of.judge(minds_gradients)
+    assert verdict.state == "wrong" and "Under torch.no_grad()" in verdict.hint
+    assert of.judge(lambda x, more, group: plain(x.detach(), more, group)).state == "right"
 
 
 def test_what_the_exercise_is_there_to_change_may_be_changed():

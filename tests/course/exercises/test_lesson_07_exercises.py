@@ -89,13 +89,13 @@ def with_hooks(loss, units, ready, keep=False):
     return parts
 
 
-@wrong_backward("8 gradients were there at once")
+@wrong_backward("10 gradients were there at once")
 def scatters_after_backward(loss, units, group):
     loss.backward()
     return [scatter(unit, group) for unit in units]
 
 
-@wrong_backward("8 gradients were there at once")
+@wrong_backward("10 gradients were there at once")
 def forgets_to_free(loss, units, group):
     def ready(unit):
         return reduce_scatter(torch.cat([p.grad.flatten() for p in unit]), group, op="mean")

@@ -1,0 +1,355 @@
+"""The ways in which a tour calls the learner's function (adversities.py): each a hardship.
+
+What a way finds by itself it tells by raising `Complaint`, in the words of a hint.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, is_dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes  # (torch has no public one)
+
+
+class Complaint(Exception):
+    """What an adversity has seen on a rank, in the words of a hint."""
+
+
+@dataclass
+class Facts:
+    """What the engine knows of an exercise: `solution`: the library's function; `changes`: names
+    of arguments that it is there to change; `again`: a second call gives the same; `contiguous`:
+    names of arguments that never come in another way; `scales`: any numbers may be given."""
+
+    solution: Callable
+    changes: frozenset[str] = frozenset()
+    again: bool = True
+    contiguous: frozenset[str] = frozenset()
+    scales: bool = True
+
+    @property
+    def parameters(self) -> list[inspect.Parameter]:
+        return list(inspect.signature(self.solution).parameters.values())
+
+    @property
+    def gives_tensors(self) -> bool:
+        """It may: a parameter is not annotated, or as one that may be or hold tensors."""
+        return bool({str(p.annotation) for p in self.parameters} - {"int", "Schedule"})
+
+
+@dataclass
+class Wrapped:
+    """The learner's function, called in another way."""
+
+    fn: Callable
+    facts: Facts
+
+    def named(self, args: tuple, kwargs: dict) -> dict[str, object]:
+        """The arguments by the names that the library's function has for them."""
+        return {**dict(zip((p.name for p in self.facts.parameters), args)), **kwargs}
+
+    def with_others(self, args: tuple, kwargs: dict, other: Callable):
+        """Call it with `other(name, value)` for each argument."""
+        named = {name: other(name, value) for name, value in self.named(args, kwargs).items()}
+        first = [named[name] for name, _ in zip(self.named(args, {}), args)]
+        return self.fn(*first, **{name: named[name] for name in kwargs})
+
+
+def groups_in(args: tuple, kwargs: dict) -> list:
+    return [v for v in (*args, *kwargs.values()) if isinstance(v, dist.ProcessGroup)]
+
+
+class Late(Wrapped):
+    """The last rank comes when the others have been waiting for it, and what the first one sends
+    takes its time."""
+
+    SECONDS, A_MESSAGE = 0.02, 0.002
+
+    def __call__(self, *args, **kwargs):
+        groups = groups_in(args, kwargs)
+        if any(0 < group.rank() == group.size() - 1 for group in groups):
+            time.sleep(self.SECONDS)
+        slow = [group for group in groups if group.rank() == 0]
+        for group in slow:
+            group.send = functools.partial(self.slowly, group.send)
+        try:
+            return self.fn(*args, **kwargs)
+        finally:
+            for group in slow:
+                del group.send
+
+    def slowly(self, send: Callable, *message):
+        time.sleep(self.A_MESSAGE)
+        return send(*message)
+
+
+class Once(Wrapped):
+    """An argument that may be any Iterable is one that can be gone through only once."""
+
+    HINT = (
+        "Right with a list of {names}. Any Iterable may come, as model.parameters() is one: it can "
+        "be gone through once. Begin with {name} = list({name})."
+    )
+
+    @staticmethod
+    def concerns(facts: Facts) -> list[str]:
+        return [p.name for p in facts.parameters if str(p.annotation).startswith("Iterable")]
+
+    def __call__(self, *args, **kwargs):
+        concerned = self.concerns(self.facts)
+        return self.with_others(
+            args, kwargs, lambda name, value: iter(value) if name in concerned else value
+        )
+
+
+def unseen(function: Callable) -> Callable:
+    """What it makes is none of the learner's, where a trial notes what is made."""
+
+    @functools.wraps(function)
+    def call(*args):
+        with _disable_current_modes():
+            return function(*args)
+
+    return call
+
+
+class Strided(Wrapped):
+    """Tensors whose elements do not lie side by side in memory."""
+
+    HINT = (
+        "Right with tensors that are contiguous, not with others: a part of a larger tensor or a "
+        "transposed one may come. .reshape and .flatten() take them, .view does not; what is sent "
+        "has to be .contiguous()."
+    )
+
+    def __call__(self, *args, **kwargs):
+        kept = self.facts.contiguous
+        return self.with_others(
+            args, kwargs, lambda name, value: value if name in kept else strided(value)
+        )
+
+
+@unseen
+def strided(value):
+    """The same numbers in another order in memory, or with gaps; only of plain tensors, also in a
+    named tuple, not of weights or what has a graph behind it."""
+    if hasattr(value, "_fields"):
+        return type(value)(*map(strided, value))
+    if not isinstance(value, Tensor) or value.requires_grad or value.dim() == 0:
+        return value
+    if value.dim() == 1:
+        return torch.stack([value, value], -1)[..., 0]
+    return value.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+class Careful(Wrapped):
+    """Looks at what was given before and after, at what is still under way, and calls twice."""
+
+    def __call__(self, *args, **kwargs):
+        given = self.named(args, kwargs)
+        before = {name: photograph(value) for name, value in given.items()}
+        result = self.fn(*args, **kwargs)
+        for name, photo in before.items():
+            if name not in self.facts.changes and not photo.is_of(given[name]):
+                raise Complaint(
+                    f"Your function changes {name}: the caller still needs it as it was."
+                )
+        nothing_under_way(*groups_in(args, kwargs)[:1])
+        if not self.facts.again:
+            return result
+        again = self.fn(*args, **kwargs)
+        shared = storages(result) & storages(again) - storages(list(given.values()))
+        if shared and not self.facts.changes and [*tensors_in(list(given.values()))]:
+            raise Complaint(
+                "The second call writes where the result of the first one is, which its caller may "
+                "still need: return new tensors each time."
+            )
+        return again
+
+
+def nothing_under_way(group=None) -> None:
+    """Raise Complaint if anything that was begun has not been waited for."""
+    recorder = getattr(group, "recorder", None)
+    open_ = [row for row in (recorder.comms if recorder else []) if row[6] is None]
+    if open_:
+        raise Complaint(
+            f"When your function returns, a {open_[0][0]} of it is still under way: keep what "
+            "starting it returns, and .wait() for it."
+        )
+
+
+@dataclass
+class Photograph:
+    """The numbers of an argument's tensors, those of their gradients, and the number of hooks."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor | None] = field(default_factory=list)
+    hooks: int = 0
+
+    def is_of(self, value) -> bool:
+        now = photograph(value)
+        pairs = zip(self.tensors + self.gradients, now.tensors + now.gradients)
+        return (len(now.tensors), now.hooks) == (len(self.tensors), self.hooks) and all(
+            (a is None) == (b is None) and (a is None or a.dtype == b.dtype and equal(a, b))
+            for a, b in pairs
+        )
+
+
+@unseen
+def photograph(value) -> Photograph:
+    photo = Photograph()
+    for tensor in tensors_in(value):
+        photo.tensors.append(tensor.detach().clone())
+        grad = tensor.grad if tensor.is_leaf and tensor.requires_grad else None
+        there = grad is not None and grad.untyped_storage().nbytes() > 0  # or its memory was freed
+        photo.gradients.append(grad.clone() if there else None)
+        photo.hooks += hooks_of([tensor])
+    return photo
+
+
+def hooks_of(tensors: Iterable[Tensor]) -> int:
+    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return sum(len(getattr(tensor, kind, None) or ()) for tensor in tensors for kind in kinds)
+
+
+def storages(value) -> set[int]:
+    """Where the numbers of its tensors are."""
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors_in(value) if tensor.numel()}
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def tensors_in(value) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from value.parameters()
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from tensors_in(vars(value))
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from tensors_in(each)
+
+
+# --- other numbers, and what is left over ---------------------------------------------------------
+
+
+class Quiet(Wrapped):
+    """First without gradients, as in an evaluation: the same must come of it."""
+
+    def __call__(self, *args, **kwargs):
+        needs = [isinstance(v, Tensor) and v.requires_grad for v in (*args, *kwargs.values())]
+        if not any(needs) or not self.facts.again:
+            return self.fn(*args, **kwargs)
+        found = []
+        for grad in (False, True):
+            with torch.random.fork_rng([]), torch.set_grad_enabled(grad):
+                found.append(self.with_others(args, kwargs, lambda name, value: cut_off(value)))
+        result = self.fn(*args, **kwargs)
+        for quiet in found:
+            if not same(*(list(map(cut_off, tensors_in(each))) for each in (quiet, result))):
+                raise Complaint(
+                    "Right where inputs need gradients. Under torch.no_grad(), or with inputs that "
+                    "need none, another result comes: what is returned must not depend on that."
+                )
+        return result
+
+
+def cut_off(value):
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+@dataclass
+class Scaled(Wrapped):
+    """Other numbers: what is given, times a factor, which leaves alike what was alike."""
+
+    factor: float = 1.0
+
+    def __call__(self, *args, **kwargs):
+        return self.with_others(
+            args, kwargs, lambda name, v: self.times(v, name in self.facts.changes)
+        )
+
+    def times(self, value, in_place: bool):
+        if hasattr(value, "_fields"):
+            return type(value)(*(self.times(each, in_place) for each in value))
+        if isinstance(value, list):
+            return [self.times(each, True) for each in value]
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        if value.requires_grad and (in_place or value.grad is not None):
+            if value.grad is not None:
+                value.grad.mul_(self.factor)
+            return value
+        scaled = torch.where(value.isfinite(), value * self.factor, value)
+        return value.copy_(scaled) if in_place else scaled
+
+
+def near(a: Tensor, b: Tensor) -> bool:
+    """Up to rounding in another order of additions, and to the 1e-6 that guards a division."""
+    if (a.shape, a.dtype) != (b.shape, b.dtype) or not b.is_floating_point():
+        return equal(a, b)
+    largest = max(1.0, b.abs().max().item()) if b.numel() else 1.0
+    room = max(1e-5, torch.finfo(b.dtype).eps ** 0.75)
+    return bool(((a - b).abs() <= room * largest).all())
+
+
+class Left(Wrapped):
+    """Notes the memory of all tensors that one call is given, makes and returns."""
+
+    def __call__(self, *args, **kwargs):
+        from .measures import Alive, storages  # (which import the engine)
+
+        self.alive = Alive()
+        with self.alive:
+            result = self.fn(*args, **kwargs)
+        given = [*tensors_in([args, kwargs])]  # who is given none may have a cache
+        for storage in storages([*given, *tensors_in(result)]) if given else ():
+            self.alive.made[storage._cdata] = weakref.ref(storage)
+        return result
+
+    def check(self) -> None:
+        """Raise Complaint if any of it is there when the trial is over, and its result has gone."""
+        gc.collect()
+        if left := self.alive.nbytes() if hasattr(self, "alive") else 0:
+            raise Complaint(
+                f"When all is over, {left:,} bytes of tensors of the call are still there: a "
+                "global list, a class or a closure holds on to them. Keep nothing of a call."
+            )
+
+
+def same(a, b) -> bool:
+    """Whether two results say the same, up to rounding. Two types are two results, save that an
+    int may be a float: a list is no tuple here, as both came from one and the same trial."""
+    if a is None:
+        return b is None
+    if isinstance(a, float) or isinstance(b, float):
+        both = isinstance(a, (int, float)) and isinstance(b, (int, float))
+        return both and (abs(a - b) <= 1e-4 * max(1.0, abs(b)) or a != a != b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            return False
+        return torch.allclose(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if is_dataclass(a):
+        return all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a) if f.compare)
+    if type(a).__eq__ is object.__eq__:  # it has no idea of equality of its own
+        return same(vars(a), vars(b))
+    return a == b
