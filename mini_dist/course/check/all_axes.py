@@ -136,7 +136,7 @@ class Job:
 JOBS = [
     Layout(dp=2, cp=2, micro_batch_size=4),
     Layout(pp=2, cp=2, tp=2, sequence_parallel=True, micro_batch_size=4, num_micro_batches=2),
-    Layout(tp=2, micro_batch_size=4, num_micro_batches=2),
+    Layout(pp=2, tp=2, micro_batch_size=4, num_micro_batches=2),
     Layout(pp=2, micro_batch_size=4, num_micro_batches=2),
 ]
 
@@ -252,6 +252,11 @@ class Steps(Measured):
                 "With sequence parallelism a stage hands on the tokens of its tp rank only, "
                 "[b, S/(cp tp), D] of a micro-batch: is shard_model given pair=SEQUENCE, and "
                 "activation that shape?"
+            )
+        if axis == "pp" and sent < expected and self.layout.tp > 1:
+            return said + (
+                "This layout asks for no sequence parallelism: a stage hands on all tokens of its "
+                "part, [b, S/cp, D], and shard_model is given pair=TENSOR."
             )
         return said + (
             "Does every rank hold and compute its own part only? Are the groups those of "

@@ -16,7 +16,9 @@ from torch import Tensor
 from mini_dist.collectives import all_reduce
 from mini_dist.training.elastic import detectors, ideas
 
+from .adversities import Complaint
 from .engine import Exercise, Line, Measured, line, on_ranks, yes
+from .measures import plain
 
 # ---- a timeout that is seldom wrong -------------------------------------------------------------
 
@@ -93,8 +95,7 @@ def shares_trial(fn, case: Devices, group):
 
 class Shared(Measured):
     def measure(self):
-        found, n = self.results[0], len(self.case.seconds)
-        self.found = found.tolist() if isinstance(found, Tensor) else found
+        self.found, n = plain(self.results[0]), len(self.case.seconds)
         self.are_counts = (
             isinstance(self.found, (list, tuple))
             and len(self.found) == n
@@ -169,7 +170,9 @@ class Deaths:
         return {rank for rank, step in enumerate(self.steps) if step is None}
 
     def state(self, step: int) -> Tensor:
-        return (torch.arange(self.length) * 0.5 + 100 * step).to(self.dtype)
+        """Numbers that need all digits of their dtype."""
+        dice = torch.Generator().manual_seed(step)
+        return (1000 * torch.randn(self.length, generator=dice, dtype=torch.float64)).to(self.dtype)
 
 
 def rebuild_trial(fn, case: Deaths, group):
@@ -177,7 +180,10 @@ def rebuild_trial(fn, case: Deaths, group):
     if rank in case.dead:
         return None
     step = case.steps[rank]
-    there, state, found = fn(case.state(step), step, set(case.dead), group)
+    came = fn(case.state(step), step, set(case.dead), group)
+    if not isinstance(came, (tuple, list)) or len(came) != 3 or not hasattr(came[0], "rank"):
+        raise Complaint("Return three things: the group of the living, the state, its steps.")
+    there, state, found = came
     ones = all_reduce(torch.ones(1), there)  # it works
     return there.rank(), there.size(), int(ones), state, found
 
@@ -194,10 +200,12 @@ class Rebuilt(Measured):
             for place, found in enumerate(self.found)
         ]
         self.states = [
-            isinstance(state, Tensor) and torch.equal(state, self.expected)
+            isinstance(state, Tensor)
+            and state.dtype == case.dtype
+            and torch.equal(state, self.expected)
             for *_, state, _ in self.found
         ]
-        self.steps = [int(step) == self.step for *_, step in self.found]
+        self.steps = [step == self.step for *_, step in self.found]
         self.most = (len(self.alive) - 1) * (self.expected.nbytes + 8)  # or with its step in front
         self.large = sum(
             comm.sent for comm in self.run.ledger.leaves() if comm.nbytes > 8 * self.size
@@ -225,9 +233,9 @@ class Rebuilt(Measured):
             )
         if not all(self.states):
             return (
-                "The state is to be that of a rank which has done the most steps, to the last bit: "
-                "not the mean, and not that of the first rank. Its place in the *new* group is the "
-                "root of the broadcast."
+                "The state is to be that of a rank which has done the most steps, to the last bit "
+                "and in its own dtype: not the mean, and not that of the first rank. Its place in "
+                "the *new* group is the root of the broadcast."
             )
         return (
             f"Right, but {self.large:,} bytes of state were sent, and {self.most:,} do: first find "

@@ -43,6 +43,11 @@ def mistake_of_dtype(run: Run, dtype: torch.dtype, wanted: int, what: str = "gra
     )
 
 
+def plain(value):
+    """Lists and numbers of Python for those of torch and numpy."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 class Alive(TorchDispatchMode):
     """Notes the memory of each tensor that is made inside, and says what of it is still there,
     whoever holds it: a name, a list, a graph, a clone. What was shrunk counts as it is now."""

@@ -17,7 +17,7 @@ from mini_dist.strategies.offload import ideas
 from mini_dist.strategies.offload.allocator import lifetimes, requests
 
 from .engine import Exercise, Line, Measured, line, yes
-from .measures import Alive
+from .measures import Alive, plain
 
 # ---- read ahead ---------------------------------------------------------------------------------
 
@@ -248,14 +248,15 @@ def end_of(tensors, places) -> int:
 
 class Placed(Measured):
     def measure(self):
-        self.tensors, self.places = self.results[0]
+        self.tensors, places = self.results[0]
+        self.places = [*map(plain, plain(places))] if hasattr(places, "__iter__") else places
         self.room = end_of(self.tensors, ideas.offsets(self.tensors))
         moments = {begin for _, begin, _ in self.tensors}
         self.live = max(
             (sum(s for s, b, e in self.tensors if b <= t < e) for t in moments), default=0
         )
         self.are_places = (
-            isinstance(self.places, (list, tuple))
+            isinstance(self.places, list)
             and len(self.places) == len(self.tensors)
             and all(isinstance(p, int) and not isinstance(p, bool) for p in self.places)
         )
@@ -293,13 +294,34 @@ class Placed(Measured):
         every = sum(size for size, _, _ in self.tensors)
         if self.end == every:
             return "Each tensor has memory of its own. A place is free again when its tensor ends."
-        return (
-            f"{self.end} bytes where {self.room} do. Small tensors settle where a large one would "
-            "fit later: place the large ones first, each at the lowest place that is free as long "
-            "as it lives."
+        told = f"{self.end} bytes where {self.room} do. "
+        for order, words in ORDERS.items():
+            if self.end == end_of(self.tensors, one_by_one(self.tensors, order)):
+                return f"{told}{words} The largest goes first, wherever a smaller one began."
+        return told + (
+            "The largest tensor goes first, then the next; each to the lowest place that is free "
+            "as long as it lives. Is one of your gaps passed over, or only the last end looked at?"
         )
 
 
+def one_by_one(tensors, order) -> list[int]:
+    """The lowest free place for each, in this order of (bytes, begin, end)."""
+    places: dict[int, int] = {}
+    for i in sorted(range(len(tensors)), key=lambda i: order(tensors[i])):
+        size, begin, end = tensors[i]
+        beside = [(places[j], places[j] + tensors[j][0]) for j in places
+                  if tensors[j][1] < end and begin < tensors[j][2]]  # fmt: skip
+        starts = sorted([0, *(stop for _, stop in beside)])
+        places[i] = next(p for p in starts if all(p + size <= a or b <= p for a, b in beside))
+    return [places[i] for i in range(len(tensors))]
+
+
+ORDERS = {
+    lambda tensor: tensor[1]: "So much it takes in the order in which the tensors begin.",
+    lambda tensor: 0: "So much it takes in the order of the list.",
+    lambda tensor: tensor[0]: "So much it takes with the smallest first.",
+    lambda tensor: tensor[1] - tensor[2]: "So much it takes with the longest life first.",
+}
 FRAGMENTS = ((4, 0, 2), (2, 0, 6), (4, 1, 3), (2, 2, 6), (8, 3, 6), (3, 4, 5))
 
 EXERCISES = [

@@ -24,7 +24,9 @@ from mini_dist.serving import ideas, memory, scheduler
 from mini_dist.serving.ideas import Text
 
 from . import answers
+from .adversities import Complaint
 from .engine import Exercise, Line, Measured, line
+from .measures import plain
 from .watch import functions_of
 
 # ---- a block table -------------------------------------------------------------------------------
@@ -51,10 +53,12 @@ class Texts:
     lengths: tuple[int, ...]
     block_size: int
     chunk: int = 0
+    spare: int = 0  # blocks more than its tokens need that each text has from the beginning
 
     def __str__(self) -> str:
         chunks = f", prompts in chunks of {self.chunk}" * (self.chunk > 0)
-        return f"{len(self.lengths)} texts, blocks of {self.block_size}{chunks}"
+        spare = f", {self.spare} blocks of each in reserve" * (self.spare > 0)
+        return f"{len(self.lengths)} texts, blocks of {self.block_size}{chunks}{spare}"
 
     def prompts(self) -> list[list[int]]:
         rng = random.Random(1)
@@ -62,7 +66,8 @@ class Texts:
 
     @property
     def num_blocks(self) -> int:
-        return 2 + sum(-(-(n + NEW) // self.block_size) for n in self.lengths)
+        each = (max(self.spare, -(-(n + NEW) // self.block_size)) for n in self.lengths)
+        return 2 + sum(each)
 
 
 @dataclass
@@ -83,7 +88,7 @@ def write(fn, case: Texts, group) -> Written:
     random.Random(2).shuffle(free)
     shape = CONFIG.num_layers, case.num_blocks * size, CONFIG.num_kv_heads, CONFIG.head_dim
     keys, values = torch.full((2, *shape), torch.nan, dtype=torch.float64)
-    texts, tables = case.prompts(), [[] for _ in case.lengths]
+    texts, tables = case.prompts(), [[free.pop() for _ in range(case.spare)] for _ in case.lengths]
     written, ends = [0] * len(texts), [n + NEW for n in case.lengths]
     while any(len(text) < end for text, end in zip(texts, ends)):
         for i, text in enumerate(texts):
@@ -99,7 +104,8 @@ def write(fn, case: Texts, group) -> Written:
             fresh = table[len(tables[i]) :]
             found.taken += table[: len(tables[i])] != tables[i] or len({*fresh}) < len(fresh)
             found.taken += sum(block not in free for block in fresh)
-            found.more = max(found.more, len(table) - -(-(written[i] + new) // size))
+            needed = max(len(tables[i]), -(-(written[i] + new) // size))
+            found.more = max(found.more, len(table) - needed)
             inside = {block * size + j for block in table for j in range(size)}
             inside &= set(range(case.num_blocks * size))
             found.lost += abs(new - len(places)) + sum(place not in inside for place in places)
@@ -199,6 +205,16 @@ class Table(Measured):
             "to table[i // block_size] * block_size + i % block_size."
         )
 
+    @staticmethod
+    def raised(error: str) -> str:
+        if "IndexError" not in error:
+            return ""
+        return (
+            "the table has no such entry. Position i, counted from the text's first token, is in "
+            "its block i // block_size; all blocks up to that of position written + new - 1 have "
+            "to be in the table first.\n"
+        )
+
 
 # ---- who runs ------------------------------------------------------------------------------------
 
@@ -268,10 +284,13 @@ def right_choice(running, waiting, free, block_size) -> tuple[list[str], list[st
 
 
 def choices(fn, case: Day, group) -> list:
-    return [
-        fn(list(running), list(waiting), free, case.block_size)
-        for running, waiting, free in case.situations()
-    ]
+    found = []
+    for situation in case.situations():
+        running, waiting = map(list, situation[:2])
+        found.append(fn(running, waiting, situation.free, case.block_size))
+        if (running, waiting) != situation[:2]:
+            raise Complaint("Your function changes the lists that it is given: work on copies.")
+    return found
 
 
 class Choices(Measured):
@@ -288,13 +307,13 @@ class Choices(Measured):
         if not (
             isinstance(came, (tuple, list))
             and len(came) == 2
-            and all(isinstance(part, (tuple, list, set, frozenset)) for part in came)
+            and all(isinstance(part, (tuple, list, set, frozenset)) for part in map(plain, came))
             and all(isinstance(name, str) for part in came for name in part)
         ):
             return "shape"
         if any(len(set(part)) < len(part) for part in came):
             return "twice"
-        leave, come = map(set, came)
+        leave, come = map(set, map(plain, came))
         must_leave, may_come = map(set, right_choice(*situation, size))
         stay = [text for text in running if text.name not in leave]
         free += sum(text.blocks for text in running if text.name in leave)
@@ -376,7 +395,7 @@ class Cache(Measured):
     def measure(self):
         case = self.case
         self.expected = case.numbers * case.tokens * case.bytes_a_number
-        self.found = self.results[0]
+        self.found = plain(self.results[0])
 
     def lines(self) -> list[Line]:
         return [line(f"{self.case}: bytes", self.found, self.expected)]
@@ -389,28 +408,31 @@ class Cache(Measured):
         ratio = found / self.expected
         heads = settings.get("num_attention_heads", settings.get("n_head"))
         kv_heads = settings.get("num_key_value_heads", heads)
+        told = f"{found:,} bytes, and there are {self.expected:,}. "
         if kv_heads < heads and ratio == heads / kv_heads and case.tp == 1:
             return (
-                f"{ratio:g} times too many: the cache has key/value heads, num_key_value_heads="
-                f"{kv_heads} of them, not num_attention_heads={heads}."
+                f"{ratio:g} times too many, which is num_attention_heads={heads} over "
+                f"num_key_value_heads={kv_heads}: the cache has key/value heads only, and each is "
+                "as long as one of the attention heads."
             )
-        if case.tp > 1:
-            return (
-                f"{found:,} bytes on each device, and there are {self.expected:,}. The key/value "
-                f"heads are spread over tp={case.tp} devices; a device has at least one of them "
-                "whole, for a head is not cut."
+        on_a_device = max(kv_heads // case.tp, 1)
+        if case.tp > 1 and ratio in (kv_heads / on_a_device, kv_heads / case.tp / on_a_device, 0):
+            return told + (
+                f"The key/value heads are spread over tp={case.tp} devices; a device has at least "
+                "one of them whole, for a head is not cut."
             )
-        if settings.get("head_dim"):
-            return (
-                f"{found:,} bytes, and there are {self.expected:,}. A head has head_dim="
-                f"{settings['head_dim']} numbers where config.json says so; hidden_size / "
-                "num_attention_heads only where it does not."
+        if settings.get("head_dim") and ratio * settings["head_dim"] * heads == settings[
+            "hidden_size"
+        ]:
+            return told + (
+                f"A head has head_dim={settings['head_dim']} numbers where config.json says so; "
+                "hidden_size / num_attention_heads only where it does not."
             )
-        if ratio == 0.5 and case.bytes_a_number == 2:
+        if ratio == 0.5:
             return "Half of it: keys and values are kept, both."
-        return (
-            f"{found:,} bytes, and there are {self.expected:,}: 2 (keys and values) * layers * "
-            "key/value heads * numbers of a head * tokens * bytes of a number."
+        return told + (
+            "2 (keys and values) * layers * key/value heads of a device * numbers of a head * "
+            "tokens * bytes of a number."
         )
 
     @staticmethod
@@ -488,6 +510,7 @@ EXERCISES = [
             (1, Texts((13, 6), 4, chunk=5)),
             (1, Texts((2, 5), 1)),
             (1, Texts((4,), 32)),
+            (1, Texts((5, 2), 4, spare=3)),
         ],
         Table,
         refuses=functions_of(memory) | functions_of(serving.engine),

@@ -80,6 +80,7 @@ class Stepped:
     parts: dict[str, Tensor]
     sharded: dict[str, bool]
     forwards: int
+    was_sharded: bool  # by fully_shard, though parameters may be whole again
 
 
 def step_trial(fn, case: Step, group):
@@ -93,6 +94,7 @@ def step_trial(fn, case: Step, group):
         {name: getattr(p, "_local_tensor", p).detach().clone() for name, p in named.items()},
         {name: hasattr(p, "_local_tensor") for name, p in named.items()},
         len(forwards),
+        hasattr(gpt, "set_reshard_after_backward"),
     )
 
 
@@ -170,6 +172,11 @@ class ShardedStep(Measured):
 
     def mistake_in_units(self) -> str:
         sharded = self.results[0].sharded
+        if self.results[0].was_sharded and not all(sharded.values()):
+            return (
+                "Some parameters are whole at the end: what is gathered for backward is to be freed "
+                "after it, as set_reshard_after_backward(True) says, which is so from the start."
+            )
         if not any(sharded.values()):
             return (
                 "The parameters are whole on every rank: fully_shard(module, mesh=mesh) cuts those "

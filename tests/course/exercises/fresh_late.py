@@ -1,0 +1,2 @@
+from tests.course.exercises.registry import Fresh
+fresh = Fresh()
