@@ -104,7 +104,7 @@ class Groups(Measured):
         if any(len(ranks) != self.sizes[axis] for ranks in mine):
             return f"{axis}={self.sizes[axis]}, so each of its groups has {self.sizes[axis]} ranks."
         backwards = axis_groups(**dict(reversed(self.sizes.items())))
-        if sorted(mine) == backwards[axis]:
+        if all(sorted(self.found[each]) == backwards[each] for each in AXES):
             return (
                 "tp has to be innermost: rank + 1 is the next tp rank, so that tp stays in a node."
             )

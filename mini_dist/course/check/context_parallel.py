@@ -228,7 +228,7 @@ def ring_trial(fn, case: Ring, group) -> Ringed:
             raise Complaint(mistake)
         seen.kept = seen.kept and torch.equal(kv, given)
         old, total, kv = weakref.ref(kv.untyped_storage()), Partial(*came[0]), came[1]
-        seen.let_go = seen.let_go and soon(lambda: old() is None)
+        seen.let_go = seen.let_go and soon(lambda old=old: old() is None)
         seen.came.append(whose(kv))
     recorder.waits = waits
     block = block_of(positions, rank, (rank + 1) % size, case.causal)

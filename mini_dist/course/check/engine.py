@@ -24,6 +24,7 @@ from mini_dist.ranks.ledger.table import Table
 from .. import learner
 from ..lesson import show_to_paste, to_paste
 from .adversities import Facts, mistake_in, nothing_under_way, once_started, told
+from .form import mistake_of_form
 from .watch import calls_of, handles_kept, learners, made_before
 
 RIGHT, WRONG, LIBRARY = "right", "wrong", "still the library's"
@@ -242,7 +243,9 @@ class Exercise:
         return Verdict(self.name, WRONG if hint else RIGHT, lines, hint)
 
     def made_before(self, fn: Callable) -> Verdict | None:
-        """The verdict on who hands back what an earlier cell has made."""
+        """The verdict on what can be no answer, or hands back what an earlier cell has made."""
+        if hint := mistake_of_form(fn, self._facts.signature):
+            return Verdict(self.name, WRONG, hint=hint)
         name = made_before(fn, self._makes)
         return self.told_made_before(name) if name else None
 
@@ -318,6 +321,13 @@ LENGTH = re.compile(r"(?:send|recv)\(\w+\[(\d+)\]")  # of a message, as a RankEr
 def advice(error: RankError) -> str:
     """What the usual failures mean."""
     text = str(error)
+    if "ellipsis" in text:
+        return "a gap of the skeleton, ..., is still in your function.\n"
+    if "SIGABRT" in text:
+        return (
+            "torch ends the process where two ranks call one collective with other dtypes or "
+            "lengths. What does each of them give it?\n"
+        )
     if "'NoneType' object" in text:
         return (
             "something is None: the grad of a frozen parameter (one that was not used has none, "

@@ -201,8 +201,8 @@ class Bucketing(Measured):
             return "bucket_bytes counts bytes, p.grad.nbytes, not numbers."
         if too_full:
             return (
-                f"A bucket of {max(too_full)} bytes is more than bucket_bytes={limit}. Only a single "
-                "parameter that is larger may be: it has a bucket to itself."
+                f"A bucket of {max(too_full)} bytes is more than bucket_bytes={limit}. Only a "
+                "single parameter that is larger may be: it has a bucket to itself."
             )
         if sizes in (wanted[::-1], filled(self.one_each[::-1], limit)):
             return (

@@ -246,7 +246,7 @@ class Day:
         running, free, found = [], self.num_blocks, []
         while waiting or running:
             found.append(Situation(list(running), list(waiting), free))
-            leave, come = right_choice(*found[-1], self.block_size)
+            leave, come = ideas.who_runs(*found[-1], self.block_size)
             back = [text for text in running if text.name in leave]
             free += sum(text.blocks for text in back)
             running = [text for text in running if text.name not in leave]
@@ -267,20 +267,6 @@ class Day:
 
 def missing(text: Text, block_size: int) -> int:
     return -(-text.tokens // block_size) - text.blocks
-
-
-def right_choice(running, waiting, free, block_size) -> tuple[list[str], list[str]]:
-    need = [missing(text, block_size) for text in running]
-    stay = len(running)
-    while sum(need[:stay]) > free + sum(text.blocks for text in running[stay:]):
-        stay -= 1
-    left = free - sum(need[:stay])
-    come = 0
-    while stay == len(running) and come < len(waiting):
-        if sum(missing(text, block_size) for text in waiting[: come + 1]) > left:
-            break
-        come += 1
-    return [text.name for text in running[stay:]], [text.name for text in waiting[:come]]
 
 
 def choices(fn, case: Day, group) -> list:
@@ -314,7 +300,7 @@ class Choices(Measured):
         if any(len(set(part)) < len(part) for part in came):
             return "twice"
         leave, come = map(set, map(plain, came))
-        must_leave, may_come = map(set, right_choice(*situation, size))
+        must_leave, may_come = map(set, ideas.who_runs(*situation, size))
         stay = [text for text in running if text.name not in leave]
         free += sum(text.blocks for text in running if text.name in leave)
         needed = sum(missing(text, size) for text in stay)
@@ -421,9 +407,10 @@ class Cache(Measured):
                 f"The key/value heads are spread over tp={case.tp} devices; a device has at least "
                 "one of them whole, for a head is not cut."
             )
-        if settings.get("head_dim") and ratio * settings["head_dim"] * heads == settings[
-            "hidden_size"
-        ]:
+        if (
+            settings.get("head_dim")
+            and ratio * settings["head_dim"] * heads == settings["hidden_size"]
+        ):
             return told + (
                 f"A head has head_dim={settings['head_dim']} numbers where config.json says so; "
                 "hidden_size / num_attention_heads only where it does not."
@@ -446,49 +433,23 @@ class Cache(Measured):
         )
 
 
-def settings(family: str, vocab: int, reach: int, **more: int) -> tuple:
-    return tuple({"model_type": family, "vocab_size": vocab, **more, REACH[family]: reach}.items())
+def llama(hidden: int, layers: int, heads: int, ffn: int, **more: int) -> tuple:
+    sizes = dict(hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads)
+    sizes |= dict(intermediate_size=ffn, vocab_size=128256, max_position_embeddings=8192)
+    return tuple({"model_type": "llama", **sizes, **more}.items())
 
 
-def llama(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int) -> tuple:
-    return settings(
-        "llama",
-        128256,
-        8192,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=ffn,
-    )
-
-
-REACH = {
-    "llama": "max_position_embeddings",
-    "qwen3": "max_position_embeddings",
-    "gpt2": "n_positions",
-}
-LLAMA_8B, LLAMA_70B = llama(4096, 32, 32, 8, 14336), llama(8192, 80, 64, 8, 28672)
-GPT_2 = settings("gpt2", 50257, 1024, n_embd=768, n_layer=12, n_head=12)
-OPEN_LLAMA = settings(  # neither num_key_value_heads nor head_dim
-    "llama",
-    32000,
-    2048,
-    hidden_size=3200,
-    num_hidden_layers=26,
-    num_attention_heads=32,
-    intermediate_size=8640,
+LLAMA_8B = llama(4096, 32, 32, 14336, num_key_value_heads=8)
+LLAMA_70B = llama(8192, 80, 64, 28672, num_key_value_heads=8)
+OPEN_LLAMA = llama(3200, 26, 32, 8640)  # neither num_key_value_heads nor head_dim
+QWEN = (
+    *llama(1024, 28, 16, 3072, num_key_value_heads=8, head_dim=128),
+    ("model_type", "qwen3"),
 )
-QWEN = settings(
-    "qwen3",
-    151936,
-    40960,
-    hidden_size=1024,
-    num_hidden_layers=28,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=128,
-    intermediate_size=3072,
+GPT_2 = tuple(
+    dict(
+        model_type="gpt2", vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12
+    ).items()
 )
 REAL = [
     (1, Real("Llama 3 8B", LLAMA_8B, 8192, 2, 1, 2 * 32 * 8 * 128)),

@@ -36,9 +36,7 @@ def in_buckets(parameters, is_full, group):
 @fresh.wrong("average_in_buckets", "You changed the weights")
 def steps_as_well(parameters, bucket_bytes, group):
     parameters = list(parameters)
-    in_buckets(
-        parameters, lambda b, p: sum(q.grad.nbytes for q in [*b, p]) > bucket_bytes, group
-    )
+    in_buckets(parameters, lambda b, p: sum(q.grad.nbytes for q in [*b, p]) > bucket_bytes, group)
     with torch.no_grad():
         for p in parameters:
             if p.grad is not None:
@@ -52,9 +50,7 @@ def closes_a_bucket_when_it_is_too_full(parameters, bucket_bytes, group):
 
 @fresh.wrong("average_in_buckets", "bytes, p.grad.nbytes, not numbers")
 def counts_numbers(parameters, bucket_bytes, group):
-    in_buckets(
-        parameters, lambda b, p: sum(q.grad.numel() for q in [*b, p]) > bucket_bytes, group
-    )
+    in_buckets(parameters, lambda b, p: sum(q.grad.numel() for q in [*b, p]) > bucket_bytes, group)
 
 
 # ---- 06 ------------------------------------------------------------------------------------------
