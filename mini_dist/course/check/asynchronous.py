@@ -29,7 +29,7 @@ from mini_dist.strategies.asynchronous.ideas import (
     serve,
 )
 
-from .engine import Exercise, Line, Measured, line, on_ranks, yes
+from .engine import NO_BARRIER, Exercise, Line, Measured, line, on_ranks, yes
 from .measures import close, mistake_of_dtype
 
 # ---- a server with a bound ----------------------------------------------------------------------
@@ -335,7 +335,7 @@ class Pushed(Measured):
         ]
 
     def mistake(self) -> str:
-        if wrong_dtype := self.other_dtype():
+        if wrong_dtype := mistake_of_dtype(self.run, self.case.dtype, self.wanted, beside="int64"):
             return wrong_dtype
         right = all(close(a, b, 1e3) for a, b in zip(self.tables, self.expected))
         if right and self.sent < self.wanted:
@@ -360,13 +360,6 @@ class Pushed(Measured):
             "Wrong tables. With k servers, row r of the gradient belongs to server r % k, where it "
             "is row r // k."
         )
-
-    def other_dtype(self) -> str:
-        name = str(self.case.dtype).removeprefix("torch.")
-        others = {c.dtype for c in self.run.ledger.leaves() if c.sent} - {name, "int64"}
-        if not others:
-            return ""
-        return f"The gradients are {name} and travel as {' and '.join(sorted(others))}."
 
     @staticmethod
     def raised(error: str) -> str:
@@ -463,7 +456,7 @@ class Stepped(Measured):
 
     def mistake(self) -> str:
         if self.barriers:
-            return "A barrier moves nothing: the all-reduce waits by itself for what it needs."
+            return NO_BARRIER
         if wrong_dtype := mistake_of_dtype(self.run, self.case.dtype, self.wanted, "parameters"):
             return wrong_dtype
         for hint, known in self.known.items():

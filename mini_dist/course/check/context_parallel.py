@@ -391,10 +391,10 @@ class Tokens:
 
 def order_trial(fn, case: Tokens, group) -> list[list[int]]:
     came, length = plain(fn(case.seq_len, case.size)), case.seq_len // case.size
-    rows = [plain(row) for row in came] if isinstance(came, (list, tuple)) else []
+    rows = list(came) if isinstance(came, (list, tuple)) else []
     if [len(row) for row in rows if isinstance(row, (list, tuple))] != [length] * case.size:
         raise Complaint(f"Return a table with {case.size} rows (one a rank) of {length} positions.")
-    rows = [[plain(position) for position in row] for row in rows]
+    rows = [list(row) for row in rows]
     if not all(isinstance(position, int) for row in rows for position in row):
         raise Complaint("Positions are whole numbers: // divides without a rest, / gives floats.")
     return rows

@@ -38,7 +38,7 @@ class Silences:
 
 
 def patience_trial(fn, case: Silences, group):
-    return fn(list(case.seconds), case.allowed)
+    return plain(fn(list(case.seconds), case.allowed))
 
 
 class Timeout(Measured):
@@ -90,30 +90,18 @@ class Devices:
 
 
 def shares_trial(fn, case: Devices, group):
-    return fn(case.batch_size, list(case.seconds))
+    return plain(fn(case.batch_size, list(case.seconds)))
 
 
 class Shared(Measured):
     def measure(self):
-        self.found, n = plain(self.results[0]), len(self.case.seconds)
+        self.found, n = self.results[0], len(self.case.seconds)
         self.are_counts = (
             isinstance(self.found, (list, tuple))
             and len(self.found) == n
             and all(isinstance(each, Integral) and each >= 0 for each in self.found)
         )
-        self.best = self.case.step(self.shortest())
-
-    def shortest(self) -> list[int]:
-        """As few samples at the end as can be: of all times at which a device may be done, the
-        first by which all together have the batch."""
-        case = self.case
-        ends = {k * each for each in case.seconds for k in range(case.batch_size + 1)}
-        for end in sorted(ends):
-            # (a count that is a whole number but for rounding is that number)
-            most = [math.floor(end / each + 1e-9) for each in case.seconds]
-            if sum(most) >= case.batch_size:
-                return most
-        raise AssertionError(case)
+        self.best = self.case.step(ideas.shares(self.case.batch_size, self.case.seconds))
 
     def lines(self) -> list[Line]:
         if not self.are_counts:

@@ -231,8 +231,9 @@ class Bucketing(Measured):
             )
         if sum(sizes) == sum(wanted):
             return (
-                f"The buckets have {sizes} bytes, {wanted} are asked for: go through the parameters "
-                "in reverse, and close a bucket only where the next one would make it larger."
+                f"The buckets have {sizes} bytes, {wanted} are asked for: go through the "
+                "parameters in reverse, and close a bucket where the next one would make it too "
+                "large."
             )
         return "More is sent than the gradients need: average each bucket once, which is enough."
 

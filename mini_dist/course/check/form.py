@@ -1,4 +1,4 @@
-"""What can be said of an answer before it runs: its arguments, and whether it looks at the judge."""
+"""What is seen of an answer before it runs: its arguments, and whether it looks at the judge."""
 
 from __future__ import annotations
 

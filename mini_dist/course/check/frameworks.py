@@ -7,6 +7,7 @@ of DeepSpeed's own runs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 from . import answers
 from .engine import Exercise, Line, Measured, line
@@ -36,18 +37,18 @@ class Settings:
 
 
 def settings_trial(fn, case: Settings, group):
-    return fn(dict(case.zero), list(case.sizes), case.micro_batches, case.ranks)
+    return plain(fn(dict(case.zero), list(case.sizes), case.micro_batches, case.ranks))
 
 
 class Counted(Measured):
     def measure(self):
-        self.came, self.wanted = plain(self.results[0]), self.case.sent()
+        self.came, self.wanted = self.results[0], self.case.sent()
 
     def lines(self) -> list[Line]:
         return [line("bytes of all ranks in a step", self.came, self.wanted)]
 
     def mistake(self) -> str:
-        if isinstance(self.came, bool) or not isinstance(self.came, (int, float)):
+        if isinstance(self.came, bool) or not isinstance(self.came, Real):
             return "Return a number: the bytes that all ranks send in a step, together."
         case, wanted = self.case, self.wanted
         zero, k, total = dict(case.zero), case.micro_batches, sum(case.sizes)

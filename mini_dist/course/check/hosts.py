@@ -125,13 +125,13 @@ class Axes:
 
 
 def order_trial(fn, case: Axes, group):
-    return fn(dict(case.axes), dict(case.sent), case.ranks_per_host)
+    return plain(fn(dict(case.axes), dict(case.sent), case.ranks_per_host))
 
 
 class Ordered(Measured):
     def measure(self):
         axes, sent, k = dict(self.case.axes), dict(self.case.sent), self.case.ranks_per_host
-        came = plain(self.results[0])
+        came = self.results[0]
         self.order = tuple(came) if isinstance(came, (tuple, list, dict)) else ()
         size = Grid(**axes).size
         hosts = [rank // k for rank in range(size)]
@@ -152,8 +152,8 @@ class Ordered(Measured):
     def mistake(self) -> str:
         if not self.is_an_order:
             return "Return the names of the axes, each once, the outermost first: a tuple."
-        sent = dict(self.case.sent)
-        if self.turned == self.best and sent[self.order[0]] == max(sent.values()):
+        sent = [dict(self.case.sent)[axis] for axis in self.order]
+        if self.turned == self.best and sent == sorted(sent, reverse=True):
             return "Turned round: the axis that is named last joins neighbours, inside a host."
         return (
             f"{self.found:,} bytes on the busiest uplink, and another order has {self.best:,}. "
@@ -192,12 +192,12 @@ class Cabled:
 
 
 def swapped_trial(fn, case: Cabled, group):
-    return fn(case.traffic())
+    return plain(fn(case.traffic()))
 
 
 class Found(Measured):
     def measure(self):
-        came = plain(self.results[0])
+        came = self.results[0]
         self.came = tuple(came) if isinstance(came, list) else came
         self.wanted = self.case.pair
 

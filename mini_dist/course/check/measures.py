@@ -29,10 +29,13 @@ def close(found, expected: Tensor, largest: float) -> bool:
     return (found - expected).abs().le(room).all().item()
 
 
-def mistake_of_dtype(run: Run, dtype: torch.dtype, wanted: int, what: str = "gradients") -> str:
-    """The hint where something was sent in another dtype than this one; else "". wanted: bytes."""
+def mistake_of_dtype(
+    run: Run, dtype: torch.dtype, wanted: int, what: str = "gradients", beside: str = ""
+) -> str:
+    """The hint where something was sent in another dtype than this one, or `beside`; else "".
+    wanted: bytes."""
     name, sent = str(dtype).removeprefix("torch."), run.ledger.total_bytes()
-    others = {comm.dtype for comm in run.ledger.leaves() if comm.sent} - {name}
+    others = {comm.dtype for comm in run.ledger.leaves() if comm.sent} - {name, beside}
     if not others:
         return ""
     if sent < wanted:
@@ -44,7 +47,9 @@ def mistake_of_dtype(run: Run, dtype: torch.dtype, wanted: int, what: str = "gra
 
 
 def plain(value):
-    """Lists and numbers of Python for those of torch and numpy."""
+    """Lists and numbers of Python for those of torch and numpy, also inside of lists and tuples."""
+    if type(value) in (list, tuple):
+        return type(value)(map(plain, value))
     return value.tolist() if hasattr(value, "tolist") else value
 
 

@@ -227,7 +227,7 @@ class Tensors:
 
 def place_trial(fn, case: Tensors, group):
     tensors = step_of_a_model() if case.kind == "a step" else case.all()
-    return tensors, fn(list(tensors))
+    return tensors, plain(fn(list(tensors)))
 
 
 def step_of_a_model() -> list[tuple[int, int, int]]:
@@ -255,15 +255,14 @@ def end_of(tensors, places) -> int:
 
 class Placed(Measured):
     def measure(self):
-        self.tensors, places = self.results[0]
-        self.places = [*map(plain, plain(places))] if hasattr(places, "__iter__") else places
+        self.tensors, self.places = self.results[0]
         self.room = end_of(self.tensors, ideas.offsets(self.tensors))
         moments = {begin for _, begin, _ in self.tensors}
         self.live = max(
             (sum(s for s, b, e in self.tensors if b <= t < e) for t in moments), default=0
         )
         self.are_places = (
-            isinstance(self.places, list)
+            isinstance(self.places, (list, tuple))
             and len(self.places) == len(self.tensors)
             and all(isinstance(p, int) and not isinstance(p, bool) for p in self.places)
         )

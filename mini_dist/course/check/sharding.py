@@ -12,21 +12,10 @@ from mini_dist.collectives.sharding import placements, product
 from mini_dist.strategies.tensor_parallel import grids
 
 from .answers import one_all_reduce
-from .engine import (
-    LIBRARY,
-    RIGHT,
-    WRONG,
-    Exercise,
-    Line,
-    Measured,
-    Verdict,
-    line,
-    name_of,
-    on_ranks,
-)
+from .clinic import Asked
+from .engine import RIGHT, WRONG, Exercise, Line, Measured, Verdict, line, on_ranks
 from .measures import close, plain
 from .sharding_quiz import NOTHING, OPS, QUESTIONS, normal, questions, what_works
-from .watch import calls_of, learners
 
 # ---- one all-reduce ------------------------------------------------------------------------------
 
@@ -258,22 +247,15 @@ def missing_collective(seed: int = SEED) -> list[str]:
     return FromTheQuiz(answer for _, _, answer in questions(seed))
 
 
-class Quiz(Exercise):
+class Quiz(Asked):
     """`check.missing_collective`: scores five answers to the questions of SEED."""
 
     def judge(self, fn: Callable) -> Verdict:
         if verdict := self.made_before(fn):
             return verdict
-        try:
-            with calls_of(self._refuses) as called:
-                came = learners(fn)
-        except Exception as error:
-            return Verdict(
-                self.name, WRONG, hint=f"Your function raised {type(error).__name__}: {error}"
-            )
-        if called:
-            hint = f"These are the quiz's own answers. Replace its call in {name_of(fn)} by yours."
-            return Verdict(self.name, LIBRARY, hint=hint)
+        came, verdict = self.ask(fn)
+        if verdict:
+            return verdict
         came = plain(came)
         if not isinstance(came, (list, tuple)) or len(came) != QUESTIONS:
             hint = f'Return a list of {QUESTIONS} answers, such as "all_reduce tp" or "nothing".'

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from numbers import Integral
 
 from ..profile.diagnose import diagnose_slow
-from .engine import LIBRARY, RIGHT, WRONG, Exercise, Line, Measured, Verdict, name_of
+from .clinic import Asked
+from .engine import RIGHT, WRONG, Line, Measured, Verdict
 from .sick_runs import DISEASES, Record, Sick, run, run_all
-from .watch import calls_of, learners
 
 __all__ = ["DISEASES", "visit"]
 
@@ -99,7 +99,7 @@ AGAINST = {
 }
 
 
-class SlowClinic(Exercise):
+class SlowClinic(Asked):
     """`check.diagnose_slow`: the records are made on ranks, the diagnoses here."""
 
     def judge(self, fn: Callable) -> Verdict:
@@ -110,16 +110,10 @@ class SlowClinic(Exercise):
         for name in [*runs, *reversed(runs)]:  # twice: who counts calls knows no disease
             sick, look = runs[name], f' (slow_clinic.visit("{name}") shows it.)'
             record = copy.deepcopy(run(sick))
-            try:
-                with calls_of(self._refuses) as called:
-                    answer = learners(fn, record)
-            except Exception as error:
-                hint = f"With {name}, {sick.size} ranks, your function raised "
-                hint += f"{type(error).__name__}: {error}{look}"
-                return Verdict(self.name, WRONG, lines, hint)
-            if called:
-                note = f"These are the library's. Replace its call in {name_of(fn)} by your own."
-                return Verdict(self.name, LIBRARY, lines, note)
+            where = f" With {name}, {sick.size} ranks.{look}"
+            answer, verdict = self.ask(fn, record, lines=lines, where=where)
+            if verdict:
+                return verdict
             wrong = mistake(sick, answer)
             if not wrong and vars(record) != vars(run(sick)):
                 wrong = "It is right, but the record is changed: others want to read it, too."

@@ -80,7 +80,6 @@ class WithBackward(Measured):
     forward = backward = 0
 
     def lines(self) -> list[Line]:
-        waits = sum(1 for _ in self.run.ledger.leaves(op="barrier"))
         return [
             on_ranks("right results on", self.right()),
             *self.more_lines(),
@@ -88,8 +87,7 @@ class WithBackward(Measured):
                 on_ranks(f"right gradients of {n} on", self.right(n))
                 for n in self.wanted[0].gradients
             ),
-            line("calls of the backend's collectives", ", ".join(self.backend) or "none", "none"),
-            *[line("messages of barriers", waits, 0)] * bool(waits),
+            self.backend_line(),
             self.bytes_line("forward"),
             self.bytes_line("backward"),
         ]
@@ -132,16 +130,8 @@ class WithBackward(Measured):
         found, wanted = self.results[0].y, self.wanted[0].y
         if any(rank.y is None for rank in self.results):
             return "Return the result: on some rank it is no tensor."
-        if [*self.run.ledger.leaves(op="barrier")]:
-            return (
-                "There is a barrier: it moves nothing, and whoever receives waits by itself for "
-                "who sends. Leave it out."
-            )
-        if self.backend:
-            return (
-                "Use mini_dist.collectives.ops and mini_dist.collectives: the backend's own calls "
-                "are no exercise."
-            )
+        if self.backend or self.barriers:
+            return self.of_the_backend("Use mini_dist.collectives.ops and mini_dist.collectives.")
         if found.dtype != wanted.dtype:
             return (
                 f"The result is {name_of(found.dtype)}, and what came in was "

@@ -21,7 +21,7 @@ from mini_dist.model.loss import token_loss
 from mini_dist.plan.config import ModelConfig
 
 from .answers import my_all_reduce
-from .engine import Exercise, Line, Measured, line, on_ranks, too_few_bytes
+from .engine import NO_BARRIER, Exercise, Line, Measured, line, on_ranks, too_few_bytes
 from .watch import functions_of
 
 LR = 0.5
@@ -174,8 +174,8 @@ class ShardedStep(Measured):
         sharded = self.results[0].sharded
         if self.results[0].was_sharded and not all(sharded.values()):
             return (
-                "Some parameters are whole at the end: what is gathered for backward is to be freed "
-                "after it, as set_reshard_after_backward(True) says, which is so from the start."
+                "Some parameters are whole at the end. What is gathered for backward is to be "
+                "freed after it: set_reshard_after_backward(True), which is so from the start."
             )
         if not any(sharded.values()):
             return (
@@ -384,10 +384,7 @@ class UnderDDP(Measured):
                 "exchange(..., like=a part as long as what arrives)."
             )
         if self.of_barriers:
-            return (
-                "There is a barrier: it moves nothing, and whoever receives waits by itself for "
-                "who sends. Leave it out."
-            )
+            return NO_BARRIER
         if not self.carried and self.size > 1:
             return "Right, but nothing went through your exchange: who has carried the gradients?"
         if self.carried < self.wanted:

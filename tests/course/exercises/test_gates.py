@@ -252,7 +252,7 @@ def with_what_it_needs(statements: list[ast.stmt], last: ast.Module, given: str)
 
 
 def uses() -> Iterator[tuple[str, int, ast.Module]]:
-    """(exercise, number of the cell, its program) of each later cell that calls what was written."""
+    """(exercise, number of the cell, its program) of later cells that call what was written."""
     for path in WITH_EXERCISES:
         cells = nbformat.read(path, as_version=4).cells
         trees = []

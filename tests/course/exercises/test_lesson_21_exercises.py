@@ -33,7 +33,7 @@ def gives_the_rank_as_text(record):
     return disease, None if rank is None else str(rank)
 
 
-@wrong("your function raised KeyError")
+@wrong("our function raised KeyError")
 def asks_for_what_is_not_there(record):
     return {}[record.size]
 
