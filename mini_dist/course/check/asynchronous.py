@@ -239,9 +239,10 @@ class Served(Measured):
                 "table[rows] = update(table[rows], gradients), in place, once."
             )
         wrong = next(pairs for pairs in self.pairs if not self.told(pairs))
-        if not isinstance(wrong, (list, tuple)) or len(wrong) != len(self.applied):
-            return f"Return a list with one Applied for each of the {len(self.applied)} updates."
-        if [worker for worker, *_ in wrong] != [worker for worker, _ in self.applied]:
+        workers = [worker for worker, _ in self.applied]
+        if not isinstance(wrong, (list, tuple)) or len(wrong) != len(workers):
+            return f"Return a list with one Applied for each of the {len(workers)} updates."
+        if [worker for worker, *_ in wrong] != workers:
             return "Each Applied names the worker whose push it was, in the order of the pushes."
         return (
             "The staleness is off. It is the number of updates that have been made since this "
@@ -432,10 +433,7 @@ class Stepped(Measured):
                 m_lr,
             ),
             "The step starts from `before`, where all ranks were equal, not from the mean of "
-            "where they are now.": (
-                before - change - lr * (change + beta * self.new),
-                self.new,
-            ),
+            "where they are now.": (before - change - lr * (change + beta * self.new), self.new),
             "Return the new momentum: the next outer step needs it.": (self.expected[0], momentum),
         }
         self.wanted = 2 * (self.size - 1) * everyones[0][0].numel() * self.case.dtype.itemsize

@@ -145,10 +145,7 @@ class Collective(Measured):
 
     def lines(self) -> list[Line]:
         wanted = self.rounds_wanted()
-        found = [
-            on_ranks("right values on", self.right),
-            yes("x is left alone", self.left_alone),
-        ]
+        found = [on_ranks("right values on", self.right), yes("x is left alone", self.left_alone)]
         if self.case.rounding:
             found.append(yes("all ranks equal to the last bit", self.same_bits))
         found += [

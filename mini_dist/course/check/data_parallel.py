@@ -13,8 +13,8 @@ from mini_dist.collectives import gather, messages, ops, pairwise, star_broadcas
 from mini_dist.strategies import data_parallel
 from mini_dist.strategies.data_parallel import average_through_rank_0, flatten, unflatten
 
-from .engine import Exercise, Line, Measured, line, on_ranks, too_few_bytes, yes
-from .measures import close
+from .engine import Exercise, Line, Measured, line, on_ranks, yes
+from .measures import close, mistake_of_dtype
 from .watch import functions_of
 
 MAY_USE = functions_of(messages) | {
@@ -143,8 +143,8 @@ class Averages(Measured):
             return (
                 "Everyone has the means but rank 0 itself: it, too, needs them in parameter.grad."
             )
-        if sum(self.by_rank) < sum(self.wanted) and self.narrow():
-            return too_few_bytes(sum(self.by_rank), sum(self.wanted))
+        if wrong_dtype := mistake_of_dtype(self.run, self.case.dtype, sum(self.wanted)):
+            return wrong_dtype
         wrong = [i for i in range(len(means)) if i != FROZEN and not self.right_for(i)]
         if 0 < len(wrong) < len(means) - 1:
             return (
@@ -166,11 +166,6 @@ class Averages(Measured):
 
     def right_for(self, i: int) -> bool:
         return all(self.are([found[i]], [self.means[i]], but=()) for found in self.found)
-
-    def narrow(self) -> bool:
-        """Whether messages are of a smaller dtype than the gradients."""
-        dtype = str(self.case.dtype).removeprefix("torch.")
-        return any(c.dtype != dtype for c in self.run.ledger.leaves() if c.sent)
 
 
 EXERCISES = [
@@ -196,5 +191,5 @@ def average_through_rank_0(parameters, group):
         everyones = gather(..., 0, group)          # [n, ...] on rank 0, None elsewhere
         mean = ... if everyones is not None else parameter.grad
         parameter.grad = star_broadcast(..., 0, group)""",
-    ),
+    )
 ]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from types import CodeType, FunctionType
-
-from .watch import LIBRARY, within
+from types import CodeType
 
 # With these a function sees the frames around it, or switches off what notes its calls.
 LOOKS_AROUND = {"_getframe", "currentframe", "f_back", "f_locals", "setprofile", "settrace"}
@@ -24,23 +22,13 @@ def mistake_of_form(fn: Callable, wanted: inspect.Signature) -> str:
         return f"Your function is called with ({', '.join(names)}): {error}."
     except ValueError:  # it does not say what it takes
         pass
-    if found := sorted(LOOKS_AROUND & {*words_of(fn, set())}):
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    if found := sorted(LOOKS_AROUND & {*(words_in(code) if code else ())}):
         return (
             f"Your function uses {found[0]}, by which it could see the judge at work or escape it. "
             "No answer needs that: leave it out."
         )
     return ""
-
-
-def words_of(value, seen: set[int]) -> Iterator[str]:
-    """The names that a function, and the learner's functions that it reaches, look up."""
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, FunctionType) and not value.__code__.co_filename.startswith(LIBRARY):
-        yield from words_in(value.__code__)
-        for _, held in within(value):
-            yield from words_of(held, seen)
 
 
 def words_in(code: CodeType) -> Iterator[str]:

@@ -107,31 +107,30 @@ FREED = (  # nothing stays gathered but what is below the threshold
     ("stage3_max_live_parameters", 0),
     ("stage3_prefetch_bucket_size", 0),
 )
+THRESHOLD = "stage3_param_persistence_threshold"
+SAID = [  # (stage and what else is said, micro-batches, ranks)
+    (1, (), 1, 8),
+    (1, (APART,), 1, 4),
+    (2, (APART,), 3, 4),
+    (2, (), 2, 8),
+    (1, (APART,), 4, 4),
+    (0, (), 2, 4),
+    (0, (APART,), 2, 4),
+    (3, ((THRESHOLD, 0), *FREED), 2, 4),
+    (3, ((THRESHOLD, 4_096), *FREED), 2, 8),
+    (3, (APART, ("reduce_scatter", False), *FREED), 2, 4),
+    (2, (APART, ("reduce_scatter", False)), 2, 4),
+    (2, (("use_multi_rank_bucket_allreduce", True),), 2, 2),
+    (2, (), 2, 1),
+]
 EXERCISES = [
     Exercise(
         "deepspeed_bytes",
         answers.deepspeed_bytes,
         settings_trial,
         [
-            (1, Settings((("stage", 1),), 1, 3)),
-            (1, Settings((("stage", 1), APART))),
-            (1, Settings((("stage", 2), APART), 3)),
-            (1, Settings((("stage", 2),), 2, 3)),
-            (1, Settings((("stage", 1), APART), 4)),
-            (1, Settings((("stage", 0),), 2)),
-            (1, Settings((("stage", 0), APART), 2)),
-            (1, Settings((("stage", 3), ("stage3_param_persistence_threshold", 0), *FREED), 2)),
-            (
-                1,
-                Settings(
-                    (("stage", 3), ("stage3_param_persistence_threshold", 4_096), *FREED), 2, 8
-                ),
-            ),
+            *((1, Settings((("stage", stage), *more), k, n)) for stage, more, k, n in SAID),
             (1, Settings((("stage", 3), *FREED), 1, 4, (*SIZES, 100_000, 100_001))),
-            (1, Settings((("stage", 2), APART, ("reduce_scatter", False)), 2)),
-            (1, Settings((("stage", 3), APART, ("reduce_scatter", False), *FREED), 2)),
-            (1, Settings((("stage", 2), ("use_multi_rank_bucket_allreduce", True)), 2, 2)),
-            (1, Settings((("stage", 2),), 2, 1)),
         ],
         Counted,
         hints=[
@@ -153,5 +152,5 @@ def deepspeed_bytes(zero, sizes, k, n):
         numbers = ...
     return 4 * (n - 1) * numbers
 """,
-    ),
+    )
 ]

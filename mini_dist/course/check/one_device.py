@@ -126,10 +126,7 @@ class Forgetting(Measured):
         return [
             yes(f"{self.case}: same output", same([found.out], [expected.out])),
             Line(
-                "bytes that autograd keeps",
-                found.kept,
-                f"<= {self.room}",
-                found.kept <= self.room,
+                "bytes that autograd keeps", found.kept, f"<= {self.room}", found.kept <= self.room
             ),
             Line(
                 "bytes of what was made that are held",

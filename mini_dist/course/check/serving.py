@@ -442,10 +442,7 @@ def llama(hidden: int, layers: int, heads: int, ffn: int, **more: int) -> tuple:
 LLAMA_8B = llama(4096, 32, 32, 14336, num_key_value_heads=8)
 LLAMA_70B = llama(8192, 80, 64, 28672, num_key_value_heads=8)
 OPEN_LLAMA = llama(3200, 26, 32, 8640)  # neither num_key_value_heads nor head_dim
-QWEN = (
-    *llama(1024, 28, 16, 3072, num_key_value_heads=8, head_dim=128),
-    ("model_type", "qwen3"),
-)
+QWEN = (*llama(1024, 28, 16, 3072, num_key_value_heads=8, head_dim=128), ("model_type", "qwen3"))
 GPT_2 = tuple(
     dict(
         model_type="gpt2", vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12

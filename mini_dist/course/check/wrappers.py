@@ -167,7 +167,8 @@ class ShardedStep(Measured):
             or self.mistake_in_parameters()
             or self.mistake_in_losses()
             or self.mistake_in_calls()
-            or self.mistake_in_bytes()
+            or (self.sent < self.wanted and too_few_bytes(self.sent, self.wanted))
+            or f"Right, but {self.sent:,} bytes were sent where {self.wanted:,} do."
         )
 
     def mistake_in_units(self) -> str:
@@ -281,11 +282,6 @@ class ShardedStep(Measured):
         if gathers != self.gathers:
             return f"{gathers} gathers: each of {self.units} units twice a micro-batch is enough."
         return ""
-
-    def mistake_in_bytes(self) -> str:
-        if self.sent < self.wanted:
-            return too_few_bytes(self.sent, self.wanted)
-        return f"Right, but {self.sent:,} bytes were sent where {self.wanted:,} do."
 
 
 # ---- a ring under DDP ---------------------------------------------------------------------------
