@@ -357,6 +357,12 @@ class Pushed(Measured):
                 "Wrong tables, and too many bytes: a token may come twice in a batch, and its row "
                 "has one gradient, which is pushed once. tokens.unique() has each once."
             )
+        if self.sent < self.wanted:
+            return "Wrong tables, and fewer rows than were touched: go by all tokens of the batch."
+        if self.case.servers == 1:
+            return (
+                "The rows may be right, what is pushed for them is not: gradient[rows], as it is."
+            )
         return (
             "Wrong tables. With k servers, row r of the gradient belongs to server r % k, where it "
             "is row r // k."

@@ -23,6 +23,7 @@ from mini_dist.collectives import (
     ring_reduce_scatter,
 )
 from mini_dist.ranks.ledger.steps import count_rounds, steps
+from mini_dist.strategies import data_parallel
 
 from .adversities import ANYONE
 from .engine import Exercise, Line, Measured, line, on_ranks, too_few_bytes, yes
@@ -35,7 +36,7 @@ MAY_USE = functions_of(messages) | {
     ring.check_sizes,
     pairwise.check_splits,
 }
-DO_THE_WORK = functions_of(collectives, ops) - MAY_USE
+DO_THE_WORK = functions_of(collectives, ops, data_parallel) - MAY_USE
 
 # Up to this size whole numbers, and sums of them over 8 ranks, are exact in any order; and those of
 # a type with more digits are not exact in one with fewer.

@@ -244,7 +244,7 @@ class Exercise:
 
     def made_before(self, fn: Callable) -> Verdict | None:
         """The verdict on what can be no answer, or hands back what an earlier cell has made."""
-        if hint := mistake_of_form(fn, self._facts.signature):
+        if hint := mistake_of_form(fn, self._answer[-1]):
             return Verdict(self.name, WRONG, hint=hint)
         name = made_before(fn, self._makes)
         return self.told_made_before(name) if name else None

@@ -437,6 +437,12 @@ class Balance(Measured):
         ):
             if factor != 1 and self.are([factor * loss for loss in self.losses]):
                 return says
+        even = [  # as if all ranks had as many tokens
+            loss * self.visits.sum() / (size * case.top_k * (case.num_tokens + rank * case.more))
+            for rank, loss in enumerate(self.losses)
+        ]
+        if case.more and self.are(even):
+            return "Not all ranks have as many tokens: divide the visits by the sum of all of them."
         if not all(self.right):
             return (
                 "Compare with E * sum of (share of visits) * (mean probability): the visits of all "

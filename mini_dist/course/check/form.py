@@ -10,10 +10,11 @@ from types import CodeType
 LOOKS_AROUND = {"_getframe", "currentframe", "f_back", "f_locals", "setprofile", "settrace"}
 
 
-def mistake_of_form(fn: Callable, wanted: inspect.Signature) -> str:
-    """The hint for a function that cannot be an answer; "" if it can. wanted: the signature of the
-    library's function, which is called with all arguments that have no default."""
-    names = [p.name for p in wanted.parameters.values() if p.default is p.empty]
+def mistake_of_form(fn: Callable, solution: Callable) -> str:
+    """The hint for a function that cannot be an answer; "" if it can. It is called with all the
+    arguments of `solution` that have no default."""
+    parameters = inspect.signature(inspect.unwrap(solution)).parameters.values()
+    names = [p.name for p in parameters if p.default is p.empty]
     if not callable(fn):
         return f"{fn!r} is no function: give the function itself, without parentheses."
     try:

@@ -19,21 +19,25 @@ from mini_dist.plan.schedule import (
     Schedule,
     ScheduleError,
     Times,
+    asynchronous,
+    orders,
     simulate,
     validate,
+    zero_bubble,
 )
 from mini_dist.plan.schedule.action import COMMUNICATION, Key
-from mini_dist.plan.schedule.orders import in_turn, looped
 from mini_dist.strategies.pipeline import Pipeline
 
 from . import answers
 from .engine import Exercise, Line, Measured
+from .watch import functions_of
 
 LAYERS = 8  # of the small model that every schedule runs, cut evenly into its stages
 # The library's functions that make or change lists.
 WRITERS = {
-    *(*library.SCHEDULES.values(), library.build, in_turn, looped, library.from_csv),
-    *(library.add_communication, library.fuse_communication, library.forward_only),
+    *(*library.SCHEDULES.values(), library.build, library.from_csv, library.forward_only),
+    *(library.add_communication, library.fuse_communication),
+    *functions_of(orders, zero_bubble, asynchronous) - {orders.check_sizes},
 }
 
 

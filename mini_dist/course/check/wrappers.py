@@ -19,6 +19,7 @@ from mini_dist.collectives.backend import own_backend
 from mini_dist.model.gpt import GPT
 from mini_dist.model.loss import token_loss
 from mini_dist.plan.config import ModelConfig
+from mini_dist.strategies import data_parallel
 
 from .answers import my_all_reduce
 from .engine import NO_BARRIER, Exercise, Line, Measured, line, on_ranks, too_few_bytes
@@ -453,7 +454,7 @@ def my_all_reduce(x, group):
     for k in range(size - 1):                        # and hand round
         ...
     return torch.cat(parts)""",
-        refuses=functions_of(collectives) - MESSAGES,
+        refuses=functions_of(collectives, data_parallel) - MESSAGES,
         answer=(my_all_reduce,),
     ),
 ]
