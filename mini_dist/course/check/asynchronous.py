@@ -358,7 +358,7 @@ class Pushed(Measured):
                 "has one gradient, which is pushed once. tokens.unique() has each once."
             )
         if self.sent < self.wanted:
-            return "Wrong tables, and fewer rows than were touched: go by all tokens of the batch."
+            return "Wrong tables, and fewer rows than the batch has touched: go by all tokens."
         if self.case.servers == 1:
             return (
                 "The rows may be right, what is pushed for them is not: gradient[rows], as it is."
