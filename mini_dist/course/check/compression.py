@@ -12,12 +12,6 @@ import torch
 from torch import Tensor
 
 from mini_dist.strategies.compression import ideas
-from mini_dist.strategies.compression.ideas import (
-    power_mean,
-    round_by_lot,
-    top_k_mean,
-    with_feedback,
-)
 
 from . import answers
 from .engine import (
@@ -486,7 +480,7 @@ class Power(Measured):
 EXERCISES = [
     Exercise(
         "round_by_lot",
-        round_by_lot,
+        ideas.round_by_lot,
         rounding_trial,
         [(1, Numbers()), (1, Numbers(torch.float64)), (1, Numbers(scale=0.5))],
         Rounding,
@@ -506,7 +500,7 @@ def round_by_lot(x, lots):
     ),
     Exercise(
         "top_k_with_feedback",
-        with_feedback,
+        ideas.with_feedback,
         top_trial,
         [
             (4, Top(40, 3)),
@@ -517,7 +511,7 @@ def round_by_lot(x, lots):
             (1, Top(12, 5)),
         ],
         TopK,
-        refuses=[top_k_mean],
+        refuses=[ideas.top_k_mean],
         answer=(answers.top_k_with_feedback,),
         hints=[
             "whole = x + error is what is owed. Its k places: whole.abs().topk(k).indices. What "
@@ -538,7 +532,7 @@ def top_k_with_feedback(x, error, k, group):
     ),
     Exercise(
         "power_mean",
-        power_mean,
+        ideas.power_mean,
         power_trial,
         [
             (4, Matrix(12, 20, 2)),

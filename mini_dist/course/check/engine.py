@@ -331,8 +331,8 @@ def advice(error: RankError) -> str:
     if "'NoneType' object" in text:
         return (
             "something is None: the grad of a frozen parameter (one that was not used has none, "
-            "either, though it requires_grad: ask for .grad is None), or what gather returns "
-            "elsewhere than on its root.\n"
+            "either, though it requires_grad: ask for .grad is None), what gather returns "
+            "elsewhere than on its root, or what a function without `return` gives.\n"
         )
     if text.startswith("the ranks do not agree") and len(set(LENGTH.findall(text))) == 2:
         return (

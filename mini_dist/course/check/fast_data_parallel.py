@@ -21,20 +21,14 @@ from mini_dist.strategies.data_parallel import average_in_buckets, make_buckets,
 
 from .adversities import hooks_of
 from .engine import NO_BARRIER, Exercise, Line, Measured, line, on_ranks
-from .measures import close, mistake_of_dtype
+from .measures import all_close as same
+from .measures import mistake_of_dtype
 from .watch import functions_of
 
 HELPERS = ("flatten", "unflatten", "mean", "mean_", "ring_mean", "backend_mean_")
 WRAPPERS = (data_parallel.Naive, data_parallel.Bucketed, data_parallel.Overlapped)
 REFUSED = {f for f in functions_of(data_parallel) if f.__name__ not in HELPERS}
 REFUSED |= {wrapper.__init__ for wrapper in WRAPPERS}
-
-
-def same(found, expected, largest: float) -> bool:
-    """Tensors of these values, None where None is expected."""
-    return len(found) == len(expected) and all(
-        a is None if b is None else close(a, b, largest) for a, b in zip(found, expected)
-    )
 
 
 # ---- buckets ------------------------------------------------------------------------------------

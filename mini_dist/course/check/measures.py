@@ -29,6 +29,13 @@ def close(found, expected: Tensor, largest: float) -> bool:
     return (found - expected).abs().le(room).all().item()
 
 
+def all_close(found, expected, largest: float) -> bool:
+    """Tensors of these values, None where None is expected."""
+    return len(found) == len(expected) and all(
+        a is None if b is None else close(a, b, largest) for a, b in zip(found, expected)
+    )
+
+
 def mistake_of_dtype(
     run: Run, dtype: torch.dtype, wanted: int, what: str = "gradients", beside: str = ""
 ) -> str:

@@ -46,6 +46,13 @@ class Weights:
         return device, sum(self.sizes) + sum(self.seconds)
 
 
+class Weighty(Alive):
+    """Single numbers, as x, do not count."""
+
+    def storages(self) -> dict[int, int]:
+        return {place: size for place, size in super().storages().items() if size > 64}
+
+
 @dataclass
 class World:
     """A device, a link of one element a second, and the weights that are held."""
@@ -111,29 +118,12 @@ class Read:
 
 
 def read_trial(fn, case: Weights, group) -> Read:
-    alive = Alive()
+    alive = Weighty()
     world = World(case, alive)
     layers = [world.layer(number) for number in range(len(case.sizes))]
-    with weights_only(alive, case):
+    with alive:
         found = fn(FIRST.clone(), layers, world.load)
     return Read(found, world.now, world.most, world.loads, world.used)
-
-
-class weights_only:
-    """Inside, what is made is seen; single numbers, as x, do not count."""
-
-    def __init__(self, alive: Alive, case: Weights):
-        self.alive, self.of_all = alive, alive.storages
-        alive.storages = self.large
-
-    def large(self) -> dict[int, int]:
-        return {place: size for place, size in self.of_all().items() if size > 64}
-
-    def __enter__(self):
-        return self.alive.__enter__()
-
-    def __exit__(self, *error):
-        return self.alive.__exit__(*error)
 
 
 class ReadAhead(Measured):

@@ -15,16 +15,13 @@ from mini_dist.strategies.zero.ideas import backward_in_units, forward_on_demand
 
 from .adversities import hooks_of
 from .engine import NO_BARRIER, Exercise, Line, Measured, line, on_ranks, too_few_bytes
-from .measures import Alive, close, mistake_of_dtype
+from .measures import Alive, all_close, mistake_of_dtype
 
 LARGEST = 40.0  # of the terms that are added up here
 
 
 def same(found, expected) -> bool:
-    """Tensors of these shapes, dtypes and values."""
-    return len(found) == len(expected) and all(
-        close(a, b, LARGEST) for a, b in zip(found, expected)
-    )
+    return all_close(found, expected, LARGEST)
 
 
 def at_most(what: str, measured: int, most: int) -> Line:
