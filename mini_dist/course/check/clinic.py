@@ -23,6 +23,7 @@ from mini_dist.collectives.mesh import Mesh
 from mini_dist.ranks.launch import RankError, launch
 
 from .engine import LIBRARY, RIGHT, WRONG, Exercise, Line, Measured, Verdict, name_of
+from .form import stays_inside
 from .watch import calls_of, learners
 
 DISEASES = {
@@ -185,6 +186,7 @@ class Asked(Exercise):
     def ask(self, fn: Callable, *args, lines=(), where: str = "") -> tuple[object, Verdict | None]:
         """What the function answers; or the verdict on one that raises, or asks the library."""
         try:
+            stays_inside(fn)
             with calls_of(self._refuses) as called:
                 came = learners(fn, *args)
         except Exception as error:

@@ -24,7 +24,7 @@ from mini_dist.ranks.ledger.table import Table
 from .. import learner
 from ..lesson import show_to_paste, to_paste
 from .adversities import Facts, mistake_in, nothing_under_way, once_started, told
-from .form import mistake_of_form
+from .form import mistake_of_form, stays_inside
 from .watch import calls_of, handles_kept, learners, made_before
 
 RIGHT, WRONG, LIBRARY = "right", "wrong", "still the library's"
@@ -301,6 +301,7 @@ class Exercise:
 
 def watched(trial: Callable, fn: Callable, case, refuses: set[Callable], group) -> tuple:
     """On a rank: what came of the trial, and which of `refuses` the learner's code has called."""
+    stays_inside(fn)
     with calls_of(refuses) as called, handles_kept():
         result = trial(lambda *args, **kwargs: learners(fn, *args, **kwargs), case, group)
         nothing_under_way(group)

@@ -1,10 +1,12 @@
-"""What is seen of an answer before it runs: its arguments, and whether it looks at the judge."""
+"""What is seen of an answer before it runs: its arguments, and names that look at the judge."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
 from types import CodeType
+
+from .adversities import Complaint
 
 # With these a function sees the frames around it, or switches off what notes its calls.
 LOOKS_AROUND = {"_getframe", "currentframe", "f_back", "f_locals", "setprofile", "settrace"}
@@ -23,13 +25,18 @@ def mistake_of_form(fn: Callable, solution: Callable) -> str:
         return f"Your function is called with ({', '.join(names)}): {error}."
     except ValueError:  # it does not say what it takes
         pass
+    return ""
+
+
+def stays_inside(fn: Callable) -> None:
+    """Raise Complaint for a function that names what looks around it (on a rank: elsewhere a grader
+    does not open the learner's function)."""
     code = getattr(inspect.unwrap(fn), "__code__", None)
     if found := sorted(LOOKS_AROUND & {*(words_in(code) if code else ())}):
-        return (
+        raise Complaint(
             f"Your function uses {found[0]}, by which it could see the judge at work or escape it. "
             "No answer needs that: leave it out."
         )
-    return ""
 
 
 def words_in(code: CodeType) -> Iterator[str]:
