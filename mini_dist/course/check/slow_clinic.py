@@ -72,7 +72,8 @@ def visit(patient: str) -> Record:
     """The record of a patient, of a healthy run ("healthy"), or of an unseen one by its number
     ("unseen 3"). Raises KeyError for a name that is none."""
     if patient not in asked():
-        raise KeyError(f"no patient {patient!r}; there are {', '.join(asked())}")
+        known = f"{', '.join(patients())} and unseen 1 to {len(unseen())}"
+        raise KeyError(f"no patient {patient!r}; there are {known}")
     run_all(patients().values())  # all at once, for whoever visits one visits others
     return copy.deepcopy(run(asked()[patient]))
 

@@ -131,20 +131,19 @@ def takes_rank_0_for_the_saver(record):
 def names_the_rank_of_the_patient(record):
     """As who has learnt the lesson's patients by heart."""
     disease, rank = solved(record)
-    ranks = {sick.disease: sick.rank for sick in slow_clinic.patients().values()}
-    return disease, rank if rank is None else ranks[disease] or 0
+    return disease, rank if rank is None else OF_PATIENTS[disease] or 0
 
 
+OF_PATIENTS = {sick.disease: sick.rank for sick in slow_clinic.patients().values()}
+IN_ORDER = [(sick.disease, sick.rank) for sick in slow_clinic.asked().values()]
 CALLS = []
 
 
-@wrong("it is, but not on")
+@wrong("you say")
 def counts_its_calls(record):
     """The answers in the order in which they were asked for."""
     CALLS.append(1)
-    sick = [*slow_clinic.unseen(), *slow_clinic.patients().values()]
-    at = (len(CALLS) - 1) % len(sick)
-    return sick[at].disease, sick[at].rank if len(CALLS) <= len(sick) else 7
+    return IN_ORDER[(len(CALLS) - 1) % len(IN_ORDER)]
 
 
 @wrong("it is, but not on")
