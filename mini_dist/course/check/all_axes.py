@@ -19,6 +19,7 @@ from mini_dist.training import all_axes
 
 from . import answers
 from .engine import Exercise, Line, Measured
+from .measures import plain
 from .watch import functions_of
 
 # --- who is in one group with whom ---------------------------------------------------------------
@@ -48,19 +49,18 @@ def groups_trial(fn: Callable, sizes: Sizes, group):
     if not isinstance(returned, Mapping) or set(returned) != set(AXES):
         has = f"keys {', '.join(map(str, returned))}" if isinstance(returned, Mapping) else returned
         return None, f"{has}"
-    found = {}
-    for axis in AXES:
-        try:
-            found[axis] = [[int(rank) for rank in ranks] for ranks in returned[axis]]
-        except (TypeError, ValueError):
-            return None, f"{axis}: {shortened(returned[axis])}"
-        if not all(isinstance(each, Iterable) and ordered(each) for each in returned[axis]):
+    found = {axis: plain(in_lists(returned[axis])) for axis in AXES}
+    for axis, lists in found.items():
+        if not all(isinstance(ranks, list) and {*map(type, ranks)} <= {int} for ranks in lists):
             return None, f"{axis}: {shortened(returned[axis])}"
     return found, ""
 
 
-def ordered(value) -> bool:
-    return not isinstance(value, (set, frozenset, str, Mapping))
+def in_lists(groups) -> list:
+    """Of any sequences that have an order."""
+    if not isinstance(groups, Iterable):
+        return [groups]
+    return [list(each) if isinstance(each, (tuple, range)) else each for each in groups]
 
 
 def shortened(lists) -> str:

@@ -6,7 +6,6 @@ whose blocks were taken, and by how many. The choice is judged situation by situ
 
 from __future__ import annotations
 
-import operator
 import random
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -100,7 +99,7 @@ def write(fn, case: Texts, group) -> Written:
             found.shape = malformed(came)
             if found.shape:
                 return found
-            table, places = (list(map(operator.index, part)) for part in came)
+            table, places = map(list, came)
             fresh = table[len(tables[i]) :]
             found.taken += table[: len(tables[i])] != tables[i] or len({*fresh}) < len(fresh)
             found.taken += sum(block not in free for block in fresh)
@@ -132,9 +131,7 @@ def malformed(came) -> str:
         if not isinstance(part, (list, tuple, range)):
             return f"The {what} came as {type(part).__name__}: give a list of whole numbers."
         for each in part:
-            try:
-                operator.index(each)
-            except TypeError:
+            if not isinstance(each, int):
                 kind = type(each).__name__
                 return f"In the {what} stands a {kind}, {each!r}: give a list of whole numbers."
     return ""
