@@ -1,6 +1,7 @@
 """Answers to the exercises of lessons 02 to 13, of kinds that the checks had once not seen."""
 
 import functools
+import sys
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,8 +11,9 @@ from torch.nn.functional import linear
 from mini_dist.collectives import all_gather, all_reduce, exchange, ops
 from mini_dist.collectives.messages import start, wait
 from mini_dist.model.loss import IGNORE_INDEX, TokenLoss, token_loss
+from mini_dist.plan.schedule.asynchronous import _one_f_one_b_list
 from mini_dist.strategies.context_parallel.ring import add_block
-from mini_dist.strategies.data_parallel import flatten, mean, unflatten
+from mini_dist.strategies.data_parallel import flatten, mean, ring_mean, unflatten
 from tests.course.exercises.registry import Fresh
 
 fresh = Fresh()
@@ -225,3 +227,29 @@ def in_a_comprehension_of_one(x, layers, shards, group):
     for layer, shard in pairs:
         x = layer(x, all_gather(shard, group))
     return x
+
+
+@fresh.wrong("merge", "Your function is called with (a, b)")
+def takes_one_argument(a):
+    return a
+
+
+@fresh.wrong("zigzag", "a gap of the skeleton")
+def leaves_a_gap(seq_len, size):
+    chunks = torch.arange(seq_len).view(..., -1)
+    return torch.stack([torch.cat([chunks[r], chunks[2 * size - 1 - r]]) for r in range(size)])
+
+
+@fresh.wrong("zigzag", "by which it could see the judge at work")
+def looks_for_what_is_wanted(seq_len, size):
+    return sys._getframe(2).f_locals["expected"]
+
+
+@fresh.wrong("gpipe", "The work is done by the library's _one_f_one_b_list")
+def calls_a_private_helper(num_ranks, num_micro_batches):
+    return [_one_f_one_b_list(r, num_ranks, num_micro_batches) for r in range(num_ranks)]
+
+
+@fresh.wrong("my_all_reduce", "library's ring_mean")
+def multiplies_the_library_s_mean(x, group):
+    return ring_mean(x.clone(), group) * group.size()
