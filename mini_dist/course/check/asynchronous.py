@@ -184,14 +184,8 @@ class Served(Measured):
             for found, wanted in zip(self.results[k:], pulls)
         ]
         self.answers = sum(pull.nbytes for of_one in pulls for pull in of_one)
-
-    @property
-    def in_time(self) -> bool:
-        return all(after == self.after for after in self.answered_after.values())
-
-    @property
-    def table_right(self) -> bool:
-        return all(torch.equal(table, self.table) for table in self.tables)
+        self.in_time = all(after == self.after for after in self.answered_after.values())
+        self.table_right = all(torch.equal(table, self.table) for table in self.tables)
 
     def told(self, pairs) -> bool:
         """Whether these are the updates. A push without a pull has no staleness to be judged."""
