@@ -412,7 +412,7 @@ class Cache(Measured):
                 f"A head has head_dim={settings['head_dim']} numbers where config.json says so; "
                 "hidden_size / num_attention_heads only where it does not."
             )
-        if ratio == 0.5:
+        if ratio == 0.5 and case.bytes_a_number == 2:
             return "Half of it: keys and values are kept, both."
         return told + (
             "2 (keys and values) * layers * key/value heads of a device * numbers of a head * "
