@@ -328,25 +328,20 @@ class Back(Journey):
 
 @dataclass(frozen=True)
 class Tokens:
-    """What the routers of all ranks say about `num_tokens` tokens each; each rank has `more` than
-    the one before it."""
+    """What the routers of all ranks say about `num_tokens` tokens each."""
 
     num_tokens: int
     num_experts: int
     top_k: int
     dtype: torch.dtype = F64
-    more: int = 0
 
     def __str__(self) -> str:
-        most = f" and more, {self.more} from rank to rank" * (self.more > 0)
-        experts = f"{self.num_experts} experts, top {self.top_k}"
-        return f"{self.num_tokens} tokens a rank{most}, {experts}"
+        return f"{self.num_tokens} tokens a rank, {self.num_experts} experts, top {self.top_k}"
 
     def logits(self, rank: int) -> Tensor:
         """Each rank's tokens prefer experts of their own: alone no rank is balanced."""
         generator = torch.Generator().manual_seed(10 + rank)
-        shape = (self.num_tokens + rank * self.more, self.num_experts)
-        logits = torch.randn(shape, generator=generator)
+        logits = torch.randn(self.num_tokens, self.num_experts, generator=generator)
         logits[:, rank % self.num_experts] += 2.0
         return logits.to(self.dtype)
 
@@ -377,14 +372,14 @@ class Balance(Measured):
         case, size = self.case, self.size
         logits = [case.logits(rank).double().requires_grad_() for rank in range(size)]
         decision = route(torch.cat(logits), case.top_k)
-        self.whole = load_balance_loss(decision).detach()
+        whole = load_balance_loss(decision)
         self.visits = decision.experts.flatten().bincount(minlength=case.num_experts)
         share = self.visits / self.visits.sum()
-        means = [part.mean(0) for part in decision.probabilities.split([*map(len, logits)])]
-        losses = [case.num_experts * (share * mean).sum() for mean in means]
-        gradients = torch.autograd.grad(sum(losses), logits)
-        self.losses = [loss.detach() for loss in losses]
-        self.found, counts, found = zip(*self.results)
+        means = [part.mean(0) for part in decision.probabilities.detach().chunk(size)]
+        self.losses = [case.num_experts * (share * mean).sum() for mean in means]
+        # The mean over ranks of their gradients is that of the whole.
+        gradients = [size * gradient for gradient in torch.autograd.grad(whole, logits)]
+        self.whole, (self.found, counts, found) = whole.detach(), zip(*self.results)
         self.right = [*map(near, self.found, self.losses)]
         self.counted = [near(count, self.visits) for count in counts]
         self.graded = [*map(near, found, gradients)]
@@ -437,12 +432,6 @@ class Balance(Measured):
         ):
             if factor != 1 and self.are([factor * loss for loss in self.losses]):
                 return says
-        even = [  # as if all ranks had as many tokens
-            loss * self.visits.sum() / (size * case.top_k * (case.num_tokens + rank * case.more))
-            for rank, loss in enumerate(self.losses)
-        ]
-        if case.more and self.are(even):
-            return "Not all ranks have as many tokens: divide the visits by the sum of all of them."
         if not all(self.right):
             return (
                 "Compare with E * sum of (share of visits) * (mean probability): the visits of all "
@@ -530,7 +519,6 @@ def combine(answers, dispatched, group):
             (4, Tokens(6, 4, 2)),
             (3, Tokens(5, 6, 1, F32)),
             (2, Tokens(3, 5, 2)),
-            (3, Tokens(2, 4, 2, more=3)),
             (1, Tokens(4, 3, 2)),
         ],
         Balance,

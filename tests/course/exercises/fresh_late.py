@@ -25,14 +25,6 @@ def visits_of(decision):
     return decision.experts.flatten().bincount(minlength=decision.probabilities.shape[1])
 
 
-@fresh.wrong("balance_loss", "Not all ranks have as many tokens")
-def believes_that_all_ranks_have_as_many_tokens(decision, group):
-    visits = all_reduce(visits_of(decision), group)
-    share = visits / (decision.experts.numel() * group.size())
-    E = len(visits)
-    return E * (share * decision.probabilities.mean(0)).sum(), visits
-
-
 @fresh.wrong("balance_loss")
 def counts_the_first_choice_only(decision, group):
     E = decision.probabilities.shape[1]
