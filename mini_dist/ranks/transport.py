@@ -7,6 +7,7 @@ protocol 5, PEP 574).
 
 from __future__ import annotations
 
+import functools
 import importlib
 import io
 import math
@@ -62,6 +63,7 @@ def from_frames(frames: Frames):
 
 def pickler():
     import cloudpickle
+    from cloudpickle.cloudpickle import _should_pickle_by_reference as by_reference
 
     class Pickler(cloudpickle.Pickler):
         def reducer_override(self, obj):
@@ -77,9 +79,16 @@ def pickler():
                 # come along with a function that says `torch` and `config`, are of a subclass.
                 if sys.modules.get(obj.__name__) is obj:
                     return importlib.import_module, (obj.__name__,)
+            if isinstance(obj, functools._lru_cache_wrapper) and not by_reference(obj.__wrapped__):
+                # By itself it is pickled by its name, and ranks have no names of a cell.
+                return cached, (obj.__wrapped__, obj.cache_parameters())
             return super().reducer_override(obj)
 
     return Pickler
+
+
+def cached(function, parameters: dict):
+    return functools.lru_cache(**parameters)(function)
 
 
 def reduce_tensor(x):

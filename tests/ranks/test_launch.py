@@ -152,6 +152,25 @@ def test_closures_lambdas_partials_and_callable_objects():
         assert launch(way, 2).results == [0, 3]
 
 
+def test_a_function_of_a_cell_that_caches_travels_also_where_it_calls_itself():
+    cell = {"__name__": "__main__"}
+    exec(
+        """
+from functools import cache, lru_cache
+
+@lru_cache(maxsize=7)
+def fibonacci(n):
+    return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+
+@cache
+def use(group):
+    return fibonacci(group.rank() + 10), fibonacci.cache_parameters()["maxsize"]
+""",
+        cell,
+    )
+    assert launch(cell["use"], 2).results == [(55, 7), (89, 7)]
+
+
 # ---- what is printed, what is shown -------------------------------------------------------------
 
 

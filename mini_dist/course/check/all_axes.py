@@ -19,6 +19,7 @@ from mini_dist.training import all_axes
 
 from . import answers
 from .engine import Exercise, Line, Measured
+from .measures import plain
 from .watch import functions_of
 
 # --- who is in one group with whom ---------------------------------------------------------------
@@ -48,19 +49,18 @@ def groups_trial(fn: Callable, sizes: Sizes, group):
     if not isinstance(returned, Mapping) or set(returned) != set(AXES):
         has = f"keys {', '.join(map(str, returned))}" if isinstance(returned, Mapping) else returned
         return None, f"{has}"
-    found = {}
-    for axis in AXES:
-        try:
-            found[axis] = [[int(rank) for rank in ranks] for ranks in returned[axis]]
-        except (TypeError, ValueError):
-            return None, f"{axis}: {shortened(returned[axis])}"
-        if not all(isinstance(each, Iterable) and ordered(each) for each in returned[axis]):
+    found = {axis: plain(in_lists(returned[axis])) for axis in AXES}
+    for axis, lists in found.items():
+        if not all(isinstance(ranks, list) and {*map(type, ranks)} <= {int} for ranks in lists):
             return None, f"{axis}: {shortened(returned[axis])}"
     return found, ""
 
 
-def ordered(value) -> bool:
-    return not isinstance(value, (set, frozenset, str, Mapping))
+def in_lists(groups) -> list:
+    """Of any sequences that have an order."""
+    if not isinstance(groups, Iterable):
+        return [groups]
+    return [list(each) if isinstance(each, (tuple, range)) else each for each in groups]
 
 
 def shortened(lists) -> str:
@@ -104,7 +104,7 @@ class Groups(Measured):
         if any(len(ranks) != self.sizes[axis] for ranks in mine):
             return f"{axis}={self.sizes[axis]}, so each of its groups has {self.sizes[axis]} ranks."
         backwards = axis_groups(**dict(reversed(self.sizes.items())))
-        if sorted(mine) == backwards[axis]:
+        if all(sorted(self.found[each]) == backwards[each] for each in AXES):
             return (
                 "tp has to be innermost: rank + 1 is the next tp rank, so that tp stays in a node."
             )
@@ -136,7 +136,7 @@ class Job:
 JOBS = [
     Layout(dp=2, cp=2, micro_batch_size=4),
     Layout(pp=2, cp=2, tp=2, sequence_parallel=True, micro_batch_size=4, num_micro_batches=2),
-    Layout(tp=2, micro_batch_size=4, num_micro_batches=2),
+    Layout(pp=2, tp=2, micro_batch_size=4, num_micro_batches=2),
     Layout(pp=2, micro_batch_size=4, num_micro_batches=2),
 ]
 
@@ -252,6 +252,11 @@ class Steps(Measured):
                 "With sequence parallelism a stage hands on the tokens of its tp rank only, "
                 "[b, S/(cp tp), D] of a micro-batch: is shard_model given pair=SEQUENCE, and "
                 "activation that shape?"
+            )
+        if axis == "pp" and sent < expected and self.layout.tp > 1:
+            return said + (
+                "This layout asks for no sequence parallelism: a stage hands on all tokens of its "
+                "part, [b, S/cp, D], and shard_model is given pair=TENSOR."
             )
         return said + (
             "Does every rank hold and compute its own part only? Are the groups those of "

@@ -29,10 +29,8 @@ from mini_dist.strategies.asynchronous.ideas import (
     serve,
 )
 
-from .engine import Exercise, Line, Measured, line, on_ranks, yes
+from .engine import NO_BARRIER, Exercise, Line, Measured, line, on_ranks, yes
 from .measures import close, mistake_of_dtype
-
-SERVER = 0
 
 # ---- a server with a bound ----------------------------------------------------------------------
 
@@ -54,24 +52,31 @@ class Told:
     fewer: int = 0  # steps that the odd workers take less, so that they leave before the others
     with_rows: bool = False
     seed: int = 0
+    servers: int = 1  # the first ranks; the workers say the same to each of them
+    push_first: bool = False  # each worker begins with a push, of what it has never pulled
 
     def __str__(self) -> str:
-        rows = ", workers that ask for some rows only" * self.with_rows
-        return f"bound={self.bound}" + ", some workers leave early" * bool(self.fewer) + rows
+        more = {
+            ", some workers leave early": self.fewer,
+            ", workers that ask for some rows only": self.with_rows,
+            f", {self.servers} servers": self.servers > 1,
+            ", workers that push before they pull, or leave without a pull": self.push_first,
+        }
+        return f"bound={self.bound}" + "".join(words for words, so in more.items() if so)
 
     def gradient(self, worker: int, number: int) -> Tensor:
         rows = torch.arange(LENGTH * WIDTH, dtype=torch.float64).view(LENGTH, WIDTH)
         return rows + 10 * worker + number
 
-    def play(self, workers: int) -> tuple[list[Event], list, list, Tensor, list[tuple[int, int]]]:
+    def play(self, size: int) -> tuple[list[Event], list, list, Tensor, list[tuple]]:
         """The events; of each rank's pulls what they bring, and after how many events; the table at
-        the end, and the updates."""
-        lot = random.Random(100 * workers + self.seed)
+        the end, and the updates (the staleness is None where nothing was pulled before)."""
+        lot = random.Random(100 * (size - self.servers) + self.seed)
         table, events = table_at_first(), []
-        brought, answered = ([[] for _ in range(workers + 1)] for _ in range(2))
-        begun, pushes = dict.fromkeys(range(1, workers + 1), 0), dict.fromkeys(range(9), 0)
+        brought, answered = ([[] for _ in range(size)] for _ in range(2))
+        begun, pushes = dict.fromkeys(range(self.servers, size), 0), dict.fromkeys(range(9), 0)
         waits: dict[int, tuple | None] = {}  # worker -> rows of a pull without an answer
-        ready: list[int] = []  # who has its answer, and has not pushed
+        ready = list(begun) * self.push_first  # who has its answer, and has not pushed
         pulled, applied = {}, []
         while begun:
             free = sorted(worker for worker in begun if worker not in waits)
@@ -82,7 +87,8 @@ class Told:
                 events.append(Event(worker, PUSH, rows))
                 pushes[worker] += 1
                 table[at] = update(table[at], self.gradient(worker, pushes[worker])[at])
-                applied.append((worker, len(applied) - pulled[worker]))
+                stale = len(applied) - pulled[worker] if worker in pulled else None
+                applied.append((worker, stale))
                 ready.remove(worker)
             elif begun[worker] == self.steps - worker % 2 * self.fewer:
                 events.append(Event(worker, LEAVE, None))
@@ -113,14 +119,14 @@ def update(rows: Tensor, gradients: Tensor) -> Tensor:
 
 
 def server_trial(fn, case: Told, group):
-    rank, workers = group.rank(), group.size() - 1
-    if rank == SERVER:
-        table = table_at_first()
-        applied = fn(table, update, workers, case.bound, group)
+    rank, servers = group.rank(), range(case.servers)
+    if rank in servers:
+        table, workers = table_at_first(), range(case.servers, group.size())
+        applied = fn(table, update, len(workers), case.bound, group)
         pairs = [tuple(each) for each in applied] if isinstance(applied, (list, tuple)) else applied
-        let_go(range(1, workers + 1), group)
+        let_go(workers, group)
         return table, pairs
-    events = case.play(workers)[0]
+    events = case.play(group.size())[0]
     brought, pushes = [], 0
     for number, event in enumerate(events):
         if event.worker != rank:
@@ -128,22 +134,24 @@ def server_trial(fn, case: Told, group):
         if number and events[number - 1].worker != rank:
             recv(WORD, events[number - 1].worker, group)
         rows = None if event.rows is None else torch.tensor(event.rows)
+        pushes += event.kind == PUSH
         receives = []
-        if event.kind == PULL:
-            ask(PULL, rows, SERVER, group)
-            shape = (LENGTH if rows is None else len(rows), WIDTH)
-            brought.append(torch.empty(shape, dtype=torch.float64))
-            receives = start(group, receives=[(brought[-1], SERVER)])
-        elif event.kind == PUSH:
-            pushes += 1
-            gradient = case.gradient(rank, pushes)
-            push(gradient if rows is None else gradient[rows], rows, SERVER, group)
-        else:
-            leave(SERVER, group)
+        for server in servers:
+            if event.kind == PULL:
+                ask(PULL, rows, server, group)
+                shape = (LENGTH if rows is None else len(rows), WIDTH)
+                brought.append(torch.empty(shape, dtype=torch.float64))
+                receives += start(group, receives=[(brought[-1], server)])
+            elif event.kind == PUSH:
+                gradient = case.gradient(rank, pushes)
+                push(gradient if rows is None else gradient[rows], rows, server, group)
+            else:
+                leave(server, group)
         if number + 1 < len(events) and events[number + 1].worker != rank:
             send(WORD, events[number + 1].worker, group)
         wait(receives)
-    recv(WORD, SERVER, group)
+    for server in servers:
+        recv(WORD, server, group)
     return brought
 
 
@@ -158,32 +166,43 @@ def let_go(workers: Iterable[int], group) -> None:
 
 class Served(Measured):
     def measure(self):
-        workers = self.size - 1
-        _, self.expected, self.after, self.table, self.applied = self.case.play(workers)
-        (self.last, self.pairs), *self.brought = self.results
-        self.answered_after, requests = [[] for _ in range(self.size)], 0
-        for comm in self.run.ledger.leaves(rank=SERVER):
-            requests += comm.op == "recv_anysource"
-            if comm.op == "send" and comm.sent:
-                (worker,) = comm.peers
-                self.answered_after[worker].append(requests)
+        k = self.case.servers
+        _, expected, self.after, self.table, self.applied = self.case.play(self.size)
+        self.tables, self.pairs = zip(*self.results[:k])
+        self.answered_after, self.answered = {s: [[] for _ in self.results] for s in range(k)}, 0
+        for server, after in self.answered_after.items():
+            requests = 0
+            for comm in self.run.ledger.leaves(rank=server):
+                requests += comm.op == "recv_anysource"
+                if comm.op == "send" and comm.sent:
+                    after[comm.peers[0]].append(requests)
+                    self.answered += comm.sent
+        # (each worker asks one server after the other for the same)
+        pulls = [[pull for pull in pulls for _ in range(k)] for pulls in expected[k:]]
         self.right = [
-            len(found) == len(expected) and all(map(torch.equal, found, expected))
-            for found, expected in zip(self.brought, self.expected[1:])
+            len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+            for found, wanted in zip(self.results[k:], pulls)
         ]
-        self.answers = sum(pull.nbytes for pulls in self.expected for pull in pulls)
-        self.answered = sum(
-            comm.sent for comm in self.run.ledger.leaves(rank=SERVER) if comm.op == "send"
+        self.answers = sum(pull.nbytes for of_one in pulls for pull in of_one)
+        self.in_time = all(after == self.after for after in self.answered_after.values())
+        self.table_right = all(torch.equal(table, self.table) for table in self.tables)
+
+    def told(self, pairs) -> bool:
+        """Whether these are the updates. A push without a pull has no staleness to be judged."""
+        form = isinstance(pairs, (list, tuple)) and len(pairs) == len(self.applied)
+        return form and all(
+            len(found) == 2 and found[0] == worker and stale in (None, found[1])
+            for found, (worker, stale) in zip(pairs, self.applied)
         )
 
     def lines(self) -> list[Line]:
-        right = f"{sum(self.right)} of {self.size - 1} workers"
-        everyone = f"{self.size - 1} of {self.size - 1} workers"
+        right = f"{sum(self.right)} of {len(self.right)} workers"
+        everyone = f"{len(self.right)} of {len(self.right)} workers"
         return [
             Line("the parameters of their time for", right, everyone, all(self.right)),
-            yes("each pull answered after the right request", self.answered_after == self.after),
-            yes("all updates in the table", torch.equal(self.last, self.table)),
-            yes("updates returned as (worker, staleness)", self.pairs == self.applied),
+            yes("each pull answered after the right request", self.in_time),
+            yes("all updates in the table", self.table_right),
+            yes("updates returned as (worker, staleness)", all(map(self.told, self.pairs))),
             line("bytes that the server sent", self.answered, self.answers),
         ]
 
@@ -193,29 +212,31 @@ class Served(Measured):
                 f"The server sent {self.answered:,} bytes where {self.answers:,} do: a pull is for "
                 "its rows, table[rows], and is answered once."
             )
-        if self.answered_after != self.after and self.case.bound is not None:
-            pairs = [
-                (found, right)
-                for of_one in zip(self.answered_after, self.after)
+        if not self.in_time and self.case.bound is not None:
+            early = any(
+                found < right
+                for of_server in self.answered_after.values()
+                for of_one in zip(of_server, self.after)
                 for found, right in zip(*of_one)
-            ]
-            early = any(found < right for found, right in pairs)
+            )
             return (
                 f"A pull was answered too {'early' if early else 'late'}. A pull begins a step of "
                 "its worker, which is answered as soon as this worker has begun at most "
                 f"bound={self.case.bound} steps more than the one that has begun the fewest, of "
                 "those that have not left. Who has not begun has begun 0."
             )
-        if self.answered_after != self.after:
+        if not self.in_time:
             return "With bound=None nobody waits: answer each pull at once."
-        if not torch.equal(self.last, self.table) or not all(self.right):
+        if not self.table_right or not all(self.right):
             return (
                 "The table is not what all updates have made of it: at each push, "
                 "table[rows] = update(table[rows], gradients), in place, once."
             )
-        if not isinstance(self.pairs, (list, tuple)) or len(self.pairs) != len(self.applied):
-            return f"Return a list with one Applied for each of the {len(self.applied)} updates."
-        if [worker for worker, *_ in self.pairs] != [worker for worker, _ in self.applied]:
+        wrong = next(pairs for pairs in self.pairs if not self.told(pairs))
+        workers = [worker for worker, _ in self.applied]
+        if not isinstance(wrong, (list, tuple)) or len(wrong) != len(workers):
+            return f"Return a list with one Applied for each of the {len(workers)} updates."
+        if [worker for worker, *_ in wrong] != workers:
             return "Each Applied names the worker whose push it was, in the order of the pushes."
         return (
             "The staleness is off. It is the number of updates that have been made since this "
@@ -224,6 +245,12 @@ class Served(Measured):
 
     @staticmethod
     def raised(error: str) -> str:
+        if "KeyError" in error or "IndexError" in error:
+            return (
+                "a worker is known by its rank, which may be any, and may push or leave before it "
+                "has pulled: steps.get(worker, 0), pulled.get(worker, 0), steps.pop(worker, None)."
+                "\n"
+            )
         if "deadlock" not in error and "timeout" not in error.lower():
             return ""
         return (
@@ -303,7 +330,7 @@ class Pushed(Measured):
         ]
 
     def mistake(self) -> str:
-        if wrong_dtype := self.other_dtype():
+        if wrong_dtype := mistake_of_dtype(self.run, self.case.dtype, self.wanted, beside="int64"):
             return wrong_dtype
         right = all(close(a, b, 1e3) for a, b in zip(self.tables, self.expected))
         if right and self.sent < self.wanted:
@@ -324,17 +351,16 @@ class Pushed(Measured):
                 "Wrong tables, and too many bytes: a token may come twice in a batch, and its row "
                 "has one gradient, which is pushed once. tokens.unique() has each once."
             )
+        if self.sent < self.wanted:
+            return "Wrong tables, and fewer rows than the batch has touched: go by all tokens."
+        if self.case.servers == 1:
+            return (
+                "The rows may be right, what is pushed for them is not: gradient[rows], as it is."
+            )
         return (
             "Wrong tables. With k servers, row r of the gradient belongs to server r % k, where it "
             "is row r // k."
         )
-
-    def other_dtype(self) -> str:
-        name = str(self.case.dtype).removeprefix("torch.")
-        others = {c.dtype for c in self.run.ledger.leaves() if c.sent} - {name, "int64"}
-        if not others:
-            return ""
-        return f"The gradients are {name} and travel as {' and '.join(sorted(others))}."
 
     @staticmethod
     def raised(error: str) -> str:
@@ -407,10 +433,7 @@ class Stepped(Measured):
                 m_lr,
             ),
             "The step starts from `before`, where all ranks were equal, not from the mean of "
-            "where they are now.": (
-                before - change - lr * (change + beta * self.new),
-                self.new,
-            ),
+            "where they are now.": (before - change - lr * (change + beta * self.new), self.new),
             "Return the new momentum: the next outer step needs it.": (self.expected[0], momentum),
         }
         self.wanted = 2 * (self.size - 1) * everyones[0][0].numel() * self.case.dtype.itemsize
@@ -431,7 +454,7 @@ class Stepped(Measured):
 
     def mistake(self) -> str:
         if self.barriers:
-            return "A barrier moves nothing: the all-reduce waits by itself for what it needs."
+            return NO_BARRIER
         if wrong_dtype := mistake_of_dtype(self.run, self.case.dtype, self.wanted, "parameters"):
             return wrong_dtype
         for hint, known in self.known.items():
@@ -462,7 +485,7 @@ EXERCISES = [
             (4, Told(1, steps=5, fewer=3)),
             (3, Told(1, steps=4, with_rows=True)),
             (3, Told(None)),
-            (2, Told(0)),
+            (4, Told(1, fewer=3, servers=2, push_first=True)),
         ],
         Served,
         hints=[
@@ -472,7 +495,7 @@ EXERCISES = [
             "A pull: steps[worker] += 1, and it waits. A push: recv the gradients, table[rows] = "
             "update(table[rows], gradients), note Applied. Leaving: forget the worker's steps. "
             "Then answer whoever may go: bound is None, or steps[worker] - the fewest steps <= "
-            "bound, where a worker that has not begun has 0.",
+            "bound, where a worker that has not begun has 0. It may push or leave all the same.",
         ],
         skeleton="""\
 def serve(table, update, num_workers, bound, group):

@@ -23,6 +23,7 @@ from mini_dist.collectives.mesh import Mesh
 from mini_dist.ranks.launch import RankError, launch
 
 from .engine import LIBRARY, RIGHT, WRONG, Exercise, Line, Measured, Verdict, name_of
+from .form import stays_inside
 from .watch import calls_of, learners
 
 DISEASES = {
@@ -179,7 +180,28 @@ AGAINST = {
 }
 
 
-class Clinic(Exercise):
+class Asked(Exercise):
+    """An exercise whose function answers here, on no rank."""
+
+    def ask(self, fn: Callable, *args, lines=(), where: str = "") -> tuple[object, Verdict | None]:
+        """What the function answers; or the verdict on one that raises, or asks the library."""
+        try:
+            if hasattr(fn, "asked"):  # a grader's: it is opened on a rank only
+                came, called = fn.asked(args, self._refuses)
+            else:
+                stays_inside(fn)
+                with calls_of(self._refuses) as called:
+                    came = learners(fn, *args)
+        except Exception as error:
+            hint = f"Your function raised {type(error).__name__}: {error}{where}"
+            return None, Verdict(self.name, WRONG, [*lines], hint)
+        if called:
+            hint = f"These are the library's. Replace its call in {name_of(fn)} by your own."
+            return None, Verdict(self.name, LIBRARY, [*lines], hint)
+        return came, None
+
+
+class Clinic(Asked):
     """`check.diagnoses`: grades answers instead of a run. They are made here, on no rank: whoever
     gives them may visit patients on the way. No lines where they are the clinic's: they would tell.
     """
@@ -187,15 +209,9 @@ class Clinic(Exercise):
     def judge(self, fn: Callable) -> Verdict:
         if verdict := self.made_before(fn):
             return verdict
-        try:
-            with calls_of(self._refuses) as called:
-                answers = learners(fn)
-        except Exception as error:
-            hint = f"Your function raised {type(error).__name__}: {error}"
-            return Verdict(self.name, WRONG, hint=hint)
-        if called:
-            hint = f"These are the clinic's own. Replace its call in {name_of(fn)} by yours."
-            return Verdict(self.name, LIBRARY, hint=hint)
+        answers, verdict = self.ask(fn)
+        if verdict:
+            return verdict
         if not isinstance(answers, Mapping):
             hint = (
                 f"A {type(answers).__name__} came back. Return a dict with the diagnosis of each "

@@ -23,6 +23,7 @@ from mini_dist.collectives import (
     ring_reduce_scatter,
 )
 from mini_dist.ranks.ledger.steps import count_rounds, steps
+from mini_dist.strategies import data_parallel
 
 from .adversities import ANYONE
 from .engine import Exercise, Line, Measured, line, on_ranks, too_few_bytes, yes
@@ -35,7 +36,7 @@ MAY_USE = functions_of(messages) | {
     ring.check_sizes,
     pairwise.check_splits,
 }
-DO_THE_WORK = functions_of(collectives, ops) - MAY_USE
+DO_THE_WORK = functions_of(collectives, ops, data_parallel) - MAY_USE
 
 # Up to this size whole numbers, and sums of them over 8 ranks, are exact in any order; and those of
 # a type with more digits are not exact in one with fewer.
@@ -140,24 +141,16 @@ class Collective(Measured):
         self.messages = [sum(c.rank == rank for c in sends) for rank in range(self.size)]
         self.largest = max((c.nbytes for c in sends), default=0)
         self.dtypes = {c.dtype for c in sends if c.nbytes}
-        self.barrier = "barrier" in {c.op for c in ledger.comms} and ["barrier"]
         self.steps, self.rounds = steps(ledger), count_rounds(ledger)
         self.traffic = ledger.traffic()
 
     def lines(self) -> list[Line]:
         wanted = self.rounds_wanted()
-        found = [
-            on_ranks("right values on", self.right),
-            yes("x is left alone", self.left_alone),
-        ]
+        found = [on_ranks("right values on", self.right), yes("x is left alone", self.left_alone)]
         if self.case.rounding:
             found.append(yes("all ranks equal to the last bit", self.same_bits))
         found += [
-            line(
-                "calls of the backend's collectives",
-                ", ".join(self.barrier or self.backend) or "none",
-                "none",
-            ),
+            self.backend_line(),
             line("bytes sent by a rank", in_short(self.by_rank), in_short(self.wanted)),
             Line("rounds, one after the other", self.rounds, wanted, self.rounds <= wanted),
         ]
@@ -198,16 +191,8 @@ class Collective(Measured):
     # -- mistakes that can be made in any of them ------------------------------------------------
 
     def usual_mistakes(self) -> Iterator[str]:
-        if self.barrier and set(self.backend) <= {"barrier"}:
-            yield (
-                "There is a barrier. It moves nothing, and all wait for the slowest: who needs a "
-                "number waits for its message, and nobody else has to."
-            )
-        if self.backend:
-            yield (
-                f"The work is done by the backend's own {' and '.join(self.backend)}. Write it "
-                "from messages: send, recv, exchange."
-            )
+        if self.backend or self.barriers:
+            yield self.of_the_backend("Write it from messages: send, recv, exchange.")
         if any(result is None for result in self.results):
             yield "A rank returned None: every rank has to return its result."
         for result, x in zip(self.results, self.inputs):

@@ -12,12 +12,6 @@ import torch
 from torch import Tensor
 
 from mini_dist.strategies.compression import ideas
-from mini_dist.strategies.compression.ideas import (
-    power_mean,
-    round_by_lot,
-    top_k_mean,
-    with_feedback,
-)
 
 from . import answers
 from .engine import (
@@ -56,18 +50,30 @@ class Numbers:
         return (self.scale * torch.tensor(VALUES, dtype=self.dtype)).repeat(TRIES, 1)
 
 
+SHAPES = [(), (0,), (3,), (2, 3, 4)]  # that x may have, too
+
+
 @dataclass(eq=False)
 class Rounded:
     found: object
     again: object  # from a generator in the same state
     other: object  # from one in another state
+    next: object  # from the same generator, one call later
     untouched: bool  # the generator that all else draws from
+    odd: list[tuple]  # shapes whose result has another one, or is not next to x
 
 
 def rounding_trial(fn, case: Numbers, group) -> Rounded:
-    before = torch.get_rng_state()
-    found, again, other = (fn(case.x(), torch.Generator().manual_seed(s)) for s in (0, 0, 1))
-    return Rounded(found, again, other, torch.equal(before, torch.get_rng_state()))
+    before, lots = torch.get_rng_state(), torch.Generator().manual_seed(0)
+    found, next = fn(case.x(), lots), fn(case.x(), lots)
+    again, other = (fn(case.x(), torch.Generator().manual_seed(s)) for s in (0, 1))
+    odd = []
+    for shape in SHAPES:
+        x = case.scale * torch.full(shape, 0.3, dtype=case.dtype)
+        y = fn(x, lots)
+        like = isinstance(y, Tensor) and (y.shape, y.dtype) == (x.shape, x.dtype)
+        odd += [shape] * (not like or not bool(((y == 0) | (y == 1)).all()))
+    return Rounded(found, again, other, next, torch.equal(before, torch.get_rng_state()), odd)
 
 
 class Rounding(Measured):
@@ -87,6 +93,7 @@ class Rounding(Measured):
         self.together = (ups.T @ ups).fill_diagonal_(0).abs().max().item()
         self.same = torch.equal(found, self.seen.again)
         self.moves = not torch.equal(found, self.seen.other)
+        self.goes_on = not torch.equal(found, self.seen.next)
 
     def lines(self) -> list[Line]:
         if not self.is_like:
@@ -99,6 +106,8 @@ class Rounding(Measured):
             Line("largest error of a mean over all tries", off if not right else room, room, right),
             yes("the same lots give the same numbers", self.same),
             yes("other lots give others", self.moves),
+            yes("the next call draws new ones", self.goes_on),
+            line("shapes of x that come out otherwise", self.seen.odd, []),
             yes("no other random numbers are drawn", self.seen.untouched),
         ]
         if self.together > TOGETHER:
@@ -107,8 +116,8 @@ class Rounding(Measured):
         return lines
 
     def mistake(self) -> str:
-        if not self.is_like:
-            return "Return a tensor with x's shape and dtype: whole numbers, still as floats."
+        if not self.is_like or self.seen.odd:
+            return "Return a tensor with x's shape, whichever, and dtype: whole numbers, as floats."
         found, x = self.seen.found, self.x
         if self.moves and torch.equal(found, found[:1].expand_as(found)):
             return "One lot for all: each element needs its own, torch.rand(x.shape, ...)."
@@ -142,6 +151,11 @@ class Rounding(Measured):
             )
         if self.together > TOGETHER:
             return "Elements share a lot, so their errors do not cancel: torch.rand(x.shape, ...)."
+        if self.moves and self.same and not self.goes_on:
+            return (
+                "A second call with the same generator draws the lots of the first once more: draw "
+                "from `lots` itself, without a seed of your own."
+            )
         return (
             "The lots come from elsewhere: pass generator=lots to torch.rand. Then a run can be "
             "repeated, and dropout draws the numbers that it drew before."
@@ -162,13 +176,17 @@ class Top:
     length: int
     k: int
     dtype: torch.dtype = torch.float32
+    ties: bool = False  # on the even ranks all of one size
 
     def __str__(self) -> str:
         special = f" of {self.dtype}" * (self.dtype != torch.float32)
-        return f"{self.k} of {self.length} elements{special}"
+        ties = ", all as large on even ranks" * self.ties
+        return f"{self.k} of {self.length} elements{special}{ties}"
 
     def x(self, step: int, rank: int) -> Tensor:
-        """No two of one size, so it is sure which are the largest."""
+        """No two of one size, so it is sure which are the largest; or with ties."""
+        if self.ties and rank % 2 == 0:
+            return torch.full((self.length,), 1.0 + step, dtype=self.dtype)
         generator = torch.Generator().manual_seed(10 * step + rank)
         sizes = torch.randperm(self.length, generator=generator) + 1 + 0.25 * rank
         signs = torch.randint(0, 2, (self.length,), generator=generator) * 2 - 1
@@ -188,21 +206,31 @@ def top_trial(fn, case: Top, group):
 
 class TopK(Measured):
     def measure(self):
+        self.two = all(isinstance(found, list) for found in self.results)
         self.expected = self.with_feedback(1.0)
         self.itemsize = self.case.x(0, 0).itemsize
         self.wanted = STEPS * self.size * (self.size - 1) * self.case.k * (4 + self.itemsize)
         self.largest = 8.0 * self.case.length
-        self.two = all(isinstance(found, list) for found in self.results)
 
-    def with_feedback(self, kept: float, chosen_by=torch.abs) -> list:
+    def choice(self, rank: int, step: int, whole: Tensor) -> Tensor:
+        """The places of the k largest; where there are ties, those that the rank has chosen."""
+        if self.case.ties and self.two:
+            left = self.results[rank][step][1]
+            if left.shape == whole.shape and bool(((left == 0) | (left == whole)).all()):
+                whole = torch.where(left == 0, whole, whole / 2)
+        return whole.abs().topk(self.case.k).indices
+
+    def with_feedback(self, kept: float, chosen_by=None) -> list:
         """[rank][step] -> (mean, error); kept: of what is left out."""
         errors = [torch.zeros(self.case.length, dtype=self.case.dtype)] * self.size
         steps = []
         for step in range(STEPS):
             wholes = [self.case.x(step, rank) + kept * errors[rank] for rank in range(self.size)]
             sent = []
-            for whole in wholes:
-                places = chosen_by(whole).topk(self.case.k).indices
+            for rank, whole in enumerate(wholes):
+                places = self.choice(rank, step, whole)
+                if chosen_by:
+                    places = chosen_by(whole).topk(self.case.k).indices
                 sent.append(torch.zeros_like(whole).index_copy(0, places, whole[places]))
             errors = [whole - part for whole, part in zip(wholes, sent)]
             steps.append((sum(sent) / self.size, errors))
@@ -293,6 +321,15 @@ class TopK(Measured):
         return (
             "The ranks' means differ in their last bits: add up in the same order everywhere, "
             "rank 0's values first."
+        )
+
+    @staticmethod
+    def raised(error: str) -> str:
+        if not error.startswith("the ranks do not agree"):
+            return ""
+        return (
+            "each rank sends k places and k values, neither more nor fewer. Where several elements "
+            "are as large as the k-th, topk(k) takes some of them, and a comparison takes all.\n"
         )
 
     def travelled(self, *dtypes: str) -> bool:
@@ -444,7 +481,7 @@ class Power(Measured):
 EXERCISES = [
     Exercise(
         "round_by_lot",
-        round_by_lot,
+        ideas.round_by_lot,
         rounding_trial,
         [(1, Numbers()), (1, Numbers(torch.float64)), (1, Numbers(scale=0.5))],
         Rounding,
@@ -464,17 +501,18 @@ def round_by_lot(x, lots):
     ),
     Exercise(
         "top_k_with_feedback",
-        with_feedback,
+        ideas.with_feedback,
         top_trial,
         [
             (4, Top(40, 3)),
             (2, Top(7, 7)),
             (3, Top(100_000, 90_000)),
             (2, Top(9, 1, torch.float64)),
+            (2, Top(6, 2, ties=True)),
             (1, Top(12, 5)),
         ],
         TopK,
-        refuses=[top_k_mean],
+        refuses=[ideas.top_k_mean],
         answer=(answers.top_k_with_feedback,),
         hints=[
             "whole = x + error is what is owed. Its k places: whole.abs().topk(k).indices. What "
@@ -495,7 +533,7 @@ def top_k_with_feedback(x, error, k, group):
     ),
     Exercise(
         "power_mean",
-        power_mean,
+        ideas.power_mean,
         power_trial,
         [
             (4, Matrix(12, 20, 2)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ from mini_dist.strategies.context_parallel.placement import block_of, positions_
 from mini_dist.strategies.context_parallel.ring import Hop
 
 from .engine import Exercise, Line, Measured, are_two, line, on_ranks, too_few_bytes
+from .measures import plain
 from .watch import functions_of
 from .ways import Complaint
 
@@ -190,6 +192,7 @@ class Ringed:
     attended: list[int] = field(default_factory=list)  # the kernel's keys, call by call
     came: list[int] = field(default_factory=list)  # what each step returned
     kept: bool = True  # what was given to each step, the step left as it was
+    let_go: bool = True  # of the keys and values that it was given
     overlapped: bool = True  # messages begun when the kernel ends, and waited for once it has begun
 
 
@@ -225,7 +228,8 @@ def ring_trial(fn, case: Ring, group) -> Ringed:
         if mistake := not_a_step(came, block, recorder.comms[before:]):
             raise Complaint(mistake)
         seen.kept = seen.kept and torch.equal(kv, given)
-        total, kv = Partial(*came[0]), came[1]
+        old, total, kv = weakref.ref(kv.untyped_storage()), Partial(*came[0]), came[1]
+        seen.let_go = seen.let_go and soon(lambda old=old: old() is None)
         seen.came.append(whose(kv))
     recorder.waits = waits
     block = block_of(positions, rank, (rank + 1) % size, case.causal)
@@ -292,6 +296,7 @@ class Step(Measured):
             line("who sends to whom", arrows(self.pairs), arrows(self.ring)),
             self.backend_line(),
             line("what it was given is untouched", all(r.kept for r in self.results), True),
+            line("and let go of afterwards", all(r.let_go for r in self.results), True),
             line("they travel while the kernel works", self.overlapped, True),
         ]
 
@@ -357,6 +362,11 @@ class Step(Measured):
                 "what you return? add_block(total, q, kv, block, kernel) gives it back with this "
                 "block."
             )
+        if not all(result.let_go for result in self.results):
+            return (
+                "Your function still holds the kv of a step that is over, in a list or a buffer of "
+                "its own: a rank would soon hold the keys and values of all ranks."
+            )
         return (
             "Right values, right bytes, but nothing travels while the kernel works: then each step "
             "takes the time of the hop *and* that of the kernel. start(...) the messages, attend, "
@@ -382,18 +392,13 @@ class Tokens:
 
 def order_trial(fn, case: Tokens, group) -> list[list[int]]:
     came, length = plain(fn(case.seq_len, case.size)), case.seq_len // case.size
-    rows = [plain(row) for row in came] if isinstance(came, (list, tuple)) else []
+    rows = list(came) if isinstance(came, (list, tuple)) else []
     if [len(row) for row in rows if isinstance(row, (list, tuple))] != [length] * case.size:
         raise Complaint(f"Return a table with {case.size} rows (one a rank) of {length} positions.")
-    rows = [[plain(position) for position in row] for row in rows]
+    rows = [list(row) for row in rows]
     if not all(isinstance(position, int) for row in rows for position in row):
         raise Complaint("Positions are whole numbers: // divides without a rest, / gives floats.")
     return rows
-
-
-def plain(value):
-    """Lists and numbers of Python for those of torch and numpy."""
-    return value.tolist() if hasattr(value, "tolist") else value
 
 
 class Order(Measured):

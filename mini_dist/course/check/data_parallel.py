@@ -13,7 +13,8 @@ from mini_dist.collectives import gather, messages, ops, pairwise, star_broadcas
 from mini_dist.strategies import data_parallel
 from mini_dist.strategies.data_parallel import average_through_rank_0, flatten, unflatten
 
-from .engine import Exercise, Line, Measured, line, on_ranks, too_few_bytes, yes
+from .engine import Exercise, Line, Measured, line, on_ranks, yes
+from .measures import close, mistake_of_dtype
 from .watch import functions_of
 
 MAY_USE = functions_of(messages) | {
@@ -87,15 +88,13 @@ class Averages(Measured):
         ledger = self.run.ledger
         self.by_rank = [ledger.total_bytes(rank=rank) for rank in range(self.size)]
         self.wanted = [(self.size - 1) * nbytes] + [nbytes] * (self.size - 1)
-        self.barrier = any(comm.op == "barrier" for comm in ledger.comms)
 
     def lines(self) -> list[Line]:
-        native = ["barrier"] if self.barrier else self.backend
         found = [
             on_ranks("right gradients on", self.right),
             yes("the weights are untouched", self.kept),
             yes("a frozen parameter is left alone", self.frozen),
-            line("calls of the backend's collectives", ", ".join(native) or "none", "none"),
+            self.backend_line(),
             line("bytes sent by rank 0", self.by_rank[0], self.wanted[0]),
         ]
         if self.size > 1:
@@ -108,30 +107,16 @@ class Averages(Measured):
         """Whether all gradients (but the frozen one's) are these, up to rounding: a few last digits
         of the largest term, since who divides first or keeps a running mean rounds otherwise."""
         most = max(grad.abs().max().item() for own in self.everyones for grad in own[:1])
-        bar = 4 * torch.finfo(self.case.dtype).eps * most
-        return all(
-            isinstance(a, torch.Tensor)
-            and (a.shape, a.dtype) == (b.shape, b.dtype)
-            and bool(((a.double() - b.double()).abs() <= bar).all())
-            for i, (a, b) in enumerate(zip(found, gradients))
-            if i not in but
-        )
+        pairs = enumerate(zip(found, gradients))
+        return all(close(a, b, most) for i, (a, b) in pairs if i not in but)
 
     def all_are(self, gradients: list[torch.Tensor]) -> bool:
         return self.size > 1 and all(self.are(found, gradients) for found in self.found)
 
     def mistake(self) -> str:
         size, means = self.size, self.means
-        if self.barrier or self.backend == ["barrier"]:
-            return (
-                "There is a barrier. It moves nothing: who needs a gradient waits for its message, "
-                "and nobody else has to wait."
-            )
-        if self.backend:
-            return (
-                f"The work is done by the backend's own {' and '.join(self.backend)}. "
-                "Here the point is the way through rank 0: gather, average, star_broadcast."
-            )
+        if self.barriers or self.backend:
+            return self.of_the_backend("Go through rank 0: gather, average, star_broadcast.")
         if not self.kept:
             return (
                 "You changed the weights. They are the optimizer's business: it is the "
@@ -159,8 +144,8 @@ class Averages(Measured):
             return (
                 "Everyone has the means but rank 0 itself: it, too, needs them in parameter.grad."
             )
-        if sum(self.by_rank) < sum(self.wanted) and self.narrow():
-            return too_few_bytes(sum(self.by_rank), sum(self.wanted))
+        if wrong_dtype := mistake_of_dtype(self.run, self.case.dtype, sum(self.wanted)):
+            return wrong_dtype
         wrong = [i for i in range(len(means)) if i != FROZEN and not self.right_for(i)]
         if 0 < len(wrong) < len(means) - 1:
             return (
@@ -182,11 +167,6 @@ class Averages(Measured):
 
     def right_for(self, i: int) -> bool:
         return all(self.are([found[i]], [self.means[i]], but=()) for found in self.found)
-
-    def narrow(self) -> bool:
-        """Whether messages are of a smaller dtype than the gradients."""
-        dtype = str(self.case.dtype).removeprefix("torch.")
-        return any(c.dtype != dtype for c in self.run.ledger.leaves() if c.sent)
 
 
 EXERCISES = [
@@ -212,5 +192,5 @@ def average_through_rank_0(parameters, group):
         everyones = gather(..., 0, group)          # [n, ...] on rank 0, None elsewhere
         mean = ... if everyones is not None else parameter.grad
         parameter.grad = star_broadcast(..., 0, group)""",
-    ),
+    )
 ]

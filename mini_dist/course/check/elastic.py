@@ -17,6 +17,8 @@ from mini_dist.collectives import all_reduce
 from mini_dist.training.elastic import detectors, ideas
 
 from .engine import Exercise, Line, Measured, line, on_ranks, yes
+from .measures import plain
+from .ways import Complaint
 
 # ---- a timeout that is seldom wrong -------------------------------------------------------------
 
@@ -36,7 +38,7 @@ class Silences:
 
 
 def patience_trial(fn, case: Silences, group):
-    return fn(list(case.seconds), case.allowed)
+    return plain(fn(list(case.seconds), case.allowed))
 
 
 class Timeout(Measured):
@@ -88,31 +90,18 @@ class Devices:
 
 
 def shares_trial(fn, case: Devices, group):
-    return fn(case.batch_size, list(case.seconds))
+    return plain(fn(case.batch_size, list(case.seconds)))
 
 
 class Shared(Measured):
     def measure(self):
-        found, n = self.results[0], len(self.case.seconds)
-        self.found = found.tolist() if isinstance(found, Tensor) else found
+        self.found, n = self.results[0], len(self.case.seconds)
         self.are_counts = (
             isinstance(self.found, (list, tuple))
             and len(self.found) == n
             and all(isinstance(each, Integral) and each >= 0 for each in self.found)
         )
-        self.best = self.case.step(self.shortest())
-
-    def shortest(self) -> list[int]:
-        """As few samples at the end as can be: of all times at which a device may be done, the
-        first by which all together have the batch."""
-        case = self.case
-        ends = {k * each for each in case.seconds for k in range(case.batch_size + 1)}
-        for end in sorted(ends):
-            # (a count that is a whole number but for rounding is that number)
-            most = [math.floor(end / each + 1e-9) for each in case.seconds]
-            if sum(most) >= case.batch_size:
-                return most
-        raise AssertionError(case)
+        self.best = self.case.step(ideas.shares(self.case.batch_size, self.case.seconds))
 
     def lines(self) -> list[Line]:
         if not self.are_counts:
@@ -133,7 +122,7 @@ class Shared(Measured):
                 f"These are {sum(self.found)} samples, and the batch has {B}: shares that are "
                 "rounded one by one rarely add up. Deal them out until none is left."
             )
-        if len(set(self.found)) == 1 or max(self.found) - min(self.found) == 1:
+        if B > 2 * n and max(self.found) - min(self.found) <= 1:
             return "Equal shares: all wait for the slowest device. Give it fewer samples."
         slow, fast = (self.case.seconds.index(f(self.case.seconds)) for f in (max, min))
         if self.found[slow] > self.found[fast]:
@@ -169,7 +158,9 @@ class Deaths:
         return {rank for rank, step in enumerate(self.steps) if step is None}
 
     def state(self, step: int) -> Tensor:
-        return (torch.arange(self.length) * 0.5 + 100 * step).to(self.dtype)
+        """Numbers that need all digits of their dtype."""
+        dice = torch.Generator().manual_seed(step)
+        return (1000 * torch.randn(self.length, generator=dice, dtype=torch.float64)).to(self.dtype)
 
 
 def rebuild_trial(fn, case: Deaths, group):
@@ -177,7 +168,10 @@ def rebuild_trial(fn, case: Deaths, group):
     if rank in case.dead:
         return None
     step = case.steps[rank]
-    there, state, found = fn(case.state(step), step, set(case.dead), group)
+    came = fn(case.state(step), step, set(case.dead), group)
+    if not isinstance(came, (tuple, list)) or len(came) != 3 or not hasattr(came[0], "rank"):
+        raise Complaint("Return three things: the group of the living, the state, its steps.")
+    there, state, found = came
     ones = all_reduce(torch.ones(1), there)  # it works
     return there.rank(), there.size(), int(ones), state, found
 
@@ -194,10 +188,12 @@ class Rebuilt(Measured):
             for place, found in enumerate(self.found)
         ]
         self.states = [
-            isinstance(state, Tensor) and torch.equal(state, self.expected)
+            isinstance(state, Tensor)
+            and state.dtype == case.dtype
+            and torch.equal(state, self.expected)
             for *_, state, _ in self.found
         ]
-        self.steps = [int(step) == self.step for *_, step in self.found]
+        self.steps = [step == self.step for *_, step in self.found]
         self.most = (len(self.alive) - 1) * (self.expected.nbytes + 8)  # or with its step in front
         self.large = sum(
             comm.sent for comm in self.run.ledger.leaves() if comm.nbytes > 8 * self.size
@@ -225,9 +221,9 @@ class Rebuilt(Measured):
             )
         if not all(self.states):
             return (
-                "The state is to be that of a rank which has done the most steps, to the last bit: "
-                "not the mean, and not that of the first rank. Its place in the *new* group is the "
-                "root of the broadcast."
+                "The state is to be that of a rank which has done the most steps, to the last bit "
+                "and in its own dtype: not the mean, and not that of the first rank. Its place in "
+                "the *new* group is the root of the broadcast."
             )
         return (
             f"Right, but {self.large:,} bytes of state were sent, and {self.most:,} do: first find "
@@ -276,16 +272,11 @@ def patience(silences, allowed):
         ideas.shares,
         shares_trial,
         [
-            (1, Devices(12, (1.0, 1.0, 2.0))),
-            (1, Devices(12, (1.0, 1.0, 1.0, 1.0))),
-            (1, Devices(8, (1.0, 1.0, 1.0))),
-            (1, Devices(10, (2.0, 0.5, 1.0))),
-            (1, Devices(3, (1.0, 6.0, 1.0))),
-            (1, Devices(7, (3.0, 2.0, 2.5, 10.0))),
-            (1, Devices(9, (0.25, 1.0))),
-            (1, Devices(5, (3.0,))),
+            *((1, Devices(12, each)) for each in ((1.0, 1.0, 2.0), (1.0, 1.0, 1.0, 1.0))),
+            *((1, Devices(3, each)) for each in ((1.0, 6.0, 1.0), (2.0, 0.5, 0.5))),
+            *((1, Devices(10, each)) for each in ((2.0, 0.5, 1.0), (0.25, 1.0), (1.0, 10.0))),
+            *((1, Devices(7, each)) for each in ((3.0, 2.0, 2.5, 10.0), (1.0, 1.0, 1.0), (3.0,))),
             (1, Devices(1, (4.0, 2.0, 4.0))),
-            (1, Devices(6, (1.0, 10.0))),
         ],
         Shared,
         hints=[

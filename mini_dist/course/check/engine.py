@@ -25,6 +25,7 @@ from .. import learner
 from ..draw.svg import near_ink
 from ..lesson import show_to_paste, to_paste
 from .adversities import mistake_in, once_started, told
+from .form import mistake_of_form, stays_inside
 from .watch import calls_of, handles_kept, learners, made_before
 from .ways import Facts, nothing_under_way
 
@@ -245,7 +246,9 @@ class Exercise:
         return Verdict(self.name, WRONG if hint else RIGHT, lines, hint)
 
     def made_before(self, fn: Callable) -> Verdict | None:
-        """The verdict on who hands back what an earlier cell has made."""
+        """The verdict on what can be no answer, or hands back what an earlier cell has made."""
+        if hint := mistake_of_form(fn, self._answer[-1]):
+            return Verdict(self.name, WRONG, hint=hint)
         name = made_before(fn, self._makes)
         return self.told_made_before(name) if name else None
 
@@ -295,6 +298,7 @@ class Exercise:
 
 def watched(trial: Callable, fn: Callable, case, refuses: set[Callable], group) -> tuple:
     """On a rank: what came of the trial, and which of `refuses` the learner's code has called."""
+    stays_inside(fn)
     with calls_of(refuses) as called, handles_kept():
         result = trial(lambda *args, **kwargs: learners(fn, *args, **kwargs), case, group)
         nothing_under_way(group)
@@ -315,11 +319,18 @@ LENGTH = re.compile(r"(?:send|recv)\(\w+\[(\d+)\]")  # of a message, as a RankEr
 def advice(error: RankError) -> str:
     """What the usual failures mean."""
     text = str(error)
+    if "ellipsis" in text:
+        return "a gap of the skeleton, ..., is still in your function.\n"
+    if "SIGABRT" in text:
+        return (
+            "torch ends the process where two ranks call one collective with other dtypes or "
+            "lengths. What does each of them give it?\n"
+        )
     if "'NoneType' object" in text:
         return (
             "something is None: the grad of a frozen parameter (one that was not used has none, "
-            "either, though it requires_grad: ask for .grad is None), or what gather returns "
-            "elsewhere than on its root.\n"
+            "either, though it requires_grad: ask for .grad is None), what gather returns "
+            "elsewhere than on its root, or what a function without `return` gives.\n"
         )
     if text.startswith("the ranks do not agree") and len(set(LENGTH.findall(text))) == 2:
         return (

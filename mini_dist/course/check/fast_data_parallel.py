@@ -20,7 +20,8 @@ from mini_dist.strategies import data_parallel
 from mini_dist.strategies.data_parallel import average_in_buckets, make_buckets, overlapped_backward
 
 from .engine import NO_BARRIER, Exercise, Line, Measured, line, on_ranks
-from .measures import close, mistake_of_dtype
+from .measures import all_close as same
+from .measures import mistake_of_dtype
 from .watch import functions_of
 from .ways import hooks_of
 
@@ -28,13 +29,6 @@ HELPERS = ("flatten", "unflatten", "mean", "mean_", "ring_mean", "backend_mean_"
 WRAPPERS = (data_parallel.Naive, data_parallel.Bucketed, data_parallel.Overlapped)
 REFUSED = {f for f in functions_of(data_parallel) if f.__name__ not in HELPERS}
 REFUSED |= {wrapper.__init__ for wrapper in WRAPPERS}
-
-
-def same(found, expected, largest: float) -> bool:
-    """Tensors of these values, None where None is expected."""
-    return len(found) == len(expected) and all(
-        a is None if b is None else close(a, b, largest) for a, b in zip(found, expected)
-    )
 
 
 # ---- buckets ------------------------------------------------------------------------------------
@@ -67,8 +61,8 @@ class Buckets:
     def parameters(self, rank: int) -> list[nn.Parameter]:
         made = []
         for number, (shape, grad) in enumerate(zip(SHAPES, self.gradients(rank))):
-            zeros = torch.zeros(shape, dtype=self.dtype)
-            made.append(nn.Parameter(zeros, requires_grad=number != FROZEN))
+            ones = torch.ones(shape, dtype=self.dtype)
+            made.append(nn.Parameter(ones, requires_grad=number != FROZEN))
             made[-1].grad = grad
         return made
 
@@ -78,7 +72,8 @@ def bucket_trial(fn, case: Buckets, group):
     given = list(parameters)
     fn(given, case.bucket_bytes, group)
     turned = [p is not q for p, q in zip(given, parameters)]
-    return [parameter.grad for parameter in parameters], any(turned)
+    kept = all(bool((parameter == 1).all()) for parameter in parameters)
+    return [parameter.grad for parameter in parameters], any(turned), kept
 
 
 def filled(nbytes: list[int], limit: int, full: Callable = operator.gt, room=None) -> list[int]:
@@ -114,7 +109,7 @@ class Bucketing(Measured):
         self.own = everyones
         self.totals = [None if g[0] is None else torch.stack(g).sum(0) for g in zip(*everyones)]
         self.means = [None if total is None else total / self.size for total in self.totals]
-        self.found, self.turned = zip(*self.results)
+        self.found, self.turned, self.kept = zip(*self.results)
         have = [mean.nbytes for mean in self.means[::-1] if mean is not None]
         self.one_each, self.wanted = have, filled(have, limit)
         self.wanted_bytes = 2 * (self.size - 1) * sum(have)
@@ -140,6 +135,8 @@ class Bucketing(Measured):
             lines.append(line("beside them", ", ".join(self.beside), "nothing"))
         if any(self.turned):
             lines.append(line("the list of parameters", "another", "as it was"))
+        if not all(self.kept):
+            lines.append(line("the weights", "others", "as they were"))
         return lines
 
     def mistake(self) -> str:
@@ -152,6 +149,8 @@ class Bucketing(Measured):
                 "The caller's own list is another one now, as .reverse() makes it: "
                 "reversed(list(parameters)) leaves it as it is."
             )
+        if not all(self.kept):
+            return "You changed the weights, which are the optimizer's: gradients are averaged."
         if any(result[i] is not None for result in found for i in self.case.without):
             return "A parameter whose grad was None has one now. Frozen parameters are left alone."
         if wrong_dtype := mistake_of_dtype(self.run, self.case.dtype, self.wanted_bytes):
@@ -191,10 +190,14 @@ class Bucketing(Measured):
             return (
                 "An all-reduce for each parameter: that is the naive way. Join several, then send."
             )
-        if max(sizes) > max(limit, *wanted):
+        too_full = [size for size in sizes if size > limit and size not in self.one_each]
+        numbers = [mean.numel() for mean in self.means[::-1] if mean is not None]
+        if sizes == filled(self.one_each, limit, room=numbers):
+            return "bucket_bytes counts bytes, p.grad.nbytes, not numbers."
+        if too_full:
             return (
-                f"A bucket of {max(sizes)} bytes is more than bucket_bytes={limit}. Only a single "
-                "parameter that is larger may be: it has a bucket to itself."
+                f"A bucket of {max(too_full)} bytes is more than bucket_bytes={limit}. Only a "
+                "single parameter that is larger may be: it has a bucket to itself."
             )
         if sizes in (wanted[::-1], filled(self.one_each[::-1], limit)):
             return (
@@ -223,8 +226,9 @@ class Bucketing(Measured):
             )
         if sum(sizes) == sum(wanted):
             return (
-                "Buckets are filled beyond bucket_bytes, or closed too early: bucket_bytes counts "
-                "bytes, p.grad.nbytes, not numbers."
+                f"The buckets have {sizes} bytes, {wanted} are asked for: go through the "
+                "parameters in reverse, and close a bucket where the next one would make it too "
+                "large."
             )
         return "More is sent than the gradients need: average each bucket once, which is enough."
 

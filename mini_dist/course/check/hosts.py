@@ -16,6 +16,7 @@ from mini_dist.collectives.mesh import Grid, order_on_hosts, uplink_bytes
 
 from . import answers
 from .engine import Exercise, Line, Measured, line, on_ranks, yes
+from .measures import plain
 
 # ---- all-reduce on hosts ------------------------------------------------------------------------
 
@@ -124,7 +125,7 @@ class Axes:
 
 
 def order_trial(fn, case: Axes, group):
-    return fn(dict(case.axes), dict(case.sent), case.ranks_per_host)
+    return plain(fn(dict(case.axes), dict(case.sent), case.ranks_per_host))
 
 
 class Ordered(Measured):
@@ -151,8 +152,8 @@ class Ordered(Measured):
     def mistake(self) -> str:
         if not self.is_an_order:
             return "Return the names of the axes, each once, the outermost first: a tuple."
-        sent = dict(self.case.sent)
-        if self.turned == self.best and sent[self.order[0]] == max(sent.values()):
+        sent = [dict(self.case.sent)[axis] for axis in self.order]
+        if self.turned == self.best and sent == sorted(sent, reverse=True):
             return "Turned round: the axis that is named last joins neighbours, inside a host."
         return (
             f"{self.found:,} bytes on the busiest uplink, and another order has {self.best:,}. "
@@ -191,7 +192,7 @@ class Cabled:
 
 
 def swapped_trial(fn, case: Cabled, group):
-    return fn(case.traffic())
+    return plain(fn(case.traffic()))
 
 
 class Found(Measured):
@@ -207,7 +208,7 @@ class Found(Measured):
         if self.wanted is None:
             return "Nothing is exchanged here, every place sends to the next one: return None."
         if not isinstance(self.came, tuple) or len(self.came) != 2:
-            return "Return the two places, the smaller one first: (2, 5). The matrix tells both."
+            return "Return the two places, the smaller one first: (a, b). The matrix tells both."
         if self.came == self.wanted[::-1]:
             return "These two, but the smaller place first."
         return (
@@ -262,11 +263,14 @@ def all_reduce_on_hosts(x, hosts, group):
         [
             (1, Axes((("tp", 4), ("dp", 4)), (("tp", 100), ("dp", 10)))),
             (1, Axes((("dp", 4), ("tp", 4)), (("tp", 100), ("dp", 10)))),
-            (1, Axes((("pp", 2), ("dp", 4), ("tp", 2)), (("pp", 1), ("dp", 10), ("tp", 80)))),
-            (1, Axes((("c", 4), ("a", 2), ("b", 2)), (("c", 10), ("a", 9), ("b", 9)))),
+            # One order is best: a rotation of the axes, or two of them swapped; never by size only.
+            (1, Axes((("a", 2), ("b", 2), ("c", 3)), (("a", 7), ("b", 8), ("c", 4)), 3)),
+            (1, Axes((("a", 3), ("b", 2), ("c", 2)), (("a", 2), ("b", 4), ("c", 20)), 3)),
+            (1, Axes((("a", 2), ("b", 2), ("c", 4)), (("a", 7), ("b", 3), ("c", 9)))),
+            (1, Axes((("a", 4), ("b", 2), ("c", 2)), (("a", 6), ("b", 5), ("c", 1)))),
+            (1, Axes((("a", 2), ("b", 3), ("c", 2)), (("a", 7), ("b", 1), ("c", 6)), 3)),
             (1, Axes((("a", 2), ("b", 8)), (("a", 9), ("b", 8)), 8)),
             (1, Axes((("a", 8), ("b", 2)), (("a", 4), ("b", 1)), 2)),
-            (1, Axes((("a", 2), ("b", 4), ("c", 2)), (("a", 5), ("b", 0), ("c", 3)))),
         ],
         Ordered,
         hints=[

@@ -29,10 +29,20 @@ def close(found, expected: Tensor, largest: float) -> bool:
     return (found - expected).abs().le(room).all().item()
 
 
-def mistake_of_dtype(run: Run, dtype: torch.dtype, wanted: int, what: str = "gradients") -> str:
-    """The hint where something was sent in another dtype than this one; else "". wanted: bytes."""
+def all_close(found, expected, largest: float) -> bool:
+    """Tensors of these values, None where None is expected."""
+    return len(found) == len(expected) and all(
+        a is None if b is None else close(a, b, largest) for a, b in zip(found, expected)
+    )
+
+
+def mistake_of_dtype(
+    run: Run, dtype: torch.dtype, wanted: int, what: str = "gradients", beside: str = ""
+) -> str:
+    """The hint where something was sent in another dtype than this one, or `beside`; else "".
+    wanted: bytes."""
     name, sent = str(dtype).removeprefix("torch."), run.ledger.total_bytes()
-    others = {comm.dtype for comm in run.ledger.leaves() if comm.sent} - {name}
+    others = {comm.dtype for comm in run.ledger.leaves() if comm.sent} - {name, beside}
     if not others:
         return ""
     if sent < wanted:
@@ -41,6 +51,13 @@ def mistake_of_dtype(run: Run, dtype: torch.dtype, wanted: int, what: str = "gra
         f"The {what} are {name} and travel as {' and '.join(sorted(others))}: {sent:,} bytes were "
         f"sent where {wanted:,} do. Send them in their own dtype."
     )
+
+
+def plain(value):
+    """Lists and numbers of Python for those of torch and numpy, also inside of lists and tuples."""
+    if type(value) in (list, tuple):
+        return type(value)(map(plain, value))
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 class Alive(TorchDispatchMode):

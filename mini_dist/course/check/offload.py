@@ -17,7 +17,7 @@ from mini_dist.strategies.offload import ideas
 from mini_dist.strategies.offload.allocator import lifetimes, requests
 
 from .engine import Exercise, Line, Measured, line, yes
-from .measures import Alive
+from .measures import Alive, plain
 
 # ---- read ahead ---------------------------------------------------------------------------------
 
@@ -46,6 +46,13 @@ class Weights:
         return device, sum(self.sizes) + sum(self.seconds)
 
 
+class Weighty(Alive):
+    """Single numbers, as x, do not count."""
+
+    def storages(self) -> dict[int, int]:
+        return {place: size for place, size in super().storages().items() if size > 64}
+
+
 @dataclass
 class World:
     """A device, a link of one element a second, and the weights that are held."""
@@ -70,9 +77,17 @@ class World:
         def compute(x: Tensor, weight: Tensor) -> Tensor:
             self.used.append(number)
             self.now += self.case.seconds[number]
-            return x + (number + 1) * weight.sum()
+            return after(x, number, weight)
 
         return compute
+
+
+FIRST = torch.ones((), dtype=torch.float64)  # the x that comes in
+
+
+def after(x: Tensor, number: int, weight: Tensor) -> Tensor:
+    """A layer, of whose x it matters which it is."""
+    return 2 * x + (number + 1) * weight.sum()
 
 
 class Arriving:
@@ -103,39 +118,21 @@ class Read:
 
 
 def read_trial(fn, case: Weights, group) -> Read:
-    x = torch.zeros((), dtype=torch.float64)
-    alive = Alive()
+    alive = Weighty()
     world = World(case, alive)
     layers = [world.layer(number) for number in range(len(case.sizes))]
-    with weights_only(alive, case):
-        found = fn(x, layers, world.load)
+    with alive:
+        found = fn(FIRST.clone(), layers, world.load)
     return Read(found, world.now, world.most, world.loads, world.used)
-
-
-class weights_only:
-    """Inside, what is made is seen; single numbers, as x, do not count."""
-
-    def __init__(self, alive: Alive, case: Weights):
-        self.alive, self.of_all = alive, alive.storages
-        alive.storages = self.large
-
-    def large(self) -> dict[int, int]:
-        return {place: size for place, size in self.of_all().items() if size > 64}
-
-    def __enter__(self):
-        return self.alive.__enter__()
-
-    def __exit__(self, *error):
-        return self.alive.__exit__(*error)
 
 
 class ReadAhead(Measured):
     def measure(self):
         self.read, case = self.results[0], self.case
         self.seconds, self.without = case.expected()
-        self.right = torch.zeros((), dtype=torch.float64)
+        self.right = FIRST
         for number in range(len(case.sizes)):
-            self.right = self.right + (number + 1) * case.weight(number).sum()
+            self.right = after(self.right, number, case.weight(number))
         pairs = zip(case.sizes, [*case.sizes[1:], 0])
         self.room = max((a + b for a, b in pairs), default=0)
 
@@ -220,7 +217,7 @@ class Tensors:
 
 def place_trial(fn, case: Tensors, group):
     tensors = step_of_a_model() if case.kind == "a step" else case.all()
-    return tensors, fn(list(tensors))
+    return tensors, plain(fn(list(tensors)))
 
 
 def step_of_a_model() -> list[tuple[int, int, int]]:
@@ -293,13 +290,34 @@ class Placed(Measured):
         every = sum(size for size, _, _ in self.tensors)
         if self.end == every:
             return "Each tensor has memory of its own. A place is free again when its tensor ends."
-        return (
-            f"{self.end} bytes where {self.room} do. Small tensors settle where a large one would "
-            "fit later: place the large ones first, each at the lowest place that is free as long "
-            "as it lives."
+        told = f"{self.end} bytes where {self.room} do. "
+        for order, words in ORDERS.items():
+            if self.end == end_of(self.tensors, one_by_one(self.tensors, order)):
+                return f"{told}{words} The largest goes first, wherever a smaller one began."
+        return told + (
+            "The largest tensor goes first, then the next; each to the lowest place that is free "
+            "as long as it lives. Is one of your gaps passed over, or only the last end looked at?"
         )
 
 
+def one_by_one(tensors, order) -> list[int]:
+    """The lowest free place for each, in this order of (bytes, begin, end)."""
+    places: dict[int, int] = {}
+    for i in sorted(range(len(tensors)), key=lambda i: order(tensors[i])):
+        size, begin, end = tensors[i]
+        beside = [(places[j], places[j] + tensors[j][0]) for j in places
+                  if tensors[j][1] < end and begin < tensors[j][2]]  # fmt: skip
+        starts = sorted([0, *(stop for _, stop in beside)])
+        places[i] = next(p for p in starts if all(p + size <= a or b <= p for a, b in beside))
+    return [places[i] for i in range(len(tensors))]
+
+
+ORDERS = {
+    lambda tensor: tensor[1]: "So much it takes in the order in which the tensors begin.",
+    lambda tensor: 0: "So much it takes in the order of the list.",
+    lambda tensor: tensor[0]: "So much it takes with the smallest first.",
+    lambda tensor: tensor[1] - tensor[2]: "So much it takes with the longest life first.",
+}
 FRAGMENTS = ((4, 0, 2), (2, 0, 6), (4, 1, 3), (2, 2, 6), (8, 3, 6), (3, 4, 5))
 
 EXERCISES = [
@@ -339,7 +357,7 @@ def read_ahead(x, layers, load):
             (1, Tensors("given", FRAGMENTS)),
             (1, Tensors("by lot", number=12)),
             (1, Tensors("a step")),
-            (1, Tensors("by lot", number=40)),
+            (1, Tensors("by lot", number=39)),
             (1, Tensors("given", ((5, 0, 1),))),
             (1, Tensors("given")),
         ],

@@ -22,6 +22,7 @@ from mini_dist.model.recompute import SavedBytes, recomputed
 from .engine import Exercise, Line, Measured, line, yes
 from .measures import Alive, close
 from .watch import functions_of
+from .zero import at_most
 
 
 @dataclass(frozen=True)
@@ -119,27 +120,15 @@ class Forgetting(Measured):
         self.expected, self.found = seen(plain, self.case), self.results[0]
         dice = len(torch.get_rng_state())  # their state may be saved like x
         self.room = self.case.times * (self.case.input_bytes + dice)
-        between = (
-            self.case.times - 1
-        ) * self.case.input_bytes  # one's output, the next one's input
-        self.room_held = self.room + between
+        # (the output of one block is the input of the next)
+        self.room_held = self.room + (self.case.times - 1) * self.case.input_bytes
 
     def lines(self) -> list[Line]:
         found, expected, once = self.found, self.expected, (self.case.times,) * 2
         return [
             yes(f"{self.case}: same output", same([found.out], [expected.out])),
-            Line(
-                "bytes that autograd keeps",
-                found.kept,
-                f"<= {self.room}",
-                found.kept <= self.room,
-            ),
-            Line(
-                "bytes of what was made that are held",
-                found.held,
-                f"<= {self.room_held}",
-                found.held <= self.room_held,
-            ),
+            at_most("bytes that autograd keeps", found.kept, self.room),
+            at_most("bytes of what was made that are held", found.held, self.room_held),
             line("tensors inside the block still held", found.inside, 0),
             line("runs in forward, in backward", found.runs, once),
             yes("same gradients", same(found.gradients, expected.gradients)),

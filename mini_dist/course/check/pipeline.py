@@ -19,21 +19,25 @@ from mini_dist.plan.schedule import (
     Schedule,
     ScheduleError,
     Times,
+    asynchronous,
+    orders,
     simulate,
     validate,
+    zero_bubble,
 )
 from mini_dist.plan.schedule.action import COMMUNICATION, Key
-from mini_dist.plan.schedule.orders import in_turn, looped
 from mini_dist.strategies.pipeline import Pipeline
 
 from . import answers
 from .engine import Exercise, Line, Measured
+from .watch import functions_of
 
 LAYERS = 8  # of the small model that every schedule runs, cut evenly into its stages
 # The library's functions that make or change lists.
 WRITERS = {
-    *(*library.SCHEDULES.values(), library.build, in_turn, looped),
-    *(library.add_communication, library.fuse_communication, library.forward_only),
+    *(*library.SCHEDULES.values(), library.build, library.forward_only),
+    *(library.add_communication, library.fuse_communication),
+    *functions_of(orders, zero_bubble, asynchronous) - {orders.check_sizes},
 }
 
 
@@ -392,7 +396,7 @@ class Messages(Lists):
         wanted = 2 * borders * self.m
         sends = sum(action.kind.startswith("SEND") for action in schedule.all_actions)
         as_before = compute_lists(schedule) == compute_lists(plain)
-        late, early = late_sends(schedule), early_receives(schedule)
+        late, early = misplaced(schedule, "SEND"), misplaced(schedule, "RECV")
         lines = [
             Line("messages", sends, wanted, sends == wanted),
             Line("the computations are as before", as_before, True, as_before),
@@ -415,13 +419,13 @@ class Messages(Lists):
                 "The computations are not those of the schedule that you were given, or in another "
                 "order. The pass only adds; the order is the schedule's business."
             )
-        if late := late_sends(schedule):
+        if late := misplaced(schedule, "SEND"):
             send, last = late[0]
             return (
                 f"{send} stands behind {last}: the next rank waits for a result that is long "
                 "ready. Put each send right behind the action that computes it."
             )
-        if early := early_receives(schedule):
+        if early := misplaced(schedule, "RECV"):
             receive, coming = early[0]
             return (
                 f"{receive} stands before {coming}, which does not need it: its buffer is held for "
@@ -440,29 +444,17 @@ def compute_lists(schedule: Schedule) -> list[list[Action]]:
     ]
 
 
-def late_sends(schedule: Schedule) -> list[tuple[Action, Action]]:
-    """(send, the computation before it), where that is not what it sends."""
+def misplaced(schedule: Schedule, kind: str) -> list[tuple[Action, Action]]:
+    """(send, the computation before it), where that is not what it sends; or (receive, the one
+    after it), where that is not what needs it."""
     found = []
     for rank in range(schedule.num_ranks):
-        last = None
-        for action in schedule.actions(rank):
+        beside, actions = None, list(schedule.actions(rank))
+        for action in actions if kind == "SEND" else reversed(actions):
             if action.kind not in COMMUNICATION:
-                last = action
-            elif action.kind.startswith("SEND") and last.key != carried(action):
-                found.append((action, last))
-    return found
-
-
-def early_receives(schedule: Schedule) -> list[tuple[Action, Action]]:
-    """(receive, the computation after it), where that is not what needs it."""
-    found = []
-    for rank in range(schedule.num_ranks):
-        coming = None
-        for action in reversed(list(schedule.actions(rank))):
-            if action.kind not in COMMUNICATION:
-                coming = action
-            elif action.kind.startswith("RECV") and coming.key != carried(action):
-                found.append((action, coming))
+                beside = action
+            elif action.kind.startswith(kind) and beside.key != carried(action):
+                found.append((action, beside))
     return found
 
 

@@ -6,7 +6,6 @@ whose blocks were taken, and by how many. The choice is judged situation by situ
 
 from __future__ import annotations
 
-import operator
 import random
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -25,7 +24,9 @@ from mini_dist.serving.ideas import Text
 
 from . import answers
 from .engine import Exercise, Line, Measured, line
+from .measures import plain
 from .watch import functions_of
+from .ways import Complaint
 
 # ---- a block table -------------------------------------------------------------------------------
 
@@ -51,10 +52,12 @@ class Texts:
     lengths: tuple[int, ...]
     block_size: int
     chunk: int = 0
+    spare: int = 0  # blocks more than its tokens need that each text has from the beginning
 
     def __str__(self) -> str:
         chunks = f", prompts in chunks of {self.chunk}" * (self.chunk > 0)
-        return f"{len(self.lengths)} texts, blocks of {self.block_size}{chunks}"
+        spare = f", {self.spare} blocks of each in reserve" * (self.spare > 0)
+        return f"{len(self.lengths)} texts, blocks of {self.block_size}{chunks}{spare}"
 
     def prompts(self) -> list[list[int]]:
         rng = random.Random(1)
@@ -62,7 +65,8 @@ class Texts:
 
     @property
     def num_blocks(self) -> int:
-        return 2 + sum(-(-(n + NEW) // self.block_size) for n in self.lengths)
+        each = (max(self.spare, -(-(n + NEW) // self.block_size)) for n in self.lengths)
+        return 2 + sum(each)
 
 
 @dataclass
@@ -83,7 +87,7 @@ def write(fn, case: Texts, group) -> Written:
     random.Random(2).shuffle(free)
     shape = CONFIG.num_layers, case.num_blocks * size, CONFIG.num_kv_heads, CONFIG.head_dim
     keys, values = torch.full((2, *shape), torch.nan, dtype=torch.float64)
-    texts, tables = case.prompts(), [[] for _ in case.lengths]
+    texts, tables = case.prompts(), [[free.pop() for _ in range(case.spare)] for _ in case.lengths]
     written, ends = [0] * len(texts), [n + NEW for n in case.lengths]
     while any(len(text) < end for text, end in zip(texts, ends)):
         for i, text in enumerate(texts):
@@ -91,15 +95,16 @@ def write(fn, case: Texts, group) -> Written:
                 continue
             new = len(text) - written[i]
             new = min(new, case.chunk) if case.chunk else new
-            came = fn(list(tables[i]), list(free), written[i], new, size)
+            came = plain(fn(list(tables[i]), list(free), written[i], new, size))
             found.shape = malformed(came)
             if found.shape:
                 return found
-            table, places = (list(map(operator.index, part)) for part in came)
+            table, places = map(list, came)
             fresh = table[len(tables[i]) :]
             found.taken += table[: len(tables[i])] != tables[i] or len({*fresh}) < len(fresh)
             found.taken += sum(block not in free for block in fresh)
-            found.more = max(found.more, len(table) - -(-(written[i] + new) // size))
+            needed = max(len(tables[i]), -(-(written[i] + new) // size))
+            found.more = max(found.more, len(table) - needed)
             inside = {block * size + j for block in table for j in range(size)}
             inside &= set(range(case.num_blocks * size))
             found.lost += abs(new - len(places)) + sum(place not in inside for place in places)
@@ -123,12 +128,10 @@ def malformed(came) -> str:
     if not isinstance(came, (tuple, list)) or len(came) != 2:
         return f"A {type(came).__name__} came back: return two lists, the table and the places."
     for part, what in zip(came, ("table", "places")):
-        if not isinstance(part, (list, tuple, range, torch.Tensor)):
+        if not isinstance(part, (list, tuple, range)):
             return f"The {what} came as {type(part).__name__}: give a list of whole numbers."
         for each in part:
-            try:
-                operator.index(each)
-            except TypeError:
+            if not isinstance(each, int):
                 kind = type(each).__name__
                 return f"In the {what} stands a {kind}, {each!r}: give a list of whole numbers."
     return ""
@@ -199,6 +202,16 @@ class Table(Measured):
             "to table[i // block_size] * block_size + i % block_size."
         )
 
+    @staticmethod
+    def raised(error: str) -> str:
+        if "IndexError" not in error:
+            return ""
+        return (
+            "the table has no such entry. Position i, counted from the text's first token, is in "
+            "its block i // block_size; all blocks up to that of position written + new - 1 have "
+            "to be in the table first.\n"
+        )
+
 
 # ---- who runs ------------------------------------------------------------------------------------
 
@@ -230,7 +243,7 @@ class Day:
         running, free, found = [], self.num_blocks, []
         while waiting or running:
             found.append(Situation(list(running), list(waiting), free))
-            leave, come = right_choice(*found[-1], self.block_size)
+            leave, come = ideas.who_runs(*found[-1], self.block_size)
             back = [text for text in running if text.name in leave]
             free += sum(text.blocks for text in back)
             running = [text for text in running if text.name not in leave]
@@ -253,25 +266,14 @@ def missing(text: Text, block_size: int) -> int:
     return -(-text.tokens // block_size) - text.blocks
 
 
-def right_choice(running, waiting, free, block_size) -> tuple[list[str], list[str]]:
-    need = [missing(text, block_size) for text in running]
-    stay = len(running)
-    while sum(need[:stay]) > free + sum(text.blocks for text in running[stay:]):
-        stay -= 1
-    left = free - sum(need[:stay])
-    come = 0
-    while stay == len(running) and come < len(waiting):
-        if sum(missing(text, block_size) for text in waiting[: come + 1]) > left:
-            break
-        come += 1
-    return [text.name for text in running[stay:]], [text.name for text in waiting[:come]]
-
-
 def choices(fn, case: Day, group) -> list:
-    return [
-        fn(list(running), list(waiting), free, case.block_size)
-        for running, waiting, free in case.situations()
-    ]
+    found = []
+    for situation in case.situations():
+        running, waiting = map(list, situation[:2])
+        found.append(plain(fn(running, waiting, situation.free, case.block_size)))
+        if (running, waiting) != situation[:2]:
+            raise Complaint("Your function changes the lists that it is given: work on copies.")
+    return found
 
 
 class Choices(Measured):
@@ -295,7 +297,7 @@ class Choices(Measured):
         if any(len(set(part)) < len(part) for part in came):
             return "twice"
         leave, come = map(set, came)
-        must_leave, may_come = map(set, right_choice(*situation, size))
+        must_leave, may_come = map(set, ideas.who_runs(*situation, size))
         stay = [text for text in running if text.name not in leave]
         free += sum(text.blocks for text in running if text.name in leave)
         needed = sum(missing(text, size) for text in stay)
@@ -369,7 +371,7 @@ class Real:
 
 
 def ask(fn, case: Real, group):
-    return fn(dict(case.settings), case.tokens, case.bytes_a_number, case.tp)
+    return plain(fn(dict(case.settings), case.tokens, case.bytes_a_number, case.tp))
 
 
 class Cache(Measured):
@@ -389,28 +391,32 @@ class Cache(Measured):
         ratio = found / self.expected
         heads = settings.get("num_attention_heads", settings.get("n_head"))
         kv_heads = settings.get("num_key_value_heads", heads)
+        told = f"{found:,} bytes, and there are {self.expected:,}. "
         if kv_heads < heads and ratio == heads / kv_heads and case.tp == 1:
             return (
-                f"{ratio:g} times too many: the cache has key/value heads, num_key_value_heads="
-                f"{kv_heads} of them, not num_attention_heads={heads}."
+                f"{ratio:g} times too many, which is num_attention_heads={heads} over "
+                f"num_key_value_heads={kv_heads}: the cache has key/value heads only, and each is "
+                "as long as one of the attention heads."
             )
-        if case.tp > 1:
-            return (
-                f"{found:,} bytes on each device, and there are {self.expected:,}. The key/value "
-                f"heads are spread over tp={case.tp} devices; a device has at least one of them "
-                "whole, for a head is not cut."
+        on_a_device = max(kv_heads // case.tp, 1)
+        if case.tp > 1 and ratio in (kv_heads / on_a_device, kv_heads / case.tp / on_a_device, 0):
+            return told + (
+                f"The key/value heads are spread over tp={case.tp} devices; a device has at least "
+                "one of them whole, for a head is not cut."
             )
-        if settings.get("head_dim"):
-            return (
-                f"{found:,} bytes, and there are {self.expected:,}. A head has head_dim="
-                f"{settings['head_dim']} numbers where config.json says so; hidden_size / "
-                "num_attention_heads only where it does not."
+        if (
+            settings.get("head_dim")
+            and ratio * settings["head_dim"] * heads == settings["hidden_size"]
+        ):
+            return told + (
+                f"A head has head_dim={settings['head_dim']} numbers where config.json says so; "
+                "hidden_size / num_attention_heads only where it does not."
             )
         if ratio == 0.5 and case.bytes_a_number == 2:
             return "Half of it: keys and values are kept, both."
-        return (
-            f"{found:,} bytes, and there are {self.expected:,}: 2 (keys and values) * layers * "
-            "key/value heads * numbers of a head * tokens * bytes of a number."
+        return told + (
+            "2 (keys and values) * layers * key/value heads of a device * numbers of a head * "
+            "tokens * bytes of a number."
         )
 
     @staticmethod
@@ -424,49 +430,20 @@ class Cache(Measured):
         )
 
 
-def settings(family: str, vocab: int, reach: int, **more: int) -> tuple:
-    return tuple({"model_type": family, "vocab_size": vocab, **more, REACH[family]: reach}.items())
+def llama(hidden: int, layers: int, heads: int, ffn: int, **more: int) -> tuple:
+    sizes = dict(hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads)
+    sizes |= dict(intermediate_size=ffn, vocab_size=128256, max_position_embeddings=8192)
+    return tuple({"model_type": "llama", **sizes, **more}.items())
 
 
-def llama(hidden: int, layers: int, heads: int, kv_heads: int, ffn: int) -> tuple:
-    return settings(
-        "llama",
-        128256,
-        8192,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=ffn,
-    )
-
-
-REACH = {
-    "llama": "max_position_embeddings",
-    "qwen3": "max_position_embeddings",
-    "gpt2": "n_positions",
-}
-LLAMA_8B, LLAMA_70B = llama(4096, 32, 32, 8, 14336), llama(8192, 80, 64, 8, 28672)
-GPT_2 = settings("gpt2", 50257, 1024, n_embd=768, n_layer=12, n_head=12)
-OPEN_LLAMA = settings(  # neither num_key_value_heads nor head_dim
-    "llama",
-    32000,
-    2048,
-    hidden_size=3200,
-    num_hidden_layers=26,
-    num_attention_heads=32,
-    intermediate_size=8640,
-)
-QWEN = settings(
-    "qwen3",
-    151936,
-    40960,
-    hidden_size=1024,
-    num_hidden_layers=28,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=128,
-    intermediate_size=3072,
+LLAMA_8B = llama(4096, 32, 32, 14336, num_key_value_heads=8)
+LLAMA_70B = llama(8192, 80, 64, 28672, num_key_value_heads=8)
+OPEN_LLAMA = llama(3200, 26, 32, 8640)  # neither num_key_value_heads nor head_dim
+QWEN = (*llama(1024, 28, 16, 3072, num_key_value_heads=8, head_dim=128), ("model_type", "qwen3"))
+GPT_2 = tuple(
+    dict(
+        model_type="gpt2", vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12
+    ).items()
 )
 REAL = [
     (1, Real("Llama 3 8B", LLAMA_8B, 8192, 2, 1, 2 * 32 * 8 * 128)),
@@ -488,6 +465,7 @@ EXERCISES = [
             (1, Texts((13, 6), 4, chunk=5)),
             (1, Texts((2, 5), 1)),
             (1, Texts((4,), 32)),
+            (1, Texts((5, 2), 4, spare=3)),
         ],
         Table,
         refuses=functions_of(memory) | functions_of(serving.engine),

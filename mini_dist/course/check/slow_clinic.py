@@ -11,13 +11,14 @@ programs; who reads on below reads the answers.)
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from numbers import Integral
 
 from ..profile.diagnose import diagnose_slow
-from .engine import LIBRARY, RIGHT, WRONG, Exercise, Line, Measured, Verdict, name_of
+from .clinic import Asked
+from .engine import RIGHT, WRONG, Line, Measured, Verdict
 from .sick_runs import DISEASES, Record, Sick, run, run_all
-from .watch import calls_of, learners
 
 __all__ = ["DISEASES", "visit"]
 
@@ -38,39 +39,43 @@ def patients() -> dict[str, Sick]:
 
 
 def unseen() -> list[Sick]:
-    """What the judge asks about: other ranks, sizes and strengths, nothing wrong among them."""
-    few, more = dict(size=3, steps=8), dict(size=5, steps=8)
-    return [
-        Sick("healthy", **few),
-        Sick("straggler", 0, **few),
-        Sick("input stall", **more),
-        Sick("another batch size", 4, much=0.5, **more),
-        Sick("host sync", **few),
-        Sick("memory leak", **few),
-        Sick("buckets too small", **few),
-        Sick("bad shard", 0, much=1.0, **more),
-        Sick("unsynchronised seeds", 0, **few),
-        Sick("save on one rank", 2, **few),
-        Sick("save on one rank", 0, **more),
-        Sick("healthy", batch=12, **more),
-        Sick("straggler", 4, much=1.4, **more),
-        Sick("input stall", 1, **few),
-        Sick("memory leak", 3, much=1.0, **more),
-        Sick("another batch size", 0, much=2.0, **few),
-    ]
+    """What the judge asks about: each disease on three ranks by lot, in other strengths; what all
+    ranks have, and nothing wrong at all. 3 ranks or 4 say nothing of the disease."""
+    lots, few, more = random.Random(21), dict(size=3, steps=6), dict(size=4, steps=6)
+    runs = [Sick("healthy", batch=12, **more)]
+    for disease, strengths in STRENGTHS.items():
+        for rank, much in zip(lots.sample(range(4), 3), strengths):
+            runs.append(Sick(disease, rank, much=much, **(more if rank == 3 else few)))
+    for disease in ("healthy", "input stall", "host sync", "memory leak", "buckets too small"):
+        runs.append(Sick(disease, **lots.choice((few, more))))
+    lots.shuffle(runs)
+    return runs
+
+
+def asked() -> dict[str, Sick]:
+    """What a verdict goes through, by the names that `visit` knows."""
+    return {f"unseen {i}": sick for i, sick in enumerate(unseen(), 1)} | patients()
+
+
+STRENGTHS = {  # of what a single rank can have
+    "straggler": (1.4, 2.0, 3.0),
+    "input stall": (2.0, 2.5, 3.0),
+    "another batch size": (0.5, 2.0, 1.25),
+    "memory leak": (1.0, 2.0, 3.0),
+    "bad shard": (1.0, 2.0, 1.5),
+    "unsynchronised seeds": (2.0, 2.0, 2.0),
+    "save on one rank": (2.0, 2.0),  # (each costs a run that stops)
+}
 
 
 def visit(patient: str) -> Record:
     """The record of a patient, of a healthy run ("healthy"), or of an unseen one by its number
     ("unseen 3"). Raises KeyError for a name that is none."""
-    known = patients() | {f"unseen {i}": sick for i, sick in enumerate(unseen(), 1)}
-    if patient not in known:
-        raise KeyError(
-            f"no patient {patient!r}; there are {', '.join(patients())} and unseen 1 to "
-            f"{len(unseen())}"
-        )
+    if patient not in asked():
+        known = f"{', '.join(patients())} and unseen 1 to {len(unseen())}"
+        raise KeyError(f"no patient {patient!r}; there are {known}")
     run_all(patients().values())  # all at once, for whoever visits one visits others
-    return copy.deepcopy(run(known[patient]))
+    return copy.deepcopy(run(asked()[patient]))
 
 
 # What speaks against a diagnosis, by what the run really has.
@@ -95,42 +100,29 @@ AGAINST = {
 }
 
 
-class SlowClinic(Exercise):
+class SlowClinic(Asked):
     """`check.diagnose_slow`: the records are made on ranks, the diagnoses here."""
 
     def judge(self, fn: Callable) -> Verdict:
         if verdict := self.made_before(fn):
             return verdict
-        lines, runs = [], unseen()
-        run_all(runs)
-        for number, sick in enumerate(runs, 1):
+        lines, runs = [], asked()
+        run_all(runs.values())
+        for name in [*runs, *reversed(runs)]:  # twice: who counts calls knows no disease
+            sick, look = runs[name], f' (slow_clinic.visit("{name}") shows it.)'
             record = copy.deepcopy(run(sick))
-            try:
-                with calls_of(self._refuses) as called:
-                    answer = learners(fn, record)
-            except Exception as error:
-                hint = f"With unseen {number}, {title(sick)}, your function raised "
-                hint += f"{type(error).__name__}: {error}{look(number)}"
-                return Verdict(self.name, WRONG, lines, hint)
-            if called:
-                note = f"These are the library's. Replace its call in {name_of(fn)} by your own."
-                return Verdict(self.name, LIBRARY, lines, note)
+            where = f" With {name}, {sick.size} ranks.{look}"
+            answer, verdict = self.ask(fn, record, lines=lines, where=where)
+            if verdict:
+                return verdict
             wrong = mistake(sick, answer)
             if not wrong and vars(record) != vars(run(sick)):
                 wrong = "It is right, but the record is changed: others want to read it, too."
-            told = Line(f"unseen {number}: {title(sick)}", str(answer), "what it has", not wrong)
-            lines.append(told)
+            told = Line(f"{name}: {sick.size} ranks", str(answer), "what it has", not wrong)
+            lines += [told] * (len(lines) < len(runs))
             if wrong:
-                return Verdict(self.name, WRONG, lines, f"Unseen {number}: {wrong}{look(number)}")
+                return Verdict(self.name, WRONG, lines, f"{name.capitalize()}: {wrong}{look}")
         return Verdict(self.name, RIGHT, lines)
-
-
-def title(sick: Sick) -> str:
-    return f"{sick.size} ranks"
-
-
-def look(number: int) -> str:
-    return f' (slow_clinic.visit("unseen {number}") shows it.)'
 
 
 def mistake(sick: Sick, answer) -> str:

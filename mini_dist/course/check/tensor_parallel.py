@@ -80,7 +80,6 @@ class WithBackward(Measured):
     forward = backward = 0
 
     def lines(self) -> list[Line]:
-        waits = sum(1 for _ in self.run.ledger.leaves(op="barrier"))
         return [
             on_ranks("right results on", self.right()),
             *self.more_lines(),
@@ -88,8 +87,7 @@ class WithBackward(Measured):
                 on_ranks(f"right gradients of {n} on", self.right(n))
                 for n in self.wanted[0].gradients
             ),
-            line("calls of the backend's collectives", ", ".join(self.backend) or "none", "none"),
-            *[line("messages of barriers", waits, 0)] * bool(waits),
+            self.backend_line(),
             self.bytes_line("forward"),
             self.bytes_line("backward"),
         ]
@@ -132,16 +130,8 @@ class WithBackward(Measured):
         found, wanted = self.results[0].y, self.wanted[0].y
         if any(rank.y is None for rank in self.results):
             return "Return the result: on some rank it is no tensor."
-        if [*self.run.ledger.leaves(op="barrier")]:
-            return (
-                "There is a barrier: it moves nothing, and whoever receives waits by itself for "
-                "who sends. Leave it out."
-            )
-        if self.backend:
-            return (
-                "Use mini_dist.collectives.ops and mini_dist.collectives: the backend's own calls "
-                "are no exercise."
-            )
+        if self.backend or self.barriers:
+            return self.of_the_backend("Use mini_dist.collectives.ops and mini_dist.collectives.")
         if found.dtype != wanted.dtype:
             return (
                 f"The result is {name_of(found.dtype)}, and what came in was "
@@ -151,8 +141,9 @@ class WithBackward(Measured):
         roughly = [self.right(name, lambda a, b: near(a, b, 0.02)) for name in names]
         if all(map(all, roughly)) and not self.are_right(*names):
             return (
-                "The first digits are right, the others are not: numbers were rounded on the way. "
-                f"Compute and send in {name_of(wanted.dtype)}, in which they came."
+                "The first digits are right, the others are not. So it looks if numbers are "
+                f"rounded on the way, and not computed and sent in {name_of(wanted.dtype)}, in "
+                "which they came; or if a small term is there that was not asked for."
             )
         return ""
 
@@ -358,9 +349,9 @@ def vector_trial(kind: str, fn, case: Vectors, group):
     leaf = x.clone().requires_grad_()
     input = leaf * 1  # no leaf: an in-place change is possible, and what we want to catch
     y = fn(input, group)
-    dy = torch.stack([dy, dy], -1)[..., 0]  # as it may come: not side by side in memory
-    found = seen(y, {"x": leaf}, dy)
-    found.extra = torch.equal(input.detach(), x)
+    given = torch.stack([dy, dy], -1)[..., 0]  # as it may come: not side by side in memory
+    found = seen(y, {"x": leaf}, given)
+    found.extra = torch.equal(input.detach(), x), torch.equal(given, dy)
     return found
 
 
@@ -376,10 +367,11 @@ class OneOfAPair(WithBackward):
         self.forward, self.backward = (0, once) if self.kind == "copy" else (once, 0)
 
     def more_lines(self):
-        return [yes("the inputs are untouched", all(rank.extra for rank in self.results))]
+        inputs, dys = (all(each) for each in zip(*(rank.extra for rank in self.results)))
+        return [yes("the inputs are untouched", inputs), yes("the dy are untouched", dys)]
 
     def own_mistake(self) -> str:
-        if not all(rank.extra for rank in self.results):
+        if not all(rank.extra[0] for rank in self.results):
             return (
                 "The function wrote into its input. Autograd may have saved that tensor for the "
                 "backward of whatever made it: gradients go wrong without a word. Return a new "
@@ -391,6 +383,11 @@ class OneOfAPair(WithBackward):
             return (
                 "No gradient comes back. Write a torch.autograd.Function with forward and "
                 "backward, and call its apply(...): the collectives alone end the graph."
+            )
+        if not all(rank.extra[1] for rank in self.results):
+            return (
+                "Backward wrote into dy. Others may get the same tensor as their gradient: return "
+                "a new one."
             )
         if self.are_right("x"):
             return ""
@@ -509,8 +506,10 @@ class Loss(WithBackward):
                 "The tokens are counted once a rank: all ranks have the same targets, so each "
                 "counts them all by itself."
             )
-        if set(self.counts) != {self.count}:
+        if min(self.counts) > self.count:
             return "Targets of IGNORE_INDEX do not count."
+        if set(self.counts) != {self.count}:
+            return "Too few tokens count: every target counts but IGNORE_INDEX, word 0 as well."
         if shape := self.wrong_shape():
             return f"{shape}: it is the sum of the losses that count, one number."
         if not self.are_right(""):

@@ -19,9 +19,10 @@ from mini_dist.collectives.backend import own_backend
 from mini_dist.model.gpt import GPT
 from mini_dist.model.loss import token_loss
 from mini_dist.plan.config import ModelConfig
+from mini_dist.strategies import data_parallel
 
 from .answers import my_all_reduce
-from .engine import Exercise, Line, Measured, line, on_ranks, too_few_bytes
+from .engine import NO_BARRIER, Exercise, Line, Measured, line, on_ranks, too_few_bytes
 from .watch import functions_of
 
 LR = 0.5
@@ -80,6 +81,7 @@ class Stepped:
     parts: dict[str, Tensor]
     sharded: dict[str, bool]
     forwards: int
+    was_sharded: bool  # by fully_shard, though parameters may be whole again
 
 
 def step_trial(fn, case: Step, group):
@@ -93,6 +95,7 @@ def step_trial(fn, case: Step, group):
         {name: getattr(p, "_local_tensor", p).detach().clone() for name, p in named.items()},
         {name: hasattr(p, "_local_tensor") for name, p in named.items()},
         len(forwards),
+        hasattr(gpt, "set_reshard_after_backward"),
     )
 
 
@@ -166,11 +169,17 @@ class ShardedStep(Measured):
             or self.mistake_in_parameters()
             or self.mistake_in_losses()
             or self.mistake_in_calls()
-            or self.mistake_in_bytes()
+            or (self.sent < self.wanted and too_few_bytes(self.sent, self.wanted))
+            or f"Right, but {self.sent:,} bytes were sent where {self.wanted:,} do."
         )
 
     def mistake_in_units(self) -> str:
         sharded = self.results[0].sharded
+        if self.results[0].was_sharded and not all(sharded.values()):
+            return (
+                "Some parameters are whole at the end. What is gathered for backward is to be "
+                "freed after it: set_reshard_after_backward(True), which is so from the start."
+            )
         if not any(sharded.values()):
             return (
                 "The parameters are whole on every rank: fully_shard(module, mesh=mesh) cuts those "
@@ -276,11 +285,6 @@ class ShardedStep(Measured):
             return f"{gathers} gathers: each of {self.units} units twice a micro-batch is enough."
         return ""
 
-    def mistake_in_bytes(self) -> str:
-        if self.sent < self.wanted:
-            return too_few_bytes(self.sent, self.wanted)
-        return f"Right, but {self.sent:,} bytes were sent where {self.wanted:,} do."
-
 
 # ---- a ring under DDP ---------------------------------------------------------------------------
 
@@ -378,10 +382,7 @@ class UnderDDP(Measured):
                 "exchange(..., like=a part as long as what arrives)."
             )
         if self.of_barriers:
-            return (
-                "There is a barrier: it moves nothing, and whoever receives waits by itself for "
-                "who sends. Leave it out."
-            )
+            return NO_BARRIER
         if not self.carried and self.size > 1:
             return "Right, but nothing went through your exchange: who has carried the gradients?"
         if self.carried < self.wanted:
@@ -455,7 +456,7 @@ def my_all_reduce(x, group):
     for k in range(size - 1):                        # and hand round
         ...
     return torch.cat(parts)""",
-        refuses=functions_of(collectives) - MESSAGES,
+        refuses=functions_of(collectives, data_parallel) - MESSAGES,
         answer=(my_all_reduce,),
     ),
 ]

@@ -26,7 +26,7 @@ from mini_dist.ranks.transport import rebuild_tensor
 
 from ..check import Verdict, adversities, exercises
 from ..check.clinic import Clinic
-from ..check.engine import LIBRARY, RIGHT, WRONG
+from ..check.engine import LIBRARY, RIGHT, WRONG, watched
 from ..check.watch import calls_of, learners, made_before
 from .inside import PR_SET_DUMPABLE
 
@@ -108,6 +108,15 @@ class Sealed:
 
     def __call__(self, *args):
         raise RuntimeError("a sealed function is called on ranks only")
+
+    def asked(self, args: tuple, refuses) -> tuple[object, set[str]]:
+        """What the function answers, on a rank, and which of `refuses` it has called."""
+        ((came, called),) = launch(watched, 1, (call, self, args, refuses), quiet=True).results
+        return came, called
+
+
+def call(fn, args: tuple, group):
+    return fn(*args)
 
 
 def seen_made_before(fn, kinds: tuple[type, ...], group) -> str:

@@ -130,7 +130,7 @@ def place_tokens(
     nobody has; as few as possible are taken, from the first on.
     """
     needed = -(-(written + new) // block_size)
-    table = table + free[: needed - len(table)]
+    table = table + free[: max(needed - len(table), 0)]  # it may have blocks in reserve
     places = []
     for i in range(written, written + new):
         block, rest = divmod(i, block_size)

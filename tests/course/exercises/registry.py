@@ -31,3 +31,26 @@ class Right:
     def __call__(self, fn: Callable) -> Callable:
         self.answers.append(fn)
         return fn
+
+
+@dataclass
+class Fresh:
+    """Answers to many exercises by somebody who had not read the checks: `wrong`, with a piece of
+    the hint, and `right`, both as (exercise, function, ...)."""
+
+    wrong_answers: list[tuple[str, Callable, str]] = field(default_factory=list)
+    right_answers: list[tuple[str, Callable]] = field(default_factory=list)
+
+    def wrong(self, name: str, says: str = ""):
+        def keep(fn):
+            self.wrong_answers.append((name, fn, says))
+            return fn
+
+        return keep
+
+    def right(self, name: str):
+        def keep(fn):
+            self.right_answers.append((name, fn))
+            return fn
+
+        return keep

@@ -10,12 +10,15 @@ from mini_dist.collectives import (
     exchange,
     gather,
     ops,
+    recv,
     reduce_scatter,
+    send,
     star_broadcast,
     start,
     wait,
 )
 from mini_dist.model.loss import IGNORE_INDEX, TokenLoss
+from mini_dist.strategies.asynchronous.ideas import PULL, PUSH, next_request, push
 from mini_dist.strategies.context_parallel import Partial
 from mini_dist.strategies.context_parallel.ring import add_block
 from mini_dist.strategies.data_parallel import flatten, mean, unflatten
@@ -286,3 +289,37 @@ def power_mean(x, q, group):
     p = torch.linalg.svd(all_reduce(x @ q, group, op="mean"), full_matrices=False).U
     q = all_reduce(x.T @ p, group) / group.size()
     return p @ q.T, q
+
+
+def serve(table, update, num_workers, bound, group):
+    begun, waiting, seen, applied, gone = {}, {}, {}, [], 0
+    while gone < num_workers:
+        kind, worker, rows = next_request(group)
+        if kind == PULL:
+            begun[worker] = begun.get(worker, 0) + 1
+            waiting[worker] = rows
+        elif kind == PUSH:
+            table[rows] = update(table[rows], recv(table[rows], worker, group))
+            applied.append((worker, len(applied) - seen.get(worker, 0)))
+        else:
+            begun.pop(worker, None)
+            gone += 1
+        counts = [*begun.values(), *[0] * (num_workers - gone - len(begun))]
+        for each in [w for w in waiting if bound is None or begun[w] <= min(counts) + bound]:
+            seen[each] = len(applied)
+            send(table[waiting.pop(each)], each, group)
+    return applied
+
+
+def push_touched(gradient, tokens, num_servers, group):
+    by_server = {}
+    for row in sorted({*tokens.flatten().tolist()}):
+        by_server.setdefault(row % num_servers, []).append(row)
+    for server, rows in by_server.items():
+        push(gradient[rows], torch.tensor(rows) // num_servers, server, group)
+
+
+def shares(batch_size, seconds):
+    ends = sorted((k * s, d) for d, s in enumerate(seconds) for k in range(1, batch_size + 1))
+    devices = [device for _, device in ends[:batch_size]]
+    return [devices.count(device) for device in range(len(seconds))]

@@ -8,6 +8,7 @@ import ast
 import builtins
 import dis
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import cloudpickle
@@ -221,3 +222,65 @@ def test_as_shipped_a_grader_refuses_each_of_them(notebook, monkeypatch):
     for cell in cells:
         with pytest.raises(check.CheckFailed, match="still the library's"):
             run([f"{imports}\n{cell}"])
+
+
+# ---- the rest of the lesson ----------------------------------------------------------------------
+
+
+def binds(statement: ast.stmt) -> set[str]:
+    if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+        return {statement.name}
+    if isinstance(statement, (ast.Import, ast.ImportFrom)):
+        return {(alias.asname or alias.name).split(".")[0] for alias in statement.names}
+    names = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
+    return {name.id for name in names if isinstance(name.ctx, ast.Store)}
+
+
+def reads(tree: ast.AST) -> set[str]:
+    names = (node for node in ast.walk(tree) if isinstance(node, ast.Name))
+    return {name.id for name in names if isinstance(name.ctx, ast.Load)}
+
+
+def with_what_it_needs(statements: list[ast.stmt], last: ast.Module, given: str) -> ast.Module:
+    """A cell behind those statements of the cells before it that it needs; `given` is there."""
+    needed, kept = reads(last) - {given}, []
+    for statement in reversed(statements):
+        if binds(statement) & needed:
+            kept.insert(0, statement)
+            needed = (needed - binds(statement)) | reads(statement) - {given}
+    return ast.Module([*kept, *last.body], [])
+
+
+def uses() -> Iterator[tuple[str, int, ast.Module]]:
+    """(exercise, number of the cell, its program) of later cells that call what was written."""
+    for path in WITH_EXERCISES:
+        cells = nbformat.read(path, as_version=4).cells
+        trees = []
+        for cell in cells:
+            if cell.cell_type == "code" and not re.search(r"^[!%]", cell.source, re.MULTILINE):
+                trees.append((ast.parse(cell.source), CHECKED.findall(cell.source)))
+        for at, (_, checked) in enumerate(trees):
+            for name, function in checked:
+                for later in range(at + 1, len(trees)):
+                    last, before = trees[later][0], [s for t, _ in trees[:later] for s in t.body]
+                    if function in reads(last) and function not in binds_in(last):
+                        yield name, later, with_what_it_needs(before, last, function)
+
+
+def binds_in(tree: ast.Module) -> set[str]:
+    return set().union(*map(binds, tree.body))
+
+
+USES = [
+    pytest.param(name, answer, program, id=f"{name}-{kind}-{number}")
+    for name, number, program in uses()
+    for kind, answer in (("printed", getattr(solutions, name)), ("other", getattr(right, name, 0)))
+    if answer
+]
+
+
+@pytest.mark.parametrize("name, answer, program", USES)
+@pytest.mark.sampled
+def test_a_right_answer_runs_the_later_cells_that_use_it(name, answer, program):
+    names = {"__name__": "exercise cells", name: answer}
+    exec(compile(program, f"<cells that use {name}>", "exec"), names)

@@ -242,14 +242,14 @@ def always_in_float64(parameters, group):
     in_dtype(torch.float64, parameters, group)
 
 
-@wrong("There is a barrier")
+@wrong("A barrier moves nothing")
 def waits_at_a_barrier(parameters, group):
     for p in with_gradient(parameters):
         p.grad = average(p, group)
         dist.barrier(group)
 
 
-@wrong("There is a barrier")
+@wrong("A barrier moves nothing")
 def waits_at_the_librarys_barrier(parameters, group):
     for p in with_gradient(parameters):
         p.grad = average(p, group)

@@ -356,7 +356,7 @@ def leaves_it_to_the_world(x, group):
     return total
 
 
-@ring("There is a barrier")
+@ring("A barrier moves nothing")
 def waits_for_all_in_a_ring(x, group):
     collectives.barrier(group)
     return solutions.my_all_reduce(x, group)

@@ -81,13 +81,13 @@ def column_in_float32(x, weight, bias, group):
     return linear(ops.copy(x, group).float(), weight.float(), bias)
 
 
-@column("There is a barrier")
+@column("A barrier moves nothing")
 def column_waits_for_all(x, weight, bias, group):
     collectives.barrier(group)
     return linear(ops.copy(x, group), weight, bias)
 
 
-@column("There is a barrier")
+@column("A barrier moves nothing")
 def column_waits_for_all_in_the_backend(x, weight, bias, group):
     dist.barrier(group)
     return linear(ops.copy(x, group), weight, bias)
@@ -222,14 +222,14 @@ def row_scatters_and_joins(x, weight, bias, group):
     return y if bias is None else y + bias
 
 
-@row("There is a barrier")
+@row("A barrier moves nothing")
 def row_waits_for_all(x, weight, bias, group):
     y = ops.all_reduce(linear(x, weight), group)
     collectives.barrier(group)
     return y if bias is None else y + bias
 
 
-@row("backend's own calls are no exercise")
+@row("Use mini_dist.collectives.ops")
 def row_by_the_backend(x, weight, bias, group):
     y = linear(x, weight)
     total = y.detach().clone()
@@ -383,7 +383,7 @@ def copy_that_averages_a_sum(x, group):
     return function(as_it_is, twice)(x, group)
 
 
-@pair_copy("There is a barrier")
+@pair_copy("A barrier moves nothing")
 def copy_that_waits_for_all(x, group):
     def waits(dy, group):
         collectives.barrier(group)
@@ -410,7 +410,7 @@ def reduce_in_float32(x, group):
     return function(in_float32, as_it_is)(x, group)
 
 
-@pair_reduce("There is a barrier")
+@pair_reduce("A barrier moves nothing")
 def reduce_that_waits_for_all(x, group):
     def waits(x, group):
         collectives.barrier(group)
@@ -600,7 +600,7 @@ def loss_sends_float32(logits, targets, group):
     return cross_entropy(logits, targets, group, add=add)
 
 
-@loss("There is a barrier")
+@loss("A barrier moves nothing")
 def loss_waits_for_all(logits, targets, group):
     collectives.barrier(group)
     return cross_entropy(logits, targets, group)

@@ -39,7 +39,7 @@ def server(
         if kind == PUSH:
             table[rows] = update(table[rows], recv(table[rows], worker, group))
             found = stale(applied, pulled, worker)
-            right = len(applied) - pulled[worker]
+            right = len(applied) - pulled.get(worker, 0)
             applied.append(Applied(worker, right if found is None else found))
         elif kind == PULL:
             steps[worker] = steps.get(worker, 0) + 1
@@ -47,7 +47,7 @@ def server(
         else:
             left += 1
             if forgets:
-                del steps[worker]
+                steps.pop(worker, None)
         for each in list(waiting) if looks(kind) else []:
             if may_go(steps, each[0], num_workers - left):
                 waiting.remove(each)
@@ -122,7 +122,7 @@ def does_not_look_again_when_one_leaves(table, update, num_workers, bound, group
 @wrong_server("The staleness is off")
 def counts_its_own(table, update, num_workers, bound, group):
     def stale(applied, pulled, worker):
-        return len(applied) + 1 - pulled[worker]
+        return len(applied) + 1 - pulled.get(worker, 0)
 
     return server(table, update, num_workers, group, bounded(bound), stale)
 
@@ -141,6 +141,59 @@ def keeps_the_new_rows_to_itself(table, update, num_workers, bound, group):
 def returns_the_table(table, update, num_workers, bound, group):
     server(table, update, num_workers, group, bounded(bound))
     return table
+
+
+def keeps(applied_of, forget, first=lambda num_workers: {}):
+    """A server whose bookkeeping fails a worker that has not pulled."""
+
+    def serve(table, update, num_workers, bound, group):
+        steps, waiting, pulled, applied, left = first(num_workers), [], {}, [], 0
+        while left < num_workers:
+            kind, worker, rows = next_request(group)
+            if kind == PUSH:
+                table[rows] = update(table[rows], recv(table[rows], worker, group))
+                applied.append(Applied(worker, applied_of(len(applied), pulled, worker)))
+            elif kind == PULL:
+                steps[worker] = steps.get(worker, 0) + 1
+                waiting.append((worker, rows))
+            else:
+                left += 1
+                forget(steps, worker)
+            fewest = min(steps.values()) if len(steps) == num_workers - left and steps else 0
+            for each in [w for w in waiting if bound is None or steps[w[0]] - fewest <= bound]:
+                waiting.remove(each)
+                pulled[each[0]] = len(applied)
+                send(table[each[1]], each[0], group)
+        return applied
+
+    return serve
+
+
+@wrong_server("may push or leave before it has pulled")
+def believes_that_a_push_follows_a_pull(*args):
+    def stale(made, pulled, worker):
+        return made - pulled[worker]
+
+    return keeps(stale, lambda steps, worker: steps.pop(worker, None))(*args)
+
+
+@wrong_server("may push or leave before it has pulled")
+def believes_that_who_leaves_has_pulled(*args):
+    def forget(steps, worker):
+        del steps[worker]
+
+    return keeps(lambda made, pulled, worker: made - pulled.get(worker, 0), forget)(*args)
+
+
+@wrong_server("a worker is known by its rank, which may be any")
+def numbers_workers_from_1(*args):
+    def first(num_workers):
+        return dict.fromkeys(range(1, num_workers + 1), 0)
+
+    def forget(steps, worker):
+        del steps[worker]
+
+    return keeps(lambda made, pulled, worker: made - pulled.get(worker, 0), forget, first)(*args)
 
 
 @wrong_push("push the rows of the tokens, each once, and no others")
@@ -312,7 +365,7 @@ def with_a_rule_apart(table, update, num_workers, bound, group):
 
 @right_server
 def hears_the_message_itself(table, update, num_workers, bound, group):
-    workers = [r for r in range(group.size()) if r != group.rank()]
+    workers = range(group.size() - num_workers, group.size())  # the servers are the first ranks
     begun, gone = dict.fromkeys(workers, 0), set()
     open_, at, out = {}, {}, []
     while len(gone) < num_workers:
@@ -327,7 +380,7 @@ def hears_the_message_itself(table, update, num_workers, bound, group):
             open_[who] = where
         else:
             table[where] = update(table[where], recv(table[where], who, group))
-            out.append((who, len(out) - at[who]))
+            out.append((who, len(out) - at.get(who, 0)))
         slowest = min((n for w, n in begun.items() if w not in gone), default=0)
         for w in [w for w in open_ if bound is None or begun[w] <= slowest + bound]:
             at[w] = len(out)
@@ -344,13 +397,13 @@ def answers_the_last_comer_first(table, update, num_workers, bound, group):
         kind, worker, rows = next_request(group)
         if kind == LEAVE:
             num_workers -= 1
-            steps.pop(worker)
+            steps.pop(worker, None)
         elif kind == PULL:
             steps[worker] = 1 + (steps[worker] if worker in steps else 0)
             pulls.insert(0, (worker, rows))
         else:
             table[rows] = update(table[rows], recv(table[rows], worker, group))
-            applied += [Applied(worker, len(applied) - then[worker])]
+            applied += [Applied(worker, len(applied) - then.get(worker, 0))]
         least = min(steps.values()) if len(steps) == num_workers and steps else 0
         go = [p for p in pulls if bound is None or steps[p[0]] <= least + bound]
         pulls = [p for p in pulls if p not in go]
@@ -365,7 +418,7 @@ def counts_updates_for_each_worker(table, update, num_workers, bound, group):
     missed = {}
 
     def stale(applied, pulled, worker):
-        return len(applied[pulled[worker] :])
+        return len(applied[pulled.get(worker, 0) :])
 
     missed.clear()
     return server(table, update, num_workers, group, bounded(bound), stale)

@@ -231,23 +231,23 @@ def looks_at_begins_only(tensors):
     return [place[number] for number in range(len(tensors))]
 
 
-@wrong_place("place the large ones first")
+@wrong_place("in which the tensors begin")
 def in_the_order_of_birth(tensors):
     return lowest_places(tensors, range(len(tensors)))
 
 
-@wrong_place("place the large ones first")
+@wrong_place("with the smallest first")
 def the_smallest_first(tensors):
     return lowest_places(tensors, sorted(range(len(tensors)), key=lambda i: tensors[i][0]))
 
 
-@wrong_place("Small tensors settle where a large one would fit later: place the large ones first")
+@wrong_place("with the longest life first")
 def the_longest_life_first(tensors):
     lives = sorted(range(len(tensors)), key=lambda i: tensors[i][1] - tensors[i][2])
     return lowest_places(tensors, lives)
 
 
-@wrong_place("place the large ones first")
+@wrong_place("only the last end looked at")
 def never_in_a_gap(tensors):
     place = {}
     for number in sorted(range(len(tensors)), key=lambda i: -tensors[i][0]):
@@ -256,7 +256,7 @@ def never_in_a_gap(tensors):
     return [place[number] for number in range(len(tensors))]
 
 
-@wrong_place("place the large ones first")
+@wrong_place("as long as it lives")
 def an_end_still_lives(tensors):
     longer = [(size, begin, end + 1) for size, begin, end in tensors]
     return lowest_places(longer, sorted(range(len(tensors)), key=lambda i: -tensors[i][0]))

@@ -33,7 +33,7 @@ def gives_the_rank_as_text(record):
     return disease, None if rank is None else str(rank)
 
 
-@wrong("your function raised KeyError")
+@wrong("our function raised KeyError")
 def asks_for_what_is_not_there(record):
     return {}[record.size]
 
@@ -53,7 +53,7 @@ def blames_the_network(record):
     return ("buckets too small", None) if disease == "straggler" else (disease, rank)
 
 
-@wrong("straggler it is, but not on rank 1")
+@wrong("straggler it is, but not on rank")
 def blames_who_waits_most(record):
     disease, rank = solved(record)
     if disease == "straggler":
@@ -62,7 +62,7 @@ def blames_who_waits_most(record):
     return disease, rank
 
 
-@wrong("unsynchronised seeds it is, but not on rank 1")
+@wrong("it is, but not on rank 1")
 def takes_rank_0_for_the_healthy_one(record):
     disease, rank = solved(record)
     alike = "another batch size", "unsynchronised seeds", "save on one rank"
@@ -125,6 +125,31 @@ def averages_losses_over_steps(record):
 def takes_rank_0_for_the_saver(record):
     disease, rank = solved(record)
     return (disease, 0) if disease == "save on one rank" else (disease, rank)
+
+
+@wrong("it is, but not on rank")
+def names_the_rank_of_the_patient(record):
+    """As who has learnt the lesson's patients by heart."""
+    disease, rank = solved(record)
+    return disease, rank if rank is None else OF_PATIENTS[disease] or 0
+
+
+OF_PATIENTS = {sick.disease: sick.rank for sick in slow_clinic.patients().values()}
+IN_ORDER = [(sick.disease, sick.rank) for sick in slow_clinic.asked().values()]
+CALLS = []
+
+
+@wrong("you say")
+def counts_its_calls(record):
+    """The answers in the order in which they were asked for."""
+    CALLS.append(1)
+    return IN_ORDER[(len(CALLS) - 1) % len(IN_ORDER)]
+
+
+@wrong("it is, but not on")
+def goes_by_the_size(record):
+    disease, rank = solved(record)
+    return disease, {3: 0, 4: 1}.get(record.size) if rank is not None else None
 
 
 @wrong("the record is changed")

@@ -385,7 +385,7 @@ def keys_only(config, tokens, bytes_a_number, tp):
     return layers * max(kv // tp, 1) * head_dim * tokens * bytes_a_number
 
 
-@counted("4 times too many: the cache has key/value heads")
+@counted("4 times too many, which is num_attention_heads")
 def all_heads(config, tokens, bytes_a_number, tp):
     layers, heads, _, head_dim = sizes(config)
     return 2 * layers * heads // tp * head_dim * tokens * bytes_a_number

@@ -147,7 +147,7 @@ def largest_traffic_in_all_innermost(axes, sent, ranks_per_host):
     return tuple(sorted(axes, key=lambda axis: sent[axis] * axes[axis]))
 
 
-@wrong_order("Turned round")  # with a 8 x b 2 on hosts of 2, and only there
+@wrong_order("another order has")
 def most_sent_for_its_size_innermost(axes, sent, ranks_per_host):
     return tuple(sorted(axes, key=lambda axis: sent[axis] / axes[axis]))
 

@@ -454,3 +454,12 @@ def test_the_clinic_is_judged_by_what_its_answers_say(apart):
     }
     (said,) = sandbox.run("judge", job, Limits(), apart=True).messages
     assert (said["judged"], said["state"]) == ("diagnoses", "right"), json.dumps(said)
+
+
+@pytest.mark.parametrize("name", ["missing_collective", "diagnose_slow"])
+def test_what_is_answered_on_no_rank_is_asked_on_one_by_a_grader(name):
+    """The judging process opens no function, so a rank answers for it."""
+    from tests.course.exercises import solutions
+
+    verdict = judge.judge(name, cloudpickle.dumps(getattr(solutions, name)))
+    assert verdict.state == "right", verdict

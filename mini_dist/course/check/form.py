@@ -1,0 +1,46 @@
+"""What is seen of an answer before it runs: its arguments, and names that look at the judge."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from types import CodeType
+
+from .ways import Complaint
+
+# With these a function sees the frames around it, or switches off what notes its calls.
+LOOKS_AROUND = {"_getframe", "currentframe", "f_back", "f_locals", "setprofile", "settrace"}
+
+
+def mistake_of_form(fn: Callable, solution: Callable) -> str:
+    """The hint for a function that cannot be an answer; "" if it can. It is called with all the
+    arguments of `solution` that have no default."""
+    parameters = inspect.signature(inspect.unwrap(solution)).parameters.values()
+    names = [p.name for p in parameters if p.default is p.empty]
+    if not callable(fn):
+        return f"{fn!r} is no function: give the function itself, without parentheses."
+    try:
+        inspect.signature(fn).bind(*names)
+    except TypeError as error:
+        return f"Your function is called with ({', '.join(names)}): {error}."
+    except ValueError:  # it does not say what it takes
+        pass
+    return ""
+
+
+def stays_inside(fn: Callable) -> None:
+    """Raise Complaint for a function that names what looks around it (on a rank: elsewhere a grader
+    does not open the learner's function)."""
+    code = getattr(inspect.unwrap(fn), "__code__", None)
+    if found := sorted(LOOKS_AROUND & {*(words_in(code) if code else ())}):
+        raise Complaint(
+            f"Your function uses {found[0]}, by which it could see the judge at work or escape it. "
+            "No answer needs that: leave it out."
+        )
+
+
+def words_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from words_in(each)
