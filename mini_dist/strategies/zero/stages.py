@@ -88,6 +88,8 @@ class ZeRO1(Trainable):
                     self.units[-1].part_from_whole()
         self.units.sort(key=lambda unit: unit.module is not module)  # the root is used first
         self.leaving: Unit | None = None  # whose gradients are under way
+        self.is_finishing = False  # inside finish(), or it ended in an exception
+        self.lots = getattr(messages, "lots", None)  # random numbers of each step's messages
         self.optimizer = make_optimizer(self.tensors_to_step())
         if not isinstance(self.optimizer, ELEMENTWISE):
             known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
@@ -120,9 +122,11 @@ class ZeRO1(Trainable):
         return norm
 
     def finish(self) -> None:
+        self.is_finishing = True
         for unit in reversed(self.units):
             self.scatter(unit)
         self.finish_scatter()
+        self.is_finishing = False
 
     def average_with_replicas(self) -> None:
         """Once a step, however many micro-batches it has: the second hop of MiCS (Zhang et al.
@@ -156,17 +160,22 @@ class ZeRO1(Trainable):
         if self.is_interrupted():
             self.start_over()
             meet(self.group)
+        elif self.lots:
+            self.lots.begin_step()
         for parameter in self.own.values():
             parameter.grad = None
         for shard in self.tensors_to_step():
             self.tier.forget_gradient(shard)
 
     def is_interrupted(self) -> bool:
-        """Outside of forward and backward: whether one of them has not come to its end."""
-        return self.leaving is not None
+        """Outside of a step: whether its forward, backward or finish has not come to its end."""
+        return self.leaving is not None or self.is_finishing
 
     def start_over(self) -> None:
         """Bring to an end what an exception has interrupted, and forget it."""
+        self.is_finishing = False
+        if self.lots:
+            self.lots.repeat_step()
         if self.leaving:
             self.leaving.drop_scatter()
             self.leaving = None
@@ -208,12 +217,16 @@ class ZeRO2(ZeRO1):
             raise RuntimeError(CALL_ZERO_GRAD)
         self.missing[unit] -= 1
         while self.waiting and self.missing[self.waiting[0]] == 0:
-            self.unit_is_done(self.waiting.pop(0))
+            self.first_is_done()
 
     def backward_is_over(self) -> None:
         while self.waiting:  # with parameters that this rank did not use: others may have
-            self.unit_is_done(self.waiting.pop(0))
+            self.first_is_done()
         self.finish_scatter()
+
+    def first_is_done(self) -> None:
+        self.unit_is_done(self.waiting[0])
+        del self.waiting[0]  # not before: an exception leaves the backward interrupted
 
     def unit_is_done(self, unit: Unit) -> None:
         self.scatter(unit)
