@@ -7,6 +7,7 @@ import torch
 from mini_dist import GPT, Layout, ModelConfig, launch
 from mini_dist.model.data import Batches
 from mini_dist.model.recompute import recompute_blocks
+from mini_dist.ranks.diagnose import RankError
 from mini_dist.strategies.compression import Compressed, OneBit, Quantized, half, top_k
 from mini_dist.strategies.data_parallel import Bucketed, Naive, Overlapped
 from mini_dist.strategies.expert_parallel import layers_with_experts, move_balance_biases
@@ -208,6 +209,34 @@ def test_the_next_step_is_as_if_nothing_had_been_raised(name):
     for untouched, *broken_off in launch(train_in_all_ways, 2, (make, name, ways)).results:
         for way, found in zip(ways, broken_off, strict=True):
             assert found == untouched, way
+
+
+# -- on one rank only ------------------------------------------------------------------------------
+
+
+def break_off_on_rank_0(make, name, way, group):
+    model, step = make(name, group)
+    armed = lay_charge(model)
+    for number in range(3):
+        if number == 1 and group.rank() == 0:
+            armed.append(way)
+            with pytest.raises(Oops):
+                step(number)
+            armed.clear()
+        step(number)
+
+
+SENDERS = ["naive", "overlapped", "zero 1 qgZ", "zero 2", "zero 3 qgZ", "zero 3 behind"]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", [*SENDERS, "tp", "cp", "ep", "ep zero 3"])
+def test_a_rank_that_repeats_a_step_alone_is_told_so_at_once(name, way):
+    """Its messages are not those that the others wait for. Never do the wrong ones pass."""
+    make = listed if name in LISTED else laid_out
+    with pytest.raises(RankError, match="the ranks do not agree|deadlock: ranks 0 and 1 wait"):
+        launch(break_off_on_rank_0, 2, (make, name, way), timeout=300)
 
 
 # -- what must be rebuilt says so ------------------------------------------------------------------

@@ -144,12 +144,14 @@ class Overlapped(Bucketed):
     """A bucket leaves as soon as backward has finished its last gradient.
 
     The sending is done by one background thread, in the order of the buckets: all ranks must
-    enter their all-reduces in the same order, whatever order their gradients get ready in.
+    enter their all-reduces in the same order, whatever order their gradients get ready in. The
+    thread lives from the first bucket of a step to `finish`, because a rank with another thread is
+    never known to be stuck: `launch` would name a deadlock only after its timeout.
     """
 
     def __init__(self, module, group, reduce=None, bucket_bytes: int = BUCKET_BYTES, ignored=()):
         super().__init__(module, group, reduce, bucket_bytes, ignored)
-        self.sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sender")
+        self.sender: ThreadPoolExecutor | None = None
         self.bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket}
         self.leaving: list[Future] = []
         self.missing = [len(bucket) for bucket in self.buckets]
@@ -168,6 +170,9 @@ class Overlapped(Bucketed):
     def start_over(self) -> None:
         super().start_over()
         wait_for(self.leaving)
+        if self.sender:
+            self.sender.shutdown()
+            self.sender = None
         self.missing, self.leaving = [len(bucket) for bucket in self.buckets], []
 
     def gradient_is_ready(self, parameter: Tensor) -> None:
@@ -185,6 +190,8 @@ class Overlapped(Bucketed):
 
     def leave(self) -> None:
         """Send the next bucket off."""
+        if self.sender is None:
+            self.sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sender")
         number = len(self.leaving)
         bucket, reduce = self.buckets[number], self.reduces[number]
         flat = [flatten(bucket)]
