@@ -152,6 +152,14 @@ class Slot:
 
     The sandbox that will be needed next is started early: until its job comes it holds nothing but
     the course, Python and torch, and to load these takes a third of the time of a short notebook.
+
+    Loading is not shared between notebooks. For lesson 02 with one exercise (November 2026, on two
+    busy cores) a notebook took 26 s of CPU time, of which imports were 12: papermill 2.1, the
+    kernel's 3.2, the judge's 2.9, torch for the ranks of each 1.9. A process that has imported all
+    this and is forked into new namespaces would save most of it, and would keep files, processes
+    and network apart. But papermill starts its kernel and `launch` its ranks as new programs, so
+    all three starts would have to be replaced, and every notebook would get the same addresses and
+    the same hash seed.
     """
 
     def __init__(self, limits: Limits, *, apart: bool, cores: Iterable[int] = (), stop=None):
