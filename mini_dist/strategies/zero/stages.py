@@ -88,7 +88,7 @@ class ZeRO1(Trainable):
                     self.units[-1].part_from_whole()
         self.units.sort(key=lambda unit: unit.module is not module)  # the root is used first
         self.leaving: Unit | None = None  # whose gradients are under way
-        self.is_finishing = False  # inside finish(), or it ended in an exception
+        self.is_sending = False  # a unit's gradients, or that ended in an exception
         self.lots = getattr(messages, "lots", None)  # random numbers of each step's messages
         self.optimizer = make_optimizer(self.tensors_to_step())
         if not isinstance(self.optimizer, ELEMENTWISE):
@@ -122,11 +122,9 @@ class ZeRO1(Trainable):
         return norm
 
     def finish(self) -> None:
-        self.is_finishing = True
         for unit in reversed(self.units):
             self.scatter(unit)
         self.finish_scatter()
-        self.is_finishing = False
 
     def average_with_replicas(self) -> None:
         """Once a step, however many micro-batches it has: the second hop of MiCS (Zhang et al.
@@ -169,11 +167,11 @@ class ZeRO1(Trainable):
 
     def is_interrupted(self) -> bool:
         """Outside of a step: whether its forward, backward or finish has not come to its end."""
-        return self.leaving is not None or self.is_finishing
+        return self.leaving is not None or self.is_sending
 
     def start_over(self) -> None:
         """Bring to an end what an exception has interrupted, and forget it."""
-        self.is_finishing = False
+        self.is_sending = False
         if self.lots:
             self.lots.repeat_step()
         if self.leaving:
@@ -185,7 +183,9 @@ class ZeRO1(Trainable):
 
     def scatter(self, unit: Unit) -> None:
         self.finish_scatter()
+        self.is_sending = True
         unit.begin_scatter()
+        self.is_sending = False
         self.leaving = unit
         if self.group.size() == 1:
             self.finish_scatter()
@@ -217,16 +217,12 @@ class ZeRO2(ZeRO1):
             raise RuntimeError(CALL_ZERO_GRAD)
         self.missing[unit] -= 1
         while self.waiting and self.missing[self.waiting[0]] == 0:
-            self.first_is_done()
+            self.unit_is_done(self.waiting.pop(0))
 
     def backward_is_over(self) -> None:
         while self.waiting:  # with parameters that this rank did not use: others may have
-            self.first_is_done()
+            self.unit_is_done(self.waiting.pop(0))
         self.finish_scatter()
-
-    def first_is_done(self) -> None:
-        self.unit_is_done(self.waiting[0])
-        del self.waiting[0]  # not before: an exception leaves the backward interrupted
 
     def unit_is_done(self, unit: Unit) -> None:
         self.scatter(unit)
