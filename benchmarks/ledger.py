@@ -5,6 +5,10 @@
 Two ranks, one a core. Both kinds of step alternate inside one run: recorded (the group of every
 launch, and the hooks that follow the phases) and plain (torch's own gloo group, no hooks). Once
 with one message a step, once with one a parameter, which is the worst case for a recorder.
+
+The rows of one collective take the CPU time of a small one on rank 0, where nothing else hides the
+recorder: with all that it does, and with the record of shapes for the parent left out (flight.py,
+which names operations on which the ranks do not agree). They have no bar.
 """
 
 import sys
@@ -18,6 +22,7 @@ from mini_dist import GPT, ModelConfig, launch
 from mini_dist.model.data import Batches, load_text
 from mini_dist.model.loss import token_loss
 
+MANY = 200  # small collectives that are timed together
 CONFIG = ModelConfig(d_model=128, num_layers=4, num_heads=4, seq_len=64)
 
 
@@ -61,6 +66,32 @@ def step_times(text, repeats, one_message, group):
     return pairs
 
 
+def small_collectives(repeats, group):
+    """Microseconds of CPU time of one all-reduce of 1 KB: (recorded, without shapes, plain)."""
+    plain, x = dist.new_group(backend="gloo"), torch.ones(256)
+    flight = group.recorder.flight
+    noted = flight.begin, flight.wait, flight.done
+
+    def timed(group, shapes):
+        if not shapes:
+            flight.begin, flight.wait, flight.done = (lambda *_, **__: 0 for _ in range(3))
+        dist.barrier(plain)
+        start = time.process_time()
+        for _ in range(MANY):
+            dist.all_reduce(x, group=group)
+        taken = time.process_time() - start
+        flight.begin, flight.wait, flight.done = noted
+        return 1e6 * taken / MANY
+
+    ways = (group, True), (group, False), (plain, True)
+    rounds = []
+    for number in range(repeats + 1):  # the first round warms up
+        order = ways if number % 2 else ways[::-1]
+        taken = {way: timed(*way) for way in order}
+        rounds.append([taken[way] for way in ways])
+    return rounds[1:]
+
+
 def cases(long):
     text = load_text()
     repeats = 200 if long else 60
@@ -72,6 +103,21 @@ def cases(long):
             lambda times=recorded: next(times),
             lambda times=plain: next(times),
             bar=1.05,
+            repeats=repeats,
+            warmup=0,
+        )
+    run = launch(small_collectives, 2, (repeats,), timeout=300)
+    recorded, unshaped, plain = map(list, zip(*run.results[0]))
+    for name, ours, theirs in (
+        ("all-reduce of 1 KB, beside torch's", recorded, plain),
+        ("all-reduce of 1 KB, beside no shapes", recorded, unshaped),
+    ):
+        ours, theirs = iter(ours), iter(theirs)
+        yield Case(
+            name,
+            lambda ours=ours: next(ours),
+            lambda theirs=theirs: next(theirs),
+            unit="us",
             repeats=repeats,
             warmup=0,
         )

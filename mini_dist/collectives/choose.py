@@ -175,6 +175,11 @@ def all_reduce(
     "hierarchical" or "pipelined_hierarchy" (with `nodes`, as hierarchical.py has them, where launch
     does not know the hosts), or "auto".
     """
+    if nodes is not None and algorithm not in (*TWO_LEVELS, "auto"):
+        raise ValueError(
+            f"nodes={nodes!r} has no meaning for algorithm={algorithm!r}: give "
+            f"{' or '.join(map(repr, TWO_LEVELS))}, or leave nodes out"
+        )
     ways = ALL_REDUCE | {name: partial(way, nodes=nodes) for name, way in TWO_LEVELS.items()}
     auto = "stars" if x.nbytes <= STARS_BYTES else "ring"
     if x.nbytes <= STAR_BYTES:

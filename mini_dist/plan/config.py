@@ -46,7 +46,8 @@ class ModelConfig:
     num_heads: int = 8  # N
     num_kv_heads: int | None = None  # K: N unless given (K < N is GQA, K = 1 is MQA)
     head_dim: int | None = None  # H: D / N unless given
-    d_ffn: int | None = None  # F: 4 D, or 8/3 D rounded up to 64 with swiglu (as many weights)
+    d_ffn: int | None = None  # F: 4 D, or 8/3 D rounded up to 64 with swiglu (as many weights);
+    # with experts it is that of dense layers, and that of experts where d_expert is not given
     activation: str = "gelu"
     norm: str = "layernorm"
     positions: str = "rotary"
@@ -67,7 +68,8 @@ class ModelConfig:
     top_k: int = 0  # experts a token visits
     num_shared_experts: int = 0  # experts every token visits besides
     d_expert: int | None = None  # F of one expert: d_ffn unless given
-    d_shared: int | None = None  # F of all shared ones: num_shared_experts * d_expert unless given
+    # F of all shared ones: num_shared_experts * d_expert unless given; else their number is unused.
+    d_shared: int | None = None
     shared_gate: bool = False  # their output is weighted, by D numbers (Qwen2-MoE)
     router_bias: bool = False
     first_dense_layers: int = 0
@@ -198,6 +200,11 @@ class ModelConfig:
                 f"num_kv_heads={self.num_kv_heads} has no meaning with latent "
                 f"attention: leave it at num_heads={self.num_heads}."
             )
+        elif self.qkv_bias != self.bias:
+            raise ValueError(
+                f"qkv_bias={self.qkv_bias} has no meaning with latent attention, which has no "
+                f"biases: leave it at bias={self.bias}."
+            )
 
     def replace(self, **changes) -> ModelConfig:
         """A copy with some fields changed; derived fields follow (`dataclasses.replace` cannot
@@ -245,7 +252,7 @@ class Layout:
     tp: int = 1  # tensor parallel: each matrix is cut
     ep: int = 1  # expert parallel: the experts are spread
     etp: int | None = None  # ranks that cut each expert's matrices: tp unless given; divides tp
-    sequence_parallel: bool = False  # what tp leaves whole is cut along the sequence
+    sequence_parallel: bool = False  # what tp leaves whole is cut along the sequence (if tp > 1)
     zero: int = 0  # over dp * cp: 1 shards optimizer states, 2 gradients too, 3 parameters too
     micro_batch_size: int = 1  # sequences in one forward pass of one replica
     num_micro_batches: int = 1  # forward passes of one replica in a step

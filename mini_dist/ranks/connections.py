@@ -8,6 +8,13 @@ still answers, because its kernel does: silence is a host, or the way to it.
 
 And who is at the other end, where that is on this host: gloo takes whoever connects first for the
 rank that it waits for, and the kernel knows the user of each socket (`refuse_strangers`).
+
+Why the check and nothing else: gloo in torch 2.13's wheels has no transport but TCP. With
+GLOO_DEVICE_TRANSPORT set to TCP_TLS (with key and certificate), UV or UNIX every rank raised
+"makeDeviceForHostname(): unsupported gloo device" (tried in November 2026 on x86-64), so Unix
+sockets would mean a transport of our own for every collective. An HMAC with the run's secret would
+protect what is unpickled, but not the numbers in tensors, and torch unpickles objects itself. The
+check protects both, before anything is exchanged.
 """
 
 from __future__ import annotations

@@ -10,8 +10,10 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from mini_dist import GPT, ModelConfig, launch
+from mini_dist.collectives.mesh import Mesh
 from mini_dist.model.data import Batches
 from mini_dist.model.loss import token_loss
 from mini_dist.plan.calculators import (
@@ -25,6 +27,7 @@ from mini_dist.plan.calculators import (
 from mini_dist.plan.calculators.links import Link
 from mini_dist.plan.config import Layout
 from mini_dist.ranks.ledger.memory import held
+from mini_dist.strategies.expert_parallel import layers_with_experts, shard_experts
 from mini_dist.strategies.offload import (
     Adam8bit,
     Allocator,
@@ -502,6 +505,44 @@ def test_a_whole_step_peaks_as_the_calculator_says(stage, changes, sequences, m,
     for peaks in run.results:
         assert peaks["device"] == pytest.approx(rank_memory(config, layout, how).total, rel=within)
         assert peaks["host"] == pytest.approx(host_memory(config, layout, how).total, rel=within)
+
+
+def experts_apart(config, ep, steps, group):
+    """Steps of ZeRO-3 with experts spread by ep and sharded among the ranks that are left."""
+    mesh, lanes = Mesh(group, dp=group.size(), ep=ep), Sides(SPEEDS, group)
+    gpt = shard_experts(GPT(config), mesh["ep"], averaged_over=ep)
+    experts = nn.ModuleList(
+        expert for layer in layers_with_experts(gpt) for expert in layer.experts.values()
+    )
+    away = dict(offload=OverlappedOffload(lanes))
+    model = ZeRO3(
+        gpt, mesh["dp"], adamw, units=gpt.blocks, ignored=set(experts.parameters()), **away
+    )
+    parts = [model, ZeRO3(experts, mesh["edp"], adamw, units=experts, **away)]
+    for _ in range(steps):
+        tokens = torch.randint(0, config.vocab_size, (2, config.seq_len))
+        token_loss(model(tokens), tokens).mean().backward()
+        for part in parts:
+            part.step()
+            part.zero_grad()
+    return lanes.peaks()["host"]
+
+
+@pytest.mark.parametrize("ep", [2, 1])
+@pytest.mark.sampled
+def test_experts_are_shared_among_fewer_ranks_on_the_host_too(ep):
+    config = ModelConfig(**DEEP | {"num_layers": 4, "num_experts": 4, "top_k": 2})
+    how = framework("course").replace(**COURSE_AWAY)
+    layout = Layout(dp=2, ep=ep, zero=3, micro_batch_size=2)
+    runs = [launch(experts_apart, 2, (config, ep, steps), memory=True) for steps in (1, 2)]
+    said = host_memory(config, layout, how).total
+    assert runs[1].results == [pytest.approx(said, rel=0.02)] * 2
+    to_host, to_device = (
+        moved(runs[1], op) - moved(runs[0], op) for op in ("to_host_", "to_device_")
+    )
+    moves = traffic(config, layout, how)
+    assert to_host == moves["gradients to the host"]
+    assert to_device == moves["parameters back"]
 
 
 def steps_in_files(config, folder, group):

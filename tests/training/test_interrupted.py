@@ -7,9 +7,10 @@ import torch
 from mini_dist import GPT, Layout, ModelConfig, launch
 from mini_dist.model.data import Batches
 from mini_dist.model.recompute import recompute_blocks
+from mini_dist.ranks.diagnose import RankError
 from mini_dist.strategies.compression import Compressed, OneBit, Quantized, half, top_k
 from mini_dist.strategies.data_parallel import Bucketed, Naive, Overlapped
-from mini_dist.strategies.expert_parallel import layers_with_experts
+from mini_dist.strategies.expert_parallel import layers_with_experts, move_balance_biases
 from mini_dist.strategies.offload import Lanes
 from mini_dist.strategies.offload import OverlappedOffload as Behind
 from mini_dist.strategies.train import split, train_step
@@ -19,8 +20,9 @@ from mini_dist.training.all_axes import parallelize
 
 CONFIG = ModelConfig(d_model=16, num_layers=3, num_heads=2, seq_len=8)
 EXPERTS = CONFIG.replace(num_experts=4, top_k=2)
+SIGMOID = EXPERTS.replace(router="sigmoid")
 TEXT = torch.randint(0, 256, (2000,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
-WAYS = "forward", "backward"
+WAYS = "forward", "backward", "finish"
 
 
 class Oops(Exception):
@@ -52,7 +54,26 @@ def lay_charge(model, place=None):
     kinds = "MLP", "ParallelMLP", "ExpertParallel"
     places = [module for module in model.modules() if type(module).__name__ in kinds]
     places[len(places) // 2 if place is None else place].register_forward_hook(go_off)
+    for part in model.modules():
+        charge_finish(part, armed)
     return armed
+
+
+def charge_finish(part, armed):
+    """Let the sending of gradients raise, when some of them have been sent."""
+
+    def or_raise(send):
+        def sending(*args):
+            if armed == ["finish"]:
+                raise Oops
+            return send(*args)
+
+        return sending
+
+    if hasattr(part, "reduces"):
+        part.reduces[-1] = or_raise(part.reduces[-1])
+    for unit in getattr(part, "units", [])[:1]:
+        unit.begin_scatter = or_raise(unit.begin_scatter)
 
 
 def adamw(parameters):
@@ -99,6 +120,9 @@ LISTED = {
     "zero 3 prefetch": lambda group: sharded(ZeRO3, group, prefetch=2),
     "zero 3 hpz": lambda group: sharded(ZeRO3, group, inside=group),
     "zero 3 quantized": lambda group: sharded(ZeRO3, group, messages=Quantized(8, None)),
+    "zero 1 qgZ": lambda group: sharded(ZeRO1, group, messages=Quantized(None, 4)),
+    "zero 2 qgZ": lambda group: sharded(ZeRO2, group, messages=Quantized(None, 8)),
+    "zero 3 qgZ": lambda group: sharded(ZeRO3, group, messages=Quantized(8, 4)),
     "zero 1 master": lambda group: sharded(
         ZeRO1, group, torch.bfloat16, master_dtype=torch.float32
     ),
@@ -115,12 +139,14 @@ LISTED = {
     "zero 3 behind": lambda group: sharded(ZeRO3, group, offload=Behind(Lanes())),
     "zero 3 delayed": lambda group: sharded(ZeRO3, group, offload=Behind(Lanes(), delayed=True)),
 }
+KEEP_WHAT_IS_LEFT_OUT = "naive top k", "bucketed one bit"  # once sent, it cannot be taken back
 LAYOUTS = {
     "tp": (CONFIG, Layout(tp=2, num_micro_batches=2)),
     "tp sequence zero 3": (CONFIG, Layout(tp=2, sequence_parallel=True, zero=3)),
     "cp": (CONFIG, Layout(cp=2, num_micro_batches=2)),
     "cp zero 2": (CONFIG, Layout(cp=2, zero=2, num_micro_batches=2)),
     "ep": (EXPERTS, Layout(dp=2, ep=2, num_micro_batches=2)),
+    "ep sigmoid": (SIGMOID, Layout(dp=2, ep=2, num_micro_batches=2)),
     "ep zero 3": (EXPERTS, Layout(dp=2, ep=2, zero=3, num_micro_batches=2)),
 }
 
@@ -144,14 +170,17 @@ def laid_out(name, group):
     )
 
     def step(number):
-        return model.step(*batches.batch(number), max_norm=1.0)
+        done = model.step(*batches.batch(number), max_norm=1.0)
+        if config.router == "sigmoid":
+            move_balance_biases(model, 1e-2)
+        return done
 
     return model, step
 
 
 def train(make, name, way, group):
     """Of 4 steps losses, norms and visits to experts, the third step broken off once in this way,
-    if in any."""
+    if in any; and the routers' biases at the end."""
     model, step = make(name, group)
     armed, found = lay_charge(model), []
     for number in range(4):
@@ -163,21 +192,51 @@ def train(make, name, way, group):
         done = step(number)
         visits = [layer.visits_of_step.tolist() for layer in layers_with_experts(model)]
         found.append((done.loss.item(), done.norm.item(), visits))
-    return found
+    biases = [b.tolist() for name, b in model.named_buffers() if name.endswith("balance_bias")]
+    return [*found, biases]
 
 
-def train_in_all_ways(make, name, group):
+def train_in_all_ways(make, name, ways, group):
     torch.manual_seed(0)
-    return [train(make, name, way, group) for way in (None, *WAYS)]
+    return [train(make, name, way, group) for way in (None, *ways)]
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", [*LISTED, *LAYOUTS])
 def test_the_next_step_is_as_if_nothing_had_been_raised(name):
     make = listed if name in LISTED else laid_out
-    for untouched, *broken_off in launch(train_in_all_ways, 2, (make, name)).results:
-        for way, found in zip(WAYS, broken_off, strict=True):
+    ways = [way for way in WAYS if way != "finish" or name not in KEEP_WHAT_IS_LEFT_OUT]
+    for untouched, *broken_off in launch(train_in_all_ways, 2, (make, name, ways)).results:
+        for way, found in zip(ways, broken_off, strict=True):
             assert found == untouched, way
+
+
+# -- on one rank only ------------------------------------------------------------------------------
+
+
+def break_off_on_rank_0(make, name, way, group):
+    model, step = make(name, group)
+    armed = lay_charge(model)
+    for number in range(3):
+        if number == 1 and group.rank() == 0:
+            armed.append(way)
+            with pytest.raises(Oops):
+                step(number)
+            armed.clear()
+        step(number)
+
+
+SENDERS = ["naive", "overlapped", "zero 1 qgZ", "zero 2", "zero 3 qgZ", "zero 3 behind"]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", [*SENDERS, "tp", "cp", "ep", "ep zero 3"])
+def test_a_rank_that_repeats_a_step_alone_is_told_so_at_once(name, way):
+    """Its messages are not those that the others wait for. Never do the wrong ones pass."""
+    make = listed if name in LISTED else laid_out
+    with pytest.raises(RankError, match="the ranks do not agree|deadlock: ranks 0 and 1 wait"):
+        launch(break_off_on_rank_0, 2, (make, name, way), timeout=300)
 
 
 # -- what must be rebuilt says so ------------------------------------------------------------------
@@ -196,6 +255,14 @@ def rebuilt(kind, group):
         with pytest.raises(RuntimeError) as error:
             model.step(*batch)
         return str(error.value)
+    if kind in KEEP_WHAT_IS_LEFT_OUT:
+        model, step = listed(kind, group)
+        lay_charge(model).append("finish")
+        with pytest.raises(Oops):
+            step(0)
+        with pytest.raises(RuntimeError) as error:
+            step(0)
+        return str(error.value)
     if kind == "feedback":
         model, _ = averaged(Overlapped, group, reduce=OneBit())
     else:
@@ -209,7 +276,7 @@ def rebuilt(kind, group):
     return str(error.value)
 
 
-@pytest.mark.parametrize("kind", ["pipeline", "feedback", "early"])
+@pytest.mark.parametrize("kind", ["pipeline", "feedback", "early", *KEEP_WHAT_IS_LEFT_OUT])
 def test_what_cannot_go_on_says_that_it_must_be_rebuilt(kind):
     assert "rebuild the model" in launch(rebuilt, 2, (kind,)).results[0]
 

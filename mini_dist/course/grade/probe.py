@@ -2,7 +2,7 @@
 
 The job may hold {"read": paths, "write": paths, "chmod": paths, "connect": port, "fill": bytes,
 "memfd": true, "queues": true, "families": numbers, "buffer": bytes} and one of {"sockets": pairs,
-"pipes": number, "tables": bytes}, which it then holds until it is ended.
+"in_flight": pairs, "pipes": number, "tables": bytes}, which it then holds until it is ended.
 """
 
 import ctypes
@@ -74,6 +74,28 @@ def fill_sockets(pairs: int) -> list:
     return held
 
 
+def fill_pipes(number: int) -> list:
+    """Write 64 KB into each pipe, which is what it takes unless its user has too many."""
+    held = [os.pipe() for _ in range(number)]
+    for _, end in held:
+        os.set_blocking(end, False)
+        with suppress(BlockingIOError):
+            os.write(end, bytes(1 << 16))
+    return held
+
+
+def send_sockets(pairs: int) -> list:
+    """Queue as much, then send both ends to nobody and close them: /proc shows them no more."""
+    held = []
+    for one, other in fill_sockets(pairs):
+        way = socket.socketpair()
+        socket.send_fds(way[0], [b"x"], [one.fileno(), other.fileno()])
+        one.close()
+        other.close()
+        held.append(way)
+    return held
+
+
 def touch_pages(size: int) -> mmap.mmap:
     """Read one byte of every 2 MB: each needs a page table, none a page of its own."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -103,8 +125,9 @@ if __name__ == "__main__":
     if "buffer" in job:
         said["buffer"] = buffer(job["buffer"])
     print(json.dumps(said), flush=True)
-    holds = {"sockets": fill_sockets, "pipes": lambda n: [os.pipe() for _ in range(n)]}
-    for kind, hold in (holds | {"tables": touch_pages}).items():
+    holds = {"sockets": fill_sockets, "in_flight": send_sockets}
+    holds |= {"pipes": lambda n: [os.pipe() for _ in range(n)], "tables": touch_pages}
+    for kind, hold in holds.items():
         if kind in job:
             held = hold(job[kind])
             time.sleep(20)

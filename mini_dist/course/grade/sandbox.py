@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from . import usage
+from . import cgroups, usage
 from .inside import BEYOND, LENGTH
 
 UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--kill-child")
@@ -32,6 +32,7 @@ PATIENCE = 5  # seconds for what is ended to be gone
 # Bytes of all messages of a worker, each of which takes up to some 25 once it is read as JSON, and
 # of all payloads, which nobody reads.
 MOST_TOLD, MOST_CARRIED = 1 << 20, 128 << 20
+BEYOND_ITS_GROUP = "it took more than {:g} GB of memory, with what the kernel holds for it"
 COURSE = Path(__file__).resolve().parents[3]
 
 
@@ -92,8 +93,11 @@ class Sandbox:
         self.limits, self.said = limits, Said()
         self.errors: list[bytes] = []
         self.folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        command = [*UNSHARE, *command] if apart else command
+        # The files of a sandbox are in memory, and a cgroup counts them.
+        self.group = cgroups.group_of(limits.memory + limits.disk * apart)
         self.process = subprocess.Popen(
-            [*UNSHARE, *command] if apart else command,
+            self.group.entered(command) if self.group else command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -116,9 +120,12 @@ class Sandbox:
                 data = json.dumps(job).encode()
                 self.process.stdin.write(LENGTH.pack(len(data)) + data)
                 self.process.stdin.flush()
-            self.said.cut_short = wait(self.process, self.limits, stop)
+            self.said.cut_short = wait(self.process, self.limits, stop, self.group)
         finally:
+            beyond = self.group is not None and self.group.went_beyond()
             self.close()
+        if beyond:
+            self.said.cut_short = BEYOND_ITS_GROUP.format(self.limits.memory / 2**30)
         if not self.said.cut_short and self.process.returncode:
             last = b"".join(self.errors).decode(errors="replace").strip().splitlines()[-1:]
             how = [f"it ended with status {self.process.returncode}"]
@@ -131,6 +138,8 @@ class Sandbox:
         for reader in self.readers:
             reader.join(5)
         self.folder.cleanup()
+        if self.group:
+            self.group.remove()
 
 
 def run(worker: str, job: dict, limits: Limits, *, apart: bool) -> Said:
@@ -143,6 +152,14 @@ class Slot:
 
     The sandbox that will be needed next is started early: until its job comes it holds nothing but
     the course, Python and torch, and to load these takes a third of the time of a short notebook.
+
+    Loading is not shared between notebooks. For lesson 02 with one exercise (November 2026, on two
+    busy cores) a notebook took 26 s of CPU time, of which imports were 12: papermill 2.1, the
+    kernel's 3.2, the judge's 2.9, torch for the ranks of each 1.9. A process that has imported all
+    this and is forked into new namespaces would save most of it, and would keep files, processes
+    and network apart. But papermill starts its kernel and `launch` its ranks as new programs, so
+    all three starts would have to be replaced, and every notebook would get the same addresses and
+    the same hash seed.
     """
 
     def __init__(self, limits: Limits, *, apart: bool, cores: Iterable[int] = (), stop=None):
@@ -153,7 +170,10 @@ class Slot:
     def run(self, worker: str, job: dict, then: str = "") -> Said:
         """Run this worker, and meanwhile start the one that comes after it."""
         mine = self.ahead.pop(worker, None)
-        if mine is None or mine.process.poll() is not None:
+        if mine is not None and mine.process.poll() is not None:
+            mine.close()
+            mine = None
+        if mine is None:
             mine = Sandbox(worker, self.limits, **self.how)
         if then and then not in self.ahead:
             self.ahead[then] = Sandbox(then, self.limits, **self.how)
@@ -196,7 +216,12 @@ def keep_last(pipe, errors: list[bytes]) -> None:
         errors[:] = [*errors[-3:], data]
 
 
-def wait(process: subprocess.Popen, limits: Limits, stop: threading.Event | None) -> str:
+def wait(
+    process: subprocess.Popen,
+    limits: Limits,
+    stop: threading.Event | None,
+    group: cgroups.Group | None,
+) -> str:
     """Wait for its end; why it has to be ended before that, or ""."""
     late = time.monotonic() + limits.seconds + PATIENCE  # its first process should have ended it
     while True:
@@ -204,6 +229,8 @@ def wait(process: subprocess.Popen, limits: Limits, stop: threading.Event | None
             return "interrupted"
         if time.monotonic() > late:
             return f"it took longer than {limits.seconds:g} s"
+        if group and group.went_beyond():  # the kernel killed one process; the others would go on
+            return BEYOND_ITS_GROUP.format(limits.memory / 2**30)
         with suppress(subprocess.TimeoutExpired):
             process.wait(LOOK)
             return ""

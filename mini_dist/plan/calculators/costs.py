@@ -172,6 +172,12 @@ def all_reduce(
     Hierarchical: reduce-scatter in each node of `ranks_per_node` ranks, ring all-reduce of each
     shard between nodes, all-gather in the node."""
     link = _checked("all_reduce", algorithm, num_bytes, size, link)
+    for name, value, of in (
+        ("ranks_per_node", ranks_per_node, "hierarchical"),
+        ("roots", roots, "stars"),
+    ):
+        if value is not None and algorithm != of:
+            raise ValueError(f"{name}={value!r} is of {of!r}, not of {algorithm!r}: leave it out.")
     if algorithm in ("star", "tree"):
         parts = [
             reduce(num_bytes, size, algorithm, link),

@@ -30,7 +30,8 @@ class Framework:
     parameter_bytes: float = 2
     gradient_bytes: float = 2
     optimizer_bytes: float = 12  # K: fp32 copy and Adam's two moments
-    shard_bytes: float = 0  # of the shard that ZeRO-1 and 2 step beside the whole; often in K
+    # Of the shard that ZeRO-1 and 2 step beside the whole, on the device; often in K.
+    shard_bytes: float = 0
     activation_bytes: float = 2
     mask_bytes: float = 1  # of an element's dropout; torch on a CPU keeps a full-width factor
     flash_attention: bool = True
@@ -42,9 +43,12 @@ class Framework:
     # attention and every second matrix (torchtitan).
     selective: str = "scores"
     loss_bytes: float = 4
-    loss_bytes_cut: float = 0  # the same where tp cuts the vocabulary; 0: as many
+    # The same, in place of loss_bytes, where tp cuts the vocabulary; 0: as many.
+    loss_bytes_cut: float = 0
     weight_gradients: str = "none"  # kept beside the gradients: "none", "largest", "one_layer"
-    own_runs: bool = False  # this library's: moments.py goes through its step
+    # This library's: moments.py goes through its step, so the loss's bytes, prefetch and backward
+    # are the engine's own.
+    own_runs: bool = False
     prefetch: int = 1  # layers whose parameters ZeRO-3 gathers ahead
     plain_modules: bool = False  # torch's, unfused: activations._plain_modules says what they keep
     backward: bool = True  # count one layer's backward at the peak
@@ -56,8 +60,8 @@ class Framework:
     offload_parameters: bool = False  # on the device only while their layer computes
     # The optimizer's states (and parameters, if they are offloaded) are in files, not on the host.
     offload_to_files: bool = False
-    # Gradients leave behind backward, and of the step states, arithmetic and parameters go on
-    # beside each other. Without, one after the other.
+    # Of what is offloaded: gradients leave behind backward, and of the step states, arithmetic and
+    # parameters go on beside each other. Without, one after the other.
     offload_overlaps: bool = False
     offload_delayed: bool = False  # the host steps behind the next step: one update late
     # What the time depends on.
@@ -65,8 +69,10 @@ class Framework:
     # parallelism gathers for them; no other number is.
     fp8: bool = False
     fused_weight_gradients: bool = True  # summed up inside the GEMM, not by a pass over them
-    flash_speed: float = 1.0  # 0.5 for the first FlashAttention (Dao 2023: the second is twice)
-    flash_2: bool = False  # the second, on a chip that has faster ones
+    # With flash_attention only: 0.5 for the first FlashAttention (Dao 2023: the second is twice);
+    # and whether it is the second, on a chip that has faster ones.
+    flash_speed: float = 1.0
+    flash_2: bool = False
     loss_traffic: float = 24  # bytes moved a logit, forward and backward
     reduce_bytes: float = 4  # a gradient on the wire
     # Bytes moved around the optimizer's own pass, a number that is stepped: gradients are read for
@@ -85,7 +91,8 @@ class Framework:
     # behind the GEMM for the input's gradient; that is reduced behind the GEMM for the weights'.
     overlaps_tensor_backward: bool = False
     # Under sequence parallelism a tensor's pieces are gathered and reduced behind its matrix: async
-    # TP (torchtitan), userbuffers (Transformer Engine). An option of both, off by default.
+    # TP (torchtitan), userbuffers (Transformer Engine). An option of both, off by default. It hides
+    # all that overlaps_tensor_backward does.
     overlaps_tensor: bool = False
     # Gradients that travel in one message: a bucket is closed once it has as many, and no tensor is
     # cut (DDP, Megatron's buffers). inf: all at once.
@@ -140,6 +147,11 @@ class Framework:
             raise ValueError(
                 f"framework {self.name!r} offloads something, but offload_optimizer=False: the "
                 "optimizer's states, which are the most and are used the least, go first."
+            )
+        if self.unit_scatter_by_nodes and not self.unit_scatter_bytes:
+            raise ValueError(
+                f"unit_scatter_by_nodes=True of framework {self.name!r} needs "
+                "unit_scatter_bytes: two hops are for gradients that are sent as codes."
             )
         if self.weight_gradients not in ("none", "largest", "one_layer"):
             raise ValueError(

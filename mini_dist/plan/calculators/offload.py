@@ -25,7 +25,14 @@ from .lines import Breakdown, Line, readable
 from .machines import Hardware, hardware
 from .memory import device_memory, peak_memory
 from .optimizer_time import gradients_leave, passed_in_step
-from .parameters import copies, held_outside, num_parameters, parameters_of_rank
+from .parameters import (
+    HeldParameters,
+    copies,
+    held_by_layer,
+    held_outside,
+    num_parameters,
+    parameters_of_rank,
+)
 
 # What is borrowed, by the name of the tier that the last of it is in.
 TIERS = {
@@ -43,23 +50,47 @@ TIERS = {
 
 def _shard(config, layout) -> float:
     """Parameters that a rank steps."""
-    held = parameters_of_rank(config, layout, 0)
+    return _part_of(parameters_of_rank(config, layout, 0), layout)
+
+
+def _part_of(held: HeldParameters, layout: Layout) -> float:
+    """Of parameters that a rank computes with, those that it steps: experts are shared among edp
+    ranks, all others among dp * cp."""
     return sum(numel / (ways if layout.zero else 1) for numel, ways, _ in copies(held, layout))
 
 
+def _largest_layer(config, layout) -> float:
+    """Parameters of a rank's shard of its largest layer."""
+    kinds = {False, True} if 0 < config.num_moe_layers < config.num_layers else {_has_moe(config)}
+    return max(_part_of(held_by_layer(config, layout, moe), layout) for moe in kinds)
+
+
+def _has_moe(config) -> bool:
+    return config.num_moe_layers > 0
+
+
+def _units(config, layout) -> tuple[float, float, float]:
+    """Parameters of a rank's shards of the units that our engine makes: of what is outside the
+    layers, of a layer without its experts, and of one expert."""
+    held = held_by_layer(config, layout, _has_moe(config))
+    layer = _part_of(HeldParameters(dense=held.dense), layout)
+    experts = _part_of(HeldParameters(experts=held.experts), layout)
+    here = config.num_experts / layout.ep
+    outside = _part_of(held_outside(config, layout, 0), layout)
+    return outside, layer, experts / here if experts else 0.0
+
+
 def stays(config, layout) -> float:
-    """Parameters of a rank's shards of what forward leaves on the device for backward."""
-    held = parameters_of_rank(config, layout, 0)
-    whole = min(2, config.num_layers) * held.largest_layer + held_outside(config, layout, 0).total
-    return float(whole) / (layout.dp * layout.cp if layout.zero else 1)
+    """Parameters of a rank's shards of what forward leaves on the device for backward: the last two
+    layers, the last two experts, and what is outside the layers."""
+    outside, layer, expert = _units(config, layout)
+    return min(2, config.num_layers) * layer + outside + 2 * expert
 
 
 def host_memory(config: ModelConfig, layout: Layout, how: str | Framework) -> Breakdown:
     """Bytes of the host for one device. Files need room for two layers that are on their way."""
     how, shard = framework(how), _shard(config, layout)
-    held = parameters_of_rank(config, layout, 0)
-    passing = 2 * shard * float(held.largest_layer) / float(held.total)
-    passing = passing if how.offload_to_files else shard
+    passing = 2 * _largest_layer(config, layout) if how.offload_to_files else shard
     where = "2 layers of " if how.offload_to_files else ""
     lines = []
     if how.offload_optimizer:
@@ -72,10 +103,12 @@ def host_memory(config: ModelConfig, layout: Layout, how: str | Framework) -> Br
         e = how.activation_bytes
         lines.append(Line("parameters", e * passing, "bytes", f"{e:g} P, {where}a shard"))
     if how.own_runs and how.offload_optimizer:  # offload/gradients.py: two arrive, and AdamW's
-        unit = float(held.largest_layer) / (layout.dp * layout.cp if layout.zero else 1)
-        g = how.gradient_bytes
-        lines.append(Line("gradients that arrive", 2 * g * unit, "bytes", f"2 * {g:g} P_layer"))
-        lines.append(Line("optimizer's temporaries", 8 * unit, "bytes", "2 * 4 P_layer"))
+        outside, layer, expert = _units(config, layout)
+        unit, g = max(outside, layer), how.gradient_bytes
+        arrive, formula = 2 * g * (unit + expert), f"2 * {g:g} P_unit"  # experts on their own
+        lines.append(Line("gradients that arrive", arrive, "bytes", formula))
+        temporary = 8 * max(unit, expert)
+        lines.append(Line("optimizer's temporaries", temporary, "bytes", "2 * 4 P_unit"))
         if not how.offload_parameters:  # what is stepped, beside what the device computes with
             e = how.parameter_bytes
             lines.append(Line("shards", e * passing, "bytes", f"{e:g} P, {where}a shard"))
@@ -114,7 +147,7 @@ def traffic(config: ModelConfig, layout: Layout, how: str | Framework) -> Breakd
         value, formula = back * e * shard, f"{back} * {e:g} P"
         if how.own_runs and how.offload_parameters:  # root and last units stay for backward
             value -= m * e * stays(config, layout)
-            formula += f" - {m} * {e:g} (2 P_layer + P_outside)"
+            formula += f" - {m} * {e:g} (2 P_layer + P_outside{' + 2 P_expert' * _has_moe(config)})"
         lines.append(Line("parameters back", value, "bytes", formula))
     if how.offload_to_files:
         k = how.optimizer_bytes

@@ -88,13 +88,24 @@ class Lots:
 
     def __init__(self, seed: int):
         self.seed, self.generator = seed, None
+        self.at_begin: Tensor | None = None  # the generator's state when this step began
 
     def of(self, x: Tensor, group) -> torch.Generator:
         if self.generator is None:
             # (On the meta device nothing is drawn, and torch has no generator for it.)
             self.generator = torch.Generator() if x.is_meta else torch.Generator(x.device)
             self.generator.manual_seed(group.size() * self.seed + group.rank())
+            self.at_begin = self.generator.get_state()
         return self.generator
+
+    def begin_step(self) -> None:
+        if self.generator is not None:
+            self.at_begin = self.generator.get_state()
+
+    def repeat_step(self) -> None:
+        """Go back to where this step began, so that it can be repeated with the same numbers."""
+        if self.generator is not None:
+            self.generator.set_state(self.at_begin)
 
 
 def sign() -> Callable:

@@ -67,6 +67,7 @@ class Naive(Trainable):
         if not self.parameters_to_average:
             raise ValueError("no parameter requires a gradient: there is nothing to train")
         self.synchronizes = True
+        self.is_finishing = False  # inside finish(), or it ended in an exception
         self.send_in([[parameter] for parameter in self.parameters_to_average])
         broadcast_state(module, group, self.ignored)
 
@@ -88,8 +89,38 @@ class Naive(Trainable):
             self.synchronizes = True
 
     def finish(self) -> None:
+        self.is_finishing = True
+        self.average()
+        self.is_finishing = False
+
+    def average(self) -> None:
         for (parameter,), reduce in zip(self.buckets, self.reduces):
             parameter.grad = reduce(gradient(parameter).flatten(), self.group).view_as(parameter)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients. If a step ended in an exception, all ranks have to call this, and
+        then the next step is what it would have been without it. Raises RuntimeError where it
+        cannot be: a compression has kept what it left out of the buckets that were sent before."""
+        if self.is_interrupted():
+            if self.has_sent() and hasattr(self.reduce, "of_bucket"):
+                raise RuntimeError(
+                    f"{type(self.reduce).__name__} has kept what it left out of gradients that are "
+                    "forgotten now, of a step that ended in an exception: rebuild the model"
+                )
+            self.start_over()
+            meet(self.group)
+        super().zero_grad(set_to_none)
+
+    def is_interrupted(self) -> bool:
+        """Outside of a step: whether one has not come to its end."""
+        return self.is_finishing
+
+    def has_sent(self) -> bool:
+        """Whether the interrupted step may have sent a bucket."""
+        return self.is_finishing
+
+    def start_over(self) -> None:
+        self.is_finishing = False
 
 
 @checks_kinds
@@ -103,7 +134,7 @@ class Bucketed(Naive):
         super().__init__(module, group, reduce, ignored)
         self.send_in(make_buckets(self.parameters_to_average, bucket_bytes))
 
-    def finish(self) -> None:
+    def average(self) -> None:
         for bucket, reduce in zip(self.buckets, self.reduces):
             unflatten(reduce(flatten(bucket), self.group), bucket)
 
@@ -113,37 +144,36 @@ class Overlapped(Bucketed):
     """A bucket leaves as soon as backward has finished its last gradient.
 
     The sending is done by one background thread, in the order of the buckets: all ranks must
-    enter their all-reduces in the same order, whatever order their gradients get ready in.
+    enter their all-reduces in the same order, whatever order their gradients get ready in. The
+    thread lives from the first bucket of a step to `finish`, because a rank with another thread is
+    never known to be stuck: `launch` would name a deadlock only after its timeout.
     """
 
     def __init__(self, module, group, reduce=None, bucket_bytes: int = BUCKET_BYTES, ignored=()):
         super().__init__(module, group, reduce, bucket_bytes, ignored)
-        self.sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sender")
+        self.sender: ThreadPoolExecutor | None = None
         self.bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket}
-        self.start_over()
+        self.leaving: list[Future] = []
+        self.missing = [len(bucket) for bucket in self.buckets]
         for parameter in self.parameters_to_average:
             # Its gradient is complete when it has been added to .grad. A hook on the parameter
             # itself (register_hook) would run before that.
             parameter.register_post_accumulate_grad_hook(self.gradient_is_ready)
 
-    def start_over(self) -> None:
-        self.missing = [len(bucket) for bucket in self.buckets]
-        self.leaving: list[Future] = []
+    def is_interrupted(self) -> bool:
+        whole = [len(bucket) for bucket in self.buckets]
+        return bool(self.leaving) or self.missing != whole or super().is_interrupted()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients. If a backward ended in an exception, all ranks have to call this,
-        and then the next step is what it would have been without it. Raises RuntimeError where it
-        cannot be: a compression has kept what it left out of the buckets that left before."""
-        if self.leaving or self.missing != [len(bucket) for bucket in self.buckets]:
-            if self.leaving and hasattr(self.reduce, "of_bucket"):
-                raise RuntimeError(
-                    f"{type(self.reduce).__name__} has kept what it left out of gradients that are "
-                    "forgotten now, of a backward without finish(): rebuild the model"
-                )
-            wait_for(self.leaving)
-            self.start_over()
-            meet(self.group)
-        super().zero_grad(set_to_none)
+    def has_sent(self) -> bool:
+        return bool(self.leaving)
+
+    def start_over(self) -> None:
+        super().start_over()
+        wait_for(self.leaving)
+        if self.sender:
+            self.sender.shutdown()
+            self.sender = None
+        self.missing, self.leaving = [len(bucket) for bucket in self.buckets], []
 
     def gradient_is_ready(self, parameter: Tensor) -> None:
         number = self.bucket_of[parameter]
@@ -160,6 +190,8 @@ class Overlapped(Bucketed):
 
     def leave(self) -> None:
         """Send the next bucket off."""
+        if self.sender is None:
+            self.sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sender")
         number = len(self.leaving)
         bucket, reduce = self.buckets[number], self.reduces[number]
         flat = [flatten(bucket)]
@@ -169,7 +201,7 @@ class Overlapped(Bucketed):
         # has a core, which may be in the middle of the optimizer's step.
         self.leaving.append(self.sender.submit(lambda: reduce(flat.pop(), self.group)))
 
-    def finish(self) -> None:
+    def average(self) -> None:
         while len(self.leaving) < len(self.buckets):  # parameters that this rank did not use
             self.leave()
         for bucket, future in zip(self.buckets, self.leaving):

@@ -71,6 +71,11 @@ class OverlappedOffload:
                 "early=True and gradients_too=True: a gradient that is stepped as soon as it is "
                 "there needs no file; give one of them"
             )
+        if micro_batches != 1 and not early:
+            raise ValueError(
+                f"micro_batches={micro_batches} without early=True: how many there are matters "
+                "only to a shard that is stepped in backward; leave it out"
+            )
         for kind, away in (("parameters", parameters_too), ("gradients", gradients_too)):
             if away and folder is None:
                 raise ValueError(f"{kind}_too=True needs a folder to put the {kind} into")

@@ -88,6 +88,8 @@ class ZeRO1(Trainable):
                     self.units[-1].part_from_whole()
         self.units.sort(key=lambda unit: unit.module is not module)  # the root is used first
         self.leaving: Unit | None = None  # whose gradients are under way
+        self.is_sending = False  # a unit's gradients, or that ended in an exception
+        self.lots = getattr(messages, "lots", None)  # random numbers of each step's messages
         self.optimizer = make_optimizer(self.tensors_to_step())
         if not isinstance(self.optimizer, ELEMENTWISE):
             known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
@@ -156,17 +158,22 @@ class ZeRO1(Trainable):
         if self.is_interrupted():
             self.start_over()
             meet(self.group)
+        elif self.lots:
+            self.lots.begin_step()
         for parameter in self.own.values():
             parameter.grad = None
         for shard in self.tensors_to_step():
             self.tier.forget_gradient(shard)
 
     def is_interrupted(self) -> bool:
-        """Outside of forward and backward: whether one of them has not come to its end."""
-        return self.leaving is not None
+        """Outside of a step: whether its forward, backward or finish has not come to its end."""
+        return self.leaving is not None or self.is_sending
 
     def start_over(self) -> None:
         """Bring to an end what an exception has interrupted, and forget it."""
+        self.is_sending = False
+        if self.lots:
+            self.lots.repeat_step()
         if self.leaving:
             self.leaving.drop_scatter()
             self.leaving = None
@@ -176,7 +183,9 @@ class ZeRO1(Trainable):
 
     def scatter(self, unit: Unit) -> None:
         self.finish_scatter()
+        self.is_sending = True
         unit.begin_scatter()
+        self.is_sending = False
         self.leaving = unit
         if self.group.size() == 1:
             self.finish_scatter()

@@ -19,12 +19,13 @@ import sys
 import threading
 import time
 import tracemalloc
+from pathlib import Path
 
 import cloudpickle
 import pytest
 
 from mini_dist.course.grade import __main__ as command
-from mini_dist.course.grade import grading, judge, sandbox, usage
+from mini_dist.course.grade import cgroups, grading, judge, sandbox, usage
 from mini_dist.course.grade.sandbox import Limits
 from mini_dist.course.grade.submissions import Cell, Submission, lessons
 from tests.course.grading.classroom import CLASS, FORGED, HARM, STEP, hand_in, step, text_of
@@ -217,6 +218,90 @@ def test_memory_that_the_kernel_holds_for_it_counts(apart, kind):
     assert "GB of memory, up to 0." in said.cut_short and "in the kernel" in said.cut_short
 
 
+@pytest.fixture
+def group():
+    if cgroups.where_groups_go() is None:
+        pytest.skip("this process may make no cgroup that limits memory")
+    group = cgroups.group_of(100 << 20)
+    yield group
+    group.remove()
+    assert not group.path.exists()
+
+
+def hold(kind, number):
+    """A command that holds this, as `probe` does."""
+    held = f"probe.{kind}({number})"
+    return [sys.executable, "-c", f"from mini_dist.course.grade import probe; held = {held}"]
+
+
+@pytest.mark.parametrize(
+    "held", [("fill_sockets", 500), ("touch_pages", 64 << 30), ("fill_pipes", 1900)]
+)
+def test_a_cgroup_counts_what_the_kernel_holds(group, held):
+    """Measured here on cgroup v1: messages in Unix sockets and pipes, and page tables."""
+    done = subprocess.run(group.entered(hold("fill_sockets", 5)), cwd=sandbox.COURSE)
+    assert done.returncode == 0 and not group.went_beyond()
+    done = subprocess.run(group.entered(hold(*held)), cwd=sandbox.COURSE)
+    assert done.returncode == -9 and group.went_beyond()
+
+
+def test_a_cgroup_bounds_what_no_look_at_processes_shows(apart, group):
+    """Sockets in flight: their ends are closed, so no process has them. Then nothing is left."""
+    limits = Limits(60, memory=80 << 20, disk=20 << 20)
+    before = sorted(group.path.parent.iterdir())
+    said = sandbox.run("probe", {"in_flight": 800}, limits, apart=True)
+    assert said.cut_short.endswith("GB of memory, with what the kernel holds for it")
+    assert sorted(group.path.parent.iterdir()) == before
+
+
+V2_FILES = {"cgroup.controllers": "cpu memory", "cgroup.subtree_control": "", "cgroup.procs": ""}
+
+
+def v2_tree(folder, **files):
+    folder.mkdir(parents=True)
+    for name, text in (V2_FILES | files).items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_in_v2_memory_is_handed_down_only_from_a_group_without_other_processes(tmp_path):
+    """By folders that look like cgroup v2, for want of a machine with it."""
+    mine = str(os.getpid())
+    for number, (files, hands) in enumerate(
+        [
+            ({"cgroup.subtree_control": "memory"}, True),
+            ({"cgroup.procs": f"{mine}\n1\n"}, False),
+            ({"cgroup.procs": mine, "cgroup.controllers": "cpu"}, False),
+        ]
+    ):
+        assert cgroups.hands_down_memory(v2_tree(tmp_path / str(number), **files)) is hands
+    folder = v2_tree(tmp_path / "alone", **{"cgroup.procs": mine})
+    (folder / "mini_dist-grader").mkdir()
+    assert cgroups.hands_down_memory(folder)
+    assert (folder / "mini_dist-grader/cgroup.procs").read_text() == "0"
+    assert (folder / "cgroup.subtree_control").read_text() == "+memory"
+
+
+OWN = {
+    "v1": ("4:memory:/a/b", "1 1 0:1 / /cg/memory rw - cgroup cgroup rw,memory", "/cg/memory/a/b"),
+    "v1, of a container": (
+        "4:memory:/docker/1",
+        "1 1 0:1 /docker/1 /cg/memory ro - cgroup cgroup rw,memory",
+        "/cg/memory",
+    ),
+    "v2": ("0::/user/1", "1 1 0:1 / /cg rw - cgroup2 cgroup rw", "/cg/user/1"),
+}
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_the_own_group_is_found_in_each_hierarchy(kind, tmp_path):
+    groups, mounts, folder = OWN[kind]
+    (tmp_path / "cgroup").write_text(f"1:cpu:/\n{groups}\n")
+    (tmp_path / "mountinfo").write_text(f"2 1 0:2 / /proc rw - proc proc rw\n{mounts}\n")
+    (found,) = cgroups.own_groups(tmp_path)
+    assert found == (cgroups.V1 if "memory" in groups else cgroups.V2, Path(folder))
+
+
 def test_its_processes_have_a_limit(apart):
     """Of a fork bomb with a few hundred processes `--long` tries the same; it slows the host."""
     found = sandbox.run("probe", {}, Limits(processes=1), apart=True)
@@ -242,9 +327,11 @@ def test_the_sandbox_that_was_started_early_is_a_new_one(apart):
     found = slot.run("probe", {"read": ["/tmp/x", "x", "/usr"]}, then="probe")
     assert first == {"apart": True, "write": ["/tmp/x", "x"]} and early.process.poll() is not None
     assert found.messages == [{"apart": True, "read": ["/usr"]}] and not found.cut_short
+    folder = slot.ahead["probe"].folder.name
     slot.ahead["probe"].process.kill()
     slot.ahead["probe"].process.wait()
     assert slot.run("probe", {}, then="probe").messages == [{"apart": True}]
+    assert not os.path.exists(folder)  # of the one that had died meanwhile
     folder = slot.ahead["probe"].folder.name
     slot.close()
     assert usage.family(os.getpid()) == before and not os.path.exists(folder)
