@@ -51,6 +51,7 @@ class Markup(str):
     """Text that is HTML already."""
 
 
+@checks_kinds
 def html_table(
     rows: Iterable[Iterable],
     head: Iterable = (),
