@@ -3,6 +3,7 @@
 import re
 import sys
 from math import log10
+from pathlib import Path
 from xml.etree import ElementTree
 
 import cloudpickle
@@ -128,13 +129,39 @@ def contrast(a, b):
     return (high + 0.05) / (low + 0.05)
 
 
+def as_seen(color, ink):
+    """What near_ink() makes of a color on a page with this ink."""
+    if color in (svg.INK, "#ffffff", "#000000"):
+        return ink if color == svg.INK else color
+    pairs = [(int(color[i : i + 2], 16), int(ink[i : i + 2], 16)) for i in (1, 3, 5)]
+    return "#" + "".join(f"{round(0.65 * own + 0.35 * near):02x}" for own, near in pairs)
+
+
 @pytest.mark.parametrize("ink, paper", [svg.LIGHT, svg.DARK])
 def test_colored_lines_and_words_can_be_told_from_a_light_and_a_dark_page(ink, paper):
     assert contrast(ink, paper) > 10
     for color in {*palette.RANK_COLORS, *palette.LINE_COLORS, *palette.BAR_COLORS, svg.LIMIT}:
-        pairs = [(int(color[i : i + 2], 16), int(ink[i : i + 2], 16)) for i in (1, 3, 5)]
-        mixed = "#" + "".join(f"{round(0.65 * own + 0.35 * near):02x}" for own, near in pairs)
-        assert contrast(mixed, paper) > 3, color  # WCAG 2 asks this of graphics
+        assert contrast(as_seen(color, ink), paper) > 3, color  # WCAG 2 asks this of graphics
+
+
+FIGURES = sorted((Path(__file__).resolve().parents[2] / "lessons/figures").glob("*.svg"))
+SEEN = {"text": ("fill", 4.5), "path": ("stroke", 3), "polygon": ("fill", 3)}
+
+
+@pytest.mark.parametrize("ink, paper", [svg.LIGHT, svg.DARK])
+@pytest.mark.parametrize("path", FIGURES, ids=lambda path: path.stem)
+def test_words_and_lines_of_a_drawing_can_be_seen_in_light_in_dark_and_in_print(path, ink, paper):
+    root = ElementTree.parse(path).getroot()
+    tags = {tag: list(root.iter(f"{{http://www.w3.org/2000/svg}}{tag}")) for tag in SEEN}
+    assert tags["text"]
+    colors = {(t, e.get(SEEN[t][0])) for t, elements in tags.items() for e in elements}
+    inside = {"#000000", "#ffffff"}  # words in a box of another color: ink_on chose them
+    faint = [
+        (tag, color)
+        for tag, color in colors
+        if color not in inside and contrast(as_seen(color, ink), paper) < SEEN[tag][1]
+    ]
+    assert faint == []
 
 
 @pytest.mark.parametrize("color", [*palette.CHUNK_COLORS, *palette.RANK_COLORS, "#ffffff"])

@@ -123,32 +123,6 @@ def test_pictures_are_what_their_functions_draw():
     assert run.returncode == 0, run.stdout + run.stderr
 
 
-def contrast_on_white(color):
-    """As WCAG 2 has it, of "#rrggbb"; a printer without colours keeps it."""
-    parts = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
-    return 1.05 / (0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05)
-
-
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "lessons/figures").glob("*.svg")), ids=lambda path: path.stem
-)
-def test_words_and_lines_of_a_picture_can_be_seen_without_colours(path):
-    svg = ElementTree.parse(path).getroot()
-    tags = {tag: list(svg.iter(f"{{http://www.w3.org/2000/svg}}{tag}")) for tag in SEEN}
-    assert tags["text"]
-    faint = [
-        (tag, color)
-        for tag, (field, least) in SEEN.items()
-        for each in tags[tag]
-        if contrast_on_white(color := each.get(field)) < least
-    ]
-    assert faint == []
-
-
-SEEN = {"text": ("fill", 4.5), "line": ("stroke", 3), "path": ("stroke", 3), "polygon": ("fill", 3)}
-
-
 @each_lesson
 def test_a_lesson_has_a_drawing_and_says_what_it_shows(path):
     if path.parent.name != "labs":
