@@ -197,11 +197,12 @@ def mistake_in(trial: Callable, fn: Callable, passed: list[tuple], facts: Facts)
     world = max(most, size + 1) if most > 1 else 1
     here = list(range(size)) if most == 1 else list(range(1, size + 1))
     hard = ways.Once, ways.Quiet, ways.Late, ways.Careful, ways.Strided
-    others = [
-        Stop(other, [*range(len(its.results))][::-1], results=its.results)
-        for other, its in passed
-        if other is not case and len(its.results) <= MOST
-    ]
+    others = []
+    for other, its in passed:
+        n = len(its.results)
+        if other is not case and n <= MOST:  # ranks that were in the first group, if there are more
+            members = range(n) if n == world else range(1, n + 1)
+            others.append(Stop(other, [*members][::-1], results=its.results))
     stops = [Stop(case, here, hard, results=run.results), *others]
     if facts.scales and facts.gives_tensors:
         stops += [Stop(stop.case, stop.members, factor=ALL_DIGITS) for stop in stops]
