@@ -237,7 +237,7 @@ def always_in_float32(parameters, group):
     in_dtype(torch.float32, parameters, group)
 
 
-@wrong("bytes instead of")
+@wrong("and travel as float64")
 def always_in_float64(parameters, group):
     in_dtype(torch.float64, parameters, group)
 
