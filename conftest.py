@@ -51,9 +51,9 @@ def pytest_addoption(parser):
 
 # ---- a sample of the cases -----------------------------------------------------------------------
 
-FEW = 4  # Cases of one test that always run.
-SHARE = 3  # Beyond that, one case in three runs.
-COSTLY = 6  # Of a test marked `sampled`, whose cases take seconds, one case in six runs.
+FEW = 3  # Cases of one test that always run.
+SHARE = 4  # Beyond that, one case in four runs.
+COSTLY = 8  # Of a test marked `sampled`, whose cases take seconds, one case in eight runs.
 
 
 def seed_of(config) -> str:
