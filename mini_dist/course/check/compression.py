@@ -70,9 +70,12 @@ def rounding_trial(fn, case: Numbers, group) -> Rounded:
     odd = []
     for shape in SHAPES:
         x = case.scale * torch.full(shape, 0.3, dtype=case.dtype)
-        y = fn(x, lots)
-        like = isinstance(y, Tensor) and (y.shape, y.dtype) == (x.shape, x.dtype)
-        odd += [shape] * (not like or not bool(((y == 0) | (y == 1)).all()))
+        try:
+            y = fn(x, lots)
+            right = (y.shape, y.dtype) == (x.shape, x.dtype) and ((y == 0) | (y == 1)).all()
+        except Exception:  # (the matrix before it went well)
+            right = False
+        odd += [shape] * (not right)
     return Rounded(found, again, other, next, torch.equal(before, torch.get_rng_state()), odd)
 
 
@@ -116,8 +119,8 @@ class Rounding(Measured):
         return lines
 
     def mistake(self) -> str:
-        if not self.is_like or self.seen.odd:
-            return "Return a tensor with x's shape, whichever, and dtype: whole numbers, as floats."
+        if not self.is_like:
+            return "Return a tensor with x's shape and dtype: whole numbers, still as floats."
         found, x = self.seen.found, self.x
         if self.moves and torch.equal(found, found[:1].expand_as(found)):
             return "One lot for all: each element needs its own, torch.rand(x.shape, ...)."
@@ -151,6 +154,8 @@ class Rounding(Measured):
             )
         if self.together > TOGETHER:
             return "Elements share a lot, so their errors do not cancel: torch.rand(x.shape, ...)."
+        if self.seen.odd:
+            return f"Right for a matrix, not for x of shape {list(self.seen.odd[0])}: any may come."
         if self.moves and self.same and not self.goes_on:
             return (
                 "A second call with the same generator draws the lots of the first once more: draw "

@@ -188,7 +188,7 @@ def begins_again_in_each_call(x, lots):
     return (x + torch.rand(x.shape, generator=again, dtype=x.dtype)).floor()
 
 
-@fresh.wrong("round_by_lot", "x's shape")
+@fresh.wrong("round_by_lot", "any may come")
 def only_of_matrices(x, lots):
     if x.dim() != 2:
         x = x.reshape(-1, 1)
