@@ -70,7 +70,7 @@ class Stop:
         result = trial(fn, self.case, group)
         if isinstance(fn, ways.Left):
             result = cloudpickle.loads(cloudpickle.dumps(result))  # the tensors themselves may go
-            fn.check()
+            return result, fn.left()
         return result
 
     def mistake(self, came: list, hint: str) -> str:
@@ -78,7 +78,10 @@ class Stop:
         of_members = [came[member] for member in self.members]
         if self.factor is not None:
             return next(filter(None, of_members), "")
-        return "" if same(of_members, self.results) else hint
+        left = []
+        if ways.Left in self.ways:
+            of_members, left = zip(*of_members)
+        return next(filter(None, left), "") if same([*of_members], self.results) else hint
 
 
 def unlike_the_librarys(trial: Callable, fn: Callable, case, group, facts: Facts, factor) -> str:

@@ -320,14 +320,14 @@ class Left(Wrapped):
             self.alive.made[storage._cdata] = weakref.ref(storage)
         return result
 
-    def check(self) -> None:
-        """Raise Complaint if any of it is there when the trial is over, and its result has gone."""
+    def left(self) -> str:
+        """The hint if any of it is there when the trial is over, and its result has gone."""
         gc.collect()
-        if left := self.alive.nbytes() if hasattr(self, "alive") else 0:
-            raise Complaint(
-                f"When all is over, {left:,} bytes of tensors of the call are still there: a "
-                "global list, a class or a closure holds on to them. Keep nothing of a call."
-            )
+        left = self.alive.nbytes() if hasattr(self, "alive") else 0
+        return left and (
+            f"When all is over, {left:,} bytes of tensors of the call are still there: a global "
+            "list, a class or a closure holds on to them. Keep nothing of a call."
+        )
 
 
 def same(a, b) -> bool:
