@@ -97,7 +97,7 @@ async function start(place, source) {
   controls.className = "controls";
   status.className = "status";
   status.setAttribute("role", "status");
-  picture.className = "picture";
+  picture.className = "drawing";
   words.className = "words";
   const show = (said) => {
     for (const each of all) each.label.hidden = !said.shown.includes(each.name);
