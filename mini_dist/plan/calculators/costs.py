@@ -88,10 +88,11 @@ def gather(
     size: int,
     algorithm: str = "star",
     link: Link | Hierarchy | None = None,
+    itemsize: int = 1,
 ) -> Cost:
     """Every rank sends its shard of the N gathered bytes to the root (scatter is this reversed)."""
     link = _checked("gather", algorithm, num_bytes, size, link)
-    shards = split(num_bytes, size)
+    shards = split(num_bytes, size, itemsize)
     seconds = star_seconds(shards[1:], size, link)
     return Cost("gather", algorithm, size - 1, (0, *shards[1:]), seconds)
 
@@ -101,10 +102,11 @@ def scatter(
     size: int,
     algorithm: str = "star",
     link: Link | Hierarchy | None = None,
+    itemsize: int = 1,
 ) -> Cost:
     """The root sends every other rank its shard of N bytes."""
     link = _checked("scatter", algorithm, num_bytes, size, link)
-    shards = split(num_bytes, size)
+    shards = split(num_bytes, size, itemsize)
     sent, seconds = sum(shards[1:]), star_seconds(shards[1:], size, link)
     return Cost("scatter", algorithm, size - 1, (sent,) + (0,) * (size - 1), seconds)
 
