@@ -78,17 +78,12 @@ def test_no_cell_ends_in_an_error(path):
         assert all(output.output_type != "error" for output in cell.outputs), cell.source
 
 
-NOT_YET_RETIMED = [f"{number:02}" for number in range(17)]
-
-
 @each_lesson
 def test_a_lesson_says_how_long_it_takes_and_its_core_is_an_hour_at_most(path):
     text = path.read_text(encoding="utf-8")
     if path.parent.name == "labs":
         assert re.search(r"\b\d+ minutes\b", text[:1500])
         return
-    if path.stem[:2] in NOT_YET_RETIMED:
-        pytest.xfail("states minutes by the old formula until it is rewritten (issue 36)")
     found = minutes.minutes_of(path)
     assert found["core"] <= 60
     assert f"*{minutes.stated(found)}. You need" in text[:1500]

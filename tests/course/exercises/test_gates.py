@@ -241,13 +241,34 @@ def reads(tree: ast.AST) -> set[str]:
     return {name.id for name in names if isinstance(name.ctx, ast.Load)}
 
 
+def changes(statement: ast.stmt) -> set[str]:
+    """Names whose value stays needed before this statement, which adds to it or sets an item."""
+    found = set()
+    for node in ast.walk(statement):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets:
+            if isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):
+                found.add(target.value.id)
+            if isinstance(node, ast.AugAssign) and isinstance(target, ast.Name):
+                found.add(target.id)
+    return found
+
+
+def is_a_guess(statement: ast.stmt) -> bool:
+    """Whether it is predict(...), without which a later reveal(...) raises."""
+    call = getattr(statement, "value", None)
+    return isinstance(call, ast.Call) and getattr(call.func, "id", "") == "predict"
+
+
 def with_what_it_needs(statements: list[ast.stmt], last: ast.Module, given: str) -> ast.Module:
     """A cell behind those statements of the cells before it that it needs; `given` is there."""
     needed, kept = reads(last) - {given}, []
     for statement in reversed(statements):
-        if binds(statement) & needed:
+        stays = changes(statement)
+        guessed = is_a_guess(statement) and "reveal" in reads(last)
+        if (binds(statement) | stays) & needed or guessed:
             kept.insert(0, statement)
-            needed = (needed - binds(statement)) | reads(statement) - {given}
+            needed = (needed - binds(statement)) | (reads(statement) | stays) - {given}
     return ast.Module([*kept, *last.body], [])
 
 
