@@ -126,7 +126,7 @@ def test_readme_linter_docstrings_and_tests_name_the_same_eight_rooms_in_the_sam
         head = (ROOT / f"mini_dist/{room}/__init__.py").read_text()
         assert head.startswith(f'"""Room {number}, {room}: '), room
         assert "Begin with" in head or "Read in this order" in head, room
-    for folder, more in {"mini_dist": set(), "tests": {"ladder"}}.items():
+    for folder, more in {"mini_dist": set(), "tests": {"ladder", "gpu"}}.items():
         found = {path.parent.name for path in (ROOT / folder).glob("*/*.py")}
         assert found == {*rooms, *more}, folder
 

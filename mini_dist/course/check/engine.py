@@ -199,7 +199,7 @@ class Exercise:
         again: bool = True,
         makes: tuple[type, ...] = (),
         contiguous: Collection[str] = (),
-        scales: bool = True,
+        scales: bool = False,
     ):
         self.name, self._solution, self._trial = name, inspect.unwrap(solution), trial
         self._answer = answer or (solution,)

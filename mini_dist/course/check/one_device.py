@@ -33,11 +33,9 @@ class Block:
     shape: tuple[int, ...] = (32, 64)
     dtype: torch.dtype = torch.float32
     times: int = 1
-    needs: bool = True  # the input a gradient
 
     def __str__(self) -> str:
-        special = ", an input that needs no gradient" * (not self.needs)
-        special += f", the same block {self.times} times" * (self.times > 1)
+        special = f", the same block {self.times} times" * (self.times > 1)
         special += f", {self.dtype}" * (self.dtype != torch.float32)
         return (f"dropout {self.p}" if self.p else "no dropout") + special
 
@@ -65,7 +63,7 @@ def seen(fn: Callable, case: Block) -> Seen:
     torch.manual_seed(0)
     layers = nn.Linear(64, 256), nn.GELU(), nn.Dropout(case.p), nn.Linear(256, 64)
     block = nn.Sequential(*layers).to(case.dtype)
-    leaf = torch.randn(case.shape, dtype=case.dtype).requires_grad_(case.needs)
+    leaf = torch.randn(case.shape, dtype=case.dtype).requires_grad_()
     x = 2 * leaf
     runs, inside = [0], []
     block.register_forward_pre_hook(lambda *_: runs.__setitem__(0, runs[0] + 1))
@@ -88,7 +86,7 @@ def seen(fn: Callable, case: Block) -> Seen:
     out.square().sum().backward()
     gradients = [None if each.grad is None else each.grad.clone() for each in wanted]
     in_backward, next_draw = runs[0] - in_forward, torch.rand(()).item()
-    again = x.detach().requires_grad_(case.needs)  # and once more: these add to what is in .grad
+    again = x.detach().requires_grad_()  # and once more: these add to what is in .grad
     torch.manual_seed(1)
     out_again = again
     for _ in range(case.times):
@@ -191,7 +189,7 @@ EXERCISES = [
         [
             (1, Block(0.0)),
             (1, Block(0.5)),
-            (1, Block(0.5, (5, 64), needs=False)),
+            (1, Block(0.5, (5, 64))),
             (1, Block(0.5, (4, 8, 64), times=2)),
             (1, Block(0.1, (3, 64), torch.float64)),
         ],

@@ -141,9 +141,9 @@ class WithBackward(Measured):
         roughly = [self.right(name, lambda a, b: near(a, b, 0.02)) for name in names]
         if all(map(all, roughly)) and not self.are_right(*names):
             return (
-                "The first digits are right, the others are not. So it looks if numbers are "
-                f"rounded on the way, and not computed and sent in {name_of(wanted.dtype)}, in "
-                "which they came; or if a small term is there that was not asked for."
+                "The first digits are right, the others are not. It looks as if numbers were "
+                "rounded on the way instead of being computed and sent in the dtype they came in, "
+                f"{name_of(wanted.dtype)}. Or a small term was added that was not asked for."
             )
         return ""
 

@@ -368,7 +368,7 @@ def round_places(least: float, most: float, intervals: int = 6) -> list[float]:
 
 def around(values: Iterable[float], margin: float = 0.05) -> tuple[float, float]:
     """Return the limits of an axis: the least and the largest value with a margin."""
-    values = list(values)
+    values = list(values) or [0.0]  # A curve without points gets an empty panel.
     low, high = min(values), max(values)
     free = margin * ((high - low) or 1)
     return low - free, high + free

@@ -32,6 +32,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     },
     "average_in_buckets": {
         "`bucket.append(parameter)` after the next": "neither uses the other",
+        "while for if in `if bucket and held + parameter.grad.nbytes > bucket_bytes:`": "the body empties the bucket, so it runs once",
     },
     "backward_in_units": {
         "`parts: list[Tensor] = [torch.empty(0)] * len(units)` after the next": "neither uses the other",
@@ -143,6 +144,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "`ctx.save_for_backward(x)` done twice": "it names the same tensor again",
         "`torch.set_rng_state(ctx.random_state)` done twice": "the same state again",
         "-1 for 0 in `x = ctx.saved_tensors[0].detach().requires_grad_(ctx.needs_input_grad[1])`": "of one tensor the first is the last",
+        "2 for 1 in `x = ctx.saved_tensors[0].detach().requires_grad_(ctx.needs_input_grad[1])`": "the exercise asks for an x that needs a gradient; tests/model/test_recompute.py has one that needs none",
+        "without the last keyword in `anchor = torch.zeros((), device=x.device, requires_grad=True)`": "the exercise asks for an x that needs a gradient; tests/model/test_recompute.py has one that needs none",
+        "False in `anchor = torch.zeros((), device=x.device, requires_grad=True)`": "the exercise asks for an x that needs a gradient; tests/model/test_recompute.py has one that needs none",
     },
     "gpipe": {
         "`check_sizes(num_ranks, num_micro_batches)` left out": "sizes below 1 are not asked about",
@@ -202,7 +206,8 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "`check_silences(silences, allowed)` after the next": "what cannot be is not asked for",
     },
     "place_tokens": {
-        "`table = table + free[:needed - len(table)]` after the next": "neither uses the other",
+        "`table = table + free[:max(needed - len(table), 0)]` after the next": "neither uses the other",
+        "arguments 0 and 1 swapped in `table = table + free[: max(needed - len(table), 0)]  # it may have blocks in reserve`": "the larger of two, in any order",
     },
     "ring_all_gather": {
         "`after, before = ((rank + 1) % size, (rank - 1) % size)` after the next": "neither uses the other",

@@ -513,7 +513,7 @@ def never_clips(parameters, optimizer, scaler, max_norm, group):
     finish(parameters, optimizer, scaler, 1e9)
 
 
-@wrong_step("Small gradients became larger")
+@wrong_step("in which no gradient overflowed")  # zeros times inf
 def always_clips(parameters, optimizer, scaler, max_norm, group):
     parameters = list(parameters)
     averaged(parameters, scaler, group)

@@ -22,7 +22,6 @@ IN_THE_TEXT = {  # (file, what it has to say) -> module
     ("runtime/zero/config.py", "use_multi_rank_bucket_allreduce: bool = True"): "deepspeed",
     ("runtime/zero/config.py", "when the model is small and we want to scale it"): "deepspeed",
     ("runtime/zero/parameter_offload.py", "mark_persistent_parameters"): "deepspeed",
-    ("runtime/zero/partitioned_param_coordinator.py", "max_reuse_dist_in_numel"): "deepspeed",
     ("runtime/constants.py", "GRADIENT_CLIPPING_DEFAULT = 1.0"): "deepspeed",
     ("runtime/pipe/engine.py", "incompatible with pipeline parallelism"): "deepspeed",
     ("runtime/config.py", "Elastic training has been removed"): "deepspeed",
