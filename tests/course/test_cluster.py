@@ -281,8 +281,9 @@ def test_the_same_script_without_torchrun_says_the_same(tmp_path):
     assert "rank 1 of 2 was killed by SIGKILL" in killed.stderr
     resumed = run(script)
     assert resumed.returncode == 0, resumed.stderr[-2000:]
-    said = [line.removeprefix("[rank 0] ") for line in resumed.stdout.splitlines()]
+    *said, title = [line.removeprefix("[rank 0] ") for line in resumed.stdout.splitlines()]
     alike(said, shown_in_the_lesson()[-7:])
+    assert "2 ranks on cpu, gloo" in title  # where the tensors were, and what carried the messages
 
 
 PLAIN = re.compile(r"^epoch (\d+) step (\d+): loss ([\d.]+), samples ([\d ]+)$", re.M)
