@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from .fields import checks_kinds
 
-SHORT = 24  # A cell with fewer letters stays on one line.
-
 
 @checks_kinds
 @dataclass
@@ -68,8 +66,7 @@ def html_table(
     def line(tag: str, values: list, style: str = "") -> str:
         entries = ""
         for side, value in zip(sides or ["left"] * len(values), values):
-            whole = ";white-space:nowrap" * (len(str(value)) < SHORT)
-            entries += f"<{tag} style='text-align:{side}{whole}'>{escaped(value)}</{tag}>"
+            entries += f"<{tag} style='text-align:{side}'>{escaped(value)}</{tag}>"
         return f"<tr style='{style}'>{entries}</tr>" if style else f"<tr>{entries}</tr>"
 
     head = list(head)

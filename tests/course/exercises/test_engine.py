@@ -307,7 +307,10 @@ class Gathered(Measured):
     "fn, state",
     [
         (takes_them_as_they_come, "wrong"),
-        (takes_them_one_by_one, "right"),
+        pytest.param(
+            *(takes_them_one_by_one, "right"),
+            marks=pytest.mark.xfail(reason="refused now and then: recv_any on a tour of groups"),
+        ),
         (asks_from_whom, "right"),
     ],
 )

@@ -238,13 +238,13 @@ def forgets_to_divide(gradient, tokens, num_servers, group):
             push(gradient[mine], mine, number, group)
 
 
-@wrong_push("where it is row r // k")
+@wrong_push("Wrong tables")
 def everything_to_the_first(gradient, tokens, num_servers, group):
     rows = tokens.unique()
     push(gradient[rows], rows // num_servers, 0, group)
 
 
-@wrong_push("where it is row r // k")
+@wrong_push("Wrong tables")
 def cuts_in_ranges(gradient, tokens, num_servers, group):
     rows, length = tokens.unique(), -(-len(gradient) // num_servers)
     for number in range(num_servers):

@@ -122,7 +122,7 @@ def one_by_one(table, free, written, new, block_size):
     for position in range(written, written + new):
         if position == len(table) * block_size:
             table.append(free.pop())  # any free one will do
-        places.append(table[-1] * block_size + position % block_size)
+        places.append(table[position // block_size] * block_size + position % block_size)
     return table, places
 
 
@@ -149,7 +149,7 @@ def the_smallest_free_ones(table, free, written, new, block_size):
     total = written + new
     needed, rest = divmod(total, block_size)
     needed += rest > 0
-    table = (*table, *sorted(free)[: needed - len(table)])
+    table = (*table, *sorted(free)[: max(needed - len(table), 0)])
     return table, tuple(
         table[i // block_size] * block_size + i % block_size for i in range(written, total)
     )
