@@ -354,7 +354,7 @@ def made(source):
 NEED_TORCH = {"expert_routing", "collective_stepper"}
 MOVES = {  # a second question to each, other than its start: control -> (place of a slider, value)
     "memory_and_time": {"model": "llama3-70b", "num_gpus": 4096},
-    "memory_waterfall": {"model": "mixtral-8x7b", "zero": 3, "sequence_parallel": True},
+    "memory_waterfall": {"model": "mixtral-8x7b", "zero": 3, "tp": 2, "sequence_parallel": True},
     "rank_grid": {"axis": "dp", "gpu": "b200"},
     "layout_planner": {"pp": 8},
     "scaling_curve": {"gpu": "b200", "zero": 3},
