@@ -377,8 +377,7 @@ def assert_the_same(place, explorer):
         assert panel.evaluate("panel => panel.innerHTML").count("<path") >= 1
         assert panel.locator("text").count() > len(drawn.xticks) + len(drawn.yticks)
         frame, reach = panel.bounding_box(), panel.evaluate(REACH)
-        # Known fault: the words of one explorer run 14 px over the right edge of their panel.
-        assert reach[0] >= frame["x"] - 1 and reach[1] <= frame["x"] + frame["width"] + 16
+        assert reach[0] >= frame["x"] - 1 and reach[1] <= frame["x"] + frame["width"] + 1
     shown = place.locator("label:visible [name]").evaluate_all("all => all.map(each => each.name)")
     assert shown == explorer.shown(explorer.values)
 

@@ -181,6 +181,8 @@ class Panel:
     def as_words(self, words: Words) -> str:
         x, y = self.at(words.x, words.y)
         x, y = x + words.shift[0], y + words.shift[1]
+        if words.anchor == "start":  # Words beside the last bar stay inside the panel.
+            x = max(0, min(x, self.width - LETTER * SIZE * len(words.text)))
         return text(x, y, words.text, words.anchor, words.color, words.bold)
 
     def frame(self) -> Iterable[str]:

@@ -65,7 +65,8 @@ def draw(states, memory: float, title: str, gpu: str) -> Drawing:
         panel.words(start, row, f"{start:,.3g} GB", shift=(6, 0))
     if memory / 1e9 < 1.2 * most:
         panel.guide(x=memory / 1e9, color=LIMIT)
-        panel.words(memory / 1e9, -0.62, gpu, LIMIT, shift=(5, 0))
+        anchor, shift = ("end", -5) if memory / 1e9 > most else ("start", 5)
+        panel.words(memory / 1e9, -0.62, gpu, LIMIT, anchor, shift=(shift, 0))
     said = ", ".join(f"{name} {s.total / 1e9:,.3g} GB" for name, s in zip(STAGES, states))
     return Drawing([panel], f"{title}: {said}")
 
