@@ -111,6 +111,14 @@ def test_a_mark_is_where_its_value_is_and_ends_at_the_border_of_the_axes():
     assert panel.at(99, -99) == (right, top)
 
 
+def test_boxes_that_no_eye_can_tell_apart_are_one_and_others_stay_apart():
+    panel = Panel(700, 100, (0, 1e4), (0, 1))
+    for start in range(10_000):
+        panel.box(start, 0, start + 1, 1, "#3182bd")
+    assert len(panel.inside()) < 1000
+    assert svg.joined([(0, 1), (1.1, 2), (5, 4), (10, 11)]) == [(0, 2), (4, 5), (10, 11)]
+
+
 def test_letters_never_get_smaller_than_11_pixels():
     picture = Drawing([Panel(400, 200, (0, 1), (0, 1)), Panel(900, 200, (0, 1), (0, 1))], "")
     least = [int(width) for width in re.findall(r"min-width:(\d+)px", picture.html())]

@@ -493,6 +493,7 @@ EXERCISES = [
         refuses=[ideas.quantize, ideas.dequantize],
         contiguous=("x",),
         again=False,
+        scales=False,  # a rounding decides which way, or which of two that tie
         hints=[
             "0.3 is to become 1 in three of ten cases. A lot u is anything from 0 to 1, each as "
             "likely: how often is it below 0.3?",
@@ -519,6 +520,7 @@ def round_by_lot(x, lots):
         TopK,
         refuses=[ideas.top_k_mean],
         answer=(answers.top_k_with_feedback,),
+        scales=False,  # a rounding decides which way, or which of two that tie
         hints=[
             "whole = x + error is what is owed. Its k places: whole.abs().topk(k).indices. What "
             "must travel so that everyone can add up everyone's k values?",

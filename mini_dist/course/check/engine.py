@@ -180,7 +180,8 @@ class Exercise:
     of the arguments that the function is there to change; again: a second call with the same
     arguments gives the same (elsewhere only a second trial is made); makes: types of what is to be
     made in the call, so that nothing of the kind may be there before; contiguous: names of
-    arguments that never come in another way; scales: the numbers in them may be any others.
+    arguments that never come in another way; scales: with other numbers a right answer returns what
+    the library's function returns, up to rounding.
     """
 
     def __init__(
@@ -199,7 +200,7 @@ class Exercise:
         again: bool = True,
         makes: tuple[type, ...] = (),
         contiguous: Collection[str] = (),
-        scales: bool = False,
+        scales: bool = True,
     ):
         self.name, self._solution, self._trial = name, inspect.unwrap(solution), trial
         self._answer = answer or (solution,)

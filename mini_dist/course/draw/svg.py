@@ -152,11 +152,14 @@ class Panel:
         return "".join([*parts, *self.frame()])
 
     def boxes(self, boxes: list[Box], color: str, alpha: float, gap: float) -> str:
-        d = ""
+        d, rows = "", {}
         for box in boxes:
             (x0, y0), (x1, y1) = self.at(box.x0, box.y0), self.at(box.x1, box.y1)
             x1 -= gap if x1 - x0 > 2 * gap else 0
-            d += f"M{n(x0)} {n(y0)}H{n(x1)}V{n(y1)}H{n(x0)}Z"
+            rows.setdefault((y0, y1), []).append((x0, x1))
+        for (y0, y1), spans in rows.items():
+            for x0, x1 in joined(spans) if alpha == 1 else spans:
+                d += f"M{n(x0)} {n(y0)}H{n(x1)}V{n(y1)}H{n(x0)}Z"
         crisp = 'shape-rendering="crispEdges"'  # no seams between neighbors
         return f'<path d="{d}" fill="{color}" {crisp}{opacity(alpha)}/>'
 
@@ -316,6 +319,17 @@ def text(x, y, said, anchor="start", color=INK, bold=False, size=SIZE) -> str:
         f'<text x="{n(x)}" y="{n(y + 0.35 * size)}" fill="{color}"{style}{anchored}{weight}>'
         f"{escape(str(said))}</text>"
     )
+
+
+def joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Join spans of pixels that no eye can tell apart, such as thousands of kernels in a row."""
+    found: list[tuple[float, float]] = []
+    for x0, x1 in sorted((min(span), max(span)) for span in spans):
+        if found and x0 - found[-1][1] < 0.2:
+            first, last = found.pop()
+            x0, x1 = first, max(last, x1)
+        found.append((x0, x1))
+    return found
 
 
 def near_ink(color: str) -> str:

@@ -307,10 +307,7 @@ class Gathered(Measured):
     "fn, state",
     [
         (takes_them_as_they_come, "wrong"),
-        pytest.param(
-            *(takes_them_one_by_one, "right"),
-            marks=pytest.mark.xfail(reason="refused now and then: recv_any on a tour of groups"),
-        ),
+        (takes_them_one_by_one, "right"),
         (asks_from_whom, "right"),
     ],
 )
