@@ -181,7 +181,9 @@ def run_job(
             error = None if outcome == "done" else explain(outcome, world, timeout)
             # Ranks that are done need no waiting for, unless the next want the same GPU memory.
             world.end(wait=bool(error) or device != "cpu")
-            prepare(world.keeper, world_size, device, hosts)
+            reports = [rank.report for rank in world.ranks if rank.report]
+            imported = {name for report in reports for name in report.imported}
+            prepare(world.keeper, world_size, device, hosts, imported)
     except BaseException as unexpected:  # whatever it is, no rank outlives it
         with uninterrupted():
             if kind in ZYGOTES:

@@ -47,6 +47,7 @@ class Report:
     outcome: str  # returned, raised, or absent: it could not even join the others
     error: Failure | None = None
     ledger: dict | None = None
+    imported: list[str] = field(default_factory=list)  # modules of mini_dist that it was first to
 
 
 @dataclass
@@ -67,7 +68,7 @@ class Failure:
 def main(rank: int, size: int, device: str, directory: str, control: int, output: int) -> None:
     pid = os.getpid()
     parent = socket.socket(fileno=control)
-    streams, result, members = [], [], None
+    streams, result, members, loaded = [], [], None, set(sys.modules)
     try:
         streams = redirect_output(output)
         # A rank that waits in C++ runs no Python; on this signal, and when native code aborts, its
@@ -100,6 +101,8 @@ def main(rank: int, size: int, device: str, directory: str, control: int, output
     for stream in (*streams, sys.stdout, sys.stderr):
         with contextlib.suppress(BaseException):  # the job may have put anything in its place
             stream.flush()
+    imported = [name for name in [*sys.modules] if name.startswith("mini_dist.")]
+    report.imported = [name for name in imported if name not in loaded]
     with contextlib.suppress(OSError):
         with members.speaking if members else contextlib.nullcontext():
             send(parent, [pickle.dumps(report), *result])

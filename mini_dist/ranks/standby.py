@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterable
 
 from .hosts import Hosts
 from .world import World
@@ -35,9 +36,17 @@ def take(
         return World(zygote, size, device, hosts)
 
 
-def prepare(zygote: ZygoteHandle, size: int, device: str, hosts: Hosts | None = None) -> None:
-    """Put a world on standby for the next launch, which is likely to want the same."""
+def prepare(
+    zygote: ZygoteHandle,
+    size: int,
+    device: str,
+    hosts: Hosts | None = None,
+    modules: Iterable[str] = (),
+) -> None:
+    """Put a world on standby for the next launch, which is likely to want the same: as many ranks,
+    and the modules of mini_dist that the last ones have imported."""
     if not zygote.alive():
         return
     with contextlib.suppress(OSError, ZygoteDied):  # that launch will find out
+        zygote.load(modules)
         zygote.standby = World(zygote, size, device, hosts)

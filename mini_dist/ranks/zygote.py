@@ -1,9 +1,9 @@
 """The zygote: a small process that has torch loaded and forks ranks from itself on request.
 
-Of mini_dist it loads only what every rank runs before its job (the parent starts a new zygote when
-these files change); the rest is imported by the ranks, so that they see the newest edits. It never
-runs a tensor operation and never touches CUDA: forking a process that has done either breaks the
-child (OpenMP hangs, CUDA refuses). It lives in a session of its own, so the interrupt of a terminal
+Of mini_dist it loads what every rank runs before its job and, on request, what earlier jobs have
+imported. The parent starts a new zygote when one of these files changes, so ranks always see the
+newest edits. It never runs a tensor operation on more than one thread and never touches CUDA:
+forking a process that has done either breaks the child (OpenMP hangs, CUDA refuses). It lives in a session of its own, so the interrupt of a terminal
 or a notebook reaches neither it nor its ranks, and in a network of its own, where nobody else on
 the host can reach their connections (network.py). When the parent goes away, however violently, the
 socket to it closes; then the zygote kills every rank and what they have started, removes the
@@ -11,7 +11,7 @@ directory of the worlds and leaves.
 
 A request is one JSON object padded to REQUEST_BYTES: {"start": rank, "size": n, "device": as in
 devices.py, "world": w} with two file descriptors (the rank's socket to the parent, its output), or
-{"kill": w}, or {"ping": true}, or {"switch": n, "rate": bytes/s, "latency": s, "world": w}, which
+{"kill": w}, or {"ping": true}, or {"load": module of mini_dist}, or {"switch": n, "rate": bytes/s, "latency": s, "world": w}, which
 makes n hosts for the ranks of w (cables.py); their requests then have a "host". Ranks start when
 all is loaded. The files of world w are in the folder w of the zygote's directory. An answer is a
 line of JSON: first {"open": null or why it is in the host's network}, then {"started": pid,
@@ -82,7 +82,12 @@ class Zygote:
         return select.select([self.control, self.woken], [], [], timeout)[0]
 
     def load_next(self) -> None:
-        importlib.import_module(self.preload.pop(0))
+        name = self.preload.pop(0)
+        try:
+            importlib.import_module(name)
+        except Exception:
+            if name in PRELOAD:
+                raise  # nothing works without it; a module of a job fails in the rank that wants it
         if self.preload:
             return
         gc.collect()
@@ -98,6 +103,9 @@ class Zygote:
             return
         if "kill" in request:
             self.kill_world(request["kill"])
+            return
+        if "load" in request:
+            self.preload.append(request["load"])
             return
         if "switch" in request:
             self.make_switch(request["world"], request)

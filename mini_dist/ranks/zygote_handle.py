@@ -12,12 +12,14 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from . import zygote
 from .folder import LOG, make_directory, remove_directory, sweep
 
 PACKAGE = Path(__file__).parent.parent
+ROOTS = [PACKAGE / name for name in ("__init__.py", "plan/__init__.py", "plan/fields.py")]
 LOOK = 0.1  # seconds between two looks, at answers or at flight recorders
 ZYGOTE_ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",  # no helper threads: only a single-threaded process forks safely
@@ -46,7 +48,7 @@ class ZygoteHandle:
         self.has_told = False  # whether it is known if they could
         self.forks = mode == "fork"
         self.secluded = sys.platform == "linux" and not network
-        self.edits = last_edits()
+        self.edits = {file: last_edit(file) for file in (*ROOTS, *PACKAGE.glob("ranks/**/*.py"))}
         with contextlib.ExitStack() as if_it_fails:
             self.directory, self.lock = make_directory()  # (the zygote holds the lock, too)
             if_it_fails.callback(remove_directory, self.directory)
@@ -75,7 +77,18 @@ class ZygoteHandle:
     def current(self) -> bool:
         """Whether the code that the zygote has loaded is still what is on disk, and its folder is
         still there: a rank may have removed it."""
-        return self.edits == last_edits() and os.path.isdir(self.directory)
+        edited = any(last_edit(file) != when for file, when in self.edits.items())
+        return not edited and os.path.isdir(self.directory)
+
+    def load(self, names: Iterable[str]) -> None:
+        """Load modules of mini_dist that ranks have imported, so that the next ranks find them."""
+        for name in sorted(names) if self.forks else ():
+            path = PACKAGE.parent.joinpath(*name.split("."))
+            file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+            when = last_edit(file)  # before it is loaded, or an edit could be missed
+            if when and file not in self.edits:
+                self.edits[file] = when
+                self.request(load=name)
 
     def request(self, fds=(), **request) -> None:
         data = json.dumps(request).encode().ljust(zygote.REQUEST_BYTES)
@@ -153,8 +166,9 @@ def rank_environment() -> dict[str, str]:
     return {**os.environ, "GLOO_SOCKET_IFNAME": LOOPBACK}
 
 
-def last_edits() -> list[int]:
-    """When the files that the zygote loads were last changed."""
-    files = [PACKAGE / name for name in ("__init__.py", "plan/__init__.py", "plan/fields.py")]
-    files += PACKAGE.glob("ranks/**/*.py")
-    return sorted(file.stat().st_mtime_ns for file in files)
+def last_edit(file: Path) -> int | None:
+    """When a file was last changed, in ns; None if it is gone."""
+    try:
+        return file.stat().st_mtime_ns
+    except OSError:
+        return None
