@@ -44,7 +44,7 @@ class Bucket:
         self.flat = torch.zeros(sum(sizes), device=self.parameters[0].device)
         for p, part in zip(self.parameters, self.flat.split(sizes)):
             p.grad = part.view_as(p)  # Backward adds to the bucket.
-            p.register_post_accumulate_grad_hook(self.ready)
+        self.hooks = [p.register_post_accumulate_grad_hook(self.ready) for p in self.parameters]
         self.missing = len(self.parameters)
 
     def ready(self, _):
@@ -80,6 +80,9 @@ def train(device, group):
                 mean.lerp_(p.grad, 0.1)
                 square.lerp_(p.grad**2, 0.1)
                 p -= 0.01 * mean / (square.sqrt() + 1e-8)
+    for bucket in buckets:
+        for hook in bucket.hooks:
+            hook.remove()  # A hook that stays keeps the group, whose threads can abort the exit.
     P = sum(p.numel() for p in parameters)
     return losses, {
         "bytes sent per step": 4 * 2 * (size - 1) * P // size,  # an all-reduce of P elements

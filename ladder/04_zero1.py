@@ -45,7 +45,7 @@ class Unit:
         self.grad = torch.zeros_like(self.flat)  # [P]
         for p, data, grad in zip(self.parameters, self.flat.split(sizes), self.grad.split(sizes)):
             p.data, p.grad = data.view_as(p), grad.view_as(p)  # The layer now works on `flat`.
-            p.register_post_accumulate_grad_hook(self.ready)
+        self.hooks = [p.register_post_accumulate_grad_hook(self.ready) for p in self.parameters]
         self.missing = len(self.parameters)
         self.shard = self.flat.chunk(group.size())[group.rank()]  # [P/n], a view of `flat`
         self.shard.grad = torch.empty_like(self.shard)
@@ -91,6 +91,9 @@ def train(device, group):
                 p -= 0.01 * mean / (square.sqrt() + 1e-8)
         for unit in units:
             unit.gather()
+    for unit in units:
+        for hook in unit.hooks:
+            hook.remove()  # A hook that stays keeps the group, whose threads can abort the exit.
     P = sum(p.numel() for p in parameters)
     return losses, {
         "bytes sent per step": 4 * 2 * (size - 1) * P // size,  # an all-reduce of P elements

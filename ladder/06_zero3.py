@@ -44,13 +44,13 @@ class Unit:
         self.flat = torch.cat([p.data.flatten() for p in self.parameters])  # [P]
         for p, data in zip(self.parameters, self.flat.split(sizes)):
             p.data = data.view_as(p)  # The layer now works on `flat`.
-            p.register_post_accumulate_grad_hook(self.ready)
+        self.hooks = [p.register_post_accumulate_grad_hook(self.ready) for p in self.parameters]
         self.missing = len(self.parameters)
         self.shard = self.flat.chunk(group.size())[group.rank()].clone()  # [P/n]
         self.shard.grad = torch.empty_like(self.shard)
         self.free()
-        layer.register_forward_pre_hook(self.gather)
-        layer.register_forward_hook(self.leave)
+        self.hooks.append(layer.register_forward_pre_hook(self.gather))
+        self.hooks.append(layer.register_forward_hook(self.leave))
 
     def ready(self, _):
         """Sum and free the layer's gradients when the last one is there."""
@@ -103,6 +103,9 @@ def train(device, group):
                 square.lerp_(p.grad**2, 0.1)
                 p -= 0.01 * mean / (square.sqrt() + 1e-8)
     storages = [t.untyped_storage() for t in shards + [unit.flat for unit in units]]
+    for unit in units:
+        for hook in unit.hooks:
+            hook.remove()  # A hook that stays keeps the group, whose threads can abort the exit.
     P = sum(p.numel() for p in parameters)
     return losses, {
         "bytes sent per step": 4 * 3 * (size - 1) * P // size,  # gather twice, reduce once

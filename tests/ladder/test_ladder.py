@@ -54,8 +54,10 @@ def under_name(name: str, function):
 
 
 def train_rung(rung: int, group):
-    """Train; also return what parameters and their gradients hold when a backward has ended."""
+    """Train; also return what parameters and their gradients hold when a backward has ended, and
+    how many more references there are to the group afterwards."""
     backward, made, alive = torch.Tensor.backward, [], []
+    references = sys.getrefcount(group)
 
     def watched(loss, *args, **kwargs):
         backward(loss, *args, **kwargs)
@@ -75,7 +77,7 @@ def train_rung(rung: int, group):
     finally:
         torch.Tensor.backward = backward
         hook.remove()
-    return losses, held, alive[-1]
+    return losses, held, alive[-1], sys.getrefcount(group) - references
 
 
 def step_engine(engine, group):
@@ -212,10 +214,16 @@ def test_each_rank_sends_the_bytes_of_the_formula(rung, size):
 
 
 @pytest.mark.parametrize(("rung", "size"), CASES)
+def test_nothing_keeps_the_group(rung, size):
+    """Else its threads outlive it, and may ask for Python when Python is gone: SIGABRT."""
+    assert [trained[rung][3] for trained, _ in run_of(size).results] == [0] * size
+
+
+@pytest.mark.parametrize(("rung", "size"), CASES)
 def test_what_is_sharded_is_gone(rung, size, one_process):
     """Compare the rung's own count, and what parameters really hold after backward."""
     whole = one_process[2]["parameters"]
-    _, held, alive = run_of(size).results[0][0][rung]
+    _, held, alive, _ = run_of(size).results[0][0][rung]
     held = {key: held[key] for key in ("parameters", "gradients", "optimizer")}
     shard = whole // size
     if rung in (1, 2, 3, 9):

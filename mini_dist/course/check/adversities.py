@@ -9,6 +9,7 @@ are made one at a time to find which it is.
 from __future__ import annotations
 
 import functools
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from mini_dist.collectives import all_reduce
-from mini_dist.ranks.launch import RankError, Run, launch
+from mini_dist.ranks.launch import RankError, RankTimeout, Run, launch
 from mini_dist.ranks.rank import seed_everything
 
 from . import ways
@@ -257,14 +258,20 @@ SECONDS = 10  # until a run that does not end, and is no deadlock that one could
 
 
 def once_started(function: Callable, size: int, args: tuple, seconds: float = SECONDS) -> Run:
-    """Launch it; with more time where torch or a module was still being loaded, as on a laptop that
-    is busy: that is nobody's mistake."""
+    """Launch it, and once more with six times the seconds if a slow machine may be why it took too
+    long: a module was still being loaded, or other programs keep the cores busy."""
     try:
         return launch(function, size, args, timeout=seconds, quiet=True)
     except RankError as error:
-        if not any(sign in str(error) for sign in ("No rank has started", "<frozen importlib")):
+        loading = any(sign in str(error) for sign in ("No rank has started", "<frozen importlib"))
+        if not loading and not (isinstance(error, RankTimeout) and is_busy()):
             raise
     return launch(function, size, args, timeout=6 * seconds, quiet=True)
+
+
+def is_busy() -> bool:
+    """Whether in the last minute more than twice as many threads as there are cores wanted one."""
+    return hasattr(os, "getloadavg") and os.getloadavg()[0] > 2 * (os.cpu_count() or 1)
 
 
 def told(error: RankError) -> str:

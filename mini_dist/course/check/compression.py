@@ -549,6 +549,7 @@ def top_k_with_feedback(x, error, k, group):
             (1, Matrix(6, 8, 1)),
         ],
         Power,
+        scales=False,  # any orthonormal basis is right, and q depends on it
         hints=[
             "A product can be added up as matrices can: the sum over ranks of x @ q is (sum of x) "
             "@ q. So nobody needs the whole sum to know p.",

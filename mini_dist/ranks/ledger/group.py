@@ -146,6 +146,11 @@ class RecordingGroup(dist.ProcessGroup):
                     f"{len(self.ranks) - 1}. In a ring, (rank + 1) % size and (rank - 1) % size "
                     "wrap round."
                 )
+        elif not tensors[0].numel():
+            raise ValueError(
+                "recv from any rank of an empty tensor, which gloo cannot do: name the rank that "
+                "it comes from, recv(tensor, group_src=rank)"
+            )
         carrier = self.carriers[tensors[0].device.type]
         row = self.recorder.begin(op, self.name, tensors, peer, tag, carrier=carrier)
         flight, number = self.recorder.flight, -1

@@ -168,10 +168,10 @@ def as_a_batch(x, to, source, group, like):
 
 
 def from_any_source(x, to, source, group, like):
-    """Right where only one rank ever sends to this one."""
+    """Right where only one rank ever sends to this one; gloo cannot receive nothing from any."""
     came = torch.empty(like.shape, dtype=like.dtype)
     sending = dist.isend(x.contiguous(), group_dst=to, group=group)
-    dist.recv(came, group=group)
+    dist.recv(came, group=group, group_src=None if came.numel() else source)
     sending.wait()
     return came
 

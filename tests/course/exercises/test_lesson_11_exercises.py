@@ -541,7 +541,7 @@ def chunks_only(seq_len, size):
     return torch.arange(seq_len).view(2 * size, -1)
 
 
-@wrong_order("48 tokens on 4 ranks")
+@wrong_order("96 tokens on 12 ranks")
 def knows_only_two_ranks(seq_len, size):
     early, *middle, late = torch.arange(seq_len).view(2 * size, -1)
     return torch.stack([torch.cat([early, late]), torch.cat(middle)][:size])
