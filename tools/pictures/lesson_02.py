@@ -51,6 +51,6 @@ def one_server_k_servers():
                 board.arrow(*ends, color=MESSAGE, width=4 if servers == 1 else 1.2)
     board.words(192, 292, "rank 0 sends 3 N, the others N each", 12, GRAY)
     board.words(572, 292, "each sends 3 N/4 as a worker, 3 N/4 as a server", 12, GRAY)
-    note = "Arrows: push; pull goes back the same way. Two boxes of one colour are one rank."
+    note = "Arrows: push; pull goes back the same way. Two boxes of one color are one rank."
     board.words(380, 316, note, 12, GRAY)
     return board

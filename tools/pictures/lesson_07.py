@@ -51,5 +51,5 @@ def offload():
     board.arrow(320, 118, 192, 118, "new value: 4")
     board.arrow(610, 72, 472, 72, "read: 4 + 8 + 4")
     board.arrow(470, 118, 608, 118, "write: 4 + 8")
-    board.words(400, 176, "bytes a parameter of the shard and step, in float32", 13, GRAY)
+    board.words(400, 176, "bytes per parameter of the shard and step, in float32", 13, GRAY)
     return board

@@ -64,7 +64,7 @@ def collective(seen: Watched, title: str = "") -> Drawing:
     for rank in range(size):
         panel.words(-0.25, middle(rank), f"rank {rank}", anchor="end")
     count = "1 step" if len(found) == 1 else f"{len(found)} steps"
-    return Drawing([panel], f"{title or 'messages'}: {len(arrows)} in {count}")
+    return Drawing([panel], f"{title or 'messages'}: {len(arrows)} messages in {count}")
 
 
 def contents(seen: Watched) -> dict[int, list[int]]:
