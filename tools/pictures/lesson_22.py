@@ -44,8 +44,8 @@ def their_words_in_ours():
         400,
         "A table of words. Our dp, tp, pp, micro-batch size, number of micro-batches, global batch "
         "and ZeRO stage, each with its name in DeepSpeed's JSON file, in Megatron-LM's arguments "
-        "and in torchtitan's config. DeepSpeed has no words for tp, pp and the number of ranks: "
-        "the program passes them. torchtitan has no word for ZeRO-1.",
+        "and in torchtitan's config. DeepSpeed has no words for tp and pp: the program passes "
+        "them. torchtitan has no word for ZeRO-1.",
     )
     columns = ((10, 104), (118, 184), (306, 226), (536, 214))
     for row, cells in enumerate(WORDS):

@@ -25,14 +25,14 @@ def four_rules():
     board = Board(
         760,
         270,
-        "Four products A times B on two ranks. One: the rows of A are cut, so the rows of C are. "
-        "Two: the columns of B are cut, so the columns of C are. Three: the columns of A and the "
-        "rows of B are cut, so each rank has a summand of all of C. Four: only the columns of A "
-        "are cut, and the pieces do not fit: gather A, or slice B.",
+        "Four products A times B on two ranks. One: A's rows are sharded, so C's rows are. Two: "
+        "B's columns are sharded, so C's columns are. Three: A's columns and B's rows are sharded, "
+        "so each rank has a partial sum of all of C. Four: only A's columns are sharded, and the "
+        "pieces do not fit: gather A, or slice B.",
     )
     rows = (
-        ("A[I_X, J] . B[J, K] -> C[I_X, K]", "rows", "", "rows", "1  rows stay cut"),
-        ("A[I, J] . B[J, K_X] -> C[I, K_X]", "", "columns", "columns", "2  columns stay cut"),
+        ("A[I_X, J] . B[J, K] -> C[I_X, K]", "rows", "", "rows", "1  rows stay sharded"),
+        ("A[I, J] . B[J, K_X] -> C[I, K_X]", "", "columns", "columns", "2  columns stay sharded"),
         ("A[I, J_X] . B[J_X, K] -> C[I, K]{X}", "columns", "rows", "due", "3  a sum is due"),
         ("A[I, J_X] . B[J, K]", "columns", "", "?", "4  does not fit: gather, or slice B"),
     )
