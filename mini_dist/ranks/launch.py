@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import ChainMap
 from collections.abc import Callable
 
 from mini_dist.plan.fields import checks_kinds
@@ -182,7 +183,7 @@ def run_job(
             # Ranks that are done need no waiting for, unless the next want the same GPU memory.
             world.end(wait=bool(error) or device != "cpu")
             reports = [rank.report for rank in world.ranks if rank.report]
-            imported = {name for report in reports for name in report.imported}
+            imported = dict(ChainMap(*(report.imported for report in reports)))
             prepare(world.keeper, world_size, device, hosts, imported)
     except BaseException as unexpected:  # whatever it is, no rank outlives it
         with uninterrupted():

@@ -47,7 +47,7 @@ class Report:
     outcome: str  # returned, raised, or absent: it could not even join the others
     error: Failure | None = None
     ledger: dict | None = None
-    imported: list[str] = field(default_factory=list)  # modules of mini_dist that it was first to
+    imported: dict[str, str] = field(default_factory=dict)  # name -> file of new modules of KEPT
 
 
 @dataclass
@@ -63,6 +63,12 @@ class Failure:
     members: list[Failure]  # of an ExceptionGroup
     because: list[Failure] = field(default_factory=list)  # its causes or contexts, nearest first
     more: int = 0  # causes in the middle of a long chain, left out
+
+
+# Packages whose modules later ranks find loaded, once a rank has imported them. Importing them
+# starts no thread and runs no kernel, so a process that has them can be forked. (Each rank of each
+# test would take 0.1 s to load pytest.)
+KEPT = {"mini_dist", "pytest"}
 
 
 def main(rank: int, size: int, device: str, directory: str, control: int, output: int) -> None:
@@ -101,8 +107,11 @@ def main(rank: int, size: int, device: str, directory: str, control: int, output
     for stream in (*streams, sys.stdout, sys.stderr):
         with contextlib.suppress(BaseException):  # the job may have put anything in its place
             stream.flush()
-    imported = [name for name in [*sys.modules] if name.startswith("mini_dist.")]
-    report.imported = [name for name in imported if name not in loaded]
+    report.imported = {
+        name: module.__file__
+        for name, module in [*sys.modules.items()]
+        if name.partition(".")[0] in KEPT and name not in loaded
+    }
     with contextlib.suppress(OSError):
         with members.speaking if members else contextlib.nullcontext():
             send(parent, [pickle.dumps(report), *result])

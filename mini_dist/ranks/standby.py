@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable
 
 from .hosts import Hosts
 from .world import World
@@ -41,12 +40,12 @@ def prepare(
     size: int,
     device: str,
     hosts: Hosts | None = None,
-    modules: Iterable[str] = (),
+    modules: dict[str, str] | None = None,
 ) -> None:
     """Put a world on standby for the next launch, which is likely to want the same: as many ranks,
-    and the modules of mini_dist that the last ones have imported."""
+    and the modules that the last ones have imported, {name: file}."""
     if not zygote.alive():
         return
     with contextlib.suppress(OSError, ZygoteDied):  # that launch will find out
-        zygote.load(modules)
+        zygote.load(modules or {})
         zygote.standby = World(zygote, size, device, hosts)

@@ -1,24 +1,24 @@
 """The zygote: a small process that has torch loaded and forks ranks from itself on request.
 
-Of mini_dist it loads what every rank runs before its job and, on request, what earlier jobs have
+Of mini_dist it loads what every rank runs before its job and, on request, what earlier ranks have
 imported. The parent starts a new zygote when one of these files changes, so ranks always see the
 newest edits. It never runs a tensor operation on more than one thread and never touches CUDA:
-forking a process that has done either breaks the child (OpenMP hangs, CUDA refuses). It lives in a session of its own, so the interrupt of a terminal
-or a notebook reaches neither it nor its ranks, and in a network of its own, where nobody else on
-the host can reach their connections (network.py). When the parent goes away, however violently, the
-socket to it closes; then the zygote kills every rank and what they have started, removes the
-directory of the worlds and leaves.
+forking a process that has done either breaks the child (OpenMP hangs, CUDA refuses). It lives in a
+session of its own, so the interrupt of a terminal or a notebook reaches neither it nor its ranks,
+and in a network of its own, where nobody else on the host can reach their connections (network.py).
+When the parent goes away, however violently, the socket to it closes; then the zygote kills every
+rank and what they have started, removes the directory of the worlds and leaves.
 
 A request is one JSON object padded to REQUEST_BYTES: {"start": rank, "size": n, "device": as in
 devices.py, "world": w} with two file descriptors (the rank's socket to the parent, its output), or
-{"kill": w}, or {"ping": true}, or {"load": module of mini_dist}, or {"switch": n, "rate": bytes/s, "latency": s, "world": w}, which
-makes n hosts for the ranks of w (cables.py); their requests then have a "host". Ranks start when
-all is loaded. The files of world w are in the folder w of the zygote's directory. An answer is a
-line of JSON: first {"open": null or why it is in the host's network}, then {"started": pid,
-"world": w, "rank": r}, or {"refused": errno, "world": w, "rank": r} if the system starts no more
-processes, or {"switched": null or why there are no hosts, "world": w}, or {"ended": pid, "world":
-w, "rank": r, "status": s} where s is an exit code, or minus the signal that killed it, or
-{"pong": true}: what had happened before the ping has been told before.
+{"kill": w}, or {"ping": true}, or {"load": module}, or {"switch": n, "rate": bytes/s, "latency": s,
+"world": w}, which makes n hosts for the ranks of w (cables.py); their requests then have a "host".
+Ranks start when all is loaded. The files of world w are in the folder w of the zygote's directory.
+An answer is a line of JSON: first {"open": null or why it is in the host's network}, then
+{"started": pid, "world": w, "rank": r}, or {"refused": errno, "world": w, "rank": r} if the system
+starts no more processes, or {"switched": null or why there are no hosts, "world": w}, or {"ended":
+pid, "world": w, "rank": r, "status": s} where s is an exit code, or minus the signal that killed
+it, or {"pong": true}: what had happened before the ping has been told before.
 """
 
 import contextlib

@@ -12,7 +12,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 from . import zygote
@@ -80,14 +79,12 @@ class ZygoteHandle:
         edited = any(last_edit(file) != when for file, when in self.edits.items())
         return not edited and os.path.isdir(self.directory)
 
-    def load(self, names: Iterable[str]) -> None:
-        """Load modules of mini_dist that ranks have imported, so that the next ranks find them."""
-        for name in sorted(names) if self.forks else ():
-            path = PACKAGE.parent.joinpath(*name.split("."))
-            file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-            when = last_edit(file)  # before it is loaded, or an edit could be missed
-            if when and file not in self.edits:
-                self.edits[file] = when
+    def load(self, modules: dict[str, str]) -> None:
+        """Load what ranks have imported, {name: file}, so that the next ranks find it."""
+        for name, file in modules.items() if self.forks else ():
+            file = Path(file)
+            if file not in self.edits:  # noted before it is loaded, or an edit could be missed
+                self.edits[file] = last_edit(file)
                 self.request(load=name)
 
     def request(self, fds=(), **request) -> None:

@@ -43,7 +43,7 @@ def solve(cell: str) -> str:
     for _, name in CHECKED.findall(cell):
         node = defined[name]
         assert "YOUR TURN" in "\n".join(lines[node.lineno - 1 : node.end_lineno]), name
-        lines[node.lineno - 1 : node.end_lineno] = solutions.PRINTED[name].splitlines()
+        lines[node.lineno - 1 : node.end_lineno] = check.exercises()[name].answer().splitlines()
     return "\n".join(lines)
 
 
@@ -144,10 +144,10 @@ MAY_USE = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(solutions.PRINTED))
+@pytest.mark.parametrize("name", sorted(check.exercises()))
 def test_a_printed_solution_does_the_asked_work_itself(name):
     """It is one definition with its imports, and of the library it uses what may be used."""
-    tree = ast.parse(solutions.PRINTED[name])
+    tree = ast.parse(check.exercises()[name].answer())
     imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     (definition,) = [node for node in tree.body if node not in imports]
     assert definition.name == name and not definition.decorator_list
@@ -162,13 +162,13 @@ def global_names(code) -> set[str]:
     return own.union(*(global_names(c) for c in code.co_consts if isinstance(c, type(code))))
 
 
-@pytest.mark.parametrize("name", sorted(solutions.PRINTED))
+@pytest.mark.parametrize("name", sorted(check.exercises()))
 def test_a_printed_solution_brings_every_name_along_into_a_kernel_where_nothing_else_has_run(name):
     fn = solutions.paste(name)
     assert global_names(fn.__code__) <= {*fn.__globals__, *dir(builtins)}
 
 
-OTHERS = sorted(name for name in vars(right) if name in solutions.PRINTED)
+OTHERS = sorted(name for name in vars(right) if name in check.exercises())
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -186,12 +186,12 @@ class ForTheWorld(ast.NodeTransformer):
 
 
 def of_the_world(name: str) -> str:
-    tree = ForTheWorld().visit(ast.parse(solutions.PRINTED[name]))
+    tree = ForTheWorld().visit(ast.parse(check.exercises()[name].answer()))
     return ast.unparse(ast.fix_missing_locations(tree))
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in sorted(solutions.PRINTED) if "WORLD" in of_the_world(n)]
+    "name", [n for n in sorted(check.exercises()) if "WORLD" in of_the_world(n)]
 )
 @pytest.mark.sampled
 def test_who_speaks_to_the_world_instead_of_the_group_is_refused(name):

@@ -193,7 +193,7 @@ def test_wrong_groups_get_the_right_hint(fn, hint):
 
 
 def changed(*pairs):
-    source = solutions.PRINTED["compose"]
+    source = check.compose.answer()
     for old, new in pairs:
         assert source.count(old) == 1, old
         source = source.replace(old, new)
