@@ -21,8 +21,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(HERE))
 
-# The address where Binder serves the repository, such as https://mybinder.org/v2/gh/OWNER/NAME/main.
-# If it is set, the pages link to it; otherwise they do not mention Binder.
+# The address where Binder serves the repository: https://mybinder.org/v2/gh/OWNER/NAME/main. If it
+# is set, the pages link to it; otherwise they do not mention Binder.
 BINDER = os.environ.get("MINI_DIST_BINDER", "")
 
 project = "mini_dist"
@@ -79,7 +79,8 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 autodoc_default_options = {"members": True, "show-inheritance": True}
-toc_object_entries = False  # Each page would list every object, and the build would take twice as long.
+toc_object_entries = False  # Each page would list every object, and the build would take twice as
+# long.
 
 
 def write_library(app):
@@ -116,7 +117,7 @@ def as_markdown(app, what, name, obj, options, lines):
 
 TO_RUN = """
 ```{{tip}}
-This page shows a run. To run it yourself, and to change it: `make lab`, and there
+This page shows a finished run. To run and change it yourself, use `make lab` and open
 `{path}`{or_in_binder}.
 ```
 """
@@ -127,7 +128,7 @@ def or_in_binder(path):
 
 
 def prepare(app, docname, source):
-    """Add how to run a page, fold the cells that JupyterLab folds, and mark cells with an explorer."""
+    """Add how to run a page, fold the cells that JupyterLab folds, and mark explorer cells."""
     if docname == root_doc:
         source[0] = source[0].replace("{or_in_binder}", or_in_binder("notebooks"))
     if not docname.startswith("notebooks/"):

@@ -61,7 +61,7 @@ def facts(lesson: Path) -> str:
     optional = numbers([cell["number"] for cell in code if cell["optional"]])
     times = f"{found['core']} minutes to read and run"
     if found["optional"]:
-        times += f", {found['optional']} more for what is optional"
+        times += f", {found['optional']} more for the optional sections"
     core = numbers([cell["number"] for cell in code if not cell["optional"]])
     told = f"{times}. Code cells {core} are the core"
     told += f", {optional} are optional." if optional else "; none is optional."
