@@ -1,7 +1,7 @@
-"""The kinds of damage of checkpoint_faults.py: functions of a random generator and a directory.
+"""Define the kinds of damage of checkpoint_faults.py: functions of a generator and a directory.
 
-In the directory are checkpoints of the steps 2, 4 and 6; beside it, with the end
-"-latest-before", lies its `latest` as it was before the last save.
+The directory holds checkpoints of steps 2, 4 and 6. Next to it, with the suffix "-latest-before",
+is a copy of its `latest` from before the last save.
 """
 
 import json

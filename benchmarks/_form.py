@@ -1,4 +1,4 @@
-"""The form of every benchmark: ours and theirs in turn, medians, a table, an exit status.
+"""Run a benchmark: ours and theirs in turn, medians, a table, an exit status.
 
     python benchmarks/NAME.py [--json FILE] [--long]
 
@@ -6,14 +6,14 @@ A benchmark is a file with a function `cases(long)` that yields `Case`s, and as 
 
     sys.exit(main(cases, __doc__))
 
-Runs alternate, and who goes first alternates too, so that a busy minute on the machine falls on
-both sides: trust the ratio, not the milliseconds.
+Runs alternate, and so does the side that goes first, so that a busy minute on the machine affects
+both sides. Trust the ratio, not the milliseconds.
 
 "Theirs" is PyTorch as its users have it. `launch` starts gloo's threads so that they do not take a
-core from a thread that computes (`threads_that_do_not_interrupt` in ranks/threads.py), and deals
-the cores out to the ranks (`stay_on_a_core` there, too). What uses gloo gets faster, theirs
-even more than ours. torchrun does neither, so theirs runs without: that row has the bar. The row
-"theirs with our threads" says what is left when both have it; its bar is 1.
+core from a thread that computes (`threads_that_do_not_interrupt` in ranks/threads.py), and assigns
+cores to ranks (`stay_on_a_core` in the same file). Both make every program on gloo faster, theirs
+even more than ours. torchrun does neither, so theirs runs without them, and that row has the bar.
+The row "theirs with our threads" shows the ratio when both sides have them; its bar is 1.
 """
 
 import argparse

@@ -1,10 +1,11 @@
-"""torchft beside our elastic runs: three replicas, one is killed, two go on with equal weights.
+"""Run torchft for comparison with our elastic runs: of three replicas one is killed, two continue.
 
     pip install -e .[torchft]
     python benchmarks/_torchft.py
 
-A lighthouse hears the replicas' heartbeats. Each replica is a process of its own with a copy of a
-small model; before each step they agree on who takes part, and after it on whether it counts.
+A lighthouse hears the replicas' heartbeats. Each replica is a separate process with a copy of a
+small model. Before each step the replicas agree on who takes part, and after it on whether the step
+counts. At the end the two survivors have equal weights.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Theirs as its users start it: processes of torchrun, without anything of mini_dist in them.
+"""Run their code as its users start it: under torchrun, in processes without mini_dist.
 
-In our own processes theirs has what `launch` gives to ranks: freed memory is kept, and a recorder
-writes down every call. Here it has neither. The processes wait until a rank of ours says so, take
-one step, and say how long it took, so that both sides still take turns in one run.
+In our own processes their code also gets what `launch` gives to ranks: freed memory is kept, and a
+recorder writes down every call. Here it gets neither. The processes wait for a signal from one of
+our ranks, take one step, and report how long it took, so both sides still take turns in one run.
 """
 
 import os

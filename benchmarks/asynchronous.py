@@ -1,19 +1,22 @@
-"""Asynchronous training: a server with and without a bound, and steps between two averages.
+"""Compare asynchronous training with the formula and with torch's local SGD.
 
-Rows "updates a second": a server and 4 workers of 10 ms a step, the last one 50 ms slower.
-"virtual": in virtual time, over 120 updates; theirs is the formula, for a race without an end. "on
-the clock": the same workers asleep for those times, so the machine's own delays come in.
-Rows "sent": bytes of all ranks by the ledger; local SGD beside torch's PeriodicModelAverager;
-post-local SGD, which begins with dense steps, beside torch's optimizer and hook for it.
-Rows "average": of all parameters of a GPT over 4 ranks, beside torch's; both take turns in the same
-processes. Medians of the slowest rank.
-Rows "over 100 Mbit/s": a training step where an average takes as long as lesson 04's formula says
-for that link between two ranks, which sleep for it; theirs is dense training, an average a step.
-What is missed (2 cores): the average of local SGD beside torch's with our threads, 1.1 to 1.5 in
-several runs. Of ours, 12 ms for 3.4 MB, 7 are the ring and its division, where gloo's all-reduce
-takes 3.5: a ring in Python is a match for it in larger messages (benchmarks/collectives.py). The
-rest is the outer step, as long as torch's copying. The ring in pieces alone took 5.6 ms, halving
-and doubling 5.5.
+Rows "updates a second": a server and 4 workers with 10 ms per step, the last one 50 ms slower.
+"virtual" measures 120 updates in virtual time; theirs is the formula for an endless race. "on the
+clock": the same workers sleep for those times, so the machine's own delays are included.
+Rows "sent": bytes of all ranks from the ledger. Local SGD is compared with torch's
+PeriodicModelAverager; post-local SGD, which begins with dense steps, with torch's optimizer and
+hook for it.
+Rows "average": averaging all parameters of a GPT over 4 ranks, compared with torch's averager. Both
+take turns in the same processes; medians of the slowest rank.
+Rows "over 100 Mbit/s": a training step in which an average takes as long as lesson 04's formula
+says for that link between two ranks, which sleep for that time. Theirs is dense training with one
+average per step.
+
+One bar is missed (2 cores): the average of local SGD took 1.1 to 1.5 times as long as torch's with
+our threads in several runs. Of our 12 ms for 3.4 MB, the ring and its division take 7 ms, and
+gloo's all-reduce takes 3.5 ms: a ring in Python matches gloo only for larger messages
+(benchmarks/collectives.py). The rest is the outer step, which takes as long as torch's copying. The
+ring in pieces alone took 5.6 ms, halving and doubling 5.5 ms.
 """
 
 import sys

@@ -1,21 +1,22 @@
-"""Checkpoints that are damaged, trainings that are killed: never a wrong or a silently older state.
+"""Damage checkpoints and kill trainings: no resume may give a wrong or silently older state.
 
     python benchmarks/checkpoint_faults.py [--json FILE] [--long] [--seed N]
         [--corruptions N] [--kills N]
 
-Corruptions: checkpoints of a GPT with AdamW, written in several layouts and resumed in the same or
-another, with one to three kinds of damage at once. What may come: the newest state bit by bit; an
-older one bit by bit and a warning; CheckpointError on all ranks. What may not: another state, an
-older one without a word as long as a name, `latest` or a manifest tells of the newest, beginning
-anew, another error, a hang. One name alone in `latest` is no damage but the wish to go back to it.
+Corruptions: checkpoints of a GPT with AdamW are written in several layouts, damaged in one to three
+ways at once, and resumed in the same or another layout. Three results are right: the newest state
+bit for bit; an older state bit for bit with a warning; CheckpointError on all ranks. Everything
+else is wrong: another state, a start from scratch, another error, a hang, or an older state without
+a warning while a file name, `latest` or a manifest still mentions the newest one. Changing only the
+name in `latest` is not damage, because it is how a user asks for an older checkpoint.
 
-(A seal is no signature. Who changes a manifest, seals it again and changes latest, too, can make it
-say anything that has the right form: those two kinds are not combined.)
+(A seal is not a signature. Anyone who changes a manifest, seals it again and also changes `latest`
+can make it say anything in the right form, so those two kinds are never combined.)
 
-Kills: trainings in several layouts, saving in the foreground or behind, are killed with SIGKILL (a
-rank, all ranks, or the process that launched them) at random moments and started again until they
-are done. The loss of every step that any of the starts has made must be, to the last bit, that of a
-training that nobody killed.
+Kills: trainings in several layouts, saving in the foreground or in the background, are killed with
+SIGKILL (a rank, all ranks, or the process that launched them) at random moments and started again
+until they are done. The loss of every step of every start must equal, bit for bit, the loss of an
+undisturbed training.
 """
 
 import argparse

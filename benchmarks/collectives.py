@@ -1,12 +1,12 @@
-"""Our collectives beside gloo's own: time (max over ranks), and bytes on the wire.
+"""Compare our collectives with gloo's: time (max over ranks) and bytes on the wire.
 
-Both go through the same recording group, in turn, in one run, with a barrier before each. gloo
-reduces in place and gathers into a buffer that is there; ours return new tensors. "shared memory"
-is the floor on one machine: every rank sums its chunk straight from the others' memory, so its
-row says how much a network costs at all.
+Both run through the same recording group, in turn, in one run, with a barrier before each. gloo
+reduces in place and gathers into an existing buffer; ours return new tensors. "shared memory" is
+the lower bound on one machine: every rank sums its chunk directly from the others' memory, so its
+row shows the cost of using a network at all.
 
-Run it more than once. gloo's all-reduce of 64 MB on 4 ranks took 100 to 117 ms in four runs, our
-ring 87 to 98: its ratio was 0.74, 0.98, 0.83 and 0.83.
+Run it more than once. gloo's all-reduce of 64 MB on 4 ranks took 100 to 117 ms in four runs and our
+ring 87 to 98 ms; the ratio was 0.74, 0.98, 0.83 and 0.83.
 
     python benchmarks/collectives.py [--json FILE] [--long]
 """

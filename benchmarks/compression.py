@@ -1,20 +1,20 @@
-"""Compressed gradients: ours beside torch's hooks of DistributedDataParallel, on 4 ranks.
+"""Compare our compressed gradients with torch's hooks of DistributedDataParallel, on 4 ranks.
 
-Rows "step, ...": one training step (forward, backward, AdamW) of the same GPT; both sides take
-turns in the same processes. Medians of the slowest rank; and of the processor time of all ranks,
-which a busy machine spoils less.
-Rows "sent": what all ranks send in a step, as the ledger counts it (a native collective: the least
-that any algorithm has to move).
-Rows "pays below": what compression saves in bytes beside what it costs in processor time on these
-cores: on links slower than this it pays, if nothing is hidden behind backward. Theirs: 1 Gbit/s.
-Rows "emulated step": the same model's step on devices that take LAYER seconds a layer, over links
-of the stated bandwidth (loopback would hide what is saved), `Overlapped` in four buckets; ours with
-that method, theirs dense. A bucket's messages take what the formula says, and begin with the
-processor time that was measured for it.
-Row "between hosts": what leaves the hosts when a unit of ZeRO is scattered in int8, 8 ranks on two
-of them, in two hops; theirs in one.
-torch's hook has one bucket here: with more, its all-reduces start from callbacks, and ranks enter
-them in different orders, which ends in an error under gloo.
+Rows "step, ...": one training step (forward, backward, AdamW) of the same GPT. Both sides take
+turns in the same processes. The rows give medians of the slowest rank, and of the processor time of
+all ranks, which a busy machine disturbs less.
+Rows "sent": the bytes that all ranks send per step, from the ledger. A native collective counts as
+the minimum that any algorithm has to move.
+Rows "pays below": the bytes that compression saves, divided by the processor time that it costs on
+these cores. On slower links it pays, if nothing is hidden behind backward. Theirs is 1 Gbit/s.
+Rows "emulated step": a step of the same model on devices that take LAYER seconds per layer, over
+links of the stated bandwidth (loopback would hide the savings), with `Overlapped` in four buckets.
+Ours uses the method, theirs is dense. The messages of a bucket take the formula's time and start
+after the processor time that was measured for that bucket.
+Row "between hosts": the bytes that leave the hosts when a ZeRO unit is scattered in int8, with 8
+ranks on two hosts. Ours takes two hops, theirs one. torch's hook has one bucket here. With more
+buckets its all-reduces start from callbacks, ranks enter them in different orders, and gloo ends
+with an error.
 """
 
 import statistics

@@ -1,17 +1,17 @@
-"""Context parallel: ours beside torch's own ring attention, on the same blocks and the same kernel.
+"""Compare our context parallelism with torch's ring attention, on the same blocks and kernel.
 
 Theirs: the templates under torch.distributed.tensor.experimental's context_parallel, driven with
-the CPU kernel (context_parallel() itself does not run on a CPU), in both ways they know to rotate
-keys and values: "ring" (all-to-all to the next rank) and "all-gather". Zig-zag, causal, grouped
-query heads, float32, forward and backward of one attention layer on 4 ranks. Both sides' outputs
-and gradients are compared in every run.
+the CPU kernel (context_parallel() itself does not run on a CPU), with both of their ways to rotate
+keys and values: "ring" (all-to-all to the next rank) and "all-gather". The case is one attention
+layer on 4 ranks: zig-zag, causal, grouped query heads, float32, forward and backward. Every run
+compares the outputs and gradients of both sides.
 
 Rows "step": the slowest rank's time; both sides take turns in the same processes.
-Rows "bytes": what all ranks send. In the ring their gradients of keys and values go all the way
-round, cp hops; ours leave out the first, since a rank's share of its own needs no travel. Gathered,
-theirs keeps cp hops of gradients beside the gathered keys; ours are one reduce-scatter.
-Rows "memory": the most bytes allocated at once above what was there before, on the rank that needs
-most.
+Rows "bytes": the bytes that all ranks send. In their ring, gradients of keys and values make cp
+hops, all the way around. Ours skip the first hop, because a rank's share of its own gradients need
+not travel. In their gathered form the gradients still make cp hops in addition to the gathered
+keys; ours are one reduce-scatter.
+Rows "memory": the peak of allocated bytes above the starting level, on the rank that needs most.
 """
 
 import sys

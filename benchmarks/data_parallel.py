@@ -1,22 +1,22 @@
-"""Data parallelism and ZeRO: ours beside DDP, ZeroRedundancyOptimizer and FSDP2 on 4 ranks.
+"""Compare our data parallelism and ZeRO with DDP, ZeroRedundancyOptimizer and FSDP2 on 4 ranks.
 
-Rows "step": one training step (forward, backward, AdamW) of the same GPT; both sides take turns in
-the same processes. Medians of the slowest rank. With 32 tokens a rank it is mostly communication,
-which is what the bars are about; with 256 tokens most of it is the same arithmetic on both sides.
-With equal threads Overlapped is 0 to 3 % behind DDP on its own ring, and 3 to 6 % ahead on gloo's.
-Four ranks on two cores wait for nothing but each other's CPU time, and a mean of these 13 MB takes
-26 ms of it on gloo's ring, 33 on ours: every rank sends and receives 24 pieces, and the ledger and
-the flight recorder note each of them. Without their notes it is 28, and the step is DDP's to 1 %.
-Rows "sent": what rank 0 sends in a step, as the ledger counts it (a native collective: the least
-that any algorithm has to move). Overlapped and DDP send the same. ZeroRedundancyOptimizer
-all-reduces gradients and then broadcasts parameters, 3 where ZeRO-1's 2 do. FSDP2 gathers the root
-for forward and again for backward, ZeRO-3 once.
-Rows "on the sockets": the same as the kernel counts it. gloo's reduce-scatter is an all-reduce
-inside, twice the bytes.
-Rows "memory": the most bytes allocated at once in making the model and two steps, on the rank that
-needs most. The profiler sees what the main thread and autograd allocate, so Overlapped averages
-there for once.
-Losses of both sides are compared in every run.
+Rows "step": one training step (forward, backward, AdamW) of the same GPT. Both sides take turns in
+the same processes; medians of the slowest rank. With 32 tokens per rank the step is mostly
+communication, which is what the bars are about. With 256 tokens most of it is the same arithmetic
+on both sides. With equal threads Overlapped is 0 to 3 % behind DDP on our own ring, and 3 to 6 %
+ahead on gloo's. Four ranks on two cores wait only for each other's CPU time. A mean of these 13 MB
+takes 26 ms of CPU time on gloo's ring and 33 ms on ours, because every rank sends and receives 24
+pieces, and the ledger and the flight recorder note each of them. Without these notes it takes 28
+ms, and the step equals DDP's within 1 %.
+Rows "sent": the bytes that rank 0 sends per step, from the ledger. A native collective counts as
+the minimum that any algorithm has to move. Overlapped and DDP send the same bytes.
+ZeroRedundancyOptimizer all-reduces gradients and then broadcasts parameters, which makes 3 units
+where ZeRO-1 sends 2. FSDP2 gathers the root for forward and again for backward, ZeRO-3 once.
+Rows "on the sockets": the same bytes as the kernel counts them. gloo's reduce-scatter is an
+all-reduce inside and sends twice the bytes.
+Rows "memory": the peak of allocated bytes while the model is made and two steps run, on the rank
+that needs most. The profiler sees only allocations of the main thread and of autograd, so in these
+rows Overlapped averages on the main thread. Every run compares the losses of both sides.
 """
 
 import sys

@@ -1,13 +1,14 @@
-"""Kill ranks at random moments while they train elastically: never a hang, never a wrong sample.
+"""Kill ranks at random moments of elastic runs: no hang, and every sample counts exactly once.
 
     python benchmarks/elastic.py --cases 50 --seed 0
 
-Each case is a run of 3 to 5 ranks, data parallel (state from whoever has come furthest) or ZeRO
-(state from copies that neighbours keep). One to three of them kill themselves (SIGKILL) after a
-random time, wherever they are: in a step, in the exchange of state, while a group is being made.
-Some are replaced. The model counts: each sample adds one to its place in a buffer, over the same
-messages as the gradients, and after an epoch each place has to be one. The parameters are those of
-one process that nobody disturbed, up to rounding in float64.
+Each case is a run of 3 to 5 ranks, either data parallel (the state comes from the rank that has
+completed the most steps) or ZeRO (the state comes from copies on neighboring ranks). One to three
+ranks kill themselves (SIGKILL) after a random time, wherever they are: in a step, in the exchange
+of state, while a group is being made. Some are replaced. The model counts: each sample adds one to
+its element of a buffer, through the same messages as the gradients, and after an epoch each element
+must be one. The parameters must equal those of an undisturbed single process, up to rounding in
+float64.
 """
 
 from __future__ import annotations

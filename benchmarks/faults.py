@@ -1,12 +1,13 @@
-"""Random faults of many kinds: each must end in one clear error, in time, and leave nothing behind.
+"""Inject random faults of many kinds: each must end in one clear error, in time, without leftovers.
 
     python benchmarks/faults.py [--json FILE] [--long] [--seed N] [--cases N] [--only NAME]
 
-A case draws a kind, a number of ranks, which of them is at fault, how many collectives have gone
-before, and what the others do meanwhile. Its error has to say what that kind's patterns ask for, in
-few lines, without a word of the launcher's own insides, before its deadline. Then the next launch
-must be right, and this process own what it owned before: one zygote, its ranks on standby, their
-folder, as many open files. A kind without patterns is sound, and its results must be right.
+A case draws a kind of fault, a number of ranks, the faulty rank, the number of collectives before
+the fault, and the activity of the other ranks. Its error has to match the patterns of its kind, in
+few lines, without internals of the launcher, before its deadline. Then the next launch must give
+the right result, and this process must own what it owned before: one zygote, its ranks on standby,
+their folder, and as many open files. A kind without patterns is not a fault, and its results must
+be right.
 """
 
 import argparse

@@ -1,21 +1,21 @@
-"""Collectives and ZeRO between two hosts with real slow links (Linux; lesson 26).
+"""Measure collectives and ZeRO between two hosts with real slow links (Linux; lesson 26).
 
-Rows "all-reduce": 4 ranks on 2 hosts, 4 MB; ours is what `all_reduce` takes there by itself, the
-hierarchy in pieces, theirs gloo's own; the fastest of some rounds of the slowest rank, all in turn
-in the same processes. The rows of the page have the hierarchy in one piece there.
-Rows "clock / formula": the fastest round beside the formula's time, so the ratio is how much longer
-it takes. For the cable that is bytes / speed, headers included. A ring is inside a host while it is
-on the cable; the hierarchy is inside before and after, so its formula adds how long these two parts
-take alone, measured in the same run: on two cores they are no small thing beside 1 Gbit/s. The rows
-"of the cable alone" leave that out and have no bar.
-Rows "clock / seconds_on": the fastest round beside what the same messages take in virtual time, for
-a ring, a ring whose ranks are dealt, and the hierarchy. At 40 Mbit/s the cable decides: there clock
-and virtual time are to agree within 10 %.
-Row "HSDP step": a training step of a small GPT, ours beside FSDP2 on a mesh of two dims.
-Three quiet runs (2 cores) met all bars: ours / gloo's 0.67 at 200 Mbit/s and 0.65 at 1 Gbit/s,
-where the page alone gave 0.71 to 0.75 and, with other work beside, up to 0.84: four ranks and both
-ends of the cable share two cores there.
-Where the system allows no namespaces there is nothing to measure, and the benchmark says so.
+Rows "all-reduce": 4 ranks on 2 hosts, 4 MB. Ours is the algorithm that `all_reduce` chooses there,
+the hierarchy in pieces; theirs is gloo's. A row is the fastest round of the slowest rank, with all
+programs in turn in the same processes. The rows of the page use the hierarchy in one piece.
+Rows "clock / formula": the fastest round divided by the formula's time. For the cable the formula
+is bytes / speed, headers included. A ring works inside a host while it uses the cable. The
+hierarchy works inside the hosts before and after, so its formula adds the time of these two parts
+alone, measured in the same run: on two cores they are not small compared with 1 Gbit/s. The rows
+"of the cable alone" leave that time out and have no bar.
+Rows "clock / seconds_on": the fastest round divided by the virtual time of the same messages, for a
+ring, for a ring whose ranks are dealt alternately, and for the hierarchy. At 40 Mbit/s the cable
+decides, and clock and virtual time have to agree within 10 %.
+Row "HSDP step": a training step of a small GPT, ours against FSDP2 on a mesh with two dims. Three
+quiet runs (2 cores) met all bars: the ratio to gloo was 0.67 at 200 Mbit/s and 0.65 at 1 Gbit/s.
+The page alone gave 0.71 to 0.75, and up to 0.84 with other work on the machine: four ranks and both
+ends of the cable share two cores there. If the system allows no namespaces, there is nothing to
+measure, and the benchmark says so.
 """
 
 import sys

@@ -1,14 +1,14 @@
-"""launch beside torch's and accelerate's launchers, from the cells of a real notebook kernel.
+"""Compare launch with torch's and accelerate's launchers, in the cells of a real notebook kernel.
 
     python benchmarks/launch.py [--json FILE] [--long]
 
-Every way runs the same function, defined in the notebook: an all-reduce of one number. Its time is
-that of the call in the cell. The first five rows compare with a stated number of milliseconds. "By
-hand" leaves 0.3 s between cells, as a learner does at least; "at once" is Run All, where a launch
-finds the next ranks still under way. A first call stands in the cell right after the import.
-The row "4 ranks on 2 hosts" is launch with hosts (Linux; lesson 26) beside launch without: how much
-longer it takes to make them. It has no bar.
-accelerate is for this file only: pip install -e '.[bench]'.
+Every launcher runs the same function, defined in the notebook: an all-reduce of one number. The
+time is the time of the call in the cell. The first five rows compare with a stated number of
+milliseconds. "By hand" leaves at least 0.3 s between cells, as a learner does. "at once" is Run
+All, where a launch finds the next ranks still starting. A first call is in the cell right after the
+import. The row "4 ranks on 2 hosts" compares launch with hosts (Linux; lesson 26) and launch
+without, to show how much longer it takes to make the hosts. It has no bar. Only this file needs
+accelerate: pip install -e '.[bench]'.
 """
 
 import contextlib

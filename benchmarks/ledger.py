@@ -1,14 +1,14 @@
-"""What the ledger costs: a step of the course's GPT with and without it.
+"""Measure the cost of the ledger: a step of the course's GPT with and without it.
 
     python benchmarks/ledger.py [--json FILE] [--long]
 
-Two ranks, one a core. Both kinds of step alternate inside one run: recorded (the group of every
-launch, and the hooks that follow the phases) and plain (torch's own gloo group, no hooks). Once
-with one message a step, once with one a parameter, which is the worst case for a recorder.
+Two ranks have one core each. Recorded steps (the group of every launch, and the hooks that follow
+the phases) alternate with plain steps (torch's own gloo group, no hooks) in one run. One row sends
+one message per step; another sends one message per parameter, the worst case for a recorder.
 
-The rows of one collective take the CPU time of a small one on rank 0, where nothing else hides the
-recorder: with all that it does, and with the record of shapes for the parent left out (flight.py,
-which names operations on which the ranks do not agree). They have no bar.
+The rows of one collective give the CPU time of a small collective on rank 0, where nothing else
+hides the recorder: once with everything that it does, and once without the record of shapes for the
+parent (flight.py, which names operations on which the ranks do not agree). These rows have no bar.
 """
 
 import sys

@@ -1,42 +1,46 @@
-"""Offload that overlaps: its step beside the bound, its bytes and memory beside the calculator, and
-beside torch FSDP2's CPUOffloadPolicy.
+"""Compare overlapped offload with its bound, the calculator, and FSDP2's CPUOffloadPolicy.
 
-Rows "emulated step": one step of a GPT on one rank, ZeRO-3, on devices that compute LAYER seconds
-a layer, over a link of the stated bandwidth, in virtual time (the same on every machine). Ours with
-lanes; theirs the bound, the larger of computing and of the busiest lane. "in order" is the same
-program without lanes, with no bar.
-"beside the bound with ends": the same step; theirs computing and what this schedule leaves at its
-ends, by `ends` (a formula, nothing is fitted): the last gradients' way out, the first units' step
-and their way back. It does not grow with the layers, so it is ends / (3 ms * layers) of a step.
-"beside any schedule": theirs computing and what no schedule of whole units can hide, by `no_less`.
-With 16 blocks as units this alone is 5 % at 250 MB/s and 6 % at 200: the rows of blocks have no bar
-there. Smaller units have smaller ends: "halves" has attention and MLP as units of their own, two of
-them ahead (one ahead, the smaller one cannot hide the larger: 1.15 at 200), and holds fewer bytes
-than two blocks. With 64 layers blocks do as well.
-"beside the bound of each pass": at 150 MB/s a block's parameters need 1.33 ms and its forward 1 ms.
-Both passes together are longer than the link, but forward cannot take of backward's time: the
-parameters that it needs are stepped after backward. So 64 layers miss 1.05 of the whole step's
-bound: 1.14; with two ahead 1.13, one step late 1.13, both 1.13, halves 1.20 (two ahead). To be
-within 1.05, 12 of the 64 blocks would have to stay on the device from one step to the next, which
-is to borrow less. Theirs is the longer of computing and parameters in each pass, by `of_passes`.
-At 100 MB/s the link is the bound in both passes, and 64 layers hide the computing.
-"files": states in files, or everything, on a disk as fast as the link; in time or one step late.
-In time has no bar: a step ends when all is written, and the bound knows nothing of that. One step
-late hides it; at 1,000 MB/s with everything in files 1.07, as forward's parameters come through the
-same lane as the states of the step that goes on meanwhile (all of its reads begun at once: 1.32).
-Rows "bytes" and "held": what moved, and the most that the device held of gathered parameters and
-of gradients, beside the lines of `calculators.peak_memory` for them.
-Rows "peak": the most that device and host hold in two whole steps, from every birth and death of a
-tensor (device and host are the same memory here: offload/sides.py tells them apart), beside the
-calculator's. Off by 1 % in either direction is a failure.
-Rows "fragments": what the toy allocator reserves beyond what is in use when it replays recorded
-training steps of one length, beside the share that the calculator assumes for all frameworks
-(FRAGMENTATION); where a GPU is, PyTorch's own allocator with the same requests.
-Rows "CPU Adam": the calculator's beside published times; it was chosen on the larger two, and of
-the smallest it says 16 % too much. The bar is for all three.
-Rows "step": real threads on this machine, against FSDP2 with CPUOffloadPolicy, in the same
-processes in turn. (Device and host are the same memory here, so both copy for nothing.) Medians of
-the slowest rank, and the processor time of all ranks, which a busy machine spoils less.
+Rows "emulated step": one step of a GPT on one rank with ZeRO-3, on devices that compute LAYER
+seconds per layer, over a link of the stated bandwidth, in virtual time (the same on every machine).
+Ours uses lanes. Theirs is the bound: the larger of the computing time and the time of the busiest
+lane. "in order" is the same program without lanes, with no bar.
+"beside the bound with ends": the same step. Theirs is computing plus what this schedule leaves
+exposed at its ends, from `ends` (a formula with no fitted constant): the last gradients' way out,
+the first units' step and their way back. The ends do not grow with the number of layers, so their
+share is ends / (3 ms * layers) of a step.
+"beside any schedule": theirs is computing plus the part that no schedule of whole units can hide,
+from `no_less`. With 16 blocks as units this part alone is 5 % at 250 MB/s and 6 % at 200 MB/s, so
+the rows of blocks have no bar there. Smaller units have smaller ends. "halves" makes attention and
+MLP separate units and gathers two of them ahead; that holds fewer bytes than two blocks. (With one
+ahead the smaller unit cannot hide the larger one: 1.15 at 200 MB/s.) With 64 layers, blocks do as
+well.
+"beside the bound of each pass": at 150 MB/s a block's parameters need 1.33 ms and its forward takes
+1 ms. Both passes together are longer than the transfers, but forward cannot use backward's time,
+because the parameters that it needs are stepped after backward. So 64 layers miss 1.05 of the whole
+step's bound: they reach 1.14; with two ahead 1.13, one step late 1.13, both 1.13, halves 1.20 (two
+ahead). To be within 1.05, 12 of the 64 blocks would have to stay on the device from one step to the
+next, which means borrowing less. Theirs is the longer of computing and parameter transfer in each
+pass, from `of_passes`. At 100 MB/s the link is the bound in both passes, and 64 layers hide the
+computing.
+"files": states in files, or everything in files, on a disk as fast as the link, in time or one step
+late. In time has no bar: a step ends when everything is written, and the bound does not include
+that. One step late hides the writing. At 1,000 MB/s with everything in files it reaches 1.07,
+because forward's parameters come through the same lane as the states of the running update (with
+all its reads started at once: 1.32).
+Rows "bytes" and "held": the bytes moved, and the peak of gathered parameters and of gradients on
+the device, compared with the lines of `calculators.peak_memory` for them.
+Rows "peak": the peak of device and host over two whole steps, from every allocation and release of
+a tensor, compared with the calculator (device and host are the same memory here; offload/sides.py
+tells them apart). A difference of 1 % in either direction is a failure.
+Rows "fragments": the share that the toy allocator reserves beyond the memory in use when it replays
+recorded training steps of one length, compared with the share that the calculator assumes for all
+frameworks (FRAGMENTATION). With a GPU, PyTorch's own allocator gets the same requests.
+Rows "CPU Adam": the calculator's times compared with published times. The calculator was chosen on
+the larger two; for the smallest it says 16 % too much. The bar holds for all three.
+Rows "step": real threads on this machine, against FSDP2 with CPUOffloadPolicy, in turn in the same
+processes. (Device and host are the same memory here, so both sides copy without need.) The rows
+give medians of the slowest rank, and the processor time of all ranks, which a busy machine disturbs
+less.
 """
 
 import sys

@@ -1,17 +1,18 @@
-"""Two axes at once: ours beside FSDP2 x DTensor and FSDP2 x torch.distributed.pipelining.
+"""Compare two axes at once with FSDP2 x DTensor and FSDP2 x torch.distributed.pipelining.
 
-The same GPT on 4 ranks, the same groups. Theirs: fully_shard over dp of what parallelize_module has
-cut over tp (with SequenceParallel and loss_parallel), and fully_shard of the stages of Schedule1F1B
-(not resharded after forward in a pipeline, which is torchtitan's default: parameters are gathered
-once a step, gradients added up and scattered at its end, as ZeRO-1 does).
-Rows "step": one training step with AdamW; both take turns in the same processes, so that whatever
-else the machine does falls on both. Medians of the slowest rank.
-Rows "sent": what all ranks send in a step, as the ledger counts it (a native collective: the least
-that any algorithm has to move). With SP ours gathers the inputs of a region again in backward,
-10 (t-1)/t BSD a block where theirs keeps them and sends 8; FSDP2 gathers the root twice, we once.
-With ZeRO-3 in a pipeline ours scatters gradients after every micro-batch, FSDP2 after the last:
-it sends less and holds whole gradients.
-Both sides' losses are compared in every run.
+The same GPT runs on 4 ranks with the same groups. Theirs: fully_shard over dp of a model that
+parallelize_module has sharded over tp (with SequenceParallel and loss_parallel), and fully_shard of
+the stages of Schedule1F1B. In the pipeline theirs does not reshard after forward, which is
+torchtitan's default: parameters are gathered once per step, and gradients are accumulated and
+scattered at its end, as in ZeRO-1.
+Rows "step": one training step with AdamW. Both take turns in the same processes, so that other work
+on the machine affects both. Medians of the slowest rank.
+Rows "sent": the bytes that all ranks send per step, from the ledger. A native collective counts as
+the minimum that any algorithm has to move. With SP ours gathers the inputs of a region again in
+backward, which makes 10 (t-1)/t BSD per block; theirs keeps them and sends 8. FSDP2 gathers the
+root twice, ours once. With ZeRO-3 in a pipeline ours scatters gradients after every micro-batch,
+FSDP2 after the last: it sends less and holds whole gradients. Every run compares the losses of both
+sides.
 """
 
 import sys

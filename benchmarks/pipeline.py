@@ -1,13 +1,13 @@
-"""Pipelines: ours beside torch.distributed.pipelining, and real clocks beside the simulator.
+"""Compare our pipelines with torch.distributed.pipelining, and real clocks with the simulator.
 
-Rows "step": one training step of the same GPT in the same stages on 4 ranks; both take turns in the
-same processes, so that whatever else the machine does falls on both.
-Rows "memory": the most bytes that the first two steps have allocated at once (activations, receive
-buffers, temporaries; not parameters and gradients), on the rank that needs most.
-Rows "bubble": the largest difference, in points, between the simulated bubble and one measured
-with emulated devices, beside the half point that is allowed; --long takes every m of 1...16 that
-the schedule accepts.
-Both sides' losses are compared in every run.
+Rows "step": one training step of the same GPT in the same stages on 4 ranks. Both take turns in the
+same processes, so that other work on the machine affects both.
+Rows "memory": the peak of bytes allocated during the first two steps (activations, receive buffers,
+temporaries; not parameters and gradients), on the rank that needs most.
+Rows "bubble": the largest difference, in percentage points, between the simulated bubble and one
+measured with emulated devices; half a point is allowed. --long takes every m of 1...16 that the
+schedule accepts.
+Every run compares the losses of both sides.
 """
 
 import sys

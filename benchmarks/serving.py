@@ -1,22 +1,22 @@
-"""Serving: paged continuous batching beside static batching, and beside transformers' own generate.
+"""Compare paged continuous batching with static batching and with transformers' own generate.
 
-Rows "trace": one stream of requests with mixed lengths and the same memory, all of it; ours pages
-and lets in before every step, theirs reserves the model's window for each and lets in when all have
-ended (both by our engine; the static one computes no padding, so it is a good static one). That
-changes several things at once; the two rows below it change one each: static with paged blocks,
-and continuous with the window reserved. All requests are there at the start, but for the row
-"one every 4 steps".
-Rows "empty": what share of the token places in used blocks holds no token, beside 4 %, and
-beside the reservation's.
-Row "a decode step": one new token after 448 others, from the cache and by the whole window again.
-Rows "transformers": the same weights, greedy, the same prompts; a Llama of 4 layers x 256. Ours has
-its texts compared with theirs in every run. On one rank, and with tp_plan="auto" on 4 gloo ranks in
-the same processes by turns; bytes are what the ledger counts for a token of each sequence, all
-ranks together. On one rank ours took 0.95 of their CPU time on two shared cores in November 2026;
-it was 1.06 before tokens lost their batch dim, prompts of one length attended in one call, and the
-layers' matrices lay inputs first (serving/engine.py). More than half of it, on both sides, is the
-same products of 8 rows with all weights. These rows need transformers and accelerate, which
-nothing else here needs:
+Rows "trace": one stream of requests with mixed lengths, with the same memory, fully used. Ours
+pages and admits requests before every step. Theirs reserves the model's window for each request and
+admits requests when all others have ended. (Both use our engine; the static one computes no
+padding, so it is a good static one.) That changes several things at once. The two rows below change
+one thing each: static with paged blocks, and continuous with the window reserved. All requests are
+there at the start, except in the row "one every 4 steps".
+Rows "empty": the share of token slots in used blocks that hold no token, compared with 4 % and with
+the share under reservation.
+Row "a decode step": one new token after 448 others, from the cache and by recomputing the window.
+Rows "transformers": the same weights, greedy decoding, the same prompts, a Llama of 4 layers x 256.
+Every run compares our texts with theirs. The rows run on one rank, and with tp_plan="auto" on 4
+gloo ranks in the same processes by turns. Bytes are the ledger's count for one token of each
+sequence, all ranks together. On one rank ours took 0.95 of their CPU time on two shared cores in
+November 2026. It took 1.06 before three changes: tokens lost their batch dim, prompts of one length
+attend in one call, and the layers' matrices are stored inputs first (serving/engine.py). On both
+sides more than half of the time is the same products of 8 rows with all weights. These rows need
+transformers and accelerate, which nothing else here needs:
 
     pip install -e '.[bench]'
 """

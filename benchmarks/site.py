@@ -1,21 +1,21 @@
-"""Explorers in the page: from a moved control to the new picture, beside 300 ms.
+"""Measure explorers in a web page: from a moved control to the new picture; the bar is 300 ms.
 
     make site
     python benchmarks/site.py
 
-Chromium opens out/site from the disk. Rows "NAME: CONTROL": a slider moves, a different value each
-time; the time is that of the page, from the event to the frame after the picture is there. "A new
-question": another number of GPUs makes the planner search anew, 256 to 8,192 of them, each once.
-Until the answer the page says "searching ...", and how soon is a row, too. How long Python takes to
-load informs.
+Chromium opens out/site from the disk. Rows "NAME: CONTROL": a slider moves, to a different value
+each time, and the page measures from the event to the frame after the picture appears. "A new
+question": another number of GPUs makes the planner search again, for 256 to 8,192 GPUs, each once.
+Until the answer arrives the page says "searching ...", and one row measures how soon it does. The
+time to load Python is shown without a bar.
 
-Of a new question's layouts the planner looks at those whose time may be below the fastest known of
-the same axes, by a lower bound (calculators/planner.py): of 614 for llama3-70b on 1,024 H100 at
-210, of 2,342 for mixtral-8x7b at 465. Before it looked at all, and answered in 0.8 to 2 s and 2 to
-5 s. On two cores with nothing beside all were met: the five models without experts in 69 to 181 ms,
-mixtral-8x7b 252, deepseek-v3 213; with a load of 10 they took 72 to 248, and these two 394 and 362.
-Listing their layouts and the bytes of the states takes a third of that, waterfalls and step times
-of those looked at the rest.
+For a new question the planner examines only the layouts whose lower bound on time is below the
+fastest known layout of the same axes (calculators/planner.py): 210 of 614 for llama3-70b on 1,024
+H100, 465 of 2,342 for mixtral-8x7b. When it still examined all of them, it answered in 0.8 to 2 s
+and 2 to 5 s. On two cores without other work all bars were met: the five models without experts
+took 69 to 181 ms, mixtral-8x7b 252 ms, deepseek-v3 213 ms. With a load of 10 they took 72 to 248,
+394 and 362 ms. Listing the layouts and the bytes of the states takes a third of the time;
+waterfalls and step times of the examined layouts take the rest.
 """
 
 import itertools

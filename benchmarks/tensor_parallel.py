@@ -1,19 +1,21 @@
-"""Tensor and sequence parallelism: ours beside DTensor's parallelize_module.
+"""Compare our tensor and sequence parallelism with DTensor's parallelize_module.
 
-The same GPT on 4 ranks. Theirs: ColwiseParallel and RowwiseParallel, with loss_parallel (or with
-full logits on every rank, which is what its users get without), and SequenceParallel. x is made a
+The same GPT runs on 4 ranks. Theirs: ColwiseParallel and RowwiseParallel, with loss_parallel (or
+with full logits on every rank, which users get without it), and SequenceParallel. x becomes a
 DTensor once for q, k and v, so that its gradient is reduced once, as in ours.
 Rows "step": forward, loss, backward and AdamW; both sides take turns in the same processes.
-Rows "step, theirs under torchrun": each side in processes of its own, as its users start it, so
-that theirs has no recorder, malloc settings or threads of ours. They take turns in one run, too.
-Rows "CPU time": of all ranks together. On a busy machine it says more than the step does.
-Rows "bytes": what the ledger counts for one step, all ranks together. It counts DTensor's native
-collectives at the least that they need, so that gloo's real traffic is not held against them.
-Differences: with full logits theirs gathers them; with SP it reduces the norms' gradients inside
-the optimizer, tensor by tensor and use by use; gathering again costs ours a gather a region.
-Rows "memory": the most bytes that a second step has allocated at once, on the rank that needs most.
-On rank 0, where small tensors are added up, ours receives two at a time from the others.
-Both sides' losses and gradients are compared in every run.
+Rows "step, theirs under torchrun": each side has its own processes, started as its users start it,
+so that theirs runs without our recorder, malloc settings and threads. They also take turns in one
+run.
+Rows "CPU time": the CPU time of all ranks together, which says more than the step on a busy
+machine.
+Rows "bytes": the ledger's count for one step, all ranks together. DTensor's native collectives
+count as the minimum that they need, so gloo's extra traffic is not charged to DTensor. Differences:
+with full logits theirs gathers them. With SP it reduces the norms' gradients inside the optimizer,
+tensor by tensor and use by use; ours gathers once more per region.
+Rows "memory": the peak of bytes allocated during a second step, on the rank that needs most. On
+rank 0, where small tensors are summed, ours receives two at a time from the others. Every run
+compares the losses and gradients of both sides.
 """
 
 import statistics

@@ -1,9 +1,10 @@
-"""What it costs to look: a step that torch.profiler and the ledger record, beside one that neither
-the profiler nor regions watch; and how much of a recorded step nobody can explain.
+"""Measure the cost of profiling: a step with torch.profiler and regions, and a step without.
 
-Rows "a step": the same training on two ranks in one launch, recorded and not recorded by turns; the
-slowest rank's time, the median over the rounds. The ledger records in both, as it always does here.
-Row "unexplained": the share of the recorded steps that is in no part, in percent, beside 2.
+Rows "a step": the same training on two ranks in one launch, recorded and not recorded by turns. A
+row is the slowest rank's time, the median over the rounds. The ledger records in both, as it always
+does.
+Row "unexplained": the share of the recorded steps that belongs to no part, in percent; the bar is
+2.
 Row "the record": milliseconds to put a recorded step of both ranks into the table, afterwards.
 """
 
