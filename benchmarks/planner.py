@@ -1,78 +1,29 @@
-"""The calculators against what others published: formulas exactly, measurements as error tables.
+"""Compare the calculators with published numbers: formulas exactly, measurements as error tables.
 
     python benchmarks/planner.py [--json FILE]
 
 Before the rows come the error tables: mean, median, largest and signed error, and the rank
-correlation of utilisation (whether the faster configuration is also predicted as the faster).
-"zero-shot" fits nothing to the table, but is not blind: these tables were in view while the model
-was written, and the list that is printed first says which constants were chosen with which. Those
-that can be are read again on half of the rows, and every table's error is printed for both halves.
-"inside" are the runs within the stated interval. "regret" is what our choice costs where a table
-has several layouts for one job: the measured time of the one that we say is fastest, over the best
-measured, less one; mean and largest over the jobs. "calibrated" scales all rows by the
-ratio that one row shows, and is the mean over every choice of that row; "constant" is the baseline:
-one utilisation fitted to all rows of the same table.  Rows whose `theirs` is a stated bar hold when
-ours is below it, the same bars for every table; published tools' errors stand beside for
-comparison.
+correlation of utilization (whether the faster configuration is also predicted as the faster one).
 
-The interval's factors are read off half of the rows, by a checksum of the run, and scored on the
-other half; and as if each table had never been seen, with factors read off the other tables.
+* "zero-shot" fits nothing to the table, but it is not blind: these tables were in view while the
+  model was written. The list that is printed first says which constants were chosen with which
+  table. The constants that can be are estimated again from half of the rows, and every table's error
+  is printed for both halves. Two tables came last, when the model was finished: MPT on H100 and
+  Megatron 2021 table 2.
+* "inside" counts the runs within the stated interval. The factors of the interval are estimated from
+  half of the rows, chosen by a checksum of the run, and scored on the other half. A second score
+  treats each table as unseen, with factors estimated from the other tables.
+* "regret" is the cost of our choice if a table has several layouts for one job: the measured time of
+  the layout that we call fastest, divided by the best measured time, minus one. The table gives the
+  mean and the largest over the jobs.
+* "calibrated" scales all rows by the ratio of one row, and averages over every choice of that row.
+* "constant" is the baseline: one utilization fitted to all rows of the same table.
 
-Bars that are missed, with what is known of it and what was tried:
+Rows whose `theirs` is a stated bar pass if ours is below it. The bars are the same for every table,
+and errors of published tools are shown for comparison. docs/planner_errors.md lists the bars that
+are missed, with the known causes and the explanations that were tried.
 
-* nanotron, all three of time (mean 26 %, largest 132 %, calibrated 63 %). Runs are of two kinds,
-  which their memory tells apart and no field of the table: in one, each step of tp's rings loses
-  0.4 ms, inside a node, too, and one layout that stands twice in the table took 19.0 and 88.9 s. In
-  the other kind (22 %) tp over nodes is 20 to 30 % slow where several such rings run at once: a
-  ring that is timed alone says nothing of that. ZeRO-1 loses 90 to 400 ms a step from 16 nodes on,
-  whatever the micro-batch: one message for each tensor, copies on the host, and reduces that
-  nothing hides were tried, and none grows with nodes and model as that does. The 132 % is a run
-  (dp 128, tp 4, ZeRO-0) that was twice as fast as its twin under ZeRO-1; its rings are priced by
-  the steps that all-gathers were timed with.
-* vTrain on 512 A100 and fewer, largest and calibrated (47 %, 14 %; the mean is 8 %). On 512 with
-  tp 8, 26 runs are off by 1.7 %, and 21 with a smaller tp by 15 %, without a rule: tp 4, pp 8,
-  dp 16 with micro-batches of 2, 3, 4 is 16 to 20 % slower than we say, with 6 and 12, which send
-  the same bytes, 0 and 2 %. Neither pipeline hops between nodes, nor shared ports, nor a tree
-  changes the one and not the other, nor is any of these devices near full by our model of memory.
-  The 47 % is tp 8, dp 8 in one micro-batch of 64: 9.84 s, and in two of 32, the same work, 4.97 s.
-* vTrain on 2 to 8 A100, calibrated (8 %; the largest was 29 %, and is 19 % since launches of a
-  softmax are counted for whose fused kernel the heads are too few). The 24 other runs with tp 8 are
-  12 % slower than we say, at a pace of the host that more ranks do not change. Counting that the
-  host goes on while the device is at the head: 9.0 instead of 8.1, and Megatron-Core worse, too.
-* torchtitan at 500 W, all three (15 %, 28 %, 8 %; 11 to 19 in eight rows of ten): without the
-  limit, on H200, it is 8 %, so the limit costs more than a line between two datasheets says.
-  Asynchronous tp gained 6 % there and gains 14 % here; that the last row's micro-batches are as
-  many as its stages is a guess.
-* Megatron 2021 table 2, ZeRO-3, all three (46 %, 64 %, 38 %): the DeepSpeed of that spring on 384
-  to 2,240 A100s, always slower than we say, the more devices the more. By its source it gathers
-  each matrix alone, after a synchronize(), and loops over the ranks in Python for each. A ring for
-  each matrix adds 1 to 5 s of the 21 to 116 that are missing; one port of a node instead of eight
-  overshoots, by 16 to 46 %. (Its twin, tp and pp on as many, is off by 2 %, and plan() puts it
-  ahead, as the paper does: by 5, 18 and 45 % for the 6, 69 and 220 there.)
-* MPT, calibrated (8 % on A100, where the largest is 25.0 %, and holds by a hair; 10 % on H100):
-  with full recompute on A100 15 of 22 runs are 5 to 10 % faster than we say, without it 39 lie on
-  both sides. As much is saved by stopping early, before a layer's last matrix, but torch 1.13,
-  which their sweep.sh names, does not do that. (Later torch does, torchtitan too, where full
-  recompute is 5 to 39 % slower than we say already.) A first FlashAttention of 0.55 of the
-  second's speed instead of 0.5 would lessen it at 65,536 tokens.
-* Qi 2023, calibrated (5.1 %): of its four models one is 3 % faster than we say and one 7 % slower.
-  The first is at its head 40 % of the time, and the vocabulary of its tokenizer is not told.
-  Simulated pipelines instead of formulas spread them further (11 % faster to 10 % slower).
-* Memory: BLOOM (9 % low) was measured at the device, torchtitan (5 % off) at what its allocator
-  reserves, and what lies between that and what is allocated is assumed, not modelled. torchtitan
-  was 8 % off until its loss's bytes were those that torch holds (12 a logit, 16 cut by tp; a
-  test counts them). Compiled it holds 3 to 4 GiB less than we say, and with 405B 5 to 7 more.
-  nanotron is 15 % off with gathered inputs kept, 5 % in the nearer of its two modes.
-* Out of memory, all crashes (87 % found of 90): 25 of the 287 went well in the same table in a run
-  that needs no less, so memory is no reason for them, unless that run was of the other mode. Of
-  the other 262 it is 95 %: of the 13 that we let pass 7 need 79.0 or 79.1 GiB of 79.6 by our
-  model, and all would make 91 % of the 287. Which these are, our model is not asked.
-
-Most tables' runs are 2 to 9 % slower than we say: what happens between steps is missing.
-
-Two tables came last, when the model was done: MPT on H100 and Megatron 2021 table 2.
-
-The bulk sets are read from ../shared/reference, if it is there.
+The bulk data sets are read from ../shared/reference if that folder exists.
 """
 
 import csv
