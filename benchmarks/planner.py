@@ -7,15 +7,15 @@ correlation of utilization (whether the faster configuration is also predicted a
 
 * "zero-shot" fits nothing to the table, but it is not blind: these tables were in view while the
   model was written. The list that is printed first says which constants were chosen with which
-  table. The constants that can be are estimated again from half of the rows, and every table's error
-  is printed for both halves. Two tables came last, when the model was finished: MPT on H100 and
-  Megatron 2021 table 2.
-* "inside" counts the runs within the stated interval. The factors of the interval are estimated from
-  half of the rows, chosen by a checksum of the run, and scored on the other half. A second score
-  treats each table as unseen, with factors estimated from the other tables.
-* "regret" is the cost of our choice if a table has several layouts for one job: the measured time of
-  the layout that we call fastest, divided by the best measured time, minus one. The table gives the
-  mean and the largest over the jobs.
+  table. The constants that can be are estimated again from half of the rows, and every table's
+  error is printed for both halves. Two tables came last, when the model was finished: MPT on H100
+  and Megatron 2021 table 2.
+* "inside" counts the runs within the stated interval. The factors of the interval are estimated
+  from half of the rows, chosen by a checksum of the run, and scored on the other half. A second
+  score treats each table as unseen, with factors estimated from the other tables.
+* "regret" is the cost of our choice if a table has several layouts for one job: the measured time
+  of the layout that we call fastest, divided by the best measured time, minus one. The table gives
+  the mean and the largest over the jobs.
 * "calibrated" scales all rows by the ratio of one row, and averages over every choice of that row.
 * "constant" is the baseline: one utilization fitted to all rows of the same table.
 
