@@ -16,7 +16,7 @@ NEWEST, OLDER = "step-00000006", "step-00000004"
 
 
 def pick(draw, directory, *patterns):
-    """A file among those that are (still) there."""
+    """Return a file of the ones that still exist."""
     found = sorted(path for pattern in patterns for path in directory.glob(pattern))
     return draw.choice([path for path in found if path.is_file() and not path.is_symlink()])
 
@@ -292,8 +292,9 @@ LAST = file_is_a_link, file_is_a_pipe, file_is_a_directory, folder_is_a_link, fo
 
 
 def cases(count, seed):
-    """(number, kinds) of each; every kind alone first, as far as the count goes. After what makes
-    a file something else nothing is written any more: it would go elsewhere, or wait for ever."""
+    """Yield (number, kinds) of each case, first every kind alone, as far as the count goes. After a
+    damage that makes a file something else, no further damage writes to it: the write would go
+    elsewhere, or wait forever."""
     draw = random.Random(seed)
     alone = draw.sample(KINDS, len(KINDS))
     for number in range(count):

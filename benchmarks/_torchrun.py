@@ -22,7 +22,8 @@ STEP, END = b"step", b"end"
 
 @contextmanager
 def ranks(make: Callable, args: tuple, world_size: int) -> Iterator[str]:
-    """Ranks of torchrun that hold `step, _ = make(*args, group)`; give their folder to `step`.
+    """Start ranks of torchrun that hold `step, _ = make(*args, group)`; pass their folder to
+    `step`.
 
     make: a function of a benchmark's file, so that it can be imported by its name.
     """
@@ -53,14 +54,14 @@ def tell(folder: str, rank: int, what: bytes) -> None:
 
 
 def step(folder: str, rank: int) -> tuple[float, float]:
-    """Let that rank take a step, as the other ranks are told to; its seconds and CPU seconds."""
+    """Let that rank take a step when the other ranks do; return its seconds and CPU seconds."""
     tell(folder, rank, STEP)
     with open(f"{folder}/done-{rank}", "rb") as done:
         return TIMES.unpack(done.read())
 
 
 def serve(folder: str) -> None:
-    """What each process of torchrun does."""
+    """Run in each process of torchrun: take a step on every request."""
     import torch.distributed as dist
 
     module, name, args = pickle.loads(Path(folder, "job").read_bytes())

@@ -58,7 +58,8 @@ def seconds_of(worker):
 
 
 def race(bound, virtual, group):
-    """Seconds in which the server made its updates, from when all are there."""
+    """Return the seconds in which the server made its updates, from the moment when all have
+    arrived."""
     x = torch.zeros(1000)
     group.barrier().wait()
     if group.rank() == 0:
@@ -79,7 +80,7 @@ def updates_a_second(bound, virtual):
 
 
 def embedding(whole, group):
-    """One push of the gradient of 50,000 rows, of which 512 were touched, to two servers."""
+    """Push one gradient of 50,000 rows to two servers; only 512 rows were touched."""
     rows, width, k = 50_000, 64, 2
     if group.rank() < k:
         return len(serve(torch.zeros(rows // k, width), torch.sub, 1, None, group))
@@ -98,7 +99,7 @@ def pushed(whole):
 
 
 def ours(every, group):
-    """A function that averages the parameters of a model, every so many calls."""
+    """Return a function that averages the parameters of a model every `every` calls."""
     return DiLoCo(Trainable(GPT(CONFIG)), group, every, lr=1.0, beta=0.0).step
 
 
@@ -120,7 +121,7 @@ def both_in_turn(rounds, group):
 
 
 def sent(make):
-    """MB of all ranks in EVERY steps."""
+    """Return the MB that all ranks send in EVERY steps."""
 
     def run(group):
         average = make(EVERY, group)
@@ -137,7 +138,7 @@ def our_post_local(group):
 
 
 def torchs_post_local(group):
-    """Only all-reduces: what DDP does once when it is made is not counted."""
+    """Count only all-reduces, without the traffic of DDP's construction."""
     from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
     from torch.distributed.optim import PostLocalSGDOptimizer
@@ -155,13 +156,13 @@ def torchs_post_local(group):
 
 
 def slowly(x, group):
-    """A mean over the emulated link."""
+    """Return a mean over the emulated link."""
     time.sleep(costs.all_reduce(x.nbytes, group.size(), "ring", OCEAN).seconds)
     return mean_(x, group)
 
 
 def over_the_ocean(kind, group):
-    """Milliseconds a step, of 2 EVERY steps."""
+    """Return milliseconds per step, over 2 EVERY steps."""
     gpt = GPT(CONFIG)
     model = Bucketed(gpt, group, slowly, 1 << 30) if kind == "dense" else Trainable(gpt)
     optimizer = torch.optim.SGD(gpt.parameters(), lr=0.01)

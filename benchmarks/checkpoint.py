@@ -29,7 +29,7 @@ LARGE = ModelConfig(d_model=768, num_layers=12, num_heads=12, seq_len=128)
 
 
 def measure(config, directory, repeats, group):
-    """Milliseconds: what -> (ours, theirs), one of each a repeat."""
+    """Return {what: [(ours, theirs) of each repeat]} in milliseconds."""
     warnings.simplefilter("ignore")
     model = GPT(config, seed=0)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -44,7 +44,7 @@ REPEATS = {KB: 70, MB: 20, 64 * MB: 6}  # on 4 ranks, which have bars; the other
 
 
 def contestants(nbytes: int, group, directory: str) -> dict[str, tuple[Callable, Callable]]:
-    """{name: (ours, gloo's)}, functions without arguments."""
+    """Return {name: (ours, gloo's)}, functions without arguments."""
     rank, size = group.rank(), group.size()
     x = torch.zeros(nbytes // 4)  # stays so, however often gloo adds it up in place
     shard = x.tensor_split(size)[rank].clone()
@@ -75,7 +75,7 @@ def contestants(nbytes: int, group, directory: str) -> dict[str, tuple[Callable,
 
 
 def shared_memory_all_reduce(nbytes: int, group, directory: str) -> Callable:
-    """An all-reduce of tensors that all ranks have mapped: nothing is sent."""
+    """All-reduce tensors that all ranks have mapped, without sending anything."""
     rank, size, count = group.rank(), group.size(), nbytes // 4
 
     def shared(name, length, dtype):
@@ -102,7 +102,7 @@ def shared_memory_all_reduce(nbytes: int, group, directory: str) -> Callable:
 
 
 def measure(nbytes: int, repeats: int, directory: str, group) -> dict[str, list[tuple]]:
-    """{name: [(our seconds, gloo's, our bytes sent on the wire, gloo's), ...]} on this rank."""
+    """Return {name: [(our seconds, gloo's, our bytes on the wire, gloo's), ...]} on this rank."""
     warnings.simplefilter("ignore", FutureWarning)  # torch is renaming reduce_scatter_tensor
     samples = {}
     pairs = contestants(nbytes, group, directory)
@@ -149,7 +149,7 @@ def cases(long: bool) -> Iterator[Case]:
 
 
 def taken(ours: list[float], theirs: list[float]):
-    """The form asks for one measurement at a time; here are those of the run."""
+    """Return functions that replay the measurements of the run one at a time, as the form asks."""
     return tuple(iter([side[0], *side]).__next__ for side in (ours, theirs))
 
 

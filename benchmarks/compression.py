@@ -112,7 +112,7 @@ def both_in_turn(name, rounds, group):
 
 
 def one_step(make, name, group):
-    """When a fourth step began (torch's hook starts with the third)."""
+    """Return when a fourth step began (torch's hook starts with the third)."""
     step = make(name, group)
     for _ in range(3):
         step()
@@ -124,14 +124,14 @@ def one_step(make, name, group):
 
 
 def sent(make, name):
-    """MB of all ranks in a step."""
+    """Return the MB that all ranks send per step."""
     run = launch(one_step, RANKS, (make, name), quiet=True)
     began = max(run.results)
     return sum(c.sent for c in run.ledger.leaves() if c.start >= began - 0.001) / 1e6
 
 
 def processor_time(name, group):
-    """Seconds that one bucket's mean takes on a rank, compressed and dense."""
+    """Return the seconds that one bucket's mean takes on a rank, compressed and dense."""
     parameters = list(GPT(CONFIG).parameters())
     flat = torch.randn(sum(parameter.numel() for parameter in parameters))
     reduce = OURS[name]()
@@ -148,19 +148,19 @@ def processor_time(name, group):
 
 
 def extra_seconds(name):
-    """What compressing all gradients costs a rank beside averaging them."""
+    """Return the extra time per rank of compressing all gradients, over averaging them."""
     both = launch(processor_time, RANKS, (name,), quiet=True).results
     return sum(compressed - dense for compressed, dense in both) / RANKS
 
 
 def pays_below(name, extra):
-    """Gbit/s of a rank's link."""
+    """Return the bandwidth of a rank's link below which compression pays, in Gbit/s."""
     saved = (sent(ours, "dense") - sent(ours, name)) / RANKS
     return saved * 8 / 1e3 / extra if extra > 0 else float("inf")
 
 
 def emulated_steps(name, extra, group):
-    """Of each link, ms of a step with this method and of a dense one."""
+    """Return for each link the ms of a step with this method and of a dense step."""
     gpt = GPT(CONFIG)
     shapes = [tuple(p.shape) for p in gpt.parameters() if p.dim() == 2]
     numel = sum(p.numel() for p in gpt.parameters())
@@ -174,7 +174,7 @@ def emulated_steps(name, extra, group):
 
 
 def emulated(seconds, link, group):
-    """ms of a step whose averages take so many seconds, a quarter of them for each layer."""
+    """Return the ms of a step whose averages take `seconds` in all, a quarter for each layer."""
     clock = Clock()
     device = EmulatedDevice(clock)
     reduce = EmulatedAllReduce(device, link, lambda num_bytes, size: seconds / 4)
@@ -186,7 +186,7 @@ def emulated(seconds, link, group):
 
 
 def between_hosts(by_hosts):
-    """MB out of both hosts."""
+    """Return the MB that leave both hosts."""
 
     def scatter(group):
         messages = Quantized(8, 8, by_hosts=by_hosts)

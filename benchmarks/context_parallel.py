@@ -27,7 +27,7 @@ HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
 
 
 def inputs(tokens, group):
-    """q, k, v and the gradient of the output of this rank's tokens."""
+    """Return q, k, v and the gradient of the output for this rank's tokens."""
     generator = torch.Generator().manual_seed(group.rank())
     heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
     return [torch.randn(1, n, tokens, HEAD_DIM, generator=generator) for n in heads]
@@ -73,7 +73,7 @@ SIDES = {"ours": our_step, "theirs": their_step}
 
 
 def both_on_a_rank(form, tokens, rounds, group):
-    """Seconds of each round, ours and theirs in turn; the results agree."""
+    """Return the seconds of each round, ours and theirs in turn; check that results agree."""
     ours, theirs = (make_step(form, tokens, group) for make_step in SIDES.values())
     for our, their in zip(ours(), theirs()):
         torch.testing.assert_close(our, their, rtol=1e-4, atol=1e-4)
@@ -81,7 +81,7 @@ def both_on_a_rank(form, tokens, rounds, group):
 
 
 def step_times(form, tokens, rounds):
-    """Of each side in ms."""
+    """Return the ms of each side."""
     return of_all_ranks(
         launch(both_on_a_rank, RANKS, (form, tokens, rounds), timeout=600, quiet=True).results
     )
@@ -96,7 +96,7 @@ def bytes_sent(side, form, tokens):
 
 
 def peak_on_a_rank(side, form, tokens, group):
-    """The most bytes allocated at once in a second step, above those held before it."""
+    """Return the peak of bytes allocated in a second step, above the bytes held before it."""
     step = SIDES[side](form, tokens, group)
     step()
     return peak_allocated(step) / 2**20
@@ -117,7 +117,7 @@ def cases(long):
 
 
 def given(name, ours, theirs, unit):
-    """A row whose two figures were taken together."""
+    """Return a row whose two figures were measured together."""
     return Case(name, lambda: ours, theirs, bar=1.0, unit=unit, repeats=1, warmup=0)
 
 

@@ -35,7 +35,7 @@ from mini_dist.strategies.data_parallel import wrappers
 
 RANKS = 4
 CONFIG = ModelConfig(num_layers=4, d_model=256)  # 3.3 M parameters
-FEW, MANY = (1, 32), (2, 128)  # sequences of tokens a rank
+FEW, MANY = (1, 32), (2, 128)  # sequences, tokens per sequence on a rank
 
 
 def adamw(parameters):
@@ -153,14 +153,14 @@ PAIRS = {  # ours, theirs, and what our step time may be of theirs
 
 
 def pair_in_turn(pair, shape, rounds, group):
-    """A pair's steps in turn on this rank, and their first losses."""
+    """Run a pair's steps in turn on this rank; return the times and the first losses."""
     steps = [make(shape, group) for make in pair]
     losses = [[step() for _ in range(3)] for step in steps]
     return losses, in_turn(*steps, rounds, group)
 
 
 def step_times(pair, shape, rounds):
-    """Milliseconds of each side's step."""
+    """Return the milliseconds of each side's step."""
     ranks = launch(pair_in_turn, RANKS, (pair, shape, rounds), timeout=600, quiet=True).results
     for (ours, theirs), _ in ranks:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0)
@@ -168,7 +168,7 @@ def step_times(pair, shape, rounds):
 
 
 def one_step(make, group):
-    """When a second step began, and what the kernel counted in it; the first sets things up."""
+    """Return when a second step began, and the kernel's count for it; the first step sets up."""
     step = make(MANY, group)
     step()
     group.barrier().wait()
@@ -179,7 +179,7 @@ def one_step(make, group):
 
 
 def sent_in_a_step(make):
-    """MB that rank 0 sent: by the ledger, and by the kernel."""
+    """Return the MB that rank 0 sent, by the ledger and by the kernel."""
     run = launch(one_step, RANKS, (make,), quiet=True)
     began, on_sockets = run.results[0]
     ledger = sum(c.sent for c in run.ledger.leaves(rank=0) if c.start >= began)
@@ -187,7 +187,7 @@ def sent_in_a_step(make):
 
 
 class AtOnce(Executor):
-    """In the place of Overlapped's background thread: torch's profiler would not see inside."""
+    """Replace Overlapped's background thread, because torch's profiler would not see inside it."""
 
     def __init__(self, **_):
         pass
@@ -199,7 +199,7 @@ class AtOnce(Executor):
 
 
 def peak_on_a_rank(make, group):
-    """Allocated at once in making the model and two steps, MB."""
+    """Return the peak of MB allocated while the model is made and two steps run."""
     wrappers.ThreadPoolExecutor = AtOnce
 
     def make_and_train():
@@ -230,7 +230,7 @@ def cases(long):
 
 
 def given(name, ours, theirs, unit, bar):
-    """A row whose two figures were taken together."""
+    """Return a row whose two figures were measured together."""
     return Case(name, lambda: ours, theirs, bar=bar, unit=unit, repeats=1, warmup=0)
 
 

@@ -50,7 +50,7 @@ DEADLINE = 60.0  # seconds for a run of about one
 
 
 class Counting(nn.Module):
-    """A small regression, and how often each sample was used."""
+    """A small regression that counts how often each sample was used."""
 
     def __init__(self):
         super().__init__()
@@ -71,7 +71,7 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def samples_of(step: int, rows: slice) -> torch.Tensor:
-    """Which samples these rows of the step's batch are: another order each epoch."""
+    """Return which samples these rows of the step's batch are; the order changes each epoch."""
     epoch, step = divmod(step, SAMPLES // BATCH)
     order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(epoch))
     return order[step * BATCH : (step + 1) * BATCH][rows]
@@ -82,7 +82,8 @@ def adamw(tensors):
 
 
 def gradients(model, module, samples, size, group) -> torch.Tensor:
-    """Those of the batch's mean, in the parameters; returns how often each sample was used."""
+    """Put the gradients of the batch's mean into the parameters; return how often each sample was
+    used."""
     x, y = data()
     model.zero_grad()
     ((model(x[samples]) - y[samples]).square().sum() * size / BATCH).backward()
@@ -112,7 +113,8 @@ def data_parallel(group) -> dict:
 
 
 def sharded(group) -> dict:
-    """ZeRO-1; the parameters of a step are whole on every rank, the optimizer's states are not."""
+    """Train with ZeRO-1: the parameters of a step are whole on every rank, the optimizer's states
+    are not."""
     copies, sizes, done, module = ShardCopies(), [], False, None
     while not done:
         try:
@@ -143,7 +145,7 @@ WAYS = {"data parallel": data_parallel, "ZeRO-1": sharded}
 
 
 def with_deaths(way: str, deaths: dict[int, float], group) -> dict:
-    """The training; ranks of these numbers kill themselves after so many seconds."""
+    """Train, while ranks with these numbers kill themselves after the given seconds."""
     me = numbers(group)[group.rank()]
     if me in deaths:
         threading.Timer(deaths[me], os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -156,7 +158,7 @@ def undisturbed(way: str) -> dict:
 
 
 def case(number: int, seed: int) -> tuple[str, str | None]:
-    """One run: what it was, and what is wrong with it."""
+    """Run one case; return its description and its mistakes."""
     lot = random.Random(f"{seed} {number}")
     way, size = lot.choice(list(WAYS)), lot.randint(3, 5)
     # Two neighbours that die together are more than one copy each can bear: with ZeRO one dies.

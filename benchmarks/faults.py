@@ -54,8 +54,11 @@ TAG = f"98765{os.getpid()}"  # seconds: by it our sleeping children are known
 
 @dataclass
 class Kind:
-    """What one rank does. said: patterns that its error must hold, with {r} the rank and {n} the
-    number of ranks. waited: nothing can find it out, so that the timeout ends it."""
+    """A kind of fault, and what one rank does.
+
+    said: patterns that its error must contain, with {r} the rank and {n} the number of ranks.
+    waited: nothing can detect the fault, so the timeout ends the run.
+    """
 
     act: Callable
     said: list[str]
@@ -821,7 +824,7 @@ def few_files_allowed(dice):
 
 @contextlib.contextmanager
 def interrupted(dice):
-    """As by the kernel's interrupt button, one to three times."""
+    """Interrupt one to three times, as the kernel's interrupt button does."""
     times = dice.choice([1, 1, 2, 3])
 
     def interrupt():
@@ -843,7 +846,7 @@ def interrupted(dice):
 
 @contextlib.contextmanager
 def signals_blocked(dice):
-    """As in a thread of a server; and its zygote is started there."""
+    """Block signals as in a thread of a server, and start the zygote there."""
     keeper().close()
     before = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
     try:
@@ -934,7 +937,7 @@ refused(
 
 @dataclass
 class Place:
-    """A path that ranks of one case share."""
+    """A path that the ranks of one case share."""
 
     value: str = ""
 
@@ -958,7 +961,7 @@ def job(act, culprit, before, others, everybody, place, group):
 
 
 def run_case(name: str, dice: random.Random) -> list[str]:
-    """What was wrong with how it ended; nothing is what it should be."""
+    """Run one case; return what was wrong with its end, or nothing."""
     about = KINDS[name]
     size = dice.choice(about.sizes)
     culprit, before = dice.randrange(size), 0 if about.alone else dice.choice([0, 0, 1, 3])
@@ -1015,7 +1018,7 @@ def judge(error: BaseException, about: Kind, culprit: int, size: int) -> list[st
 
 
 def left_behind(files: int) -> list[str]:
-    """What this process has more than a zygote, its standby and their folder."""
+    """Return what this process has beyond a zygote, its standby ranks and their folder."""
     size, wrong = random.choice([2, 3]), []
     results = launch(add_up, size, quiet=True).results
     if results != [sum(range(size))] * size:
@@ -1053,7 +1056,7 @@ def add_up(group):
 
 
 def run_cases(cases: int, seed: int, only: str | None = None, show=print) -> dict:
-    """Run so many cases; what each kind came to, and what was wrong, case by case."""
+    """Run this many cases; return the results of each kind, and the mistakes case by case."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     dice = random.Random(seed)
     names = [name for name in KINDS if only is None or only in name]

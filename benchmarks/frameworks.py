@@ -38,7 +38,7 @@ from mini_dist.course.elsewhere.run import RANKS, adamw
 from mini_dist.strategies.offload import Lanes, OverlappedOffload
 
 CONFIG = ModelConfig(num_layers=4, d_model=256)  # 3.3 M parameters, as in data_parallel.py
-TOKENS = (1, 32)  # sequences of tokens a rank: mostly communication
+TOKENS = (1, 32)  # sequences, tokens per sequence on a rank: mostly communication
 
 
 def data(group):
@@ -83,7 +83,7 @@ def their_step(stage, offloaded, group):
 
 
 def both(stage, offloaded, rounds, group):
-    """Both steps' first losses on this rank, and their times in turn."""
+    """Return both steps' first losses on this rank, and their times in turn."""
     steps = our_step(stage, offloaded, group), their_step(stage, offloaded, group)
     losses = [[step() for _ in range(3)] for step in steps]
     return losses, in_turn(*steps, rounds, group)
@@ -124,7 +124,7 @@ def cases(long):
 
 
 def compared(mine, theirs, name, bar=None, key="sent"):
-    """Bytes and memory of two rows of elsewhere.run.measure, whose losses have to be equal."""
+    """Return bytes and memory of two rows of elsewhere.run.measure; their losses must be equal."""
     torch.testing.assert_close(mine["losses"], theirs["losses"], rtol=0, atol=1e-5)
     what = key.replace("_", " ")
     for label, column, at_most in ((what, key, bar), ("memory", "peak", None)):

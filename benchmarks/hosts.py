@@ -46,7 +46,7 @@ CONFIG = ModelConfig(num_layers=4, d_model=128, num_heads=4, seq_len=64, tied_em
 
 
 def sides(rounds, group):
-    """Seconds of each round: {side: [...]}."""
+    """Return the seconds of each round as {side: [...]}."""
     x = torch.ones(N // 4)
     taken = {"auto": [], "hierarchical": [], "ring": [], "gloo": [], "inside": []}
     node, _ = two_levels(group, None)
@@ -65,7 +65,7 @@ def sides(rounds, group):
 
 
 def rounds_of(algorithm, rounds, group):
-    """Seconds of each round."""
+    """Return the seconds of each round."""
     x, taken = torch.ones(N // 16), []
     for _ in range(rounds):
         dist.barrier(group)
@@ -76,7 +76,7 @@ def rounds_of(algorithm, rounds, group):
 
 
 def clock_and_virtual(algorithm, ranks, rounds):
-    """Milliseconds of the fastest round, and of the same messages in virtual time."""
+    """Return the ms of the fastest round, and of the same messages in virtual time."""
     slow = Hosts(2, "40 Mbit/s", ranks=ranks)
     run = launch(rounds_of, 4, (algorithm, rounds), hosts=slow, quiet=True)
     only = launch(lambda g: all_reduce(torch.ones(N // 16), g, algorithm=algorithm), 4, hosts=slow)

@@ -38,8 +38,8 @@ def add_up(group=None):
     return total.item()
 """
 
-# What each way needs before its first call, and the call, for n ranks. Without rendezvous over
-# loopback in one process group each, the others would not run the same function.
+# Each way: the code before its first call, and the call for n ranks. Without a rendezvous over
+# loopback and one process group each, the other launchers would not run the same function.
 OURS = "from mini_dist import launch", "launch(add_up, n)"
 ON_HOSTS = (
     """
@@ -110,7 +110,7 @@ def timed(call, n):
 
 
 class Notebook:
-    """A kernel that knows one way to launch."""
+    """A notebook kernel that uses one way to launch."""
 
     def __init__(self, way):
         self.way = way
@@ -142,7 +142,8 @@ class Notebook:
         return "".join(printed)
 
     def launch(self, n: int) -> float:
-        """Milliseconds of one launch. One that hangs, as a fork of a kernel may, counts LIMIT."""
+        """Return the milliseconds of one launch. A launch that hangs, as a fork of a kernel may,
+        counts LIMIT."""
         try:
             return float(self.run(f"timed({self.call!r}, {n})", LIMIT).split()[-1])
         except TimeoutError:
@@ -202,11 +203,11 @@ def cases(long):
         if importlib.util.find_spec("accelerate"):
             others.append(("accelerate.notebook_launcher", ACCELERATE, often // 2, 1))
         else:
-            print("no row beside accelerate, which is not installed: pip install -e '.[bench]'")
+            print("no row for accelerate, which is not installed: pip install -e '.[bench]'")
         for name, which, repeats, warmup in others:
             theirs = after_a_pause(way(which), 4)
             yield Case(
-                f"4 ranks, beside {name}", ours_by_hand, theirs, 1, repeats=repeats, warmup=warmup
+                f"4 ranks, against {name}", ours_by_hand, theirs, 1, repeats=repeats, warmup=warmup
             )
     finally:
         for notebook in notebooks:

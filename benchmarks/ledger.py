@@ -27,7 +27,7 @@ CONFIG = ModelConfig(d_model=128, num_layers=4, num_heads=4, seq_len=64)
 
 
 def step_times(text, repeats, one_message, group):
-    """Seconds of each step, as pairs (recorded, plain)."""
+    """Return the seconds of each step, as pairs (recorded, plain)."""
     plain = dist.new_group(backend="gloo")
     model = GPT(CONFIG, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -67,7 +67,7 @@ def step_times(text, repeats, one_message, group):
 
 
 def small_collectives(repeats, group):
-    """Microseconds of CPU time of one all-reduce of 1 KB: (recorded, without shapes, plain)."""
+    """Return microseconds of CPU time per all-reduce of 1 KB: (recorded, without shapes, plain)."""
     plain, x = dist.new_group(backend="gloo"), torch.ones(256)
     flight = group.recorder.flight
     noted = flight.begin, flight.wait, flight.done
@@ -109,8 +109,8 @@ def cases(long):
     run = launch(small_collectives, 2, (repeats,), timeout=300)
     recorded, unshaped, plain = map(list, zip(*run.results[0]))
     for name, ours, theirs in (
-        ("all-reduce of 1 KB, beside torch's", recorded, plain),
-        ("all-reduce of 1 KB, beside no shapes", recorded, unshaped),
+        ("all-reduce of 1 KB, against torch's", recorded, plain),
+        ("all-reduce of 1 KB, against no shapes", recorded, unshaped),
     ):
         ours, theirs = iter(ours), iter(theirs)
         yield Case(

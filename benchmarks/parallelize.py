@@ -41,7 +41,7 @@ def adamw(tensors):
 
 
 def rows(mesh):
-    """This replica's part of the batch: [B/dp, S] inputs and targets."""
+    """Return this replica's part of the batch: [B/dp, S] inputs and targets."""
     generator = torch.Generator().manual_seed(0)
     shape = (BATCH, CONFIG.seq_len + 1)
     tokens = torch.randint(0, CONFIG.vocab_size, shape, generator=generator)
@@ -156,7 +156,7 @@ def mean_over(value, group):
 
 
 def both_on_a_rank(layout, rounds, group):
-    """Our step and theirs in turn, in the same processes: seconds of each."""
+    """Run our step and theirs in turn in the same processes; return the seconds of each."""
     sides = [our_step(layout, group), their_step(layout, group)]
     for _ in range(2):  # the second pair of losses shows that both have learned the same
         ours, theirs = (step() for step in sides)
@@ -165,7 +165,7 @@ def both_on_a_rank(layout, rounds, group):
 
 
 def step_times(layout, rounds):
-    """Of each side in ms."""
+    """Return the ms of each side."""
     return of_all_ranks(
         launch(both_on_a_rank, RANKS, (layout, rounds), timeout=600, quiet=True).results
     )
@@ -178,7 +178,7 @@ def steps(make, layout, number, group):
 
 
 def sent(make, layout):
-    """MiB of all ranks in a step: what three have sent, less what two have."""
+    """Return the MiB that all ranks send per step: three steps minus two."""
     three, two = (
         launch(steps, RANKS, (make, layout, number), timeout=300, quiet=True).ledger.total_bytes()
         for number in (3, 2)

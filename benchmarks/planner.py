@@ -108,9 +108,10 @@ def cases(_):
 
 
 def chosen_cases():
-    """What chosen.py says was read on a declared half: read again, with the errors on both halves.
+    """Estimate the constants of chosen.py that came from a declared half again, with errors on both
+    halves.
 
-    The bar is that the half would choose none otherwise, at the precision that they are given in.
+    The bar is that the half would choose the same constants, at their stated precision.
     """
     small = vtrain("vtrain_single_dev.csv")
     sweep = [(run, gib) for run, ok, gib in nanotron() if ok]
@@ -123,7 +124,7 @@ def chosen_cases():
         said = [1e3 * host_pace([run for run in runs if first_half(run) == of]) for of in HALVES]
         chosen = 1e3 * framework(how).host_seconds
         print(
-            f"    host_seconds, {table}: the fastest tenth of steps {said[0]:.2f} ms a layer "
+            f"    host_seconds, {table}: the fastest tenth of steps {said[0]:.2f} ms per layer "
             f"({said[1]:.2f}), chosen {chosen:.1f}"
         )
         otherwise.append(round(said[0], 1) != round(chosen, 1))
@@ -154,8 +155,11 @@ def chosen_cases():
 
 
 def host_pace(runs):
-    """Seconds a layer's forward of the fastest steps, where nothing but the host is left: the
-    median of the fastest tenth. Backward takes two such parts, full recompute one more."""
+    """Return the seconds per layer's forward in steps that are bound by the host only.
+
+    It is the median of the fastest tenth. Backward takes two such parts, full recomputation one
+    more.
+    """
     paces = sorted(
         run.seconds
         / (run.layout.num_micro_batches * run.config.num_layers / run.layout.pp)
@@ -166,8 +170,11 @@ def host_pace(runs):
 
 
 def errors_with(field, value, rows, predict):
-    """Mean errors in percent on the first half and the other, with a framework's field set so;
-    (run, measured) rows, and predict(run, framework)."""
+    """Return the mean errors in percent on the first half and the other half.
+
+    A field of the framework is set to `value`. Takes (run, measured) rows and predict(run,
+    framework).
+    """
     sizes = {of: [] for of in HALVES}
     for run, real in rows:
         ours = predict(run, framework(run.how).replace(**{field: value}))
@@ -191,7 +198,8 @@ HALVES = (True, False)
 
 
 def first_half(run):
-    """The half that constants and the interval's factors are read off: by a checksum of the run."""
+    """Return the half from which constants and the interval's factors are estimated, by a checksum
+    of the run."""
     return zlib.crc32(repr((run.config, run.layout)).encode()) % 2 == 0
 
 
@@ -199,7 +207,7 @@ def first_half(run):
 
 
 def exact_cases():
-    """Rows count the cells that differ: the bar is none."""
+    """Yield rows that count the cells that differ; the bar is none."""
 
     def wrong(name, count, cells):
         return Case(
@@ -339,10 +347,11 @@ NANOTRON_MODES = (framework("nanotron"), framework("nanotron").replace(keeps_gat
 
 
 def out_of_memory_cases():
-    """Which of the sweep's runs do not fit an H100.
+    """Yield how many of the sweep's runs are predicted not to fit an H100.
 
-    Measured memory falls on one of two lines (gathered inputs kept, or gathered again in backward);
-    the runs that were too large for the first were made in the second, so that decides.
+    Measured memory falls on one of two lines (gathered inputs saved, or gathered again in
+    backward). The runs that were too large for the first mode were made in the second, so the
+    second mode decides.
     """
     sweep = nanotron()
     if not sweep:
@@ -369,8 +378,8 @@ def out_of_memory_cases():
 
 
 def needs_no_less(run, other):
-    """Whether `run` needs at least the memory of `other`, whatever a model says: the same cut by
-    tp, micro-batches as large, and model states sharded no further."""
+    """Return whether `run` needs at least the memory of `other`, independent of any model: the same
+    tp, micro-batches at least as large, and model states sharded no further."""
     mine, theirs = run.layout, other.layout
     states = mine.zero < theirs.zero or (
         mine.zero == theirs.zero and (mine.zero == 0 or mine.dp <= theirs.dp)
@@ -382,8 +391,8 @@ def needs_no_less(run, other):
 # --- time --------------------------------------------------------------------------------------
 
 
-# Looked at after all else had been written: nothing was changed for them, and the interval's
-# factors know nothing of them. (Of the second the other schedules' rows had been in view.)
+# Added after everything else was written: nothing was changed for them, and the interval's
+# factors do not use them. (The other rows of the second table had been in view.)
 NEW = (
     "torchtitan, FSDP2 on H200",
     "Qi 2023 table 4, 1F1B-I",
@@ -414,7 +423,7 @@ def time_cases():
             [run for run, *_ in simumax()],
             {"SimuMax (its own set)": 5.62},
         ),
-        # Looked at after the model was written, which it then taught some options.
+        # Added after the model was written; the model then got some options from it.
         "torchtitan, FSDP2 on H100 at 500 W": (torchtitan_2024(), {}),
         **dict(zip(NEW[2:4], ((runs, {}) for runs in megatron_2021_against_zero_3()))),
         NEW[4]: (mpt_h100(), {}),
@@ -465,7 +474,7 @@ def time_cases():
 
 
 def hidden_variables(sweep):
-    """What no model of the layout can know of nanotron's sweep: (run, GiB)."""
+    """Print what no model of the layout can know about nanotron's sweep of (run, GiB)."""
     modes = {"kept": [], "gathered again": []}
     twins = {}
     for run, gib in sweep:
@@ -491,7 +500,7 @@ def hidden_variables(sweep):
 
 
 def by_half(runs, pairs):
-    """Mean errors on the two halves, in words; (ours, measured) pairs."""
+    """Return the mean errors on the two halves, in words, from (ours, measured) pairs."""
     halves = {of: [] for of in HALVES}
     for run, (ours, real) in zip(runs, pairs):
         halves[first_half(run)].append(100 * abs(ours / real - 1))
@@ -502,7 +511,10 @@ def by_half(runs, pairs):
 
 
 def interval_cases(scored):
-    """scored: {table: [(run, its StepTime)]}.  Each table counts as at most MOST runs of a kind."""
+    """Yield the rows of the intervals.
+
+    scored: {table: [(run, its StepTime)]}. Each table counts as at most MOST runs of a kind.
+    """
     kinds = {}
     for table, rows in scored.items():
         for run, ours in rows:
@@ -543,7 +555,7 @@ MOST = 20
 
 
 def weighted(rows, level):
-    """A percentile of the ratios; (table, ratio) rows."""
+    """Return a percentile of the ratios in (table, ratio) rows."""
     counts = Counter(table for table, _ in rows)
     weights = [(ratio, min(1.0, MOST / counts[table])) for table, ratio in rows]
     left = level * sum(weight for _, weight in weights)
@@ -577,7 +589,8 @@ def report(name, pairs, work=None):
 
 
 def regret(runs, times):
-    """What it costs to run what we say is fastest, in jobs that were measured in several ways."""
+    """Return the cost of running the layout that we call fastest, over jobs that were measured in
+    several layouts."""
     jobs = {}
     for run, ours in zip(runs, times):
         job = run.config, str(run.machine), run.layout.world_size, run.layout.global_batch_size
@@ -590,7 +603,8 @@ def regret(runs, times):
 
 
 def calibrate(pairs):
-    """Mean error of the other rows after scaling by one row's ratio, over every choice of row."""
+    """Return the mean error of the other rows after scaling by one row's ratio, over every choice
+    of row."""
     errors = [
         abs(ours * real_i / ours_i / real - 1)
         for i, (ours_i, real_i) in enumerate(pairs)
@@ -601,7 +615,8 @@ def calibrate(pairs):
 
 
 def one_scalar(pairs):
-    """Mean error after the one scaling that suits all rows best: how tools are often reported."""
+    """Return the mean error after the one scaling that fits all rows best, as tools are often
+    reported."""
     return min(
         100 * statistics.mean(abs(scale * ours / real - 1) for ours, real in pairs)
         for scale in (real / ours for ours, real in pairs)
@@ -609,7 +624,8 @@ def one_scalar(pairs):
 
 
 def constant_utilisation(pairs, work):
-    """The baseline: time = work / constant, with the constant that suits the rows best."""
+    """Return the baseline's error: time = work / constant, with the constant that fits the rows
+    best."""
     return one_scalar([(w, real) for w, (_, real) in zip(work, pairs)])
 
 
@@ -629,7 +645,7 @@ def stated(name, ours, bar, unit, ratio=1.0):
 
 
 def seconds_of(function):
-    """On one core, whatever else the machine does meanwhile."""
+    """Return the CPU seconds on one core, whatever else the machine does meanwhile."""
     start = time.process_time()
     function()
     return time.process_time() - start
@@ -648,10 +664,10 @@ def rows(name):
 
 
 def simumax():
-    """(run, allocated GiB, SimuMax's GiB): Megatron-Core 8 x B200, sequences of 4096.
+    """Return (run, allocated GiB, SimuMax's GiB) of Megatron-Core on 8 x B200, sequences of 4096.
 
     Their run_pretrain_llama3.sh has neither --overlap-grad-reduce nor --overlap-param-gather, and
-    without the first Megatron's gradients travel in one message.
+    without the first option Megatron's gradients travel in one message.
     """
     how = framework("megatron-core").replace(
         overlaps_gradients=False, overlaps_parameters=False, bucket=math.inf
@@ -688,13 +704,15 @@ def simumax():
 
 
 def zero_bubble(interleaved=False):
-    """(run, GB): Megatron on A100, 1F1B and zero-bubble schedules; or those of interleaved 1F1B.
+    """Return (run, GB) of Megatron on A100 with 1F1B and zero-bubble schedules, or with interleaved
+    1F1B.
 
-    Interleaved it had as many chunks as there can be (a note in the file), which is taken for one
-    layer each, with the embedding and the head as a layer each: (L + 2) / pp chunks, 3, 4, 3 and 2.
+    The interleaved runs used as many chunks as possible (a note in the file). We take that as one
+    layer per chunk, with the embedding and the head counted as a layer each: (L + 2) / pp chunks,
+    3, 4, 3 and 2.
 
-    Their pretrain_zero_bubble.sh says --fp16, and not --accumulate-allreduce-grads-in-fp32: so
-    gradients have 2 bytes, and are made fp32 when the optimizer steps.
+    Their pretrain_zero_bubble.sh sets --fp16 and not --accumulate-allreduce-grads-in-fp32, so
+    gradients have 2 bytes, and become fp32 when the optimizer steps.
     """
     how = framework("megatron-2022").replace(gradient_bytes=2, reduce_bytes=2, around_step=32)
     names = {"1F1B": "1f1b", "ZB-1p": "zb_h1", "ZB-2p": "zb_h2"}
@@ -731,7 +749,7 @@ def zero_bubble(interleaved=False):
 
 
 def vtrain(name):
-    """Megatron-DeepSpeed on A100, full recompute, 1F1B; 800 Gb/s a node of 8."""
+    """Return runs of Megatron-DeepSpeed on A100: full recompute, 1F1B, 800 Gb/s per node of 8."""
     machine = hardware("a100-80").replace(network_bandwidth=12.5e9)
     runs = []
     for row in rows(name):
@@ -772,7 +790,7 @@ def vtrain(name):
 
 
 def mpt_a100():
-    """MosaicML's FSDP runs on A100-80."""
+    """Return MosaicML's FSDP runs on A100-80."""
     runs = []
     for row in rows("mpt_a100.csv"):
         if "80GB" not in row["table"] or row["act_cpu_offload"] == "True":
@@ -801,7 +819,7 @@ def mpt_a100():
 
 
 def nanotron():
-    """(run, did it run?, GiB): the Ultra-Scale Playbook's sweep without a pipeline."""
+    """Return (run, whether it ran, GiB) of the Ultra-Scale Playbook's sweep without a pipeline."""
     runs = []
     for row in rows("nanotron_h100_pp1.csv"):
         config = ModelConfig(

@@ -57,7 +57,8 @@ PROGRAMS = (*DATA_PARALLEL, *LAYOUTS)
 
 
 def train(program, steps, group):
-    """Of each step on this rank: seconds on the clock, and CPU seconds of this thread."""
+    """Return for each step on this rank the seconds on the clock and the CPU seconds of this
+    thread."""
     tokens = torch.randint(0, CONFIG.vocab_size, (BATCH, CONFIG.seq_len + 1),
                            generator=torch.Generator().manual_seed(0))  # fmt: skip
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
@@ -85,8 +86,8 @@ def train(program, steps, group):
 
 @lru_cache
 def compared(rounds):
-    """{program: seconds of a step: measured, computing then, replayed, computing in the replay},
-    medians over the rounds."""
+    """Return {program: seconds of a step: measured, computing in it, replayed, computing in the
+    replay}, medians over the rounds."""
     found = {program: [] for program in PROGRAMS}
     for program in rounds * PROGRAMS:
         run = launch(train, 2, (program, STEPS), quiet=True)

@@ -50,8 +50,10 @@ MEMORY = Memory(num_blocks=256, block_size=8)  # 2,048 tokens: four windows
 
 
 def trace(number, between=0):
-    """Prompts of 8 to 128 tokens, answers of 8 to 256: few are long, none is near the window.
-    between: steps from one's arrival to the next one's."""
+    """Make prompts of 8 to 128 tokens and answers of 8 to 256.
+
+    Few are long, and none is near the window. between: steps from one arrival to the next.
+    """
     rng = random.Random(0)
     requests = []
     for i in range(number):
@@ -141,7 +143,7 @@ PROMPT, BATCH = 64, 8
 
 
 def llama_from(model):
-    """transformers' model with the weights of ours."""
+    """Return transformers' model with the weights of ours."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -175,7 +177,7 @@ def prompts():
 
 
 def sides(model, theirs, new, group):
-    """Two functions that continue all prompts, and return the texts [B, new]."""
+    """Return two functions that continue all prompts and return the texts [B, new]."""
     tokens = prompts()
     requests = [Request(str(i), row.tolist(), new) for i, row in enumerate(tokens)]
 
@@ -227,7 +229,7 @@ def both_on_ranks(folder, new, group):
 
 
 def in_turn_on_ranks(folder, new, rounds, group):
-    """{side: [seconds of each round]}, and both sides' texts."""
+    """Return {side: [seconds of each round]}, and both sides' texts."""
     both = both_on_ranks(folder, new, group)
     texts = {name: side() for name, side in both.items()}
     taken = {name: [] for name in both}
@@ -270,7 +272,7 @@ def cases(long):
     yield from trace_cases(long)
     yield from step_case()
     if not (find_spec("transformers") and find_spec("accelerate")):
-        print("no rows beside transformers: pip install -e '.[bench]' brings it")
+        print("no rows for transformers, which is not installed: pip install -e '.[bench]'")
         return
     yield from one_rank_case(64 if long else 32, 7 if long else 5)
     yield from ranks_cases(64 if long else 16, 7 if long else 3)

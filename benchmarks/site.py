@@ -71,7 +71,7 @@ FLAGS = "--no-sandbox --disable-gpu --disable-background-networking --no-first-r
 
 
 def mover(place, control, values, until=MOVE):
-    """A function that moves one control to its next value and returns the milliseconds."""
+    """Return a function that moves one control to its next value and returns the milliseconds."""
     following = itertools.cycle(values)
     stands = f"""place => {{ const control = place.querySelector("[name={control}]");
         return control.selectedIndex ?? Number(control.value); }}"""
@@ -86,7 +86,7 @@ def mover(place, control, values, until=MOVE):
 
 
 def started(page, name):
-    """(the place of an explorer, ms until it had answered first)."""
+    """Return (the place of an explorer, the ms until its first answer)."""
     place = page.locator(f"section:has(> h2:text('{name}')) .live-explorer").last
     began = page.evaluate("() => performance.now()")
     place.locator("button").click()

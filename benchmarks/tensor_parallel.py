@@ -77,7 +77,7 @@ def our_step(config, pair, group):
 
 
 def gradients_of_ours(model, group):
-    """Every parameter's whole gradient, by its name."""
+    """Return every parameter's whole gradient by its name."""
     kept = [parameter.data for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.data = parameter.grad
@@ -143,7 +143,7 @@ def their_step(config, sequence, loss_parallel, group):
 
 
 def ours_beside_torchrun(config, pair, rounds, torchrun, group):
-    """Our step and theirs in turn, each in processes of its own."""
+    """Run our step and theirs in turn, each in its own processes."""
     step, _ = our_step(config, pair, group)
     theirs = partial(_torchrun.step, torchrun, group.rank())
     step(), theirs()  # the first step sets things up: not timed
@@ -151,7 +151,7 @@ def ours_beside_torchrun(config, pair, rounds, torchrun, group):
 
 
 def both_on_a_rank(config, pair, loss_parallel, rounds, group):
-    """Our step and theirs in turn, in the same processes; losses and gradients compared."""
+    """Run our step and theirs in turn in the same processes; compare losses and gradients."""
     sides = [
         our_step(config, pair, group),
         their_step(config, pair != "TP", loss_parallel, group),
@@ -166,7 +166,7 @@ def both_on_a_rank(config, pair, loss_parallel, rounds, group):
 
 
 def step_times(config, pair, loss_parallel, rounds):
-    """What the ranks measured, first each side in its own processes, then both in ours."""
+    """Return the ranks' measurements, first each side in its own processes, then both in ours."""
     theirs = (config, pair != "TP", loss_parallel)
     with _torchrun.ranks(their_step, theirs, RANKS) as torchrun:
         args = (config, pair, rounds, torchrun)
@@ -177,7 +177,7 @@ def step_times(config, pair, loss_parallel, rounds):
 
 
 def second_step(make, args, profiled, group):
-    """Run two steps; the peak in MiB of what the second allocated at once, if it is asked for."""
+    """Run two steps; if asked, return the peak in MiB that the second step allocated."""
     step, _ = make(*args, group)
     step()
     group.recorder.phases.set("second step")
@@ -191,7 +191,8 @@ def sent(make, *args):
 
 
 def peak(make, *args):
-    """The middle one of three runs: theirs frees when gloo's threads are done, sometimes late."""
+    """Return the middle one of three runs, because theirs frees when gloo's threads are done,
+    sometimes late."""
     runs = [launch(second_step, RANKS, (make, args, True), timeout=300, quiet=True) for _ in "123"]
     return statistics.median(max(run.results) for run in runs)
 

@@ -20,12 +20,12 @@ from mini_dist.course.profile import Timeline, profiled, where_it_went
 from mini_dist.course.profile.profiled import Profile
 from mini_dist.strategies.data_parallel import Bucketed, Overlapped
 
-RANKS, STEPS = 2, 3  # a round is so many steps: a profiler is not started for one
+RANKS, STEPS = 2, 3  # steps per round: starting a profiler for one step is too dear
 CONFIG = ModelConfig(d_model=128, num_layers=2, num_heads=4, seq_len=64)
 
 
 def in_turn(kind, rounds, group):
-    """{recorded or not: seconds of a step in each round}, and the spans of the last round."""
+    """Return {recorded or not: seconds per step in each round}, and the last round's spans."""
     rank, size = group.rank(), group.size()
     model = kind(GPT(CONFIG, seed=0), group, bucket_bytes=1 << 20)
     optimizer = torch.optim.AdamW(model.tensors_to_step())

@@ -44,7 +44,7 @@ MOVES = {
 
 
 def mover(make, name, values, **start):
-    """A function that moves one control of a live explorer to its next value."""
+    """Return a function that moves one control of a live explorer to its next value."""
     grid, seen = make(**start).view.children
     picture, words = seen.children
     (control,) = (c for c in grid.children if c.description == name.replace("_", " "))
@@ -61,7 +61,7 @@ def mover(make, name, values, **start):
 
 
 def plan_anew():
-    """As `mover`, but nothing that was asked before is remembered."""
+    """Do the same as `mover`, with nothing remembered from earlier questions."""
     move = mover(layout_planner, "num_gpus", [256, 512, 1024])
 
     def forgetful():
