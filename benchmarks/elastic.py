@@ -7,8 +7,8 @@ completed the most steps) or ZeRO (the state comes from copies on neighboring ra
 ranks kill themselves (SIGKILL) after a random time, wherever they are: in a step, in the exchange
 of state, while a group is being made. Some are replaced. The model counts: each sample adds one to
 its element of a buffer, through the same messages as the gradients, and after an epoch each element
-must be one. The parameters must equal those of an undisturbed single process, up to rounding in
-float64.
+must be one. The parameters must equal the result of an undisturbed single process, up to rounding
+in float64.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ so both sides copy without need. Our lanes are threads.
 Rows "sent": bytes of all ranks in a step of lesson 22's small model, from the ledger. "memory": the
 peak of tensor bytes on a rank. It includes DeepSpeed's bucket of 5e8 numbers, which is allocated
 even if it is not written. In "plain" and "bare" the bucket is as large as the model, and the bytes
-equal those of DeepSpeed's paper. Megatron-core: the grids that both programs support; the bar is
-equal bytes. torchtitan: its `fsdp 4` against our ZeRO-3 (its grids with tp have sequence
+equal the figures of DeepSpeed's paper. Megatron-core: the grids that both programs support; the bar
+is equal bytes. torchtitan: its `fsdp 4` against our ZeRO-3 (its grids with tp have sequence
 parallelism, ours of lesson 22 do not). torchft is compared with our data parallelism "on sockets",
 by the kernel's count, because the ledger does not record its groups. Every row compares the losses
 of both sides.
