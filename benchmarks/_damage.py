@@ -126,7 +126,7 @@ def folder_is_a_file(draw, at):
 
 def file_is_a_link(draw, at):
     path = pick(draw, at, f"{NEWEST}/*", "latest")
-    outside = at.with_name(f"{at.name}-outside")  # (nothing of the system: a test may be wrong)
+    outside = at.with_name(f"{at.name}-outside")  # Not a system file: the test itself may be wrong.
     outside.write_bytes(path.read_bytes())
     target = draw.choice([outside, at / OLDER / path.name, at / "nothing"])
     path.unlink()
@@ -184,7 +184,7 @@ def go_back(draw, at):
     (at / "latest").write_text(f"{OLDER}\n")
 
 
-# of a manifest that is sealed again
+# damage to a manifest that is sealed again afterwards
 
 
 def forge(at, change, name=NEWEST):
@@ -310,4 +310,4 @@ def damage(directory, number, kinds, seed):
         try:
             kind(draw, directory)
         except (OSError, ValueError, IndexError, KeyError, TypeError, AttributeError):
-            pass  # what it would have damaged is gone already
+            pass  # An earlier damage has removed the target.

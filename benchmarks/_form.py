@@ -97,7 +97,7 @@ def as_shipped() -> Iterator[None]:
         yield
     finally:
         for thread, (policy, cores) in before.items():
-            with suppress(ProcessLookupError):  # it has ended
+            with suppress(ProcessLookupError):  # The process has ended.
                 schedule(thread, policy, cores)
 
 

@@ -58,7 +58,7 @@ def replica(number: int, lighthouse: str) -> None:
         steps.zero_grad()
         model(torch.randn(4, 8)).square().mean().backward()
         steps.step()
-        time.sleep(0.1)  # so that the last one to start finds the others at it
+        time.sleep(0.1)  # The last replica to start then finds the others running.
         weight = module.weight.sum().item()
         print(
             f"replica {number}: {manager.current_step()} steps, {manager.num_participants()} take "

@@ -106,10 +106,10 @@ def ours(every, group):
 def theirs(every, group):
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
-    warnings.filterwarnings("ignore", "When period is 1")  # as here, where only it is timed
+    warnings.filterwarnings("ignore", "When period is 1")  # Expected here.
     model, averager = GPT(CONFIG), PeriodicModelAverager(every, every - 1, group)
     for parameter in model.parameters():
-        parameter.grad = parameter.detach()  # it passes over those that have none
+        parameter.grad = parameter.detach()  # The averager skips parameters without a gradient.
     return lambda: averager.average_parameters(model.parameters())
 
 
@@ -194,7 +194,8 @@ def given(name, ours, theirs, unit, bar=None):
 
 def cases(long):
     for bound in STEPS:
-        # A bound of 3 is reached only after its first steps: a tenth more than in the long run.
+        # A bound of 3 takes effect only after the first steps, so allow a tenth more than in the
+        # long run.
         virtual = updates_a_second(bound, virtual=True)
         yield given(
             f"updates a second, bound {bound}, virtual", virtual, FORMULA[bound], "1/s", 1.11

@@ -183,7 +183,7 @@ def corruptions(count, seed, scratch):
             job = (str(directory), read, states, mine, seed, str(log))
             try:
                 run = launch(resume_all, read.world_size, job, timeout=300 + 20 * len(mine))
-            except RankError as error:  # a hang, or the end of a rank
+            except RankError as error:  # A rank hung or ended.
                 last = log.read_text().splitlines()[-1] if log.exists() else "the first"
                 wrong.append(f"case {last}: {error}")
                 continue
@@ -250,12 +250,12 @@ def killed_training(name, background, kills, draw, scratch):
         wait_for_more(process, log, "pids", 0)
         while happened < kills:
             victim = draw.choice(["a rank", "all ranks", "the program"])
-            if draw.random() < 0.8:  # else perhaps before the first step
+            if draw.random() < 0.8:  # Otherwise the kill may come before the first step.
                 wait_for_more(process, log, "losses", count_lines(log, "losses"))
             time.sleep(draw.uniform(0, 0.6))
             started = pids(log)
             ranks = started[-LAYOUTS[name].world_size :]
-            if process.poll() is not None:  # it was done before
+            if process.poll() is not None:  # It had finished already.
                 break
             happened += 1
             if victim == "the program":
@@ -279,7 +279,7 @@ def kill(pid):
     try:
         if b"mini_dist" in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(pid, signal.SIGKILL)
-    except OSError:  # it has ended
+    except OSError:  # The process has ended.
         pass
 
 

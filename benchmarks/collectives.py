@@ -40,13 +40,13 @@ BARS = {  # on 4 ranks
     ("reduce_scatter auto", 64 * MB): 0.5,
     ("all_gather auto", 64 * MB): 0.5,
 }
-REPEATS = {KB: 70, MB: 20, 64 * MB: 6}  # on 4 ranks, which have bars; the others get half
+REPEATS = {KB: 70, MB: 20, 64 * MB: 6}  # on 4 ranks, which have bars; others get half
 
 
 def contestants(nbytes: int, group, directory: str) -> dict[str, tuple[Callable, Callable]]:
     """Return {name: (ours, gloo's)}, functions without arguments."""
     rank, size = group.rank(), group.size()
-    x = torch.zeros(nbytes // 4)  # stays so, however often gloo adds it up in place
+    x = torch.zeros(nbytes // 4)  # Zeros stay zeros, however often gloo sums them in place.
     shard = x.tensor_split(size)[rank].clone()
     whole, mine = torch.empty_like(x), torch.empty_like(shard)
 
@@ -106,11 +106,11 @@ def measure(nbytes: int, repeats: int, directory: str, group) -> dict[str, list[
     warnings.simplefilter("ignore", FutureWarning)  # torch is renaming reduce_scatter_tensor
     samples = {}
     pairs = contestants(nbytes, group, directory)
-    for turn in range(-2, repeats):  # the first ones warm up
+    for turn in range(-2, repeats):  # Negative turns warm up.
         for name, pair in pairs.items():
             sample = [0.0] * 4
             for side in (0, 1) if turn % 2 else (1, 0):
-                count = turn == 0  # not in the timed turns: looking at sockets takes time
+                count = turn == 0  # Not in timed turns: reading socket counters takes time.
                 with as_shipped() if side else nullcontext():
                     dist.barrier(group=group)
                     before = wire_bytes() if count else None

@@ -45,9 +45,9 @@ from mini_dist.strategies.data_parallel import Overlapped, mean_
 
 RANKS = 4
 CONFIG = ModelConfig(num_layers=4, d_model=256)  # 3.3 M parameters
-RANK = 4  # of PowerSGD
+RANK = 4  # PowerSGD's rank
 LAYER = 0.002, 0.004  # seconds of an emulated layer's forward and backward
-GBITS = 0.1, 1.0, 10.0, 100.0  # of an emulated link, a second
+GBITS = 0.1, 1.0, 10.0, 100.0  # Gbit/s of an emulated link
 
 
 CALCULATED = {

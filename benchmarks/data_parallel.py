@@ -49,7 +49,7 @@ def data(shape, group):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-# Each makes a step: a function that trains once and returns the loss.
+# Each function returns a step: a function that trains once and returns the loss.
 
 
 def overlapped(shape, group):
@@ -143,7 +143,7 @@ def plain_step(model, optimizer, shape, group, finish=lambda: None):
     return step
 
 
-PAIRS = {  # ours, theirs, and what our step time may be of theirs
+PAIRS = {  # ours, theirs, the largest ratio of our step time to theirs
     "Overlapped, DDP": (overlapped, ddp, 1.05),
     "Overlapped on gloo's all-reduce, DDP": (overlapped_on_gloo, ddp, 1.05),
     "ZeRO-1, ZeroRedundancyOptimizer": (zero_1, zero_redundancy, 0.95),

@@ -46,7 +46,7 @@ from mini_dist.training.elastic import (
 
 SAMPLES, BATCH, WIDTH, EPOCHS = 192, 12, 6, 2
 STEPS = EPOCHS * SAMPLES // BATCH
-DEADLINE = 60.0  # seconds for a run of about one
+DEADLINE = 60.0  # seconds; a run takes about one
 
 
 class Counting(nn.Module):
@@ -99,12 +99,12 @@ def data_parallel(group) -> dict:
     while step < STEPS:
         try:
             step = catch_up(Training(module, optimizer, group), step, group)
-            model = Naive(module, group)  # (not before: it takes the parameters of rank 0)
+            model = Naive(module, group)  # Not earlier: Naive copies the parameters of rank 0.
             sizes.append(group.size())
             rows = rows_of(group.rank(), shares(BATCH, [1.0] * group.size()))
             while step < STEPS:
                 used = gradients(model, module, samples_of(step, rows), group.size(), group)
-                optimizer.step()  # from here on nothing is sent until the step is counted
+                optimizer.step()  # From here on nothing is sent until the step is counted.
                 module.used += used
                 step += 1
         except RanksChanged:
@@ -161,7 +161,7 @@ def case(number: int, seed: int) -> tuple[str, str | None]:
     """Run one case; return its description and its mistakes."""
     lot = random.Random(f"{seed} {number}")
     way, size = lot.choice(list(WAYS)), lot.randint(3, 5)
-    # Two neighbours that die together are more than one copy each can bear: with ZeRO one dies.
+    # With one copy of each shard, two neighbors may not die together, so with ZeRO only one dies.
     most = size - 1 if way == "data parallel" else 1
     victims = lot.sample(range(size), lot.randint(1, min(most, 3)))
     deaths = {victim: lot.uniform(0, 0.5) for victim in victims}

@@ -42,14 +42,14 @@ from mini_dist import launch
 from mini_dist.ranks.folder import LOG, MARKER
 from mini_dist.ranks.launch import ZYGOTES
 
-FOUND = 3.0  # seconds in which a fault that can be found out has to be
-AFTER = 2.0  # seconds after its timeout in which one that can only be waited out has to end
-GONE = 10.0  # seconds that processes may take to be gone on a busy machine
+FOUND = 3.0  # seconds in which a detectable fault has to be detected
+AFTER = 2.0  # seconds after the timeout in which an undetectable fault has to end
+GONE = 10.0  # seconds that processes may take to disappear on a busy machine
 TIMEOUT = 0.6
 INSIDES = re.compile(
     r"mini_dist/(ranks|launch|ledger)|'World' object|Errno 9\b|unpack|EOFError(?!: EOF when)"
 )
-TAG = f"98765{os.getpid()}"  # seconds: by it our sleeping children are known
+TAG = f"98765{os.getpid()}"  # a sleep time in seconds that identifies our sleeping children
 
 
 @dataclass
@@ -66,9 +66,9 @@ class Kind:
     waited: bool = False
     sizes: tuple = (1, 2, 2, 3, 4)
     error: str = "RankError"
-    alone: bool = False  # what others do and what went before would change what it says
+    alone: bool = False  # Other ranks' actions or earlier steps would change its error.
     options: dict = field(default_factory=dict)
-    around: Callable | None = None  # a context of the parent's, given the dice
+    around: Callable | None = None  # a context in the parent; gets the dice
     outside: Callable | None = None  # called with the dice instead of a plain launch
 
 
@@ -452,7 +452,7 @@ def closes_all_its_files(group):
     return 1
 
 
-# ---- it waits for ever --------------------------------------------------------------------------
+# ---- it waits forever ---------------------------------------------------------------------------
 
 
 @kind(LATE, "rank {r} is running", r"time\.sleep\(1000\)", waited=True)
@@ -795,7 +795,7 @@ def standby() -> list[int]:
 def standby_killed(dice):
     for pid in dice.sample(standby(), k=min(1, len(standby()))):
         os.kill(pid, signal.SIGKILL)
-        while psutil.pid_exists(pid):  # (a zombie may have threads yet, which are being killed)
+        while psutil.pid_exists(pid):  # A zombie may still have threads that are being killed.
             time.sleep(0.001)
     yield
 
@@ -839,7 +839,7 @@ def interrupted(dice):
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one that comes later is not launch's
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # A later interrupt is not meant for launch.
         thread.join()
         signal.signal(signal.SIGINT, before)
 
@@ -992,7 +992,7 @@ def run_case(name: str, dice: random.Random) -> list[str]:
                 wrong.append(f"results {run.results}")
         took = time.monotonic() - began
     limit = timeout + AFTER if about.waited else FOUND
-    limit += 3 if "zygote" in name else 0  # another one has to load torch first
+    limit += 3 if "zygote" in name else 0  # A new zygote has to load torch first.
     if took > limit:
         wrong.append(f"took {took:.1f} s, more than {limit:g}")
     return wrong
@@ -1066,7 +1066,7 @@ def run_cases(cases: int, seed: int, only: str | None = None, show=print) -> dic
     deck: list[str] = []
     ran, problems, seconds = Counter(), [], []
     for number in range(cases):
-        if not deck:  # every kind before any a second time
+        if not deck:  # Run every kind once before any kind runs again.
             deck = dice.sample(names, k=len(names))
         name = deck.pop()
         case_seed = dice.randrange(2**32)

@@ -119,7 +119,7 @@ def cases(long):
     sharded = {row["name"]: row for row in in_torchtitan.grids()}["fsdp 4"]
     yield from compared(mine["ZeRO-3"], sharded, "torchtitan fsdp 4")
     (replicas,) = in_torchft.runs()
-    if replicas["on_sockets"]:  # else nobody counts them here
+    if replicas["on_sockets"]:  # Otherwise nothing counts these bytes here.
         yield from compared(mine["data parallel"], replicas, "torchft", key="on_sockets")
 
 

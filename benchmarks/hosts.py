@@ -56,7 +56,7 @@ def sides(rounds, group):
             began = time.perf_counter()
             if side == "gloo":
                 dist.all_reduce(x.clone(), group=group)
-            elif side == "inside":  # what the hierarchy does before the cable and after it
+            elif side == "inside":  # the hierarchy's work before and after the cable
                 ring_all_gather(ring_reduce_scatter(x, node), node)
             else:
                 all_reduce(x, group, algorithm=side)

@@ -26,7 +26,7 @@ from _form import Case, main
 from jupyter_client.manager import start_new_kernel
 
 ROOT = Path(__file__).resolve().parent.parent
-FIRST, LATER_4, LATER_8 = 2500, 50, 120  # ms: what a learner is promised
+FIRST, LATER_4, LATER_8 = 2500, 50, 120  # ms, as promised to learners
 PAUSE = 0.3  # seconds
 LIMIT = 40  # seconds
 
@@ -96,7 +96,7 @@ def join_by_environment():
 if __name__ == "__main__":
     join_by_environment()
     cloudpickle.loads(open("blob", "rb").read())()
-    dist.destroy_process_group()  # without it some runs abort at the end
+    dist.destroy_process_group()  # Without this some runs abort at the end.
 """
 
 TIMED = """
@@ -154,7 +154,7 @@ class Notebook:
 
     def close(self) -> None:
         self.client.stop_channels()
-        with contextlib.suppress(ProcessLookupError):  # with it, the ranks that hang
+        with contextlib.suppress(ProcessLookupError):  # This also ends the ranks that hang.
             os.killpg(self.manager.provisioner.pgid, signal.SIGKILL)
         self.manager.shutdown_kernel(now=True)
         self.directory.cleanup()

@@ -67,7 +67,7 @@ FRAGMENTED = ModelConfig(num_layers=4, d_model=512, num_heads=8)
 LAYER = 0.001, 0.002
 LATENCY = 1e-5
 MANY = 64  # layers
-MEGABYTES = 30_000, 10_000, 3_000, 1_000, 300, 100  # a second
+MEGABYTES = 30_000, 10_000, 3_000, 1_000, 300, 100  # per second
 ENDS_TELL = 250, 200  # where the ends of blocks are more than 5 % of 16 layers
 DEEP_ONLY = 150, 100  # where a block's parameters need longer than its forward
 STEPS = 4
@@ -290,7 +290,7 @@ def steps(megabytes, name, in_order=False, early=False, layers=CONFIG.num_layers
     lane = max(busy, key=busy.get)
     title = f"emulated step, {megabytes:,} MB/s, {name}"
     passes = of_passes(megabytes, layers)
-    hides = passes <= 1.02 * busy[lane]  # else a pass is longer than its part of the bound
+    hides = passes <= 1.02 * busy[lane]  # Otherwise a pass is longer than its part of the bound.
     deep = halves or layers == MANY or megabytes not in (*ENDS_TELL, *DEEP_ONLY)
     bar = 1.05 if hides and deep and not in_order else None
     yield given(f"{title} (bound: {lane})", taken, busy[lane], "ms", bar)
@@ -338,7 +338,7 @@ def cases(long):
         yield from through_files(megabytes)
     run = launch(counted, 1)
     most, gradients, (root, *blocks) = run.results[0]
-    twice = sum(blocks[:-2])  # the last two stay from forward to backward
+    twice = sum(blocks[:-2])  # The last two stay on the device from forward to backward.
     for op, expected in (
         ("to_host_", root + sum(blocks)),
         ("to_device_", root + sum(blocks) + twice),

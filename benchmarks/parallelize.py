@@ -143,7 +143,7 @@ def fsdp_of_stages(mesh, reshard):
         else:
             schedule.step(*([inputs] if number == 0 else []))
         optimizer.step()
-        # told to nobody by theirs: the first stage has no loss to compare
+        # Theirs does not send the loss to the first stage, which has nothing to compare.
         return mean_over(torch.stack(losses).mean().detach(), mesh["dp"]) if losses else None
 
     return step
@@ -158,7 +158,7 @@ def mean_over(value, group):
 def both_on_a_rank(layout, rounds, group):
     """Run our step and theirs in turn in the same processes; return the seconds of each."""
     sides = [our_step(layout, group), their_step(layout, group)]
-    for _ in range(2):  # the second pair of losses shows that both have learned the same
+    for _ in range(2):  # The second pair of losses shows that both made the same update.
         ours, theirs = (step() for step in sides)
         assert theirs is None or abs(ours - theirs) < 1e-4, (ours, theirs)
     return in_turn(*sides, rounds, group)

@@ -540,7 +540,7 @@ def interval_cases(scored):
     for table, rows in scored.items():
         rest = [o.low <= run.seconds <= o.high for run, o in rows if not first_half(run)]
         others = []
-        for run, ours in rows:  # as if this table had never been seen
+        for run, ours in rows:  # Treat this table as unseen.
             mine = round(ours.low / ours.seconds, 6), round(ours.high / ours.seconds, 6)
             seen = [(t, ratio) for t, _, ratio in kinds[mine] if t != table]
             if len(seen) >= 10:

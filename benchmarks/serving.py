@@ -157,7 +157,7 @@ def llama_from(model):
         rms_norm_eps=1e-5,
         rope_theta=10_000.0,
         bos_token_id=None,
-        eos_token_id=None,  # no text ends early
+        eos_token_id=None,  # No text ends early.
         attn_implementation="sdpa",
     )
     state = {}
@@ -205,7 +205,7 @@ def one_rank_case(new, repeats):
     texts = {name: side() for name, side in both.items()}
     assert torch.equal(texts["ours"], texts["theirs"]), "the texts differ"
 
-    def a_token(side):  # one thread on both sides: its CPU time is what it takes when alone
+    def a_token(side):  # One thread per side, so CPU time equals time alone.
         began = time.process_time()
         both[side]()
         return 1e3 * (time.process_time() - began) / new
@@ -221,7 +221,8 @@ def both_on_ranks(folder, new, group):
     from transformers import LlamaForCausalLM
 
     rank, size = group.rank(), group.size()
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))  # it asks them
+    # transformers reads these variables.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     mesh = dist.device_mesh.init_device_mesh("cpu", (size,))
     theirs = LlamaForCausalLM.from_pretrained(folder, tp_plan="auto", device_mesh=mesh).eval()
     model = shard_model(GPT(CONFIG).eval(), GPT_PLAN, group)
@@ -251,7 +252,7 @@ def ranks_cases(new, rounds):
         llama_from(GPT(CONFIG)).save_pretrained(folder)
         results = launch(in_turn_on_ranks, RANKS, (folder, new, rounds), timeout=500).results
         sent = {}
-        for side in ("ours", "theirs"):  # eight tokens more: no prompt, no setting up
+        for side in ("ours", "theirs"):  # Eight tokens more, without prompt and set-up.
             few, more = (
                 launch(once_on_ranks, RANKS, (folder, n, side), timeout=500).ledger.total_bytes()
                 for n in (4, 12)

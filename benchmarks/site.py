@@ -28,7 +28,7 @@ from _form import Case, main
 SITE = Path(__file__).resolve().parent.parent / "out/site"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 BAR = 300  # ms
-MOVES = {  # explorer -> (its control, places of the slider)
+MOVES = {  # explorer -> (its control, positions of the slider)
     "memory_and_time": ("utilisation", range(20, 60)),
     "memory_waterfall": ("dp", range(11)),
     "rank_grid": ("rank", range(16)),
@@ -109,7 +109,7 @@ def cases(long):
         for name, (control, values) in MOVES.items():
             move = mover(places[name], control, values)
             yield Case(f"{name}: {control}", move, BAR, 1.0, repeats=repeats)
-        planner = places["layout_planner"]  # (it remembers a question: each size once)
+        planner = places["layout_planner"]  # It remembers questions, so each size is asked once.
         said = mover(planner, "num_gpus", range(2, 5), SEARCHES)
         yield Case("a new question: searching ...", said, BAR, 1.0, repeats=3, warmup=0)
         models = planner.locator("[name=model] option").all_inner_texts()

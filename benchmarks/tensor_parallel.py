@@ -216,7 +216,7 @@ def cases(long):
             f"bytes, {name}",
             lambda pair=pair: sent(our_step, config, pair),
             lambda theirs=theirs: sent(their_step, *theirs),
-            None if "again" in pair else 1.0,  # more bytes for less memory is what it is for
+            None if "again" in pair else 1.0,  # This pair trades more bytes for less memory.
             unit="MiB",
             repeats=1,
             warmup=0,

@@ -160,9 +160,9 @@ def rows_of(module, mark, source: str):
 def all_wrong_answers() -> str:
     parts = [
         "# Wrong answers, and what the hint says\n",
-        "Made by `tools/teaching.py` from the answers that the tests hold "
-        "(`tests/course/exercises/`); what stands in the right column is a piece of the hint. "
-        "They are the mistakes that we could think of, and no statistics of a class.\n",
+        "`tools/teaching.py` makes this page from the wrong answers in the tests "
+        "(`tests/course/exercises/`). The right column shows a piece of the hint. These are the "
+        "mistakes that we could think of, not statistics of a class.\n",
     ]
     for lesson in lessons():
         path = ROOT / f"tests/course/exercises/test_lesson_{lesson.stem[:2]}_exercises.py"
