@@ -1,7 +1,7 @@
-"""The kinds of damage of checkpoint_faults.py: functions of a random generator and a directory.
+"""Define the kinds of damage of checkpoint_faults.py: functions of a generator and a directory.
 
-In the directory are checkpoints of the steps 2, 4 and 6; beside it, with the end
-"-latest-before", lies its `latest` as it was before the last save.
+The directory holds checkpoints of steps 2, 4 and 6. Next to it, with the suffix "-latest-before",
+is a copy of its `latest` from before the last save.
 """
 
 import json
@@ -16,7 +16,7 @@ NEWEST, OLDER = "step-00000006", "step-00000004"
 
 
 def pick(draw, directory, *patterns):
-    """A file among those that are (still) there."""
+    """Return a file of the ones that still exist."""
     found = sorted(path for pattern in patterns for path in directory.glob(pattern))
     return draw.choice([path for path in found if path.is_file() and not path.is_symlink()])
 
@@ -126,7 +126,7 @@ def folder_is_a_file(draw, at):
 
 def file_is_a_link(draw, at):
     path = pick(draw, at, f"{NEWEST}/*", "latest")
-    outside = at.with_name(f"{at.name}-outside")  # (nothing of the system: a test may be wrong)
+    outside = at.with_name(f"{at.name}-outside")  # Not a system file: the test itself may be wrong.
     outside.write_bytes(path.read_bytes())
     target = draw.choice([outside, at / OLDER / path.name, at / "nothing"])
     path.unlink()
@@ -184,7 +184,7 @@ def go_back(draw, at):
     (at / "latest").write_text(f"{OLDER}\n")
 
 
-# of a manifest that is sealed again
+# damage to a manifest that is sealed again afterwards
 
 
 def forge(at, change, name=NEWEST):
@@ -292,8 +292,9 @@ LAST = file_is_a_link, file_is_a_pipe, file_is_a_directory, folder_is_a_link, fo
 
 
 def cases(count, seed):
-    """(number, kinds) of each; every kind alone first, as far as the count goes. After what makes
-    a file something else nothing is written any more: it would go elsewhere, or wait for ever."""
+    """Yield (number, kinds) of each case, first every kind alone, as far as the count goes. After a
+    damage that makes a file something else, no further damage writes to it: the write would go
+    elsewhere, or wait forever."""
     draw = random.Random(seed)
     alone = draw.sample(KINDS, len(KINDS))
     for number in range(count):
@@ -309,4 +310,4 @@ def damage(directory, number, kinds, seed):
         try:
             kind(draw, directory)
         except (OSError, ValueError, IndexError, KeyError, TypeError, AttributeError):
-            pass  # what it would have damaged is gone already
+            pass  # An earlier damage has removed the target.

@@ -1,4 +1,4 @@
-"""The form of every benchmark: ours and theirs in turn, medians, a table, an exit status.
+"""Run a benchmark: ours and theirs in turn, medians, a table, an exit status.
 
     python benchmarks/NAME.py [--json FILE] [--long]
 
@@ -6,14 +6,14 @@ A benchmark is a file with a function `cases(long)` that yields `Case`s, and as 
 
     sys.exit(main(cases, __doc__))
 
-Runs alternate, and who goes first alternates too, so that a busy minute on the machine falls on
-both sides: trust the ratio, not the milliseconds.
+Runs alternate, and so does the side that goes first, so that a busy minute on the machine affects
+both sides. Trust the ratio, not the milliseconds.
 
 "Theirs" is PyTorch as its users have it. `launch` starts gloo's threads so that they do not take a
-core from a thread that computes (`threads_that_do_not_interrupt` in ranks/threads.py), and deals
-the cores out to the ranks (`stay_on_a_core` there, too). What uses gloo gets faster, theirs
-even more than ours. torchrun does neither, so theirs runs without: that row has the bar. The row
-"theirs with our threads" says what is left when both have it; its bar is 1.
+core from a thread that computes (`threads_that_do_not_interrupt` in ranks/threads.py), and assigns
+cores to ranks (`stay_on_a_core` in the same file). Both make every program on gloo faster, theirs
+even more than ours. torchrun does neither, so theirs runs without them, and that row has the bar.
+The row "theirs with our threads" shows the ratio when both sides have them; its bar is 1.
 """
 
 import argparse
@@ -32,13 +32,13 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Case:
-    """One row: `ours` beside `theirs`.
+    """Describe one row: `ours` compared with `theirs`.
 
-    Each is a function without arguments. The form takes the wall time of a call, in milliseconds;
-    a function that returns a number has measured for itself (bytes, the time inside the ranks),
-    and `unit` says in what. `theirs` may be a plain number: a target that was stated beforehand.
-    The row holds when ours / theirs <= `bar`; without a bar it only informs. `warmup` calls of each
-    come first and are not counted (0 where the first call is the question).
+    Each is a function without arguments. The form measures the wall time of a call, in
+    milliseconds. A function that returns a number has measured something itself (bytes, the time
+    inside the ranks), and `unit` names it. `theirs` may be a plain number: a target that was stated
+    beforehand. The row passes if ours / theirs <= `bar`; without a bar it only informs. Each
+    function is first called `warmup` times without counting (0 if the first call is the question).
     """
 
     name: str
@@ -51,7 +51,7 @@ class Case:
 
 
 def measure(case: Case) -> dict:
-    """Run a case; return its row, medians and all."""
+    """Run a case and return its row with medians."""
     sides = {"ours": case.ours, "theirs": case.theirs}
     stated = {name: float(side) for name, side in sides.items() if isinstance(side, Real)}
     running = [name for name in sides if name not in stated]
@@ -83,7 +83,8 @@ def _once(function):
 
 @contextmanager
 def as_shipped() -> Iterator[None]:
-    """Let the threads of this process compete for all cores, gloo's too, as torch starts them."""
+    """Let the threads of this process, including gloo's, compete for all cores, as torch starts
+    them."""
     tasks = Path("/proc/self/task").glob("*") if hasattr(os, "SCHED_BATCH") else ()
     threads = [int(task.name) for task in tasks]
     before = {
@@ -96,7 +97,7 @@ def as_shipped() -> Iterator[None]:
         yield
     finally:
         for thread, (policy, cores) in before.items():
-            with suppress(ProcessLookupError):  # it has ended
+            with suppress(ProcessLookupError):  # The process has ended.
                 schedule(thread, policy, cores)
 
 
@@ -109,9 +110,10 @@ SIDES = {"ours": nullcontext, "theirs": as_shipped, "theirs with our threads": n
 
 
 def in_turn(ours: Callable, theirs: Callable, rounds: int, group, prepare=None) -> dict:
-    """On a rank, {side: [(seconds, CPU seconds) of each round]}; the sides of SIDES take turns.
+    """Return {side: [(seconds, CPU seconds) of each round]} on a rank; the sides of SIDES take
+    turns.
 
-    prepare: a function of "ours" or "theirs", called before each and not timed.
+    prepare: a function of "ours" or "theirs" that runs before each call and is not timed.
     """
     taken = {side: [] for side in SIDES}
     for turn in range(rounds):
@@ -126,8 +128,11 @@ def in_turn(ours: Callable, theirs: Callable, rounds: int, group, prepare=None) 
 
 
 def in_turn_with_torchrun(ours: Callable, theirs: Callable, rounds: int, group) -> dict:
-    """The same with theirs in processes of its own. theirs: lets this rank's counterpart there take
-    a step, and returns the two times that it took (_torchrun.py)."""
+    """Do the same as `in_turn`, with theirs in separate processes.
+
+    theirs: lets this rank's counterpart there take a step, and returns the two times that it took
+    (_torchrun.py).
+    """
     sides = {"ours": lambda: timed(ours), "theirs": theirs}
     taken = {side: [] for side in sides}
     for turn in range(rounds):
@@ -138,15 +143,15 @@ def in_turn_with_torchrun(ours: Callable, theirs: Callable, rounds: int, group) 
 
 
 def timed(step: Callable) -> tuple[float, float]:
-    """Its seconds and CPU seconds."""
+    """Return the seconds and CPU seconds of a step."""
     start = time.perf_counter(), time.process_time()
     step()
     return time.perf_counter() - start[0], time.process_time() - start[1]
 
 
 def of_all_ranks(results: list[dict], of_ranks: Callable = max, kind: int = 0) -> dict:
-    """What `in_turn` found on all ranks: {side: ms}, the median over the rounds of the slowest
-    rank's time; with `sum` and kind 1 of all ranks' CPU time."""
+    """Summarize `in_turn` over all ranks as {side: ms}: the median over the rounds of the slowest
+    rank's time, or with `sum` and kind 1 of all ranks' CPU time."""
     return {
         side: 1e3
         * statistics.median(
@@ -158,8 +163,8 @@ def of_all_ranks(results: list[dict], of_ranks: Callable = max, kind: int = 0) -
 
 
 def step_cases(name: str, medians: dict, bar: float | None, unit: str = "ms") -> Iterator[Case]:
-    """A row with the bar; where theirs was measured with our threads, too, one more with a bar of
-    its own: with equal threads we want to be no slower."""
+    """Yield a row with the bar. If theirs was also measured with our threads, yield a second row
+    with its own bar: with equal threads we want to be no slower."""
     ours = medians["ours"]
     for side, theirs in medians.items():
         if side != "ours":
@@ -168,10 +173,10 @@ def step_cases(name: str, medians: dict, bar: float | None, unit: str = "ms") ->
 
 
 def peak_allocated(run: Callable) -> int:
-    """The most bytes that `run()` has allocated at once, above those held before it.
+    """Return the peak of bytes that `run()` has allocated, above the bytes held before it.
 
-    Of the main thread and of autograd's: torch's profiler does not see into a thread that Python
-    started.
+    It covers the main thread and autograd's threads, because torch's profiler does not see into a
+    thread that Python started.
     """
     from torch.profiler import profile
 
@@ -186,7 +191,7 @@ def peak_allocated(run: Callable) -> int:
 
 
 def machine() -> dict:
-    """What the figures belong to: cores, memory, versions, and how busy it was."""
+    """Describe the machine of the figures: cores, memory, versions, and load."""
     return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0))
@@ -214,7 +219,7 @@ def _version(package):
 
 
 def table(rows: list[dict]) -> str:
-    """Rows as text, one line a case; a row that misses its bar says so."""
+    """Return the rows as text, one line per case. A row that misses its bar says so."""
     lines = [("case", "ours", "theirs", "unit", "ratio", "bar", "")]
     for row in rows:
         bar = "" if row["bar"] is None else f"<= {row['bar']:g}"
@@ -229,7 +234,7 @@ def table(rows: list[dict]) -> str:
 
 
 def main(cases: Callable[[bool], Iterable[Case]], description: str, argv=None) -> int:
-    """Measure `cases(long)`, print the table, write the JSON; 0 when every bar holds, else 1."""
+    """Measure `cases(long)`, print the table, write the JSON; return 0 if all bars hold, else 1."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,10 +1,11 @@
-"""torchft beside our elastic runs: three replicas, one is killed, two go on with equal weights.
+"""Run torchft for comparison with our elastic runs: of three replicas one is killed, two continue.
 
     pip install -e .[torchft]
     python benchmarks/_torchft.py
 
-A lighthouse hears the replicas' heartbeats. Each replica is a process of its own with a copy of a
-small model; before each step they agree on who takes part, and after it on whether it counts.
+A lighthouse hears the replicas' heartbeats. Each replica is a separate process with a copy of a
+small model. Before each step the replicas agree on who takes part, and after it on whether the step
+counts. At the end the two survivors have equal weights.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def replica(number: int, lighthouse: str) -> None:
         steps.zero_grad()
         model(torch.randn(4, 8)).square().mean().backward()
         steps.step()
-        time.sleep(0.1)  # so that the last one to start finds the others at it
+        time.sleep(0.1)  # The last replica to start then finds the others running.
         weight = module.weight.sum().item()
         print(
             f"replica {number}: {manager.current_step()} steps, {manager.num_participants()} take "

@@ -1,8 +1,8 @@
-"""Theirs as its users start it: processes of torchrun, without anything of mini_dist in them.
+"""Run their code as its users start it: under torchrun, in processes without mini_dist.
 
-In our own processes theirs has what `launch` gives to ranks: freed memory is kept, and a recorder
-writes down every call. Here it has neither. The processes wait until a rank of ours says so, take
-one step, and say how long it took, so that both sides still take turns in one run.
+In our own processes their code also gets what `launch` gives to ranks: freed memory is kept, and a
+recorder writes down every call. Here it gets neither. The processes wait for a signal from one of
+our ranks, take one step, and report how long it took, so both sides still take turns in one run.
 """
 
 import os
@@ -22,7 +22,8 @@ STEP, END = b"step", b"end"
 
 @contextmanager
 def ranks(make: Callable, args: tuple, world_size: int) -> Iterator[str]:
-    """Ranks of torchrun that hold `step, _ = make(*args, group)`; give their folder to `step`.
+    """Start ranks of torchrun that hold `step, _ = make(*args, group)`; pass their folder to
+    `step`.
 
     make: a function of a benchmark's file, so that it can be imported by its name.
     """
@@ -53,14 +54,14 @@ def tell(folder: str, rank: int, what: bytes) -> None:
 
 
 def step(folder: str, rank: int) -> tuple[float, float]:
-    """Let that rank take a step, as the other ranks are told to; its seconds and CPU seconds."""
+    """Let that rank take a step when the other ranks do; return its seconds and CPU seconds."""
     tell(folder, rank, STEP)
     with open(f"{folder}/done-{rank}", "rb") as done:
         return TIMES.unpack(done.read())
 
 
 def serve(folder: str) -> None:
-    """What each process of torchrun does."""
+    """Run in each process of torchrun: take a step on every request."""
     import torch.distributed as dist
 
     module, name, args = pickle.loads(Path(folder, "job").read_bytes())

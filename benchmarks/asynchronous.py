@@ -1,19 +1,22 @@
-"""Asynchronous training: a server with and without a bound, and steps between two averages.
+"""Compare asynchronous training with the formula and with torch's local SGD.
 
-Rows "updates a second": a server and 4 workers of 10 ms a step, the last one 50 ms slower.
-"virtual": in virtual time, over 120 updates; theirs is the formula, for a race without an end. "on
-the clock": the same workers asleep for those times, so the machine's own delays come in.
-Rows "sent": bytes of all ranks by the ledger; local SGD beside torch's PeriodicModelAverager;
-post-local SGD, which begins with dense steps, beside torch's optimizer and hook for it.
-Rows "average": of all parameters of a GPT over 4 ranks, beside torch's; both take turns in the same
-processes. Medians of the slowest rank.
-Rows "over 100 Mbit/s": a training step where an average takes as long as lesson 04's formula says
-for that link between two ranks, which sleep for it; theirs is dense training, an average a step.
-What is missed (2 cores): the average of local SGD beside torch's with our threads, 1.1 to 1.5 in
-several runs. Of ours, 12 ms for 3.4 MB, 7 are the ring and its division, where gloo's all-reduce
-takes 3.5: a ring in Python is a match for it in larger messages (benchmarks/collectives.py). The
-rest is the outer step, as long as torch's copying. The ring in pieces alone took 5.6 ms, halving
-and doubling 5.5.
+Rows "updates a second": a server and 4 workers with 10 ms per step, the last one 50 ms slower.
+"virtual" measures 120 updates in virtual time; theirs is the formula for an endless race. "on the
+clock": the same workers sleep for those times, so the machine's own delays are included.
+Rows "sent": bytes of all ranks from the ledger. Local SGD is compared with torch's
+PeriodicModelAverager; post-local SGD, which begins with dense steps, with torch's optimizer and
+hook for it.
+Rows "average": averaging all parameters of a GPT over 4 ranks, compared with torch's averager. Both
+take turns in the same processes; medians of the slowest rank.
+Rows "over 100 Mbit/s": a training step in which an average takes as long as lesson 04's formula
+says for that link between two ranks, which sleep for that time. Theirs is dense training with one
+average per step.
+
+One bar is missed (2 cores): the average of local SGD took 1.1 to 1.5 times as long as torch's with
+our threads in several runs. Of our 12 ms for 3.4 MB, the ring and its division take 7 ms, and
+gloo's all-reduce takes 3.5 ms: a ring in Python matches gloo only for larger messages
+(benchmarks/collectives.py). The rest is the outer step, which takes as long as torch's copying. The
+ring in pieces alone took 5.6 ms, halving and doubling 5.5 ms.
 """
 
 import sys
@@ -55,7 +58,8 @@ def seconds_of(worker):
 
 
 def race(bound, virtual, group):
-    """Seconds in which the server made its updates, from when all are there."""
+    """Return the seconds in which the server made its updates, from the moment when all have
+    arrived."""
     x = torch.zeros(1000)
     group.barrier().wait()
     if group.rank() == 0:
@@ -76,7 +80,7 @@ def updates_a_second(bound, virtual):
 
 
 def embedding(whole, group):
-    """One push of the gradient of 50,000 rows, of which 512 were touched, to two servers."""
+    """Push one gradient of 50,000 rows to two servers; only 512 rows were touched."""
     rows, width, k = 50_000, 64, 2
     if group.rank() < k:
         return len(serve(torch.zeros(rows // k, width), torch.sub, 1, None, group))
@@ -95,17 +99,17 @@ def pushed(whole):
 
 
 def ours(every, group):
-    """A function that averages the parameters of a model, every so many calls."""
+    """Return a function that averages the parameters of a model every `every` calls."""
     return DiLoCo(Trainable(GPT(CONFIG)), group, every, lr=1.0, beta=0.0).step
 
 
 def theirs(every, group):
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
-    warnings.filterwarnings("ignore", "When period is 1")  # as here, where only it is timed
+    warnings.filterwarnings("ignore", "When period is 1")  # Expected here.
     model, averager = GPT(CONFIG), PeriodicModelAverager(every, every - 1, group)
     for parameter in model.parameters():
-        parameter.grad = parameter.detach()  # it passes over those that have none
+        parameter.grad = parameter.detach()  # The averager skips parameters without a gradient.
     return lambda: averager.average_parameters(model.parameters())
 
 
@@ -117,7 +121,7 @@ def both_in_turn(rounds, group):
 
 
 def sent(make):
-    """MB of all ranks in EVERY steps."""
+    """Return the MB that all ranks send in EVERY steps."""
 
     def run(group):
         average = make(EVERY, group)
@@ -134,7 +138,7 @@ def our_post_local(group):
 
 
 def torchs_post_local(group):
-    """Only all-reduces: what DDP does once when it is made is not counted."""
+    """Count only all-reduces, without the traffic of DDP's construction."""
     from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
     from torch.distributed.optim import PostLocalSGDOptimizer
@@ -152,13 +156,13 @@ def torchs_post_local(group):
 
 
 def slowly(x, group):
-    """A mean over the emulated link."""
+    """Return a mean over the emulated link."""
     time.sleep(costs.all_reduce(x.nbytes, group.size(), "ring", OCEAN).seconds)
     return mean_(x, group)
 
 
 def over_the_ocean(kind, group):
-    """Milliseconds a step, of 2 EVERY steps."""
+    """Return milliseconds per step, over 2 EVERY steps."""
     gpt = GPT(CONFIG)
     model = Bucketed(gpt, group, slowly, 1 << 30) if kind == "dense" else Trainable(gpt)
     optimizer = torch.optim.SGD(gpt.parameters(), lr=0.01)
@@ -190,7 +194,8 @@ def given(name, ours, theirs, unit, bar=None):
 
 def cases(long):
     for bound in STEPS:
-        # A bound of 3 is reached only after its first steps: a tenth more than in the long run.
+        # A bound of 3 takes effect only after the first steps, so allow a tenth more than in the
+        # long run.
         virtual = updates_a_second(bound, virtual=True)
         yield given(
             f"updates a second, bound {bound}, virtual", virtual, FORMULA[bound], "1/s", 1.11

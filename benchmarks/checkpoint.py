@@ -1,11 +1,12 @@
-"""A checkpoint of a training: seconds to save and to resume, beside torch.distributed.checkpoint.
+"""Measure the seconds to save and resume a checkpoint, against torch.distributed.checkpoint.
 
     python benchmarks/checkpoint.py [--json FILE] [--long]
 
-Two ranks with a replica of the model each and AdamW, on one disk. Both write every tensor once,
-spread over the ranks, and wait for the disk (fsync). Ours also takes a SHA-256 of what it wrote,
-and of what it is about to read; torch's has no checksums. Both alternate inside one run; a row is
-the slower rank's time. "Stall" is what training waits for when the writing goes on behind it.
+Each of two ranks has a replica of the model and AdamW, and both use one disk. Both programs write
+every tensor once, spread over the ranks, and wait for the disk (fsync). Ours also computes a
+SHA-256 of what it wrote and of what it is about to read; torch's has no checksums. The programs
+alternate in one run, and a row is the time of the slower rank. "Stall" is the time that training
+waits when the writing continues in the background.
 """
 
 import shutil
@@ -28,7 +29,7 @@ LARGE = ModelConfig(d_model=768, num_layers=12, num_heads=12, seq_len=128)
 
 
 def measure(config, directory, repeats, group):
-    """Milliseconds: what -> (ours, theirs), one of each a repeat."""
+    """Return {what: [(ours, theirs) of each repeat]} in milliseconds."""
     warnings.simplefilter("ignore")
     model = GPT(config, seed=0)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,21 +1,22 @@
-"""Checkpoints that are damaged, trainings that are killed: never a wrong or a silently older state.
+"""Damage checkpoints and kill trainings: no resume may give a wrong or silently older state.
 
     python benchmarks/checkpoint_faults.py [--json FILE] [--long] [--seed N]
         [--corruptions N] [--kills N]
 
-Corruptions: checkpoints of a GPT with AdamW, written in several layouts and resumed in the same or
-another, with one to three kinds of damage at once. What may come: the newest state bit by bit; an
-older one bit by bit and a warning; CheckpointError on all ranks. What may not: another state, an
-older one without a word as long as a name, `latest` or a manifest tells of the newest, beginning
-anew, another error, a hang. One name alone in `latest` is no damage but the wish to go back to it.
+Corruptions: checkpoints of a GPT with AdamW are written in several layouts, damaged in one to three
+ways at once, and resumed in the same or another layout. Three results are right: the newest state
+bit for bit; an older state bit for bit with a warning; CheckpointError on all ranks. Everything
+else is wrong: another state, a start from scratch, another error, a hang, or an older state without
+a warning while a file name, `latest` or a manifest still mentions the newest one. Changing only the
+name in `latest` is not damage, because it is how a user asks for an older checkpoint.
 
-(A seal is no signature. Who changes a manifest, seals it again and changes latest, too, can make it
-say anything that has the right form: those two kinds are not combined.)
+(A seal is not a signature. Anyone who changes a manifest, seals it again and also changes `latest`
+can make it say anything in the right form, so those two kinds are never combined.)
 
-Kills: trainings in several layouts, saving in the foreground or behind, are killed with SIGKILL (a
-rank, all ranks, or the process that launched them) at random moments and started again until they
-are done. The loss of every step that any of the starts has made must be, to the last bit, that of a
-training that nobody killed.
+Kills: trainings in several layouts, saving in the foreground or in the background, are killed with
+SIGKILL (a rank, all ranks, or the process that launched them) at random moments and started again
+until they are done. The loss of every step of every start must equal, bit for bit, the loss of an
+undisturbed training.
 """
 
 import argparse
@@ -72,7 +73,7 @@ def made(layout, group, **options):
 
 
 def write_all(directory, layout, group):
-    """Train and save; the pieces after each save, with the generator's state."""
+    """Train and save; return the pieces after each save, with the generator's state."""
     model, training, batches = made(layout, group)
     states = {}
     for number in range(STEPS[-1]):
@@ -87,7 +88,7 @@ def write_all(directory, layout, group):
 
 
 def whole_states(results):
-    """step -> {name: the whole tensor}, put together from what the ranks had in memory."""
+    """Return {step: {name: the whole tensor}}, assembled from the memory of the ranks."""
     whole = {step: {} for step in STEPS}
     for states in results:
         for step, pieces in states.items():
@@ -99,7 +100,7 @@ def whole_states(results):
 
 
 def resume_all(directory, layout, states, mine, seed, log, group):
-    """Of each case how it ended: newest, older and told, refused; or what must not be."""
+    """Return how each case ended: newest, older with a warning, refused, or a wrong result."""
     _, training, _ = made(layout, group)
     said = []
     for number, kinds in mine:
@@ -130,9 +131,11 @@ def outcome(training, directory, states, may_go_back):
             return "refused"
         except Exception as error:
             return f"WRONG: {type(error).__name__}: {error}"
-    if saved is None:  # right only where somebody has removed all of them, and latest
+    if saved is None:  # Right only if somebody has removed all of them, and latest.
         left = [*directory.glob("*/manifest.json"), *directory.glob("latest*")]
-        return f"WRONG: began anew beside {left}" if left else "began anew, as nothing was left"
+        if left:
+            return f"WRONG: started from scratch although there was {left}"
+        return "started from scratch, as nothing was left"
     expected = states.get(saved.step, {})
     held = training.pieces()
     if saved.extra != {"scale": 0.5 * saved.step} or {p.place.name for p in held} - set(expected):
@@ -155,8 +158,8 @@ def outcome(training, directory, states, may_go_back):
 
 
 def tells_of_the_newest(directory):
-    """Whether a name, `latest` or a manifest still says that there was the last step. (If not, the
-    directory is what it was before that step, as if put back from a copy.)"""
+    """Return whether a name, `latest` or a manifest still mentions the last step. (If not, the
+    directory equals its state before that step, as if restored from a copy.)"""
     manifests = directory.glob("*/manifest.json")
     texts = [path.read_bytes() for path in [directory / "latest", *manifests] if path.is_file()]
     names = [path.name.encode() for path in directory.glob("*")]
@@ -166,7 +169,7 @@ def tells_of_the_newest(directory):
 
 
 def corruptions(count, seed, scratch):
-    """{how it ended: how often}, and a line for each that ended wrong."""
+    """Return {how it ended: how often}, and a line for each case that ended wrong."""
     layouts = list(LAYOUTS.values())
     every = list(cases(count, seed))
     found, wrong = Counter(), []
@@ -180,7 +183,7 @@ def corruptions(count, seed, scratch):
             job = (str(directory), read, states, mine, seed, str(log))
             try:
                 run = launch(resume_all, read.world_size, job, timeout=300 + 20 * len(mine))
-            except RankError as error:  # a hang, or the end of a rank
+            except RankError as error:  # A rank hung or ended.
                 last = log.read_text().splitlines()[-1] if log.exists() else "the first"
                 wrong.append(f"case {last}: {error}")
                 continue
@@ -198,7 +201,7 @@ LAST, EVERY = 40, 2
 
 
 def logged(directory, layout, background, log, group):
-    """Train to the last step; each rank writes its process id down, the first each loss."""
+    """Train to the last step; each rank writes down its process id, and rank 0 each loss."""
     with open(f"{log}.pids", "a") as file:
         print(os.getpid(), file=file)
     model, training, batches = made(layout, group, background=background)
@@ -214,7 +217,7 @@ def logged(directory, layout, background, log, group):
 
 
 def start(directory, name, background, log):
-    """A program of its own, that launches it and starts again when a rank has died."""
+    """Run as a separate program: launch the training, and start it again if a rank has died."""
     layout = LAYOUTS[name]
     while True:
         try:
@@ -226,7 +229,7 @@ def start(directory, name, background, log):
 
 
 def read_losses(log):
-    """step -> every loss that a start has logged for it; a line that a kill cut off is left out."""
+    """Return {step: every loss that a start has logged}. A line that a kill cut off is left out."""
     losses = {}
     path = Path(f"{log}.losses")
     for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
@@ -237,8 +240,8 @@ def read_losses(log):
 
 
 def killed_training(name, background, kills, draw, scratch):
-    """Kill a training so many times and let it end: (its losses, how many kills there were), or a
-    sentence that says what was wrong."""
+    """Kill a training this many times, then let it end. Return (its losses, the number of kills),
+    or a sentence that says what was wrong."""
     log = scratch / "log"
     job = [str(scratch / "saved"), name, str(background), str(log)]
     command = [sys.executable, __file__, "--start", *job]
@@ -247,12 +250,12 @@ def killed_training(name, background, kills, draw, scratch):
         wait_for_more(process, log, "pids", 0)
         while happened < kills:
             victim = draw.choice(["a rank", "all ranks", "the program"])
-            if draw.random() < 0.8:  # else perhaps before the first step
+            if draw.random() < 0.8:  # Otherwise the kill may come before the first step.
                 wait_for_more(process, log, "losses", count_lines(log, "losses"))
             time.sleep(draw.uniform(0, 0.6))
             started = pids(log)
             ranks = started[-LAYOUTS[name].world_size :]
-            if process.poll() is not None:  # it was done before
+            if process.poll() is not None:  # It had finished already.
                 break
             happened += 1
             if victim == "the program":
@@ -276,7 +279,7 @@ def kill(pid):
     try:
         if b"mini_dist" in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(pid, signal.SIGKILL)
-    except OSError:  # it has ended
+    except OSError:  # The process has ended.
         pass
 
 
@@ -296,7 +299,7 @@ def count_lines(log, what):
 
 
 def wait_for_more(process, log, what, before):
-    """Until more ranks have been started or more losses written down, or all is done."""
+    """Wait until more ranks have started or more losses are written down, or all is done."""
     until = time.monotonic() + 120
     while count_lines(log, what) <= before and process.poll() is None and time.monotonic() < until:
         time.sleep(0.005)
@@ -311,7 +314,7 @@ def undisturbed(name):
 
 
 def all_kills(count, seed, scratch):
-    """(how many kills there were, how many steps were done again, a line for all that is wrong)."""
+    """Return (the number of kills, the number of repeated steps, a line for each mistake)."""
     draw, done, again, wrong, number = random.Random(seed), 0, 0, [], 0
     names = [name for name in LAYOUTS if name != "one process"]
     while done < count:

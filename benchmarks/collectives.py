@@ -1,12 +1,12 @@
-"""Our collectives beside gloo's own: time (max over ranks), and bytes on the wire.
+"""Compare our collectives with gloo's: time (max over ranks) and bytes on the wire.
 
-Both go through the same recording group, in turn, in one run, with a barrier before each. gloo
-reduces in place and gathers into a buffer that is there; ours return new tensors. "shared memory"
-is the floor on one machine: every rank sums its chunk straight from the others' memory, so its
-row says how much a network costs at all.
+Both run through the same recording group, in turn, in one run, with a barrier before each. gloo
+reduces in place and gathers into an existing buffer; ours return new tensors. "shared memory" is
+the lower bound on one machine: every rank sums its chunk directly from the others' memory, so its
+row shows the cost of using a network at all.
 
-Run it more than once. gloo's all-reduce of 64 MB on 4 ranks took 100 to 117 ms in four runs, our
-ring 87 to 98: its ratio was 0.74, 0.98, 0.83 and 0.83.
+Run it more than once. gloo's all-reduce of 64 MB on 4 ranks took 100 to 117 ms in four runs and our
+ring 87 to 98 ms; the ratio was 0.74, 0.98, 0.83 and 0.83.
 
     python benchmarks/collectives.py [--json FILE] [--long]
 """
@@ -40,13 +40,13 @@ BARS = {  # on 4 ranks
     ("reduce_scatter auto", 64 * MB): 0.5,
     ("all_gather auto", 64 * MB): 0.5,
 }
-REPEATS = {KB: 70, MB: 20, 64 * MB: 6}  # on 4 ranks, which have bars; the others get half
+REPEATS = {KB: 70, MB: 20, 64 * MB: 6}  # on 4 ranks, which have bars; others get half
 
 
 def contestants(nbytes: int, group, directory: str) -> dict[str, tuple[Callable, Callable]]:
-    """{name: (ours, gloo's)}, functions without arguments."""
+    """Return {name: (ours, gloo's)}, functions without arguments."""
     rank, size = group.rank(), group.size()
-    x = torch.zeros(nbytes // 4)  # stays so, however often gloo adds it up in place
+    x = torch.zeros(nbytes // 4)  # Zeros stay zeros, however often gloo sums them in place.
     shard = x.tensor_split(size)[rank].clone()
     whole, mine = torch.empty_like(x), torch.empty_like(shard)
 
@@ -75,7 +75,7 @@ def contestants(nbytes: int, group, directory: str) -> dict[str, tuple[Callable,
 
 
 def shared_memory_all_reduce(nbytes: int, group, directory: str) -> Callable:
-    """An all-reduce of tensors that all ranks have mapped: nothing is sent."""
+    """All-reduce tensors that all ranks have mapped, without sending anything."""
     rank, size, count = group.rank(), group.size(), nbytes // 4
 
     def shared(name, length, dtype):
@@ -102,15 +102,15 @@ def shared_memory_all_reduce(nbytes: int, group, directory: str) -> Callable:
 
 
 def measure(nbytes: int, repeats: int, directory: str, group) -> dict[str, list[tuple]]:
-    """{name: [(our seconds, gloo's, our bytes sent on the wire, gloo's), ...]} on this rank."""
+    """Return {name: [(our seconds, gloo's, our bytes on the wire, gloo's), ...]} on this rank."""
     warnings.simplefilter("ignore", FutureWarning)  # torch is renaming reduce_scatter_tensor
     samples = {}
     pairs = contestants(nbytes, group, directory)
-    for turn in range(-2, repeats):  # the first ones warm up
+    for turn in range(-2, repeats):  # Negative turns warm up.
         for name, pair in pairs.items():
             sample = [0.0] * 4
             for side in (0, 1) if turn % 2 else (1, 0):
-                count = turn == 0  # not in the timed turns: looking at sockets takes time
+                count = turn == 0  # Not in timed turns: reading socket counters takes time.
                 with as_shipped() if side else nullcontext():
                     dist.barrier(group=group)
                     before = wire_bytes() if count else None
@@ -149,7 +149,7 @@ def cases(long: bool) -> Iterator[Case]:
 
 
 def taken(ours: list[float], theirs: list[float]):
-    """The form asks for one measurement at a time; here are those of the run."""
+    """Return functions that replay the measurements of the run one at a time, as the form asks."""
     return tuple(iter([side[0], *side]).__next__ for side in (ours, theirs))
 
 

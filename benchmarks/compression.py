@@ -1,20 +1,20 @@
-"""Compressed gradients: ours beside torch's hooks of DistributedDataParallel, on 4 ranks.
+"""Compare our compressed gradients with torch's hooks of DistributedDataParallel, on 4 ranks.
 
-Rows "step, ...": one training step (forward, backward, AdamW) of the same GPT; both sides take
-turns in the same processes. Medians of the slowest rank; and of the processor time of all ranks,
-which a busy machine spoils less.
-Rows "sent": what all ranks send in a step, as the ledger counts it (a native collective: the least
-that any algorithm has to move).
-Rows "pays below": what compression saves in bytes beside what it costs in processor time on these
-cores: on links slower than this it pays, if nothing is hidden behind backward. Theirs: 1 Gbit/s.
-Rows "emulated step": the same model's step on devices that take LAYER seconds a layer, over links
-of the stated bandwidth (loopback would hide what is saved), `Overlapped` in four buckets; ours with
-that method, theirs dense. A bucket's messages take what the formula says, and begin with the
-processor time that was measured for it.
-Row "between hosts": what leaves the hosts when a unit of ZeRO is scattered in int8, 8 ranks on two
-of them, in two hops; theirs in one.
-torch's hook has one bucket here: with more, its all-reduces start from callbacks, and ranks enter
-them in different orders, which ends in an error under gloo.
+Rows "step, ...": one training step (forward, backward, AdamW) of the same GPT. Both sides take
+turns in the same processes. The rows give medians of the slowest rank, and of the processor time of
+all ranks, which a busy machine disturbs less.
+Rows "sent": the bytes that all ranks send per step, from the ledger. A native collective counts as
+the minimum that any algorithm has to move.
+Rows "pays below": the bytes that compression saves, divided by the processor time that it costs on
+these cores. On slower links it pays, if nothing is hidden behind backward. Theirs is 1 Gbit/s.
+Rows "emulated step": a step of the same model on devices that take LAYER seconds per layer, over
+links of the stated bandwidth (loopback would hide the savings), with `Overlapped` in four buckets.
+Ours uses the method, theirs is dense. The messages of a bucket take the formula's time and start
+after the processor time that was measured for that bucket.
+Row "between hosts": the bytes that leave the hosts when a ZeRO unit is scattered in int8, with 8
+ranks on two hosts. Ours takes two hops, theirs one. torch's hook has one bucket here. With more
+buckets its all-reduces start from callbacks, ranks enter them in different orders, and gloo ends
+with an error.
 """
 
 import statistics
@@ -45,9 +45,9 @@ from mini_dist.strategies.data_parallel import Overlapped, mean_
 
 RANKS = 4
 CONFIG = ModelConfig(num_layers=4, d_model=256)  # 3.3 M parameters
-RANK = 4  # of PowerSGD
+RANK = 4  # PowerSGD's rank
 LAYER = 0.002, 0.004  # seconds of an emulated layer's forward and backward
-GBITS = 0.1, 1.0, 10.0, 100.0  # of an emulated link, a second
+GBITS = 0.1, 1.0, 10.0, 100.0  # Gbit/s of an emulated link
 
 
 CALCULATED = {
@@ -112,7 +112,7 @@ def both_in_turn(name, rounds, group):
 
 
 def one_step(make, name, group):
-    """When a fourth step began (torch's hook starts with the third)."""
+    """Return when a fourth step began (torch's hook starts with the third)."""
     step = make(name, group)
     for _ in range(3):
         step()
@@ -124,14 +124,14 @@ def one_step(make, name, group):
 
 
 def sent(make, name):
-    """MB of all ranks in a step."""
+    """Return the MB that all ranks send per step."""
     run = launch(one_step, RANKS, (make, name), quiet=True)
     began = max(run.results)
     return sum(c.sent for c in run.ledger.leaves() if c.start >= began - 0.001) / 1e6
 
 
 def processor_time(name, group):
-    """Seconds that one bucket's mean takes on a rank, compressed and dense."""
+    """Return the seconds that one bucket's mean takes on a rank, compressed and dense."""
     parameters = list(GPT(CONFIG).parameters())
     flat = torch.randn(sum(parameter.numel() for parameter in parameters))
     reduce = OURS[name]()
@@ -148,19 +148,19 @@ def processor_time(name, group):
 
 
 def extra_seconds(name):
-    """What compressing all gradients costs a rank beside averaging them."""
+    """Return the extra time per rank of compressing all gradients, over averaging them."""
     both = launch(processor_time, RANKS, (name,), quiet=True).results
     return sum(compressed - dense for compressed, dense in both) / RANKS
 
 
 def pays_below(name, extra):
-    """Gbit/s of a rank's link."""
+    """Return the bandwidth of a rank's link below which compression pays, in Gbit/s."""
     saved = (sent(ours, "dense") - sent(ours, name)) / RANKS
     return saved * 8 / 1e3 / extra if extra > 0 else float("inf")
 
 
 def emulated_steps(name, extra, group):
-    """Of each link, ms of a step with this method and of a dense one."""
+    """Return for each link the ms of a step with this method and of a dense step."""
     gpt = GPT(CONFIG)
     shapes = [tuple(p.shape) for p in gpt.parameters() if p.dim() == 2]
     numel = sum(p.numel() for p in gpt.parameters())
@@ -174,7 +174,7 @@ def emulated_steps(name, extra, group):
 
 
 def emulated(seconds, link, group):
-    """ms of a step whose averages take so many seconds, a quarter of them for each layer."""
+    """Return the ms of a step whose averages take `seconds` in all, a quarter for each layer."""
     clock = Clock()
     device = EmulatedDevice(clock)
     reduce = EmulatedAllReduce(device, link, lambda num_bytes, size: seconds / 4)
@@ -186,7 +186,7 @@ def emulated(seconds, link, group):
 
 
 def between_hosts(by_hosts):
-    """MB out of both hosts."""
+    """Return the MB that leave both hosts."""
 
     def scatter(group):
         messages = Quantized(8, 8, by_hosts=by_hosts)

@@ -1,17 +1,17 @@
-"""Context parallel: ours beside torch's own ring attention, on the same blocks and the same kernel.
+"""Compare our context parallelism with torch's ring attention, on the same blocks and kernel.
 
 Theirs: the templates under torch.distributed.tensor.experimental's context_parallel, driven with
-the CPU kernel (context_parallel() itself does not run on a CPU), in both ways they know to rotate
-keys and values: "ring" (all-to-all to the next rank) and "all-gather". Zig-zag, causal, grouped
-query heads, float32, forward and backward of one attention layer on 4 ranks. Both sides' outputs
-and gradients are compared in every run.
+the CPU kernel (context_parallel() itself does not run on a CPU), with both of their ways to rotate
+keys and values: "ring" (all-to-all to the next rank) and "all-gather". The case is one attention
+layer on 4 ranks: zig-zag, causal, grouped query heads, float32, forward and backward. Every run
+compares the outputs and gradients of both sides.
 
 Rows "step": the slowest rank's time; both sides take turns in the same processes.
-Rows "bytes": what all ranks send. In the ring their gradients of keys and values go all the way
-round, cp hops; ours leave out the first, since a rank's share of its own needs no travel. Gathered,
-theirs keeps cp hops of gradients beside the gathered keys; ours are one reduce-scatter.
-Rows "memory": the most bytes allocated at once above what was there before, on the rank that needs
-most.
+Rows "bytes": the bytes that all ranks send. In their ring, gradients of keys and values make cp
+hops, all the way around. Ours skip the first hop, because a rank's share of its own gradients need
+not travel. In their gathered form the gradients still make cp hops in addition to the gathered
+keys; ours are one reduce-scatter.
+Rows "memory": the peak of allocated bytes above the starting level, on the rank that needs most.
 """
 
 import sys
@@ -27,7 +27,7 @@ HEADS, KV_HEADS, HEAD_DIM = 8, 2, 64
 
 
 def inputs(tokens, group):
-    """q, k, v and the gradient of the output of this rank's tokens."""
+    """Return q, k, v and the gradient of the output for this rank's tokens."""
     generator = torch.Generator().manual_seed(group.rank())
     heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
     return [torch.randn(1, n, tokens, HEAD_DIM, generator=generator) for n in heads]
@@ -73,7 +73,7 @@ SIDES = {"ours": our_step, "theirs": their_step}
 
 
 def both_on_a_rank(form, tokens, rounds, group):
-    """Seconds of each round, ours and theirs in turn; the results agree."""
+    """Return the seconds of each round, ours and theirs in turn; check that results agree."""
     ours, theirs = (make_step(form, tokens, group) for make_step in SIDES.values())
     for our, their in zip(ours(), theirs()):
         torch.testing.assert_close(our, their, rtol=1e-4, atol=1e-4)
@@ -81,7 +81,7 @@ def both_on_a_rank(form, tokens, rounds, group):
 
 
 def step_times(form, tokens, rounds):
-    """Of each side in ms."""
+    """Return the ms of each side."""
     return of_all_ranks(
         launch(both_on_a_rank, RANKS, (form, tokens, rounds), timeout=600, quiet=True).results
     )
@@ -96,7 +96,7 @@ def bytes_sent(side, form, tokens):
 
 
 def peak_on_a_rank(side, form, tokens, group):
-    """The most bytes allocated at once in a second step, above those held before it."""
+    """Return the peak of bytes allocated in a second step, above the bytes held before it."""
     step = SIDES[side](form, tokens, group)
     step()
     return peak_allocated(step) / 2**20
@@ -117,7 +117,7 @@ def cases(long):
 
 
 def given(name, ours, theirs, unit):
-    """A row whose two figures were taken together."""
+    """Return a row whose two figures were measured together."""
     return Case(name, lambda: ours, theirs, bar=1.0, unit=unit, repeats=1, warmup=0)
 
 

@@ -1,22 +1,22 @@
-"""Data parallelism and ZeRO: ours beside DDP, ZeroRedundancyOptimizer and FSDP2 on 4 ranks.
+"""Compare our data parallelism and ZeRO with DDP, ZeroRedundancyOptimizer and FSDP2 on 4 ranks.
 
-Rows "step": one training step (forward, backward, AdamW) of the same GPT; both sides take turns in
-the same processes. Medians of the slowest rank. With 32 tokens a rank it is mostly communication,
-which is what the bars are about; with 256 tokens most of it is the same arithmetic on both sides.
-With equal threads Overlapped is 0 to 3 % behind DDP on its own ring, and 3 to 6 % ahead on gloo's.
-Four ranks on two cores wait for nothing but each other's CPU time, and a mean of these 13 MB takes
-26 ms of it on gloo's ring, 33 on ours: every rank sends and receives 24 pieces, and the ledger and
-the flight recorder note each of them. Without their notes it is 28, and the step is DDP's to 1 %.
-Rows "sent": what rank 0 sends in a step, as the ledger counts it (a native collective: the least
-that any algorithm has to move). Overlapped and DDP send the same. ZeroRedundancyOptimizer
-all-reduces gradients and then broadcasts parameters, 3 where ZeRO-1's 2 do. FSDP2 gathers the root
-for forward and again for backward, ZeRO-3 once.
-Rows "on the sockets": the same as the kernel counts it. gloo's reduce-scatter is an all-reduce
-inside, twice the bytes.
-Rows "memory": the most bytes allocated at once in making the model and two steps, on the rank that
-needs most. The profiler sees what the main thread and autograd allocate, so Overlapped averages
-there for once.
-Losses of both sides are compared in every run.
+Rows "step": one training step (forward, backward, AdamW) of the same GPT. Both sides take turns in
+the same processes; medians of the slowest rank. With 32 tokens per rank the step is mostly
+communication, which is what the bars are about. With 256 tokens most of it is the same arithmetic
+on both sides. With equal threads Overlapped is 0 to 3 % behind DDP on our own ring, and 3 to 6 %
+ahead on gloo's. Four ranks on two cores wait only for each other's CPU time. A mean of these 13 MB
+takes 26 ms of CPU time on gloo's ring and 33 ms on ours, because every rank sends and receives 24
+pieces, and the ledger and the flight recorder note each of them. Without these notes it takes 28
+ms, and the step equals DDP's within 1 %.
+Rows "sent": the bytes that rank 0 sends per step, from the ledger. A native collective counts as
+the minimum that any algorithm has to move. Overlapped and DDP send the same bytes.
+ZeroRedundancyOptimizer all-reduces gradients and then broadcasts parameters, which makes 3 units
+where ZeRO-1 sends 2. FSDP2 gathers the root for forward and again for backward, ZeRO-3 once.
+Rows "on the sockets": the same bytes as the kernel counts them. gloo's reduce-scatter is an
+all-reduce inside and sends twice the bytes.
+Rows "memory": the peak of allocated bytes while the model is made and two steps run, on the rank
+that needs most. The profiler sees only allocations of the main thread and of autograd, so in these
+rows Overlapped averages on the main thread. Every run compares the losses of both sides.
 """
 
 import sys
@@ -35,7 +35,7 @@ from mini_dist.strategies.data_parallel import wrappers
 
 RANKS = 4
 CONFIG = ModelConfig(num_layers=4, d_model=256)  # 3.3 M parameters
-FEW, MANY = (1, 32), (2, 128)  # sequences of tokens a rank
+FEW, MANY = (1, 32), (2, 128)  # sequences, tokens per sequence on a rank
 
 
 def adamw(parameters):
@@ -49,7 +49,7 @@ def data(shape, group):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-# Each makes a step: a function that trains once and returns the loss.
+# Each function returns a step: a function that trains once and returns the loss.
 
 
 def overlapped(shape, group):
@@ -143,7 +143,7 @@ def plain_step(model, optimizer, shape, group, finish=lambda: None):
     return step
 
 
-PAIRS = {  # ours, theirs, and what our step time may be of theirs
+PAIRS = {  # ours, theirs, the largest ratio of our step time to theirs
     "Overlapped, DDP": (overlapped, ddp, 1.05),
     "Overlapped on gloo's all-reduce, DDP": (overlapped_on_gloo, ddp, 1.05),
     "ZeRO-1, ZeroRedundancyOptimizer": (zero_1, zero_redundancy, 0.95),
@@ -153,14 +153,14 @@ PAIRS = {  # ours, theirs, and what our step time may be of theirs
 
 
 def pair_in_turn(pair, shape, rounds, group):
-    """A pair's steps in turn on this rank, and their first losses."""
+    """Run a pair's steps in turn on this rank; return the times and the first losses."""
     steps = [make(shape, group) for make in pair]
     losses = [[step() for _ in range(3)] for step in steps]
     return losses, in_turn(*steps, rounds, group)
 
 
 def step_times(pair, shape, rounds):
-    """Milliseconds of each side's step."""
+    """Return the milliseconds of each side's step."""
     ranks = launch(pair_in_turn, RANKS, (pair, shape, rounds), timeout=600, quiet=True).results
     for (ours, theirs), _ in ranks:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0)
@@ -168,7 +168,7 @@ def step_times(pair, shape, rounds):
 
 
 def one_step(make, group):
-    """When a second step began, and what the kernel counted in it; the first sets things up."""
+    """Return when a second step began, and the kernel's count for it; the first step sets up."""
     step = make(MANY, group)
     step()
     group.barrier().wait()
@@ -179,7 +179,7 @@ def one_step(make, group):
 
 
 def sent_in_a_step(make):
-    """MB that rank 0 sent: by the ledger, and by the kernel."""
+    """Return the MB that rank 0 sent, by the ledger and by the kernel."""
     run = launch(one_step, RANKS, (make,), quiet=True)
     began, on_sockets = run.results[0]
     ledger = sum(c.sent for c in run.ledger.leaves(rank=0) if c.start >= began)
@@ -187,7 +187,7 @@ def sent_in_a_step(make):
 
 
 class AtOnce(Executor):
-    """In the place of Overlapped's background thread: torch's profiler would not see inside."""
+    """Replace Overlapped's background thread, because torch's profiler would not see inside it."""
 
     def __init__(self, **_):
         pass
@@ -199,7 +199,7 @@ class AtOnce(Executor):
 
 
 def peak_on_a_rank(make, group):
-    """Allocated at once in making the model and two steps, MB."""
+    """Return the peak of MB allocated while the model is made and two steps run."""
     wrappers.ThreadPoolExecutor = AtOnce
 
     def make_and_train():
@@ -230,7 +230,7 @@ def cases(long):
 
 
 def given(name, ours, theirs, unit, bar):
-    """A row whose two figures were taken together."""
+    """Return a row whose two figures were measured together."""
     return Case(name, lambda: ours, theirs, bar=bar, unit=unit, repeats=1, warmup=0)
 
 

@@ -1,13 +1,14 @@
-"""Kill ranks at random moments while they train elastically: never a hang, never a wrong sample.
+"""Kill ranks at random moments of elastic runs: no hang, and every sample counts exactly once.
 
     python benchmarks/elastic.py --cases 50 --seed 0
 
-Each case is a run of 3 to 5 ranks, data parallel (state from whoever has come furthest) or ZeRO
-(state from copies that neighbours keep). One to three of them kill themselves (SIGKILL) after a
-random time, wherever they are: in a step, in the exchange of state, while a group is being made.
-Some are replaced. The model counts: each sample adds one to its place in a buffer, over the same
-messages as the gradients, and after an epoch each place has to be one. The parameters are those of
-one process that nobody disturbed, up to rounding in float64.
+Each case is a run of 3 to 5 ranks, either data parallel (the state comes from the rank that has
+completed the most steps) or ZeRO (the state comes from copies on neighboring ranks). One to three
+ranks kill themselves (SIGKILL) after a random time, wherever they are: in a step, in the exchange
+of state, while a group is being made. Some are replaced. The model counts: each sample adds one to
+its element of a buffer, through the same messages as the gradients, and after an epoch each element
+must be one. The parameters must equal the result of an undisturbed single process, up to rounding
+in float64.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ from mini_dist.training.elastic import (
 
 SAMPLES, BATCH, WIDTH, EPOCHS = 192, 12, 6, 2
 STEPS = EPOCHS * SAMPLES // BATCH
-DEADLINE = 60.0  # seconds for a run of about one
+DEADLINE = 60.0  # seconds; a run takes about one
 
 
 class Counting(nn.Module):
-    """A small regression, and how often each sample was used."""
+    """A small regression that counts how often each sample was used."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +71,7 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def samples_of(step: int, rows: slice) -> torch.Tensor:
-    """Which samples these rows of the step's batch are: another order each epoch."""
+    """Return which samples these rows of the step's batch are; the order changes each epoch."""
     epoch, step = divmod(step, SAMPLES // BATCH)
     order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(epoch))
     return order[step * BATCH : (step + 1) * BATCH][rows]
@@ -81,7 +82,8 @@ def adamw(tensors):
 
 
 def gradients(model, module, samples, size, group) -> torch.Tensor:
-    """Those of the batch's mean, in the parameters; returns how often each sample was used."""
+    """Put the gradients of the batch's mean into the parameters; return how often each sample was
+    used."""
     x, y = data()
     model.zero_grad()
     ((model(x[samples]) - y[samples]).square().sum() * size / BATCH).backward()
@@ -97,12 +99,12 @@ def data_parallel(group) -> dict:
     while step < STEPS:
         try:
             step = catch_up(Training(module, optimizer, group), step, group)
-            model = Naive(module, group)  # (not before: it takes the parameters of rank 0)
+            model = Naive(module, group)  # Not earlier: Naive copies the parameters of rank 0.
             sizes.append(group.size())
             rows = rows_of(group.rank(), shares(BATCH, [1.0] * group.size()))
             while step < STEPS:
                 used = gradients(model, module, samples_of(step, rows), group.size(), group)
-                optimizer.step()  # from here on nothing is sent until the step is counted
+                optimizer.step()  # From here on nothing is sent until the step is counted.
                 module.used += used
                 step += 1
         except RanksChanged:
@@ -111,7 +113,8 @@ def data_parallel(group) -> dict:
 
 
 def sharded(group) -> dict:
-    """ZeRO-1; the parameters of a step are whole on every rank, the optimizer's states are not."""
+    """Train with ZeRO-1: the parameters of a step are whole on every rank, the optimizer's states
+    are not."""
     copies, sizes, done, module = ShardCopies(), [], False, None
     while not done:
         try:
@@ -142,7 +145,7 @@ WAYS = {"data parallel": data_parallel, "ZeRO-1": sharded}
 
 
 def with_deaths(way: str, deaths: dict[int, float], group) -> dict:
-    """The training; ranks of these numbers kill themselves after so many seconds."""
+    """Train, while ranks with these numbers kill themselves after the given seconds."""
     me = numbers(group)[group.rank()]
     if me in deaths:
         threading.Timer(deaths[me], os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -155,10 +158,10 @@ def undisturbed(way: str) -> dict:
 
 
 def case(number: int, seed: int) -> tuple[str, str | None]:
-    """One run: what it was, and what is wrong with it."""
+    """Run one case; return its description and its mistakes."""
     lot = random.Random(f"{seed} {number}")
     way, size = lot.choice(list(WAYS)), lot.randint(3, 5)
-    # Two neighbours that die together are more than one copy each can bear: with ZeRO one dies.
+    # With one copy of each shard, two neighbors may not die together, so with ZeRO only one dies.
     most = size - 1 if way == "data parallel" else 1
     victims = lot.sample(range(size), lot.randint(1, min(most, 3)))
     deaths = {victim: lot.uniform(0, 0.5) for victim in victims}

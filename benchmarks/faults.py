@@ -1,12 +1,13 @@
-"""Random faults of many kinds: each must end in one clear error, in time, and leave nothing behind.
+"""Inject random faults of many kinds: each must end in one clear error, in time, without leftovers.
 
     python benchmarks/faults.py [--json FILE] [--long] [--seed N] [--cases N] [--only NAME]
 
-A case draws a kind, a number of ranks, which of them is at fault, how many collectives have gone
-before, and what the others do meanwhile. Its error has to say what that kind's patterns ask for, in
-few lines, without a word of the launcher's own insides, before its deadline. Then the next launch
-must be right, and this process own what it owned before: one zygote, its ranks on standby, their
-folder, as many open files. A kind without patterns is sound, and its results must be right.
+A case draws a kind of fault, a number of ranks, the faulty rank, the number of collectives before
+the fault, and the activity of the other ranks. Its error has to match the patterns of its kind, in
+few lines, without internals of the launcher, before its deadline. Then the next launch must give
+the right result, and this process must own what it owned before: one zygote, its ranks on standby,
+their folder, and as many open files. A kind without patterns is not a fault, and its results must
+be right.
 """
 
 import argparse
@@ -41,20 +42,23 @@ from mini_dist import launch
 from mini_dist.ranks.folder import LOG, MARKER
 from mini_dist.ranks.launch import ZYGOTES
 
-FOUND = 3.0  # seconds in which a fault that can be found out has to be
-AFTER = 2.0  # seconds after its timeout in which one that can only be waited out has to end
-GONE = 10.0  # seconds that processes may take to be gone on a busy machine
+FOUND = 3.0  # seconds in which a detectable fault has to be detected
+AFTER = 2.0  # seconds after the timeout in which an undetectable fault has to end
+GONE = 10.0  # seconds that processes may take to disappear on a busy machine
 TIMEOUT = 0.6
 INSIDES = re.compile(
     r"mini_dist/(ranks|launch|ledger)|'World' object|Errno 9\b|unpack|EOFError(?!: EOF when)"
 )
-TAG = f"98765{os.getpid()}"  # seconds: by it our sleeping children are known
+TAG = f"98765{os.getpid()}"  # a sleep time in seconds that identifies our sleeping children
 
 
 @dataclass
 class Kind:
-    """What one rank does. said: patterns that its error must hold, with {r} the rank and {n} the
-    number of ranks. waited: nothing can find it out, so that the timeout ends it."""
+    """A kind of fault, and what one rank does.
+
+    said: patterns that its error must contain, with {r} the rank and {n} the number of ranks.
+    waited: nothing can detect the fault, so the timeout ends the run.
+    """
 
     act: Callable
     said: list[str]
@@ -62,9 +66,9 @@ class Kind:
     waited: bool = False
     sizes: tuple = (1, 2, 2, 3, 4)
     error: str = "RankError"
-    alone: bool = False  # what others do and what went before would change what it says
+    alone: bool = False  # Other ranks' actions or earlier steps would change its error.
     options: dict = field(default_factory=dict)
-    around: Callable | None = None  # a context of the parent's, given the dice
+    around: Callable | None = None  # a context in the parent; gets the dice
     outside: Callable | None = None  # called with the dice instead of a plain launch
 
 
@@ -448,7 +452,7 @@ def closes_all_its_files(group):
     return 1
 
 
-# ---- it waits for ever --------------------------------------------------------------------------
+# ---- it waits forever ---------------------------------------------------------------------------
 
 
 @kind(LATE, "rank {r} is running", r"time\.sleep\(1000\)", waited=True)
@@ -791,7 +795,7 @@ def standby() -> list[int]:
 def standby_killed(dice):
     for pid in dice.sample(standby(), k=min(1, len(standby()))):
         os.kill(pid, signal.SIGKILL)
-        while psutil.pid_exists(pid):  # (a zombie may have threads yet, which are being killed)
+        while psutil.pid_exists(pid):  # A zombie may still have threads that are being killed.
             time.sleep(0.001)
     yield
 
@@ -820,7 +824,7 @@ def few_files_allowed(dice):
 
 @contextlib.contextmanager
 def interrupted(dice):
-    """As by the kernel's interrupt button, one to three times."""
+    """Interrupt one to three times, as the kernel's interrupt button does."""
     times = dice.choice([1, 1, 2, 3])
 
     def interrupt():
@@ -835,14 +839,14 @@ def interrupted(dice):
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # one that comes later is not launch's
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # A later interrupt is not meant for launch.
         thread.join()
         signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager
 def signals_blocked(dice):
-    """As in a thread of a server; and its zygote is started there."""
+    """Block signals as in a thread of a server, and start the zygote there."""
     keeper().close()
     before = signal.pthread_sigmask(signal.SIG_SETMASK, signal.valid_signals())
     try:
@@ -933,7 +937,7 @@ refused(
 
 @dataclass
 class Place:
-    """A path that ranks of one case share."""
+    """A path that the ranks of one case share."""
 
     value: str = ""
 
@@ -957,7 +961,7 @@ def job(act, culprit, before, others, everybody, place, group):
 
 
 def run_case(name: str, dice: random.Random) -> list[str]:
-    """What was wrong with how it ended; nothing is what it should be."""
+    """Run one case; return what was wrong with its end, or nothing."""
     about = KINDS[name]
     size = dice.choice(about.sizes)
     culprit, before = dice.randrange(size), 0 if about.alone else dice.choice([0, 0, 1, 3])
@@ -988,7 +992,7 @@ def run_case(name: str, dice: random.Random) -> list[str]:
                 wrong.append(f"results {run.results}")
         took = time.monotonic() - began
     limit = timeout + AFTER if about.waited else FOUND
-    limit += 3 if "zygote" in name else 0  # another one has to load torch first
+    limit += 3 if "zygote" in name else 0  # A new zygote has to load torch first.
     if took > limit:
         wrong.append(f"took {took:.1f} s, more than {limit:g}")
     return wrong
@@ -1014,7 +1018,7 @@ def judge(error: BaseException, about: Kind, culprit: int, size: int) -> list[st
 
 
 def left_behind(files: int) -> list[str]:
-    """What this process has more than a zygote, its standby and their folder."""
+    """Return what this process has beyond a zygote, its standby ranks and their folder."""
     size, wrong = random.choice([2, 3]), []
     results = launch(add_up, size, quiet=True).results
     if results != [sum(range(size))] * size:
@@ -1052,7 +1056,7 @@ def add_up(group):
 
 
 def run_cases(cases: int, seed: int, only: str | None = None, show=print) -> dict:
-    """Run so many cases; what each kind came to, and what was wrong, case by case."""
+    """Run this many cases; return the results of each kind, and the mistakes case by case."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     dice = random.Random(seed)
     names = [name for name in KINDS if only is None or only in name]
@@ -1062,7 +1066,7 @@ def run_cases(cases: int, seed: int, only: str | None = None, show=print) -> dic
     deck: list[str] = []
     ran, problems, seconds = Counter(), [], []
     for number in range(cases):
-        if not deck:  # every kind before any a second time
+        if not deck:  # Run every kind once before any kind runs again.
             deck = dice.sample(names, k=len(names))
         name = deck.pop()
         case_seed = dice.randrange(2**32)

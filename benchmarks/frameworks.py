@@ -1,21 +1,22 @@
-"""Our ZeRO-1, 2 and 3 beside DeepSpeed's on 4 ranks; other frameworks' bytes beside ours.
+"""Compare our ZeRO-1, 2 and 3 with DeepSpeed's on 4 ranks, and our bytes with other frameworks'.
 
     pip install -e .[frameworks]
     python benchmarks/frameworks.py
 
 Rows "step": one training step (forward, backward, AdamW) of the same GPT by both, in turn in the
-same processes. DeepSpeed is as it is shipped, but for what it needs to run here at all (its shared
-memory operator is not compiled: gloo is used) and for clipping, which ours does not do either.
-"offloaded": ZeRO-2 with optimizer and gradients on the host; both step with torch's AdamW there
-(DeepSpeed's CPU Adam would be compiled first). Device and host are the same memory, so both copy
-for nothing. Ours has lanes, which are threads.
-Rows "sent": bytes of all ranks in a step of lesson 22's small model, by the ledger; "memory": the
-most bytes of tensors on a rank. DeepSpeed's bucket of 5e8 numbers is in it: it is allocated, if not
-written. In "plain" and "bare" it is as large as the model, and the bytes are its paper's.
-Megatron-core: the grids that both have; equal bytes are the bar. torchtitan: `fsdp 4` beside our
-ZeRO-3 (its grids with tp have sequence parallelism, ours of lesson 22 do not). torchft is beside
-our data parallelism, "on sockets": by the kernel's count, as its groups are none of the ledger's.
-The losses of both sides are compared in every row.
+same processes. DeepSpeed runs as shipped, with two exceptions: its shared memory operator is not
+compiled, so that it runs here at all (it uses gloo), and clipping is off, as in ours. "offloaded"
+is ZeRO-2 with optimizer and gradients on the host. Both sides step with torch's AdamW there,
+because DeepSpeed's CPU Adam would have to be compiled first. Device and host are the same memory,
+so both sides copy without need. Our lanes are threads.
+Rows "sent": bytes of all ranks in a step of lesson 22's small model, from the ledger. "memory": the
+peak of tensor bytes on a rank. It includes DeepSpeed's bucket of 5e8 numbers, which is allocated
+even if it is not written. In "plain" and "bare" the bucket is as large as the model, and the bytes
+equal the figures of DeepSpeed's paper. Megatron-core: the grids that both programs support; the bar
+is equal bytes. torchtitan: its `fsdp 4` against our ZeRO-3 (its grids with tp have sequence
+parallelism, ours of lesson 22 do not). torchft is compared with our data parallelism "on sockets",
+by the kernel's count, because the ledger does not record its groups. Every row compares the losses
+of both sides.
 """
 
 import sys
@@ -37,7 +38,7 @@ from mini_dist.course.elsewhere.run import RANKS, adamw
 from mini_dist.strategies.offload import Lanes, OverlappedOffload
 
 CONFIG = ModelConfig(num_layers=4, d_model=256)  # 3.3 M parameters, as in data_parallel.py
-TOKENS = (1, 32)  # sequences of tokens a rank: mostly communication
+TOKENS = (1, 32)  # sequences, tokens per sequence on a rank: mostly communication
 
 
 def data(group):
@@ -82,7 +83,7 @@ def their_step(stage, offloaded, group):
 
 
 def both(stage, offloaded, rounds, group):
-    """Both steps' first losses on this rank, and their times in turn."""
+    """Return both steps' first losses on this rank, and their times in turn."""
     steps = our_step(stage, offloaded, group), their_step(stage, offloaded, group)
     losses = [[step() for _ in range(3)] for step in steps]
     return losses, in_turn(*steps, rounds, group)
@@ -118,12 +119,12 @@ def cases(long):
     sharded = {row["name"]: row for row in in_torchtitan.grids()}["fsdp 4"]
     yield from compared(mine["ZeRO-3"], sharded, "torchtitan fsdp 4")
     (replicas,) = in_torchft.runs()
-    if replicas["on_sockets"]:  # else nobody counts them here
+    if replicas["on_sockets"]:  # Otherwise nothing counts these bytes here.
         yield from compared(mine["data parallel"], replicas, "torchft", key="on_sockets")
 
 
 def compared(mine, theirs, name, bar=None, key="sent"):
-    """Bytes and memory of two rows of elsewhere.run.measure, whose losses have to be equal."""
+    """Return bytes and memory of two rows of elsewhere.run.measure; their losses must be equal."""
     torch.testing.assert_close(mine["losses"], theirs["losses"], rtol=0, atol=1e-5)
     what = key.replace("_", " ")
     for label, column, at_most in ((what, key, bar), ("memory", "peak", None)):

@@ -1,21 +1,21 @@
-"""Collectives and ZeRO between two hosts with real slow links (Linux; lesson 26).
+"""Measure collectives and ZeRO between two hosts with real slow links (Linux; lesson 26).
 
-Rows "all-reduce": 4 ranks on 2 hosts, 4 MB; ours is what `all_reduce` takes there by itself, the
-hierarchy in pieces, theirs gloo's own; the fastest of some rounds of the slowest rank, all in turn
-in the same processes. The rows of the page have the hierarchy in one piece there.
-Rows "clock / formula": the fastest round beside the formula's time, so the ratio is how much longer
-it takes. For the cable that is bytes / speed, headers included. A ring is inside a host while it is
-on the cable; the hierarchy is inside before and after, so its formula adds how long these two parts
-take alone, measured in the same run: on two cores they are no small thing beside 1 Gbit/s. The rows
-"of the cable alone" leave that out and have no bar.
-Rows "clock / seconds_on": the fastest round beside what the same messages take in virtual time, for
-a ring, a ring whose ranks are dealt, and the hierarchy. At 40 Mbit/s the cable decides: there clock
-and virtual time are to agree within 10 %.
-Row "HSDP step": a training step of a small GPT, ours beside FSDP2 on a mesh of two dims.
-Three quiet runs (2 cores) met all bars: ours / gloo's 0.67 at 200 Mbit/s and 0.65 at 1 Gbit/s,
-where the page alone gave 0.71 to 0.75 and, with other work beside, up to 0.84: four ranks and both
-ends of the cable share two cores there.
-Where the system allows no namespaces there is nothing to measure, and the benchmark says so.
+Rows "all-reduce": 4 ranks on 2 hosts, 4 MB. Ours is the algorithm that `all_reduce` chooses there,
+the hierarchy in pieces; theirs is gloo's. A row is the fastest round of the slowest rank, with all
+programs in turn in the same processes. The rows of the page use the hierarchy in one piece.
+Rows "clock / formula": the fastest round divided by the formula's time. For the cable the formula
+is bytes / speed, headers included. A ring works inside a host while it uses the cable. The
+hierarchy works inside the hosts before and after, so its formula adds the time of these two parts
+alone, measured in the same run: on two cores they are not small compared with 1 Gbit/s. The rows
+"of the cable alone" leave that time out and have no bar.
+Rows "clock / seconds_on": the fastest round divided by the virtual time of the same messages, for a
+ring, for a ring whose ranks are dealt alternately, and for the hierarchy. At 40 Mbit/s the cable
+decides, and clock and virtual time have to agree within 10 %.
+Row "HSDP step": a training step of a small GPT, ours against FSDP2 on a mesh with two dims. Three
+quiet runs (2 cores) met all bars: the ratio to gloo was 0.67 at 200 Mbit/s and 0.65 at 1 Gbit/s.
+The page alone gave 0.71 to 0.75, and up to 0.84 with other work on the machine: four ranks and both
+ends of the cable share two cores there. If the system allows no namespaces, there is nothing to
+measure, and the benchmark says so.
 """
 
 import sys
@@ -46,7 +46,7 @@ CONFIG = ModelConfig(num_layers=4, d_model=128, num_heads=4, seq_len=64, tied_em
 
 
 def sides(rounds, group):
-    """Seconds of each round: {side: [...]}."""
+    """Return the seconds of each round as {side: [...]}."""
     x = torch.ones(N // 4)
     taken = {"auto": [], "hierarchical": [], "ring": [], "gloo": [], "inside": []}
     node, _ = two_levels(group, None)
@@ -56,7 +56,7 @@ def sides(rounds, group):
             began = time.perf_counter()
             if side == "gloo":
                 dist.all_reduce(x.clone(), group=group)
-            elif side == "inside":  # what the hierarchy does before the cable and after it
+            elif side == "inside":  # the hierarchy's work before and after the cable
                 ring_all_gather(ring_reduce_scatter(x, node), node)
             else:
                 all_reduce(x, group, algorithm=side)
@@ -65,7 +65,7 @@ def sides(rounds, group):
 
 
 def rounds_of(algorithm, rounds, group):
-    """Seconds of each round."""
+    """Return the seconds of each round."""
     x, taken = torch.ones(N // 16), []
     for _ in range(rounds):
         dist.barrier(group)
@@ -76,7 +76,7 @@ def rounds_of(algorithm, rounds, group):
 
 
 def clock_and_virtual(algorithm, ranks, rounds):
-    """Milliseconds of the fastest round, and of the same messages in virtual time."""
+    """Return the ms of the fastest round, and of the same messages in virtual time."""
     slow = Hosts(2, "40 Mbit/s", ranks=ranks)
     run = launch(rounds_of, 4, (algorithm, rounds), hosts=slow, quiet=True)
     only = launch(lambda g: all_reduce(torch.ones(N // 16), g, algorithm=algorithm), 4, hosts=slow)

@@ -1,10 +1,10 @@
-"""How long a learner waits for a verdict: the printed solution of every exercise, right and judged
-to the end, with all its cases and adversities.
+"""Measure how long a learner waits for a verdict on the printed solution of every exercise.
 
     python benchmarks/judge.py [--json FILE] [--long]
 
-"Theirs" is what was promised: 4 s for any exercise, 1 s for the median of all. A wrong answer is
-told sooner: the first case that is wrong ends the trial.
+Each solution is right, so it is judged to the end, with all its cases and adversities. "Theirs" is
+our promise: 4 s for any exercise, 1 s for the median of all. A wrong answer gets its verdict
+sooner, because the first wrong case ends the trial.
 """
 
 import statistics

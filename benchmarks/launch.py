@@ -1,14 +1,14 @@
-"""launch beside torch's and accelerate's launchers, from the cells of a real notebook kernel.
+"""Compare launch with torch's and accelerate's launchers, in the cells of a real notebook kernel.
 
     python benchmarks/launch.py [--json FILE] [--long]
 
-Every way runs the same function, defined in the notebook: an all-reduce of one number. Its time is
-that of the call in the cell. The first five rows compare with a stated number of milliseconds. "By
-hand" leaves 0.3 s between cells, as a learner does at least; "at once" is Run All, where a launch
-finds the next ranks still under way. A first call stands in the cell right after the import.
-The row "4 ranks on 2 hosts" is launch with hosts (Linux; lesson 26) beside launch without: how much
-longer it takes to make them. It has no bar.
-accelerate is for this file only: pip install -e '.[bench]'.
+Every launcher runs the same function, defined in the notebook: an all-reduce of one number. The
+time is the time of the call in the cell. The first five rows compare with a stated number of
+milliseconds. "By hand" leaves at least 0.3 s between cells, as a learner does. "at once" is Run
+All, where a launch finds the next ranks still starting. A first call is in the cell right after the
+import. The row "4 ranks on 2 hosts" compares launch with hosts (Linux; lesson 26) and launch
+without, to show how much longer it takes to make the hosts. It has no bar. Only this file needs
+accelerate: pip install -e '.[bench]'.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from _form import Case, main
 from jupyter_client.manager import start_new_kernel
 
 ROOT = Path(__file__).resolve().parent.parent
-FIRST, LATER_4, LATER_8 = 2500, 50, 120  # ms: what a learner is promised
+FIRST, LATER_4, LATER_8 = 2500, 50, 120  # ms, as promised to learners
 PAUSE = 0.3  # seconds
 LIMIT = 40  # seconds
 
@@ -38,8 +38,8 @@ def add_up(group=None):
     return total.item()
 """
 
-# What each way needs before its first call, and the call, for n ranks. Without rendezvous over
-# loopback in one process group each, the others would not run the same function.
+# Each way: the code before its first call, and the call for n ranks. Without a rendezvous over
+# loopback and one process group each, the other launchers would not run the same function.
 OURS = "from mini_dist import launch", "launch(add_up, n)"
 ON_HOSTS = (
     """
@@ -96,7 +96,7 @@ def join_by_environment():
 if __name__ == "__main__":
     join_by_environment()
     cloudpickle.loads(open("blob", "rb").read())()
-    dist.destroy_process_group()  # without it some runs abort at the end
+    dist.destroy_process_group()  # Without this some runs abort at the end.
 """
 
 TIMED = """
@@ -110,7 +110,7 @@ def timed(call, n):
 
 
 class Notebook:
-    """A kernel that knows one way to launch."""
+    """A notebook kernel that uses one way to launch."""
 
     def __init__(self, way):
         self.way = way
@@ -142,7 +142,8 @@ class Notebook:
         return "".join(printed)
 
     def launch(self, n: int) -> float:
-        """Milliseconds of one launch. One that hangs, as a fork of a kernel may, counts LIMIT."""
+        """Return the milliseconds of one launch. A launch that hangs, as a fork of a kernel may,
+        counts LIMIT."""
         try:
             return float(self.run(f"timed({self.call!r}, {n})", LIMIT).split()[-1])
         except TimeoutError:
@@ -153,7 +154,7 @@ class Notebook:
 
     def close(self) -> None:
         self.client.stop_channels()
-        with contextlib.suppress(ProcessLookupError):  # with it, the ranks that hang
+        with contextlib.suppress(ProcessLookupError):  # This also ends the ranks that hang.
             os.killpg(self.manager.provisioner.pgid, signal.SIGKILL)
         self.manager.shutdown_kernel(now=True)
         self.directory.cleanup()
@@ -202,11 +203,11 @@ def cases(long):
         if importlib.util.find_spec("accelerate"):
             others.append(("accelerate.notebook_launcher", ACCELERATE, often // 2, 1))
         else:
-            print("no row beside accelerate, which is not installed: pip install -e '.[bench]'")
+            print("no row for accelerate, which is not installed: pip install -e '.[bench]'")
         for name, which, repeats, warmup in others:
             theirs = after_a_pause(way(which), 4)
             yield Case(
-                f"4 ranks, beside {name}", ours_by_hand, theirs, 1, repeats=repeats, warmup=warmup
+                f"4 ranks, against {name}", ours_by_hand, theirs, 1, repeats=repeats, warmup=warmup
             )
     finally:
         for notebook in notebooks:

@@ -1,14 +1,14 @@
-"""What the ledger costs: a step of the course's GPT with and without it.
+"""Measure the cost of the ledger: a step of the course's GPT with and without it.
 
     python benchmarks/ledger.py [--json FILE] [--long]
 
-Two ranks, one a core. Both kinds of step alternate inside one run: recorded (the group of every
-launch, and the hooks that follow the phases) and plain (torch's own gloo group, no hooks). Once
-with one message a step, once with one a parameter, which is the worst case for a recorder.
+Two ranks have one core each. Recorded steps (the group of every launch, and the hooks that follow
+the phases) alternate with plain steps (torch's own gloo group, no hooks) in one run. One row sends
+one message per step; another sends one message per parameter, the worst case for a recorder.
 
-The rows of one collective take the CPU time of a small one on rank 0, where nothing else hides the
-recorder: with all that it does, and with the record of shapes for the parent left out (flight.py,
-which names operations on which the ranks do not agree). They have no bar.
+The rows of one collective give the CPU time of a small collective on rank 0, where nothing else
+hides the recorder: once with everything that it does, and once without the record of shapes for the
+parent (flight.py, which names operations on which the ranks do not agree). These rows have no bar.
 """
 
 import sys
@@ -27,7 +27,7 @@ CONFIG = ModelConfig(d_model=128, num_layers=4, num_heads=4, seq_len=64)
 
 
 def step_times(text, repeats, one_message, group):
-    """Seconds of each step, as pairs (recorded, plain)."""
+    """Return the seconds of each step, as pairs (recorded, plain)."""
     plain = dist.new_group(backend="gloo")
     model = GPT(CONFIG, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -67,7 +67,7 @@ def step_times(text, repeats, one_message, group):
 
 
 def small_collectives(repeats, group):
-    """Microseconds of CPU time of one all-reduce of 1 KB: (recorded, without shapes, plain)."""
+    """Return microseconds of CPU time per all-reduce of 1 KB: (recorded, without shapes, plain)."""
     plain, x = dist.new_group(backend="gloo"), torch.ones(256)
     flight = group.recorder.flight
     noted = flight.begin, flight.wait, flight.done
@@ -109,8 +109,8 @@ def cases(long):
     run = launch(small_collectives, 2, (repeats,), timeout=300)
     recorded, unshaped, plain = map(list, zip(*run.results[0]))
     for name, ours, theirs in (
-        ("all-reduce of 1 KB, beside torch's", recorded, plain),
-        ("all-reduce of 1 KB, beside no shapes", recorded, unshaped),
+        ("all-reduce of 1 KB, against torch's", recorded, plain),
+        ("all-reduce of 1 KB, against no shapes", recorded, unshaped),
     ):
         ours, theirs = iter(ours), iter(theirs)
         yield Case(

@@ -1,42 +1,46 @@
-"""Offload that overlaps: its step beside the bound, its bytes and memory beside the calculator, and
-beside torch FSDP2's CPUOffloadPolicy.
+"""Compare overlapped offload with its bound, the calculator, and FSDP2's CPUOffloadPolicy.
 
-Rows "emulated step": one step of a GPT on one rank, ZeRO-3, on devices that compute LAYER seconds
-a layer, over a link of the stated bandwidth, in virtual time (the same on every machine). Ours with
-lanes; theirs the bound, the larger of computing and of the busiest lane. "in order" is the same
-program without lanes, with no bar.
-"beside the bound with ends": the same step; theirs computing and what this schedule leaves at its
-ends, by `ends` (a formula, nothing is fitted): the last gradients' way out, the first units' step
-and their way back. It does not grow with the layers, so it is ends / (3 ms * layers) of a step.
-"beside any schedule": theirs computing and what no schedule of whole units can hide, by `no_less`.
-With 16 blocks as units this alone is 5 % at 250 MB/s and 6 % at 200: the rows of blocks have no bar
-there. Smaller units have smaller ends: "halves" has attention and MLP as units of their own, two of
-them ahead (one ahead, the smaller one cannot hide the larger: 1.15 at 200), and holds fewer bytes
-than two blocks. With 64 layers blocks do as well.
-"beside the bound of each pass": at 150 MB/s a block's parameters need 1.33 ms and its forward 1 ms.
-Both passes together are longer than the link, but forward cannot take of backward's time: the
-parameters that it needs are stepped after backward. So 64 layers miss 1.05 of the whole step's
-bound: 1.14; with two ahead 1.13, one step late 1.13, both 1.13, halves 1.20 (two ahead). To be
-within 1.05, 12 of the 64 blocks would have to stay on the device from one step to the next, which
-is to borrow less. Theirs is the longer of computing and parameters in each pass, by `of_passes`.
-At 100 MB/s the link is the bound in both passes, and 64 layers hide the computing.
-"files": states in files, or everything, on a disk as fast as the link; in time or one step late.
-In time has no bar: a step ends when all is written, and the bound knows nothing of that. One step
-late hides it; at 1,000 MB/s with everything in files 1.07, as forward's parameters come through the
-same lane as the states of the step that goes on meanwhile (all of its reads begun at once: 1.32).
-Rows "bytes" and "held": what moved, and the most that the device held of gathered parameters and
-of gradients, beside the lines of `calculators.peak_memory` for them.
-Rows "peak": the most that device and host hold in two whole steps, from every birth and death of a
-tensor (device and host are the same memory here: offload/sides.py tells them apart), beside the
-calculator's. Off by 1 % in either direction is a failure.
-Rows "fragments": what the toy allocator reserves beyond what is in use when it replays recorded
-training steps of one length, beside the share that the calculator assumes for all frameworks
-(FRAGMENTATION); where a GPU is, PyTorch's own allocator with the same requests.
-Rows "CPU Adam": the calculator's beside published times; it was chosen on the larger two, and of
-the smallest it says 16 % too much. The bar is for all three.
-Rows "step": real threads on this machine, against FSDP2 with CPUOffloadPolicy, in the same
-processes in turn. (Device and host are the same memory here, so both copy for nothing.) Medians of
-the slowest rank, and the processor time of all ranks, which a busy machine spoils less.
+Rows "emulated step": one step of a GPT on one rank with ZeRO-3, on devices that compute LAYER
+seconds per layer, over a link of the stated bandwidth, in virtual time (the same on every machine).
+Ours uses lanes. Theirs is the bound: the larger of the computing time and the time of the busiest
+lane. "in order" is the same program without lanes, with no bar.
+"against the bound with ends": the same step. Theirs is computing plus what this schedule leaves
+exposed at its ends, from `ends` (a formula with no fitted constant): the last gradients' way out,
+the first units' step and their way back. The ends do not grow with the number of layers, so their
+share is ends / (3 ms * layers) of a step.
+"against any schedule": theirs is computing plus the part that no schedule of whole units can hide,
+from `no_less`. With 16 blocks as units this part alone is 5 % at 250 MB/s and 6 % at 200 MB/s, so
+the rows of blocks have no bar there. Smaller units have smaller ends. "halves" makes attention and
+MLP separate units and gathers two of them ahead; that holds fewer bytes than two blocks. (With one
+ahead the smaller unit cannot hide the larger one: 1.15 at 200 MB/s.) With 64 layers, blocks do as
+well.
+"against the bound of each pass": at 150 MB/s a block's parameters need 1.33 ms and its forward
+takes 1 ms. Both passes together are longer than the transfers, but forward cannot use backward's
+time, because the parameters that it needs are stepped after backward. So 64 layers miss 1.05 of the
+whole step's bound: they reach 1.14; with two ahead 1.13, one step late 1.13, both 1.13, halves 1.20
+(two ahead). To be within 1.05, 12 of the 64 blocks would have to stay on the device from one step
+to the next, which means borrowing less. Theirs is the longer of computing and parameter transfer in
+each pass, from `of_passes`. At 100 MB/s the link is the bound in both passes, and 64 layers hide
+the computing.
+"files": states in files, or everything in files, on a disk as fast as the link, in time or one step
+late. In time has no bar: a step ends when everything is written, and the bound does not include
+that. One step late hides the writing. At 1,000 MB/s with everything in files it reaches 1.07,
+because forward's parameters come through the same lane as the states of the running update (with
+all its reads started at once: 1.32).
+Rows "bytes" and "held": the bytes moved, and the peak of gathered parameters and of gradients on
+the device, compared with the lines of `calculators.peak_memory` for them.
+Rows "peak": the peak of device and host over two whole steps, from every allocation and release of
+a tensor, compared with the calculator (device and host are the same memory here; offload/sides.py
+tells them apart). A difference of 1 % in either direction is a failure.
+Rows "fragments": the share that the toy allocator reserves beyond the memory in use when it replays
+recorded training steps of one length, compared with the share that the calculator assumes for all
+frameworks (FRAGMENTATION). With a GPU, PyTorch's own allocator gets the same requests.
+Rows "CPU Adam": the calculator's times compared with published times. The calculator was chosen on
+the larger two; for the smallest it says 16 % too much. The bar holds for all three.
+Rows "step": real threads on this machine, against FSDP2 with CPUOffloadPolicy, in turn in the same
+processes. (Device and host are the same memory here, so both sides copy without need.) The rows
+give medians of the slowest rank, and the processor time of all ranks, which a busy machine disturbs
+less.
 """
 
 import sys
@@ -63,7 +67,7 @@ FRAGMENTED = ModelConfig(num_layers=4, d_model=512, num_heads=8)
 LAYER = 0.001, 0.002
 LATENCY = 1e-5
 MANY = 64  # layers
-MEGABYTES = 30_000, 10_000, 3_000, 1_000, 300, 100  # a second
+MEGABYTES = 30_000, 10_000, 3_000, 1_000, 300, 100  # per second
 ENDS_TELL = 250, 200  # where the ends of blocks are more than 5 % of 16 layers
 DEEP_ONLY = 150, 100  # where a block's parameters need longer than its forward
 STEPS = 4
@@ -93,7 +97,7 @@ def halves_of(gpt):
 
 
 def computes(lanes, parts):
-    """A block's LAYER seconds, cut among its parts as their matrices are."""
+    """Divide a block's LAYER seconds among its parts in proportion to their matrices."""
     elements = [sum(p.numel() for p in part.parameters()) for part in parts]
     for part, own in zip(parts, elements):
         share = own / (elements[0] + elements[1])
@@ -101,7 +105,7 @@ def computes(lanes, parts):
 
 
 def emulated(megabytes, in_order, options, layers, halves, group):
-    """ms of a step, and of it each lane's."""
+    """Return the ms of a step, and each lane's part of it."""
     link = Link(LATENCY, 1e6 * megabytes)
     host = Link(0.0, 1e7 * megabytes)
     speeds = {"to_host": link, "to_device": link, "host": host, "read": link, "write": link}
@@ -126,7 +130,7 @@ def emulated(megabytes, in_order, options, layers, halves, group):
 
 
 def of_units(config):
-    """Bytes of a block, of the embedding, of the head."""
+    """Return the bytes of a block, of the embedding, and of the head."""
     gpt = GPT(config)
     return [
         4 * sum(p.numel() for p in m.parameters()) for m in (gpt.blocks[0], gpt.embed, gpt.head)
@@ -134,26 +138,31 @@ def of_units(config):
 
 
 def of_passes(megabytes, layers):
-    """ms of computing, or of waiting where a block's parameters need longer than it computes."""
+    """Return the ms of computing, or of transfers if a block's parameters need longer than it
+    computes."""
     comes = LATENCY + of_units(CONFIG)[0] / (1e6 * megabytes)
     return 1e3 * layers * sum(max(seconds, comes) for seconds in LAYER)
 
 
 def no_less(megabytes):
-    """ms of a step that no schedule of whole units hides: the first block's gradients are the last
-    to be made, and its parameters among the first to be used. Between the two they go to the host,
-    are added (2 times their bytes pass) and stepped (7 times), and come back."""
+    """Return the ms of a step that no schedule of whole units hides.
+
+    The first block's gradients are the last ones made, and its parameters are among the first ones
+    used. In between, the gradients go to the host, are added (2 times their bytes pass) and stepped
+    (7 times), and the parameters come back.
+    """
     link, host = 1e6 * megabytes, 1e7 * megabytes
     block, _, _ = of_units(CONFIG)
     return 1e3 * (2 * (LATENCY + block / link) + 9 * block / host)
 
 
 def ends(megabytes, early):
-    """ms of a step in which the device waits although the link is fast enough, by the schedule.
+    """Return the ms of a step in which this schedule lets the device wait although the link is fast
+    enough.
 
-    After backward the first block's gradients and the embedding's leave, and the host adds both (2
-    times their bytes pass). It steps the embedding (7 times), which comes back, and the first
-    block, which comes next. Early, it steps the block as soon as it has arrived.
+    After backward the first block's and the embedding's gradients leave, and the host adds both (2
+    times their bytes pass). It steps the embedding (7 times), which comes back, and then the first
+    block. Early, it steps the block as soon as its gradients have arrived.
     """
     link, host, a = 1e6 * megabytes, 1e7 * megabytes, LATENCY
     block, embedding, _ = of_units(CONFIG)
@@ -191,7 +200,7 @@ def both_in_turn(rounds, group):
 
 
 def counted(group):
-    """The most bytes of parameters, and of gradients, that were there at once; of each unit."""
+    """Return the peak bytes of parameters and of gradients, and the bytes of each unit."""
     gpt = GPT(CONFIG)
     model = ZeRO3(gpt, group, adamw, units=gpt.blocks, offload=OverlappedOffload(EmulatedLanes({})))
     most = 0
@@ -216,7 +225,7 @@ def counted(group):
 
 
 def whole_steps(config, sequences, group):
-    """Peak bytes of device and host in two steps, blocks and a root as units."""
+    """Return the peak bytes of device and host in two steps, with blocks and a root as units."""
     gpt, lanes = GPT(config), Sides({}, group)
     model = ZeRO3(gpt, group, adamw, units=gpt.blocks, offload=OverlappedOffload(lanes))
     step = step_of(config, model, model.step, model.zero_grad, group, sequences)
@@ -243,7 +252,7 @@ def peaks():
 
 
 def three_steps(group):
-    """Of one length, as most training has them, on one device, with nothing borrowed."""
+    """Run three steps of equal length on one device, as in most trainings, without offload."""
     gpt = GPT(FRAGMENTED)
     optimizer = adamw(gpt.parameters())
     step = step_of(FRAGMENTED, gpt, optimizer.step, optimizer.zero_grad, group, sequences=8)
@@ -256,11 +265,12 @@ def fragments():
     assumed = 100 * FRAGMENTATION
     for name, expandable in (("segments", False), ("expandable segments", True)):
         found = 100 * lost(asked, expandable=expandable)
-        yield given(f"fragments, {name}, beside what is assumed", found, assumed, "%")
+        yield given(f"fragments, {name}, against the assumed share", found, assumed, "%")
     if torch.cuda.is_available():
         held, reserved = map(max, zip(*on_a_gpu(asked)))
         found = 100 * (reserved / held - 1)
-        yield given("fragments, PyTorch's allocator, beside what is assumed", found, assumed, "%")
+        name = "fragments, PyTorch's allocator, against the assumed share"
+        yield given(name, found, assumed, "%")
 
 
 def adam():
@@ -280,19 +290,19 @@ def steps(megabytes, name, in_order=False, early=False, layers=CONFIG.num_layers
     lane = max(busy, key=busy.get)
     title = f"emulated step, {megabytes:,} MB/s, {name}"
     passes = of_passes(megabytes, layers)
-    hides = passes <= 1.02 * busy[lane]  # else a pass is longer than its part of the bound
+    hides = passes <= 1.02 * busy[lane]  # Otherwise a pass is longer than its part of the bound.
     deep = halves or layers == MANY or megabytes not in (*ENDS_TELL, *DEEP_ONLY)
     bar = 1.05 if hides and deep and not in_order else None
     yield given(f"{title} (bound: {lane})", taken, busy[lane], "ms", bar)
     if in_order or halves or lane != "device":
         return
     with_ends = passes + ends(megabytes, early)
-    yield given(f"{title}, beside the bound with ends", taken, with_ends, "ms", 1.001)
+    yield given(f"{title}, against the bound with ends", taken, with_ends, "ms", 1.001)
     if hides:
         least, bar = passes + no_less(megabytes), 1.02 if deep else None
-        yield given(f"{title}, beside any schedule", taken, least, "ms", bar)
+        yield given(f"{title}, against any schedule", taken, least, "ms", bar)
     else:
-        yield given(f"{title}, beside the bound of each pass", taken, passes, "ms", 1.05)
+        yield given(f"{title}, against the bound of each pass", taken, passes, "ms", 1.05)
 
 
 def through_files(megabytes):
@@ -328,7 +338,7 @@ def cases(long):
         yield from through_files(megabytes)
     run = launch(counted, 1)
     most, gradients, (root, *blocks) = run.results[0]
-    twice = sum(blocks[:-2])  # the last two stay from forward to backward
+    twice = sum(blocks[:-2])  # The last two stay on the device from forward to backward.
     for op, expected in (
         ("to_host_", root + sum(blocks)),
         ("to_device_", root + sum(blocks) + twice),

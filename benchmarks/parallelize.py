@@ -1,17 +1,18 @@
-"""Two axes at once: ours beside FSDP2 x DTensor and FSDP2 x torch.distributed.pipelining.
+"""Compare two axes at once with FSDP2 x DTensor and FSDP2 x torch.distributed.pipelining.
 
-The same GPT on 4 ranks, the same groups. Theirs: fully_shard over dp of what parallelize_module has
-cut over tp (with SequenceParallel and loss_parallel), and fully_shard of the stages of Schedule1F1B
-(not resharded after forward in a pipeline, which is torchtitan's default: parameters are gathered
-once a step, gradients added up and scattered at its end, as ZeRO-1 does).
-Rows "step": one training step with AdamW; both take turns in the same processes, so that whatever
-else the machine does falls on both. Medians of the slowest rank.
-Rows "sent": what all ranks send in a step, as the ledger counts it (a native collective: the least
-that any algorithm has to move). With SP ours gathers the inputs of a region again in backward,
-10 (t-1)/t BSD a block where theirs keeps them and sends 8; FSDP2 gathers the root twice, we once.
-With ZeRO-3 in a pipeline ours scatters gradients after every micro-batch, FSDP2 after the last:
-it sends less and holds whole gradients.
-Both sides' losses are compared in every run.
+The same GPT runs on 4 ranks with the same groups. Theirs: fully_shard over dp of a model that
+parallelize_module has sharded over tp (with SequenceParallel and loss_parallel), and fully_shard of
+the stages of Schedule1F1B. In the pipeline theirs does not reshard after forward, which is
+torchtitan's default: parameters are gathered once per step, and gradients are accumulated and
+scattered at its end, as in ZeRO-1.
+Rows "step": one training step with AdamW. Both take turns in the same processes, so that other work
+on the machine affects both. Medians of the slowest rank.
+Rows "sent": the bytes that all ranks send per step, from the ledger. A native collective counts as
+the minimum that any algorithm has to move. With SP ours gathers the inputs of a region again in
+backward, which makes 10 (t-1)/t BSD per block; theirs keeps them and sends 8. FSDP2 gathers the
+root twice, ours once. With ZeRO-3 in a pipeline ours scatters gradients after every micro-batch,
+FSDP2 after the last: it sends less and holds whole gradients. Every run compares the losses of both
+sides.
 """
 
 import sys
@@ -40,7 +41,7 @@ def adamw(tensors):
 
 
 def rows(mesh):
-    """This replica's part of the batch: [B/dp, S] inputs and targets."""
+    """Return this replica's part of the batch: [B/dp, S] inputs and targets."""
     generator = torch.Generator().manual_seed(0)
     shape = (BATCH, CONFIG.seq_len + 1)
     tokens = torch.randint(0, CONFIG.vocab_size, shape, generator=generator)
@@ -142,7 +143,7 @@ def fsdp_of_stages(mesh, reshard):
         else:
             schedule.step(*([inputs] if number == 0 else []))
         optimizer.step()
-        # told to nobody by theirs: the first stage has no loss to compare
+        # Theirs does not send the loss to the first stage, which has nothing to compare.
         return mean_over(torch.stack(losses).mean().detach(), mesh["dp"]) if losses else None
 
     return step
@@ -155,16 +156,16 @@ def mean_over(value, group):
 
 
 def both_on_a_rank(layout, rounds, group):
-    """Our step and theirs in turn, in the same processes: seconds of each."""
+    """Run our step and theirs in turn in the same processes; return the seconds of each."""
     sides = [our_step(layout, group), their_step(layout, group)]
-    for _ in range(2):  # the second pair of losses shows that both have learned the same
+    for _ in range(2):  # The second pair of losses shows that both made the same update.
         ours, theirs = (step() for step in sides)
         assert theirs is None or abs(ours - theirs) < 1e-4, (ours, theirs)
     return in_turn(*sides, rounds, group)
 
 
 def step_times(layout, rounds):
-    """Of each side in ms."""
+    """Return the ms of each side."""
     return of_all_ranks(
         launch(both_on_a_rank, RANKS, (layout, rounds), timeout=600, quiet=True).results
     )
@@ -177,7 +178,7 @@ def steps(make, layout, number, group):
 
 
 def sent(make, layout):
-    """MiB of all ranks in a step: what three have sent, less what two have."""
+    """Return the MiB that all ranks send per step: three steps minus two."""
     three, two = (
         launch(steps, RANKS, (make, layout, number), timeout=300, quiet=True).ledger.total_bytes()
         for number in (3, 2)

@@ -1,13 +1,13 @@
-"""Pipelines: ours beside torch.distributed.pipelining, and real clocks beside the simulator.
+"""Compare our pipelines with torch.distributed.pipelining, and real clocks with the simulator.
 
-Rows "step": one training step of the same GPT in the same stages on 4 ranks; both take turns in the
-same processes, so that whatever else the machine does falls on both.
-Rows "memory": the most bytes that the first two steps have allocated at once (activations, receive
-buffers, temporaries; not parameters and gradients), on the rank that needs most.
-Rows "bubble": the largest difference, in points, between the simulated bubble and one measured
-with emulated devices, beside the half point that is allowed; --long takes every m of 1...16 that
-the schedule accepts.
-Both sides' losses are compared in every run.
+Rows "step": one training step of the same GPT in the same stages on 4 ranks. Both take turns in the
+same processes, so that other work on the machine affects both.
+Rows "memory": the peak of bytes allocated during the first two steps (activations, receive buffers,
+temporaries; not parameters and gradients), on the rank that needs most.
+Rows "bubble": the largest difference, in percentage points, between the simulated bubble and one
+measured with emulated devices; half a point is allowed. --long takes every m of 1...16 that the
+schedule accepts.
+Every run compares the losses of both sides.
 """
 
 import sys
@@ -81,7 +81,7 @@ def schedule_name(schedule):
 
 
 def both_on_a_rank(name, rounds, group):
-    """Our step and theirs in turn, in the same processes: medians of the slowest rank in ms."""
+    """Run both steps in turn in the same processes; return medians of the slowest rank in ms."""
     schedule = build(name, RANKS, MICRO_BATCHES)
     steps, parameters = {}, {}
     for whose, make_step in (("ours", our_step), ("theirs", their_step)):
@@ -100,14 +100,14 @@ def both_on_a_rank(name, rounds, group):
 
 
 def step_times(name, rounds):
-    """Of each side in ms."""
+    """Return the ms of each side."""
     return of_all_ranks(
         launch(both_on_a_rank, RANKS, args=(name, rounds), timeout=600, quiet=True).results
     )
 
 
 def peak_on_a_rank(make_step, name, group):
-    """The most bytes allocated at once in a first and a second step."""
+    """Return the peak of bytes allocated in a first and a second step."""
     schedule = build(name, RANKS, MICRO_BATCHES)
     modules = cut_gpt(CONFIG, schedule.stages_of[group.rank()], schedule.num_stages)
     for module in modules.values():
@@ -128,10 +128,10 @@ def peaks(make_step, name):
 
 
 def difference(name, p, m, unit=0.005, tries=8):
-    """Points between the wall clock's bubble and the simulator's, the best of some tries; None
-    where the schedule does not take m.
+    """Return the points between the wall clock's bubble and the simulator's, the best of some
+    tries, or None if the schedule does not take m.
 
-    A try fails when the machine has no core free for some milliseconds just at the end.
+    A try fails if the machine has no free core for some milliseconds just at the end.
     """
     times = Times(forward=unit, backward=1.2 * unit, weight=0.8 * unit, comm=0.1 * unit)
     options = {"micro_batches_a_step": p} if name == "pipedream_2bw" else {}
@@ -169,7 +169,7 @@ def cases(long):
 
 
 def ranges(numbers):
-    """[1, 2, 3, 8] -> '1-3 8'."""
+    """Format [1, 2, 3, 8] as '1-3 8'."""
     runs = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:
@@ -180,7 +180,7 @@ def ranges(numbers):
 
 
 def given(name, ours, theirs, unit):
-    """A row whose two figures were taken together."""
+    """Return a row whose two figures were measured together."""
     return Case(name, lambda: ours, theirs, bar=1.0, unit=unit, repeats=1, warmup=0)
 
 

@@ -1,78 +1,29 @@
-"""The calculators against what others published: formulas exactly, measurements as error tables.
+"""Compare the calculators with published numbers: formulas exactly, measurements as error tables.
 
     python benchmarks/planner.py [--json FILE]
 
 Before the rows come the error tables: mean, median, largest and signed error, and the rank
-correlation of utilisation (whether the faster configuration is also predicted as the faster).
-"zero-shot" fits nothing to the table, but is not blind: these tables were in view while the model
-was written, and the list that is printed first says which constants were chosen with which. Those
-that can be are read again on half of the rows, and every table's error is printed for both halves.
-"inside" are the runs within the stated interval. "regret" is what our choice costs where a table
-has several layouts for one job: the measured time of the one that we say is fastest, over the best
-measured, less one; mean and largest over the jobs. "calibrated" scales all rows by the
-ratio that one row shows, and is the mean over every choice of that row; "constant" is the baseline:
-one utilisation fitted to all rows of the same table.  Rows whose `theirs` is a stated bar hold when
-ours is below it, the same bars for every table; published tools' errors stand beside for
-comparison.
+correlation of utilization (whether the faster configuration is also predicted as the faster one).
 
-The interval's factors are read off half of the rows, by a checksum of the run, and scored on the
-other half; and as if each table had never been seen, with factors read off the other tables.
+* "zero-shot" fits nothing to the table, but it is not blind: these tables were in view while the
+  model was written. The list that is printed first says which constants were chosen with which
+  table. The constants that can be are estimated again from half of the rows, and every table's
+  error is printed for both halves. Two tables came last, when the model was finished: MPT on H100
+  and Megatron 2021 table 2.
+* "inside" counts the runs within the stated interval. The factors of the interval are estimated
+  from half of the rows, chosen by a checksum of the run, and scored on the other half. A second
+  score treats each table as unseen, with factors estimated from the other tables.
+* "regret" is the cost of our choice if a table has several layouts for one job: the measured time
+  of the layout that we call fastest, divided by the best measured time, minus one. The table gives
+  the mean and the largest over the jobs.
+* "calibrated" scales all rows by the ratio of one row, and averages over every choice of that row.
+* "constant" is the baseline: one utilization fitted to all rows of the same table.
 
-Bars that are missed, with what is known of it and what was tried:
+Rows whose `theirs` is a stated bar pass if ours is below it. The bars are the same for every table,
+and errors of published tools are shown for comparison. docs/planner_errors.md lists the bars that
+are missed, with the known causes and the explanations that were tried.
 
-* nanotron, all three of time (mean 26 %, largest 132 %, calibrated 63 %). Runs are of two kinds,
-  which their memory tells apart and no field of the table: in one, each step of tp's rings loses
-  0.4 ms, inside a node, too, and one layout that stands twice in the table took 19.0 and 88.9 s. In
-  the other kind (22 %) tp over nodes is 20 to 30 % slow where several such rings run at once: a
-  ring that is timed alone says nothing of that. ZeRO-1 loses 90 to 400 ms a step from 16 nodes on,
-  whatever the micro-batch: one message for each tensor, copies on the host, and reduces that
-  nothing hides were tried, and none grows with nodes and model as that does. The 132 % is a run
-  (dp 128, tp 4, ZeRO-0) that was twice as fast as its twin under ZeRO-1; its rings are priced by
-  the steps that all-gathers were timed with.
-* vTrain on 512 A100 and fewer, largest and calibrated (47 %, 14 %; the mean is 8 %). On 512 with
-  tp 8, 26 runs are off by 1.7 %, and 21 with a smaller tp by 15 %, without a rule: tp 4, pp 8,
-  dp 16 with micro-batches of 2, 3, 4 is 16 to 20 % slower than we say, with 6 and 12, which send
-  the same bytes, 0 and 2 %. Neither pipeline hops between nodes, nor shared ports, nor a tree
-  changes the one and not the other, nor is any of these devices near full by our model of memory.
-  The 47 % is tp 8, dp 8 in one micro-batch of 64: 9.84 s, and in two of 32, the same work, 4.97 s.
-* vTrain on 2 to 8 A100, calibrated (8 %; the largest was 29 %, and is 19 % since launches of a
-  softmax are counted for whose fused kernel the heads are too few). The 24 other runs with tp 8 are
-  12 % slower than we say, at a pace of the host that more ranks do not change. Counting that the
-  host goes on while the device is at the head: 9.0 instead of 8.1, and Megatron-Core worse, too.
-* torchtitan at 500 W, all three (15 %, 28 %, 8 %; 11 to 19 in eight rows of ten): without the
-  limit, on H200, it is 8 %, so the limit costs more than a line between two datasheets says.
-  Asynchronous tp gained 6 % there and gains 14 % here; that the last row's micro-batches are as
-  many as its stages is a guess.
-* Megatron 2021 table 2, ZeRO-3, all three (46 %, 64 %, 38 %): the DeepSpeed of that spring on 384
-  to 2,240 A100s, always slower than we say, the more devices the more. By its source it gathers
-  each matrix alone, after a synchronize(), and loops over the ranks in Python for each. A ring for
-  each matrix adds 1 to 5 s of the 21 to 116 that are missing; one port of a node instead of eight
-  overshoots, by 16 to 46 %. (Its twin, tp and pp on as many, is off by 2 %, and plan() puts it
-  ahead, as the paper does: by 5, 18 and 45 % for the 6, 69 and 220 there.)
-* MPT, calibrated (8 % on A100, where the largest is 25.0 %, and holds by a hair; 10 % on H100):
-  with full recompute on A100 15 of 22 runs are 5 to 10 % faster than we say, without it 39 lie on
-  both sides. As much is saved by stopping early, before a layer's last matrix, but torch 1.13,
-  which their sweep.sh names, does not do that. (Later torch does, torchtitan too, where full
-  recompute is 5 to 39 % slower than we say already.) A first FlashAttention of 0.55 of the
-  second's speed instead of 0.5 would lessen it at 65,536 tokens.
-* Qi 2023, calibrated (5.1 %): of its four models one is 3 % faster than we say and one 7 % slower.
-  The first is at its head 40 % of the time, and the vocabulary of its tokenizer is not told.
-  Simulated pipelines instead of formulas spread them further (11 % faster to 10 % slower).
-* Memory: BLOOM (9 % low) was measured at the device, torchtitan (5 % off) at what its allocator
-  reserves, and what lies between that and what is allocated is assumed, not modelled. torchtitan
-  was 8 % off until its loss's bytes were those that torch holds (12 a logit, 16 cut by tp; a
-  test counts them). Compiled it holds 3 to 4 GiB less than we say, and with 405B 5 to 7 more.
-  nanotron is 15 % off with gathered inputs kept, 5 % in the nearer of its two modes.
-* Out of memory, all crashes (87 % found of 90): 25 of the 287 went well in the same table in a run
-  that needs no less, so memory is no reason for them, unless that run was of the other mode. Of
-  the other 262 it is 95 %: of the 13 that we let pass 7 need 79.0 or 79.1 GiB of 79.6 by our
-  model, and all would make 91 % of the 287. Which these are, our model is not asked.
-
-Most tables' runs are 2 to 9 % slower than we say: what happens between steps is missing.
-
-Two tables came last, when the model was done: MPT on H100 and Megatron 2021 table 2.
-
-The bulk sets are read from ../shared/reference, if it is there.
+The bulk data sets are read from ../shared/reference if that folder exists.
 """
 
 import csv
@@ -157,9 +108,10 @@ def cases(_):
 
 
 def chosen_cases():
-    """What chosen.py says was read on a declared half: read again, with the errors on both halves.
+    """Estimate the constants of chosen.py that came from a declared half again, with errors on both
+    halves.
 
-    The bar is that the half would choose none otherwise, at the precision that they are given in.
+    The bar is that the half would choose the same constants, at their stated precision.
     """
     small = vtrain("vtrain_single_dev.csv")
     sweep = [(run, gib) for run, ok, gib in nanotron() if ok]
@@ -172,7 +124,7 @@ def chosen_cases():
         said = [1e3 * host_pace([run for run in runs if first_half(run) == of]) for of in HALVES]
         chosen = 1e3 * framework(how).host_seconds
         print(
-            f"    host_seconds, {table}: the fastest tenth of steps {said[0]:.2f} ms a layer "
+            f"    host_seconds, {table}: the fastest tenth of steps {said[0]:.2f} ms per layer "
             f"({said[1]:.2f}), chosen {chosen:.1f}"
         )
         otherwise.append(round(said[0], 1) != round(chosen, 1))
@@ -203,8 +155,11 @@ def chosen_cases():
 
 
 def host_pace(runs):
-    """Seconds a layer's forward of the fastest steps, where nothing but the host is left: the
-    median of the fastest tenth. Backward takes two such parts, full recompute one more."""
+    """Return the seconds per layer's forward in steps that are bound by the host only.
+
+    It is the median of the fastest tenth. Backward takes two such parts, full recomputation one
+    more.
+    """
     paces = sorted(
         run.seconds
         / (run.layout.num_micro_batches * run.config.num_layers / run.layout.pp)
@@ -215,8 +170,11 @@ def host_pace(runs):
 
 
 def errors_with(field, value, rows, predict):
-    """Mean errors in percent on the first half and the other, with a framework's field set so;
-    (run, measured) rows, and predict(run, framework)."""
+    """Return the mean errors in percent on the first half and the other half.
+
+    A field of the framework is set to `value`. Takes (run, measured) rows and predict(run,
+    framework).
+    """
     sizes = {of: [] for of in HALVES}
     for run, real in rows:
         ours = predict(run, framework(run.how).replace(**{field: value}))
@@ -240,7 +198,8 @@ HALVES = (True, False)
 
 
 def first_half(run):
-    """The half that constants and the interval's factors are read off: by a checksum of the run."""
+    """Return the half from which constants and the interval's factors are estimated, by a checksum
+    of the run."""
     return zlib.crc32(repr((run.config, run.layout)).encode()) % 2 == 0
 
 
@@ -248,7 +207,7 @@ def first_half(run):
 
 
 def exact_cases():
-    """Rows count the cells that differ: the bar is none."""
+    """Yield rows that count the cells that differ; the bar is none."""
 
     def wrong(name, count, cells):
         return Case(
@@ -388,10 +347,11 @@ NANOTRON_MODES = (framework("nanotron"), framework("nanotron").replace(keeps_gat
 
 
 def out_of_memory_cases():
-    """Which of the sweep's runs do not fit an H100.
+    """Yield how many of the sweep's runs are predicted not to fit an H100.
 
-    Measured memory falls on one of two lines (gathered inputs kept, or gathered again in backward);
-    the runs that were too large for the first were made in the second, so that decides.
+    Measured memory falls on one of two lines (gathered inputs saved, or gathered again in
+    backward). The runs that were too large for the first mode were made in the second, so the
+    second mode decides.
     """
     sweep = nanotron()
     if not sweep:
@@ -418,8 +378,8 @@ def out_of_memory_cases():
 
 
 def needs_no_less(run, other):
-    """Whether `run` needs at least the memory of `other`, whatever a model says: the same cut by
-    tp, micro-batches as large, and model states sharded no further."""
+    """Return whether `run` needs at least the memory of `other`, independent of any model: the same
+    tp, micro-batches at least as large, and model states sharded no further."""
     mine, theirs = run.layout, other.layout
     states = mine.zero < theirs.zero or (
         mine.zero == theirs.zero and (mine.zero == 0 or mine.dp <= theirs.dp)
@@ -431,8 +391,8 @@ def needs_no_less(run, other):
 # --- time --------------------------------------------------------------------------------------
 
 
-# Looked at after all else had been written: nothing was changed for them, and the interval's
-# factors know nothing of them. (Of the second the other schedules' rows had been in view.)
+# Added after everything else was written: nothing was changed for them, and the interval's
+# factors do not use them. (The other rows of the second table had been in view.)
 NEW = (
     "torchtitan, FSDP2 on H200",
     "Qi 2023 table 4, 1F1B-I",
@@ -463,7 +423,7 @@ def time_cases():
             [run for run, *_ in simumax()],
             {"SimuMax (its own set)": 5.62},
         ),
-        # Looked at after the model was written, which it then taught some options.
+        # Added after the model was written; the model then got some options from it.
         "torchtitan, FSDP2 on H100 at 500 W": (torchtitan_2024(), {}),
         **dict(zip(NEW[2:4], ((runs, {}) for runs in megatron_2021_against_zero_3()))),
         NEW[4]: (mpt_h100(), {}),
@@ -514,7 +474,7 @@ def time_cases():
 
 
 def hidden_variables(sweep):
-    """What no model of the layout can know of nanotron's sweep: (run, GiB)."""
+    """Print what no model of the layout can know about nanotron's sweep of (run, GiB)."""
     modes = {"kept": [], "gathered again": []}
     twins = {}
     for run, gib in sweep:
@@ -540,7 +500,7 @@ def hidden_variables(sweep):
 
 
 def by_half(runs, pairs):
-    """Mean errors on the two halves, in words; (ours, measured) pairs."""
+    """Return the mean errors on the two halves, in words, from (ours, measured) pairs."""
     halves = {of: [] for of in HALVES}
     for run, (ours, real) in zip(runs, pairs):
         halves[first_half(run)].append(100 * abs(ours / real - 1))
@@ -551,7 +511,10 @@ def by_half(runs, pairs):
 
 
 def interval_cases(scored):
-    """scored: {table: [(run, its StepTime)]}.  Each table counts as at most MOST runs of a kind."""
+    """Yield the rows of the intervals.
+
+    scored: {table: [(run, its StepTime)]}. Each table counts as at most MOST runs of a kind.
+    """
     kinds = {}
     for table, rows in scored.items():
         for run, ours in rows:
@@ -577,7 +540,7 @@ def interval_cases(scored):
     for table, rows in scored.items():
         rest = [o.low <= run.seconds <= o.high for run, o in rows if not first_half(run)]
         others = []
-        for run, ours in rows:  # as if this table had never been seen
+        for run, ours in rows:  # Treat this table as unseen.
             mine = round(ours.low / ours.seconds, 6), round(ours.high / ours.seconds, 6)
             seen = [(t, ratio) for t, _, ratio in kinds[mine] if t != table]
             if len(seen) >= 10:
@@ -592,7 +555,7 @@ MOST = 20
 
 
 def weighted(rows, level):
-    """A percentile of the ratios; (table, ratio) rows."""
+    """Return a percentile of the ratios in (table, ratio) rows."""
     counts = Counter(table for table, _ in rows)
     weights = [(ratio, min(1.0, MOST / counts[table])) for table, ratio in rows]
     left = level * sum(weight for _, weight in weights)
@@ -626,7 +589,8 @@ def report(name, pairs, work=None):
 
 
 def regret(runs, times):
-    """What it costs to run what we say is fastest, in jobs that were measured in several ways."""
+    """Return the cost of running the layout that we call fastest, over jobs that were measured in
+    several layouts."""
     jobs = {}
     for run, ours in zip(runs, times):
         job = run.config, str(run.machine), run.layout.world_size, run.layout.global_batch_size
@@ -639,7 +603,8 @@ def regret(runs, times):
 
 
 def calibrate(pairs):
-    """Mean error of the other rows after scaling by one row's ratio, over every choice of row."""
+    """Return the mean error of the other rows after scaling by one row's ratio, over every choice
+    of row."""
     errors = [
         abs(ours * real_i / ours_i / real - 1)
         for i, (ours_i, real_i) in enumerate(pairs)
@@ -650,7 +615,8 @@ def calibrate(pairs):
 
 
 def one_scalar(pairs):
-    """Mean error after the one scaling that suits all rows best: how tools are often reported."""
+    """Return the mean error after the one scaling that fits all rows best, as tools are often
+    reported."""
     return min(
         100 * statistics.mean(abs(scale * ours / real - 1) for ours, real in pairs)
         for scale in (real / ours for ours, real in pairs)
@@ -658,7 +624,8 @@ def one_scalar(pairs):
 
 
 def constant_utilisation(pairs, work):
-    """The baseline: time = work / constant, with the constant that suits the rows best."""
+    """Return the baseline's error: time = work / constant, with the constant that fits the rows
+    best."""
     return one_scalar([(w, real) for w, (_, real) in zip(work, pairs)])
 
 
@@ -678,7 +645,7 @@ def stated(name, ours, bar, unit, ratio=1.0):
 
 
 def seconds_of(function):
-    """On one core, whatever else the machine does meanwhile."""
+    """Return the CPU seconds on one core, whatever else the machine does meanwhile."""
     start = time.process_time()
     function()
     return time.process_time() - start
@@ -697,10 +664,10 @@ def rows(name):
 
 
 def simumax():
-    """(run, allocated GiB, SimuMax's GiB): Megatron-Core 8 x B200, sequences of 4096.
+    """Return (run, allocated GiB, SimuMax's GiB) of Megatron-Core on 8 x B200, sequences of 4096.
 
     Their run_pretrain_llama3.sh has neither --overlap-grad-reduce nor --overlap-param-gather, and
-    without the first Megatron's gradients travel in one message.
+    without the first option Megatron's gradients travel in one message.
     """
     how = framework("megatron-core").replace(
         overlaps_gradients=False, overlaps_parameters=False, bucket=math.inf
@@ -737,13 +704,15 @@ def simumax():
 
 
 def zero_bubble(interleaved=False):
-    """(run, GB): Megatron on A100, 1F1B and zero-bubble schedules; or those of interleaved 1F1B.
+    """Return (run, GB) of Megatron on A100 with 1F1B and zero-bubble schedules, or with interleaved
+    1F1B.
 
-    Interleaved it had as many chunks as there can be (a note in the file), which is taken for one
-    layer each, with the embedding and the head as a layer each: (L + 2) / pp chunks, 3, 4, 3 and 2.
+    The interleaved runs used as many chunks as possible (a note in the file). We take that as one
+    layer per chunk, with the embedding and the head counted as a layer each: (L + 2) / pp chunks,
+    3, 4, 3 and 2.
 
-    Their pretrain_zero_bubble.sh says --fp16, and not --accumulate-allreduce-grads-in-fp32: so
-    gradients have 2 bytes, and are made fp32 when the optimizer steps.
+    Their pretrain_zero_bubble.sh sets --fp16 and not --accumulate-allreduce-grads-in-fp32, so
+    gradients have 2 bytes, and become fp32 when the optimizer steps.
     """
     how = framework("megatron-2022").replace(gradient_bytes=2, reduce_bytes=2, around_step=32)
     names = {"1F1B": "1f1b", "ZB-1p": "zb_h1", "ZB-2p": "zb_h2"}
@@ -780,7 +749,7 @@ def zero_bubble(interleaved=False):
 
 
 def vtrain(name):
-    """Megatron-DeepSpeed on A100, full recompute, 1F1B; 800 Gb/s a node of 8."""
+    """Return runs of Megatron-DeepSpeed on A100: full recompute, 1F1B, 800 Gb/s per node of 8."""
     machine = hardware("a100-80").replace(network_bandwidth=12.5e9)
     runs = []
     for row in rows(name):
@@ -821,7 +790,7 @@ def vtrain(name):
 
 
 def mpt_a100():
-    """MosaicML's FSDP runs on A100-80."""
+    """Return MosaicML's FSDP runs on A100-80."""
     runs = []
     for row in rows("mpt_a100.csv"):
         if "80GB" not in row["table"] or row["act_cpu_offload"] == "True":
@@ -850,7 +819,7 @@ def mpt_a100():
 
 
 def nanotron():
-    """(run, did it run?, GiB): the Ultra-Scale Playbook's sweep without a pipeline."""
+    """Return (run, whether it ran, GiB) of the Ultra-Scale Playbook's sweep without a pipeline."""
     runs = []
     for row in rows("nanotron_h100_pp1.csv"):
         config = ModelConfig(

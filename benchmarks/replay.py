@@ -1,14 +1,15 @@
-"""Replay beside the clock: a training step on this machine, replayed with its own measured rates.
+"""Compare a replay with the clock: a training step on this machine, replayed at its measured rates.
 
-Rows "step": 2 ranks, one a core. `ours` is how far the replayed step lies from the measured one, in
-percent; `theirs` the 20 % that are allowed. Kernels and the host's pace between them have the CPU
-time they took in a counted run; messages the time they take between ranks that do nothing else, and
-what they cost the cores (see `measure_here`). Nothing is fitted to the step that is predicted.
-A round is a run, a counted run and the measuring of the rates; rounds of all programs take turns,
-so that a busy minute falls on all of it. Compared are the medians over the rounds. On stderr also
-what a rank computes of it, in CPU time, which a busy machine hardly changes.
-Rows "bubble": an emulated pipeline, replayed, beside the simulator: points of difference, and the
-half point that is allowed.
+Rows "step": 2 ranks, one per core. `ours` is the difference between the replayed and the measured
+step, in percent; `theirs` is the 20 % that are allowed. Kernels, and the host's pace between them,
+get the CPU time that they took in a counted run. Messages get the time that they take between ranks
+that do nothing else, and the core time that they cost (see `measure_here`). Nothing is fitted to
+the step that is predicted. A round is a run, a counted run and a measurement of the rates. Rounds
+of all programs take turns, so that a busy minute affects all of them, and the rows compare medians
+over the rounds. stderr also shows the part that a rank computes, in CPU time, which a busy machine
+hardly changes.
+Rows "bubble": an emulated pipeline is replayed and compared with the simulator. The rows give the
+difference in percentage points; half a point is allowed.
 """
 
 import statistics
@@ -56,7 +57,8 @@ PROGRAMS = (*DATA_PARALLEL, *LAYOUTS)
 
 
 def train(program, steps, group):
-    """Of each step on this rank: seconds on the clock, and CPU seconds of this thread."""
+    """Return for each step on this rank the seconds on the clock and the CPU seconds of this
+    thread."""
     tokens = torch.randint(0, CONFIG.vocab_size, (BATCH, CONFIG.seq_len + 1),
                            generator=torch.Generator().manual_seed(0))  # fmt: skip
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
@@ -84,8 +86,8 @@ def train(program, steps, group):
 
 @lru_cache
 def compared(rounds):
-    """{program: seconds of a step: measured, computing then, replayed, computing in the replay},
-    medians over the rounds."""
+    """Return {program: seconds of a step: measured, computing in it, replayed, computing in the
+    replay}, medians over the rounds."""
     found = {program: [] for program in PROGRAMS}
     for program in rounds * PROGRAMS:
         run = launch(train, 2, (program, STEPS), quiet=True)

@@ -1,22 +1,22 @@
-"""Serving: paged continuous batching beside static batching, and beside transformers' own generate.
+"""Compare paged continuous batching with static batching and with transformers' own generate.
 
-Rows "trace": one stream of requests with mixed lengths and the same memory, all of it; ours pages
-and lets in before every step, theirs reserves the model's window for each and lets in when all have
-ended (both by our engine; the static one computes no padding, so it is a good static one). That
-changes several things at once; the two rows below it change one each: static with paged blocks,
-and continuous with the window reserved. All requests are there at the start, but for the row
-"one every 4 steps".
-Rows "empty": what share of the token places in used blocks holds no token, beside 4 %, and
-beside the reservation's.
-Row "a decode step": one new token after 448 others, from the cache and by the whole window again.
-Rows "transformers": the same weights, greedy, the same prompts; a Llama of 4 layers x 256. Ours has
-its texts compared with theirs in every run. On one rank, and with tp_plan="auto" on 4 gloo ranks in
-the same processes by turns; bytes are what the ledger counts for a token of each sequence, all
-ranks together. On one rank ours took 0.95 of their CPU time on two shared cores in November 2026;
-it was 1.06 before tokens lost their batch dim, prompts of one length attended in one call, and the
-layers' matrices lay inputs first (serving/engine.py). More than half of it, on both sides, is the
-same products of 8 rows with all weights. These rows need transformers and accelerate, which
-nothing else here needs:
+Rows "trace": one stream of requests with mixed lengths, with the same memory, fully used. Ours
+pages and admits requests before every step. Theirs reserves the model's window for each request and
+admits requests when all others have ended. (Both use our engine; the static one computes no
+padding, so it is a good static one.) That changes several things at once. The two rows below change
+one thing each: static with paged blocks, and continuous with the window reserved. All requests are
+there at the start, except in the row "one every 4 steps".
+Rows "empty": the share of token slots in used blocks that hold no token, compared with 4 % and with
+the share under reservation.
+Row "a decode step": one new token after 448 others, from the cache and by recomputing the window.
+Rows "transformers": the same weights, greedy decoding, the same prompts, a Llama of 4 layers x 256.
+Every run compares our texts with theirs. The rows run on one rank, and with tp_plan="auto" on 4
+gloo ranks in the same processes by turns. Bytes are the ledger's count for one token of each
+sequence, all ranks together. On one rank ours took 0.95 of their CPU time on two shared cores in
+November 2026. It took 1.06 before three changes: tokens lost their batch dim, prompts of one length
+attend in one call, and the layers' matrices are stored inputs first (serving/engine.py). On both
+sides more than half of the time is the same products of 8 rows with all weights. These rows need
+transformers and accelerate, which nothing else here needs:
 
     pip install -e '.[bench]'
 """
@@ -50,8 +50,10 @@ MEMORY = Memory(num_blocks=256, block_size=8)  # 2,048 tokens: four windows
 
 
 def trace(number, between=0):
-    """Prompts of 8 to 128 tokens, answers of 8 to 256: few are long, none is near the window.
-    between: steps from one's arrival to the next one's."""
+    """Make prompts of 8 to 128 tokens and answers of 8 to 256.
+
+    Few are long, and none is near the window. between: steps from one arrival to the next.
+    """
     rng = random.Random(0)
     requests = []
     for i in range(number):
@@ -141,7 +143,7 @@ PROMPT, BATCH = 64, 8
 
 
 def llama_from(model):
-    """transformers' model with the weights of ours."""
+    """Return transformers' model with the weights of ours."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -155,7 +157,7 @@ def llama_from(model):
         rms_norm_eps=1e-5,
         rope_theta=10_000.0,
         bos_token_id=None,
-        eos_token_id=None,  # no text ends early
+        eos_token_id=None,  # No text ends early.
         attn_implementation="sdpa",
     )
     state = {}
@@ -175,7 +177,7 @@ def prompts():
 
 
 def sides(model, theirs, new, group):
-    """Two functions that continue all prompts, and return the texts [B, new]."""
+    """Return two functions that continue all prompts and return the texts [B, new]."""
     tokens = prompts()
     requests = [Request(str(i), row.tolist(), new) for i, row in enumerate(tokens)]
 
@@ -203,7 +205,7 @@ def one_rank_case(new, repeats):
     texts = {name: side() for name, side in both.items()}
     assert torch.equal(texts["ours"], texts["theirs"]), "the texts differ"
 
-    def a_token(side):  # one thread on both sides: its CPU time is what it takes when alone
+    def a_token(side):  # One thread per side, so CPU time equals time alone.
         began = time.process_time()
         both[side]()
         return 1e3 * (time.process_time() - began) / new
@@ -219,7 +221,8 @@ def both_on_ranks(folder, new, group):
     from transformers import LlamaForCausalLM
 
     rank, size = group.rank(), group.size()
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))  # it asks them
+    # transformers reads these variables.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     mesh = dist.device_mesh.init_device_mesh("cpu", (size,))
     theirs = LlamaForCausalLM.from_pretrained(folder, tp_plan="auto", device_mesh=mesh).eval()
     model = shard_model(GPT(CONFIG).eval(), GPT_PLAN, group)
@@ -227,7 +230,7 @@ def both_on_ranks(folder, new, group):
 
 
 def in_turn_on_ranks(folder, new, rounds, group):
-    """{side: [seconds of each round]}, and both sides' texts."""
+    """Return {side: [seconds of each round]}, and both sides' texts."""
     both = both_on_ranks(folder, new, group)
     texts = {name: side() for name, side in both.items()}
     taken = {name: [] for name in both}
@@ -249,7 +252,7 @@ def ranks_cases(new, rounds):
         llama_from(GPT(CONFIG)).save_pretrained(folder)
         results = launch(in_turn_on_ranks, RANKS, (folder, new, rounds), timeout=500).results
         sent = {}
-        for side in ("ours", "theirs"):  # eight tokens more: no prompt, no setting up
+        for side in ("ours", "theirs"):  # Eight tokens more, without prompt and set-up.
             few, more = (
                 launch(once_on_ranks, RANKS, (folder, n, side), timeout=500).ledger.total_bytes()
                 for n in (4, 12)
@@ -270,7 +273,7 @@ def cases(long):
     yield from trace_cases(long)
     yield from step_case()
     if not (find_spec("transformers") and find_spec("accelerate")):
-        print("no rows beside transformers: pip install -e '.[bench]' brings it")
+        print("no rows for transformers, which is not installed: pip install -e '.[bench]'")
         return
     yield from one_rank_case(64 if long else 32, 7 if long else 5)
     yield from ranks_cases(64 if long else 16, 7 if long else 3)

@@ -1,21 +1,21 @@
-"""Explorers in the page: from a moved control to the new picture, beside 300 ms.
+"""Measure explorers in a web page: from a moved control to the new picture; the bar is 300 ms.
 
     make site
     python benchmarks/site.py
 
-Chromium opens out/site from the disk. Rows "NAME: CONTROL": a slider moves, a different value each
-time; the time is that of the page, from the event to the frame after the picture is there. "A new
-question": another number of GPUs makes the planner search anew, 256 to 8,192 of them, each once.
-Until the answer the page says "searching ...", and how soon is a row, too. How long Python takes to
-load informs.
+Chromium opens out/site from the disk. Rows "NAME: CONTROL": a slider moves, to a different value
+each time, and the page measures from the event to the frame after the picture appears. "A new
+question": another number of GPUs makes the planner search again, for 256 to 8,192 GPUs, each once.
+Until the answer arrives the page says "searching ...", and one row measures how soon it does. The
+time to load Python is shown without a bar.
 
-Of a new question's layouts the planner looks at those whose time may be below the fastest known of
-the same axes, by a lower bound (calculators/planner.py): of 614 for llama3-70b on 1,024 H100 at
-210, of 2,342 for mixtral-8x7b at 465. Before it looked at all, and answered in 0.8 to 2 s and 2 to
-5 s. On two cores with nothing beside all were met: the five models without experts in 69 to 181 ms,
-mixtral-8x7b 252, deepseek-v3 213; with a load of 10 they took 72 to 248, and these two 394 and 362.
-Listing their layouts and the bytes of the states takes a third of that, waterfalls and step times
-of those looked at the rest.
+For a new question the planner examines only the layouts whose lower bound on time is below the
+fastest known layout of the same axes (calculators/planner.py): 210 of 614 for llama3-70b on 1,024
+H100, 465 of 2,342 for mixtral-8x7b. When it still examined all of them, it answered in 0.8 to 2 s
+and 2 to 5 s. On two cores without other work all bars were met: the five models without experts
+took 69 to 181 ms, mixtral-8x7b 252 ms, deepseek-v3 213 ms. With a load of 10 they took 72 to 248,
+394 and 362 ms. Listing the layouts and the bytes of the states takes a third of the time;
+waterfalls and step times of the examined layouts take the rest.
 """
 
 import itertools
@@ -28,7 +28,7 @@ from _form import Case, main
 SITE = Path(__file__).resolve().parent.parent / "out/site"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 BAR = 300  # ms
-MOVES = {  # explorer -> (its control, places of the slider)
+MOVES = {  # explorer -> (its control, positions of the slider)
     "memory_and_time": ("utilisation", range(20, 60)),
     "memory_waterfall": ("dp", range(11)),
     "rank_grid": ("rank", range(16)),
@@ -71,7 +71,7 @@ FLAGS = "--no-sandbox --disable-gpu --disable-background-networking --no-first-r
 
 
 def mover(place, control, values, until=MOVE):
-    """A function that moves one control to its next value and returns the milliseconds."""
+    """Return a function that moves one control to its next value and returns the milliseconds."""
     following = itertools.cycle(values)
     stands = f"""place => {{ const control = place.querySelector("[name={control}]");
         return control.selectedIndex ?? Number(control.value); }}"""
@@ -86,7 +86,7 @@ def mover(place, control, values, until=MOVE):
 
 
 def started(page, name):
-    """(the place of an explorer, ms until it had answered first)."""
+    """Return (the place of an explorer, the ms until its first answer)."""
     place = page.locator(f"section:has(> h2:text('{name}')) .live-explorer").last
     began = page.evaluate("() => performance.now()")
     place.locator("button").click()
@@ -109,7 +109,7 @@ def cases(long):
         for name, (control, values) in MOVES.items():
             move = mover(places[name], control, values)
             yield Case(f"{name}: {control}", move, BAR, 1.0, repeats=repeats)
-        planner = places["layout_planner"]  # (it remembers a question: each size once)
+        planner = places["layout_planner"]  # It remembers questions, so each size is asked once.
         said = mover(planner, "num_gpus", range(2, 5), SEARCHES)
         yield Case("a new question: searching ...", said, BAR, 1.0, repeats=3, warmup=0)
         models = planner.locator("[name=model] option").all_inner_texts()

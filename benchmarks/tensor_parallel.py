@@ -1,19 +1,21 @@
-"""Tensor and sequence parallelism: ours beside DTensor's parallelize_module.
+"""Compare our tensor and sequence parallelism with DTensor's parallelize_module.
 
-The same GPT on 4 ranks. Theirs: ColwiseParallel and RowwiseParallel, with loss_parallel (or with
-full logits on every rank, which is what its users get without), and SequenceParallel. x is made a
+The same GPT runs on 4 ranks. Theirs: ColwiseParallel and RowwiseParallel, with loss_parallel (or
+with full logits on every rank, which users get without it), and SequenceParallel. x becomes a
 DTensor once for q, k and v, so that its gradient is reduced once, as in ours.
 Rows "step": forward, loss, backward and AdamW; both sides take turns in the same processes.
-Rows "step, theirs under torchrun": each side in processes of its own, as its users start it, so
-that theirs has no recorder, malloc settings or threads of ours. They take turns in one run, too.
-Rows "CPU time": of all ranks together. On a busy machine it says more than the step does.
-Rows "bytes": what the ledger counts for one step, all ranks together. It counts DTensor's native
-collectives at the least that they need, so that gloo's real traffic is not held against them.
-Differences: with full logits theirs gathers them; with SP it reduces the norms' gradients inside
-the optimizer, tensor by tensor and use by use; gathering again costs ours a gather a region.
-Rows "memory": the most bytes that a second step has allocated at once, on the rank that needs most.
-On rank 0, where small tensors are added up, ours receives two at a time from the others.
-Both sides' losses and gradients are compared in every run.
+Rows "step, theirs under torchrun": each side has its own processes, started as its users start it,
+so that theirs runs without our recorder, malloc settings and threads. They also take turns in one
+run.
+Rows "CPU time": the CPU time of all ranks together, which says more than the step on a busy
+machine.
+Rows "bytes": the ledger's count for one step, all ranks together. DTensor's native collectives
+count as the minimum that they need, so gloo's extra traffic is not charged to DTensor. Differences:
+with full logits theirs gathers them. With SP it reduces the norms' gradients inside the optimizer,
+tensor by tensor and use by use; ours gathers once more per region.
+Rows "memory": the peak of bytes allocated during a second step, on the rank that needs most. On
+rank 0, where small tensors are summed, ours receives two at a time from the others. Every run
+compares the losses and gradients of both sides.
 """
 
 import statistics
@@ -75,7 +77,7 @@ def our_step(config, pair, group):
 
 
 def gradients_of_ours(model, group):
-    """Every parameter's whole gradient, by its name."""
+    """Return every parameter's whole gradient by its name."""
     kept = [parameter.data for parameter in model.parameters()]
     for parameter in model.parameters():
         parameter.data = parameter.grad
@@ -141,7 +143,7 @@ def their_step(config, sequence, loss_parallel, group):
 
 
 def ours_beside_torchrun(config, pair, rounds, torchrun, group):
-    """Our step and theirs in turn, each in processes of its own."""
+    """Run our step and theirs in turn, each in its own processes."""
     step, _ = our_step(config, pair, group)
     theirs = partial(_torchrun.step, torchrun, group.rank())
     step(), theirs()  # the first step sets things up: not timed
@@ -149,7 +151,7 @@ def ours_beside_torchrun(config, pair, rounds, torchrun, group):
 
 
 def both_on_a_rank(config, pair, loss_parallel, rounds, group):
-    """Our step and theirs in turn, in the same processes; losses and gradients compared."""
+    """Run our step and theirs in turn in the same processes; compare losses and gradients."""
     sides = [
         our_step(config, pair, group),
         their_step(config, pair != "TP", loss_parallel, group),
@@ -164,7 +166,7 @@ def both_on_a_rank(config, pair, loss_parallel, rounds, group):
 
 
 def step_times(config, pair, loss_parallel, rounds):
-    """What the ranks measured, first each side in its own processes, then both in ours."""
+    """Return the ranks' measurements, first each side in its own processes, then both in ours."""
     theirs = (config, pair != "TP", loss_parallel)
     with _torchrun.ranks(their_step, theirs, RANKS) as torchrun:
         args = (config, pair, rounds, torchrun)
@@ -175,7 +177,7 @@ def step_times(config, pair, loss_parallel, rounds):
 
 
 def second_step(make, args, profiled, group):
-    """Run two steps; the peak in MiB of what the second allocated at once, if it is asked for."""
+    """Run two steps; if asked, return the peak in MiB that the second step allocated."""
     step, _ = make(*args, group)
     step()
     group.recorder.phases.set("second step")
@@ -189,7 +191,8 @@ def sent(make, *args):
 
 
 def peak(make, *args):
-    """The middle one of three runs: theirs frees when gloo's threads are done, sometimes late."""
+    """Return the middle one of three runs, because theirs frees when gloo's threads are done,
+    sometimes late."""
     runs = [launch(second_step, RANKS, (make, args, True), timeout=300, quiet=True) for _ in "123"]
     return statistics.median(max(run.results) for run in runs)
 
@@ -213,7 +216,7 @@ def cases(long):
             f"bytes, {name}",
             lambda pair=pair: sent(our_step, config, pair),
             lambda theirs=theirs: sent(their_step, *theirs),
-            None if "again" in pair else 1.0,  # more bytes for less memory is what it is for
+            None if "again" in pair else 1.0,  # This pair trades more bytes for less memory.
             unit="MiB",
             repeats=1,
             warmup=0,

@@ -1,9 +1,10 @@
-"""What it costs to look: a step that torch.profiler and the ledger record, beside one that neither
-the profiler nor regions watch; and how much of a recorded step nobody can explain.
+"""Measure the cost of profiling: a step with torch.profiler and regions, and a step without.
 
-Rows "a step": the same training on two ranks in one launch, recorded and not recorded by turns; the
-slowest rank's time, the median over the rounds. The ledger records in both, as it always does here.
-Row "unexplained": the share of the recorded steps that is in no part, in percent, beside 2.
+Rows "a step": the same training on two ranks in one launch, recorded and not recorded by turns. A
+row is the slowest rank's time, the median over the rounds. The ledger records in both, as it always
+does.
+Row "unexplained": the share of the recorded steps that belongs to no part, in percent; the bar is
+2.
 Row "the record": milliseconds to put a recorded step of both ranks into the table, afterwards.
 """
 
@@ -19,12 +20,12 @@ from mini_dist.course.profile import Timeline, profiled, where_it_went
 from mini_dist.course.profile.profiled import Profile
 from mini_dist.strategies.data_parallel import Bucketed, Overlapped
 
-RANKS, STEPS = 2, 3  # a round is so many steps: a profiler is not started for one
+RANKS, STEPS = 2, 3  # steps per round: starting a profiler for one step is too dear
 CONFIG = ModelConfig(d_model=128, num_layers=2, num_heads=4, seq_len=64)
 
 
 def in_turn(kind, rounds, group):
-    """{recorded or not: seconds of a step in each round}, and the spans of the last round."""
+    """Return {recorded or not: seconds per step in each round}, and the last round's spans."""
     rank, size = group.rank(), group.size()
     model = kind(GPT(CONFIG, seed=0), group, bucket_bytes=1 << 20)
     optimizer = torch.optim.AdamW(model.tensors_to_step())

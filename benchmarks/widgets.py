@@ -1,9 +1,10 @@
-"""Explorers: from a moved control to the new picture and words, beside 100 ms.
+"""Measure explorers: from a moved control to the new picture and words; the bar is 100 ms.
 
-Rows "NAME": one control of the explorer moves, to a different value each time. The time is that of
-the live widget in Python, which draws the picture as SVG, without the way to the browser and back.
-The bar is 100 ms, which a person takes for immediate (Nielsen 1993, chapter 5).
-Rows "NAME, a new question": other numbers of GPUs make the planner search anew; they only inform.
+Rows "NAME": one control of the explorer moves, to a different value each time. The time is measured
+in the live widget in Python, which draws the picture as SVG, without the way to the browser and
+back. People perceive 100 ms as immediate (Nielsen 1993, chapter 5).
+Rows "NAME, a new question": another number of GPUs makes the planner search again; these rows only
+inform.
 """
 
 import itertools
@@ -43,7 +44,7 @@ MOVES = {
 
 
 def mover(make, name, values, **start):
-    """A function that moves one control of a live explorer to its next value."""
+    """Return a function that moves one control of a live explorer to its next value."""
     grid, seen = make(**start).view.children
     picture, words = seen.children
     (control,) = (c for c in grid.children if c.description == name.replace("_", " "))
@@ -60,7 +61,7 @@ def mover(make, name, values, **start):
 
 
 def plan_anew():
-    """As `mover`, but nothing that was asked before is remembered."""
+    """Do the same as `mover`, with nothing remembered from earlier questions."""
     move = mover(layout_planner, "num_gpus", [256, 512, 1024])
 
     def forgetful():

@@ -1,8 +1,8 @@
-"""The course as a static site: `make site`. Sphinx reads the repository; nothing is executed.
+"""Build the course as a static site with `make site`: Sphinx reads the repository and runs no cell.
 
-The pages are the course's notebooks with the outputs that are kept in them, docs/, TEACHING.md, and
-the library's docstrings. A new lesson needs no line here. Notebooks and notes of the reader's own,
-in notebooks/ or beside them, are no pages.
+The pages are the course's notebooks with their saved outputs, docs/, TEACHING.md, and the library's
+docstrings. A new lesson needs no line here. Notebooks and notes that a reader adds to the checkout
+do not become pages.
 """
 
 import json
@@ -21,8 +21,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path.insert(0, str(HERE))
 
-# Where Binder serves the repository, as https://mybinder.org/v2/gh/OWNER/NAME/main. The pages link
-# there; unset, they say nothing of it.
+# The address where Binder serves the repository: https://mybinder.org/v2/gh/OWNER/NAME/main. If it
+# is set, the pages link to it; otherwise they do not mention Binder.
 BINDER = os.environ.get("MINI_DIST_BINDER", "")
 
 project = "mini_dist"
@@ -31,7 +31,7 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "words", "explorers"]
 root_doc = "site/index"
 include_patterns = ["site/*.md", "site/library/*.md", "TEACHING.md", "CONTRIBUTING.md"]
 include_patterns += ["docs/glossary.md", "docs/coming_from_elsewhere.md", "docs/wrong_answers.md"]
-include_patterns += ["docs/cluster/README.md"]
+include_patterns += ["docs/installing.md", "docs/planner_errors.md", "docs/cluster/README.md"]
 include_patterns += [f"notebooks/{name}" for name in working_copy.notebooks(ROOT / "notebooks")]
 exclude_patterns = [
     "site/explorers_head.md",
@@ -64,11 +64,11 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_context = {"default_mode": "auto"}
 html_show_sourcelink = False
-html_show_search_summary = False  # it would be fetched, which a page of file:// may not
+html_show_search_summary = False  # Summaries are fetched, which a file:// page may not do.
 html_theme_options = {
     "home_page_in_toc": True,
     "show_toc_level": 2,
-    "collapse_navigation": True,  # (the sidebar of the library alone would be half of each page)
+    "collapse_navigation": True,  # Expanded, the library's sidebar would be half of each page.
 }
 # One file that draws formulas as SVG: no fonts to fetch.
 mathjax_path = "mathjax/tex-svg.js"
@@ -79,7 +79,8 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 autodoc_default_options = {"members": True, "show-inheritance": True}
-toc_object_entries = False  # (each page would carry all of them, twice the time to build)
+toc_object_entries = False  # Each page would list every object, and the build would take twice as
+# long.
 
 
 def write_library(app):
@@ -105,7 +106,7 @@ def write_library(app):
 
 
 def as_markdown(app, what, name, obj, options, lines):
-    """Docstrings are plain text with indented code, which is Markdown."""
+    """Render a docstring as Markdown, since it is plain text with indented code."""
     page = MarkdownIt().render("\n".join(lines))
     if page:
         lines[:] = [".. raw:: html", "", *(f"   {line}" for line in page.splitlines()), ""]
@@ -116,7 +117,7 @@ def as_markdown(app, what, name, obj, options, lines):
 
 TO_RUN = """
 ```{{tip}}
-This page shows a run. To run it yourself, and to change it: `make lab`, and there
+This page shows a finished run. To run and change it yourself, use `make lab` and open
 `{path}`{or_in_binder}.
 ```
 """
@@ -127,7 +128,7 @@ def or_in_binder(path):
 
 
 def prepare(app, docname, source):
-    """Say how it is run; fold the cells that JupyterLab folds; mark those that show an explorer."""
+    """Add how to run a page, fold the cells that JupyterLab folds, and mark explorer cells."""
     if docname == root_doc:
         source[0] = source[0].replace("{or_in_binder}", or_in_binder("notebooks"))
     if not docname.startswith("notebooks/"):

@@ -1,7 +1,8 @@
-"""The explorers in the page: Python itself goes with the site, and starts when a reader asks.
+"""Put the explorers into the pages. Python ships with the site and starts when a reader needs it.
 
-Pages opened from a disk may neither fetch nor start a worker from a file. So what Pyodide would
-fetch is packed into one script, and the page unpacks it: the same on a disk and on a server.
+Pages opened from a disk may neither fetch files nor start a worker from a file. So the build packs
+everything that Pyodide would fetch into one script, and the page unpacks it. That works the same
+from a disk and from a server.
 """
 
 import base64
@@ -26,7 +27,7 @@ BESIDE = {  # explorers that lessons import from their own module
 
 
 def library() -> bytes:
-    """mini_dist as a zip, with the files of in_page/ in place of those that need torch."""
+    """Return mini_dist as a zip in which files from in_page/ replace the files that need torch."""
     files = {}
     for root, pattern in ((HERE.parent, "mini_dist/**/*.py"), (HERE / "in_page", "**/*.py")):
         for path in sorted(root.glob(pattern)):
@@ -43,11 +44,11 @@ def packed_as_text(part: bytes) -> str:
 
 
 def pack(app, exception):
-    """Write _static/python.js and copy Pyodide's loader beside it."""
+    """Write _static/python.js and copy Pyodide's loader into the same folder."""
     if exception is not None or app.builder.format != "html":
         return
     lock = json.loads((PYODIDE / "pyodide-lock.json").read_text())
-    lock["packages"] = {}  # none of them goes with the site
+    lock["packages"] = {}  # The site ships no packages.
     parts = {
         "module": (PYODIDE / "pyodide.asm.mjs").read_bytes(),
         "wasm": (PYODIDE / "pyodide.asm.wasm").read_bytes(),
@@ -75,7 +76,7 @@ SECTION = """
 
 
 def write_page(app):
-    """A page with every explorer that the library has."""
+    """Write a page with every explorer of the library."""
     cells = {}
     for name in sorted({*widgets.__all__} - {"Explorer"}):
         home = getattr(widgets, name).__module__
@@ -88,12 +89,12 @@ def write_page(app):
         said = module.__doc__.split("\n")[0].removeprefix("Explorer of ")
         source = f"{imports}\n\n{call}"
         text += SECTION.format(name=name, said=said[0].upper() + said[1:], source=source)
-    if not PAGE.exists() or PAGE.read_text() != text:  # (a new date would build it anew)
+    if not PAGE.exists() or PAGE.read_text() != text:  # A new date would rebuild the page.
         PAGE.write_text(text)
 
 
 def script_where_needed(app, pagename, templatename, context, doctree):
-    """The script goes with the pages that have an explorer."""
+    """Add the script to the pages that have an explorer, and to no others."""
     if doctree is not None and any(
         name in ("explorer", "tag_explorer")
         for node in doctree.findall(nodes.Element)

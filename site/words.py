@@ -1,6 +1,6 @@
-"""The words of docs/glossary.md, linked from where a page first uses them.
+"""Link the words of docs/glossary.md from the place where a page first uses them.
 
-A link's tooltip has the Chinese word and the meaning. Each row of the glossary has an anchor.
+A link's tooltip shows the Chinese word and the meaning. Each row of the glossary has an anchor.
 """
 
 import re
@@ -18,7 +18,7 @@ def anchor(word):
 
 
 def read_glossary(app, doctree):
-    """Keep the glossary's rows, and give each an anchor."""
+    """Store the glossary's rows, and give each row an anchor."""
     env = app.env
     if env.docname != GLOSSARY:
         return
@@ -35,7 +35,7 @@ def read_glossary(app, doctree):
 
 
 class LinkWords(SphinxPostTransform):
-    """The first use of each word on a page of the course becomes a link to its row."""
+    """Turn the first use of each word on a page of the course into a link to its row."""
 
     default_priority = 900
 
@@ -44,7 +44,8 @@ class LinkWords(SphinxPostTransform):
         if not docname.startswith(("notebooks/", "docs/coming")) or not words:
             return
         uri = self.app.builder.get_relative_uri(docname, GLOSSARY)
-        # (a word of capitals is an abbreviation: as it stands; others also as plural or at a start)
+        # A word in capitals is an abbreviation and must match exactly. Other words also match as a
+        # plural or with a capital first letter.
         by_key = {word if word.isupper() else word.lower(): found for word, found in words.items()}
         longest = sorted(by_key, key=len, reverse=True)
         any_word = "|".join(map(re.escape, longest))
@@ -80,7 +81,7 @@ def ancestors(node):
 
 
 def all_with_the_glossary(app, env, added, changed, removed):
-    """When the glossary has changed, so have the words on all pages."""
+    """Rebuild all pages if the glossary has changed, because every page links to it."""
     return env.found_docs - added if GLOSSARY in changed else set()
 
 

@@ -61,7 +61,7 @@ def facts(lesson: Path) -> str:
     optional = numbers([cell["number"] for cell in code if cell["optional"]])
     times = f"{found['core']} minutes to read and run"
     if found["optional"]:
-        times += f", {found['optional']} more for what is optional"
+        times += f", {found['optional']} more for the optional sections"
     core = numbers([cell["number"] for cell in code if not cell["optional"]])
     told = f"{times}. Code cells {core} are the core"
     told += f", {optional} are optional." if optional else "; none is optional."
@@ -160,9 +160,9 @@ def rows_of(module, mark, source: str):
 def all_wrong_answers() -> str:
     parts = [
         "# Wrong answers, and what the hint says\n",
-        "Made by `tools/teaching.py` from the answers that the tests hold "
-        "(`tests/course/exercises/`); what stands in the right column is a piece of the hint. "
-        "They are the mistakes that we could think of, and no statistics of a class.\n",
+        "`tools/teaching.py` makes this page from the wrong answers in the tests "
+        "(`tests/course/exercises/`). The right column shows a piece of the hint. These are the "
+        "mistakes that we could think of, not statistics of a class.\n",
     ]
     for lesson in lessons():
         path = ROOT / f"tests/course/exercises/test_lesson_{lesson.stem[:2]}_exercises.py"

@@ -1,17 +1,18 @@
-"""Run a command on each of several hosts on this machine: with an address, a slow link, no root.
+"""Run a command on several hosts on this machine, each with an address and a slow link, no root.
 
     python docs/cluster/on_hosts.py --hosts 2 --uplink "200 Mbit/s" -- \\
         torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-id my-run \\
         --rdzv-endpoint 10.77.0.1:29500 --rdzv-conf is_host={is_first} --local-addr {address} \\
         docs/cluster/train.py --ranks 2
 
-In the command `{host}` becomes the number of the host, `{address}` its address, 10.77.0.1 for host
-0, and `{is_first}` 1 on host 0 and 0 on the others: by name torchrun could find out neither. The
-hosts are network namespaces (mini_dist/ranks/cables.py): they share files and processors, and
-nothing reaches them from outside or leads out. The first command that fails ends the others.
+In the command `{host}` becomes the number of the host and `{address}` its address, 10.77.0.1 for
+host 0. `{is_first}` becomes 1 on host 0 and 0 on the others, because torchrun could not find this
+out by name. The hosts are network namespaces (mini_dist/ranks/cables.py). They share files and
+processors, and they have no connection to the outside. The first command that fails ends the
+others.
 
-`kill -USR1` of this program pulls the cable of the last host. From then on this program
-does not wait for it. TCP does, for a quarter of an hour.
+`kill -USR1` on this program pulls the cable of the last host. From then on the program does not
+wait for that host. TCP waits for a quarter of an hour.
 """
 
 import argparse

@@ -1,9 +1,10 @@
-"""The same functions of ranks as Ray actors: for those who have a Ray cluster.
+"""Run the same rank functions as Ray actors, on a Ray cluster.
 
     python docs/cluster/on_ray.py            # 4 ranks on this machine: a ring, and ZeRO-3
 
-A placement group reserves a bundle a rank before any starts: STRICT_SPREAD puts each on another
-node, PACK as many as fit on one. Rank 0's node keeps the rendezvous.
+A placement group reserves one bundle per rank before any rank starts. STRICT_SPREAD puts each
+bundle on a different node; PACK puts as many as fit on one node. Rank 0's node keeps the
+rendezvous.
 """
 
 import os

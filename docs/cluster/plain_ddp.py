@@ -1,9 +1,9 @@
-"""Data parallelism as it is written without `launch`: torchrun starts the ranks, DDP averages.
+"""Train with data parallelism without `launch`: torchrun starts the ranks, and DDP averages.
 
     torchrun --standalone --nproc-per-node 2 docs/cluster/plain_ddp.py
 
-Only the model, its loss and the text are the course's. `--forget-set-epoch` leaves out the line
-that most scripts leave out: then every epoch goes through the samples in the same order.
+Only the model, its loss and the text come from the course. `--forget-set-epoch` leaves out a line
+that is often forgotten, and then every epoch processes the samples in the same order.
 """
 
 import argparse

@@ -3,11 +3,12 @@
     python docs/cluster/train.py --ranks 2 --directory runs/demo
     torchrun --standalone --nproc-per-node 2 docs/cluster/train.py --ranks 2 --directory runs/demo
 
-With a GPU for each rank of a machine, it trains on them over NCCL; else on the CPU over gloo.
+If each rank of a machine has a GPU, the script trains on GPUs over NCCL, otherwise on the CPU over
+gloo.
 
-Started again with the same directory, it goes on from its last checkpoint, on any number of ranks
-that divides the batch. `--kill 7`: the last rank kills itself at step 7, the first time that
-it gets there.
+If you start it again with the same directory, it continues from its last checkpoint, on any number
+of ranks that divides the batch. With `--kill 7` the last rank kills itself the first time that it
+reaches step 7.
 """
 
 import argparse
@@ -39,7 +40,7 @@ def train(directory, steps, every, kill, batch_size, group):
         print(f"{group.size()} ranks, from step {first}", flush=True)
     for step in range(first, steps):
         if step == kill and first == 0:
-            # Whoever is faster: every rank has shown its last step, and its checkpoint is whole.
+            # Before the kill every rank has printed its last step and completed its checkpoint.
             training.wait()
             dist.barrier(group)
             if group.rank() == group.size() - 1:

@@ -1,4 +1,4 @@
-"""What a page of the site asks of Python: an explorer out of a cell's source, and its answers."""
+"""Answer a page of the site: build an explorer from a cell's source and answer its controls."""
 
 import ast
 import json
@@ -15,10 +15,10 @@ NEEDS = (
 
 
 def open_cell(source: str) -> str:
-    """The explorer that a cell ends in, as JSON: its number, controls, picture and words.
+    """Return the explorer in a cell's last line as JSON: number, controls, picture and words.
 
-    What the cell gives the explorer and a page cannot have (a link measured above, a run on ranks)
-    is left out, and `left_out` names it.
+    Arguments that a page cannot compute (a link measured above, a run on ranks) are left out, and
+    `left_out` names the one that was.
     """
     *before, last = ast.parse(source).body
     names: dict = {}
@@ -38,7 +38,7 @@ def open_cell(source: str) -> str:
 
 
 def call(node: ast.Call, names: dict):
-    """(what the call gives, the name of the argument that had to be left out or "")."""
+    """Return the result of the call and the name of the argument that was left out, or ""."""
 
     def made(keywords):
         alone = ast.Expression(ast.Call(node.func, node.args, keywords))
@@ -58,7 +58,7 @@ def call(node: ast.Call, names: dict):
 
 
 def control(name: str, parameter, value) -> dict:
-    """A control as the page draws it; `values` are all that it can say."""
+    """Return a control as the page draws it. `values` lists all values that it can take."""
     if isinstance(parameter, Text):
         return {"name": name, "kind": "text", "value": value}
     if isinstance(parameter, Flag):
@@ -69,7 +69,7 @@ def control(name: str, parameter, value) -> dict:
 
 
 def change(number: int, values: str) -> str:
-    """The answer of an explorer to new values, or what is wrong with them."""
+    """Return the explorer's answer to new values, or the reason why it refuses them."""
     explorer, asked = shown[number], json.loads(values)
     try:
         explorer.change(**asked)

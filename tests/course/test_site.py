@@ -151,7 +151,7 @@ def test_outputs_are_the_notebook_s_and_answers_are_folded(site):
     assert len(streams) > 5
     for text in streams:
         assert " ".join(text.split()) in said
-    assert "make lab, and there notebooks/12_pipeline.ipynb" in said  # how it is run
+    assert "use make lab and open notebooks/12_pipeline.ipynb" in said  # how it is run
     pictures = sum("<img " in str(out.get("data", {}).get("text/html", ""))
                    or "image/png" in out.get("data", {})
                    for c in notebook.cells for out in c.get("outputs", []))  # fmt: skip

@@ -8,6 +8,7 @@ from tools import teaching
 from tools.minutes import minutes_of
 
 ROW = re.compile(r"^\| ([^|]+) \| ([^|]+) \| ([\d; ]+) \| ([\d; ]+) \|$", re.M)
+ROUTE = re.compile(r"^\| [^|]+ \| ([^|]*\b\d\d\b[^|]*) \| ([^|]+) \| ([^|]+) \|$", re.M)
 FROM_TO = re.compile(r"\b(\d\d)(?:-(\d\d))?\b")
 
 
@@ -24,6 +25,12 @@ def numbers_in(lessons: str) -> list[str]:
     return [f"{number:02}" for first, last in found for number in range(first, last + 1)]
 
 
+def in_hours(minutes: int) -> str:
+    """Return 2 h, 45 min or 4 h 20 min."""
+    hours, rest = divmod(minutes, 60)
+    return " ".join([f"{hours} h"] * (hours > 0) + [f"{rest} min"] * (rest > 0))
+
+
 @pytest.mark.parametrize("row", paths(), ids=lambda row: row[0])
 def test_a_path_takes_the_minutes_of_its_lessons(row):
     of = {path.stem[:2]: minutes_of(path) for path in teaching.lessons()}
@@ -33,6 +40,17 @@ def test_a_path_takes_the_minutes_of_its_lessons(row):
     for stated, name in ((core, "core"), (exercises, "exercises")):
         sums = [sum(of[number][name] for number in day) for day in days]
         assert [int(minutes) for minutes in stated.split(";")] == sums, name
+
+
+def test_the_routes_of_the_readme_take_the_hours_of_their_lessons():
+    of = {path.stem[:2]: minutes_of(path) for path in teaching.lessons()}
+    readme = (teaching.ROOT / "README.md").read_text(encoding="utf-8")
+    routes = ROUTE.findall(readme.partition("## Routes")[2].partition("\n## ")[0])
+    assert len(routes) >= 5
+    for lessons, *stated in routes:
+        for hours, name in zip(stated, ("core", "exercises"), strict=True):
+            total = sum(of[number][name] for number in numbers_in(lessons))
+            assert hours == in_hours(total), (lessons, name)
 
 
 def test_every_lesson_is_on_one_path_of_its_own_or_in_the_week():

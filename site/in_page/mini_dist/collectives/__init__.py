@@ -1,1 +1,1 @@
-"""In a page: no messages. Grid, of mesh.py, needs none."""
+"""Stand in for the room `collectives` in a web page: only Grid of mesh.py, which sends nothing."""

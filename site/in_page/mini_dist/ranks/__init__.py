@@ -1,1 +1,1 @@
-"""In a page: no ranks."""
+"""Stand in for the room `ranks` in a web page, which has no ranks."""

@@ -1,4 +1,4 @@
-"""A web page starts no processes. What asks for them is told so; all else can be imported."""
+"""Refuse to start processes, which a web page cannot do. Everything else can be imported."""
 
 
 class RankError(RuntimeError):
