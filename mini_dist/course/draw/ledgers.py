@@ -7,9 +7,10 @@ from math import log10
 from mini_dist.ranks.ledger import Ledger
 
 from .palette import BAR_COLORS, LINE_COLORS, PHASE_COLORS, RANK_COLORS
-from .svg import WIDEST, Drawing, Panel, around, numbered, powers, round_places
+from .svg import LETTER, SIZE, WIDEST, Drawing, Panel, around, numbered, powers, round_places
 
 COMM_COLORS = ["#756bb1", "#de2d26", "#2b8cbe", "#31a354", "#b15928", "#e7298a"]
+UPRIGHT = 560  # pixels of a panel whose bars stand
 UNITS = [(1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")]
 
 
@@ -128,7 +129,8 @@ def bars(groups: dict[str, dict], unit: str, title: str = "", x: str = "") -> Dr
     words = dict(title=title, legend=dict(zip(groups, BAR_COLORS)))
     ticks, marks = dict(enumerate(labels)), numbered(round_places(*up))
     across = len(places) - 0.5, -0.5
-    lying = 8 * sum(map(len, labels)) + 12 * len(labels) > WIDEST  # Long names get a row each.
+    room = (UPRIGHT - 80) / len(labels)  # pixels for each name; the rest is the axis
+    lying = LETTER * SIZE * max(map(len, labels)) > room - 6  # Long names get a row each.
     if lying:
         height = 60 + (8 + 18 * len(groups)) * len(places)
         panel = Panel(
@@ -136,7 +138,15 @@ def bars(groups: dict[str, dict], unit: str, title: str = "", x: str = "") -> Dr
         )
     else:
         panel = Panel(
-            560, 300, across[::-1], up, xlabel=x, ylabel=unit, xticks=ticks, yticks=marks, **words
+            UPRIGHT,
+            300,
+            across[::-1],
+            up,
+            xlabel=x,
+            ylabel=unit,
+            xticks=ticks,
+            yticks=marks,
+            **words,
         )
     width = 0.8 / len(groups)
     for number, values in enumerate(groups.values()):
