@@ -1,6 +1,33 @@
-"""Lesson 16: what four ranks have saved, three others load."""
+"""Lesson 16: what a failure costs; what four ranks have saved, three others load."""
 
-from board import GRAY, INK, RANKS, Board
+from board import FORWARD, GRAY, INK, RANKS, WRONG, Board
+
+
+def what_a_failure_costs():
+    board = Board(
+        625,
+        170,
+        "A line of time. Training runs for tau seconds, then a save stops it for delta seconds, "
+        "and so on. A failure strikes in the middle of the third interval. The work since the last "
+        "save, tau / 2 on average, is lost, and the run goes on from that save.",
+    )
+    left, work, save = 25, 170, 32
+    for number in range(3):
+        x = left + (work + save) * number
+        if number < 2:
+            board.box(x, 60, work, 40, "train", FORWARD)
+            board.box(x + work, 60, save, 40, "save", RANKS[5], 11)
+    failure = x + work / 2
+    board.box(x, 60, work, 40, dashed=True)
+    board.box(x, 60, work / 2, 40, "lost", RANKS[4])
+    board.line(failure, 48, failure, 112, WRONG, 3)
+    board.words(failure, 36, "failure", 13, WRONG, bold=True)
+    board.words(left + work / 2, 125, "τ: every interval", 13, GRAY)
+    board.words(left + work + save / 2, 45, "δ: every save", 13, GRAY)
+    board.words(x + work / 4, 125, "τ / 2 on average", 13, GRAY)
+    board.arrow(failure, 140, x, 140, color=INK)
+    board.words(x + work / 4, 157, "start again from the save", 13, INK)
+    return board
 
 
 def four_write_three_read():
