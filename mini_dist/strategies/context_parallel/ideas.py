@@ -70,7 +70,7 @@ def attention_over(q: Tensor, k: Tensor, v: Tensor, is_own: bool) -> Partial:
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, group) -> Partial:
-    """Attend causally over the whole sequence, of which each rank holds one part.
+    """Attend causally over the whole sequence; each rank holds one part of it.
 
     q, k, v [B, N, S/cp, H] -> out [B, N, S/cp, H] and lse [B, N, S/cp]. Each rank sends cp - 1
     messages, first its own K and V and then those it received. It never holds more than three
