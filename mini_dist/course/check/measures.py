@@ -17,7 +17,7 @@ from .engine import too_few_bytes
 def close(found, expected: Tensor, largest: float) -> bool:
     """Equal up to the rounding of `expected`'s dtype in sums of terms as large as `largest`.
 
-    So whoever divides before adding is right, too, and whoever sends 16 bits for 32 is not.
+    So dividing before adding is also right, and sending 16 bits instead of 32 is not.
     """
     if not isinstance(found, Tensor):
         return False
@@ -54,15 +54,17 @@ def mistake_of_dtype(
 
 
 def plain(value):
-    """Lists and numbers of Python for those of torch and numpy, also inside of lists and tuples."""
+    """Convert torch and numpy values to Python lists and numbers, inside lists and tuples as
+    well."""
     if type(value) in (list, tuple):
         return type(value)(map(plain, value))
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 class Alive(TorchDispatchMode):
-    """Notes the memory of each tensor that is made inside, and says what of it is still there,
-    whoever holds it: a name, a list, a graph, a clone. What was shrunk counts as it is now."""
+    """Note the memory of each tensor that is made inside `with`, and report what still exists,
+    whatever holds it: a name, a list, a graph, a clone. A resized tensor counts with its new
+    size."""
 
     def __init__(self):
         super().__init__()

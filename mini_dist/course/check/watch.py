@@ -76,9 +76,9 @@ def handles_kept() -> Iterator[None]:
 def started_when_possible(recorder) -> Iterator[None]:
     """Note as the start of a message the end of the last one that its thread knows of.
 
-    So what had to wait for what is the program's doing, and not that of a scheduler which lets a
-    thread begin late. A thread knows what the one knew that has started it, or has given it work;
-    who joins it, or asks for the result, knows what it knows.
+    So the program itself decides what had to wait for what, not a scheduler that starts a thread
+    late. A thread knows what the thread knew that started it or gave it work; a thread that joins
+    it, or asks for its result, learns what it knows.
     """
     here, began = threading.local(), time.time()
     start, join = threading.Thread.start, threading.Thread.join

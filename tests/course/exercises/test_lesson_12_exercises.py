@@ -48,7 +48,7 @@ def one_at_a_time(p, m):
     return [[f"{r}{kind}{k}" for k in range(m) for kind in "FB"] for r in range(p)]
 
 
-@gpipe("and micro-batch have changed places")
+@gpipe("and micro-batch are swapped")
 def micro_batch_before_stage(p, m):
     return [[f"{k}{kind}{r}" for kind in "FB" for k in range(m)] for r in range(p)]
 
@@ -68,7 +68,7 @@ def forgets_all_backwards(p, m):
     return [forwards(r, m) for r in range(p)]
 
 
-@gpipe("with one stage a rank that is the rank")
+@gpipe("with one stage per rank, that is the rank")
 def same_list_for_all(p, m):
     return [forwards(0, m) + backwards(0, m) for _ in range(p)]
 
@@ -130,7 +130,7 @@ def another_of_the_library(p, m):
     return library.one_f_one_b(p, m)
 
 
-@gpipe("the pipeline is turned round")
+@gpipe("the pipeline is reversed")
 def mirrored(p, m):
     return [forwards(p - 1 - r, m) + backwards(p - 1 - r, m) for r in range(p)]
 
@@ -273,7 +273,7 @@ def right_up_to_four_ranks(p, m):
     return taking_turns(p, m, lambda rank: min(3, p - 1 - rank) if m > 4 else p - 1 - rank)
 
 
-@one_f_one_b("the pipeline is turned round")
+@one_f_one_b("the pipeline is reversed")
 def mirrored_1f1b(p, m):
     return taking_turns(p, m, lambda rank: p - 1 - rank) and [
         [a.replace(str(r), str(p - 1 - r), 1) for a in actions]
@@ -373,7 +373,7 @@ def receives_after_use(schedule):
     return lists
 
 
-@messages("the next rank waits for a result that is long ready")
+@messages("the next rank waits for a result that is already ready")
 def sends_after_the_next_computation(schedule):
     """Only where that can run: in the warm-up of the first rank."""
     lists = added(schedule)

@@ -53,7 +53,7 @@ def dp_before_pp(pp, dp, cp, tp):
     return {**groups, "tp": groups["dp"], "dp": groups["tp"]}
 
 
-@groups_wrong("every rank is in exactly one group")
+@groups_wrong("every rank must be in exactly one group")
 def only_the_first_group(pp, dp, cp, tp):
     return {k: v[:1] for k, v in solutions.groups_of_ranks(pp, dp, cp, tp).items()}
 
@@ -94,7 +94,7 @@ def with_a_stride_of_two_for_tp(pp, dp, cp, tp):
     return with_strides(pp, dp, cp, tp, strides)
 
 
-@groups_wrong("every rank is in exactly one group")
+@groups_wrong("every rank must be in exactly one group")
 def counting_tp_as_two(pp, dp, cp, tp):
     strides = {"pp": dp * cp * 2, "dp": cp * 2, "cp": 2, "tp": 1}
     return with_strides(pp, dp, cp, tp, strides)
@@ -279,7 +279,7 @@ LINES = {
         "a norm below 0.5 is left as it is",
         ("min(1.0, 0.5 / (norm.item() + 1e-6))", "0.5 / (norm.item() + 1e-6)"),
     ),
-    "swapped": ("Loss and norm have changed places", ("return loss, norm", "return norm, loss")),
+    "swapped": ("Loss and norm are swapped", ("return loss, norm", "return norm, loss")),
     "nothing from step": (
         "Step returned a NoneType",
         ("        return loss, norm", "        pass"),
