@@ -7,7 +7,7 @@
         overlap=flag(),
     )
     p = lab.parameters()                           # p.world_size, or ParameterError in one sentence
-    lab.save({"seconds": 0.12}, curve=picture)     # result.json, and curve.svg beside it
+    lab.save({"seconds": 0.12}, curve=picture)     # result.json, and next to it curve.svg
 
 papermill checks nothing: an unknown name is only warned about, `-p overlap true` gives the string
 'true', and a string that is not empty counts as true. So the notebook checks for itself, and it is
@@ -299,7 +299,7 @@ def _from_here(path: Path) -> str:
 
 
 def _values_in_notebook(declared) -> dict[str, Any]:
-    """The declared names among the notebook's variables, and whatever was assigned beside them.
+    """Return the declared names among the notebook's variables, and other names that were assigned.
 
     An unknown name is a variable like any other; only the company it keeps, in the parameters cell
     or in the one that papermill puts below it, gives it away.

@@ -3,7 +3,7 @@
 show(ring_all_reduce)                   its source, highlighted
 show_diff(ZeRO1, ZeRO2)                 what a class changes in the one it inherits from
 predict("bytes sent", 3_000)            before the run
-reveal("bytes sent", 3_072, "bytes")    after it: guess beside measurement
+    reveal("bytes sent", 3_072, "bytes")    after it: the guess and the measurement
 fold("Answer 1", f"{16 * P:,} bytes")   a computed answer, folded away at first
 with raises(RankError): launch(crash)   show the error that this ends in, and go on
 calm(longest < 3 * median, "...")       say so if a busy machine has spoilt the times above
@@ -127,7 +127,7 @@ def _shortest(home: str, name: str) -> str:
 
 
 def show_diff(old, new):
-    """Display what the class `new` does otherwise than `old`, from which it inherits, as a diff.
+    """Display how the class `new` differs from its base class `old`, as a diff.
 
     A method that replaces the old one is shown against it; one that is new, or that begins by
     calling the old one, is all new lines.
@@ -229,7 +229,7 @@ def predict(name, value=None):
 
 
 def reveal(name, measured, unit="", how="measured"):
-    """Print what was measured and, beside it, the guess and how far off it was.
+    """Print the measured value, the guess, and how far off the guess was.
 
     Numbers are compared as a ratio, anything else as equal or not; a guess may be written out, as
     "3/19" or "15.8 %". `how`: what to call a number that was not measured, such as "computed".

@@ -1,4 +1,4 @@
-"""What one pipeline rank works on one micro-batch: its layers, and where it waits.
+"""The time of one pipeline rank on one micro-batch: its layers, and where it waits.
 
 Under ZeRO-2 and 3 (`_hidden`, `_at_the_ends`) a layer is a unit. While it computes forward, the
 next one's parameters are gathered; while it computes backward, those of the layer before, and the
