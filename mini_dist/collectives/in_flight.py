@@ -6,7 +6,7 @@ flight.
     arriving.wait()                                # now all parts are filled
 
 This uses no thread. All messages are given to the backend at once, each directly to its receiver,
-and the backend moves them. The bytes are those of a ring, (n-1)/n of the whole per rank. A
+and the backend moves them. It sends as many bytes as a ring, (n-1)/n of the whole per rank. A
 ring would save memory: the reduce-scatter here receives n-1 terms before it adds them.
 
 All ranks must begin their collectives in the same order, because messages between two ranks carry

@@ -1,4 +1,4 @@
-"""Which experts a token visits, and the losses that balance a router and keep its logits small.
+"""Which experts each token visits, and the losses that balance a router and keep its logits small.
 
 Letters: E experts, T tokens, k experts per token.
 """

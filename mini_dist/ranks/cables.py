@@ -4,11 +4,11 @@
                             bridge w7       a bridge is the switch, a veth pair a cable
     host 1 [eth0]====[w7h1]/
 
-Both ends of a cable have a token bucket (tc-tbf(8)): the host's end holds what leaves it to the
-uplink's speed, the switch's end what comes to it. It is done here and not by the programs `ip` and
-`tc` because they may not be installed, and would lose the rights that this process has in a user
-namespace of its own. Whoever leaves the last process of a namespace, and closes the last file that
-names it, has removed it, with its cable: nothing needs clearing up.
+Both ends of a cable have a token bucket (tc-tbf(8)): the host's end limits outgoing traffic to the
+uplink's speed, the switch's end incoming traffic. This module does it without the programs `ip` and
+`tc`, because they may not be installed, and would lose the rights that this process has in its own
+user namespace. When the last process leaves a namespace and the last file that names it is closed,
+the kernel removes it with its cable: nothing needs to be cleaned up.
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ def refuse_strangers(inodes: set[str]) -> None:
     """Raise ConnectionError if another user's process is at the other end of one of these sockets.
 
     Both ends of a connection on one host are sockets that the kernel knows, each with its user.
-    What has no other end here goes to another host, of which nothing is known. One without an inode
-    has not been accepted yet, or its side has let go of it.
+    A socket without another end here is connected to another host, about which nothing is known.
+    One without an inode has not been accepted yet, or its side has closed it.
     """
     deadline = time.monotonic() + PATIENCE
     waiting = [tcp for tcp in connections_of(inodes) if owner(*tcp)]  # (else nobody can say)

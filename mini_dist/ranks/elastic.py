@@ -32,11 +32,11 @@ from .zygote_handle import LOOK
 
 
 class Detector(Protocol):
-    """Who decides from a rank's silences whether it lives
+    """Decide from a rank's silences whether it lives
     (mini_dist/training/elastic/detectors.py)."""
 
     def heard(self, silence: float) -> None:
-        """A sign of life, after so many seconds."""
+        """Note a heartbeat, this many seconds after the last."""
 
     def timeout(self) -> float:
         """Seconds of silence from which on it suspects."""
@@ -47,12 +47,12 @@ class Detector(Protocol):
 class Elastic:
     """How a run lives on when ranks die.
 
-    min_ranks: with fewer the run fails. replace: so many of the dead are replaced by new ranks.
-    beat: seconds between two signs of life of a rank; silence: seconds without one after which it
+    min_ranks: with fewer the run fails. replace: how many dead ranks are replaced by new ones.
+    beat: seconds between two heartbeats of a rank; silence: seconds without one after which it
     counts as dead, and is killed, so that it cannot come back; or a function that makes a detector
     for a rank, `lambda: PhiAccrual(8, first=0.1)`. None: only its process's end counts. watch: is
-    called with a sentence when a rank is lost and when a new group goes on, while the run lasts.
-    Raises ValueError for values that cannot be.
+    called during the run with a sentence when a rank is lost and when a new group continues.
+    Raises ValueError for invalid values.
     """
 
     min_ranks: int = 1

@@ -71,7 +71,7 @@ def sweep() -> None:
 
 
 def remove_directory(path: str | Path) -> None:
-    """Remove the folder if it is one of ours and all in it is, too; else touch nothing."""
+    """Remove the folder if it and all its contents are ours; else touch nothing."""
     with suppress(OSError), opened(path) as folder:
         names = set(os.listdir(folder))
         worlds = {name for name in names if WORLD.fullmatch(name)}

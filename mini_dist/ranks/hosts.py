@@ -59,7 +59,7 @@ class Hosts:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second that pass an uplink each way, headers included."""
+        """Return the bytes per second that an uplink carries each way, including headers."""
         found = re.fullmatch(r"\s*([\d.]+)\s*([kMG]?)bit/s\s*", str(self.uplink))
         try:
             rate = float(found[1]) * UNITS[found[2]] / 8

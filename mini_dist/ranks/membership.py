@@ -168,7 +168,8 @@ class Membership:
                 dist.destroy_process_group()
             self.ask("ready")
             group = self.groups.get()
-            # torch names groups by counting them, failed ones, too; who comes new counts from 0.
+            # torch names groups by counting them, including failed ones; a new process counts from
+            # 0.
             dist.distributed_c10d._world.group_count = 0
             path = f"{self.directory}/store-{group.generation}"
             try:
@@ -187,8 +188,8 @@ class Membership:
     def call(self, blocking):
         """`blocking()`, whose thread is left behind if the group is over before it returns.
 
-        Who waits in gloo cannot be interrupted, and not everybody is woken when connections are
-        shut: who was about to send stays, and so does who waits for one that has not connected yet.
+        A rank that waits in gloo cannot be interrupted, and closing connections does not wake all:
+        a rank that was about to send stays, and so does one that waits for an unconnected rank.
         """
         if not hasattr(self.here, "jobs"):
             self.here.jobs = queue.SimpleQueue()

@@ -103,7 +103,7 @@ def check(status: int) -> None:
 
 
 def other_people() -> set[str]:
-    """Who else runs something on this machine, services included, or could log in.
+    """Return which other users run anything on this machine, including services, or could log in.
 
     (A service that faces the network is the likeliest to be in a stranger's hands.)
     """

@@ -64,7 +64,7 @@ class RankHandle:
             return True
         except ConnectionResetError:
             return False
-        except Exception as error:  # whatever bytes a rank has written there
+        except Exception as error:  # a rank may have written anything there
             self.report = Report("raised", error=self.wrote_junk(error))
             return False
         return more

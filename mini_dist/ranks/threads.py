@@ -1,6 +1,6 @@
 """Which core a rank's threads run on, and which of them may take a core from another.
 
-Several ranks share a core of a laptop. What the kernel does by itself is meant for programs that
+Several ranks share a core of a laptop. The kernel's default scheduling is meant for programs that
 do not wait for each other all the time.
 """
 
@@ -29,7 +29,7 @@ def stay_on_a_core(rank: int, size: int) -> None:
     if size > len(cores) and size % len(cores) == 0:
         lap, place = divmod(rank, len(cores))
         core = cores[place if lap % 2 == 0 else -1 - place]
-        for thread in os.listdir("/proc/self/task"):  # gloo's, too; later ones will inherit it
+        for thread in os.listdir("/proc/self/task"):  # including gloo's; later ones inherit it
             with suppress(OSError):  # a sandbox may refuse it, or the thread has ended
                 os.sched_setaffinity(int(thread), {core})
 

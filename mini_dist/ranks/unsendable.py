@@ -76,7 +76,7 @@ def parts(obj) -> Iterator[tuple[str, object]]:
 
 
 def variables(function: types.FunctionType) -> Iterator[tuple[str, object]]:
-    """Those of the cell and those around the function that it, or a function inside it, names."""
+    """Yield the variables in a function's cells, and the globals that it or an inner one names."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         with suppress(ValueError):  # it has no value yet
             yield name, cell.cell_contents

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mini_dist.collectives import all_reduce, broadcast, device_of
 
 CALL_ZERO_GRAD = (
-    "the last forward or backward ended in an exception, so the gradients are those of a part of "
+    "the last forward or backward ended in an exception, so the gradients cover only a part of "
     "the model: call zero_grad() on all ranks, and repeat the step"
 )
 

@@ -54,7 +54,7 @@ class HostReport:
 @checks_kinds
 @dataclass(frozen=True)
 class Limits:
-    """What a run needs. A link is slow if it has less than `share` of the median bandwidth, or a
+    """The needs of a run. A link is slow if it has less than `share` of the median bandwidth, or a
     latency that exceeds the median by the inverse factor."""
 
     disk_bytes: int = 10 * GIB

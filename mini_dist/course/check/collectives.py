@@ -107,7 +107,7 @@ def trial(fn, case: Case, group):
 
 
 class Collective(Measured):
-    """What all collectives are measured by. An exercise defines the result of every rank
+    """Measure all collectives in the same way. An exercise defines the result of every rank
     (`values`), the bytes it may send (`nbytes`), the number of rounds, and its typical mistakes."""
 
     is_a_ring = True

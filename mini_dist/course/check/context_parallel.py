@@ -238,7 +238,7 @@ def ring_trial(fn, case: Ring, group) -> Ringed:
 
 
 def soon(happens: Callable[[], bool], seconds: float = 2) -> bool:
-    """Whether it has happened; where the learner has threads beside this one, they get time."""
+    """Return whether it has happened; if the learner has other threads, give them time."""
     deadline = time.monotonic() + seconds
     while not happens() and threading.active_count() > 1 and time.monotonic() < deadline:
         time.sleep(0.001)

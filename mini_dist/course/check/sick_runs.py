@@ -35,7 +35,7 @@ DISEASES = {
     "straggler": "a rank's device is slow, and all wait for it",
     "another batch size": "a rank has more samples in a batch, or fewer, than the others",
     "unsynchronised seeds": "a rank shuffles the samples by a seed of its own",
-    "buckets too small": "gradients leave in so many messages that latency adds up",
+    "buckets too small": "gradients leave in very many messages, so latency adds up",
     "host sync": "in each step the host waits for the device before it issues more",
     "memory leak": "each step holds more bytes than the one before",
     "bad shard": "a rank reads data that are garbage, and the loss jumps",
@@ -249,7 +249,7 @@ def computed(device: EmulatedDevice, name: str, seconds: float, ready: float) ->
 
 
 def average(gradient, leave, pieces: int, network: EmulatedDevice, spans: list, message, group):
-    """The mean gradient: for the link so many messages a layer, for this machine `message`.
+    """Return the mean gradient: `pieces` messages per layer on the link, `message` on this machine.
 
     With it travel the moments at which each rank's layers were ready: a message begins when the
     last rank's is and the one before it is over, and takes what a ring over LINK takes.

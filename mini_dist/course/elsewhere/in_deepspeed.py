@@ -105,7 +105,7 @@ PLAIN = {
     "reduce_bucket_size": PSI,
 }
 BARE = {  # nothing that was gathered stays. By default two things do, each alone enough here:
-    "stage3_param_persistence_threshold": 0,  # 1e5: parameters of at most this many numbers stay whole
+    "stage3_param_persistence_threshold": 0,  # 1e5: smaller parameters stay whole
     # 1e9 both: keep what is used again within this many numbers, while at most this many are
     # gathered (partitioned_param_coordinator.py, "examine all modules within
     # max_reuse_dist_in_numel")

@@ -19,7 +19,7 @@ from .models import model
 
 
 class Cuts(NamedTuple):
-    """The sizes that determine which part of a layer's weights a rank has."""
+    """The sizes that determine a rank's part of a layer's weights."""
 
     tp: int = 1
     ep: int = 1

@@ -298,8 +298,8 @@ def later() -> list[PublishedRun]:
     """Runs of other clusters and other programs, predicted as they are.
 
     No constant of the time was chosen with Llama 3 or BLOOM in view; MPT's table was in view for
-    the speed of its attention, and BLOOM's for the share of memory lost to fragments. What the
-    papers do not say is assumed here, with a note.
+    the speed of its attention, and BLOOM's for the share of memory lost to fragments. Anything that
+    the papers do not say is assumed here, with a note.
     """
     llama = model_preset("llama3-405b")
     runs = []

@@ -18,8 +18,8 @@
 The servers compute the same numbers as `serve` in ideas.py: all parameters are one flat vector,
 dealt to the servers element by element. In DiLoCo, each rank averages its tensors with the ranks
 that hold the same tensors in other clusters, so tensors that are sharded inside a cluster stay
-sharded. It stores two more copies of them: the last average and the momentum. The numbers are
-those of `outer_step`, with one message per average and as few passes over memory as possible.
+sharded. It stores two more copies of them: the last average and the momentum. The result
+is the one of `outer_step`, with one message per average and as few passes over memory as possible.
 """
 
 from __future__ import annotations

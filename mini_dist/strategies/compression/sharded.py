@@ -4,7 +4,7 @@
     model = ZeRO3(..., inside=mesh["inside"], messages=Quantized(8, 4, by_hosts=True))
 
 A gather sends (n-1)/n (bits/8 + 4/BLOCK) bytes per element, and a scatter as many; float32 sends 4
-and bfloat16 2. In 8 bits the numbers are those of the page. The codes and scales of a chunk are one
+and bfloat16 2. In 8 bits it sends as much as the page. The codes and scales of a chunk are one
 message, where the page sends two. They go directly to the rank that needs them, in the background.
 
 Between hosts this sends more than necessary: the codes of all ranks of a host leave it. With

@@ -3,7 +3,7 @@
 Norms, linears, MLPs and the loss treat each token on its own. Only attention looks at other tokens,
 so only attention communicates.
 
-    placement.py       which tokens a rank holds: contiguous, zig-zag, striped; who sees whom
+    placement.py       which tokens each rank holds: contiguous, zig-zag, striped; who sees whom
     ideas.py           softmax in pieces, merged exactly
     tiles.py           attention tile by tile; backward recomputes the tiles
     ring.py            queries stay, keys and values travel: memory O(S/cp)

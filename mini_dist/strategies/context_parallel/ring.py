@@ -39,7 +39,7 @@ def ring_attention(
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend over the whole sequence, of which each rank holds S/cp tokens; differentiable.
+    """Attend over the whole sequence; each rank holds S/cp tokens. Differentiable.
 
     q [B, N, S/cp, H], k and v [B, K, S/cp, H] -> [B, N, S/cp, H]. placement: which tokens these
     are (placement.py). kernel: "fused" (torch's, for a CPU) or "explicit" (ours, for any device).
@@ -145,7 +145,7 @@ def add_block(
     if total is None:
         if isinstance(rows, slice):
             return part
-        back = rows.argsort()  # from the order of the sequence to that of q
+        back = rows.argsort()  # from sequence order to q's order
         return Partial(part.out[:, :, back], part.lse[:, :, back])
     out, lse = total
     out[:, :, rows], lse[:, :, rows] = merge(Partial(out[:, :, rows], lse[:, :, rows]), part)

@@ -60,7 +60,7 @@ def attend_backward(
 
     `out` and `lse` belong to *all* keys: exp(score - lse) is then a key's weight in the complete
     softmax, so the scores can be recomputed tile by tile and dropped again
-    (Dao et al. 2022, appendix B.4). Shapes and dtypes of d_q, d_k, d_v are those of q, k, v.
+    (Dao et al. 2022, appendix B.4). d_q, d_k, d_v have the shapes and dtypes of q, k, v.
     """
     scale = scale_of(q, scale)
     d_q, d_k, d_v = (at_least_float32(torch.zeros_like(t)) for t in (q, k, v))

@@ -126,7 +126,7 @@ class Naive(Trainable):
 class Bucketed(Naive):
     """Send gradients in flat buckets of about `bucket_bytes`, after backward.
 
-    A message has a fixed cost, so many small ones are slow; see lesson 04.
+    Each message has a fixed cost, so a large number of small ones is slow; see lesson 04.
     """
 
     def __init__(self, module, group, reduce=None, bucket_bytes: int = BUCKET_BYTES, ignored=()):

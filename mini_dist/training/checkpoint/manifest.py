@@ -183,7 +183,7 @@ class Latest:
         try:
             lines = read(directory / "latest").decode("ascii").splitlines()
         except FileNotFoundError:
-            raise ValueError("it is missing, so a newer checkpoint may be, too") from None
+            raise ValueError("it is missing, so a newer checkpoint may also be missing") from None
         except (OSError, UnicodeError):
             raise ValueError("it cannot be read") from None
         latest = Latest()

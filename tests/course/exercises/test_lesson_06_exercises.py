@@ -470,7 +470,7 @@ def asks_for_inf_only(parameters, optimizer, scaler, max_norm, group):
     count(scaler)
 
 
-@wrong_step("not even one with zeros")
+@wrong_step("not even one of zeros")
 def steps_with_zeros(parameters, optimizer, scaler, max_norm, group):
     parameters = list(parameters)
     averaged(parameters, scaler, group)
