@@ -426,7 +426,7 @@ def passes_on_everything(x, group):
     for _ in range(size - 1):
         came = exchange(so_far, after, before, group)
         so_far = torch.cat([came, x])
-    parts = so_far.split(len(x))  # the oldest first: that of rank r+1
+    parts = so_far.split(len(x))  # the oldest first: rank r+1's
     return torch.cat([parts[(r - rank - 1) % size] for r in range(size)])
 
 

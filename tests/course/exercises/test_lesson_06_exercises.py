@@ -429,7 +429,7 @@ def count(scaler):
 
 
 def finish(parameters, optimizer, scaler, max_norm):
-    """What comes when the gradients are averaged and unscaled: right."""
+    """Average the gradients, unscale them, and continue: right."""
     if not norm_of(parameters).isfinite():
         skip(scaler)
         return
