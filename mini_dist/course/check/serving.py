@@ -133,7 +133,7 @@ def malformed(came) -> str:
         for each in part:
             if not isinstance(each, int):
                 kind = type(each).__name__
-                return f"The {what} contain a {kind}, {each!r}: give a list of whole numbers."
+                return f"In the {what} there is a {kind}, {each!r}: give a list of whole numbers."
     return ""
 
 

@@ -88,7 +88,7 @@ def with_strides(pp, dp, cp, tp, strides):
     }
 
 
-@groups_wrong("Along pp every rank is in exactly one group: rank 120 does not exist")
+@groups_wrong("Along pp, every rank must be in exactly one group: rank 120 does not exist")
 def with_a_stride_of_two_for_tp(pp, dp, cp, tp):
     strides = {"pp": 2 * cp * tp if dp > 1 else cp * tp, "dp": cp * tp, "cp": tp, "tp": 1}
     return with_strides(pp, dp, cp, tp, strides)

@@ -96,13 +96,13 @@ def a_number(table, free, written, new, block_size):
     return table, table[-1]
 
 
-@placed("In the places stands a tuple, ")
+@placed("In the places there is a tuple, ")
 def block_and_offset(table, free, written, new, block_size):
     table = table + free[: -(-(written + new) // block_size) - len(table)]
     return table, [divmod(i, block_size) for i in range(written, written + new)]
 
 
-@placed("In the table stands a float, ")
+@placed("In the table there is a float, ")
 def half_a_block(table, free, written, new, block_size):
     return [*table, *map(float, free[:1])], list(range(new))
 
