@@ -1,4 +1,4 @@
-"""What several exercises measure: numbers up to rounding, and which tensors are still there."""
+"""Measurements of several exercises: numbers up to rounding, and which tensors still exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .engine import too_few_bytes
 
 
 def close(found, expected: Tensor, largest: float) -> bool:
-    """Equal up to the rounding of `expected`'s dtype in sums of terms as large as `largest`.
+    """Compare up to the rounding of `expected`'s dtype in sums of terms as large as `largest`.
 
     So dividing before adding is also right, and sending 16 bits instead of 32 is not.
     """
@@ -30,7 +30,7 @@ def close(found, expected: Tensor, largest: float) -> bool:
 
 
 def all_close(found, expected, largest: float) -> bool:
-    """Tensors of these values, None where None is expected."""
+    """Compare tensors with these values, and None with None."""
     return len(found) == len(expected) and all(
         a is None if b is None else close(a, b, largest) for a, b in zip(found, expected)
     )
@@ -39,7 +39,7 @@ def all_close(found, expected, largest: float) -> bool:
 def mistake_of_dtype(
     run: Run, dtype: torch.dtype, wanted: int, what: str = "gradients", beside: str = ""
 ) -> str:
-    """The hint where something was sent in another dtype than this one, or `beside`; else "".
+    """Return the hint if something was sent in a dtype other than this one, or `beside`; else "".
     wanted: bytes."""
     name, sent = str(dtype).removeprefix("torch."), run.ledger.total_bytes()
     others = {comm.dtype for comm in run.ledger.leaves() if comm.sent} - {name, beside}
@@ -79,7 +79,7 @@ class Alive(TorchDispatchMode):
         return result
 
     def storages(self) -> dict[int, int]:
-        """Those that are there -> bytes."""
+        """Return the existing storages -> bytes."""
         alive = ((place, ref()) for place, ref in list(self.made.items()))
         return {place: storage.nbytes() for place, storage in alive if storage is not None}
 
