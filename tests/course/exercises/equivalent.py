@@ -103,7 +103,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "1 for 2 in `grows = [max(mine) > 2 * min(mine) for mine in held]`": "what a healthy rank holds is the same to the byte after each step",
     },
     "diagnoses": {
-        "turned round in `\"D\": ('swapped group order', (1, 2)),  # ranks speak in two groups, and not all in the same order`": "the order of the ranks at fault says nothing",
+        "turned round in `\"D\": ('swapped group order', (1, 2)),  # ranks communicate in two groups, but not all in the same order`": "the order of the ranks at fault says nothing",
     },
     "dispatch": {
         "`theirs = all_to_all(counts, group).view(group.size(), -1)` after the next": "neither uses the other",

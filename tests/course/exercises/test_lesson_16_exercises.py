@@ -37,7 +37,7 @@ WRONG = {
     "no rank": (wrong(E="skipped collective"), "Patient E: give (disease, rank or ranks)"),
     "A: the symptom for the cause": (
         wrong(A=("skipped collective", 1)),
-        "does not have skipped collective. Somebody has returned",
+        "does not have skipped collective. A rank has returned",
     ),
     "A: one that waits": (wrong(A=("uneven batches", 0)), "has uneven batches, but not there"),
     "B: took any disagreement for a skipped one": (
