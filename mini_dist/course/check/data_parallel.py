@@ -119,9 +119,8 @@ class Averages(Measured):
             return self.of_the_backend("Go through rank 0: gather, average, star_broadcast.")
         if not self.kept:
             return (
-                "You changed the weights. The optimizer changes them: average the "
-                "*gradients*, parameter.grad, between backward and the optimizer's "
-                "step."
+                "You changed the weights. Leave them to the optimizer: average the "
+                "*gradients*, parameter.grad, between backward and its step."
             )
         if not self.frozen:
             return "A parameter whose grad was None has one now. Frozen parameters are left alone."

@@ -274,8 +274,8 @@ def all_reduce_on_hosts(x, hosts, group):
         ],
         Ordered,
         hints=[
-            "Which ranks share a host? Ranks that differ in the innermost axes: in the example "
-            "the last axis first, then of the one before it.",
+            "Which ranks share a host? Ranks that differ only in the innermost axes: in "
+            "the last axis first, then also in the one before it.",
             "Try every order: itertools.permutations(axes). uplink_bytes(Grid(**ordered), sent, "
             "hosts) tells what the busiest host sends; rank r is on host r // ranks_per_host.",
         ],

@@ -495,8 +495,8 @@ def place_tokens(table, free, written, new, block_size):
         hints=[
             "A text needs ceil(tokens / block_size) blocks and has text.blocks. Begin with the "
             "texts that run: are there enough free blocks for all they need?",
-            "If not, the last one leaves: the blocks it needed are not, and those it had are "
-            "free. Ask again. Only if nobody left, look at those that wait, in order, until the "
+            "If not, the last one leaves: it needs no more blocks, and those that it had are "
+            "free. Ask again. Only if no text left, look at those that wait, in order, until the "
             "first one that does not fit.",
         ],
         skeleton="""\
