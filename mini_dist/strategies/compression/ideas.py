@@ -144,7 +144,7 @@ def majority(x: Tensor, group) -> Tensor:
     """Let the ranks vote on each element's sign: +1 or -1 (Bernstein et al. 2018, signSGD).
 
     Each rank counts the votes on 1/n of the elements and sends out the result, one bit per element
-    both ways: 2 (n-1)/n N/8 bytes per rank, for N padded to 8 n. The counting rank breaks a tie.
+    both ways: 2 (n-1)/n N/8 bytes per rank, for N padded to 8 n. Its own vote breaks a tie.
     """
     rank, size = group.rank(), group.size()
     padded = torch.nn.functional.pad(x, (0, -len(x) % (8 * size)))
