@@ -1,4 +1,4 @@
-"""Run what needs other frameworks, and keep what it gives for readers who do not have them.
+"""Run what needs other frameworks, and store the results for readers who do not have them.
 
     python tools/keep.py                     all of mini_dist/course/elsewhere
     python tools/keep.py in_deepspeed        one of its modules

@@ -62,7 +62,7 @@ def main():
         draw.curve({"4 ranks": mean_losses}, "step", "loss"),
         draw.traffic(run.ledger),
     ]
-    parts[1].panels[0].width = WIDEST - parts[2].panels[0].width  # beside each other
+    parts[1].panels[0].width = WIDEST - parts[2].panels[0].width  # one next to the other
     alt = "; ".join(part.alt for part in parts)
     draw.Drawing([panel for part in parts for panel in part.panels], alt).save(TARGET)
     print(f"{TARGET.name}: {TARGET.stat().st_size // 1024} kB")

@@ -1,8 +1,8 @@
-"""Room 4, collectives: what ranks say to each other, built from messages between two ranks.
+"""Room 4, collectives: how ranks communicate, built from messages between two ranks.
 
 It may import `model`, `plan` and `ranks`. Begin with `messages.py` (send, recv, exchange), then
-`ring.py`. `choose.py` says what holds for every collective and picks the fastest algorithm,
-`mesh.py` lays ranks out on axes, and `sharding/` works out which collective a sharding needs.
+`ring.py`. `choose.py` states the common rules and picks the fastest algorithm, `mesh.py` arranges
+ranks on axes, and `sharding/` works out which collectives a sharding needs.
 """
 
 from .choose import all_gather, all_reduce, all_to_all, broadcast, reduce, reduce_scatter

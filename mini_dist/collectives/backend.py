@@ -1,11 +1,11 @@
-"""Our collectives under PyTorch's own wrappers: a process group that DDP and FSDP2 take for theirs.
+"""Our collectives as a backend of PyTorch: a process group that DDP and FSDP2 accept.
 
     ring = own_backend(group)                              # the ring of lesson 03
     mine = own_backend(group, all_reduce=my_all_reduce)    # or what you wrote
     DistributedDataParallel(gpt, process_group=ring)
     fully_shard(gpt, mesh=DeviceMesh.from_group(ring, "cpu"))
 
-torch.distributed lets anybody register a backend: a class with a method for each collective. Three
+torch.distributed lets anyone register a backend: a class with one method per collective. Three
 methods are enough for DDP and FSDP2; everything else goes to gloo (or NCCL) as before.
 """
 
@@ -28,11 +28,11 @@ def own_backend(
     all_gather: Callable = ring_all_gather,
     reduce_scatter: Callable = ring_reduce_scatter,
 ) -> dist.ProcessGroup:
-    """A new group of the same ranks whose collectives are these functions.
+    """Make a new group of the same ranks whose collectives are these functions.
 
-    Each is a function (x, group) -> a new tensor, along dim 0: the sum of all x; all x, one after
-    the other; this rank's part of the sum. All ranks of the group call this, in the same order.
-    Raises ValueError for a group that no `launch` has made.
+    Each is a function (x, group) -> a new tensor, along dim 0: the sum of all x; all x,
+    concatenated; this rank's part of the sum. All ranks of the group call this, in the same order.
+    Raises ValueError for a group that `launch` did not make.
     """
     if not isinstance(group, RecordingGroup):
         raise ValueError(f"{type(group).__name__} records nothing: give the group of a launch")
@@ -50,7 +50,7 @@ SUMS = ("SUM", "AVG")
 
 
 class OwnGroup(RecordingGroup):
-    """torch fills the tensors that it is given; our functions return new ones."""
+    """torch fills the tensors that it passes; our functions return new tensors."""
 
     def __init__(self, options, like: RecordingGroup, all_reduce, all_gather, reduce_scatter):
         super().__init__(options, like.recorder, like.device, like.is_staged)
@@ -88,7 +88,7 @@ def reduction(opts) -> str:
 
 
 class DoneWork(dist._Work):
-    """The handle of what has happened already."""
+    """The handle of an operation that is already complete."""
 
     def __init__(self, result):
         super().__init__()

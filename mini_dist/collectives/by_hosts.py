@@ -1,8 +1,8 @@
-"""in_flight.py on two levels: a part passes an uplink once, and in the host it is handed round.
+"""in_flight.py on two levels: each part crosses an uplink once, and is passed on inside the host.
 
-The gather's slow half, between hosts, is under way while the rank computes; the fast half, inside,
-comes when it is waited for. The reduce-scatter begins with its fast half and leaves the slow one
-under way. As in hierarchical.py, hosts are as `launch(hosts=...)` says, and equally large.
+A gather's slow half, between hosts, is in flight while the rank computes; the fast half, inside the
+host, runs in `wait`. A reduce-scatter begins with its fast half and leaves the slow half in flight.
+As in hierarchical.py, `launch(hosts=...)` defines the hosts, which must have equal sizes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from .messages import collective, empty, start, wait
 
 @collective
 def begin_all_gather_(whole: torch.Tensor, group) -> InFlight:
-    """As in_flight's; (h-1)/h of the whole passes each host's uplink, not k(h-1)/h."""
+    """Begin in_flight's all-gather; (h-1)/h of the whole crosses each host's uplink, not
+    k(h-1)/h."""
     parts, rank, _ = cut(whole, group)
     node, same_place = two_levels(group, None)
     others = [peer for peer in range(same_place.size()) if peer != same_place.rank()]
@@ -35,12 +36,12 @@ def begin_all_gather_(whole: torch.Tensor, group) -> InFlight:
 
 @collective
 def begin_reduce_scatter(whole: torch.Tensor, group, dtype: torch.dtype | None = None) -> InFlight:
-    """As in_flight's; the terms of a host are added up before they pass its uplink."""
+    """Begin in_flight's reduce-scatter; a host's terms are summed before they cross its uplink."""
     parts, rank, _ = cut(whole, group)
     node, same_place = two_levels(group, None)
     of_place = [each.ranks for each in places(group, None)]
     mates = [place for place in range(node.size()) if place != node.rank()]
-    mine = of_place[node.rank()]  # whose sums of this host are collected here
+    mine = of_place[node.rank()]  # this host's sums for these ranks are collected here
     terms = [[empty(parts[owner]) for owner in mine] for _ in mates]
     receives = [(term, mate) for mate, row in zip(mates, terms) for term in row]
     sends = [(parts[owner], mate) for mate in mates for owner in of_place[mate]]

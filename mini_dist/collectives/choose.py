@@ -1,28 +1,28 @@
-"""The front door: one name an operation; which algorithm is chosen by size and number of ranks.
+"""The front door: one name per operation; size and number of ranks choose the algorithm.
 
     all_reduce(x, group)                                # the fastest here for this size
-    all_reduce(x, group, op="mean", algorithm="ring")   # or the one you name
+    all_reduce(x, group, op="mean", algorithm="ring")   # or one by name
 
-All ranks must arrive at the same choice, so it depends only on what they share: the number of
-ranks and the bytes of the whole. The limits were measured with gloo on one machine of two cores
-(benchmarks/collectives.py), where a byte costs the same wherever it goes and a message much more:
-there stars win for longer than where each rank has a link of its own. Lesson 04 finds yours.
-On several hosts (`launch(hosts=...)`) it is the uplinks that count: "hierarchical" sends least over
-them, from the first byte to the last in fewer or as many messages as a ring; an all-reduce of
-several pieces keeps them busy meanwhile ("pipelined_hierarchy"). Hosts of unequal size take
-"ring_by_hosts", which goes through one host after the other.
+All ranks must make the same choice, so it depends only on what they share: the number of ranks and
+the total bytes. The limits were measured with gloo on one machine with two cores
+(benchmarks/collectives.py). There a byte costs the same on every path, and a message costs much
+more, so stars win for longer than on machines where each rank has its own link. Lesson 04 finds
+your limits. On several hosts (`launch(hosts=...)`) the uplinks count: "hierarchical" sends the
+least over them, with no more messages than a ring. For an all-reduce of several pieces,
+"pipelined_hierarchy" also keeps them busy. Hosts of unequal size use "ring_by_hosts", which passes
+through one host after the other.
 
-What holds for every collective of this room:
-* All ranks of the group call it with tensors of the same dtype and, if its docstring does not say
+The rules for every collective of this room:
+* All ranks of the group call it with tensors of the same dtype and, unless its docstring says
   otherwise, of the same shape. It returns a new tensor and changes no argument. Peers, roots and
-  results are numbered by the ranks of the group.
+  results are numbered by ranks in the group.
 * A tensor is cut along dim 0 (an all-reduce flattens it first) into parts that differ by at most
   one row, the longer parts first, as torch.tensor_split does. (Several stars cut equal parts and a
   shorter last one.) A part may be empty, and so may x.
-* Sums are taken in the dtype of the tensor and rounded after each addition. float16 and bfloat16
+* Sums are computed in the tensor's dtype and rounded after each addition. float16 and bfloat16
   lose digits with every rank, as in NCCL's ring: pass x.float() if that matters.
 * The order in which an element is summed depends on its index, the number of ranks and the
-  algorithm, never on timing, and one rank's sum goes to all ranks. So a result is bit-identical on
+  algorithm, never on timing, and all ranks get the same rank's sum. So results are bit-identical on
   all ranks and in all runs. Different algorithms round differently.
 """
 
@@ -68,11 +68,11 @@ from .star_tree import (
     tree_reduce,
 )
 
-STAR_BYTES = 1 << 19  # up to here the fewest messages win, though one rank handles them all
-STARS_BYTES = 4 << 20  # up to here it pays to share that rank's load, for a few messages more
-REDUCE_STAR_BYTES = 4 << 20  # a reduce to one root: up to here by a star, beyond by a tree
-HOSTS_BYTES = 1 << 12  # on several hosts: beyond, the bytes on the uplinks count
-ROUNDS_BYTES = 1 << 20  # up to here the fewest rounds win; beyond, the fewest bytes
+STAR_BYTES = 1 << 19  # below, the fewest messages win, though one rank handles them all
+STARS_BYTES = 4 << 20  # below, a few more messages are worth sharing that rank's load
+REDUCE_STAR_BYTES = 4 << 20  # a reduce to one root: a star below, a tree above
+HOSTS_BYTES = 1 << 12  # on several hosts: above, the bytes on the uplinks count
+ROUNDS_BYTES = 1 << 20  # below, the fewest rounds win; above, the fewest bytes
 
 BROADCAST = {"star": star_broadcast, "tree": tree_broadcast}
 REDUCE = {"star": star_reduce, "tree": tree_reduce}
@@ -91,7 +91,7 @@ ALL_REDUCE = {
     "doubling": doubling_all_reduce,
     "halving_doubling": halving_doubling_all_reduce,
 }
-TWO_LEVELS = {  # all-reduces that are told the nodes
+TWO_LEVELS = {  # all-reduces that take `nodes`
     "hierarchical": hierarchical_all_reduce,
     "pipelined_hierarchy": pipelined_hierarchical_all_reduce,
 }
@@ -100,7 +100,7 @@ TWO_LEVELS = {  # all-reduces that are told the nodes
 @checks_kinds
 @collective
 def broadcast(x: torch.Tensor, root: int, group, algorithm: str = "auto") -> torch.Tensor:
-    """Every rank returns the root's x. x: the same shape and dtype on all ranks.
+    """Return the root's x on every rank. x: the same shape and dtype on all ranks.
 
     algorithm: "star", "tree", or "auto".
     """
@@ -113,7 +113,7 @@ def broadcast(x: torch.Tensor, root: int, group, algorithm: str = "auto") -> tor
 def reduce(
     x: torch.Tensor, root: int, group, op: str = "sum", algorithm: str = "auto"
 ) -> torch.Tensor | None:
-    """The root returns x reduced over all ranks, the others None.
+    """Return x reduced over all ranks on the root, and None on the others.
 
     op: "sum", "mean", "max", "min" or "product". algorithm: "star", "tree", or "auto".
     """
@@ -127,9 +127,9 @@ def reduce(
 def all_gather(
     x: torch.Tensor, group, sizes: list[int] | None = None, dim: int = 0, algorithm: str = "auto"
 ) -> torch.Tensor:
-    """Every rank returns all ranks' x, concatenated along `dim` in rank order.
+    """Return all ranks' x on every rank, concatenated along `dim` in rank order.
 
-    sizes: every rank's x.shape[dim], where they differ. algorithm: "ring", "doubling",
+    sizes: every rank's x.shape[dim], if they differ. algorithm: "ring", "doubling",
     "hierarchical", "ring_by_hosts", or "auto".
     """
     check_rows(x)
@@ -168,11 +168,11 @@ def all_reduce(
     algorithm: str = "auto",
     nodes: int | Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Every rank returns x reduced over all ranks, the same to the last bit.
+    """Return x reduced over all ranks on every rank, bit-identical.
 
     op: "sum", "mean" (the sum, divided at the end), "max", "min" or "product". algorithm: "star",
     "stars", "tree", "ring", "ring_by_hosts", "pipelined_ring", "doubling", "halving_doubling",
-    "hierarchical" or "pipelined_hierarchy" (with `nodes`, as hierarchical.py has them, where launch
+    "hierarchical" or "pipelined_hierarchy" (with `nodes`, as in hierarchical.py, if launch
     does not know the hosts), or "auto".
     """
     if nodes is not None and algorithm not in (*TWO_LEVELS, "auto"):
@@ -199,9 +199,9 @@ def all_to_all(
     output_splits: list[int] | None = None,
     algorithm: str = "auto",
 ) -> torch.Tensor:
-    """Rank r sends the d-th part of its x (along dim 0) to rank d; returns what it got, in order.
+    """Send the d-th part of x (along dim 0) to rank d; return the received parts in rank order.
 
-    input_splits, output_splits: rows to and from each rank, where they are not even.
+    input_splits, output_splits: rows to and from each rank, if they are uneven.
     algorithm: "pairwise" or "auto".
     """
     function = pick({"pairwise": pairwise_all_to_all}, algorithm, "pairwise")
@@ -209,14 +209,14 @@ def all_to_all(
 
 
 def by_rounds(nbytes: int, group, few_rounds: str, few_bytes: str) -> str:
-    """Folding to a power of two costs bytes, so elsewhere the ring wins sooner."""
+    """Choose by rounds. Folding to a power of two costs bytes, so there the ring wins earlier."""
     folded = power_of_two(group.size()) < group.size()
     limit = ROUNDS_BYTES // 8 if folded else ROUNDS_BYTES
     return few_rounds if nbytes <= limit else few_bytes
 
 
 def by_uplinks(nbytes: int, group) -> str | None:
-    """What spares the uplinks; None where there are none, or where rounds count and not bytes."""
+    """Choose what saves uplink bytes; None on one host, or if rounds count more than bytes."""
     hosts = hosts_of(group)
     if len({*hosts}) == 1 or nbytes <= HOSTS_BYTES:
         return None

@@ -1,13 +1,13 @@
-"""One sentence for the many places where a number of ranks must divide a size."""
+"""One sentence for all errors in which a number of ranks must divide a size."""
 
 from __future__ import annotations
 
 
 def check_divides(divisor: int, size: int, what: str, by: str = "") -> None:
-    """Raises ValueError unless `divisor` divides `size`; it names the nearest sizes that would do.
+    """Raise ValueError unless `divisor` divides `size`; name the nearest sizes that work.
 
-    what: what the size is called. by: the divisor in words; without them it is a number of ranks.
-    All ranks call it with the same numbers and find out alike, so that none is left waiting.
+    what: the name of the size. by: the divisor in words; by default it is a number of ranks.
+    All ranks call it with the same numbers and raise together, so none is left waiting.
     """
     if size % divisor:
         below = size // divisor * divisor

@@ -1,11 +1,11 @@
-"""Devices and links that take a stated time, so that four ranks on two cores are four devices.
+"""Devices and links that take a given time, so that four ranks on two cores act as four devices.
 
-Real arithmetic on a shared laptop says little about schedules: the ranks fight for the cores.
-Here a rank that computes for 10 ms sleeps for 10 ms. What makes it exact is virtual time: every
-result carries the moment at which it was ready, an operation starts at max(device free, inputs
-ready), and the rank sleeps until its end. A rank that wakes up late has not delayed the others:
-its next operation still starts when it should have, and the lateness does not add up. The wall
-clock then shows what these devices would need, and it shows a wrong order or a wait as it is.
+Real arithmetic on a shared laptop says little about schedules: the ranks compete for the cores.
+Here a rank that computes for 10 ms sleeps for 10 ms. Virtual time makes this exact: every result
+carries the time at which it was ready, an operation starts at max(device free, inputs ready), and
+the rank sleeps until its end. A rank that wakes up late does not delay the others: its next
+operation still starts when it should have started, so lateness does not add up. The wall clock then
+shows the time that these devices would need, including a wrong order or a wait.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from . import all_reduce
 
 
 class BusyInterval(NamedTuple):
-    """Something a device did: virtual start and end, and the wall clock's end, in seconds."""
+    """One piece of a device's work: virtual start and end, and the wall clock's end, in seconds."""
 
     name: object
     start: float
@@ -36,7 +36,7 @@ class BusyInterval(NamedTuple):
 
 
 class Clock:
-    """Seconds since a moment that all ranks of a machine agree on: the last `start`."""
+    """Seconds since a time that all ranks of a machine agree on: the last `start`."""
 
     def __init__(self) -> None:
         self.origin = time.monotonic()
@@ -44,8 +44,8 @@ class Clock:
     def start(self, group, in_seconds: float = 0.02) -> None:
         """Show 0 on every rank of the group at once, shortly after this call.
 
-        Call it when everything is set up: what a rank does late, it does not catch up with at the
-        start. Needs a monotonic clock common to all processes, as Linux and macOS have it.
+        Call it when everything is set up: a rank that is late does not get a later
+        start. It needs a monotonic clock common to all processes, as on Linux and macOS.
         """
         size = group.size()
         ready = torch.zeros(1)
@@ -66,22 +66,22 @@ class Clock:
         return time.monotonic() - self.origin
 
     def sleep_until(self, moment: float) -> float:
-        """Return at `moment`, or at once if it is over; gives the time of waking up."""
+        """Return at `moment`, or at once if it has passed; return the time of waking up."""
         while (left := moment - self.now()) > 0:
             time.sleep(left)
         return self.now()
 
 
 class EmulatedDevice:
-    """Does one thing at a time; `run` sleeps for as long as a thing takes."""
+    """A device that does one piece of work at a time; `run` sleeps for the work's duration."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.free = 0.0  # virtual time from which it can start something new
+        self.free = 0.0  # virtual time from which it can start new work
         self.done: list[BusyInterval] = []
 
     def run(self, seconds: float, ready: float = 0.0, name: object = "") -> float:
-        """Work for that long, from when it is free and the inputs are `ready`; returns the end."""
+        """Work this long, once the device is free and the inputs are `ready`; return the end."""
         start = max(self.free, ready)
         self.free = start + seconds
         self.done.append(BusyInterval(name, start, self.free, self.clock.sleep_until(self.free)))
@@ -90,16 +90,16 @@ class EmulatedDevice:
 
 @checks_kinds(infinite=("bytes_per_second",))
 class EmulatedLink:
-    """Carries messages one after another while the devices go on: latency + bytes / bandwidth."""
+    """A link for one message at a time while devices compute: latency + bytes / bandwidth."""
 
     def __init__(self, latency: float = 0.0, bytes_per_second: float = float("inf")) -> None:
         self.latency, self.bytes_per_second = latency, bytes_per_second
         self.free = 0.0
 
     def send(self, nbytes: float, ready: float) -> float:
-        """When a message that is ready to leave at `ready` has arrived; nobody sleeps for it.
+        """Return when a message that is ready to leave at `ready` arrives; no rank sleeps for it.
 
-        The link is taken for bytes / bandwidth; latency delays the message but not the next one.
+        The link is busy for bytes / bandwidth; latency delays the message but not the next one.
         """
         self.free = max(self.free, ready) + nbytes / self.bytes_per_second
         return self.free + self.latency
@@ -107,9 +107,9 @@ class EmulatedLink:
 
 @checks_kinds
 class EmulatedStage:
-    """Stands in for a stage of a pipeline: computes nothing, takes the time that `times` says.
+    """A stand-in for a pipeline stage: computes nothing, takes the time that `times` gives.
 
-    What it sends to its neighbours is the moment at which its message has arrived there.
+    The messages to its neighbors contain the time at which they arrive.
     """
 
     def __init__(
@@ -146,9 +146,9 @@ class EmulatedStage:
 
 @checks_kinds
 class EmulatedModel(nn.Module):
-    """Stands in for a model: layer i has `sizes[i]` parameters and takes the stated seconds.
+    """A stand-in for a model: layer i has `sizes[i]` parameters and takes the given seconds.
 
-    A gradient it makes is filled with the moment at which it was ready.
+    Its gradients are filled with the time at which they were ready.
     """
 
     def __init__(self, sizes: list[int], forward: float, backward: float, device: EmulatedDevice):
@@ -177,12 +177,12 @@ class EmulatedLayer(torch.autograd.Function):
 
 
 class EmulatedAllReduce:
-    """Stands in for the all-reduce of gradients: takes as long as a ring over links of this speed.
+    """A stand-in for the all-reduce of gradients: takes as long as a ring over links of this speed.
 
-    It begins when the last rank's gradients are ready and the one before it is over, and fills
-    the gradients with the moment of its own end. Called in the thread of the device, it keeps the
-    device waiting; called in another, the device goes on. `seconds`, (bytes, ranks) -> how long it
-    takes instead, if it is another collective, or several, or begins with some computing.
+    It begins when the last rank's gradients are ready and the previous all-reduce is over, and
+    fills the gradients with the time of its own end. In the device's thread it makes the device
+    wait; in another thread the device continues. `seconds`, (bytes, ranks) -> duration, replaces
+    the ring's duration, for other collectives, for several, or to add computing.
     """
 
     def __init__(
@@ -210,5 +210,5 @@ class EmulatedAllReduce:
 
 
 def wall_spans(device: EmulatedDevice) -> list[Span]:
-    """What a device did, each thing with its stated length and the end that the wall clock saw."""
+    """Return a device's work, each piece with its given length and its end on the wall clock."""
     return [Span(d.name, d.woke - (d.end - d.start), d.woke) for d in device.done]

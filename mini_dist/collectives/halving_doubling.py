@@ -1,12 +1,12 @@
 """Recursive halving and doubling: partners at distances of powers of two, log2 n rounds.
 
-Ranks talk in pairs, rank ^ distance. Halving: each pair splits what it has in two, and each keeps
-the sum of one half. Doubling: each pair puts together what its two have. Thakur, Rabenseifner and
+Ranks talk in pairs, rank ^ distance. Halving: each pair splits its data in two, and each rank keeps
+the sum of one half. Doubling: each pair combines its two blocks. Thakur, Rabenseifner and
 Gropp 2005, section 4. Legend: n ranks, N bytes, m the largest power of two <= n.
 
-Folding: if n is no power of two, each of the n-m extra ranks (m, m+1, ...) gives what it has to a
-partner (rank - m) beforehand and is handed its result at the end. It costs two rounds more, and
-an all-reduce moves 2 (n-m) N bytes more than on m ranks; for these n the ring moves fewer.
+Folding: if n is not a power of two, each of the n-m extra ranks (m, m+1, ...) first sends its data
+to a partner (rank - m) and receives its result at the end. This costs two more rounds, and an
+all-reduce moves 2 (n-m) N bytes more than on m ranks; for these n the ring moves fewer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def recursive_halving_reduce_scatter(x: torch.Tensor, group, op: str = "sum") ->
     """Cut x along dim 0 into n chunks; rank r returns chunk r, reduced over all ranks.
 
     x: [L, ...] on every rank -> [L/n, ...]; the first L % n chunks have one row more.
-    Cost: log2 n rounds and (n-1)/n N bytes a rank if n is a power of two.
+    Cost: log2 n rounds and (n-1)/n N bytes per rank if n is a power of two.
     """
     check_rows(x)
     rank, size, add = group.rank(), group.size(), reduction(op, x)
@@ -31,7 +31,7 @@ def recursive_halving_reduce_scatter(x: torch.Tensor, group, op: str = "sum") ->
         return exchange(x, rank - m, rank - m, group, like=x[: rows[rank]])
     if rank + m < size:
         x = add(x, recv(x, rank + m, group))
-    if m < size:  # bring together the chunks of a rank and of the extra one it stands for
+    if m < size:  # combine the chunks of a rank and of the extra rank that it represents
         chunks = x.tensor_split(size)
         x = torch.cat([chunk for place in range(m) for chunk in chunks[place::m]])
     x = halve(x, [sum(rows[place::m]) for place in range(m)], group, add)
@@ -45,10 +45,10 @@ def recursive_halving_reduce_scatter(x: torch.Tensor, group, op: str = "sum") ->
 def recursive_doubling_all_gather(
     x: torch.Tensor, group, sizes: list[int] | None = None
 ) -> torch.Tensor:
-    """Every rank returns all ranks' x, concatenated along dim 0 in rank order.
+    """Return all ranks' x on every rank, concatenated along dim 0 in rank order.
 
-    x: [L, ...] -> [n L, ...]; if L differs from rank to rank, all pass the same `sizes`, a list of
-    every rank's L. Cost: log2 n rounds and (n-1) L rows a rank if n is a power of two.
+    x: [L, ...] -> [n L, ...]; if L differs between ranks, all pass the same `sizes`, a list of
+    every rank's L. Cost: log2 n rounds and (n-1) L rows per rank if n is a power of two.
     """
     rank, size = group.rank(), group.size()
     sizes = check_sizes(x, sizes, group)
@@ -73,8 +73,8 @@ def recursive_doubling_all_gather(
 def halving_doubling_all_reduce(x: torch.Tensor, group, op: str = "sum") -> torch.Tensor:
     """Reduce x over the group: halve among m ranks, then double; bit-identical on all ranks.
 
-    x: any shape -> the same. As few bytes as the ring, in 2 log2 n rounds instead of 2(n-1), if n
-    is a power of two; else see folding above.
+    x: any shape -> the same. It sends as few bytes as the ring, in 2 log2 n rounds instead of
+    2(n-1), if n is a power of two; otherwise see folding above.
     """
     rank, size, add = group.rank(), group.size(), reduction(op, x)
     m, flat = power_of_two(size), x.flatten()
@@ -91,10 +91,10 @@ def halving_doubling_all_reduce(x: torch.Tensor, group, op: str = "sum") -> torc
 
 @collective
 def doubling_all_reduce(x: torch.Tensor, group, op: str = "sum") -> torch.Tensor:
-    """Reduce x over the group in log2 n rounds: exchange all one has with rank ^ 1, ^ 2, ^ 4, ...
+    """Reduce x over the group in log2 n rounds: exchange the whole sum with rank ^ 1, ^ 2, ^ 4, ...
 
     x: any shape -> the same, bit-identical on all ranks (a pair adds the same two terms, and a + b
-    is b + a). Half the rounds of halving-doubling, but log2 n N bytes a rank: for small tensors.
+    is b + a). Half the rounds of halving-doubling, but log2 n N bytes per rank: for small tensors.
     """
     rank, size, add = group.rank(), group.size(), reduction(op, x)
     m = power_of_two(size)
@@ -111,12 +111,13 @@ def doubling_all_reduce(x: torch.Tensor, group, op: str = "sum") -> torch.Tensor
 
 
 def halve(x: torch.Tensor, rows: list[int], group, add) -> torch.Tensor:
-    """Ranks 0 ... m-1 hold an x of m blocks with these rows; each returns its block's sum."""
+    """Halve on ranks 0 ... m-1: x has m blocks with these rows; each rank returns its block's
+    sum."""
     rank = group.rank()
     while len(rows) > 1:
         half = len(rows) // 2
         lower, upper = x.split([sum(rows[:half]), sum(rows[half:])])
-        if rank & half:  # it is among the upper half of those who still talk to each other
+        if rank & half:  # in the upper half of the ranks that still communicate
             keep, give, rows = upper, lower, rows[half:]
         else:
             keep, give, rows = lower, upper, rows[:half]
@@ -125,14 +126,14 @@ def halve(x: torch.Tensor, rows: list[int], group, add) -> torch.Tensor:
 
 
 def double(block: torch.Tensor, rows: list[int], group) -> torch.Tensor:
-    """Halving backwards: each of m ranks holds a block with these rows; all return all blocks."""
+    """Invert halving: each of m ranks holds a block with these rows; all return all blocks."""
     rank = group.rank()
     whole = block.new_empty(sum(rows), *block.shape[1:])
     blocks = whole.split(rows)
     blocks[rank].copy_(block)
     distance = 1
     while distance < len(rows):
-        first = rank & -distance  # of the `distance` blocks that this rank has by now
+        first = rank & -distance  # first of the `distance` blocks that this rank has now
         theirs = first ^ distance
         exchange(
             span(whole, rows, first, distance),
@@ -144,10 +145,10 @@ def double(block: torch.Tensor, rows: list[int], group) -> torch.Tensor:
 
 
 def span(whole: torch.Tensor, rows: list[int], first: int, count: int) -> torch.Tensor:
-    """`count` neighbouring blocks of `whole`, from block `first` on."""
+    """Return `count` neighboring blocks of `whole`, starting with block `first`."""
     return whole.narrow(0, sum(rows[:first]), sum(rows[first : first + count]))
 
 
 def power_of_two(size: int) -> int:
-    """The largest power of two that is not above `size`."""
+    """Return the largest power of two that is not above `size`."""
     return 1 << (size.bit_length() - 1)

@@ -1,16 +1,16 @@
-"""Two levels: the links inside a node are the faster ones, so send less between nodes.
+"""Two levels: links inside a node are faster than links between nodes, so send less between nodes.
 
-    inside a node: reduce-scatter      everyone has a k-th of the node's sum
-    across nodes:  ring                among those at the same place in their nodes
+    inside a node: reduce-scatter      each rank gets 1/k of the node's sum
+    across nodes:  ring                among the ranks with the same index in their nodes
     inside a node: all-gather
 
-Legend: n ranks on h nodes of k ranks, N bytes. What passes the uplink of a node, each way, where a
-ring in the nodes' order sends 2(n-1)/n N for an all-reduce and (n-1)/n N for either half of it:
+Legend: n ranks on h nodes of k ranks, N bytes. Bytes over a node's uplink, each way, where a ring
+in the order of the nodes sends 2(n-1)/n N for an all-reduce and (n-1)/n N for either half of it:
 
     all-reduce 2(h-1)/h N     reduce-scatter (h-1)/h N     all-gather (h-1)/h N
 
-`nodes`, everywhere here: k, if ranks 0 ... k-1 are the first node and so on; or a list with the
-node of each rank, in any order; None for what `launch(hosts=...)` or torchrun say.
+`nodes`, everywhere in this file: k, if ranks 0 ... k-1 are the first node and so on; or a list with
+the node of each rank, in any order; None to use what `launch(hosts=...)` or torchrun define.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def hierarchical_all_reduce(
 ) -> torch.Tensor:
     """Reduce-scatter in the node, all-reduce each chunk between nodes, all-gather in the node.
 
-    x: any shape, and so is the result. A rank sends only 2(h-1)/h N/k of N bytes between nodes.
+    x: any shape -> the same. A rank sends only 2(h-1)/h N/k of N bytes between nodes.
     Raises ValueError for nodes of unequal size.
     """
     node, same_place = two_levels(group, nodes)
@@ -47,9 +47,9 @@ def hierarchical_reduce_scatter(
 ) -> torch.Tensor:
     """Cut x along dim 0 into n chunks; rank r returns chunk r, reduced over all ranks.
 
-    x: [L, ...] -> [L/n, ...]; the first L % n chunks have one row more. Inside a node the rank at
-    place p collects the chunks of all ranks at place p; between nodes each of them gets its own.
-    Raises ValueError for nodes of unequal size.
+    x: [L, ...] -> [L/n, ...]; the first L % n chunks have one row more. Inside a node, the rank
+    with index p collects the chunks of all ranks with index p; then each of these gets its own
+    chunk. Raises ValueError for nodes of unequal size.
     """
     check_rows(x)
     node, same_place = two_levels(group, nodes)
@@ -67,10 +67,10 @@ def hierarchical_all_gather(
     nodes: int | Sequence[int] | None = None,
     sizes: list[int] | None = None,
 ) -> torch.Tensor:
-    """Every rank returns all ranks' x, concatenated along dim 0 in rank order.
+    """Return all ranks' x on every rank, concatenated along dim 0 in rank order.
 
-    x: [L, ...] -> [n L, ...]; `sizes`: every rank's L, where they differ. First between nodes, each
-    place for itself, then inside. Raises ValueError for nodes of unequal size.
+    x: [L, ...] -> [n L, ...]; `sizes`: every rank's L, if they differ. Gathers between nodes first,
+    among ranks with the same index, then inside. Raises ValueError for nodes of unequal size.
     """
     sizes = check_sizes(x, sizes, group)
     node, same_place = two_levels(group, nodes)
@@ -82,13 +82,13 @@ def hierarchical_all_gather(
 
 
 def in_rank_order(parts: Sequence[torch.Tensor], ranks: list[int]) -> torch.Tensor:
-    """The parts of these ranks, put together in rank order; ranks: whose each part is."""
+    """Concatenate the parts in rank order; ranks: the owner of each part."""
     part_of = dict(zip(ranks, parts))
     return torch.cat([part_of[rank] for rank in sorted(ranks)])
 
 
 def scatter_chunks(chunks: Sequence[torch.Tensor], group, op: str) -> torch.Tensor:
-    """The ring's reduce-scatter (ring.py), of chunks of any sizes."""
+    """Run the ring's reduce-scatter (ring.py) on chunks of any sizes."""
     rank, size, add = group.rank(), group.size(), reduction(op, chunks[0])
     after, before = (rank + 1) % size, (rank - 1) % size
     partial = chunks[rank - 1]
@@ -107,14 +107,14 @@ def two_levels(group, nodes: int | Sequence[int] | None) -> tuple[Members, Membe
 
 
 def places(group, nodes: int | Sequence[int] | None) -> list[Members]:
-    """For each place in a node the ranks that have it, node by node."""
+    """Return, for each index in a node, the ranks that have it, node by node."""
     homes = check_nodes(group, nodes)
     by_node = [[r for r, home in enumerate(homes) if home == node] for node in sorted({*homes})]
     return [Members(group, ranks) for ranks in zip(*by_node)]
 
 
 def check_nodes(group, nodes: int | Sequence[int] | None) -> list[int]:
-    """The node of every rank; raises where they are not equally large."""
+    """Return the node of every rank; raise ValueError unless all nodes have equal sizes."""
     size = group.size()
     if nodes is None:
         nodes = hosts_of(group)

@@ -1,14 +1,16 @@
-"""Collectives that are begun now and waited for later: computing goes on while they are under way.
+"""Collectives that begin now and are waited for later: computing continues while they are in
+flight.
 
-    arriving = begin_all_gather_(whole, group)     # whole [n L]: this rank's part is in its place
+    arriving = begin_all_gather_(whole, group)     # whole [n L]: only this rank's part is filled
     ...                                            # compute something else
-    arriving.wait()                                # now all parts are
+    arriving.wait()                                # now all parts are filled
 
-No thread does this. All messages are handed to the backend at once, each straight to the rank it
-is for, and the backend moves them by itself. The bytes are those of the ring, (n-1)/n of the whole
-a rank; what the ring saves is memory: a reduce-scatter here receives n-1 terms before it adds them.
+This uses no thread. All messages are given to the backend at once, each directly to its receiver,
+and the backend moves them. It sends as many bytes as a ring, (n-1)/n of the whole per rank. A
+ring would save memory: the reduce-scatter here receives n-1 terms before it adds them.
 
-All ranks must begin their collectives in the same order: between two ranks messages have no names.
+All ranks must begin their collectives in the same order, because messages between two ranks carry
+no tag and are matched by order.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from .messages import collective, empty, start, wait
 
 @dataclass
 class InFlight:
-    """A collective that was begun. `wait()` returns its result; call it once."""
+    """A collective in flight. `wait()` returns its result; call it once."""
 
     handles: list
     result: Callable[[], torch.Tensor]
@@ -35,10 +37,10 @@ class InFlight:
 
 @collective
 def begin_all_gather_(whole: torch.Tensor, group) -> InFlight:
-    """Begin to fill `whole` with the other ranks' parts, which arrive where they belong.
+    """Begin to fill `whole` with the other ranks' parts, which arrive in place.
 
-    whole: [n L] on every rank, of which part r, [L], is rank r's own. Until `wait` has returned,
-    nobody may touch it. Raises ValueError if n does not divide its length.
+    whole: [n L] on every rank; part r, [L], is rank r's own. Do not touch it before `wait` has
+    returned. Raises ValueError if n does not divide its length.
     """
     parts, rank, others = cut(whole, group)
     receives = [(parts[other], other) for other in others]
@@ -50,8 +52,8 @@ def begin_all_gather_(whole: torch.Tensor, group) -> InFlight:
 def begin_reduce_scatter(whole: torch.Tensor, group, dtype: torch.dtype | None = None) -> InFlight:
     """Begin to send every rank its part of `whole`; `wait` returns the sum of all for this rank.
 
-    whole: [n L] on every rank -> [L], added up in the ring's order and in `dtype`, which may be
-    wider than what travels. Raises ValueError if n does not divide its length.
+    whole: [n L] on every rank -> [L], summed in the ring's order and in `dtype`, which may be
+    wider than the messages' dtype. Raises ValueError if n does not divide its length.
     """
     parts, rank, others = cut(whole, group)
     receives = [(empty(parts[rank]), other) for other in reversed(others)]
@@ -68,8 +70,8 @@ def begin_reduce_scatter(whole: torch.Tensor, group, dtype: torch.dtype | None =
 
 
 def cut(whole: torch.Tensor, group) -> tuple[list[torch.Tensor], int, list[int]]:
-    """The parts of `whole`, this rank, and the others, nearest before it first: so that in one
-    moment no rank is sent to by all."""
+    """Return the parts of `whole`, this rank, and the other ranks, nearest predecessor first, so
+    that at no time all ranks send to the same rank."""
     rank, size = group.rank(), group.size()
     if len(whole) % size:
         raise ValueError(f"{len(whole)} rows cannot be cut in {size} equal parts: pad them")

@@ -1,23 +1,23 @@
 """Name the axes of the rank grid, and give each rank one group per axis.
 
     mesh = Mesh(group, dp=2, tp=4)     # 8 ranks: rank = dp_index * 4 + tp_index
-    mesh["tp"]                         # the group of the ranks that differ from me in tp only
+    mesh["tp"]                         # the group of the ranks that differ from mine in tp only
     mesh["dp", "tp"]                   # ... in dp and tp only
 
-The first axis is the outermost: the last one joins neighbouring ranks, so it should be the one
-that talks most. The usual order is AXES: tensor parallel ranks sit side by side, inside a node.
-Where a launcher dealt the ranks out otherwise, `Mesh(group, by_hosts=True, ...)` numbers them host
-by host; `parallelize`, which makes its own mesh, is given `host_by_host(group)`.
+The first axis is the outermost. The last axis joins neighboring ranks, so it should be the axis
+that communicates most. The usual order is AXES: tensor-parallel ranks are neighbors, inside a node.
+If a launcher numbered the ranks differently, `Mesh(group, by_hosts=True, ...)` numbers them host by
+host; for `parallelize`, which makes its own mesh, pass `host_by_host(group)`.
 
-Experts divide the same ranks another way. `ep` is no axis of the grid: the dp*cp ranks that
-share a place in pp and tp are cut into groups of ep, which hold all experts between them. What is
-left over, edp = dp*cp/ep, is the experts' own data parallelism: who holds the same experts.
+Experts divide the same ranks differently. `ep` is not an axis of the grid: the dp*cp ranks with
+the same index in pp and tp are split into groups of ep, each of which holds all experts. The
+rest, edp = dp*cp/ep, is the experts' own data parallelism: ranks that hold the same experts.
 
     Mesh(group, pp=2, dp=4, cp=1, tp=2, ep=2)["edp"]       # averages the experts' gradients
 
-With `etp` beside `ep` the experts divide the ranks of dp*cp*tp instead: etp ranks cut an expert's
-matrices where tp ranks cut the others, ep can span tp, and edp = dp*cp*tp/(ep*etp). Megatron-core
-numbers the ranks in the same way (`RankGenerator` in parallel_state.py, Core 0.16).
+With `etp` as well as `ep`, the experts divide the ranks of dp*cp*tp instead: etp ranks shard an
+expert's matrices where tp ranks shard the others, ep can span tp, and edp = dp*cp*tp/(ep*etp).
+Megatron-core numbers the ranks in the same way (`RankGenerator` in parallel_state.py, Core 0.16).
 
     Mesh(group, pp=1, dp=2, cp=1, tp=2, ep=4, etp=1)["ep"]     # all four ranks
 """
@@ -31,18 +31,18 @@ from typing import TYPE_CHECKING
 from mini_dist.plan.fields import checks_kinds
 
 if TYPE_CHECKING:
-    import torch.distributed as dist  # (Grid needs no torch, and works where there is none)
+    import torch.distributed as dist  # (Grid does not need torch and works without it)
 
 AXES = ("pp", "dp", "cp", "tp")  # the usual order, outermost first
 
 
 @checks_kinds
 class Grid:
-    """Which rank sits where: pure arithmetic, for any number of ranks.
+    """Map ranks to positions on axes: pure arithmetic, for any number of ranks.
 
-    Axes in order, outermost first. `ep` is named beside them, and groups neighbours among the
-    dp*cp ranks: before `dp` in the order it would group those that are furthest apart. With `etp`,
-    wherever it is named, ep groups ranks of dp*cp*tp that are etp apart, and tp is the last axis.
+    Give the axes in order, outermost first. `ep` is also given by name, and groups neighbors among
+    the dp*cp ranks: before `dp` in the order it would group the ranks that are furthest apart. With
+    `etp`, in any position, ep groups ranks of dp*cp*tp that are etp apart, and tp is the last axis.
     Raises ValueError for a size below 1 and for an ep that does not divide dp*cp, or dp*cp*tp/etp.
     """
 
@@ -53,7 +53,7 @@ class Grid:
         names = list(axes)
         self.axes = {axis: size for axis, size in axes.items() if axis not in ("ep", "etp")}
         self.size = math.prod(self.axes.values())
-        # How experts divide the ranks: {"edp": ..., "ep": ...} and with etp that, outermost first.
+        # How experts divide the ranks: {"edp": ..., "ep": ...} and perhaps "etp", outermost first.
         self.experts: dict[str, int] = {}
         self.cut_by_experts = [axis for axis in self.axes if axis in ("dp", "cp")]
         if "etp" in axes:
@@ -87,12 +87,12 @@ class Grid:
             )
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The rank's index along every axis, ep and edp included."""
+        """Return the rank's index along every axis, including ep and edp."""
         index, left = {}, rank
         for axis, size in reversed(self.axes.items()):
             left, index[axis] = divmod(left, size)
         if self.experts:
-            number = 0  # of the rank among those that the experts divide anew
+            number = 0  # the rank's number among those that the experts divide
             for axis in self.cut_by_experts:
                 number = number * self.axes[axis] + index[axis]
             for axis, size in reversed(self.experts.items()):
@@ -100,12 +100,12 @@ class Grid:
         return index
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """The lists of ranks that differ in these axes only, each in rank order.
+        """Return the lists of ranks that differ in these axes only, each in rank order.
 
         Grid(dp=2, tp=2).groups("dp") == [[0, 2], [1, 3]]
 
-        Raises KeyError for an axis that is not there, and for an axis of the experts together with
-        one that they divide anew.
+        Raises KeyError for an unknown axis, and for an expert axis together with an axis that the
+        experts divide.
         """
         view = self.check(*axes)
         others = [axis for axis in view if axis not in axes]
@@ -116,7 +116,8 @@ class Grid:
         return list(lists.values())
 
     def check(self, *axes: str) -> list[str]:
-        """The axes that give a rank's coordinates, these among them; KeyError as in `groups`."""
+        """Return the axes that give a rank's coordinates, including these; KeyError as in
+        `groups`."""
         known = [*self.axes, *self.experts]
         for axis in axes:
             if axis not in known:
@@ -133,9 +134,9 @@ class Grid:
         return [axis for axis in self.axes if axis not in shared] + [*self.experts]
 
     def crossing(self, hosts: list[int]) -> dict[str, int]:
-        """For each axis how many of its groups have ranks on more than one host.
+        """Count, for each axis, its groups with ranks on more than one host.
 
-        hosts: the host of each rank, as `hosts_of(group)` has it.
+        hosts: the host of each rank, as `hosts_of(group)` returns it.
         """
         return {
             axis: sum(len({hosts[rank] for rank in ranks}) > 1 for ranks in self.groups(axis))
@@ -143,7 +144,7 @@ class Grid:
         }
 
     def __str__(self) -> str:
-        """All groups of all axes, a line an axis."""
+        """Show all groups of all axes, one line per axis."""
         sizes = self.axes | self.experts
         shape = " x ".join(f"{axis} {size}" for axis, size in self.axes.items())
         lines = [f"{self.size} ranks = {shape}"]
@@ -158,7 +159,7 @@ def and_(words: list[str]) -> str:
 
 
 def axis_groups(**axes: int) -> dict[str, list[list[int]]]:
-    """For each axis the lists of ranks that differ in that axis only, in rank order.
+    """Return, for each axis, the lists of ranks that differ in that axis only, in rank order.
 
     axis_groups(dp=2, tp=2) == {"dp": [[0, 2], [1, 3]], "tp": [[0, 1], [2, 3]]}
     """
@@ -167,10 +168,10 @@ def axis_groups(**axes: int) -> dict[str, list[list[int]]]:
 
 
 def uplink_bytes(grid: Grid, sent: dict[str, int], hosts: list[int]) -> int:
-    """Bytes that the busiest host sends to others, if each group of an axis is a ring.
+    """Return the bytes that the busiest host sends to others, if each group of an axis is a ring.
 
-    sent: for each axis the bytes that a rank sends to the next one of its group. hosts: of each
-    rank the host.
+    sent: for each axis, the bytes that a rank sends to the next one in its group. hosts: the host
+    of each rank.
     """
     out = dict.fromkeys(hosts, 0)
     for axis, nbytes in sent.items():
@@ -181,10 +182,10 @@ def uplink_bytes(grid: Grid, sent: dict[str, int], hosts: list[int]) -> int:
 
 
 def order_on_hosts(axes: dict[str, int], sent: dict[str, int], ranks_per_host: int) -> tuple:
-    """The order of the axes, outermost first, in which the busiest uplink carries least.
+    """Return the order of the axes, outermost first, that sends least over the busiest uplink.
 
-    The ranks are on hosts one after the other, `ranks_per_host` on each; the rest is as in
-    `uplink_bytes`. Of several orders that are as good it is the first, as `axes` has them.
+    The ranks are on hosts in order, `ranks_per_host` on each; the rest is as in
+    `uplink_bytes`. Of equally good orders, it returns the first, in the order of `axes`.
     """
     size = math.prod(axes.values())
     hosts = [rank // ranks_per_host for rank in range(size)]
@@ -196,8 +197,8 @@ def order_on_hosts(axes: dict[str, int], sent: dict[str, int], ranks_per_host: i
 
 
 def host_by_host(group) -> dist.ProcessGroup:
-    """The ranks of `group` in the order of their hosts, as a group: for a Mesh whose last axes are
-    to be inside hosts, whatever the launcher did. All of them call it."""
+    """Return a group of the same ranks in the order of their hosts, for a Mesh whose last axes
+    should be inside hosts, whatever the launcher did. All ranks call it."""
     import torch.distributed as dist
 
     from mini_dist.ranks.hosts import hosts_of
@@ -214,8 +215,8 @@ def megatron_order(order: str, **sizes: int) -> dict[str, int]:
 
     megatron_order("tp-cp-ep-dp-pp", tp=2, dp=4, pp=2) == dict(pp=2, dp=4, ep=1, cp=1, tp=2)
 
-    An axis of size 1 need not be given. Megatron-core's `initialize_model_parallel` makes the same
-    groups. Raises ValueError for a word that is no axis, and for a size whose axis is not there.
+    An axis of size 1 may be left out. Megatron-core's `initialize_model_parallel` makes the same
+    groups. Raises ValueError for a word that is not an axis, and for a size without its axis.
     """
     words = order.lower().split("-")
     known = (*AXES, "ep")
@@ -236,9 +237,9 @@ class Mesh:
     """The ranks of `group` as a Grid, with a process group for every axis.
 
     Every member of `group` must make the same mesh. by_hosts: number the ranks host by host, so
-    that the last axes are inside hosts, whatever the launcher did (`host_by_host`); all ranks of
-    the world must then make it. Raises ValueError if the sizes of the axes do not multiply to the
-    size of the group.
+    that the last axes are inside hosts, whatever the launcher did (`host_by_host`); then all ranks
+    of the world must make it. Raises ValueError if the product of the axes' sizes is not the size
+    of the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, by_hosts: bool = False, **axes: int):
@@ -264,18 +265,18 @@ class Mesh:
             import torch.distributed as dist
 
             members = dist.get_process_group_ranks(self.group)
-            made = dist.new_group(  # (host by host, world ranks may go up and down along an axis)
+            made = dist.new_group(  # (host by host, world ranks need not rise along an axis)
                 [members[rank] for rank in mine], use_local_synchronization=True, sort_ranks=False
             )
-        if hasattr(self.group, "recorder"):  # so that the ledger can say which axis spoke
+        if hasattr(self.group, "recorder"):  # so that the ledger can name the axis
             self.group.recorder.axes[made.group_name] = "*".join(axes)
         return made
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> dist.ProcessGroup:
-        """The group along an axis, or along several: mesh["dp", "cp"].
+        """Return the group along an axis, or along several: mesh["dp", "cp"].
 
-        A group along several axes is made when it is first asked for, so its members must ask at
-        the same point of their program. Raises KeyError with the axes there are.
+        A group along several axes is made at its first use, so its members must ask for it at the
+        same point of their program. Raises KeyError, which lists the axes.
         """
         axes = (axes,) if isinstance(axes, str) else axes
         sizes = self.axes | self.grid.experts
@@ -286,7 +287,7 @@ class Mesh:
         return self._groups[frozenset(wide)]
 
     def index(self, *axes: str) -> int:
-        """My index along an axis, or along several taken together."""
+        """Return my index along an axis, or along several taken together."""
         return self[axes].rank()
 
     def __repr__(self) -> str:

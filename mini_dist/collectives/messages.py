@@ -14,19 +14,20 @@ from mini_dist.ranks.ledger.recording import recorded
 
 
 def send(x: torch.Tensor, to: int, group) -> None:
-    """Send x and return when it may be changed again. The receiver has then begun to receive it."""
+    """Send x; return when x may be changed again. The receiver has then begun to receive it."""
     wait(start(group, sends=[(x.contiguous(), to)]))
 
 
 def recv(like: torch.Tensor, source: int, group) -> torch.Tensor:
-    """Receive a new tensor with the shape and dtype of `like`, whose values are not read."""
+    """Receive a new tensor with the shape and dtype of `like`; the values of `like` are not
+    read."""
     incoming = empty(like)
     wait(start(group, receives=[(incoming, source)]))
     return incoming
 
 
 def recv_any(like: torch.Tensor, group) -> tuple[torch.Tensor, int]:
-    """Receive from whichever rank sends first: a new tensor as `like`, and that rank."""
+    """Receive from whichever rank sends first: return a new tensor like `like`, and that rank."""
     incoming = empty(like)
     handle = group.recv_anysource([incoming], 0)
     handle.wait()
@@ -34,9 +35,9 @@ def recv_any(like: torch.Tensor, group) -> tuple[torch.Tensor, int]:
 
 
 def exchange(x, to: int, source: int, group, *, like=None, out=None) -> torch.Tensor:
-    """Send x while receiving something else: `like` x unless told, into `out` if given.
+    """Send x while receiving another tensor, shaped like `like` (default x), into `out` if given.
 
-    If everyone sent first, everyone would wait for ever for a receiver: a message needs both.
+    If all ranks sent first, all would wait forever for a receiver, because a message needs both.
     """
     incoming = empty(x if like is None else like) if out is None else out
     wait(start(group, receives=[(incoming, source)], sends=[(x.contiguous(), to)]))
@@ -44,17 +45,17 @@ def exchange(x, to: int, source: int, group, *, like=None, out=None) -> torch.Te
 
 
 def start(group, receives=(), sends=()) -> list:
-    """Begin messages, given as (tensor, peer), and return their handles: receives, then sends.
+    """Begin messages, given as (tensor, peer); return their handles: receives, then sends.
 
-    Keep the handles until they are waited for: a message whose handle is dropped may be lost.
-    Receives come first, since the data of a message starts to flow when its receive is posted: with
-    sends first, two ranks that exchange over a slow cable waited for one direction, then the other.
+    Keep the handles until you wait for them: a message whose handle is dropped may be lost.
+    Receives come first, because the data flows once the receive is posted: with sends first,
+    two ranks that exchanged over a slow cable waited for one direction, then the other.
     """
     on_gpu = any(tensor.is_cuda for tensor, _ in (*receives, *sends))
     if not (on_gpu and runs_in_order(group)):
         works = [group.recv([tensor], source, 0) for tensor, source in receives]
         return works + [group.send([tensor], to, 0) for tensor, to in sends]
-    # NCCL runs its calls one after the other, so that a receive would block the send after it;
+    # NCCL runs its calls one after the other, so a receive would block the send after it;
     # between start and end of coalescing they are one call.
     device = (*receives, *sends)[0][0].device
     group._start_coalescing(device)
@@ -71,8 +72,8 @@ def wait(handles: list) -> None:
 
 
 def device_of(group) -> torch.device:
-    """Where the tensors of this group's messages live, also if torch.distributed made the group."""
-    group = getattr(group, "whole", group)  # of Members
+    """Return the device of this group's messages, even if torch.distributed made the group."""
+    group = getattr(group, "whole", group)  # for Members
     if hasattr(group, "device"):
         return group.device
     kinds = {device.type for device in getattr(group, "_device_types", [])}
@@ -84,34 +85,34 @@ def device_of(group) -> torch.device:
 
 
 def device_for_numbers(group) -> torch.device:
-    """Where numbers travel that a rank reads as soon as they are there, such as lengths: on the
+    """Return the device for numbers that a rank reads right after they arrive, such as lengths: the
     host, unless the group carries GPU tensors only (torch's own, with NCCL alone)."""
-    in_front = getattr(group, "whole", group)  # of Members
+    in_front = getattr(group, "whole", group)  # for Members
     return torch.device("cpu") if hasattr(in_front, "carriers") else device_of(group)
 
 
 def runs_in_order(group) -> bool:
-    """Say whether the group runs the messages of GPU tensors one after the other, as NCCL does."""
-    group = getattr(group, "whole", group)  # of Members
+    """Return whether the group runs messages of GPU tensors one after the other, as NCCL does."""
+    group = getattr(group, "whole", group)  # for Members
     if hasattr(group, "carriers"):
         return "NCCL" in group.carriers.values()
     return device_of(group).type != "cpu"
 
 
 def empty(like: torch.Tensor) -> torch.Tensor:
-    """A contiguous new tensor: what messages are made of."""
+    """Return a new contiguous tensor: messages need one."""
     return torch.empty_like(like, memory_format=torch.contiguous_format, requires_grad=False)
 
 
 def collective(function):
-    """Decorator of every collective: one entry in the ledger, the parent of its messages.
+    """Mark a function as a collective: one entry in the ledger, the parent of its messages.
 
-    Autograd does not look inside: a collective is no differentiable function (ops.py has those).
+    Autograd does not look inside: a collective is not differentiable (ops.py has those that are).
     """
 
     @functools.wraps(function)
     def outside_autograd(*args, **kwargs):
-        if not torch.is_grad_enabled():  # to ask costs less than to enter once more
+        if not torch.is_grad_enabled():  # the check is cheaper than entering once more
             return function(*args, **kwargs)
         with torch.no_grad():
             return function(*args, **kwargs)
@@ -120,7 +121,8 @@ def collective(function):
 
 
 def split_sizes(length: int, parts: int) -> list[int]:
-    """Lengths that differ by at most one, the longer ones first, as torch.tensor_split cuts."""
+    """Return lengths that differ by at most one, the longer ones first, as torch.tensor_split
+    cuts."""
     return [length // parts + (part < length % parts) for part in range(parts)]
 
 
@@ -130,7 +132,7 @@ def check_rows(x: torch.Tensor) -> None:
 
 
 class Members:
-    """Some ranks of a group, in the given order, as a group of their own: no set-up, no cost."""
+    """Some ranks of a group, in the given order, as a group without set-up or cost."""
 
     def __init__(self, group, ranks):
         self.whole, self.ranks = group, list(ranks)
@@ -164,7 +166,7 @@ REDUCTIONS = {
 
 
 def reduction(op: str, x: torch.Tensor):
-    """The function of two tensors that `op` names; each call rounds once, to the tensors' dtype."""
+    """Return the function of two tensors that `op` names; each call rounds once, to their dtype."""
     if op not in REDUCTIONS:
         known = ", ".join(f'"{name}"' for name in REDUCTIONS)
         also = ' ("mean" is known to reduce, reduce_scatter, all_reduce and the pipelined ring)' * (
@@ -177,7 +179,7 @@ def reduction(op: str, x: torch.Tensor):
 
 
 def begin(op: str, x: torch.Tensor) -> str:
-    """What travels for `op`: a mean is a sum until the end."""
+    """Return the operation on the way: a mean is a sum until the end."""
     if op != "mean":
         return op
     if not (x.is_floating_point() or x.is_complex()):

@@ -1,24 +1,25 @@
-"""Differentiable collectives: communication that autograd can walk back through.
+"""Differentiable collectives: communication through which autograd can run backward.
 
 Each is linear, so its backward is its transpose, and the transpose of a communication is another
-one: the seven form conjugate pairs. Each backward below *is* the call of its partner.
+communication: the seven form conjugate pairs. Each backward below *is* a call of its partner.
 
     forward          what goes in          what comes out        backward
-    copy             x, alike on all       a copy for each       all_reduce
-    all_reduce       a summand of each     their sum, alike      copy
-    split            x, alike on all       a chunk of it         join
-    join             a chunk of each       all of it, alike      split
-    all_gather       a chunk of each       a copy for each       reduce_scatter
-    reduce_scatter   a summand of each     a chunk of the sum    all_gather
-    all_to_all       chunks for all        chunks from all       all_to_all, the other way round
+    copy             x, equal on all       a copy for each       all_reduce
+    all_reduce       a term from each      their sum, equal      copy
+    split            x, equal on all       a chunk of it         join
+    join             a chunk from each     all of it, equal      split
+    all_gather       a chunk from each     a copy for each       reduce_scatter
+    reduce_scatter   a term from each      a chunk of the sum    all_gather
+    all_to_all       chunks for all        chunks from all       all_to_all, reversed
 
-"Alike": the ranks hold one tensor together, and go on to compute the same with it, so its gradient
-is alike, too. "A copy for each": they hold the same numbers but will use them differently, so their
-gradients differ and have to be added. That is all that distinguishes `join` from `all_gather`
-(their forwards are the same). Two identities follow: copy is all_gather after split, and
-all_reduce is join after reduce_scatter. Sequence parallelism is nothing but these two (lesson 10).
+"Equal": the ranks hold one tensor together and do the same computation with it, so its gradient is
+also equal on all ranks. "A copy for each": they hold the same numbers but use them differently, so
+their gradients differ and have to be summed. This is the only difference between `join` and
+`all_gather` (their forwards are the same). Two identities follow: copy is all_gather after split,
+and all_reduce is join after reduce_scatter. Sequence parallelism uses exactly these two (lesson
+10).
 
-The papers name pairs by letters, and not alike:
+Papers name the pairs by letters, and use the letters differently:
 
     paper                                        letter   forward          backward
     Shoeybi et al. 2019, section 3, figure 3     f        copy             all_reduce
@@ -28,9 +29,9 @@ The papers name pairs by letters, and not alike:
       the same, section 4.2.2                    g        all_gather       reduce_scatter
                                                  ḡ        reduce_scatter   all_gather
 
-Like all collectives they are called by all ranks of the group, with the same shapes, and return
-new tensors. They must never write into x: autograd may have saved it for someone else's backward.
-(`copy` sends nothing forward, `all_reduce` nothing backward; they hand on the memory they got.)
+As with all collectives, all ranks of the group call them with the same shapes, and they return
+new tensors. They must never write into x: autograd may have saved it for another backward.
+(`copy` sends nothing forward, `all_reduce` nothing backward; they return the memory they got.)
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from .divides import check_divides
 
 
 def copy(x: Tensor, group, *, algorithm: str = "auto") -> Tensor:
-    """x as it is, from here on used by each rank in its own way; backward: `all_reduce`.
+    """Return x unchanged, for each rank to use in its own way; backward: `all_reduce`.
 
     algorithm: of the all-reduce in backward, see `collectives.all_reduce`.
     """
@@ -52,12 +53,12 @@ def copy(x: Tensor, group, *, algorithm: str = "auto") -> Tensor:
 
 
 def all_reduce(x: Tensor, group, *, algorithm: str = "auto") -> Tensor:
-    """The sum of all ranks' x, bit-identical on all of them; backward: `copy`."""
+    """Return the sum of all ranks' x, bit-identical on all of them; backward: `copy`."""
     return AllReduce.apply(x, group, algorithm)
 
 
 def split(x: Tensor, group, *, dim: int) -> Tensor:
-    """This rank's chunk of x, which is alike on all ranks; backward: `join`.
+    """Return this rank's chunk of x, which is equal on all ranks; backward: `join`.
 
     [..., L, ...] -> [..., L/n, ...] at `dim`. Raises ValueError if n does not divide L.
     """
@@ -65,7 +66,7 @@ def split(x: Tensor, group, *, dim: int) -> Tensor:
 
 
 def join(x: Tensor, group, *, dim: int) -> Tensor:
-    """All ranks' chunks in rank order, for a use that is alike on all ranks; backward: `split`.
+    """Return all ranks' chunks in rank order, for the same use on all ranks; backward: `split`.
 
     [..., L/n, ...] -> [..., L, ...] at `dim`.
     """
@@ -73,7 +74,7 @@ def join(x: Tensor, group, *, dim: int) -> Tensor:
 
 
 def all_gather(x: Tensor, group, *, dim: int) -> Tensor:
-    """All ranks' chunks in rank order, for each rank's own use; backward: `reduce_scatter`.
+    """Return all ranks' chunks in rank order, for each rank's own use; backward: `reduce_scatter`.
 
     [..., L/n, ...] -> [..., L, ...] at `dim`.
     """
@@ -81,7 +82,7 @@ def all_gather(x: Tensor, group, *, dim: int) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group, *, dim: int) -> Tensor:
-    """This rank's chunk of the sum of all ranks' x; backward: `all_gather`.
+    """Return this rank's chunk of the sum of all ranks' x; backward: `all_gather`.
 
     [..., L, ...] -> [..., L/n, ...] at `dim`. Raises ValueError if n does not divide L.
     """
@@ -94,15 +95,15 @@ def all_to_all(
     input_splits: list[int] | None = None,
     output_splits: list[int] | None = None,
 ) -> Tensor:
-    """Rank r sends the d-th part of its x (along dim 0) to rank d and returns what it got, in rank
+    """Send the d-th part of x (along dim 0) to rank d; return the received parts, in rank
     order; backward: `all_to_all` with the splits exchanged.
 
     [sum(input_splits), ...] -> [sum(output_splits), ...], rows to and from each rank; without
-    splits all parts are even. Raises ValueError for splits that do not fit, or if n does not
+    splits all parts are equal. Raises ValueError for splits that do not fit, or if n does not
     divide the rows.
     """
     if input_splits is None:
-        # uneven parts would come back by other splits than they went
+        # unequal parts would come back with other splits than they left with
         check_divides(group.size(), len(x), "x.shape[0]")
     return AllToAll.apply(x, group, input_splits, output_splits)
 
@@ -183,6 +184,6 @@ class AllToAll(torch.autograd.Function):
 
 
 def in_rows(x: Tensor) -> Tensor:
-    """Collectives work along dim 0, so what they return for another dim is a view. Left so, each
-    matmul that follows would copy it, and autograd keep every copy."""
+    """Make x contiguous. Collectives work along dim 0, so for another dim they return a view. Each
+    later matmul would copy the view, and autograd would keep every copy."""
     return x.contiguous()

@@ -1,4 +1,4 @@
-"""Everyone with everyone: the all-to-all, and the barrier, which is one without data."""
+"""All ranks with all ranks: the all-to-all, and the barrier, an all-to-all without data."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def pairwise_all_to_all(
     input_splits: list[int] | None = None,
     output_splits: list[int] | None = None,
 ) -> torch.Tensor:
-    """Rank r sends the d-th part of its x to rank d; it returns what it got, in rank order.
+    """Send the d-th part of x to rank d; return the received parts, in rank order.
 
     x: [sum(input_splits), ...] -> [sum(output_splits), ...]. `input_splits[d]`: rows for rank d;
-    `output_splits[s]`: rows from rank s, that is rank s's input_splits[r]. Without splits all ranks
-    have equally many rows and cut them as evenly as they go. n-1 rounds: in round k everyone sends
-    to the rank k further, so nobody is sent to by two at once.
+    `output_splits[s]`: rows from rank s, which is rank s's input_splits[r]. Without splits, all
+    ranks have equally many rows and cut them as evenly as possible. n-1 rounds: in round k every
+    rank sends to the rank k further on, so no rank receives from two at once.
     """
     rank, size = group.rank(), group.size()
     input_splits, output_splits = check_splits(x, input_splits, output_splits, group)

@@ -1,8 +1,8 @@
-"""The ring: everyone sends to the next rank, everyone receives from the one before.
+"""The ring: every rank sends to the next rank and receives from the previous one.
 
     rank 0 -> rank 1 -> rank 2 -> ... -> rank n-1 -> rank 0
 
-No rank is a centre, every link carries the same, and no algorithm can move fewer bytes
+There is no central rank, every link carries the same, and no algorithm can move fewer bytes
 (Patarasuk and Yuan 2009). Legend: n ranks, N bytes.
 """
 
@@ -24,8 +24,8 @@ def ring_reduce_scatter(x: torch.Tensor, group, op: str = "sum") -> torch.Tensor
     rank, size, add = group.rank(), group.size(), reduction(op, x)
     after, before = (rank + 1) % size, (rank - 1) % size
     chunks = x.tensor_split(size)
-    # Chunk c starts at rank c+1 and collects one term a rank on its way home to rank c.
-    # (Indices run below 0 and wrap, as the ring does.)
+    # Chunk c starts at rank c+1 and collects one term per rank on its way to rank c.
+    # (Indices below 0 wrap around, as the ring does.)
     partial = chunks[rank - 1]
     for step in range(2, size + 1):
         mine = chunks[rank - step]
@@ -36,9 +36,9 @@ def ring_reduce_scatter(x: torch.Tensor, group, op: str = "sum") -> torch.Tensor
 
 @collective
 def ring_all_gather(x: torch.Tensor, group, sizes: list[int] | None = None) -> torch.Tensor:
-    """Every rank returns all ranks' x, concatenated along dim 0 in rank order.
+    """Return all ranks' x on every rank, concatenated along dim 0 in rank order.
 
-    x: [L, ...] -> [n L, ...]; if L differs from rank to rank, all pass the same `sizes`, a list of
+    x: [L, ...] -> [n L, ...]; if L differs between ranks, all pass the same `sizes`, a list of
     every rank's L. Cost: n-1 rounds; a rank sends every part but its successor's.
     """
     rank, size = group.rank(), group.size()
@@ -47,7 +47,7 @@ def ring_all_gather(x: torch.Tensor, group, sizes: list[int] | None = None) -> t
     whole = x.new_empty(sum(sizes), *x.shape[1:])
     parts = whole.split(sizes)
     parts[rank].copy_(x)
-    for step in range(1, size):  # pass on what came last, receive the one before it
+    for step in range(1, size):  # pass on what arrived last, receive the part before it
         exchange(parts[rank - step + 1], after, before, group, out=parts[rank - step])
     return whole
 
@@ -66,7 +66,7 @@ def ring_all_reduce(x: torch.Tensor, group, op: str = "sum") -> torch.Tensor:
 
 
 def check_sizes(x: torch.Tensor, sizes: list[int] | None, group) -> list[int]:
-    """Rows of every rank's part; raises where they cannot be."""
+    """Return the rows of every rank's part; raise ValueError if they are impossible."""
     rank, size = group.rank(), group.size()
     check_rows(x)
     if sizes is None:

@@ -1,9 +1,9 @@
-"""The ring, one host after the other: it leaves each host once, wherever the ranks are.
+"""The ring, host after host: it leaves each host once, wherever the ranks are.
 
-Unlike a hierarchy it asks for no equal hosts: nobody needs a partner at the same place elsewhere.
-Legend: n ranks, N bytes. One rank of each host has its successor on the next host, so that what
-passes an uplink, each way, is what a rank sends: 2(n-1)/n N for an all-reduce, and for either half
-of it (n-1)/n N, if all parts are equal.
+Unlike a hierarchy, it does not need hosts of equal size, because no rank needs a partner with the
+same index on another host. Legend: n ranks, N bytes. One rank per host has its successor on the
+next host, so an uplink carries, each way, as much as one rank sends: 2(n-1)/n N for an all-reduce,
+and (n-1)/n N for either half of it, if all parts are equal.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .ring import check_sizes, ring_all_gather, ring_all_reduce
 
 @collective
 def ring_by_hosts_all_reduce(x: torch.Tensor, group, op: str = "sum") -> torch.Tensor:
-    """ring_all_reduce, with the ranks in the order of their hosts. x: any shape -> the same."""
+    """Run ring_all_reduce with the ranks in the order of their hosts. x: any shape -> the same."""
     return ring_all_reduce(x, host_after_host(group), op)
 
 
@@ -38,9 +38,9 @@ def ring_by_hosts_reduce_scatter(x: torch.Tensor, group, op: str = "sum") -> tor
 def ring_by_hosts_all_gather(
     x: torch.Tensor, group, sizes: list[int] | None = None
 ) -> torch.Tensor:
-    """Every rank returns all ranks' x, concatenated along dim 0 in rank order.
+    """Return all ranks' x on every rank, concatenated along dim 0 in rank order.
 
-    x: [L, ...] -> [n L, ...]; `sizes`: every rank's L, where they differ.
+    x: [L, ...] -> [n L, ...]; `sizes`: every rank's L, if they differ.
     """
     sizes, ring = check_sizes(x, sizes, group), host_after_host(group)
     rows = [sizes[rank] for rank in ring.ranks]

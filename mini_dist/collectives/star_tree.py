@@ -1,8 +1,8 @@
-"""One root and everyone else: broadcast, reduce, gather, scatter, as a star or as a binomial tree.
+"""One root and all others: broadcast, reduce, gather, scatter, as a star or as a binomial tree.
 
-In a star the root deals with each rank itself: n-1 messages through its one link. In a tree
-whoever has the data passes it on, so log2 n rounds do. An all-reduce can also be several stars at
-once, each for a part of the tensor. Legend: n ranks, N bytes.
+In a star the root talks to each rank itself: n-1 messages through its one link. In a tree every
+rank that has the data passes it on, so log2 n rounds are enough. An all-reduce can also be several
+stars at once, each for a part of the tensor. Legend: n ranks, N bytes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import torch
 from .messages import check_rows, collective, empty, exchange, recv, reduction, send, start, wait
 from .ring import check_sizes
 
-LARGE_TERM = 64 << 10  # bytes; beyond, memory counts more than the wait for a buffer
+LARGE_TERM = 64 << 10  # bytes; above, memory counts more than waiting for a buffer
 
 
 @collective
 def star_broadcast(x: torch.Tensor, root: int, group) -> torch.Tensor:
-    """Every rank returns the root's x: [...], the same shape and dtype on all ranks.
+    """Return the root's x on every rank: [...], the same shape and dtype on all ranks.
 
-    Elsewhere than on the root the values of x are not read. The root sends (n-1) N bytes.
+    Only the root's values of x are read. The root sends (n-1) N bytes.
     """
     check_root(root, group)
     if group.rank() != root:
@@ -34,14 +34,15 @@ def star_broadcast(x: torch.Tensor, root: int, group) -> torch.Tensor:
 
 @collective
 def tree_broadcast(x: torch.Tensor, root: int, group) -> torch.Tensor:
-    """Every rank returns the root's x, in ceil(log2 n) rounds: in each, twice as many have it.
+    """Return the root's x on every rank in ceil(log2 n) rounds; each doubles the ranks that have
+    it.
 
-    Nobody sends more than ceil(log2 n) N bytes; in all it is (n-1) N, as for the star.
+    A rank sends at most ceil(log2 n) N bytes; in total they send (n-1) N, as in the star.
     """
     check_root(root, group)
     size = group.size()
-    place = (group.rank() - root) % size  # the root is at place 0
-    x, have = x.clone(), 1  # places 0 ... have-1 have the data
+    place = (group.rank() - root) % size  # index relative to the root
+    x, have = x.clone(), 1  # indices 0 ... have-1 have the data
     while have < size:
         if place < have and place + have < size:
             send(x, (root + place + have) % size, group)
@@ -53,7 +54,7 @@ def tree_broadcast(x: torch.Tensor, root: int, group) -> torch.Tensor:
 
 @collective
 def star_reduce(x: torch.Tensor, root: int, group, op: str = "sum") -> torch.Tensor | None:
-    """The root returns x reduced over all ranks, taken in rank order; the others None.
+    """Return x reduced over all ranks, in rank order, on the root, and None on the others.
 
     Every other rank sends N bytes, and the root receives (n-1) N.
     """
@@ -68,9 +69,9 @@ def star_reduce(x: torch.Tensor, root: int, group, op: str = "sum") -> torch.Ten
 
 @collective
 def tree_reduce(x: torch.Tensor, root: int, group, op: str = "sum") -> torch.Tensor | None:
-    """The root returns x reduced over all ranks, in ceil(log2 n) rounds; the others None.
+    """Return x reduced over all ranks, in ceil(log2 n) rounds, on the root; None on the others.
 
-    The broadcast run backwards: in each round half of those who still hold a term hand it over.
+    This reverses the broadcast: in each round, half of the ranks that still hold a term send it.
     """
     check_root(root, group)
     size, add = group.size(), reduction(op, x)
@@ -88,9 +89,9 @@ def tree_reduce(x: torch.Tensor, root: int, group, op: str = "sum") -> torch.Ten
 
 @collective
 def gather(x: torch.Tensor, root: int, group, sizes: list[int] | None = None):
-    """The root returns all ranks' x, concatenated along dim 0 in rank order; the others None.
+    """Return all ranks' x on the root, concatenated along dim 0 in rank order; None on the others.
 
-    x: [L, ...] -> [n L, ...] on the root. If L differs from rank to rank, pass `sizes`, a list of
+    x: [L, ...] -> [n L, ...] on the root. If L differs between ranks, pass `sizes`, a list of
     every rank's L. Every other rank sends its part once.
     """
     check_root(root, group)
@@ -108,7 +109,7 @@ def scatter(x: torch.Tensor, root: int, group) -> torch.Tensor:
     """Cut the root's x along dim 0 into n chunks; rank r returns chunk r.
 
     x: [L, ...], of the same shape and dtype on all ranks -> [L/n, ...]; the first L % n chunks have
-    one row more. Elsewhere than on the root its values are not read.
+    one more row. Only the root's values are read.
     """
     check_root(root, group)
     check_rows(x)
@@ -122,12 +123,12 @@ def scatter(x: torch.Tensor, root: int, group) -> torch.Tensor:
 
 @collective
 def star_all_reduce(x: torch.Tensor, group, op: str = "sum") -> torch.Tensor:
-    """Gather on rank 0, add up in rank order, broadcast: few messages, and all through one rank.
+    """Gather on rank 0, sum in rank order, broadcast: few messages, but all through one rank.
 
     Best for small tensors; rank 0 sends and receives (n-1) N bytes, every other rank N.
     """
     add = reduction(op, x)
-    if group.rank() != 0:  # waiting for the result already while sending saves a round
+    if group.rank() != 0:  # posting the receive before the send saves a round
         return exchange(x, 0, 0, group)
     peers = range(1, group.size())
     if not peers:
@@ -149,12 +150,12 @@ def tree_all_reduce(x: torch.Tensor, group, op: str = "sum") -> torch.Tensor:
 def stars_all_reduce(
     x: torch.Tensor, group, op: str = "sum", roots: int | None = None
 ) -> torch.Tensor:
-    """As many stars at once as there are roots, each for its part of x: they share out the load.
+    """Run one star per root at once, each for its part of x, so that the roots share the load.
 
-    roots: how many, spread evenly; unless told every second rank. One makes a star; n do what a
-    reduce-scatter and an all-gather do, each in one step ("two-shot"). x is cut into equal parts,
-    the last ones shorter. A root sends (n + roots - 2) N/roots bytes, every other rank N. A root
-    takes no more memory than the others. Raises ValueError for no roots, or more than ranks.
+    roots: how many, spread evenly; by default every second rank. One makes a star; n do the same as
+    a reduce-scatter and an all-gather in one step each ("two-shot"). x is cut into equal parts, the
+    last ones shorter. A root sends (n + roots - 2) N/roots bytes, every other rank N. A root needs
+    no more memory than the others. Raises ValueError for no roots, or more roots than ranks.
     """
     add, rank, size = reduction(op, x), group.rank(), group.size()
     roots = max(1, size // 2) if roots is None else roots
@@ -176,7 +177,7 @@ def stars_all_reduce(
     if rank not in places:
         wait(start(group, receives=sums, sends=terms))
         return result.view(x.shape)
-    # Until the other roots' sums arrive, a root receives terms where they will be.
+    # Until the other roots' sums arrive, a root receives terms into their memory.
     mine, total = flat[spans[rank]], result[spans[rank]]
     buffers = [total, *(room[spans[root]][: len(mine)] for root in my_roots)]
     add_up(mine, my_peers, buffers, group, add, sends=terms)
@@ -185,10 +186,10 @@ def stars_all_reduce(
 
 
 def pairs_of_stars(roots: list[int], size: int) -> list[tuple[int, int]]:
-    """(peer, root) of every two ranks that talk, in rounds where nobody is a peer or a root twice.
+    """Return (peer, root) for every two ranks that talk, in rounds without a repeated peer or root.
 
-    First the roots among themselves: if their terms came later, two roots could both wait for the
-    other to go on.
+    The roots come first, among themselves: if their terms came later, two roots could wait for
+    each other.
     """
     others = [rank for rank in range(size) if rank not in roots]
     k, rounds = len(roots), max(len(roots), len(others))
@@ -200,10 +201,10 @@ def pairs_of_stars(roots: list[int], size: int) -> list[tuple[int, int]]:
 
 
 def add_up(mine, peers, buffers, group, add, sends=()) -> torch.Tensor:
-    """Mine and every peer's term, added up in the first of the buffers.
+    """Sum mine and every peer's term in the first of the buffers.
 
-    As many terms as there are buffers are on their way at once: while one is added, the next
-    arrives. `sends` go off with the first of them.
+    One term per buffer is in flight at a time: while one is added, the next
+    arrives. `sends` start together with the first terms.
     """
     receives = list(zip(buffers, peers))
     handles = start(group, receives, sends)
@@ -221,7 +222,7 @@ def add_up(mine, peers, buffers, group, add, sends=()) -> torch.Tensor:
 
 
 def receive_all(parts: list[torch.Tensor], root: int, group) -> None:
-    """Fill everyone's part but the root's own: all receives posted at once, nobody has to queue."""
+    """Fill every part but the root's own: post all receives at once, so no rank has to queue."""
     others = [(part, peer) for peer, part in enumerate(parts) if peer != root]
     wait(start(group, receives=others))
 

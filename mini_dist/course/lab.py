@@ -1,4 +1,4 @@
-"""A lab's parameters, checked before anything runs, and its result, kept as JSON.
+"""A lab's parameters, checked before anything runs, and its result, stored as JSON.
 
     lab = Lab(                                     # in the cell below the `parameters` cell
         "collectives_cost",
@@ -7,11 +7,11 @@
         overlap=flag(),
     )
     p = lab.parameters()                           # p.world_size, or ParameterError in one sentence
-    lab.save({"seconds": 0.12}, curve=picture)     # result.json, and curve.svg beside it
+    lab.save({"seconds": 0.12}, curve=picture)     # result.json, and next to it curve.svg
 
-papermill checks nothing: an unknown name is only warned about, `-p overlap true` gives the string
-'true', and a string that is not empty counts as true. So the notebook checks for itself, and it is
-the same notebook whether a person, papermill or `python -m mini_dist.course.sweep` gives the
+papermill checks nothing: it only warns about an unknown name, `-p overlap true` gives the string
+'true', and a non-empty string counts as true. So the notebook checks its parameters itself, in the
+same way whether a person, papermill or `python -m mini_dist.course.sweep` gives the
 values.
 
 `choice`, `whole`, `real`, `flag` and `text` also describe the controls of mini_dist.course.widgets.
@@ -37,13 +37,13 @@ from typing import Any
 
 from mini_dist.plan.fields import checks_kinds
 
-INJECTED = "# Parameters"  # how papermill's cell begins
-FOLDER = "folder"  # a parameter of every lab: where its result goes
+INJECTED = "# Parameters"  # the first line of papermill's cell
+FOLDER = "folder"  # a parameter of every lab: the folder for its result
 RESULT = "result.json"
 
 
 class ParameterError(ValueError):
-    """A parameter that cannot be: its name, its value, and what would be right."""
+    """An invalid parameter: its name, its value, and what would be valid."""
 
 
 # ---- what a value may be -------------------------------------------------------------------------
@@ -56,7 +56,7 @@ class Choice:
     values: tuple
 
     def check(self, name: str, value: Any) -> Any:
-        # 1 == True == 1.0 in Python, and they are not the same answer
+        # 1 == True == 1.0 in Python, but they are different answers
         if not any(type(value) is type(known) and value == known for known in self.values):
             raise ParameterError(
                 f"{name}={value!r} is not known: give {_one_of(self.values)}"
@@ -68,7 +68,7 @@ class Choice:
 @checks_kinds
 @dataclass(frozen=True)
 class Number:
-    """A number from `least` to `most`; whole, or any real one. `log`: a slider's steps grow."""
+    """A number from `least` to `most`; whole or real. `log`: a slider's steps grow."""
 
     least: float
     most: float
@@ -81,14 +81,14 @@ class Number:
         between = f"from {self.least:,} to {self.most:,}{f' {self.unit}' if self.unit else ''}"
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise ParameterError(f"{name}={value!r} is {_kind(value)}: give a {kind} {between}.")
-        if not self.least <= value <= self.most:  # not a number compares false too
+        if not self.least <= value <= self.most:  # nan also compares false
             raise ParameterError(f"{name}={value!r} is out of range: give a {kind} {between}.")
         return value
 
 
 @dataclass(frozen=True)
 class Flag:
-    """True or False, and nothing that merely counts as one."""
+    """True or False, and no other value that counts as one of them."""
 
     def check(self, name: str, value: Any) -> bool:
         if not isinstance(value, bool):
@@ -132,7 +132,7 @@ def text() -> Text:
 
 
 def check(declared: Mapping[str, Parameter], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given values, each checked against its declaration and none left over or missing."""
+    """Check each given value against its declaration, with no name unknown or missing."""
     for name in given:
         if name not in declared:
             raise ParameterError(
@@ -167,7 +167,7 @@ def _kind(value) -> str:
 
 @checks_kinds
 class Lab:
-    """A notebook with declared parameters. `folder` is one of every lab: its result goes there."""
+    """A notebook with declared parameters. Every lab has `folder`, where its result goes."""
 
     def __init__(self, name: str, /, **declared: Parameter):
         for parameter, kind in declared.items():
@@ -181,11 +181,11 @@ class Lab:
         self._values: dict[str, Any] | None = None
 
     def parameters(self, given: Mapping[str, Any] | None = None) -> SimpleNamespace:
-        """The values of the parameters cell (or those `given`), checked.
+        """Return the checked values of the parameters cell (or those in `given`).
 
-        A result that lies in the folder from a run before goes to run-1, run-2, ... in there, so
-        a run that fails leaves none in its place. Raises ParameterError, a ValueError, for a value
-        that is not allowed, a missing name and a name that nobody declared.
+        An earlier run's result in the folder moves to run-1, run-2, ... inside it, so a run that
+        fails leaves no result in its place. Raises ParameterError, a ValueError, for an invalid
+        value, a missing name and an undeclared name.
         """
         given = _values_in_notebook(self.declared) if given is None else given
         self.began = time.monotonic()
@@ -197,9 +197,9 @@ class Lab:
     def save(self, result: Mapping[str, Any], /, **figures) -> Path:
         """Write result.json, and NAME.svg for each figure (a Drawing), into the lab's folder.
 
-        Prints where, from the current folder. The JSON holds the lab's name, its parameters, the
-        result, the names of the figures, and about the run: date, seconds, versions, machine.
-        Raises ValueError for a result that JSON cannot hold.
+        Prints the path, relative to the current folder. The JSON has the lab's name, its
+        parameters, the result, the names of the figures, and facts about the run: date, seconds,
+        versions, machine. Raises ValueError for a result that JSON cannot represent.
         """
         if self._values is None:
             raise ValueError("no parameters were checked yet: call parameters() first.")
@@ -227,7 +227,7 @@ class Lab:
         folder.mkdir(parents=True, exist_ok=True)
         for name, picture in figures.items():
             picture.save(folder / f"{name}.svg")
-        # The JSON comes last and at once: who finds it finds all of it.
+        # The JSON is written last and atomically: once it exists, everything exists.
         partial = folder / f"result.{os.getpid()}.partial"
         partial.write_text(content + "\n", encoding="utf-8")
         path = partial.replace(folder / RESULT)
@@ -236,8 +236,8 @@ class Lab:
 
 
 def put_away(folder: Path) -> None:
-    """Move the result in a folder, and the figures that it names, to run-1 in there, or the next
-    free number. Other files stay: it may be a folder that the learner has chosen."""
+    """Move a folder's result, and the figures that it names, to run-1 inside it, or the next
+    free number. Other files stay: the learner may have chosen this folder."""
     former = folder / RESULT
     if not former.is_file():
         return
@@ -246,7 +246,7 @@ def put_away(folder: Path) -> None:
     kept.mkdir()
     try:
         figures = json.loads(former.read_text(encoding="utf-8"))["figures"]
-    except (ValueError, KeyError, TypeError):  # not what a lab writes
+    except (ValueError, KeyError, TypeError):  # not a lab's output
         figures = []
     for path in [former, *(folder / Path(str(name)).name for name in figures)]:
         if path.is_file():
@@ -256,8 +256,8 @@ def put_away(folder: Path) -> None:
 def below_here(folder: str) -> Path:
     """Return a folder as a Path; refuse one that leads out of the current folder step by step.
 
-    Such a path leads to another place from wherever the lab is run: papermill, for one, runs a
-    notebook in the folder in which it was called. A full path says what it means.
+    Such a path leads to a different place depending on where the lab runs: papermill, for example,
+    runs a notebook in the folder in which it was called. A full path is unambiguous.
     """
     if not os.path.isabs(folder) and os.path.normpath(folder).split(os.sep)[0] == os.pardir:
         raise ParameterError(
@@ -277,7 +277,7 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, str | int]:
-    """The machine as far as it decides how long something takes, without its name."""
+    """Describe the machine as far as it affects times, without its name."""
     processor = platform.processor() or platform.machine()
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -293,16 +293,16 @@ def machine() -> dict[str, str | int]:
 
 
 def _from_here(path: Path) -> str:
-    """No stored output of the course names a folder of the machine that made it."""
+    """Shorten a path, because no stored output may name a folder of the machine that made it."""
     here, path = Path.cwd(), path.resolve()
     return path.relative_to(here).as_posix() if path.is_relative_to(here) else str(path)
 
 
 def _values_in_notebook(declared) -> dict[str, Any]:
-    """The declared names among the notebook's variables, and whatever was assigned beside them.
+    """Return the declared names among the notebook's variables, and other names that were assigned.
 
-    An unknown name is a variable like any other; only the company it keeps, in the parameters cell
-    or in the one that papermill puts below it, gives it away.
+    An unknown name is a variable like any other; it is recognized only by its neighbors, in the
+    parameters cell or in the one that papermill puts below it.
     """
     from IPython import get_ipython
 
@@ -315,16 +315,16 @@ def _values_in_notebook(declared) -> dict[str, Any]:
         if cell.startswith(INJECTED):
             injected = names
         elif set(names) & set(declared):
-            by_hand = names  # a cell that was mended and run again counts as it is now
+            by_hand = names  # a cell that was fixed and run again counts in its new form
     names = dict.fromkeys([*declared, *by_hand, *injected])
     return {name: shell.user_ns[name] for name in names if name in shell.user_ns}
 
 
 def _names_set(source: str) -> list[str]:
-    """What a cell assigns, if it does nothing but give names plain values."""
+    """Return what a cell assigns, if it only gives names plain values."""
     try:
         body = ast.parse(source).body
-    except SyntaxError:  # a magic, or a slip: no parameters cell
+    except SyntaxError:  # a magic, or a typo: not a parameters cell
         return []
     names = []
     for node in body:

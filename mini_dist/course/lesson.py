@@ -1,13 +1,13 @@
-"""What a lesson's cells use on the page: show source, keep a guess, reveal the answer.
+"""What a lesson's cells use: show source, store a guess, reveal the answer.
 
 show(ring_all_reduce)                   its source, highlighted
-show_diff(ZeRO1, ZeRO2)                 what a class changes in the one it inherits from
+    show_diff(ZeRO1, ZeRO2)                 what a class changes compared with its base class
 predict("bytes sent", 3_000)            before the run
-reveal("bytes sent", 3_072, "bytes")    after it: guess beside measurement
-fold("Answer 1", f"{16 * P:,} bytes")   a computed answer, folded away at first
-with raises(RankError): launch(crash)   show the error that this ends in, and go on
-calm(longest < 3 * median, "...")       say so if a busy machine has spoilt the times above
-for n in bar(sizes): ...                a bar, if a person watches; any long cell shows its time
+    reveal("bytes sent", 3_072, "bytes")    after it: the guess and the measurement
+    fold("Answer 1", f"{16 * P:,} bytes")   a computed answer, folded at first
+    with raises(RankError): launch(crash)   show the error that ends the block, and continue
+    calm(longest < 3 * median, "...")       report if a busy machine has spoilt the times above
+    for n in bar(sizes): ...                a bar, if a person watches; a long cell shows its time
 """
 
 import ast
@@ -34,8 +34,8 @@ from . import learner
 def show(*objects):
     """Display the source of functions, classes, methods or modules, highlighted.
 
-    The source is read from the library at this moment, so a lesson never holds a second copy of it.
-    Outside a notebook it is printed. Raises TypeError for what has no Python source.
+    The source is read from the library at that moment, so a lesson never contains a second copy.
+    Outside a notebook it is printed. Raises TypeError for an object without Python source.
     """
     learner.note()
     for obj in objects:
@@ -54,10 +54,10 @@ def _display_source(where: str, source: str) -> None:
 
 
 def _fenced(title: str, language: str, source: str) -> str:
-    """Markdown of code under its title.
+    """Return Markdown of code under its title.
 
-    A fence takes its colours from the page: light, dark, JupyterLab, GitHub. Pages of nbconvert
-    show it in the letters of what is around it, so these are said to be monospaced.
+    A fence takes its colors from the page: light, dark, JupyterLab, GitHub. nbconvert's pages
+    would use the surrounding font, so the fence asks for a monospaced one.
     """
     fence = "`" * (3 + 3 * ("```" in source))
     code = f"`{title}`\n{fence}{language}\n{source}\n{fence}"
@@ -65,13 +65,13 @@ def _fenced(title: str, language: str, source: str) -> str:
 
 
 def show_to_paste(*objects, name: str = ""):
-    """Display source that runs in a cell of its own, see `to_paste`."""
+    """Display source that runs in a separate cell, see `to_paste`."""
     _display_source(_where(_unwrap(objects[0])), to_paste(*objects, name=name))
 
 
 def to_paste(*objects, name: str = "") -> str:
-    """The source of functions and classes as somebody would type it: with the imports of what it
-    uses, without the library's own decorators. name: what the last one is to be called."""
+    """Return the source of functions and classes as a person would type it: with the imports that
+    it needs, without the library's own decorators. name: a new name for the last one."""
     objects = [_unwrap(obj) for obj in objects]
     own, homes, sources = {obj.__name__ for obj in objects}, {}, []
     for obj in objects:
@@ -94,7 +94,7 @@ def to_paste(*objects, name: str = "") -> str:
 
 
 def _free(node) -> set[str]:
-    """The names that a definition uses and does not make, its own parameters left out."""
+    """Return the names that a definition uses and does not define, except its own parameters."""
     node.decorator_list = []
     names = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
     made = {n.id for n in names if isinstance(n.ctx, ast.Store)}
@@ -103,7 +103,7 @@ def _free(node) -> set[str]:
 
 
 def _imported(module) -> dict[str, tuple[str, str]]:
-    """name -> (where from, what), as the module's own import lines have it; "" for `import ...`."""
+    """Return name -> (module, name there), from the module's import lines; "" for `import ...`."""
     found = {}
     for node in ast.walk(ast.parse(inspect.getsource(module))):
         for alias in getattr(node, "names", []) if not isinstance(node, ast.Global) else ():
@@ -119,7 +119,7 @@ def _imported(module) -> dict[str, tuple[str, str]]:
 
 
 def _shortest(home: str, name: str) -> str:
-    """The outermost package that has, under this name, what `home` has."""
+    """Return the outermost package that has, under this name, the same object as `home`."""
     value = getattr(sys.modules.get(home), name, None)
     parents = [home.rsplit(".", n)[0] for n in range(home.count(".") + 1)]
     same = [p for p in parents if getattr(sys.modules.get(p), name, None) is value]
@@ -127,10 +127,10 @@ def _shortest(home: str, name: str) -> str:
 
 
 def show_diff(old, new):
-    """Display what the class `new` does otherwise than `old`, from which it inherits, as a diff.
+    """Display how the class `new` differs from its base class `old`, as a diff.
 
-    A method that replaces the old one is shown against it; one that is new, or that begins by
-    calling the old one, is all new lines.
+    A method that replaces the old one is shown as a diff; a new method, or one that begins by
+    calling the old one, is shown as new lines.
     """
     lines = []
     for name, method in vars(new).items():
@@ -154,7 +154,7 @@ def show_diff(old, new):
 
 
 def _unwrap(obj):
-    """The thing that was written: under decorators, partials, properties; an instance's class."""
+    """Return the written object: under decorators, partials, properties; an instance's class."""
     if isinstance(obj, functools.partial):
         return _unwrap(obj.func)
     if isinstance(obj, property):
@@ -169,13 +169,13 @@ def _source(obj):
     try:
         source = inspect.getsource(obj)
     except (OSError, TypeError):
-        # Python knows no file for a class of a notebook cell: find it in what the learner ran
+        # Python knows no file for a class in a notebook cell: find it in the cells that were run
         source = _class_in_a_cell(obj) if inspect.isclass(obj) else None
         if source is None:
             raise TypeError(
                 f"show() needs something written in Python; {obj!r} has no source to read"
             ) from None
-    # Every public function checks the kinds of its arguments (fields.py): no page needs that line.
+    # Every public function checks the kinds of its arguments (fields.py): do not show that line.
     return re.sub(r"^@checks_kinds.*\n", "", textwrap.dedent(source)).rstrip()
 
 
@@ -195,8 +195,8 @@ def _class_in_a_cell(cls):
 
 
 def _where(obj):
-    """`mini_dist/strategies/zero.py`, `torch/optim/adam.py` or `this notebook`; no path of this
-    machine."""
+    """Return `mini_dist/strategies/zero.py`, `torch/optim/adam.py` or `this notebook`; no local
+    path."""
     module = inspect.getmodule(obj)
     file = getattr(module, "__file__", None)
     if file is None or module.__name__ == "__main__":
@@ -206,7 +206,7 @@ def _where(obj):
 
 
 def _shell():
-    """The notebook's IPython shell, or None in a script or a terminal."""
+    """Return the notebook's IPython shell, or None in a script or a terminal."""
     try:
         from IPython import get_ipython
     except ImportError:
@@ -217,11 +217,11 @@ def _shell():
 
 # ---- predict, reveal -----------------------------------------------------------------------------
 
-_guesses = {}  # the learner's, by name, for as long as the kernel lives
+_guesses = {}  # the learner's guesses, by name, as long as the kernel lives
 
 
 def predict(name, value=None):
-    """Keep the learner's guess under `name` until `reveal(name, ...)`; None means no guess yet."""
+    """Store the learner's guess as `name` until `reveal(name, ...)`; None means no guess yet."""
     _guesses[name] = value
     if value is not None:
         learner.note(guess=(str(name), value))
@@ -229,11 +229,11 @@ def predict(name, value=None):
 
 
 def reveal(name, measured, unit="", how="measured"):
-    """Print what was measured and, beside it, the guess and how far off it was.
+    """Print the measured value, the guess, and how far off the guess was.
 
-    Numbers are compared as a ratio, anything else as equal or not; a guess may be written out, as
-    "3/19" or "15.8 %". `how`: what to call a number that was not measured, such as "computed".
-    Raises ValueError when no cell predicted `name`.
+    Numbers are compared as a ratio, anything else as equal or not; a guess may also be text such as
+    "3/19" or "15.8 %". `how`: the word for a number that was not measured, such as "computed".
+    Raises ValueError if no cell predicted `name`.
     """
     if name not in _guesses:
         near = difflib.get_close_matches(str(name), map(str, _guesses), n=1)
@@ -271,7 +271,7 @@ def _verdict(guess, measured):
 
 
 def _number(guess, percent):
-    """A number that was written out, as a number; whatever else it is, as it is."""
+    """Convert a number given as text; return anything else unchanged."""
     text = guess.replace(" ", "") if isinstance(guess, str) else ""
     try:
         return percent * float(text[:-1]) if text.endswith("%") else float(Fraction(text))
@@ -295,9 +295,9 @@ def _format(value):
 
 
 def fold(summary, *paragraphs):
-    """Show `summary`, and the paragraphs below it only when the learner opens it.
+    """Show `summary`, with the paragraphs folded below it until the learner opens them.
 
-    Outside a notebook all of it is printed.
+    Outside a notebook everything is printed.
     """
     text = "\n".join([summary, *paragraphs])
     if _shell() is None:
@@ -315,16 +315,16 @@ def fold(summary, *paragraphs):
 
 @contextmanager
 def raises(kind):
-    """Show the error of this `kind` that the block ends in, as its cell would, and go on.
+    """Show the error of this `kind` that ends the block, as its cell would, and continue.
 
-    Papermill, and so a grader, takes an error that a cell ends in for the notebook's failure,
-    expected or not. Errors of other kinds are raised as ever. A block that ends without an error is
-    told and no more, for a learner may have mended it; our own build and tests refuse it.
+    Papermill, and so a grader, treats an error at the end of a cell as the notebook's failure,
+    expected or not. Errors of other kinds are raised as usual. If the block ends without an error,
+    this only prints a note, because the learner may have fixed it; our build and tests refuse it.
     """
     try:
         yield
     except kind as error:
-        sys.stdout.flush()  # what was printed before it stands before it
+        sys.stdout.flush()  # earlier output must appear first
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
     else:
         print(f"{kind.__name__} was expected here, but nothing was raised.")
@@ -334,9 +334,9 @@ def raises(kind):
 
 
 def calm(holds: bool, rule: str) -> None:
-    """Say so if times break a `rule` that they keep on a machine with nothing else to do.
+    """Report times that break a `rule` which holds on a machine with nothing else to do.
 
-    The learner runs the cell again; our build runs the notebook again, and at last refuses it.
+    The learner runs the cell again; our build runs the notebook again, and finally refuses it.
     """
     if not holds:
         print(
@@ -348,9 +348,9 @@ def calm(holds: bool, rule: str) -> None:
 
 
 def bar(items, unit="it"):
-    """Go through `items`, with a progress bar if a person has the notebook open.
+    """Iterate over `items`, with a progress bar if a person has the notebook open.
 
-    nbval, papermill and the build see no bar, so outputs that are compared stay as they are.
+    nbval, papermill and the build see no bar, so compared outputs stay the same.
     """
     from tqdm import tqdm
 
@@ -359,7 +359,7 @@ def bar(items, unit="it"):
 
 
 class Clock:
-    """Shows below a cell how long it has been running, and goes when the cell is done."""
+    """Show below a cell how long it has been running; vanish when the cell is done."""
 
     PATIENCE = 3.0  # seconds
 

@@ -186,7 +186,7 @@ def tables(cases: list[Case], swept: list[str]) -> list[Table]:
     for name in dict.fromkeys(results):
         columns.append((name, [case.result.get(name, "") for case in cases]))
     columns = [(clip(name), [clip(value) for value in values]) for name, values in columns]
-    if width(columns[:first]) > WIDTH - LONGEST - 2:  # no room for a result beside them
+    if width(columns[:first]) > WIDTH - LONGEST - 2:  # no room for a result next to them
         columns.insert(0, ("case", list(range(1, len(cases) + 1))))
         first = 1
     repeated, rest = columns[:first], columns[first:]

@@ -9,7 +9,7 @@ of each notebook as it was shipped. When the course brings a new version of a no
 tells which of three cases holds:
 
     nobody has changed the notebook       the new version takes its place
-    the learner has changed it            it stays, and the new version is put beside it
+    the learner has changed it            it stays, and the new version is added next to it
     the notebook is new                   it is added
 
 A notebook counts as changed if its cells differ, in their text, number or order. Outputs do not
@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = ROOT / "notebooks"
 WORK = ROOT / "work"
 MANIFEST = ".shipped.json"
-NEW = "-new"  # after the stem of a new version beside a notebook that the learner has changed
+NEW = "-new"  # after the stem of a new version, next to a notebook that the learner has changed
 
 
 # ---- what belongs to the course ------------------------------------------------------------------
@@ -79,7 +79,7 @@ class Update:
     work: Path
     added: list[str] = field(default_factory=list)
     taken: list[str] = field(default_factory=list)  # nobody had changed the former version
-    kept: dict[str, str] = field(default_factory=dict)  # changed -> the new version beside it
+    kept: dict[str, str] = field(default_factory=dict)  # changed -> the new version next to it
     left: list[str] = field(default_factory=list)  # changed in the shipped folder itself
     gone: list[str] = field(default_factory=list)  # no longer shipped
 
@@ -147,7 +147,7 @@ def news(shipped: Path, work: Path) -> list[str]:
 
 
 def put_beside(work: Path, name: str, content: bytes, known: dict[str, str]) -> str:
-    """Write a new version beside the learner's notebook; return its name.
+    """Write a new version next to the learner's notebook; return its name.
 
     An earlier new version gives way to this one, unless the learner has changed it as well.
     """

@@ -4,10 +4,10 @@
     batches = Batches(tokens, batch_size=8, seq_len=128, rank=rank, size=size)
     inputs, targets = batches.batch(step)                       # [B/dp, S] int64, twice
 
-There is no position to save: a batch is a function of its step, so training that stopped after
+There is no position to save, because a batch is a function of its step: training that stopped after
 `step` resumes with `batches.batch(step + 1)`.
 
-Letters: B samples of the whole batch, S bytes of a sample, dp ranks that share the batch.
+Letters: B samples per batch over all ranks, S bytes per sample, dp ranks that share the batch.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def decode(tokens: Tensor) -> str:
 
 
 def load_text(path: str | Path | None = None) -> Tensor:
-    """Read a file's bytes, or without a path those of the course's own text.
+    """Read a file's bytes, or, without a path, the course's own text.
 
-    That is Python's language reference, 0.5 MB of English, as Python 3.11.7 has it inside
-    (`pydoc_data.topics`). Every other version has another one, and a model trained on it other
-    losses: hence a copy.
+    The text is Python's language reference, 0.5 MB of English, as included in Python 3.11.7
+    (`pydoc_data.topics`). Other versions have other texts, and models trained on them have other
+    losses, so we keep a copy.
 
     Returns [num_bytes] uint8. Raises ValueError for an empty file, and what `open` raises.
     """
@@ -63,22 +63,22 @@ def _from_bytes(text: bytes) -> Tensor:
 class Batches:
     """Cut a text into samples and give each rank of the dp axis its own share of every batch.
 
-    Sample i is the S + 1 bytes from i*S on: S inputs, and the same shifted by one as targets. The
-    fewer than S bytes left over at the end of the text are not used. Each epoch goes through the
+    Sample i is the S + 1 bytes from i*S on: S inputs, and the same bytes shifted by one as targets.
+    Fewer than S bytes at the end of the text are not used. Each epoch goes through the
     samples in an order drawn from (seed, epoch), the same on all ranks; batch j of the epoch is
     the j-th group of B samples in this order, and rank r has rows [r*B/dp, (r+1)*B/dp) of it. So
-    the ranks' rows, one below the other, are exactly the batch of a single process.
+    the ranks' rows, concatenated, are exactly the batch of a single process.
 
-    The last batch of an epoch may lack samples. `tail="drop"` leaves it out: every sample is used
-    at most once per epoch, and the new order of the next epoch leaves out others. `tail="pad"`
-    fills it up with rows whose targets are all IGNORE_INDEX: every sample is used exactly once
-    and shapes never change, but then ranks have different numbers of tokens (the last ones
-    perhaps none), so divide by the number of tokens over all ranks.
+    The last batch of an epoch may lack samples. `tail="drop"` skips it: every sample is used
+    at most once per epoch, and the next epoch's new order skips other samples. `tail="pad"`
+    fills it with rows whose targets are all IGNORE_INDEX: every sample is used exactly once
+    and shapes never change, but then ranks have different numbers of tokens (the last ranks
+    perhaps none), so divide by the number of tokens on all ranks.
 
     Args:
         tokens: [num_bytes], as from `load_text`.
         batch_size: B, over all ranks. seq_len: S.
-        rank, size: this rank's place in the dp axis.
+        rank, size: this rank's index on the dp axis, and the size of the axis.
         device: where the batches go; the text stays where it is.
     Raises ValueError when the text is too short or the sizes do not fit.
     """
@@ -122,11 +122,11 @@ class Batches:
         self.num_samples = (len(tokens) - 1) // seq_len
         full, rest = divmod(self.num_samples, batch_size)
         self.steps_per_epoch = full + (1 if rest and tail == "pad" else 0)
-        self._order = (-1, np.empty(0, dtype=np.int64))  # (epoch, its order): only saves time
+        self._order = (-1, np.empty(0, dtype=np.int64))  # (epoch, its order): a cache
 
     def sample_indices(self, step: int) -> Tensor:
-        """Say which samples this rank has at `step` (0, 1, ... through all epochs): up to B/dp
-        numbers in 0..num_samples-1, fewer (or none) only in a padded last batch."""
+        """Return the indices of this rank's samples at `step` (0, 1, ... through all epochs): B/dp
+        numbers in 0..num_samples-1, or fewer (even none) in a padded last batch."""
         if step < 0:
             raise ValueError(f"step is {step}: steps count from 0.")
         epoch, step_in_epoch = divmod(step, self.steps_per_epoch)

@@ -7,5 +7,5 @@ from torch import Tensor
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """bf16 and fp16 become float32; float32 and float64 stay."""
+    """Convert bf16 and fp16 to float32; leave float32 and float64 unchanged."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

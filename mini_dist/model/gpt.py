@@ -1,21 +1,21 @@
-"""A plain GPT on one device: what every strategy of the course cuts, and what checks the result.
+"""A plain GPT on one device: every strategy of the course shards it and is checked against it.
 
     model = GPT(ModelConfig(d_model=128, num_layers=3), seed=0)
     logits = model(tokens)                                  # [B, S] -> [B, S, V]
-    token_loss(logits, targets).mean().backward()           # of loss.py
+    token_loss(logits, targets).mean().backward()           # from loss.py
 
-Nothing in here knows of ranks. The seams where later lessons cut it:
-  * pipeline: `embed`, `blocks[i]` and `head` are all there is; between them goes x [B, S, D];
-  * ZeRO-3 and recompute: a block is the unit, a function of (x, positions);
+Nothing in this file knows about ranks. Later lessons cut it at these seams:
+  * pipeline: the model is `embed`, `blocks[i]` and `head`; between them travels x [B, S, D];
+  * ZeRO-3 and recomputation: the unit is a block, a function of (x, positions);
   * tensor parallel: `q`, `k`, `v`, `o`, `up`, `gate`, `down` are separate linears, weight
-    [features out, features in]; rows n*H..(n+1)*H of `q` are head n, and the number of heads
-    follows from the weights, so cutting these rows is all it takes; where x goes into several of
-    them, `qkv` and `gate_and_up`, a rank can get it once for all;
+    [features out, features in]. Rows n*H..(n+1)*H of `q` are head n, and the number of heads
+    follows from the weights, so cutting these rows is enough. Where several of them read the same
+    x, `qkv` and `gate_and_up`, a rank can gather it once for all;
   * context parallel: positions are an argument, and so is the attention function;
-  * experts: `experts[e]` is a whole MLP, `route` of routing.py decides who visits it.
+  * experts: `experts[e]` is a whole MLP, and `route` of routing.py decides which tokens visit it.
 
 Letters: B batch, S sequence, D model, F ffn, N heads, K kv heads, H head dim, V vocab, E experts,
-L layers; T = B*S tokens, k experts a token visits.
+L layers; T = B*S tokens, k experts per token.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from .vocabulary import check_tokens
 class GPT(nn.Module):
     """A decoder-only transformer, tokens [B, S] to logits [B, S, V].
 
-    Each block adds attention, then an MLP (or experts), to x, with the norm before each of them
+    Each block adds attention and then an MLP (or experts) to x, with a norm before each of them
     ("pre-norm"; Radford et al. 2019, section 2.3).
 
     Args:
-        seed: with a parameter's name, decides its values (see `initial_value`); torch's own
-            random state is neither read nor moved.
+        seed: determines each parameter's value, together with its name (see `initial_value`);
+            torch's own random state is neither read nor changed.
         attention: "sdpa" (torch's fused kernel), "explicit" (the formula, scores in memory), or a
             function (q, k, v, positions, dropout) -> out like `explicit_attention`.
         device: with "meta" the model has shapes and no memory until `init_weights_`.
-    Raises ValueError for a config that only the calculators understand.
+    Raises ValueError for a config that only the calculators support.
     """
 
     def __init__(
@@ -79,11 +79,11 @@ class GPT(nn.Module):
         positions: Tensor | None = None,
         routing: list[Routing] | None = None,
     ) -> Tensor:
-        """tokens [B, S] int64 -> logits [B, S, V].
+        """Compute logits: tokens [B, S] int64 -> [B, S, V].
 
-        positions: [S] or [B, S], where each token stands in its sequence (0..S-1 unless given,
-            distinct in a row); a token sees itself and those with smaller positions.
-        routing: a list to which each MoE layer appends what its router decided.
+        positions: [S] or [B, S], each token's position in its sequence (0..S-1 by default, distinct
+            in a row); a token sees itself and tokens with smaller positions.
+        routing: a list to which each MoE layer appends its router's decision.
         """
         if tokens.shape[-1] > self.config.seq_len:
             raise ValueError(
@@ -96,15 +96,15 @@ class GPT(nn.Module):
         return self.head(x)
 
     def num_parameters(self) -> int:
-        """How many numbers the model has; a tied embedding counts once."""
+        """Return the number of parameters; a tied embedding counts once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     @torch.no_grad()
     def init_weights_(self, seed: int, device: torch.device | str | None = None) -> GPT:
-        """Give each parameter and buffer its `initial_value`, in new memory on `device` (torch's
-        default device unless given)."""
+        """Set each parameter and buffer to its `initial_value`, in new memory on `device` (by
+        default torch's default device)."""
         self.to_empty(device=torch.get_default_device() if device is None else device)
-        self._tie()  # to_empty made two parameters of one
+        self._tie()  # to_empty separated tied parameters
         for name, tensor in named_tensors(self):
             tensor.copy_(initial_value(name, tensor.shape, self.config, seed))
         return self
@@ -115,7 +115,7 @@ class GPT(nn.Module):
 
 
 class Embed(nn.Module):
-    """Tokens [B, S] to x [B, S, D]: look up each token, and its position where that is learned."""
+    """Map tokens [B, S] to x [B, S, D]: look up each token, and its position if it is learned."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -137,7 +137,7 @@ class Embed(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer, x [B, S, D] to x [B, S, D]."""
+    """Apply one layer, x [B, S, D] to x [B, S, D]."""
 
     def __init__(self, config: ModelConfig, layer: int, attention: str | Callable = "sdpa"):
         super().__init__()
@@ -158,7 +158,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """x [B, S, D] to logits [B, S, V]: the last norm, then a linear without bias."""
+    """Map x [B, S, D] to logits [B, S, V]: the last norm, then a linear without bias."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -179,7 +179,7 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 
 class Attention(nn.Module):
-    """Let each token look at those before it: N query heads share K pairs of key and value heads.
+    """Let each token attend to those before it: N query heads share K pairs of kv heads.
 
     K = N is multi-head attention, K = 1 multi-query (Shazeer 2019), between them grouped-query
     (Ainslie et al. 2023): query head n reads key/value head n // (N/K).
@@ -204,7 +204,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         q, k, v = (  # [B, N, S, H], and twice [B, K, S, H]
-            # -1, not N: with only some heads' rows in the weights this is right as it stands
+            # -1, not N: this stays right if the weights have only some heads' rows
             y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for y in self.qkv(x)
         )
@@ -214,14 +214,14 @@ class Attention(nn.Module):
         return self.o(out.transpose(1, 2).flatten(-2))  # [B, N, S, H] -> [B, S, N*H] -> [B, S, D]
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, S, D] -> queries [B, S, N*H], keys and values [B, S, K*H]."""
+        """Map x [B, S, D] -> queries [B, S, N*H], keys and values [B, S, K*H]."""
         return self.q(x), self.k(x), self.v(x)
 
 
 def explicit_attention(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """softmax(q kᵀ / √H) v over the tokens that each may see (Vaswani et al. 2017, section 3.2.1).
+    """Compute softmax(q kᵀ / √H) v over the tokens that each may see (Vaswani et al. 2017, 3.2.1).
 
     q [B, N, S, H], k and v [B, K, S, H] -> [B, N, S, H]; the scores take [B, N, S, S] memory.
     """
@@ -234,8 +234,8 @@ def explicit_attention(
 def sdpa_attention(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
-    """The same by torch's fused kernel, which keeps no scores (Dao et al. 2022)."""
-    # without positions no mask is needed either: the kernel then skips what lies above the diagonal
+    """Attend with torch's fused kernel, which stores no scores (Dao et al. 2022)."""
+    # without positions no mask is needed, and the kernel skips everything above the diagonal
     mask = None if positions is None else may_see(q, positions)
     return functional.scaled_dot_product_attention(
         q, k, v, mask, dropout, is_causal=mask is None, enable_gqa=True
@@ -246,7 +246,7 @@ ATTENTIONS = {"explicit": explicit_attention, "sdpa": sdpa_attention}
 
 
 def may_see(q: Tensor, positions: Tensor | None) -> Tensor:
-    """True at [query, key] if the key stands at the query or before it: [1 or B, 1, S, S]."""
+    """Return True at [query, key] if the key is at or before the query: [1 or B, 1, S, S]."""
     if positions is None:
         positions = torch.arange(q.shape[-2], device=q.device)
     allowed = positions[..., :, None] >= positions[..., None, :]  # [S, S] or [B, S, S]
@@ -254,9 +254,9 @@ def may_see(q: Tensor, positions: Tensor | None) -> Tensor:
 
 
 def rotate(x: Tensor, positions: Tensor | None = None, base: float = 10_000.0) -> Tensor:
-    """Turn each pair (x[i], x[i + H/2]) by the angle position * base^(-2i/H), so that a product
-    of two vectors depends on their distance only (Su et al. 2021, section 3.2.2; the halves are
-    paired as in GPT-NeoX and Llama's published code for Hugging Face).
+    """Rotate each pair (x[i], x[i + H/2]) by the angle position * base^(-2i/H), so that a dot
+    product depends only on the distance (Su et al. 2021, section 3.2.2; halves are paired as
+    in GPT-NeoX and Llama's published code for Hugging Face).
 
     x [B, N, S, H], positions [S] or [B, S] -> [B, N, S, H].
     """
@@ -268,10 +268,10 @@ def rotate(x: Tensor, positions: Tensor | None = None, base: float = 10_000.0) -
 def cosines_and_sines(
     positions: Tensor, head_dim: int, dtype: torch.dtype, base: float = 10_000.0
 ) -> tuple[Tensor, Tensor]:
-    """Of the angles by which `rotate` turns, for positions [S] or [B, S]: both
+    """Return cosines and sines of the angles of `rotate`, for positions [S] or [B, S]: both
     [1, S, H/2] or [B, 1, S, H/2]."""
     half = head_dim // 2
-    # angles in bf16 would put neighbours of a long sequence at the same place
+    # in bf16, neighboring positions of a long sequence would get the same angle
     dtype = torch.promote_types(dtype, torch.float32)
     frequency = base ** (-torch.arange(half, device=positions.device, dtype=dtype) / half)  # [H/2]
     angle = (positions[..., None] * frequency).unsqueeze(-3)  # [1, S, H/2] or [B, 1, S, H/2]
@@ -279,7 +279,7 @@ def cosines_and_sines(
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, N, S, H] by the angles whose cosines and sines are given."""
+    """Rotate x [B, N, S, H] by the angles with these cosines and sines."""
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
@@ -289,8 +289,8 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    """Work on each token alone, [..., D] -> [..., F] -> [..., D]: GELU (Hendrycks & Gimpel 2016)
-    or SwiGLU, where one linear gates the other (Shazeer 2020)."""
+    """Transform each token on its own, [..., D] -> [..., F] -> [..., D]: GELU (Hendrycks & Gimpel
+    2016) or SwiGLU, where one linear gates the other (Shazeer 2020)."""
 
     def __init__(self, config: ModelConfig, d_ffn: int):
         super().__init__()
@@ -300,32 +300,32 @@ class MLP(nn.Module):
         self.down = nn.Linear(d_ffn, D, bias=bias)
 
     def forward(self, x: Tensor, routing: list[Routing] | None = None) -> Tensor:
-        # `routing` is unused: an MLP routes nothing, but can stand wherever an MoE can
+        # `routing` is unused: an MLP routes nothing, but can replace an MoE
         gate, up = self.gate_and_up(x)
         hidden = functional.gelu(up) if gate is None else functional.silu(gate) * up
         return self.down(hidden)
 
     def gate_and_up(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
-        """x [..., D] -> [..., F] twice; the first is None without a gate."""
+        """Map x [..., D] -> [..., F] twice; the first is None without a gate."""
         return None if self.gate is None else self.gate(x), self.up(x)
 
 
 class MoE(nn.Module):
-    """Experts in the place of the MLP, all on one device: each token visits k of E, no token is
-    dropped, and every token visits the shared one (DeepSeekMoE: Dai et al. 2024, section 3.2).
+    """Experts instead of the MLP, all on one device: each token visits k of E, no token is
+    dropped, and every token visits the shared expert (DeepSeekMoE: Dai et al. 2024, section 3.2).
     """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.top_k, self.gate = config.top_k, config.router
         self.router = nn.Linear(config.d_model, config.num_experts, bias=False)
-        # moved by how crowded an expert is, not by a gradient: see expert_parallel/
+        # changed by how crowded an expert is, not by a gradient: see expert_parallel/
         bias = torch.zeros(config.num_experts) if self.gate == "sigmoid" else None
         self.register_buffer("balance_bias", bias)
         self.experts = nn.ModuleList(
             MLP(config, config.d_expert) for _ in range(config.num_experts)
         )
-        self.shared = None  # n experts that all tokens visit, added up, are one n times as wide
+        self.shared = None  # n shared experts equal one n times as wide
         if config.num_shared_experts:
             self.shared = MLP(config, config.num_shared_experts * config.d_expert)
 
@@ -336,7 +336,7 @@ class MoE(nn.Module):
             routing.append(decision)
         out = torch.zeros_like(tokens)
         for e, expert in enumerate(self.experts):
-            # an expert without visitors runs too, on [0, D]: its gradients are zeros, not None
+            # an expert without tokens runs as well, on [0, D]: its gradients are zeros, not None
             token, slot = torch.where(decision.experts == e)  # [visits], [visits]
             answer = expert(tokens[token]) * decision.weights[token, slot, None]  # [visits, D]
             out = out.index_add(0, token, answer.to(out.dtype))
@@ -345,7 +345,7 @@ class MoE(nn.Module):
         return out.view_as(x)
 
 
-# --- what only the calculators know ------------------------------------------------------------
+# --- what only the calculators support ---------------------------------------------------------
 
 
 def _refuse_what_only_calculators_know(config: ModelConfig):

@@ -1,4 +1,4 @@
-"""What parameters and buffers are before training: a seed and their names decide it."""
+"""Values of parameters and buffers before training, which depend on a seed and their names."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mini_dist.plan.config import ModelConfig
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All that needs a value when a module gets new memory: its parameters and its buffers.
+    """Yield everything that needs a value when a module gets new memory: parameters and buffers.
 
-    A tensor on the meta device has no memory, so it needs none.
+    A tensor on the meta device has no memory, so it needs no value.
     """
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if not tensor.is_meta:
@@ -25,10 +25,10 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def initial_value(name: str, shape: tuple[int, ...], config: ModelConfig, seed: int) -> Tensor:
     """Draw the initial value of one whole parameter or buffer from (seed, its name in GPT) alone.
 
-    However a strategy cuts the model, a rank's shard is a slice of this. Weights are normal with
-    standard deviation 0.02, those that write into the residual stream 0.02 / √(2L) (GPT-2:
-    Radford et al. 2019, section 2.3). Norms start at 1. Biases start at 0, and so does the one
-    buffer, `balance_bias`. Returns float32 on the CPU.
+    However a strategy shards the model, a rank's shard is a slice of this. Weights are normal with
+    standard deviation 0.02, or 0.02 / √(2L) if they write into the residual stream (GPT-2:
+    Radford et al. 2019, section 2.3). Norms start at 1. Biases and the one
+    buffer, `balance_bias`, start at 0. Returns float32 on the CPU.
     """
     if name.endswith("bias"):
         return torch.zeros(shape)

@@ -1,4 +1,4 @@
-"""Cross entropy of tokens as a sum and a number, which ranks and micro-batches add up.
+"""Cross entropy of tokens as a sum and a count, which ranks and micro-batches can add up.
 
 Letters: V vocab.
 """
@@ -13,18 +13,18 @@ from torch.nn import functional
 from .digits import at_least_float32
 from .vocabulary import check_tokens
 
-IGNORE_INDEX = -100  # a target that does not count; torch's default too
+IGNORE_INDEX = -100  # a target that does not count, as in torch
 
 
 class TokenLoss(NamedTuple):
-    """Cross entropy of some tokens, not yet divided: ranks and micro-batches with different
+    """Cross entropy of some tokens, before the division: ranks and micro-batches with different
     numbers of tokens add up both fields, then divide once."""
 
     total: Tensor  # [], in nats, summed
     num_tokens: Tensor  # [] int64, targets that count
 
     def mean(self) -> Tensor:
-        """Raises ValueError over zero tokens, where a mean would be nan."""
+        """Return total / num_tokens. Raises ValueError for zero tokens, where it would be nan."""
         if not self.num_tokens:
             raise ValueError(
                 f"no target counts (all are IGNORE_INDEX={IGNORE_INDEX}), so there is no mean "
@@ -35,14 +35,14 @@ class TokenLoss(NamedTuple):
 
 
 def check_any_counts(num_tokens: Tensor | int) -> None:
-    """Raise ValueError over zero tokens of all ranks: there is no mean loss of the batch."""
+    """Raise ValueError if all ranks have zero tokens, because the batch has no mean loss."""
     if not num_tokens:
         raise ValueError(f"no target of any rank counts: all are IGNORE_INDEX={IGNORE_INDEX}")
 
 
 def token_loss(logits: Tensor, targets: Tensor) -> TokenLoss:
-    """Cross entropy of logits [..., V] against targets [...] int64, except where these are
-    IGNORE_INDEX. Over zero tokens `total` is 0, with zero gradients.
+    """Compute the cross entropy of logits [..., V] and targets [...] int64, except where targets
+    are IGNORE_INDEX. For zero tokens `total` is 0, with zero gradients.
 
     Raises ValueError for another target outside 0..V-1.
     """

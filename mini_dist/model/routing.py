@@ -1,6 +1,6 @@
-"""Which experts a token visits, and the losses that keep a router even and its logits small.
+"""Which experts each token visits, and the losses that balance a router and keep its logits small.
 
-Letters: E experts, T tokens, k experts a token visits.
+Letters: E experts, T tokens, k experts per token.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from .digits import at_least_float32
 
 
 class Routing(NamedTuple):
-    """What a router decided about T tokens. All but `experts` are at least float32."""
+    """A router's decision about T tokens. All fields but `experts` are float32 or better."""
 
     logits: Tensor  # [T, E]
-    experts: Tensor  # [T, k] int64, which experts each token visits
-    weights: Tensor  # [T, k], how much of each one's answer it takes
-    probabilities: Tensor  # [T, E], rows add up to 1: how much it wanted each
+    experts: Tensor  # [T, k] int64, the experts that each token visits
+    weights: Tensor  # [T, k], the weight of each of these experts' answers
+    probabilities: Tensor  # [T, E], rows sum to 1: the probability of each expert
 
 
 @checks_kinds
 def route(logits: Tensor, top_k: int, gate: str = "softmax", bias: Tensor | None = None) -> Routing:
-    """Choose for each token the k experts that it wants most, [T, E] -> Routing.
+    """Choose the k best experts for each token, [T, E] -> Routing.
 
     gate "softmax": with k > 1 the chosen probabilities are divided by their sum (Mixtral: Jiang et
     al. 2024, section 2.1). With k = 1 they are not (Switch: Fedus et al. 2021, section 2.1): the
     weight would be 1 whatever the logits, and the router would get no gradient.
-    gate "sigmoid": each expert is scored alone, then the same; `bias` [E] is added for the choice
-    only, so it moves tokens but no gradient (DeepSeek-V3: 2024, section 2.1.2).
+    gate "sigmoid": each expert is scored alone, then as above; `bias` [E] is added only for the
+    choice, so it changes routes but no gradient (DeepSeek-V3: 2024, section 2.1.2).
     """
     logits = at_least_float32(logits)  # Switch, section 2.4: bf16 makes routing unstable
     scores = logits.sigmoid() if gate == "sigmoid" else logits.softmax(-1)
@@ -44,8 +44,9 @@ def route(logits: Tensor, top_k: int, gate: str = "softmax", bias: Tensor | None
 
 
 def load_balance_loss(routing: Routing) -> Tensor:
-    """E * sum over experts of (share of visits) * (mean probability): 1 if both are even, up to E
-    if all tokens want one expert (Switch: Fedus et al. 2021, eq. 4-6, visits divided by T*k).
+    """Compute E * sum over experts of (share of visits) * (mean probability): 1 if both are even,
+    up to E if all tokens want one expert (Switch: Fedus et al. 2021, eq. 4-6, visits divided by
+    T*k).
 
     Only the probabilities have a gradient. Over several ranks, average both factors first.
     """
@@ -56,6 +57,6 @@ def load_balance_loss(routing: Routing) -> Tensor:
 
 
 def z_loss(routing: Routing) -> Tensor:
-    """Mean over tokens of logsumexp(logits)²: keeps router logits small (ST-MoE: Zoph et al.
-    2022, "router z-loss")."""
+    """Compute the mean over tokens of logsumexp(logits)², which keeps router logits small (ST-MoE:
+    Zoph et al. 2022, "router z-loss")."""
     return routing.logits.logsumexp(-1).square().mean()

@@ -1,4 +1,4 @@
-"""Text from a model: one token after the other, drawn from what it finds likely.
+"""Text from a model: one token after the other, drawn from its predicted probabilities.
 
 Letters: B batch, S sequence, V vocab.
 """
@@ -19,9 +19,9 @@ from .gpt import GPT
 def generate(
     model: GPT, tokens: Tensor, max_new_tokens: int, *, temperature: float = 1.0, seed: int = 0
 ) -> Tensor:
-    """Continue tokens [S] or [B, S] by sampling, the whole window through the model each time.
+    """Continue tokens [S] or [B, S] by sampling; each new token runs the whole window again.
 
-    temperature: 0 takes the likeliest token. Returns the same with max_new_tokens more, int64.
+    temperature: 0 takes the likeliest token. Returns max_new_tokens more tokens, int64.
     """
     if not tokens.shape[-1]:
         raise ValueError("tokens are empty: give at least one token to continue.")
@@ -29,7 +29,7 @@ def generate(
         raise ValueError(f"temperature is {temperature}: give 0 for the likeliest token, or more.")
     was_training = model.training
     model.eval()
-    # (Nothing is drawn from logits without storage, and torch has no generator for them.)
+    # (Logits without storage draw nothing, and torch has no generator for them.)
     generator = None if tokens.is_meta else torch.Generator(tokens.device).manual_seed(seed)
     batch = tokens.long().reshape(-1, tokens.shape[-1])  # [B, S]
     for _ in range(max_new_tokens):

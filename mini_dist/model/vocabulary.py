@@ -1,4 +1,4 @@
-"""One sentence for a token outside the vocabulary, wherever one is read."""
+"""One error for a token outside the vocabulary, for all functions that read tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def check_tokens(
 ) -> None:
     """Raise ValueError unless all tokens but the `ignored` ones are in 0..vocab_size-1.
 
-    what: what a token is called in the message. All ranks that read the same tokens find out alike.
+    what: the word for a token in the message. Ranks that read the same tokens raise alike.
     """
     if tokens.is_meta:
         return

@@ -18,7 +18,7 @@ NORMS = ("layernorm", "rmsnorm")
 POSITIONS = ("rotary", "learned", "alibi")
 ROUTERS = ("softmax", "sigmoid")
 ZERO = (0, 1, 2, 3)  # the stages; 0 is none
-# What the course's own GPT (model.py) can be; the calculators know the rest, too.
+# What the course's own GPT (model.py) can be; the calculators support the rest as well.
 OURS = {
     "positions": ("rotary", "learned"),
     "norms_a_layer": (2,),
@@ -47,7 +47,7 @@ class ModelConfig:
     num_kv_heads: int | None = None  # K: N unless given (K < N is GQA, K = 1 is MQA)
     head_dim: int | None = None  # H: D / N unless given
     d_ffn: int | None = None  # F: 4 D, or 8/3 D rounded up to 64 with swiglu (as many weights);
-    # with experts it is that of dense layers, and that of experts where d_expert is not given
+    # with experts: of dense layers, and of experts if d_expert is not given
     activation: str = "gelu"
     norm: str = "layernorm"
     positions: str = "rotary"
@@ -65,7 +65,7 @@ class ModelConfig:
 
     # Mixture of experts: used when num_experts > 0.  The first `first_dense_layers` stay dense.
     num_experts: int = 0  # E
-    top_k: int = 0  # experts a token visits
+    top_k: int = 0  # experts per token
     num_shared_experts: int = 0  # experts every token visits besides
     d_expert: int | None = None  # F of one expert: d_ffn unless given
     # F of all shared ones: num_shared_experts * d_expert unless given; else their number is unused.
@@ -118,7 +118,7 @@ class ModelConfig:
         self._validate()
 
     def _derive(self) -> dict:
-        """What each field is when it is left at None."""
+        """Return the value of each field that is left at None."""
         head_dim = self.head_dim
         if head_dim is None:
             if self.d_model % self.num_heads:
@@ -347,7 +347,7 @@ class Layout:
         return self.dp * self.num_micro_batches * self.micro_batch_size
 
     def num_recomputed(self, num_layers: int) -> int:
-        """How many of so many layers of a stage are recomputed."""
+        """Return how many of a stage's layers are recomputed."""
         return 0 if self.recompute == "none" else -(-num_layers // self.recompute_every)
 
     @property
@@ -390,7 +390,7 @@ class Layout:
             raise ValueError(
                 f"etp={self.etp} needs a model with experts: leave it out, or give num_experts."
             )
-        # Two more stages than layers is a way, too: the embedding and the head have one each.
+        # Two more stages than layers also works: the embedding and the head get one each.
         if config.num_layers < self.num_stages != config.num_layers + 2:
             raise ValueError(
                 f"pp*num_chunks={self.num_stages} is more than "

@@ -4,11 +4,11 @@
                             bridge w7       a bridge is the switch, a veth pair a cable
     host 1 [eth0]====[w7h1]/
 
-Both ends of a cable have a token bucket (tc-tbf(8)): the host's end holds what leaves it to the
-uplink's speed, the switch's end what comes to it. It is done here and not by the programs `ip` and
-`tc` because they may not be installed, and would lose the rights that this process has in a user
-namespace of its own. Whoever leaves the last process of a namespace, and closes the last file that
-names it, has removed it, with its cable: nothing needs clearing up.
+Both ends of a cable have a token bucket (tc-tbf(8)): the host's end limits outgoing traffic to the
+uplink's speed, the switch's end incoming traffic. This module does it without the programs `ip` and
+`tc`, because they may not be installed, and would lose the rights that this process has in its own
+user namespace. When the last process leaves a namespace and the last file that names it is closed,
+the kernel removes it with its cable: nothing needs to be cleaned up.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ MARK = "a host of mini_dist"  # the alias of the uplinks made here: an eth0 with
 
 
 class Switch:
-    """The hosts of one world: made at once, gone when closed and the last rank has ended.
+    """The hosts of one world: created together, removed when closed and the last rank has ended.
 
-    `homes`: a file for each host's network, for `move_to`. Raises OSError where the kernel refuses.
+    `homes`: a file for each host's network, for `move_to`. Raises OSError if the kernel refuses.
     """
 
     def __init__(self, name: str, number: int, rate: float, latency: float):
@@ -83,9 +83,9 @@ class Switch:
 
 
 def make_host() -> tuple[int, Netlink]:
-    """Enter a new network; the file that names it, and a way to ask for changes in it later."""
+    """Enter a new network; return the file that names it, and a way to change it later."""
     check(ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNET))
-    with suppress(OSError):  # where nobody may turn it off, it says hello on every new cable
+    with suppress(OSError):  # if this cannot be turned off, every new cable gets extra packets
         Path("/proc/sys/net/ipv6/conf/all/disable_ipv6").write_text("1")
         Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
     # The oldest way to share a link, which every kernel has and allows: cables are the same on all
@@ -98,14 +98,14 @@ def make_host() -> tuple[int, Netlink]:
 
 
 def move_to(home: int) -> None:
-    """Let this process, which has one thread, live in that network."""
+    """Move this process, which has one thread, into that network."""
     check(ctypes.CDLL(None, use_errno=True).setns(home, CLONE_NEWNET))
 
 
 def pull_cable() -> None:
-    """Take the uplink of the host where this rank runs away, as somebody who trips over it.
+    """Take down the uplink of this rank's host, like someone who trips over the cable.
 
-    Raises OSError anywhere but on a host that was made here, whatever interfaces are there.
+    Raises OSError except on a host that was made here, whatever interfaces exist.
     """
     if not is_on_a_host():
         raise OSError("no cable to pull: this process is on no host that launch(hosts=...) made")
@@ -114,7 +114,7 @@ def pull_cable() -> None:
 
 
 def is_on_a_host() -> bool:
-    """Whether this process lives in a network that `make_host` made and a `Switch` joined."""
+    """Return whether this process is in a network that `make_host` made and a `Switch` joined."""
     if not hasattr(socket, "AF_NETLINK"):
         return False
     try:
@@ -125,7 +125,7 @@ def is_on_a_host() -> bool:
 
 
 class Netlink:
-    """Requests to the kernel about the network in which this object was made."""
+    """Send requests to the kernel about the network in which this object was made."""
 
     def __init__(self):
         self.socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE)
@@ -137,7 +137,7 @@ class Netlink:
         self.socket.close()
 
     def ask(self, kind: int, flags: int, body: bytes) -> None:
-        """Raises OSError with what the kernel says."""
+        """Send a request. Raises OSError with the kernel's error."""
         length = 16 + len(body)
         self.socket.send(struct.pack("=IHHII", length, kind, REQUEST | ACK | flags, 1, 0) + body)
         answer = self.socket.recv(1 << 16)
@@ -146,7 +146,7 @@ class Netlink:
             raise OSError(-number, os.strerror(-number))
 
     def link(self, kind: int, flags: int, name: str, *attributes: bytes, up=None) -> None:
-        """One request about the link that is called `name`."""
+        """Send one request about the link with this name."""
         change = 0 if up is None else IFF_UP
         head = struct.pack("=BxHiII", 0, 0, 0, IFF_UP if up else 0, change)
         self.ask(kind, flags, head + attribute(IFLA_IFNAME, name) + b"".join(attributes))
@@ -157,7 +157,7 @@ class Netlink:
         self.link(RTM_NEWLINK, CREATE | EXCL, name, attribute(IFLA_LINKINFO | NESTED, info))
 
     def add_cable(self, name: str, far_name: str, far_home: int) -> None:
-        """A veth pair: one end here, the other in the network that the file names."""
+        """Add a veth pair: one end here, the other in the network that the file names."""
         peer = struct.pack("=BxHiII", 0, 0, 0, 0, 0) + attribute(IFLA_IFNAME, far_name)
         peer += attribute(IFLA_NET_NS_FD, far_home)
         self.add_link(name, "veth", attribute(VETH_INFO_PEER | NESTED, peer))
@@ -178,12 +178,12 @@ class Netlink:
         self.ask(RTM_NEWADDR, CREATE | EXCL, body)
 
     def shape(self, name: str, rate: float, latency: float) -> None:
-        """Let no more than `rate` bytes/s leave here, each `latency` seconds late."""
+        """Limit outgoing traffic here to `rate` bytes/s, and delay it by `latency` seconds."""
         number, kind = self.number_of(name), CREATE | REPLACE
-        # A bucket of 2 ms, of one packet at least, and room for all that TCP may send at once: a
-        # switch that drops would measure something else. (A smaller bucket runs over, and speed is
-        # lost, when the kernel comes late to it: with 0.5 ms at 1 Gbit/s gloo's all-reduce of 4 MB
-        # took 64 ms instead of 57, of 50 by the formula.)
+        # A bucket of 2 ms, of at least one packet, and room for everything that TCP may send at
+        # once: a switch that drops packets would measure something else. (A smaller bucket
+        # overflows, and speed is lost, when the kernel serves it late: with 0.5 ms at 1 Gbit/s
+        # gloo's all-reduce of 4 MB took 64 ms instead of 57; the formula says 50.)
         burst, room = int(max(FRAME, rate / 500)), int(max(4 << 20, rate))
         speed = struct.pack("=BBHhHI", 0, ETHERNET, 0, 0, 0, min(int(rate), 2**32 - 1))
         parms = speed + struct.pack("=BBHhHI", 0, 0, 0, 0, 0, 0) + struct.pack("=III", room, 0, 0)
@@ -197,7 +197,7 @@ class Netlink:
             self.delay(number, latency, room)
 
     def delay(self, number: int, latency: float, room: int) -> None:
-        """netem below the bucket; OSError (ENOENT) from a kernel that has none."""
+        """Put netem below the bucket; OSError (ENOENT) if the kernel has none."""
         ticks = int(latency * 1e9) >> 6  # of 64 ns, as psched has them (/proc/net/psched)
         parms = struct.pack("=IIIIII", ticks, room // FRAME, 0, 0, 0, 0)
         body = struct.pack("=BxHiIII", 0, 0, number, NETEM_HANDLE, TBF_HANDLE + 1, 0)
@@ -212,11 +212,11 @@ class Netlink:
         self.link(RTM_NEWLINK, 0, name, attribute(IFLA_IFALIAS, alias))
 
     def number_of(self, name: str) -> int:
-        """Its index, in the network of this object, where the process may not be just now."""
+        """Return its index in this object's network, which the process may not be in now."""
         return struct.unpack_from("=i", self.about(name), 20)[0]
 
     def alias_of(self, name: str) -> str | None:
-        answer, place = self.about(name), 32  # behind the heads of the message and of the link
+        answer, place = self.about(name), 32  # after the headers of the message and of the link
         while place < len(answer):
             length, kind = struct.unpack_from("=HH", answer, place)
             if kind == IFLA_IFALIAS:
@@ -225,7 +225,7 @@ class Netlink:
         return None
 
     def about(self, name: str) -> bytes:
-        """What the kernel answers about a link; OSError if there is none of this name."""
+        """Return the kernel's answer about a link; OSError if no link has this name."""
         head = struct.pack("=BxHiII", 0, 0, 0, 0, 0) + attribute(IFLA_IFNAME, name)
         self.socket.send(struct.pack("=IHHII", 16 + len(head), RTM_GETLINK, REQUEST, 1, 0) + head)
         answer = self.socket.recv(1 << 16)
@@ -236,7 +236,7 @@ class Netlink:
 
 
 def attribute(kind: int, value: bytes | str | int) -> bytes:
-    """Length, kind, value, padded to a multiple of 4 bytes."""
+    """Encode length, kind and value, padded to a multiple of 4 bytes."""
     if isinstance(value, str):
         value = value.encode() + b"\0"
     elif isinstance(value, int):

@@ -1,18 +1,19 @@
-"""The TCP connections of this process, and which hosts behind them answer no more.
+"""The TCP connections of this process, and which hosts behind them no longer answer.
 
-A pulled cable is not an event for who waits at its other end: TCP sends again for a quarter of an
-hour, and who has nothing to send waits for ever. Asked to (`keep_asking`), the kernel asks an idle
-connection every other second whether somebody is there; that the answers stop coming, `silences`
-reads from the kernel's own notes (tcp(7), TCP_INFO). A process that computes, sleeps or is stopped
-still answers, because its kernel does: silence is a host, or the way to it.
+A process does not notice that the cable at the other end is pulled: TCP retransmits for a quarter
+of an hour, and a process that has nothing to send waits forever. `keep_asking` makes the kernel
+probe an idle connection every other second; `silences` reads from the kernel's own records (tcp(7),
+TCP_INFO) that the answers have stopped. A process that computes, sleeps or is stopped still
+answers, because its kernel does: silence means a host, or the path to it.
 
-And who is at the other end, where that is on this host: gloo takes whoever connects first for the
-rank that it waits for, and the kernel knows the user of each socket (`refuse_strangers`).
+The module also checks which user is at the other end, if that is on this host: gloo takes whichever
+process connects first for the expected rank, and the kernel knows the user of each socket
+(`refuse_strangers`).
 
-Why the check and nothing else: gloo in torch 2.13's wheels has no transport but TCP. With
+We only check, because gloo in torch 2.13's wheels has no transport other than TCP. With
 GLOO_DEVICE_TRANSPORT set to TCP_TLS (with key and certificate), UV or UNIX every rank raised
 "makeDeviceForHostname(): unsupported gloo device" (tried in November 2026 on x86-64), so Unix
-sockets would mean a transport of our own for every collective. An HMAC with the run's secret would
+sockets would require our own transport for every collective. An HMAC with the run's secret would
 protect what is unpickled, but not the numbers in tensors, and torch unpickles objects itself. The
 check protects both, before anything is exchanged.
 """
@@ -28,13 +29,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 ASK_EVERY = 2  # seconds
-# In Linux's struct tcp_info (include/uapi/linux/tcp.h): bytes that count what was sent again, and
-# asked, since the last answer; milliseconds since anything came, data and acknowledgements.
+# Fields of Linux's struct tcp_info (include/uapi/linux/tcp.h): retransmissions and probes since the
+# last answer; milliseconds since the last data and the last acknowledgement arrived.
 RETRANSMITS, PROBES, LAST_DATA, LAST_ACK = 2, 3, 52, 56
 
 
 def connections() -> Iterator[tuple[str, socket.socket]]:
-    """Each TCP connection of this process, with the address of its other side; none off Linux."""
+    """Yield each TCP connection of this process with its peer's address; none except on Linux."""
     for fd in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
         with suppress(OSError):  # not connected, or closed since
             if not os.readlink(f"/proc/self/fd/{fd}").startswith("socket:"):
@@ -45,26 +46,26 @@ def connections() -> Iterator[tuple[str, socket.socket]]:
 
 
 def plain(name: tuple) -> str:
-    """The address in the name of a socket; IPv4's, where it is told as one of IPv6."""
+    """Return the address in a socket's name, in IPv4 form if it is a mapped IPv6 address."""
     return name[0].removeprefix("::ffff:")
 
 
 def shut_connections() -> None:
-    """End every TCP connection of this process, so that nobody waits on one: gloo's are all that
-    a rank has. (Not what only listens: gloo aborts if that is shut.)"""
+    """End every TCP connection of this process, so that nobody waits on one; a rank has no others
+    than gloo's. (Listening sockets stay: gloo aborts if they are shut.)"""
     for _, tcp in connections():
         with suppress(OSError):  # the other side was faster
             tcp.shutdown(socket.SHUT_RDWR)
 
 
 def own_addresses() -> list[str]:
-    """Those by which other hosts know this process; none if it is connected with no other."""
+    """Return the addresses by which other hosts know this process; none without connections."""
     pairs = [(plain(tcp.getsockname()), address) for address, tcp in connections()]
     return sorted({own for own, address in pairs if own != address})
 
 
 def keep_asking(tcp: socket.socket) -> None:
-    """Let the kernel ask an idle connection whether the other host is there, and not give up."""
+    """Make the kernel probe an idle connection for the other host, without giving up."""
     tcp.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
         tcp.setsockopt(socket.IPPROTO_TCP, option, ASK_EVERY)
@@ -72,15 +73,15 @@ def keep_asking(tcp: socket.socket) -> None:
 
 
 def silences(addresses) -> dict[str, float]:
-    """Of these addresses, those that owe an answer twice or more: seconds since the last one.
+    """Return the silent addresses, which owe two or more answers: seconds since the last answer.
 
-    (Once is no sign: a receiver that has no room left is asked less and less often, and answers.)
+    (One is no sign: a receiver without free memory is probed less and less often, and answers.)
     """
     found: dict[str, float] = {}
     for address, tcp in connections():
         if address not in addresses:
             continue
-        with suppress(OSError):  # it is no TCP, or has just broken
+        with suppress(OSError):  # not TCP, or it has just broken
             keep_asking(tcp)
             info = tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
             last = min(struct.unpack_from("=I", info, at)[0] for at in (LAST_DATA, LAST_ACK))
@@ -93,7 +94,7 @@ PATIENCE = 10.0  # seconds for the other side to accept a connection
 
 
 def sockets_here() -> set[str]:
-    """The sockets of this process, by their inode."""
+    """Return this process's sockets, by inode."""
     found = set()
     for fd in os.listdir("/proc/self/fd") if sys.platform == "linux" else ():
         with suppress(OSError):  # closed since
@@ -105,11 +106,11 @@ def refuse_strangers(inodes: set[str]) -> None:
     """Raise ConnectionError if another user's process is at the other end of one of these sockets.
 
     Both ends of a connection on one host are sockets that the kernel knows, each with its user.
-    What has no other end here goes to another host, of which nothing is known. One without an inode
-    has not been accepted yet, or its side has let go of it.
+    A socket without another end here is connected to another host, about which nothing is known.
+    One without an inode has not been accepted yet, or its side has closed it.
     """
     deadline = time.monotonic() + PATIENCE
-    waiting = [tcp for tcp in connections_of(inodes) if owner(*tcp)]  # (else nobody can say)
+    waiting = [tcp for tcp in connections_of(inodes) if owner(*tcp)]  # (others are unknown)
     while waiting:
         unknown = []
         for local, far in waiting:
@@ -129,7 +130,7 @@ def refuse_strangers(inodes: set[str]) -> None:
 
 
 def connections_of(inodes: set[str]) -> list[tuple[tuple, tuple]]:
-    """Of the sockets of this process the TCP connections among these: their two ends."""
+    """Return the TCP connections among these sockets of this process: their two ends."""
     found = []
     for fd in os.listdir("/proc/self/fd"):
         with suppress(OSError):
@@ -147,7 +148,7 @@ ESTABLISHED = 1
 
 
 def owner(local: tuple, far: tuple) -> tuple[int, int] | None:
-    """User and inode of the socket on this host that has these ends; None if there is none."""
+    """Return user and inode of the socket on this host with these ends; None if there is none."""
     family = socket.AF_INET6 if ":" in local[0] else socket.AF_INET
     ends = [socket.inet_pton(family, end[0]).ljust(16, b"\0") for end in (local, far)]
     ports = [struct.pack("!H", end[1]) for end in (local, far)]

@@ -1,4 +1,4 @@
-"""Where the tensors of a rank belong, and what carries its messages from there.
+"""Where a rank's tensors belong, and what carries its messages from there.
 
     launch(fn, 4)                     a GPU for each rank if there are four, else the CPU
     launch(fn, 4, device="cpu")       gloo

@@ -1,4 +1,4 @@
-"""From what is known of a failed run to one error that says which rank, which line and why."""
+"""Turn the facts about a failed run into one error that names the rank, the line and the reason."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RankError(RuntimeError):
     flights: list[flight.FlightRecord] = []
 
     def _render_traceback_(self) -> list[str]:
-        # IPython asks for this: the frames between the cell and its ranks help nobody.
+        # IPython calls this: the frames between the cell and its ranks help nobody.
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -49,10 +49,10 @@ class RankInterrupt(RankError, KeyboardInterrupt):
 
 
 def explain(outcome: str, world: World, timeout: float) -> RankError:
-    """The error for a run that ended as `outcome` (see World.run).
+    """Return the error for a run that ended as `outcome` (see World.run).
 
-    Causes before consequences: an operation that the ranks do not agree on, a rank that died, an
-    exception of the learner's code; only then a lost connection, a deadlock, the deadline.
+    Causes come before consequences: an operation that the ranks do not agree on, a rank that died,
+    an exception in the learner's code; only then a lost connection, a deadlock, the deadline.
     """
     scene = Scene(world)
     refused = {r.number: r.refused for r in world.ranks if r.refused is not None}
@@ -103,7 +103,7 @@ def explain(outcome: str, world: World, timeout: float) -> RankError:
         ]
         lines += scene.tell(range(world.size))
     elif outcome == "stuck":
-        # (Nothing moves any more; should a rank have died since, the others are still named.)
+        # (Nothing moves any more; if a rank has died since, the others are still named.)
         lines = [f"deadlock: {waits(stuck or scene.waiting)} for what can no longer happen."]
         lines += scene.tell(range(world.size))
     elif outcome == "interrupt":
@@ -122,7 +122,7 @@ def explain(outcome: str, world: World, timeout: float) -> RankError:
 
 
 def hosts_that_are_gone(world: World, died: dict[int, int]) -> list[str]:
-    """A line for each host of which no rank is left."""
+    """Return a line for each host that has no rank left."""
     if not world.places or not world.hosts or world.hosts.number == 1:
         return []
     homes = {host: ranks_of(host, world.places) for host in range(world.hosts.number)}
@@ -131,7 +131,7 @@ def hosts_that_are_gone(world: World, died: dict[int, int]) -> list[str]:
 
 
 def cannot_run(error: OSError, size: int) -> RankError:
-    """The error for a run that the parent itself had to give up."""
+    """Return the error for a run that the parent itself had to give up."""
     lines = [f"this process could not run {plural(size, 'rank')}: {error}."]
     return RankError("\n".join(lines + what_ran_out(error.errno)))
 
@@ -151,7 +151,8 @@ class Scene:
         self.waiting = [rank.number for rank in world.ranks if not rank.report and not rank.gone]
 
     def tell(self, ranks) -> list[str]:
-        """A line a rank: what it is doing, since when, waiting for whom, and on which line."""
+        """Return one line per rank: what it is doing, since when, which rank it waits for, which
+        line."""
         return [f"  rank {rank} {self.state(rank)}{self.place(rank)}" for rank in ranks]
 
     def state(self, number: int) -> str:
@@ -217,7 +218,7 @@ def what_is_known_of(failure: Failure) -> list[str]:
 
 
 def hints(failure: Failure, world: World) -> list[str]:
-    """What the machine says to an error of the system, or of memory."""
+    """Return advice for an error of the system, or of memory."""
     chain = [failure, *failure.because]
     numbers = [each.errno for each in chain if each.errno is not None]
     if any(number in NO_WAY_OUT or number < 0 for number in numbers) and world.keeper.secluded:
@@ -242,7 +243,7 @@ def hints(failure: Failure, world: World) -> list[str]:
 
 
 def words_of_the_system(text: str) -> list[str]:
-    """Native code, which cannot start a thread, say, has no number of the error to give."""
+    """Find the system's error in a text: native code, say for threads, gives no error number."""
     numbers = (errno.EAGAIN, errno.ENOSPC, errno.EMFILE)
     said = [what_ran_out(number) for number in numbers if os.strerror(number) in text]
     return next(filter(None, said), [])
@@ -257,7 +258,7 @@ def described(failure: Failure) -> str:
 
 
 def traceback_lines(frames) -> list[str]:
-    """The learner's own frames; if there is none, the innermost one."""
+    """Return the learner's own frames; if there are none, the innermost one."""
     frames = [frame for frame in frames if not in_launcher(frame[0])]
     own = [frame for frame in frames if not in_library(frame[0])] or frames[-1:]
     lines = []
@@ -295,7 +296,7 @@ FRAME = re.compile(r'File "(.*)", line (\d+) in (.*)')
 
 
 def location(stack: str) -> str:
-    """The learner's line in a stack written by faulthandler (innermost frame first)."""
+    """Return the learner's line in a stack written by faulthandler (innermost frame first)."""
     main_thread = stack.rpartition("(most recent call first):")[2]
     frames = [(f, int(n), name) for f, n, name in FRAME.findall(main_thread)]
     frames = [frame for frame in frames if not in_launcher(frame[0])]
@@ -319,7 +320,7 @@ def in_launcher(filename: str) -> bool:
 
 
 def place(filename: str) -> str:
-    """`Cell In[3]` for a cell of this notebook, else the file's path as short as it is clear."""
+    """Return `Cell In[3]` for a cell of this notebook, else the file's shortest clear path."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     if shell and (name := shell.compile.format_code_name(filename)):
@@ -350,7 +351,7 @@ def waits(ranks) -> str:
 
 
 def brief(value) -> str:
-    """A wrong argument as a sentence can hold it."""
+    """Shorten a wrong argument so that it fits into a sentence."""
     if isinstance(value, int) and abs(value) >= 10**20:
         return f"a number of {value.bit_length()} bits"
     return reprlib.repr(value)

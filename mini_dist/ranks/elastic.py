@@ -1,7 +1,7 @@
-"""The parent's side of an elastic run: a rank's end is told to the others, and they go on.
+"""The parent's side of an elastic run: it reports a rank's end to the others, and they continue.
 
-It is what a scheduler is for a cluster (torchrun's rendezvous, torchft's lighthouse): it hears of
-every end, says who makes the next group, and starts ranks that are to join. It knows nothing of
+It does what a scheduler does for a cluster (torchrun's rendezvous, torchft's lighthouse): it
+notices every end, decides who forms the next group, and starts ranks that join. It does not know
 what they compute.
 """
 
@@ -32,27 +32,27 @@ from .zygote_handle import LOOK
 
 
 class Detector(Protocol):
-    """Who decides from a rank's silences whether it lives
+    """Decide from a rank's silences whether it lives
     (mini_dist/training/elastic/detectors.py)."""
 
     def heard(self, silence: float) -> None:
-        """A sign of life, after so many seconds."""
+        """Note a heartbeat, this many seconds after the last."""
 
     def timeout(self) -> float:
-        """Seconds of silence from which on it suspects."""
+        """Return the seconds of silence after which it suspects the rank."""
 
 
 @checks_kinds
 @dataclass(frozen=True)
 class Elastic:
-    """How a run lives on when ranks die.
+    """How a run continues when ranks die.
 
-    min_ranks: with fewer the run fails. replace: so many of the dead are replaced by new ranks.
-    beat: seconds between two signs of life of a rank; silence: seconds without one after which it
+    min_ranks: with fewer the run fails. replace: how many dead ranks are replaced by new ones.
+    beat: seconds between two heartbeats of a rank; silence: seconds without one after which it
     counts as dead, and is killed, so that it cannot come back; or a function that makes a detector
     for a rank, `lambda: PhiAccrual(8, first=0.1)`. None: only its process's end counts. watch: is
-    called with a sentence when a rank is lost and when a new group goes on, while the run lasts.
-    Raises ValueError for values that cannot be.
+    called during the run with a sentence when a rank is lost and when a new group continues.
+    Raises ValueError for invalid values.
     """
 
     min_ranks: int = 1
@@ -87,13 +87,13 @@ class ElasticRun:
         self.members = [rank.number for rank in world.ranks]
         self.ready: set[int] = set()
         self.lost: list[Lost] = []
-        self.heard: dict[int, float] = {}  # rank -> its last sign of life
+        self.heard: dict[int, float] = {}  # rank -> its last heartbeat
         self.detectors: dict[int, Detector] = {}
-        self.silent: dict[int, float] = {}  # rank -> seconds, of those killed for it
+        self.silent: dict[int, float] = {}  # rank -> seconds, for those killed because of it
         self.replaced = 0
 
     def run(self, job: Job, call: Frames, timeout: float) -> str:
-        """As World.run: done, failed, mismatch, stuck, timeout."""
+        """Run as World.run does: done, failed, mismatch, stuck, timeout."""
         self.message = [pickle.dumps(job), *call]
         self.deadline = time.monotonic() + timeout
         heads = analysed = None
@@ -140,7 +140,7 @@ class ElasticRun:
         self.selector.register(rank.output_fd, selectors.EVENT_READ, rank.read_output)
 
     def hear(self) -> None:
-        """What ranks have asked for since, and whether one has been silent for too long."""
+        """Read the ranks' requests, and check whether one has been silent for too long."""
         now = time.monotonic()
         for rank in list(self.world.ranks):
             if rank.asked:
@@ -160,7 +160,7 @@ class ElasticRun:
                     os.kill(rank.pid, signal.SIGKILL)
 
     def note_life(self, number: int, now: float) -> None:
-        """A sign of life, to the rank's detector if there is one."""
+        """Report a heartbeat to the rank's detector if there is one."""
         if callable(self.elastic.silence):
             if number not in self.heard:
                 self.detectors[number] = self.elastic.silence()
@@ -169,14 +169,14 @@ class ElasticRun:
         self.heard[number] = now
 
     def patience(self, number: int) -> float:
-        """Seconds that a rank may be silent now."""
+        """Return how many seconds a rank may be silent now."""
         if number in self.detectors:
             return self.detectors[number].timeout()
         silence = self.elastic.silence
         return math.inf if silence is None or callable(silence) else silence
 
     def bury(self) -> None:
-        """Tell those who are left of each rank that has failed since the last look."""
+        """Tell the survivors about each rank that has failed since the last look."""
         known = {each.rank for each in self.lost}
         for rank in self.world.ranks:
             if not rank.failed or rank.number in known:
@@ -219,7 +219,7 @@ class ElasticRun:
                 rank.socket.setblocking(False)
 
     def form(self, left: list[RankHandle]) -> None:
-        """The next group, when all that are to be in it are ready: the old ones in their order."""
+        """Form the next group once all its members are ready: the old ranks in their order."""
         at_work = [rank.number for rank in left if not rank.returned]
         if self.ready and set(self.members) & set(at_work) <= self.ready:
             old = [number for number in self.members if number in self.ready]

@@ -1,9 +1,10 @@
 """The flight recorder: what each rank is doing, readable by the parent even when the rank is dead.
 
 gloo hangs when two ranks call different collectives, and aborts the process when their dtypes
-differ. A rank that hangs in C++ or has died can answer no question, so every rank writes its last
-operations into a small file that the parent maps too. From those files alone the parent tells
-which ranks disagree (`mismatch`) and which can never go on (`stuck`), within a tenth of a second.
+differ. A rank that hangs in C++ or has died cannot be asked, so every rank writes its last
+operations into a small file that the parent also maps. From those files alone the parent finds
+which ranks disagree (`mismatch`) and which can never continue (`stuck`), within a tenth of a
+second.
 
 A **channel** is an ordered stream on which ranks must agree: all collectives of one group, all
 calls of our own collectives by the same ranks, or all messages from one rank to another with one
@@ -26,7 +27,7 @@ from itertools import combinations
 
 HEADER = struct.Struct("<qq")  # entries written so far, number of the entry waited for (or -1)
 ENTRY = struct.Struct("<qqqd96s64s128s")  # number, k, 1 if done, time, channel, signature, text
-DONE_AT = struct.calcsize("<qq")  # where in an entry that 1 is
+DONE_AT = struct.calcsize("<qq")  # offset of the 1 in an entry
 GROUPS_BYTES = 8192  # JSON: group name -> world ranks of its members
 ENTRIES = 256  # a ring: old entries are overwritten
 UNKNOWN = 0  # for the k of an operation
@@ -45,7 +46,7 @@ class FlightRecorder:
             self._map = mmap.mmap(fd, FILE_BYTES)
         finally:
             os.close(fd)
-        self._lock = threading.Lock()  # a rank may speak from several threads
+        self._lock = threading.Lock()  # several threads of a rank may communicate
         self._written = 0
         self._counts: dict[str, int] = {}
         self._uncounted: set[str] = set()  # groups in which this rank received from any source
@@ -55,7 +56,7 @@ class FlightRecorder:
     def add_group(self, name: str, ranks: list[int]) -> None:
         self._groups[name] = ranks
         text = json.dumps(self._groups).encode()
-        if len(text) < GROUPS_BYTES:  # beyond that `stuck` stays silent and the deadline decides
+        if len(text) < GROUPS_BYTES:  # above this `stuck` reports nothing and the deadline decides
             self._map[HEADER.size : HEADER.size + len(text)] = text
 
     def begin(self, channel: str, signature: str, text: str, waits: bool) -> int:
@@ -63,7 +64,7 @@ class FlightRecorder:
         with self._lock:
             number = self._written
             k = self._counts[channel] = self._counts.get(channel, 0) + 1
-            if " any " in channel or self._uncounted:  # (to split costs more than all the rest)
+            if " any " in channel or self._uncounted:  # (splitting costs more than all the rest)
                 kind, group, *route = channel.split()
                 if "any" in route:
                     self._uncounted.add(group)
@@ -83,15 +84,15 @@ class FlightRecorder:
         return number
 
     def wait(self, number: int) -> None:
-        """The caller blocks until that operation is complete, and the rank with it.
+        """Note that the caller, and with it the rank, blocks until that operation is complete.
 
-        Not so if other threads could still do what somebody waits for: then nothing is said.
+        If other threads could still do what a rank waits for, nothing is noted.
         """
         blocked = threading.active_count() == 1
         HEADER.pack_into(self._map, 0, self._written, number if blocked else -1)
 
     def idle(self) -> None:
-        """The caller waits for nothing any more: what it waited for has failed."""
+        """Note that the caller no longer waits: what it waited for has failed."""
         HEADER.pack_into(self._map, 0, self._written, -1)
 
     def done(self, number: int) -> None:
@@ -101,7 +102,7 @@ class FlightRecorder:
 
 
 def reserve(fd: int) -> None:
-    """Let a full disk be an OSError now; in memory that is mapped it would be a SIGBUS later."""
+    """Make a full disk an OSError now; in mapped memory it would be a SIGBUS later."""
     try:
         os.posix_fallocate(fd, 0, FILE_BYTES)
     except AttributeError:  # macOS
@@ -139,21 +140,21 @@ class Entry:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of its tensors, as the text says them: of many only the first few."""
+        """Return the shapes of its tensors from the text: if there are many, only the first few."""
         found = re.findall(r"\[([\d, ]*)\]", self.text)
         return [tuple(int(length) for length in each.split(", ") if each) for each in found]
 
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """What the parent reads of one rank."""
+    """What the parent reads about one rank."""
 
     entries: list[Entry]  # oldest first, the last ENTRIES of them
     waiting: Entry | None
     groups: dict[str, list[int]]
 
     def count(self, channel: str) -> int | None:
-        """How many operations this rank issued on a channel; None if that cannot be told."""
+        """Return how many operations this rank issued on a channel; None if that is unknown."""
         for entry in reversed(self.entries):
             if entry.channel == channel:
                 return entry.k if entry.k != UNKNOWN else None
@@ -161,7 +162,7 @@ class FlightRecord:
 
 
 def head(path: str) -> bytes:
-    """Changes whenever the rank begins an operation, or begins to wait for one."""
+    """Return bytes that change when the rank begins an operation, or begins to wait for one."""
     try:
         with open(path, "rb", buffering=0) as file:
             return file.read(HEADER.size)
@@ -196,7 +197,7 @@ def read(path: str) -> FlightRecord:
 
 
 def mismatch(flights: list[FlightRecord]) -> dict[int, Entry] | None:
-    """The first operation that ranks entered together but not alike: its entry, rank by rank."""
+    """Return the first operation that ranks entered together but differently: entries by rank."""
     met: dict[tuple[str, int], dict[int, Entry]] = {}
     for rank, flight in enumerate(flights):
         for entry in flight.entries:
@@ -209,19 +210,20 @@ def mismatch(flights: list[FlightRecord]) -> dict[int, Entry] | None:
 
 
 def agree(entries: dict[int, Entry], groups: dict[str, list[int]]) -> bool:
-    """Whether ranks do the same with tensors whose elements belong together."""
+    """Return whether ranks do the same with tensors whose elements belong together."""
     if len({entry.signature for entry in entries.values()}) > 1:
         return False
     first, *others = entries.values()
     has_splits = ", sends " in first.text
     if not has_splits and all(other.text == first.text for other in others):
-        return True  # (as nearly always, and much sooner than by their shapes)
+        return True  # (as almost always, and much faster than by their shapes)
     known = {tuple(entry.shapes) for entry in entries.values()}
     if has_splits:
         members = groups.get(first.group, [])
         if {*members} <= {*entries} and not splits_meet([entries[rank] for rank in members]):
             return False
-        # Ranks may have different numbers of rows, and in a list a tensor's counterpart is another.
+        # Ranks may have different numbers of rows, and in a list a tensor's partner may be at
+        # another index.
         known = {(shapes[0][1:],) for shapes in known if len(shapes) == 1}
     return all(
         elements_line_up(one, other) for pair in combinations(known, 2) for one, other in zip(*pair)
@@ -229,8 +231,8 @@ def agree(entries: dict[int, Entry], groups: dict[str, list[int]]) -> bool:
 
 
 def elements_line_up(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    """Whether one shape is the other with neighboring dims merged, as [8], [1, 8] and [2, 4] are,
-    so that a flattened tensor is at home in the other. [2, 4] and [4, 2] are not."""
+    """Return whether the shapes differ only by merged neighboring dims, as [8], [1, 8] and [2, 4]
+    do, so that a flattened tensor fits the other. [2, 4] and [4, 2] differ."""
     ends, others = ({math.prod(shape[dim:]) for dim in range(len(shape))} for shape in (one, other))
     return ends <= others or others <= ends
 
@@ -239,8 +241,8 @@ SPLITS = re.compile(r"sends ([\d ]+), receives ([\d ]+) bytes")
 
 
 def splits_meet(entries: list[Entry]) -> bool:
-    """Whether in an all-to-all every rank, in the group's order, expects what the others send it.
-    True where a text had no room for all splits."""
+    """Return whether in an all-to-all every rank, in the group's order, expects what the others
+    send. True if a text had no room for all splits."""
     found = [SPLITS.search(entry.text) for entry in entries]
     if not all(found):
         return True
@@ -249,11 +251,11 @@ def splits_meet(entries: list[Entry]) -> bool:
 
 
 def stuck(flights: list[FlightRecord], finished: set[int]) -> set[int]:
-    """Ranks that wait for something that can no longer happen.
+    """Return the ranks that wait for something that can no longer happen.
 
     A rank is stuck if it waits for an operation that some other rank has not issued, and that
     other rank is itself stuck or has finished. This is the largest set with that property; it
-    is empty unless somebody in it waits.
+    is empty unless one of its ranks waits.
     """
     missing = {
         rank: absent(flights, rank)
@@ -269,7 +271,7 @@ def stuck(flights: list[FlightRecord], finished: set[int]) -> set[int]:
 
 
 def absent(flights: list[FlightRecord], rank: int) -> set[int]:
-    """The ranks that have not issued their part of the operation that `rank` waits for."""
+    """Return the ranks that have not issued their part of the operation that `rank` waits for."""
     waiting = flights[rank].waiting
     if waiting.is_collective:
         partners = flights[rank].groups.get(waiting.group, [])

@@ -1,15 +1,15 @@
-"""The private folder of a zygote and its worlds: made with a marker, and never removed without it.
+"""The private folder of a zygote and its worlds: created with a marker, never removed without it.
 
     /dev/shm/ranks-of-mini_dist-x1y2z3w4/  in memory, or where temporary files go
-        made-by-mini_dist                  the marker; locked as long as anybody uses the folder
+        made-by-mini_dist                  the marker; locked as long as a process uses the folder
         zygote.log
         7/                                 a world: the file store of its rendezvous (store-1 and
             store flight-0 stack-0 ...     so on of later groups), and of each rank the flight
                                            recorder and the stack
 
-A process that is killed leaves its folder, and the next one sweeps it away. It removes what has
-this name, this owner, this marker and nothing but files of these names in it; whatever else there
-is belongs to somebody.
+A killed process leaves its folder, and the next process removes it. It removes only folders with
+this name, this owner, this marker and no files with other names; anything else belongs to
+someone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROOM = 32 << 20  # bytes: for the recorders of as many ranks as a laptop can run
 
 
 def base_directory() -> str:
-    """In memory where the system has such a place with room: a file store on disk is slower."""
+    """Return a directory in memory if the system has one with room: disk is slower."""
     with suppress(OSError):
         if os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > ROOM:
             return "/dev/shm"
@@ -41,7 +41,7 @@ def base_directory() -> str:
 
 
 def make_directory() -> tuple[str, int]:
-    """A new folder and the lock on its marker: a file that stays open as long as it is used."""
+    """Create a folder and the lock on its marker: a file that stays open during use."""
     directory = tempfile.mkdtemp(prefix=PREFIX, dir=base_directory())
     early = f"{directory}/{MARKER}.new"
     try:
@@ -58,7 +58,7 @@ def make_directory() -> tuple[str, int]:
 
 
 def sweep() -> None:
-    """Remove the folders of this user that a killed process and its killed zygote have left."""
+    """Remove folders of this user that a killed process and its killed zygote have left."""
     for path in Path(base_directory()).glob(PREFIX + "*"):
         with suppress(OSError):
             about = path.lstat()
@@ -71,7 +71,7 @@ def sweep() -> None:
 
 
 def remove_directory(path: str | Path) -> None:
-    """Remove the folder if it is one of ours and all in it is, too; else touch nothing."""
+    """Remove the folder if it and all its contents are ours; else touch nothing."""
     with suppress(OSError), opened(path) as folder:
         names = set(os.listdir(folder))
         worlds = {name for name in names if WORLD.fullmatch(name)}

@@ -1,12 +1,12 @@
-"""Several hosts on one machine: which rank sits on which, and how fast the way out of each is.
+"""Several hosts on one machine: which rank is on which host, and how fast each host's uplink is.
 
     launch(fn, world_size=8, hosts=Hosts(2, uplink="200 Mbit/s"))
 
-Each host is a network namespace with an address of its own, and one cable, `eth0`, to a switch that
-joins them all (cables.py). Ranks of one host talk inside it, at the speed of memory; what goes to
-another host passes its own uplink and the other's, and the kernel lets no more through, and counts
-it. Where a system allows no namespaces the same program runs on its loopback, and `seconds_on`
-(ledger/flights.py) says what its messages would have taken.
+Each host is a network namespace with its own address, and one cable, `eth0`, to a switch that
+joins them all (cables.py). Ranks on one host communicate inside it, at the speed of memory.
+Messages to another host cross its own uplink and the other's; the kernel limits and counts the
+bytes. If a system allows no namespaces, the same program runs on its loopback, and `seconds_on`
+(ledger/hosts.py) computes how long its messages would have taken.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from mini_dist.plan.fields import checks_kinds
 UPLINK = "eth0"  # the name of a host's one cable, inside it
 FRAME, PAYLOAD = 1514, 1448  # bytes of a full Ethernet frame, and what TCP carries in it
 UNITS = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9}
-MOST = 32  # hosts: as many as a switch of ours has been tried with
+MOST = 32  # hosts: the most that our switch was tried with
 
 
 @checks_kinds
 @dataclass(frozen=True)
 class Hosts:
-    """`number` hosts, each joined with the others by an uplink of its own.
+    """`number` hosts, each joined with the others by its own uplink.
 
-    uplink: what it carries each way, as "200 Mbit/s" (headers included, as a cable's speed is
-    always told). latency: seconds that a message needs more, where the kernel has netem. ranks:
+    uplink: its speed each way, as "200 Mbit/s" (including headers, as a cable's speed always
+    does). latency: extra seconds per message, if the kernel has netem. ranks:
     "neighbours", the first ranks on the first host and so on; "dealt", like cards, one to each host
-    in turn; or for each rank the number of its host. emulated: do not try for namespaces.
+    in turn; or a list with each rank's host. emulated: do not try namespaces.
 
-    Raises ValueError for a number, a speed or a placement that cannot be.
+    Raises ValueError for an invalid number, speed or placement.
     """
 
     number: int
@@ -59,7 +59,7 @@ class Hosts:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second that pass an uplink each way, headers included."""
+        """Return the bytes per second that an uplink carries each way, including headers."""
         found = re.fullmatch(r"\s*([\d.]+)\s*([kMG]?)bit/s\s*", str(self.uplink))
         try:
             rate = float(found[1]) * UNITS[found[2]] / 8
@@ -74,11 +74,11 @@ class Hosts:
 
     @property
     def payload_bandwidth(self) -> float:
-        """Bytes of tensors a second: what headers of full frames leave."""
+        """Return the bytes of tensors per second: the speed minus the headers of full frames."""
         return self.bandwidth * PAYLOAD / FRAME
 
     def places(self, world_size: int) -> list[int]:
-        """The host of every rank.
+        """Return the host of every rank.
 
         Raises ValueError for fewer ranks than hosts, and for a list that does not fit.
         """
@@ -102,13 +102,13 @@ class Hosts:
         return [host for host in range(self.number) for _ in range(fewest + (host < more))]
 
     def seconds(self, nbytes: float) -> float:
-        """For bytes of tensors to pass an uplink, after one another, in full frames."""
+        """Return the time for these bytes of tensors over an uplink, in full frames."""
         return self.latency + nbytes / self.payload_bandwidth
 
 
 def hosts_of(group) -> list[int]:
-    """The host of every rank of a group: from `launch(hosts=...)`, or torchrun's number of its node
-    (GROUP_RANK); all 0 where nothing is known."""
+    """Return the host of every rank of a group: from `launch(hosts=...)`, or torchrun's number of
+    its node (GROUP_RANK); all 0 if nothing is known."""
     recorder = getattr(group, "recorder", None)
     places = recorder.hosts if recorder else None
     if not places:
@@ -120,8 +120,8 @@ def hosts_of(group) -> list[int]:
 
 
 def uplink_counters() -> tuple[int, int] | None:
-    """Bytes that `eth0` has sent and received so far, headers included: what the kernel counts at
-    the interface. None where there is no such interface; whose it is, `is_on_a_host` tells."""
+    """Return the bytes that `eth0` has sent and received, including headers, as the kernel counts
+    them. None if there is no such interface; `is_on_a_host` tells whose it is."""
     try:
         lines = Path("/proc/self/net/dev").read_text().splitlines()
     except OSError:
@@ -135,7 +135,7 @@ def uplink_counters() -> tuple[int, int] | None:
 
 
 def is_unplugged(pid: int) -> bool:
-    """Whether the uplink of the host where this process runs is down: its routes are gone then."""
+    """Return whether the uplink of this process's host is down: then its routes are gone."""
     try:
         routes = Path(f"/proc/{pid}/net/route").read_text()
     except OSError:

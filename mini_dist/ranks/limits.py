@@ -1,4 +1,4 @@
-"""What of this machine has run out, in the words of whoever has to do something about it."""
+"""Which of this machine's resources has run out, in words that say what to do about it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MANY = 10_000  # files that are looked at
 
 
 def what_ran_out(number: int | None) -> list[str]:
-    """For the number of a system error; nothing if it is of another kind."""
+    """Explain the number of a system error; return nothing for other kinds."""
     if number == errno.ENOSPC:
         return full_disks()
     if number in (errno.EMFILE, errno.ENFILE):
@@ -36,7 +36,7 @@ def what_ran_out(number: int | None) -> list[str]:
 
 
 def limits_of_processes() -> str:
-    """How many the system lets run, where that can be found out."""
+    """Return how many processes the system allows, if that is known."""
     known = []
     for line in lines_of("/proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
@@ -55,13 +55,13 @@ def limits_of_processes() -> str:
 
 
 def seconds_of_cpu() -> str:
-    """How long a process may compute, if `ulimit -t` limits it: what follows a sentence."""
+    """Return how long a process may compute, if `ulimit -t` limits it: the rest of a sentence."""
     most, _ = resource.getrlimit(resource.RLIMIT_CPU)
     return "" if most == resource.RLIM_INFINITY else f", here {most:,} s for each process"
 
 
 def more_of_ulimit_t() -> str:
-    """The hard limit ends a process by SIGKILL."""
+    """Mention `ulimit -t`, because the hard limit ends a process by SIGKILL."""
     return f", or by ulimit -t{seconds_of_cpu()}" if seconds_of_cpu() else ""
 
 
@@ -72,7 +72,7 @@ def lines_of(path: str) -> list[str]:
 
 
 def full_disks() -> list[str]:
-    """The places where ranks write that are full: how large they are, and who fills them."""
+    """Return the full disks where ranks write: their size, and whose files fill them."""
     places = dict.fromkeys(["/dev/shm", tempfile.gettempdir(), os.path.abspath(".")])
     told, devices = [], set()
     for place in places:

@@ -1,18 +1,18 @@
-"""The rank's side of an elastic run: who has died, who has come, and a new group of those there.
+"""The rank's side of an elastic run: who has died, who has joined, and a new group of the rest.
 
     def train(group):
         while not done:
             try:
                 ...                                # steps, with any collectives
-            except RanksChanged as news:           # raised wherever this rank is in the group
-                group = regroup(group)             # of those that are there now
-                ...                                # agree on where to go on
+            except RanksChanged as news:           # raised wherever this rank uses the group
+                group = regroup(group)             # of the ranks that are there now
+                ...                                # agree on where to continue
 
-A rank that waits in gloo for one that is dead would wait for ever, and so would those that wait for
-it: a ring breaks in one place and stands still everywhere. So a thread listens to the parent, which
-hears of every death. On bad news it shuts this rank's connections, so that whatever waits on them
-fails, and who waits all the same is fetched out of it (`Membership.call`). gloo takes no new work
-on such a group: `regroup` makes another, over a store of its own.
+A rank that waits in gloo for a dead rank would wait forever, and so would those that wait for it: a
+ring breaks in one place and stops everywhere. So a thread listens to the parent, which notices
+every death. On bad news it shuts this rank's connections, so that everything that waits on them
+fails; a call that still waits is abandoned (`Membership.call`). gloo takes no new work on such a
+group, so `regroup` makes another, with its own store.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from .connections import shut_connections
 from .transport import receive, send
 
 LOOK = 0.05  # seconds between two looks, for news and whether a group is there
-LONGER_THAN_ANY_RUN = timedelta(days=30)  # The parent's deadline has to be the one that strikes.
+LONGER_THAN_ANY_RUN = timedelta(days=30)  # The parent's deadline must come first.
 PATIENCE = 10.0  # seconds for the parent to say why a connection has broken
 
 
 @dataclass(frozen=True)
 class Lost:
-    """A rank that is gone. rank: its number in the run, which nobody gets again; host: where it
+    """A dead rank. rank: its number in the run, which is not used again; host: where it
     ran; how it ended; doing: its last communication."""
 
     rank: int
@@ -51,8 +51,8 @@ class Lost:
 
 @dataclass(frozen=True)
 class News:
-    """From the parent: the group of this generation is no more. joining: ranks that want to come
-    in."""
+    """From the parent: the group of this generation is over. joining: ranks that want to
+    join."""
 
     generation: int
     lost: tuple[Lost, ...]
@@ -61,7 +61,7 @@ class News:
 
 @dataclass(frozen=True)
 class Group:
-    """From the parent: who makes the next group, in its order."""
+    """From the parent: the members of the next group, in order."""
 
     generation: int
     members: tuple[int, ...]
@@ -75,8 +75,8 @@ class Ask:
 
 
 class RanksChanged(ConnectionError):
-    """Ranks have died or want to join: this group is over. `lost`: a Lost of each that died;
-    `joining`: numbers of those that have come."""
+    """Ranks have died or want to join: this group is over. `lost`: a Lost for each dead rank;
+    `joining`: the numbers of new ranks."""
 
     def __init__(self, lost: list[Lost], joining: list[int]):
         self.lost, self.joining = lost, joining
@@ -86,7 +86,7 @@ class RanksChanged(ConnectionError):
 
 
 class Membership:
-    """What a rank knows of the others, and its wire to the parent."""
+    """What a rank knows about the others, and its connection to the parent."""
 
     def __init__(self, parent: socket.socket, recorder, directory: str, number: int):
         self.parent, self.recorder, self.directory = parent, recorder, directory
@@ -94,16 +94,16 @@ class Membership:
         self.broken = False  # whether the present group is over
         self.lost: list[Lost] = []
         self.joining: list[int] = []
-        self.told = 0  # how many of the lost this rank's program has been told of
+        self.told = 0  # how many of the lost ranks the program knows about
         self.groups: queue.SimpleQueue[Group] = queue.SimpleQueue()
-        self.here = threading.local()  # of each thread: where it has others wait for it
+        self.here = threading.local()  # per thread: the place where others wait for it
         self.speaking = _thread.allocate_lock()
         self.dismissed = _thread.allocate_lock()
         self.dismissed.acquire()
 
     def start(self, members: tuple[int, ...], beat: float | None) -> None:
         self.members = members
-        # (No threading.Thread: whether a rank waits alone is seen from the number of those.)
+        # (No threading.Thread: the number of those shows whether a rank waits alone.)
         _thread.start_new_thread(self.listen, ())
         if beat:
             _thread.start_new_thread(self.beat, (beat,))
@@ -120,7 +120,7 @@ class Membership:
             time.sleep(seconds)
 
     def listen(self) -> None:
-        """The parent speaks in order: a group, then perhaps that it is over."""
+        """Read the parent's messages in order: a group, then perhaps that it is over."""
         while True:
             try:
                 message = pickle.loads(receive(self.parent)[0])
@@ -145,19 +145,19 @@ class Membership:
         return RanksChanged(news, list(self.joining))
 
     def check(self) -> None:
-        """Raises RanksChanged if the present group is over."""
+        """Raise RanksChanged if the present group is over."""
         if self.broken:
             raise self.changed()
 
     def explain(self, error: Exception) -> Exception:
-        """What a failed communication means: the parent may be about to tell of a death."""
+        """Explain a failed communication: the parent may be about to report a death."""
         deadline = time.monotonic() + PATIENCE
         while not self.broken and time.monotonic() < deadline:
             time.sleep(LOOK / 10)
         return self.changed() if self.broken else error
 
     def regroup(self):
-        """A group of those that are there now. Returns when all of them ask for it."""
+        """Return a group of the ranks that are there now, once all of them ask for it."""
         import torch.distributed as dist
 
         from .ledger.group import BACKEND
@@ -168,7 +168,8 @@ class Membership:
                 dist.destroy_process_group()
             self.ask("ready")
             group = self.groups.get()
-            # torch names groups by counting them, failed ones, too; who comes new counts from 0.
+            # torch names groups by counting them, including failed ones; a new process counts from
+            # 0.
             dist.distributed_c10d._world.group_count = 0
             path = f"{self.directory}/store-{group.generation}"
             try:
@@ -185,10 +186,10 @@ class Membership:
                     raise
 
     def call(self, blocking):
-        """`blocking()`, whose thread is left behind if the group is over before it returns.
+        """Call `blocking()`; abandon its thread if the group is over before it returns.
 
-        Who waits in gloo cannot be interrupted, and not everybody is woken when connections are
-        shut: who was about to send stays, and so does who waits for one that has not connected yet.
+        A rank that waits in gloo cannot be interrupted, and closing connections does not wake all:
+        a rank that was about to send stays, and so does one that waits for an unconnected rank.
         """
         if not hasattr(self.here, "jobs"):
             self.here.jobs = queue.SimpleQueue()
@@ -218,29 +219,29 @@ def serve(jobs: queue.SimpleQueue) -> None:
 
 
 def regroup(group):
-    """After RanksChanged: a group of all ranks that are there now, each of which has to call it.
+    """Return a group of all ranks that are there now; call it on each of them after RanksChanged.
 
-    Ranks keep their order; those that have come are behind them. The old group, and all that was
-    made from it, is of no use any more. Raises RuntimeError where the run is not elastic.
+    Old ranks keep their order; new ranks come after them. The old group, and everything made from
+    it, can no longer be used. Raises RuntimeError if the run is not elastic.
     """
     return membership(group).regroup()
 
 
 def invite(group) -> None:
-    """Ask for one more rank. It starts in the background, and when it is there, all get
-    RanksChanged. Raises RuntimeError where the run is not elastic."""
+    """Ask for one more rank. It starts in the background, and once it is there, all ranks get
+    RanksChanged. Raises RuntimeError if the run is not elastic."""
     membership(group).ask("invite")
 
 
 def check_members(group) -> None:
     """Raise RanksChanged now, if there is news: for a rank that computes long without a message.
-    Nothing where the run is not elastic."""
+    Do nothing if the run is not elastic."""
     if is_elastic(group):
         membership(group).check()
 
 
 def numbers(group) -> tuple[int, ...]:
-    """The ranks of the group, by their number in the run, which they keep."""
+    """Return the group's ranks by their permanent numbers in the run."""
     return membership(group).members
 
 

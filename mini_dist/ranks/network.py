@@ -1,10 +1,10 @@
-"""A network of their own for ranks: a loopback that nobody else on the host can reach.
+"""A private network for ranks: a loopback that nobody else on the host can reach.
 
 gloo's connections are neither encrypted nor authenticated. On the host's loopback any user of the
-host could connect to a rank before its peer does and feed it bytes, which `all_gather_object` even
-unpickles. Linux gives every process that asks a network namespace: an empty network with a loopback
-of its own, seen by this process and those that it forks. No privilege is needed where the system
-lets users make namespaces (namespaces(7), user_namespaces(7)); others may forbid it, and macOS has
+host could connect to a rank before its peer does and send it bytes, which `all_gather_object` even
+unpickles. Linux gives every process that asks a network namespace: an empty network with its own
+loopback, visible to this process and its forks. No privilege is needed if the system lets users
+make namespaces (namespaces(7), user_namespaces(7)); some systems forbid it, and macOS has
 none.
 """
 
@@ -30,10 +30,10 @@ ROOT = 0  # which needs no open door
 
 
 def leave_the_hosts_network() -> str | None:
-    """Move this process into a network of its own; None, or why that cannot be.
+    """Move this process into its own network; return None, or why that is impossible.
 
-    To be called while the process has one thread. It is tried in a fork first: where a namespace
-    can be made but not used there is no way back out of it.
+    Call it while the process has one thread. It tries in a fork first: if a namespace
+    can be made but not used, there is no way back out of it.
     """
     if sys.platform != "linux":
         return f"{sys.platform} has no network namespaces"
@@ -55,18 +55,18 @@ def leave_the_hosts_network() -> str | None:
 
 
 def enter_an_empty_network() -> None:
-    """Raises OSError where the system refuses."""
+    """Enter an empty network. Raises OSError if the system refuses."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_NEWNET) != 0:
         refusal = ctypes.get_errno()
-        # A user may not make a network in the host's user namespace, but may in one of its own,
-        # where it has all capabilities. They count for nothing outside: whoever has some already
-        # (root of a container, say, who works in a folder of another user) would lose them there.
+        # A user may not make a network in the host's user namespace, but may in its own, where it
+        # has all capabilities. They do not count outside: a process that already has some (root in
+        # a container, for example, working in another user's folder) would lose them there.
         user, group, before = os.getuid(), os.getgid(), capabilities(libc)
         if any(struct.unpack("6I", before[1].raw)[1::3]):  # those permitted
             raise OSError(refusal, os.strerror(refusal))
         check(libc.unshare(CLONE_NEWUSER | CLONE_NEWNET))
-        with suppress(FileNotFoundError):  # (an old kernel does not ask for it)
+        with suppress(FileNotFoundError):  # (old kernels do not require it)
             Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
@@ -76,11 +76,11 @@ def enter_an_empty_network() -> None:
         bring_loopback_up()
 
 
-BEFORE: list[tuple] = []  # the capabilities of before a user namespace of its own
+BEFORE: list[tuple] = []  # the capabilities before the process got its own user namespace
 
 
 def give_rights_back() -> None:
-    """Let go of all capabilities that a user namespace of its own gave this process."""
+    """Drop all capabilities that its own user namespace gave this process."""
     if BEFORE:
         check(ctypes.CDLL(None, use_errno=True).capset(*BEFORE[0]))
 
@@ -91,7 +91,7 @@ def bring_loopback_up() -> None:
 
 
 def capabilities(libc) -> tuple:
-    """What this process may do beyond its user's rights, as capget and capset take it."""
+    """Return what this process may do beyond its user's rights, as capget and capset use it."""
     header, data = struct.pack("Ii", CAPABILITY_VERSION, 0), ctypes.create_string_buffer(24)
     check(libc.capget(header, data))
     return header, data
@@ -103,9 +103,9 @@ def check(status: int) -> None:
 
 
 def other_people() -> set[str]:
-    """Who else runs something on this machine, services included, or could log in.
+    """Return which other users run anything on this machine, including services, or could log in.
 
-    (A service that faces the network is the likeliest to be in a stranger's hands.)
+    (A service that faces the network is the most likely to be under a stranger's control.)
     """
     with_a_shell = {
         user.pw_uid for user in pwd.getpwall() if not user.pw_shell.endswith(("nologin", "false"))

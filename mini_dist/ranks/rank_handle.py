@@ -14,7 +14,7 @@ KEEP_OUTPUT = 1 << 20  # bytes of a rank's prints
 
 
 class RankHandle:
-    """What the parent knows of one rank of a world."""
+    """What the parent knows about one rank of a world."""
 
     def __init__(self, number: int):
         self.number = number
@@ -31,7 +31,7 @@ class RankHandle:
         self.pid: int | None = None
         self.refused: int | None = None  # the errno if the system did not start it
         self.report: Report | None = None
-        self.asked: list = []  # what it has asked for since somebody looked (membership.Ask)
+        self.asked: list = []  # requests that nobody has looked at yet (membership.Ask)
         self.result: Frames = []
         self.status: int | None = None  # set when the process has ended
 
@@ -48,7 +48,7 @@ class RankHandle:
         return self.status is not None or self.refused is not None
 
     def read_report(self) -> bool:
-        """Take in what has arrived; False when nothing more can come."""
+        """Read what has arrived; return False when nothing more can come."""
         try:
             more = self.inbox.read(self.socket)
             if self.inbox.message is not None:
@@ -64,7 +64,7 @@ class RankHandle:
             return True
         except ConnectionResetError:
             return False
-        except Exception as error:  # whatever bytes a rank has written there
+        except Exception as error:  # a rank may have written anything there
             self.report = Report("raised", error=self.wrote_junk(error))
             return False
         return more
@@ -90,7 +90,7 @@ class RankHandle:
                 return False
 
     def hand_over(self) -> None:
-        """Let go of the rank's own ends, which it has now."""
+        """Close the rank's own ends of the connections, which it has now."""
         self.far_socket.close()
         os.close(self.far_output_fd)
         self.far_output_fd = None

@@ -1,4 +1,4 @@
-"""What a run looks like on the page."""
+"""The display of a run in a notebook or a terminal."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .membership import Lost
 
 @dataclass
 class Run:
-    """What came back from a launch, everything in rank order.
+    """The result of a launch, everything in rank order.
 
     results: what each rank returned. outputs: what each rank printed. ledger: what was sent.
     seconds: from the call to the last result. device: where the
-    ranks' tensors belong (devices.py). hosts: that were asked for;
-    no_hosts: why the ranks were on one host all the same. lost: of an elastic run, the ranks that
-    died; their results are None, and what they had sent is in no ledger.
+    ranks' tensors belong (devices.py). hosts: the requested hosts;
+    no_hosts: why the ranks were on one host anyway. lost: in an elastic run, the ranks that
+    died; their results are None, and their messages are in no ledger.
     """
 
     results: list[Any]
@@ -58,7 +58,7 @@ class Run:
 
 
 def short(result: Any) -> str:
-    """One line for any result; large tensors by shape."""
+    """Describe any result in one line; large tensors by shape."""
     if hasattr(result, "shape") and hasattr(result, "dtype") and hasattr(result, "numel"):
         if result.numel() > 8:
             return f"{type(result).__name__} {list(result.shape)} {result.dtype}"
@@ -71,7 +71,7 @@ ONE_LINE.maxstring = ONE_LINE.maxother = 100
 
 
 def print_outputs(outputs: list[str]) -> None:
-    """The ranks' prints, rank after rank, each line marked with its rank."""
+    """Print the ranks' outputs, rank by rank, each line marked with its rank."""
     lines = [
         f"[rank {rank}] {line}"
         for rank, output in enumerate(outputs)
@@ -81,6 +81,6 @@ def print_outputs(outputs: list[str]) -> None:
         return
     try:
         print("\n".join(lines))
-    except UnicodeEncodeError:  # a terminal of few characters: no reason to lose the results
+    except UnicodeEncodeError:  # a terminal with few characters: no reason to lose the results
         encoding = sys.stdout.encoding
         print("\n".join(lines).encode(encoding, "backslashreplace").decode(encoding))

@@ -1,4 +1,4 @@
-"""A rank runs the source that is on the disk, also when it was edited twice within a second."""
+"""Make a rank run the source on the disk, even if it was edited twice within a second."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from importlib.util import cache_from_source
 def trust_no_older_bytecode() -> None:
     """Let imports of this process use a .pyc only if it was written after its source.
 
-    Python compares the source's size and its time in whole seconds (PEP 3147), so that it takes the
-    bytecode of a version that was edited again in the same second, at the same length, for the
-    newest one.
+    Python compares the source's size and its time in whole seconds (PEP 3147). So after two edits
+    in the same second with the same length, it would take the older version's bytecode for the
+    newest.
     """
     path_stats = SourceFileLoader.path_stats
 

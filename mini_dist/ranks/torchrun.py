@@ -1,9 +1,9 @@
-"""The same launch under torchrun: join the world that is there instead of making one.
+"""The same launch under torchrun: join the existing world instead of making one.
 
-torchrun starts ranks and notices when one has ended. It does not notice when ranks wait for what
-never comes: for a host whose cable is pulled, or for one of them that goes on for ever. Nobody but
-the ranks themselves is there to see that, so each has a thread that looks (`Watch`). What it finds
-ends its process, as NCCL's watchdog does: without the others this run is over. Then torchrun ends
+torchrun starts ranks and notices when one has ended. It does not notice when ranks wait for
+something that never comes: for a host whose cable is pulled, or for a rank that loops forever. Only
+the ranks themselves can see that, so each has a thread that looks (`Watch`). A finding ends its
+process, as with NCCL's watchdog: without the others this run is over. Then torchrun ends
 the other ranks, or starts all of them again.
 """
 
@@ -23,8 +23,8 @@ from .hosts import ranks_of
 from .membership import LONGER_THAN_ANY_RUN
 
 LOOK = 1.0  # seconds between two looks
-SILENCE = 15.0  # seconds until a host is given up: torchrun's own rendezvous takes as many
-GRACE = 2.0  # seconds for the others to say the same; then their connections to this rank break
+SILENCE = 15.0  # seconds until a host is given up, as long as torchrun's own rendezvous
+GRACE = 2.0  # seconds for the others to report the same; then their connections to this rank break
 
 
 def join_torchrun(
@@ -83,7 +83,7 @@ def join_torchrun(
 
 
 def join(device, watch: Watch) -> None:
-    """Initialise torch.distributed as torchrun's variables say. Raises RankError."""
+    """Initialize torch.distributed from torchrun's variables. Raises RankError."""
     import torch
     import torch.distributed as dist
 
@@ -91,7 +91,7 @@ def join(device, watch: Watch) -> None:
 
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    try:  # (the deadline is the watch's: a later launch may have another)
+    try:  # (the watch has the deadline: a later launch may have another)
         dist.init_process_group(BACKEND, timeout=LONGER_THAN_ANY_RUN)
     except RuntimeError as error:
         raise RankError(f"{watch.me()}: {error}.{watch.doing()}") from error
@@ -99,10 +99,10 @@ def join(device, watch: Watch) -> None:
 
 
 class Watch:
-    """Ends this process, with one error, when the run has no time left or a host is silent.
+    """End this process, with one error, when the run is out of time or a host is silent.
 
-    hosts: of every rank; addresses: of the other hosts -> their number. Both as soon as they are
-    known. Off Linux nobody tells of silences, and the deadline alone holds.
+    hosts: of every rank; addresses: of the other hosts -> their number. Both are set once they are
+    known. Except on Linux silences are not known, and only the deadline counts.
     """
 
     def __init__(self, timeout: float, rank: int, size: int):
@@ -125,7 +125,7 @@ class Watch:
     def look(self) -> None:
         while not self.over.wait(min(LOOK, max(0.0, self.deadline - time.monotonic()))):
             found = {}
-            with suppress(OSError):  # this process has no file left to open: look again
+            with suppress(OSError):  # no file descriptor is left: look again later
                 found = silences(self.addresses)
             address = max(found, key=found.get, default=None)
             if address and found[address] > SILENCE:
@@ -154,7 +154,7 @@ class Watch:
         )
 
     def doing(self) -> str:
-        """Of the communications that are not over, the last."""
+        """Describe the last communication that is not over."""
         if self.recorder is None:
             name = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
             return f" It has not joined the others. (GLOO_SOCKET_IFNAME, how gloo gets out: {name})"
@@ -173,8 +173,8 @@ class Watch:
 
 
 def leave() -> None:
-    """End the world while Python still runs: gloo's threads may hold tensors, and a tensor that
-    one of them lets go of when Python has ended aborts the process (2 of 400 did)."""
+    """End the world while Python still runs: gloo's threads may hold tensors, and if one of them
+    frees a tensor after Python has ended, the process aborts (2 of 400 did)."""
     import torch.distributed as dist
 
     if dist.is_initialized():  # the script may have done it

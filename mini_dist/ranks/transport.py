@@ -1,8 +1,8 @@
 """How Python objects travel between the parent and its ranks: cloudpickle on a socket, in frames.
 
-A message is some frames: first a pickle, then the bytes of each large tensor or array in it, sent
-from where they are and received where they will stay, so that nothing is copied on the way (pickle
-protocol 5, PEP 574).
+A message consists of frames: first a pickle, then the bytes of each large tensor or array in it.
+They are sent from where they are and received where they will stay, so nothing is copied on the way
+(pickle protocol 5, PEP 574).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import ModuleType
 from .unsendable import blame
 
 COUNT = struct.Struct("<q")
-IN_A_FRAME_FROM = 1 << 16  # bytes; less is in the pickle
+IN_A_FRAME_FROM = 1 << 16  # bytes; smaller data is in the pickle
 
 Frames = list  # of bytes, bytearrays and memoryviews
 
@@ -67,12 +67,12 @@ def pickler():
 
     class Pickler(cloudpickle.Pickler):
         def reducer_override(self, obj):
-            # torch.ops makes its members on access, so nothing in it can be found by import.
+            # torch.ops creates its members on access, so an import finds nothing in it.
             module = type(obj).__module__
             if module == "torch._ops":
                 return reduce_torch_op(obj)
             if module == "torch" and type(obj).__name__ == "Tensor":
-                # The parent must not start CUDA only because a rank returned a tensor.
+                # The parent must not start CUDA just because a rank returned a tensor.
                 return reduce_tensor(obj.detach().cpu() if obj.is_cuda else obj)
             if isinstance(obj, ModuleType) and type(obj) is not ModuleType:
                 # cloudpickle looks for modules by their exact type; torch's config modules, which
@@ -80,7 +80,7 @@ def pickler():
                 if sys.modules.get(obj.__name__) is obj:
                     return importlib.import_module, (obj.__name__,)
             if isinstance(obj, functools._lru_cache_wrapper) and not by_reference(obj.__wrapped__):
-                # By itself it is pickled by its name, and ranks have no names of a cell.
+                # By default it is pickled by name, and ranks do not know a cell's names.
                 return cached, (obj.__wrapped__, obj.cache_parameters())
             return super().reducer_override(obj)
 
@@ -92,7 +92,8 @@ def cached(function, parameters: dict):
 
 
 def reduce_tensor(x):
-    """Its own elements, and not all of a storage that it is a view of, as torch pickles it."""
+    """Pickle a tensor's own elements, not the whole storage of which it is a view, as torch
+    does."""
     import torch
 
     plain = x.layout is torch.strided and not x.is_nested and not x.is_quantized
@@ -100,7 +101,7 @@ def reduce_tensor(x):
     if not plain or x.__dict__ or x._backward_hooks:
         return x.__reduce_ex__(5)
     order = sorted(range(x.dim()), key=x.stride, reverse=True)
-    in_memory = x.detach().permute(order)  # as its elements lie there
+    in_memory = x.detach().permute(order)  # in the order of its elements in memory
     if in_memory.is_contiguous():
         strides = x.stride()
     else:  # gaps or repetitions
@@ -121,7 +122,7 @@ def rebuild_tensor(data, dtype, shape, strides, requires_grad):
     else:
         flat = torch.frombuffer(data, dtype=dtype)
         if flat.nbytes < IN_A_FRAME_FROM:
-            flat = flat.clone()  # into memory of torch's own, which can be resized
+            flat = flat.clone()  # into torch's own memory, which can be resized
         x = flat.view(shape) if strides is None else flat.as_strided(shape, strides)
     return x.requires_grad_(requires_grad)
 
@@ -161,7 +162,7 @@ def send(connection: socket.socket, frames: Frames) -> None:
 
 
 def receive(connection: socket.socket) -> Frames:
-    """One message; EOFError if the other side is gone."""
+    """Return one message; EOFError if the other side is gone."""
     inbox = Inbox()
     while inbox.message is None:
         if not inbox.read(connection):
@@ -183,7 +184,7 @@ def assemble() -> Iterator[memoryview]:
 
 
 class Inbox:
-    """A message from a socket as it arrives, for a reader that may not have the time to wait."""
+    """A message that arrives on a socket, for a reader that cannot afford to wait."""
 
     def __init__(self):
         self.message: Frames | None = None
@@ -191,7 +192,7 @@ class Inbox:
         self.room = next(self.parts)
 
     def read(self, connection: socket.socket) -> bool:
-        """Take in what is there; False when nothing more can come."""
+        """Read what is there; return False when nothing more can come."""
         count = connection.recv_into(self.room)
         self.room = self.room[count:]
         try:

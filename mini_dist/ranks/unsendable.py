@@ -19,10 +19,10 @@ OTHERWISE = "Make it inside the function, or pass what it is made from."
 
 
 def blame(obj, pickled: Callable) -> str:
-    """One or two sentences for an object that `pickled` refuses."""
+    """Explain in one or two sentences an object that `pickled` refuses."""
     names, part = [], obj
     for _ in range(DEPTH):
-        if advice(part) is not None:  # what it is made of would say less
+        if advice(part) is not None:  # its parts would explain less
             break
         found = next(((n, p) for n, p in parts(part) if not goes(p, pickled)), None)
         if found is None:
@@ -47,8 +47,8 @@ def goes(obj, pickled: Callable) -> bool:
 
 
 def parts(obj) -> Iterator[tuple[str, object]]:
-    """What an object refers to and takes along, each with what a reader calls it."""
-    with suppress(Exception):  # (objects may do anything when they are looked at)
+    """Yield what an object refers to and takes along, each with a reader's name for it."""
+    with suppress(Exception):  # (objects may do anything when inspected)
         if isinstance(obj, types.FunctionType):
             for name, value in variables(obj):
                 yield f"the variable {name!r}", value
@@ -76,7 +76,7 @@ def parts(obj) -> Iterator[tuple[str, object]]:
 
 
 def variables(function: types.FunctionType) -> Iterator[tuple[str, object]]:
-    """Those of the cell and those around the function that it, or a function inside it, names."""
+    """Yield the variables in a function's cells, and the globals that it or an inner one names."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         with suppress(ValueError):  # it has no value yet
             yield name, cell.cell_contents
@@ -89,7 +89,7 @@ def variables(function: types.FunctionType) -> Iterator[tuple[str, object]]:
 
 
 def advice(obj) -> str | None:
-    """What to do instead, for the kinds that learners try."""
+    """Return what to do instead, for the kinds that learners try."""
     kind = type(obj)
     module = kind.__module__.partition(".")[0]
     owner = getattr(obj, "__self__", obj)  # get_ipython is a method of the shell

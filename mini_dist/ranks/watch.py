@@ -3,8 +3,8 @@
     run = watch(ring_all_reduce)     # on 4 ranks
     draw.collective(run)             # every message, with what it carries
 
-Each rank's x has one number a chunk, and chunk c of rank r is the term "c of r", a bit of its own.
-So every number that is seen later, in a message or a result, tells which terms are in it.
+Each rank's x has one number per chunk, and chunk c of rank r is the term "c of r", a bit of its
+own. So every number in a later message or result shows which terms it contains.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mini_dist.plan.fields import checks_kinds
 
 from .launch import Run, launch
 
-BITS = 3  # a term: two equal ones still show as a 2, instead of looking like another term
+BITS = 3  # per term: two equal terms show as a 2, instead of looking like another term
 
 
 def term(chunk: int, rank: int, size: int) -> int:
@@ -26,7 +26,7 @@ def term(chunk: int, rank: int, size: int) -> int:
 
 
 def read(number: int, size: int) -> dict[int, list[int]]:
-    """From a number back to its terms: chunk -> the ranks whose term is in it, each as often."""
+    """Decode a number into its terms: chunk -> the ranks whose term it contains, with repeats."""
     found: dict[int, list[int]] = {}
     for chunk in range(size):
         for rank in range(size):
@@ -38,7 +38,7 @@ def read(number: int, size: int) -> dict[int, list[int]]:
 
 @dataclass
 class Watched:
-    """What was seen: the run, and of each rank its input, its sends in order, and its result."""
+    """The observations: the run, and each rank's input, its sends in order, and its result."""
 
     run: Run
     inputs: list[list[int]]
@@ -52,9 +52,9 @@ class Watched:
 
 @checks_kinds
 def watch(fn: Callable, world_size: int = 4, args: tuple = (), parts: bool = False) -> Watched:
-    """Run fn(x, *args, group) on ranks, where x has one number a chunk: [world_size] int64.
+    """Run fn(x, *args, group) on ranks, where x has one number per chunk: [world_size] int64.
 
-    parts: x has one number instead, rank r's being chunk r of a whole, as all-gather takes it.
+    parts: x has one number instead: rank r's is chunk r of a whole, as for an all-gather.
     Raises ValueError for more than 4 ranks, whose terms do not fit into an int64.
     """
     if not 1 <= world_size <= 4:
@@ -74,7 +74,7 @@ def watched(fn: Callable, args: tuple, parts: bool, group):
 
 
 class WatchedGroup:
-    """A group that keeps what each send carries."""
+    """A group that stores what each send carries."""
 
     def __init__(self, group):
         self.inner, self.sent = group, []

@@ -140,7 +140,7 @@ class OneDevice(TorchDispatchMode):
         if on_host and name not in MAY_MIX:
             raise DeviceMismatch(
                 f"{who_asked()}: {func} got a tensor {list(on_host[0].shape)} on "
-                f"{on_host[0].device} beside tensors on the device of the group: make it with "
+                f"{on_host[0].device} among tensors on the device of the group: make it with "
                 "device=group.device, or from a tensor that is there"
             )
         if name in ASK_FOR_VALUES or (name is aten.copy_ and not args[0].is_meta):

@@ -1,20 +1,20 @@
 """What a server does, as data: requests, and steps that are lists of actions.
 
 Nothing else decides. The scheduler writes the lists, the engine runs them on a model, the simulator
-gives them times, the figure draws them: all read one and the same thing, as with schedule/.
+gives them times, the figure draws them: all read the same data, as with schedule/.
 
     a RUN 0:16   a's tokens at positions 0..15 go through the model, which writes their keys and
-                 values; if the last of them is the last that is known, a next one is chosen
+                 values; if the last of them is the last known token, a next one is chosen
     a TAKE 3     a free block becomes the next one of a's table
     a SHARE 3    the same with a block that holds the right keys and values already
-    a COPY 3>7   a has to write into block 3, which others read: 7, with its content, replaces it
+    a COPY 3>7   a has to write into block 3, which others read: a copy in block 7 replaces it
     a FORK b     b begins with a's tokens and a's blocks
-    a OUT 3>0    the content of block 3 moves to place 0 on the host; the block is free
+    a OUT 3>0    the content of block 3 moves to slot 0 on the host; the block is free
     a IN 0>5     and back, into a free block, the next one of a's table
-    a DROP       a loses its blocks, and will compute again what was in them
-    a FREE       a has ended, or was cancelled
+    a DROP       a loses its blocks, and will recompute their content
+    a FREE       a has ended, or was canceled
 
-In a step all blocks are moved first, then everything that is to RUN goes through the model at once.
+In a step all blocks are moved first, then all tokens of RUN actions go through the model at once.
 A sequence is one text that grows; a request with several samples becomes several sequences.
 """
 
@@ -42,11 +42,11 @@ class ServingError(ValueError):
 @checks_kinds(error=ServingError)
 @dataclass(frozen=True)
 class Request:
-    """A prompt, and how it is to be continued.
+    """A prompt, and how to continue it.
 
-    arrival: when, in the clock of whoever serves (steps, or seconds). samples: so many different
-    continuations. temperature: 0 takes the likeliest token; else the seed decides, together with
-    the place of the token, whoever else is served meanwhile. stop: a token that ends the text.
+    arrival: on the server's clock (steps, or seconds). samples: how many different
+    continuations. temperature: 0 takes the likeliest token; otherwise the seed and the token's
+    position decide, whatever else is served at the time. stop: a token that ends the text.
     Raises ServingError in one sentence.
     """
 
@@ -84,23 +84,23 @@ class Request:
 
     @property
     def positions(self) -> int:
-        """How many tokens have keys and values at the end: the last one is never read."""
+        """Return the final number of cached tokens: the last token is never read."""
         return len(self.prompt) + self.max_new_tokens - 1
 
     @property
     def sequences(self) -> list[str]:
-        """The names of what it becomes."""
+        """Return the names of its sequences."""
         if self.samples == 1:
             return [self.name]
         return [f"{self.name}.{i}" for i in range(self.samples)]
 
 
 class ServerAction(NamedTuple):
-    """One thing that is done for a sequence; prints as `a TAKE 3`."""
+    """One action for a sequence; prints as `a TAKE 3`."""
 
     sequence: str
     kind: str
-    first: int | str = 0  # a position, a block, a place on the host, or the name of a new sequence
+    first: int | str = 0  # a position, a block, a slot on the host, or the name of a new sequence
     last: int = 0  # the position after the last; where a content goes to
 
     @staticmethod
@@ -126,7 +126,7 @@ class ServerAction(NamedTuple):
 
 
 class ServerStep(NamedTuple):
-    """What is done between two moments: at most one batch through the model."""
+    """The actions between two times: at most one batch through the model."""
 
     start: float
     end: float
@@ -137,5 +137,5 @@ class ServerStep(NamedTuple):
 
 
 def num_tokens(actions: Iterable[ServerAction]) -> int:
-    """How many tokens go through the model in a step."""
+    """Return how many tokens go through the model in a step."""
     return sum(action.last - action.first for action in actions if action.kind == "RUN")

@@ -3,21 +3,22 @@
     engine = Engine(model, Memory(num_blocks=64, block_size=16), None)
     texts = engine.serve(requests, Policy(max_batch=8)).texts
 
-All tokens of a step go through the linears as one batch, whosever they are; attention alone knows
-sequences (Yu et al. 2022, "selective batching", section 3.2). What the page does block by block is
-done here for all sequences with equally many new tokens in one call: their blocks are gathered, the
-shorter ones filled up, and torch's kernel attends: 30 times less CPU time for 16 sequences of 400
-tokens, in blocks of 16, than `paged_attention` for one after the other (one thread).
+All tokens of a step go through the linears as one batch, whatever sequence they belong to; only
+attention distinguishes sequences (Yu et al. 2022, "selective batching", section 3.2). The page
+attends block by block. Here all sequences with equally many new tokens attend in one call: their
+blocks are gathered, shorter ones padded, and torch's kernel attends. For 16 sequences of 400
+tokens, in blocks of 16, this takes 30 times less CPU time than one `paged_attention` after the
+other (one thread).
 
-Two things more make a token cheaper (8 texts, 4 layers of 256, one thread of a shared machine):
-tokens have no batch dim and prompts of one length attend in one call, which takes 917 operators of
-torch a token where there were 1,226; and the layers' matrices lie inputs first, 0.94 of the CPU
-time. Tried and left: queries, keys and values from one matrix (nothing gained), keys and values in
-one tensor (nothing), weights packed by oneDNN (0.54 of the time of the products, but a private
+Two more things make a token cheaper (8 texts, 4 layers of 256, one thread of a shared machine).
+Tokens have no batch dim and prompts of one length attend in one call, which takes 917 torch
+operators per token instead of 1,226. And the layers' matrices are stored inputs first: 0.94 of the
+CPU time. Tried without success: queries, keys and values from one matrix (no gain), keys and values
+in one tensor (no gain), weights packed by oneDNN (0.54 of the time of the products, but a private
 operator of torch).
 
-Under tensor parallelism (`shard_model` before) each rank has the keys and values of its heads;
-every rank runs the same scheduler, so none has to be told anything.
+Under tensor parallelism (`shard_model` before) each rank has the keys and values of its heads.
+Every rank runs the same scheduler, so no rank has to be told anything.
 
 Legend: B sequences of a step, S tokens of a step, T tokens of a sequence, N heads, K kv heads,
 H head dim, V vocab, L layers, t ranks.
@@ -49,11 +50,11 @@ class Served(NamedTuple):
 
 
 class Engine:
-    """A model, blocks of keys and values [blocks, block_size, K/t, H] a layer, and texts.
+    """A model, its blocks of keys and values [blocks, block_size, K/t, H] per layer, and texts.
 
-    model: is set to eval, and its layers' matrices move in memory (`lay_inputs_first`), so that it
-    may round otherwise from then on. memory: says how many blocks, and of what size. group: the
-    ranks among which the model's layers are cut; None if they are not. Every rank calls the same
+    model: is set to eval, and its layers' matrices move in memory (`lay_inputs_first`), so it
+    may round differently afterwards. memory: gives the number and size of blocks. group: the
+    ranks that share the model's layers; None if it is not sharded. Every rank calls the same
     methods. Raises ServingError for actions that cannot be done.
     """
 
@@ -76,7 +77,7 @@ class Engine:
 
     @property
     def nbytes(self) -> int:
-        """Of the blocks on this rank."""
+        """Return the bytes of the blocks on this rank."""
         return self.keys.nbytes + self.values.nbytes
 
     def serve(
@@ -87,10 +88,10 @@ class Engine:
         seconds: Callable[[list[ServerAction]], float] = lambda actions: 1.0,
         cancel: dict[str, float] | None = None,
     ) -> Served:
-        """Answer requests; what was not cancelled has its text in the result.
+        """Answer requests; the result has the text of every request that was not canceled.
 
-        seconds: how long a step took, as `scheduler.serve` asks; on several ranks all must say the
-        same. Raises ServingError for requests that can never be served, before any has begun.
+        seconds: how long a step took, as `scheduler.serve` asks; on several ranks it must return
+        the same. Raises ServingError for requests that can never be served, before any has begun.
         """
         requests = list(requests)
         for request in requests:
@@ -107,7 +108,7 @@ class Engine:
         return Served(texts, steps)
 
     def expect(self, request: Request) -> None:
-        """Know a request by its name, so that actions can speak of it."""
+        """Register a request by its name, so that actions can refer to it."""
         config = self.model.config
         if len(request.prompt) + request.max_new_tokens > config.seq_len:
             raise ServingError(
@@ -125,7 +126,7 @@ class Engine:
 
     @torch.inference_mode()
     def execute(self, actions: Iterable[ServerAction]) -> list[str]:
-        """Do the actions of a step; the names of sequences that came to their `stop`."""
+        """Do the actions of a step; return the sequences that reached their `stop`."""
         self.memory.begin_step()
         batch = []
         for action in actions:
@@ -141,7 +142,7 @@ class Engine:
         return self.run(batch) if batch else []
 
     def move(self, kind: str, first: int, last: int) -> None:
-        """The content of a block goes where an action says; most actions move none."""
+        """Move the content of a block as an action says; most actions move none."""
         pairs = (self.keys, self.host_keys), (self.values, self.host_values)
         for here, host in pairs:
             if kind == "COPY":
@@ -152,8 +153,8 @@ class Engine:
                 here[:, last] = host[:, first]
 
     def run(self, batch: list[ServerAction]) -> list[str]:
-        """All RUNs of a step as one batch; every sequence that is at its end gets a next token."""
-        batch = sorted(batch, key=num_new)  # who has equally many tokens attends together
+        """Execute all RUNs of a step as one batch; every sequence at its end gets a next token."""
+        batch = sorted(batch, key=num_new)  # sequences with equally many tokens attend together
         logits = self.forward(batch)
         # (Without storage there are no values to compare, and any token will do.)
         likeliest = [0] * len(logits) if logits.is_meta else logits.argmax(-1).tolist()
@@ -174,7 +175,7 @@ class Engine:
         return ended
 
     def forward(self, batch: list[ServerAction]) -> Tensor:
-        """Logits [B, V] after the last token of each RUN."""
+        """Return logits [B, V] after the last token of each RUN."""
         parts = [self.tokens[name][first:last] for name, _, first, last in batch]
         positions = [i for _, _, first, last in batch for i in range(first, last)]
         positions = torch.tensor(positions, device=self.device)
@@ -193,7 +194,8 @@ class Engine:
     def attention_of_each_layer(
         self, batch: list[ServerAction], positions: Tensor
     ) -> list[Callable]:
-        """What stands for `Attention.forward` in a step: x [S, D] -> [S, D], over the blocks."""
+        """Return a step's replacement of `Attention.forward`: x [S, D] -> [S, D], over the
+        blocks."""
         places, attn = Places(batch, self.memory, self.keys), self.model.blocks[0].attn
         cos, sin = (  # [S, 1, H/2], the same for all layers and heads
             angles.transpose(0, 1)
@@ -216,8 +218,8 @@ class Engine:
 
 
 def lay_inputs_first(model: GPT) -> GPT:
-    """Each matrix [F, D] of the layers keeps shape and values, and lies in memory as [D, F] does:
-    then a few rows times its transpose are sums of rows that lie as they are read."""
+    """Store each matrix [F, D] of the layers in memory as [D, F], with the same shape and values:
+    then a few rows times its transpose are sums of rows that are contiguous."""
     for parameter in model.blocks.parameters():
         if parameter.ndim == 2:
             parameter.data = parameter.data.mT.contiguous().mT
@@ -226,7 +228,7 @@ def lay_inputs_first(model: GPT) -> GPT:
 
 @contextmanager
 def calling(pairs: Iterable[tuple[nn.Module, Callable]]) -> Iterator[None]:
-    """Inside, who calls one of these modules gets the function beside it."""
+    """Replace the forward of each module by the paired function inside `with`."""
     modules = []
     for module, function in pairs:
         module.forward = function  # hides the one of its class
@@ -239,9 +241,9 @@ def calling(pairs: Iterable[tuple[nn.Module, Callable]]) -> Iterator[None]:
 
 
 class Places:
-    """Where the tokens of a batch are written, and what each of them reads; alike in all layers.
+    """Where the tokens of a batch are written, and what each of them reads; equal in all layers.
 
-    RUNs of equally many tokens stand side by side in the batch: they attend together.
+    RUNs of equally many tokens are adjacent in the batch: they attend together.
     """
 
     def __init__(self, batch: list[ServerAction], memory: Memory, keys: Tensor):
@@ -249,13 +251,13 @@ class Places:
         for name, _, first, last in batch:
             table = memory.tables[name]
             write += [table[i // size] * size + i % size for i in range(first, last)]
-        self.write = torch.tensor(write, device=keys.device)  # [S], places in all blocks' tokens
+        self.write = torch.tensor(write, device=keys.device)  # [S], slots over all blocks
         groups = groupby(batch, key=num_new)
         self.groups = [Together(list(runs), memory, keys) for _, runs in groups]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """q [S, N/t, H], k and v [S, K/t, H] -> [S, N/t, H], over one layer's blocks, keys and
-        values [blocks, block_size, K/t, H], into which k and v are written first."""
+        """Attend: q [S, N/t, H], k and v [S, K/t, H] -> [S, N/t, H], over one layer's blocks, keys
+        and values [blocks, block_size, K/t, H], into which k and v are written first."""
         for blocks, new in ((keys, k), (values, v)):
             blocks.view(-1, *new.shape[1:]).index_copy_(0, self.write, new)
         parts = q.split([group.num_rows for group in self.groups])
@@ -264,8 +266,8 @@ class Places:
 
 
 class Together:
-    """RUNs of equally many tokens s, as one call of torch's kernel. Shorter tables are filled up to
-    the longest, of n blocks, and what is behind a sequence's end is not seen."""
+    """RUNs of equally many tokens s, as one call of torch's kernel. Shorter tables are padded to
+    the longest, of n blocks; everything after a sequence's end is masked."""
 
     def __init__(self, runs: list[ServerAction], memory: Memory, keys: Tensor):
         self.num_runs, self.num_rows = len(runs), sum(map(num_new, runs))
@@ -276,7 +278,7 @@ class Together:
         ends = torch.tensor([last for _, _, _, last in runs])
         stands = ends[:, None] + torch.arange(-num_new(runs[0]), 0)  # [B, s]
         sees = torch.arange(longest * memory.block_size) <= stands[:, None, :, None]
-        # What the kernel adds to scores; of booleans it would make this in every layer.
+        # What the kernel adds to scores; from booleans it would compute this in every layer.
         mask = torch.zeros(sees.shape, dtype=keys.dtype).masked_fill_(~sees, -torch.inf)
         self.mask = mask.to(keys.device)
 
@@ -288,11 +290,11 @@ class Together:
         return out.transpose(1, 2).flatten(0, 1)
 
     def read(self, blocks: Tensor) -> Tensor:
-        """All tokens of the tables as if they lay in a row: [B, K/t, n * block_size, H]."""
+        """Return all tokens of the tables as if contiguous: [B, K/t, n * block_size, H]."""
         found = blocks.index_select(0, self.blocks)  # [B * n, block_size, K/t, H]
         return found.view(self.num_runs, -1, *found.shape[2:]).transpose(1, 2)
 
 
 def num_new(run: ServerAction) -> int:
-    """How many tokens a RUN sends through the model."""
+    """Return how many tokens a RUN sends through the model."""
     return run.last - run.first

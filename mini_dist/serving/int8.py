@@ -1,4 +1,4 @@
-"""Weights of one byte: decode reads every weight for every token, so fewer bytes are less time.
+"""One-byte weights: decode reads every weight for every token, so fewer bytes take less time.
 
 Legend: F features out, D features in.
 """
@@ -15,16 +15,17 @@ from mini_dist.strategies.tensor_parallel.layers import HoldsPieces, VocabParall
 
 
 def quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight [F, D] -> int8 [F, D] and a scale a row [F]: w ~ scale * q, |q| <= 127."""
+    """Quantize a weight [F, D] -> int8 [F, D] and one scale per row [F]: w ~ scale * q, |q| <=
+    127."""
     scale = weight.abs().amax(1).clamp(min=1e-12) / 127
     return (weight / scale[:, None]).round().to(torch.int8), scale
 
 
 class Int8Linear(nn.Module):
-    """A linear whose weight [F, D] is int8 times one scale a row: w ~ scale * q, |q| <= 127.
+    """A linear whose weight [F, D] is int8 times one scale per row: w ~ scale * q, |q| <= 127.
 
-    Activations stay as they are ("weight-only"; Dettmers et al. 2022, LLM.int8(), section 2.1, has
-    the scale a row). An element is off by half a scale at most: largest of its row / 254.
+    Activations are not quantized ("weight-only"; Dettmers et al. 2022, LLM.int8(), section 2.1, has
+    one scale per row). An element is off by at most half a scale: its row's largest / 254.
     """
 
     def __init__(self, linear: nn.Linear):

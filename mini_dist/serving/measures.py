@@ -1,4 +1,4 @@
-"""What a list of steps comes to: tokens out, how long each waited, how full the memory was."""
+"""Measure a list of steps: tokens produced, how long each waited, how full the memory was."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .memory import Memory
 
 
 def replayed(steps: Iterable[ServerStep], memory: Memory) -> Iterator[tuple[ServerStep, Memory]]:
-    """Each step with the memory as it is after it. memory: its sizes alone are read.
+    """Yield each step with the memory after it. memory: only its sizes are read.
 
-    Raises ServingError where the steps could not have run.
+    Raises ServingError if the steps could not have run.
     """
     book = Memory(memory.num_blocks, memory.block_size, memory.host_blocks)
     for step in steps:
@@ -21,7 +21,7 @@ def replayed(steps: Iterable[ServerStep], memory: Memory) -> Iterator[tuple[Serv
 
 
 def token_times(steps: Iterable[ServerStep], requests: Iterable[Request]) -> dict[str, list[float]]:
-    """sequence -> when each of its new tokens was there."""
+    """Return sequence -> the time of each of its new tokens."""
     known = {name: len(r.prompt) for r in requests for name in r.sequences}
     times: dict[str, list[float]] = {name: [] for name in known}
     for step in steps:
@@ -36,7 +36,7 @@ def token_times(steps: Iterable[ServerStep], requests: Iterable[Request]) -> dic
 
 
 class Result(NamedTuple):
-    """Of a whole run. Times in the unit of its clock."""
+    """The measures of a whole run. Times in the unit of its clock."""
 
     seconds: float
     tokens: int  # new ones
@@ -45,7 +45,7 @@ class Result(NamedTuple):
     next_token: float  # mean time from a token to the next one
     slowest_next: float
     used: float  # mean share of blocks in a table, weighted by time
-    wasted: float  # mean share of the places in used blocks that hold no token
+    wasted: float  # mean share of slots in used blocks without a token
     batch: float  # mean number of sequences in a step
 
     def __str__(self) -> str:
@@ -57,10 +57,10 @@ class Result(NamedTuple):
 
 
 def measure(steps: list[ServerStep], requests: Iterable[Request], memory: Memory) -> Result:
-    """What a run came to; sequences that have no token yet do not count. Raises ServingError if
+    """Measure a run; sequences without a token do not count. Raises ServingError if
     there are no steps."""
     if not steps:
-        raise ServingError("there are no steps to measure: give those of a run.")
+        raise ServingError("there are no steps to measure: give a run's steps.")
     requests = list(requests)
     times = token_times(steps, requests)
     arrival = {name: r.arrival for r in requests for name in r.sequences}

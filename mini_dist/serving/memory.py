@@ -1,9 +1,9 @@
-"""Who has which blocks: the book that scheduler, engine and figure keep alike. No tensor in here.
+"""Which sequence has which blocks: one record for scheduler, engine and figure, without tensors.
 
-Memory for keys and values is cut into blocks of as many tokens each. A sequence has a block table:
-its tokens 0..size-1 are in the first block of its table, the next ones in the second, wherever
-these lie. So nothing is reserved that may never be used, and all that is free can be used by
-anyone (Kwon et al. 2023, PagedAttention, section 4).
+Memory for keys and values is divided into blocks of equally many tokens. A sequence has a block
+table: its tokens 0..size-1 are in the table's first block, the next ones in the second, wherever
+these are. So no memory is reserved that may never be used, and any sequence can use any free
+block (Kwon et al. 2023, PagedAttention, section 4).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from .actions import ServerAction, ServingError
 
 @checks_kinds(error=ServingError)
 class Memory:
-    """`num_blocks` blocks of `block_size` tokens, and places for as many contents on the host.
+    """`num_blocks` blocks of `block_size` tokens, and `host_blocks` slots for contents on the host.
 
     tables: sequence -> its blocks in order. written: sequence -> how many of its positions hold
-    keys and values. users: block -> how many tables it is in. free: blocks in no table, the one
+    keys and values. users: block -> how many tables contain it. free: blocks in no table, the one
     that has been free for longest first. Raises ServingError for sizes below 1.
     """
 
@@ -34,7 +34,7 @@ class Memory:
         self.num_blocks, self.block_size, self.host_blocks = num_blocks, block_size, host_blocks
         self.tables: dict[str, list[int]] = {}
         self.written: dict[str, int] = {}
-        self.hosted: dict[str, list[int]] = {}  # sequence -> places on the host, in order
+        self.hosted: dict[str, list[int]] = {}  # sequence -> slots on the host, in order
         self.users = [0] * num_blocks
         self.free = dict.fromkeys(range(num_blocks))  # (a dict keeps its order)
         self.free_places = dict.fromkeys(range(host_blocks))
@@ -44,7 +44,7 @@ class Memory:
         return -(-positions // self.block_size)
 
     def step(self, actions: Iterable[ServerAction]) -> None:
-        """All actions of one step."""
+        """Do all actions of one step."""
         self.begin_step()
         for action in actions:
             self.do(action)
@@ -53,7 +53,7 @@ class Memory:
         self.ran.clear()
 
     def do(self, action: ServerAction) -> None:
-        """Change the book by one action. Raises ServingError where it cannot be done."""
+        """Change the record by one action. Raises ServingError if it cannot be done."""
         sequence, kind, first, last = action
         getattr(self, f"_{kind.lower()}")(action, sequence, first, last)
 
@@ -61,7 +61,7 @@ class Memory:
         raise ServingError(f"`{action}` cannot be done: {why}.")
 
     def _use(self, action: ServerAction, block: int) -> None:
-        """A free block gets its first user."""
+        """Give a free block its first user."""
         if block not in self.free:
             known = 0 <= block < self.num_blocks
             self._refuse(action, f"block {block} is {'in use' if known else 'not there'}")
@@ -74,7 +74,7 @@ class Memory:
             self.free[block] = None
 
     def _rest(self, action: ServerAction, sequence: str) -> list[int]:
-        """The table of a sequence that does not run in this step."""
+        """Return the table of a sequence that does not run in this step."""
         if sequence in self.ran:
             self._refuse(action, f"{sequence} runs in this step, and needs its blocks")
         if sequence not in self.tables:
@@ -145,7 +145,7 @@ class Memory:
             del self.hosted[sequence]
 
     def _drop(self, action, sequence, *_):
-        # The last block leaves first: the beginnings of texts, which others may share, stay longer.
+        # The last block goes first: the beginnings of texts, which others may share, stay longer.
         for block in reversed(self._rest(action, sequence)):
             self._leave(block)
         for place in self.hosted.pop(sequence, []):
@@ -156,12 +156,12 @@ class Memory:
 
     @property
     def used(self) -> int:
-        """Blocks that are in a table."""
+        """Return the number of blocks that are in a table."""
         return self.num_blocks - len(self.free)
 
     @property
     def unused_share(self) -> float:
-        """Of the token places in used blocks the share that holds no token: what is wasted."""
+        """Return the share of slots in used blocks that hold no token: what is wasted."""
         if not self.used:
             return 0.0
         filled: dict[int, int] = {}

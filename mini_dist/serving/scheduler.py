@@ -1,16 +1,16 @@
-"""Who runs next, and who has to leave: a policy, and the lists of actions that follow from it.
+"""Which sequences run next, and which are preempted: a policy, and the actions that follow.
 
     memory = Memory(num_blocks=64, block_size=16)
     steps = plan(requests, Scheduler(memory, Policy(max_batch=8)))
 
-Static batching waits until all have ended before it lets others in. Continuous batching asks anew
-before every step (Yu et al. 2022, Orca, section 3.1). A long prompt is cut into chunks that run
-beside the others' next tokens, so that nobody waits for it (Agrawal et al. 2024, Sarathi-Serve,
-section 4). Where blocks run out, the one who came last leaves and comes back (Kwon et al. 2023,
-section 4.5).
+Static batching waits until all sequences have ended before it admits others. Continuous batching
+decides anew before every step (Yu et al. 2022, Orca, section 3.1). A long prompt is cut into chunks
+that run together with the others' next tokens, so that nobody waits for it (Agrawal et al. 2024,
+Sarathi-Serve, section 4). If blocks run out, the sequence that came last is preempted and comes
+back later (Kwon et al. 2023, section 4.5).
 
-A scheduler knows lengths, not texts: it never asks the model anything. It knows the end of a text
-only when it is there, so it cannot know how many blocks a request will need.
+A scheduler knows lengths, not texts: it never asks the model anything. It learns the end of a text
+only when it is reached, so it cannot know how many blocks a request will need.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ PREEMPTIONS = ("recompute", "swap")
 @checks_kinds(error=ServingError)
 @dataclass(frozen=True)
 class Policy:
-    """How a server decides. The defaults are what is usual: continuous batching, paged blocks.
+    """How a server decides. The defaults are the usual choices: continuous batching, paged blocks.
 
-    max_batch: sequences that run at once. max_tokens: of a step; longer prompts are cut into chunks
-    (None: never). static: nobody comes in before all have ended. reserve: tokens for which a
-    request gets blocks when it comes in, as if memory had to be contiguous (0: none beforehand).
-    preempt: "recompute" or "swap". share: use blocks again that hold the same beginning of a text.
+    max_batch: sequences that run at once. max_tokens: per step; longer prompts are cut into chunks
+    (None: never). static: admit none before all have ended. reserve: tokens for which a
+    request gets blocks at the start, as if memory had to be contiguous (0: none in advance).
+    preempt: "recompute" or "swap". share: reuse blocks with the same beginning of a text.
     """
 
     max_batch: int = 16
@@ -57,7 +57,7 @@ class Policy:
 
 
 class Growing:
-    """A sequence: its request, how many of its tokens are known (prompt and chosen ones), and the
+    """A sequence: its request, its number of known tokens (prompt and chosen ones), and the
     hashes of the prompt's full blocks."""
 
     def __init__(self, name: str, request: Request, hashes: Sequence[bytes]):
@@ -72,8 +72,8 @@ class Growing:
 class Prefixes:
     """Which block holds the keys and values of which beginning of a text, by its hash.
 
-    A block's hash is that of its tokens and of the hash before, so it stands for all that the
-    tokens have seen. A block that nobody uses keeps its content until it is taken.
+    A block's hash covers its tokens and the previous hash, so it represents everything that the
+    tokens have seen. An unused block keeps its content until it is taken.
     """
 
     def __init__(self, block_size: int):
@@ -82,7 +82,7 @@ class Prefixes:
         self.hash_of: dict[int, bytes] = {}
 
     def hashes(self, tokens: Sequence[int]) -> list[bytes]:
-        """One for each full block."""
+        """Return one hash for each full block."""
         found, before = [], b""
         for i in range(0, len(tokens) - self.block_size + 1, self.block_size):
             part = repr(tokens[i : i + self.block_size]).encode()
@@ -91,7 +91,8 @@ class Prefixes:
         return found
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """The blocks that hold the beginning of a text of these hashes, as far as there are."""
+        """Return the blocks that hold the beginning of a text with these hashes, as far as they
+        exist."""
         blocks = []
         for each in hashes:
             if each not in self.block_of:
@@ -100,29 +101,29 @@ class Prefixes:
         return blocks
 
     def remember(self, hashes: Sequence[bytes], table: Sequence[int]) -> None:
-        """The first blocks of a table hold what these hashes stand for."""
+        """Note that the first blocks of a table hold the beginning with these hashes."""
         for each, block in zip(hashes, table):
             if each not in self.block_of and block not in self.hash_of:
                 self.block_of[each], self.hash_of[block] = block, each
 
     def forget(self, block: int) -> None:
-        """Something else will be written into it."""
+        """Forget a block, because something else will be written into it."""
         self.block_of.pop(self.hash_of.pop(block, None), None)
 
 
 class Scheduler:
-    """Decides step by step; `memory` is its own book, which nobody else may change."""
+    """Decide step by step; `memory` is its own record, which nobody else may change."""
 
     def __init__(self, memory: Memory, policy: Policy | None = None):
         self.memory, self.policy = memory, policy or Policy()
-        self.waiting: list[Growing] = []  # who comes in first, first
-        self.running: list[Growing] = []  # who came in first, first
+        self.waiting: list[Growing] = []  # in order of arrival
+        self.running: list[Growing] = []  # in order of admission
         self.ended: list[Growing] = []  # still have their blocks
         self.prefixes = Prefixes(memory.block_size)
-        # Of the step that is being made:
+        # Of the current step:
         self.actions: list[ServerAction] = []
-        self.budget: float = 0  # tokens that it still takes
-        self.came_short = False  # somebody had to leave
+        self.budget: float = 0  # tokens that it can still take
+        self.came_short = False  # a sequence had to be preempted
 
     @property
     def is_busy(self) -> bool:
@@ -155,24 +156,24 @@ class Scheduler:
             )
 
     def end(self, name: str) -> None:
-        """A sequence has ended before its time: its text came to `stop`."""
+        """End a sequence early: its text reached `stop`."""
         self.ended += [each for each in self.running if each.name == name]
         self.running = [each for each in self.running if each.name != name]
 
     def cancel(self, name: str) -> None:
-        """Nobody wants a request's answer any more: it leaves, wherever it is."""
+        """Cancel a request that nobody wants any more: remove it, wherever it is."""
         gone = [each for each in self.running + self.waiting if each.request.name == name]
         self.waiting = [each for each in self.waiting if each not in gone]
         self.running = [each for each in self.running if each not in gone]
         self.ended += [each for each in gone if each.name in self.memory.tables]
 
     def step(self) -> list[ServerAction]:
-        """The next step; an empty list if there is nothing to do."""
+        """Return the next step; an empty list if there is nothing to do."""
         self.actions, self.came_short = [], False
         self.memory.begin_step()
         self.budget = math.inf if self.policy.max_tokens is None else self.policy.max_tokens
         self._give_back()
-        # Next tokens before prompts: who has begun to read must not wait.
+        # Next tokens before prompts: a user who has begun to read must not wait.
         for sequence in sorted(self.running, key=lambda each: self._left(each) > 1):
             if sequence in self.running:
                 self._go_on(sequence)
@@ -191,17 +192,17 @@ class Scheduler:
 
     def _give_back(self) -> None:
         if self.policy.static and self.running:
-            return  # the memory is the batch's until all have ended
+            return  # the memory belongs to the batch until all have ended
         for sequence in self.ended:
             self._do(sequence, "FREE")
         self.ended = []
 
     def _left(self, sequence: Growing) -> int:
-        """Tokens that are known, and have no keys and values yet."""
+        """Return the known tokens that have no keys and values yet."""
         return sequence.known - self.memory.written.get(sequence.name, 0)
 
     def _go_on(self, sequence: Growing) -> None:
-        """One that has come in runs as many tokens as the step still takes."""
+        """Run as many tokens of an admitted sequence as the step can still take."""
         tokens = min(self._left(sequence), self.budget)
         while tokens and self._blocks_to_write(sequence, tokens) > len(self.memory.free):
             self.came_short = True
@@ -214,7 +215,8 @@ class Scheduler:
             self._run(sequence, tokens)
 
     def _blocks_to_write(self, sequence: Growing, tokens: int) -> int:
-        """How many free blocks it takes: new ones, and a copy of one that others read."""
+        """Return how many free blocks this needs: new ones, and a copy of a block that others
+        read."""
         memory = self.memory
         table, written = memory.tables[sequence.name], memory.written[sequence.name]
         shared = table[written // memory.block_size :]
@@ -251,7 +253,7 @@ class Scheduler:
         return block
 
     def _preempt(self, sequence: Growing) -> None:
-        """It leaves, and waits in front of all that have not begun."""
+        """Preempt a sequence; it waits in front of all that have not begun."""
         table = list(self.memory.tables[sequence.name])
         if self.policy.preempt == "swap" and len(table) <= len(self.memory.free_places):
             for block in table:
@@ -262,7 +264,7 @@ class Scheduler:
         self.waiting.insert(0, sequence)
 
     def _let_in(self) -> None:
-        """Those that wait come in, in order, until one does not fit."""
+        """Admit waiting sequences in order, until one does not fit."""
         while self.waiting and self.budget:
             sequence = self.waiting[0]
             begins = sequence.known == len(sequence.request.prompt)
@@ -287,14 +289,15 @@ class Scheduler:
         return True
 
     def _begin(self, sequence: Growing) -> bool:
-        """Its first blocks: those that hold its beginning already, and all that is reserved."""
+        """Assign its first blocks: those that already hold its beginning, and all that is
+        reserved."""
         memory, policy, request = self.memory, self.policy, sequence.request
         if sequence.name in memory.hosted:
             return False  # it waits to be swapped in
         reserved = memory.blocks_for(max(policy.reserve, request.positions)) * bool(policy.reserve)
         shared = []
         if policy.share and not policy.reserve:
-            # The last token is left out: somebody has to run it.
+            # except the last token: at least one has to run
             full = (len(request.prompt) - 1) // memory.block_size
             shared = self.prefixes.find(sequence.hashes[:full])
         left = sequence.known - len(shared) * memory.block_size
@@ -318,10 +321,10 @@ def serve(
 ) -> list[ServerStep]:
     """Let requests arrive, step until all have been answered, and return what was done.
 
-    execute: does the actions, and returns the sequences that came to their `stop`. seconds: how
-    long the step took, asked after it (1 unless given: the clock counts steps). cancel: request ->
-    when nobody wants it any more, all of its samples. Raises ServingError, before the first step,
-    for a request that can never fit and for a name in `cancel` that nobody has.
+    execute: does the actions, and returns the sequences that reached their `stop`. seconds: how
+    long the step took, asked after it (1 by default: the clock counts steps). cancel: request ->
+    time at which all of its samples are canceled. Raises ServingError, before the first step,
+    for a request that can never fit and for an unknown name in `cancel`.
     """
     coming = sorted(requests, key=lambda request: request.arrival)
     names = [name for request in coming for name in request.sequences]
@@ -358,5 +361,5 @@ def serve(
 
 
 def plan(requests: Iterable[Request], scheduler: Scheduler, **how) -> list[ServerStep]:
-    """The steps as they would be, without a model: nobody comes to a `stop`. how: as `serve`."""
+    """Return the steps without a model: no sequence reaches a `stop`. how: as in `serve`."""
     return serve(requests, scheduler, lambda actions: (), **how)

@@ -3,9 +3,9 @@
     precision = Precision(torch.float16, LossScaler())
     train_step(model, optimizer, micro_batches, precision=precision)
 
-Matrices are multiplied in 16 bits. The loss stays in 32, and so does what the optimizer adds up
-(Micikevicius et al. 2018, section 3.1): bfloat16 keeps 8 binary digits, 1 + 1/512 is 1 there, and a
-weight would not feel a small update.
+Matrices are multiplied in 16 bits. The loss and the optimizer's sums stay in 32 bits (Micikevicius
+et al. 2018, section 3.1): bfloat16 has 8 binary digits, so it rounds 1 + 1/512 to 1, and a small
+update would not change a weight.
 
     format      digits   smallest normal   largest
     float32     24       1e-38             3e38
@@ -31,19 +31,19 @@ HALVES = (torch.bfloat16, torch.float16)
 @checks_kinds
 @dataclass
 class LossScaler:
-    """Scale the loss up, so that small gradients do not vanish in float16, by a factor that is
-    found while training: too large a one makes gradients overflow, and such a step is skipped.
+    """Scale the loss up so that small gradients do not vanish in float16. The scale is adjusted
+    during training: too large a scale makes gradients overflow, and such a step is skipped.
 
-    scale: the factor now. A step whose gradients overflow divides it by `factor`; so many
-    (`growth_interval`) steps in a row that do not, multiply it by that. All ranks must be told the
-    same, or they would scale differently: their common gradient norm says so (see train.update).
-    Powers of two change no digit of a gradient. Rule and defaults: torch.amp.GradScaler.
+    scale: the current scale. A step whose gradients overflow divides it by `factor`; after
+    `growth_interval` steps in a row without an overflow it is multiplied by `factor`. All ranks
+    must adjust alike, which the common gradient norm ensures (see train.update). Powers of two
+    change no digit of a gradient. Rule and defaults: torch.amp.GradScaler.
     """
 
     scale: float = 2.0**16
     growth_interval: int = 2000
     factor: float = 2.0
-    good_steps: int = 0  # since the factor last changed
+    good_steps: int = 0  # since the scale last changed
 
     def __post_init__(self):
         for field, least in (("scale", 0), ("factor", 1), ("growth_interval", 0)):
@@ -52,7 +52,8 @@ class LossScaler:
                 raise ValueError(f"{field}={value!r} is too small: give more than {least}")
 
     def adjust(self, overflowed: bool) -> None:
-        """Take note of a step: smaller after an overflow, larger after a long time without one."""
+        """Adjust to one step: lower the scale after an overflow, raise it after a long time
+        without."""
         if overflowed:
             self.scale, self.good_steps = self.scale / self.factor, 0
             return
@@ -64,12 +65,13 @@ class LossScaler:
 def scaled_step(
     parameters: Iterable[Tensor], optimizer, scaler: LossScaler, max_norm: float, group
 ) -> None:
-    """The end of a step in float16: average, unscale and clip the gradients, and step; or skip it,
-    on all ranks alike, where one of them has overflowed.
+    """Finish a step in float16: average, unscale and clip the gradients, then step; skip the step
+    on all ranks if the gradients of any rank overflowed.
 
-    In each `.grad` is this rank's gradient of its loss times scaler.scale, which is the same on all
-    ranks. An inf or nan of one rank is in the mean of all, so they agree without another message.
-    The idea alone (Micikevicius et al. 2018, section 3.2); train.update does it for any strategy.
+    Each `.grad` holds this rank's gradient of its loss times scaler.scale, which is equal on all
+    ranks. An inf or nan on one rank is in the mean on every rank, so they agree without a message.
+    This shows the idea (Micikevicius et al. 2018, section 3.2); train.update does it for any
+    strategy.
     """
     parameters = list(parameters)
     for parameter in parameters:
@@ -114,8 +116,8 @@ class Precision:
         return 1.0 if self.scaler is None else self.scaler.scale
 
     def autocast(self, device_type: str):
-        """Inside, torch picks each operation's dtype: 16 bits for products of matrices. (torch has
-        no autocast for the meta device: there every dtype stays as it is.)"""
+        """Let torch pick each operation's dtype inside `with`: 16 bits for matrix products. (torch
+        has no autocast for the meta device, so there every dtype stays the same.)"""
         if device_type == "meta":
             return nullcontext()
         return torch.autocast(device_type, self.dtype, enabled=self.dtype is not None)

@@ -1,12 +1,12 @@
-"""The one training step of the course: for a model alone, averaged over ranks, or sharded.
+"""The course's one training step: for a model on one rank, averaged over ranks, or sharded.
 
     for step in range(steps):
         inputs, targets = batches.batch(step)                        # this rank's [B/dp, S]
         done = train_step(model, optimizer, split(inputs, targets, 4), max_norm=1.0)
         print(done.loss)
 
-`model` is a plain GPT, or whatever a strategy has made of it (see trainable.Trainable). A strategy
-that has an order of its own for forward and backward, as a pipeline does, takes `update` from here.
+`model` is a plain GPT, or a GPT wrapped by a strategy (see trainable.Trainable). A strategy with
+its own order of forwards and backwards, such as a pipeline, uses only `update` from this file.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .trainable import Trainable
 
 
 class Step(NamedTuple):
-    """What came of a step. `norm`: before clipping; None if nothing asked for it."""
+    """The result of a step. `norm`: before clipping, or None if nothing asked for it."""
 
     loss: Tensor  # [], mean over the tokens of all ranks and micro-batches
     norm: Tensor | None  # []
-    skipped: bool  # float16 gradients overflowed: nothing was changed but the scale
+    skipped: bool  # float16 gradients overflowed: nothing changed except the scale
 
 
 @checks_kinds(infinite=("max_norm",))
@@ -45,12 +45,12 @@ def train_step(
     precision: Precision = FULL,
     loss: Callable[..., TokenLoss] | None = None,
 ) -> Step:
-    """One optimizer step on all micro-batches of all ranks: equal to one process with all of them.
+    """Take one optimizer step on all ranks' micro-batches, equal to one process that has them all.
 
     micro_batches: (inputs, targets) [b, S] each, of any sizes; ranks may have different numbers of
-        tokens. max_norm: clip the whole model's gradient to this. loss: (model, inputs, targets) ->
-        a TokenLoss, where it is not the next token's.
-    Raises ValueError if no target of any rank counts.
+    tokens. max_norm: clip the whole model's gradient to this norm. loss: (model, inputs, targets)
+    -> a TokenLoss, if it is not the loss of the next token.
+    Raises ValueError if every target on every rank is IGNORE_INDEX.
     """
     if not isinstance(model, Trainable):
         model = Trainable(model)
@@ -63,13 +63,13 @@ def train_step(
 
 
 def accumulate(model, micro_batches, tokens, precision, loss) -> Tensor:
-    """Add up the gradients of all micro-batches; returns the loss, summed over their tokens.
+    """Accumulate the gradients of all micro-batches; return the loss, summed over their tokens.
 
-    Strategies leave the *mean* of the ranks' gradients. Times n that is their sum, and divided by
-    the tokens of all ranks the gradient of the whole batch's mean, however tokens are spread.
+    Strategies compute the *mean* of the ranks' gradients. Times n this is the sum; divided by the
+    number of tokens on all ranks it is the gradient of the whole batch's mean loss.
     """
     size = 1 if model.group is None else model.group.size()
-    share = precision.scale * size / int(tokens)  # (by a tensor: rounded to float32)
+    share = precision.scale * size / int(tokens)  # (dividing by a tensor would round to float32)
     parameter = next(model.parameters())
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     total = torch.zeros((), dtype=dtype, device=parameter.device)
@@ -89,10 +89,10 @@ def update(
     max_norm: float | None = None,
     scaler: LossScaler | None = None,
 ) -> tuple[Tensor | None, bool]:
-    """Finish the gradients, unscale and clip them, step. Returns (norm or None, skipped or not).
+    """Finish, unscale and clip the gradients, then step. Return (norm or None, whether skipped).
 
-    One element that overflowed on one rank makes the norm of the whole infinite or nan on all of
-    them. So the ranks agree on skipping a step without another word.
+    If one element overflows on one rank, the norm of the whole model is inf or nan on every rank.
+    So all ranks agree to skip the step without another message.
     """
     model.finish()
     norm = None
@@ -118,15 +118,16 @@ def next_token_loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> TokenL
 
 @checks_kinds
 def split(inputs: Tensor, targets: Tensor, num_micro_batches: int) -> list[tuple[Tensor, Tensor]]:
-    """Cut a batch [B, S] into micro-batches; sizes may differ by one."""
+    """Split a batch [B, S] into micro-batches whose sizes differ by at most one."""
     return list(
         zip(inputs.tensor_split(num_micro_batches), targets.tensor_split(num_micro_batches))
     )
 
 
 def count_tokens(model: Trainable, micro_batches: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Count the targets of all ranks that count; raise ValueError if none does."""
-    if any(targets.is_meta for _, targets in micro_batches):  # no values: then all of them count
+    """Count the targets of all ranks other than IGNORE_INDEX; raise ValueError if there are
+    none."""
+    if any(targets.is_meta for _, targets in micro_batches):  # no values: all of them count
         size = 1 if model.group is None else model.group.size()
         return torch.tensor(size * sum(targets.numel() for _, targets in micro_batches))
     here = sum(int((targets != IGNORE_INDEX).sum()) for _, targets in micro_batches)
@@ -136,7 +137,7 @@ def count_tokens(model: Trainable, micro_batches: Iterable[tuple[Tensor, Tensor]
 
 
 def over_ranks(model: Trainable, value: Tensor) -> Tensor:
-    """The sum over the ranks that share the batch."""
+    """Return the sum over the ranks that share the batch."""
     if model.group is None:
         return value
     return all_reduce(value, model.group)

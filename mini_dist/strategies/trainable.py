@@ -1,4 +1,4 @@
-"""What a training step asks of a model, whoever has wrapped it."""
+"""The interface of a model in a training step, whichever strategy wraps it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from .grad_norm import grad_norm
 
 
 class Trainable(nn.Module):
-    """A model as `train.train_step` sees it. As it stands: one that trains alone.
+    """A model as `train.train_step` uses it. This base class trains on one rank.
 
-    A strategy wraps a module and overrides what it does otherwise. In the order of a step:
+    A strategy wraps a module and overrides the methods that it needs. In the order of a step:
 
         forward(...)           as the module's
-        no_sync()              inside, backward only adds gradients up and sends nothing, where that
-                               saves bytes
+        no_sync()              inside `with`, backward only accumulates gradients and sends
+                               nothing, if that saves bytes
         finish()               after the last backward: all gradients are means over the ranks
         grad_norm()            of the whole model's gradients: one number, equal on all ranks
-        refresh_parameters()   after the optimizer's step: no rank keeps a parameter's old values
+        refresh_parameters()   after the optimizer's step: every rank gets the new values
 
     And for the optimizer:
 
         tensors_to_step()      the parameters, or this rank's shards of them
-        gradients()            each parameter, with the part of its gradient that this rank steps
+        gradients()            each parameter with the part of its gradient that this rank updates
     """
 
     group = None  # the ranks that share the batch

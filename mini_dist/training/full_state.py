@@ -1,11 +1,11 @@
-"""The state dict of the whole model, however the ranks have cut it.
+"""The state dict of the whole model, whatever the sharding.
 
     state = full_state_dict(model, group)            # on every rank
     state = full_state_dict(model, group, rank=0)    # on rank 0, and None on the others
-    GPT(config).load_state_dict(state)               # what one process would have
+    GPT(config).load_state_dict(state)               # as in one process
 
-A checkpoint knows which part of which tensor each rank holds (checkpoint/pieces.py). Here the parts
-go to whoever wants the whole, not to files.
+A checkpoint knows which part of which tensor each rank holds (checkpoint/pieces.py). Here these
+parts are sent to the ranks that want the whole, not to files.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def full_state_dict(
     rank: int | None = None,
     names: dict[Tensor, str] | None = None,
 ) -> dict[str, Tensor] | None:
-    """What `state_dict()` of the same model in one process would be: copies of all its tensors.
+    """Return the `state_dict()` that the same model has in one process: copies of all its tensors.
 
-    model: a module, what a strategy made of it, what `parallelize` returned, or all modules that
-    this rank trains. group: all ranks that hold a part; each of them calls this. rank: of the
-    group, the one that gets the whole, while the others return None; without it all do.
-    names: what a parameter is called in the whole model, where its module says otherwise.
-    Every part is sent once to who needs it; a receiver holds the whole and one rank's parts.
+    model: a module, a module wrapped by a strategy, the result of `parallelize`, or all modules of
+    this rank. group: all ranks that hold a part; each of them calls this. rank: in the
+    group, the only one that gets the state dict, while the others return None; by default all do.
+    names: names of parameters in the whole model, where they differ from those in the module.
+    Every part is sent once to each receiver, which holds the whole model and one rank's parts.
 
-    Raises ValueError where the ranks together do not hold all of a tensor.
+    Raises ValueError if the ranks together do not hold all of a tensor.
     """
     if rank is not None and not 0 <= rank < group.size():
         raise ValueError(f"rank={rank} is not one of the {group.size()} ranks of this group")
@@ -77,7 +77,7 @@ def full_state_dict(
 
 
 def other_names(modules, places: dict[Tensor, Place], renamed) -> list[tuple[str, str]]:
-    """(name, first name) of what has several: of a tied embedding the state dict has both."""
+    """Return (name, first name) of tied parameters: the state dict lists them under every name."""
     names = []
     for module in modules:
         for name, tensor in module.state_dict(keep_vars=True).items():
@@ -87,7 +87,7 @@ def other_names(modules, places: dict[Tensor, Place], renamed) -> list[tuple[str
 
 
 def owners(known: list[list]) -> dict[tuple[int, torch.dtype], list[Place]]:
-    """Who sends what: of each part the first rank that holds it."""
+    """Return the sender of each part: the first rank that holds it."""
     first, tensors = {}, {}
     for rank, parts in enumerate(known):
         for name, shape, where, dtype in parts:

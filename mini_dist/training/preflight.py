@@ -1,11 +1,11 @@
-"""Before a long run: are all hosts well, alike, and connected as they should be?
+"""Before a long run: are all hosts healthy, equal, and connected as they should be?
 
     python -m mini_dist.training.preflight                     # four ranks on this machine
     torchrun --nnodes 2 --nproc-per-node 8 ... -m mini_dist.training.preflight --folder /shared/runs
 
-Every rank reports what it is and has. Then all pairs that are neighbours in the ring of ranks
-measure their link and how far their clocks are apart. What is not right is said in one sentence
-each, and the exit status is 1. (Between several hosts this has not run: there was one machine.)
+Every rank reports what it is and has. Then all neighbors in the ring of ranks measure their link
+and the difference of their clocks. Each problem is reported in one sentence, and then the exit
+status is 1. (We have not run this between several hosts: we had one machine.)
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ PINGS, PING_BYTES, BULK_BYTES = 30, 8, 8 << 20
 
 @dataclass(frozen=True)
 class HostReport:
-    """What one rank found. offset: seconds that the next rank's clock is ahead of its own, known to
-    within half the round trip; latency, bandwidth: of the link to the next rank, one direction."""
+    """What one rank found. offset: how far (in seconds) the next rank's clock is ahead, accurate to
+    half the round trip; latency, bandwidth: of the link to the next rank, one direction."""
 
     rank: int
     host: str
@@ -54,8 +54,8 @@ class HostReport:
 @checks_kinds
 @dataclass(frozen=True)
 class Limits:
-    """What a run needs; a link is slow if it has less than `share` of the median link's bandwidth,
-    or takes as many times longer."""
+    """The needs of a run. A link is slow if it has less than `share` of the median bandwidth, or a
+    latency that exceeds the median by the inverse factor."""
 
     disk_bytes: int = 10 * GIB
     memory_bytes: int = GIB
@@ -64,7 +64,7 @@ class Limits:
 
 
 def inspect(folder: str, group) -> list[HostReport]:
-    """On a rank: report, measure the link to the next rank; returns all ranks' reports."""
+    """Report this rank and measure the link to the next rank; return all ranks' reports."""
     rank, size = group.rank(), group.size()
     link = measure_link(group) if size > 1 else (None, None, None)
     path, writable = nearest_existing(Path(folder)), True
@@ -87,8 +87,8 @@ def inspect(folder: str, group) -> list[HostReport]:
 
 
 def measure_link(group) -> tuple[float, float, float]:
-    """Seconds of a small message and bytes/s of a large one to the next rank, and how far its clock
-    is ahead: the moment it answers with, less the middle of the round trip (Cristian 1989)."""
+    """Measure the time of a small message, the bytes/s of a large one, and how far the next rank's
+    clock is ahead: the time in its answer minus the middle of the round trip (Cristian 1989)."""
     rank, size = group.rank(), group.size()
     after, before = (rank + 1) % size, (rank - 1) % size
     trips, offsets = [], []
@@ -100,7 +100,7 @@ def measure_link(group) -> tuple[float, float, float]:
         ended = time.time()
         trips.append(ended - began)
         offsets.append(theirs.item() - (began + ended) / 2)
-    best = min(range(PINGS), key=trips.__getitem__)  # what took least was disturbed least
+    best = min(range(PINGS), key=trips.__getitem__)  # the fastest trip was disturbed least
     bulk = torch.zeros(BULK_BYTES // 4)
     seconds = []
     for _ in range(5):
@@ -121,13 +121,13 @@ def versions() -> dict[str, str]:
 
 
 def nearest_existing(path: Path) -> Path:
-    """The folder itself, or the nearest one above it that is there."""
+    """Return the folder itself, or the nearest existing one above it."""
     path = path.resolve()
     return next(each for each in (path, *path.parents) if each.exists())
 
 
 def available_memory() -> int:
-    """Bytes that programs could still take without swapping; of the whole, where nobody says."""
+    """Return the bytes that programs can use without swapping; all memory if that is unknown."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -138,7 +138,7 @@ def available_memory() -> int:
 
 
 def gather_objects(value: HostReport, group) -> list[HostReport]:
-    """Everyone's, as text in a tensor."""
+    """Gather every rank's report, as text in a tensor."""
     import ast
     import dataclasses
 
@@ -154,7 +154,7 @@ def gather_objects(value: HostReport, group) -> list[HostReport]:
 
 
 def problems(reports: list[HostReport], limits: Limits) -> list[str]:
-    """What should be mended before the run, in one sentence each."""
+    """Return the problems that should be fixed before the run, one sentence each."""
     found = []
     for what in reports[0].versions:
         have = {r.rank: r.versions.get(what) for r in reports}

@@ -168,7 +168,7 @@ PRODUCT_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.sampled
 def test_a_product_is_the_same_to_the_last_bit_on_all_ranks_and_close_to_the_exact_one(size):
-    """Complex ones, too, where a b and b a may round differently; of truth values it is "all"."""
+    """Test complex numbers, where a b and b a may round differently; for bool it is "all"."""
 
     def job(group):
         everything = [values(group.rank(), 97, dtype) for dtype in PRODUCT_TYPES]

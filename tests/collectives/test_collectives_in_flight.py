@@ -1,4 +1,4 @@
-"""What is begun now and waited for later is what the ring does, with computing in between."""
+"""Collectives in flight give the ring's result, with computing in between."""
 
 import pytest
 import torch

@@ -269,7 +269,7 @@ def test_ranks_as_ray_actors_on_two_nodes_of_which_one_is_late_and_then_lost(tmp
     done = run_with_ray("-c", A_NODE_OF_TWO, str(tmp_path))
     late = r"^late: not done after 5 s: rank 0 on [\d.]+, rank 1 on [\d.]+$"
     assert re.search(late, done.stdout, re.M), done.stderr[-2000:]
-    # (Ray itself writes about the node's end, too, before and after.)
+    # (Ray itself also writes about the node's end, before and after.)
     lost = r"^a node was lost: (ActorDiedError|ActorUnavailableError|RayTaskError.*)$"
     assert re.search(lost, done.stdout, re.M), done.stderr[-2000:]
     assert len(os.listdir(tmp_path)) == 2  # both were at work

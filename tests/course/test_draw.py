@@ -358,7 +358,7 @@ def test_flights_are_lines_from_sender_and_start_to_receiver_and_end():
 
 
 def colors_of(panel):
-    """The color of each rank of a panel: that of the square around its number."""
+    """Return the color of each rank of a panel: the color of the square around its number."""
     return {
         int(words.text): box.color
         for words in of(Words, panel)

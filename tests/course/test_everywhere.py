@@ -65,7 +65,7 @@ PRETENDED = "ATEN_CPU_CAPABILITY" in os.environ or "tools/dice" in os.environ.ge
 @pytest.mark.skipif(everywhere.CORES == 1, reason="one core is the machine itself")
 @pytest.mark.skipif(PRETENDED, reason="what the cells have printed is of the machine itself")
 def test_a_cell_that_depends_on_the_machine_is_named_with_the_machines(notebook, capsys):
-    """And what is in force in the kernel is in force on the ranks, too."""
+    """A setting in force in the kernel is also in force on the ranks."""
     assert everywhere.main([str(notebook), "--on", "default-1", "dice"]) == 1
     printed = capsys.readouterr().out
     rows = [line.split()[:3] for line in printed.splitlines()[1:3]]

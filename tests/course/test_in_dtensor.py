@@ -1,4 +1,4 @@
-"""DTensor beside the rules: where both choose alike, the ledger counts the same bytes."""
+"""DTensor and the rules: where both choose alike, the ledger counts the same bytes."""
 
 import pytest
 

@@ -108,7 +108,7 @@ def run(*cells):
 
 def test_values_are_those_of_the_parameters_cell_and_of_papermills_below_it():
     injected = "# Parameters\nn = 5\n"
-    # other cells may assign what they like, even beside a parameter
+    # other cells may assign anything, even in the same cell as a parameter
     other = "import math\nk = math.pi\nhelper = n * 2"
     assert run(CELL, injected, other, DECLARE) == "{'n': 5, 'mode': 'a', 'folder': 'out'}"
 

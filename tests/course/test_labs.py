@@ -281,7 +281,7 @@ def test_the_cases_hold_every_end_that_a_lab_allows(lab, tmp_path):
         assert ends(declared[name]) <= tried, name
 
 
-# ---- what a lab prints beside each other is equal ------------------------------------------------
+# ---- numbers that a lab prints side by side are equal --------------------------------------------
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -278,7 +278,7 @@ def test_overlapped_hides_what_bucketed_exposes():
 
 
 def test_on_a_machine_without_network_cards_messages_take_the_cores_time():
-    """What is hidden is paid for; while everyone waits for a message, its work costs no more."""
+    """Hidden work is paid for; while all ranks wait for a message, more work costs no more."""
     for kind in ("bucketed", "overlapped", "ddp"):
         run = launch(train, 2, (kind, 2), count=True)
         cards, cores = (replay(run, Stopwatch(byte=1e-4, busy=busy)) for busy in (0.0, 0.01))
@@ -290,7 +290,7 @@ def test_the_hosts_time_is_noted_and_takes_its_turn_with_the_kernels():
     run = launch(train, 1, ("alone", 3), count=True)
     host = [event for _, event in run.ledger.programs[0] if isinstance(event, Host)]
     kernels = [event for _, event in run.ledger.programs[0] if isinstance(event, Kernel)]
-    assert sum(event.operators for event in host) > len(kernels)  # views are operators, too
+    assert sum(event.operators for event in host) > len(kernels)  # views are also operators
     assert sum(event.seconds for event in host) > 0
     only_kernels, only_host, both = (
         replay(run, Stopwatch(kernel=kernel, host=host)).seconds

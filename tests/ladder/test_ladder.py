@@ -1,6 +1,6 @@
 """Every rung trains to the losses of one process, sends what it says, and holds what it says.
 
-One launch per number of ranks runs all rungs, each under its name in the ledger, and beside them
+One launch per number of ranks runs all rungs, each under its name in the ledger, and also
 the library's page or engine for the same thing.
 """
 

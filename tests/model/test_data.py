@@ -79,7 +79,7 @@ def test_a_padded_tail_keeps_shapes_and_counts_every_token_once():
     assert [int((targets != IGNORE_INDEX).sum()) for _, targets in parts] == [10, 0, 0, 0]
     assert all(inputs.min() >= 0 and inputs.max() < VOCAB_SIZE for inputs, _ in parts)
 
-    # with the sum and the count of token_loss, the epoch's loss is that of every sample once
+    # with the sum and the count of token_loss, the epoch's loss counts every sample once
     model = GPT(ModelConfig(d_model=16, num_layers=1, num_heads=2, seq_len=10)).double()
     losses = [
         token_loss(model(inputs), targets)

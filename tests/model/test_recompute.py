@@ -113,7 +113,7 @@ def test_blocks_keep_what_the_calculator_says(changes, attention, mode):
     model = recompute_blocks(GPT(config, attention=attention), mode)
     layout = Layout(micro_batch_size=4, recompute=mode)
     moe = config.num_experts > 0
-    each = kept_of_layer(config, layout, how, moe)  # bytes a token
+    each = kept_of_layer(config, layout, how, moe)  # bytes per token
     predicted = config.num_layers * TOKENS.numel() * each
     assert saved_bytes(model) == pytest.approx(predicted, rel=0.03)
     if mode == "full":
@@ -161,7 +161,7 @@ def test_the_second_forward_costs_what_the_calculator_says(mode):
 
 
 def test_it_keeps_as_much_as_torchs_checkpoint_and_gives_the_same_gradients():
-    """Beside production, in one process: torch.utils.checkpoint, the kind that torch recommends."""
+    """Compare with production, in one process: torch.utils.checkpoint, the recommended kind."""
     config = CONFIG.replace(dropout=0.1)
     theirs = GPT(config)
     for block in theirs.blocks:

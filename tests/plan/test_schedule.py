@@ -656,7 +656,7 @@ def test_a_forward_cannot_use_weights_that_are_not_there_yet():
     assert "rank 1 at 1F0@1 waits for 1S0" in refusal(ranks)
 
 
-# --- beside PyTorch ---------------------------------------------------------------------------
+# --- compared with PyTorch --------------------------------------------------------------------
 
 
 def test_order_is_what_pytorch_executes():

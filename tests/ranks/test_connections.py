@@ -1,4 +1,4 @@
-"""Who is silent: a host that nothing reaches, and neither who is late nor who has no room."""
+"""Only an unreachable host counts as silent, not a host that is late or has no room."""
 
 import os
 import signal

@@ -53,7 +53,7 @@ def test_a_small_run_stands_for_a_large_one():
 
 
 def test_messages_of_one_rank_wait_for_each_other_and_others_do_not():
-    def two_pairs(group):  # 0 -> 1 twice, beside 2 -> 3 once
+    def two_pairs(group):  # 0 -> 1 twice, and 2 -> 3 once
         rank, x = group.rank(), torch.ones(1)
         for _ in range(2 if rank < 2 else 1):
             send(x, rank + 1, group) if rank % 2 == 0 else recv(x, rank - 1, group)

@@ -578,7 +578,7 @@ def test_no_socket_but_on_the_loopback_interface():
                     address = ipaddress.ip_address(packed)
                     found.add(str(getattr(address, "ipv4_mapped", None) or address))
         dist.barrier(group=group)
-        assert socket.AF_INET  # (the tables above are those of AF_INET and AF_INET6)
+        assert socket.AF_INET  # (the tables above are for AF_INET and AF_INET6)
         return found
 
     for found in launch(addresses, 3).results:

@@ -475,8 +475,8 @@ def test_memory_of_an_mlp_is_what_one_works_out_by_hand():
     assert after_step["gradients"] == 0
 
     memory = run.ledger.memory[0]
-    # kept for backward: relu's output [B, F] (the first linear's output is freed when relu is
-    # done with it); alive beside it at the worst moment: the two [B, D] of the loss
+    # saved for backward: relu's output [B, F] (the first linear's output is freed when relu is
+    # done with it); also alive at the peak: the two [B, D] of the loss
     kept = 4 * B * F
     peak = memory.peak("forward")
     assert peak["parameters"] == PARAMETERS

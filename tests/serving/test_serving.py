@@ -1,5 +1,5 @@
-"""However requests are batched, placed, preempted or cut among ranks, the tokens are those of one
-model without a cache, and no block is lost."""
+"""However requests are batched, placed, preempted or sharded over ranks, the tokens equal one
+model's without a cache, and no block is lost."""
 
 import random
 from collections import Counter
@@ -89,7 +89,7 @@ def requests_of(config, number=10, temperature=0.0, **more):
 
 
 def alone(model, request, sample=0):
-    """The oracle: the whole text through the model for every token, no cache, nobody beside it."""
+    """The oracle: the whole text through the model for every token, no cache, nothing else."""
     tokens = list(request.prompt)
     for place in range(request.max_new_tokens):
         with torch.no_grad():
@@ -202,7 +202,8 @@ def test_the_engine_attends_as_the_page_does():
 
 
 def test_chunks_of_equally_many_tokens_attend_in_one_call_and_each_sees_its_own_beginning():
-    """Two of two tokens, at different places of their texts, beside one of three and one of one."""
+    """Two RUNs of two tokens, at different positions of their texts, one of three and one of
+    one."""
     memory, generator = Memory(12, 4), torch.Generator().manual_seed(0)
     runs = {"d": (8, 9), "a": (3, 5), "b": (0, 2), "c": (4, 7)}
     for name, (first, last) in runs.items():
@@ -226,7 +227,7 @@ def test_chunks_of_equally_many_tokens_attend_in_one_call_and_each_sees_its_own_
 
 
 def test_the_page_decides_as_the_scheduler_does():
-    """Who leaves and who comes in, step by step, in a run with little memory."""
+    """Which texts leave and come in, step by step, in a run with little memory."""
     scheduler = Scheduler(Memory(12, 4), Policy(99, share=False))
     for request in requests_of(SMALL, 20):
         scheduler.add(request)
@@ -685,7 +686,7 @@ def test_speculation_is_greedily_exact_with_any_draft(config, guesses):
 
 
 def test_what_accept_gives_is_distributed_as_the_targets_own_draws():
-    """Two guesses; first and second token jointly, against p. Counts beside their deviation."""
+    """Two guesses; first and second token jointly, against p. Returns counts and deviations."""
     p = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1]])
     q = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]])
     trials, firsts, seconds = 20_000, Counter(), Counter()

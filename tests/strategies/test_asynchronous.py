@@ -117,7 +117,7 @@ def test_without_a_bound_nobody_waits():
 
 
 def touched_rows(group):
-    """Two workers, of which each needs two rows of a hundred."""
+    """Two workers; each needs two rows of a hundred."""
     table = torch.zeros(100, 8)
     if group.rank() == 0:
         serve(table, lambda rows, g: rows - g, 2, None, group)
@@ -225,7 +225,7 @@ def test_a_process_that_dies_ends_the_run_with_one_error_that_names_it(rank):
 
 
 def in_virtual_time(bound, slow, group):
-    """Worker 2 takes `slow` seconds a step, the others 1; who is late in reality counts nothing."""
+    """Worker 2 takes `slow` seconds per step, the others 1; real lateness does not count."""
     workers, x = range(1, group.size()), torch.zeros(2)
     if group.rank() == 0:
         arrivals = Arrivals(group, workers, lambda worker: slow if worker == 2 else 1.0)
@@ -383,7 +383,7 @@ FEATURES, EXAMPLES = 200, 800
 
 
 def examples(touched):
-    """Rows, values and labels of a logistic regression, in which an example has so many values."""
+    """Return rows, values and labels of a logistic regression with this many values per example."""
     generator = torch.Generator().manual_seed(0)
     truth = torch.randn(FEATURES, generator=generator, dtype=torch.float64)
     rows = [torch.randperm(FEATURES, generator=generator)[:touched] for _ in range(EXAMPLES)]

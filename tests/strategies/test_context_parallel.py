@@ -114,7 +114,7 @@ def test_kernels_and_their_backward_equal_the_formula(kernel, causal):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernels_take_any_staircase(kernel):
-    """Each query sees the first so many keys, not fewer than the one before: over tiles' borders,
+    """Each query sees some of the first keys, not fewer than the one before: over tiles' borders,
     fewer and more keys than queries."""
     for keys in (150, 200, 300):
         sees = torch.randint(1, keys + 1, (200,), generator=torch.Generator().manual_seed(keys))
@@ -621,7 +621,7 @@ def test_keys_travel_while_others_are_computed_with():
             assert len(sends) == messages_a_step * (size - 1)
             for began, ended in spans[phase][:-1]:  # nothing leaves behind the last block of keys
                 assert any(send.start <= began and ended <= send.end for send in sends)
-        # gradients, too: two of them are under way while the last block is computed
+        # including gradients: two of them are in flight while the last block is computed
         began, ended = run.results[rank]["backward"][-1]
         sends = run.ledger.leaves(phase="backward", rank=rank)
         assert any(comm.start <= began and ended <= comm.end for comm in sends)
@@ -664,8 +664,8 @@ def live_at_most(memory, nbytes, phase):
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_no_rank_of_a_ring_ever_holds_all_keys_and_values(size):
-    """Beside its own inputs those that leave and those that arrive: three ranks', however many
-    there are. (Of two ranks: both, and the copy that leaves.)"""
+    """A rank holds its own inputs, the leaving and the arriving ones: three ranks', however many
+    there are. (With two ranks: both, and the copy that leaves.)"""
     own = 2 * FEW * 64 * 4 * 4  # bytes of a rank's K and V
     for memory in memory_of("ring", size, 64).memory:
         assert live_at_most(memory, own, "forward") == 2
@@ -834,7 +834,7 @@ def test_any_scale_and_the_log_sum_exp_with_its_gradient(size, scale, return_lse
 
 
 def merged_with_more(group):
-    """Attention to a second text beside the first, as if there were one row of scores."""
+    """Attend to a second text after the first, as if there were one row of scores."""
     q, k, v, d_out = (shard(x, group, dim=2) for x in whole())
     more_k, more_v = random(B, N, 5, H, seed=7), random(B, N, 5, H, seed=8)
     inputs = [x.requires_grad_() for x in (q, k, v)]

@@ -202,7 +202,7 @@ def by_page_and_engine(dtype, bucket_bytes, group):
     def engine(kind):
         def average(gpt, loss):
             model = kind(gpt, group, bucket_bytes=bucket_bytes)
-            before = len(group.recorder.comms)  # not the broadcast, by which the ranks start equal
+            before = len(group.recorder.comms)  # not the broadcast that makes the ranks equal
             loss(model).backward()
             model.finish()
             return before
@@ -240,7 +240,7 @@ def test_a_large_bucket_is_averaged_in_its_own_memory(size):
 
 
 def alive_after_finish(group):
-    """Buckets that are alive after finish(), and threads beside this one."""
+    """Return the buckets that are alive after finish(), and the number of other threads."""
     buckets = []
 
     def reduce(flat, group):

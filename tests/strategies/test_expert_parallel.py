@@ -481,7 +481,7 @@ def recomputed_or_not(mode, group):
 
 
 def test_recomputation_sends_again_and_attaches_the_losses_once():
-    """The forward that is thrown away routes, dispatches and combines, too."""
+    """The forward that is thrown away also routes, dispatches and combines."""
     plain, full = (launch(recomputed_or_not, 2, (mode,)) for mode in ("none", "full"))
     for mine, theirs in zip(plain.results, full.results):
         for name in mine:

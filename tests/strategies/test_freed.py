@@ -329,7 +329,7 @@ MIDDLES = [*itertools.combinations_with_replacement(("forward", "backward", "ste
 
 @pytest.mark.parametrize("of", MIDDLES, ids="-".join)
 def test_gathered_may_begin_and_end_anywhere_in_a_step(of):
-    """What autograd has kept is valid inside and after it, and the root stays where it was."""
+    """Tensors that autograd saved are valid inside and after it, and the root stays in place."""
     alone = launch(gathered_in_the_middle, 1, ((None, None),)).results[0]
     assert alone[2] < alone[1] < alone[0]
     for ours in launch(gathered_in_the_middle, 2, (of,)).results:
@@ -386,8 +386,8 @@ def with_embedding(stage, group):
 
 @pytest.mark.parametrize("stage", [ZeRO1, ZeRO2, ZeRO3])
 def test_units_without_a_gradient_of_their_input_and_with_any_output_warn_of_nothing(stage):
-    """An embedding's input are numbers; a dict is no tuple of tensors. Every warning is an error,
-    and the training is that of one process."""
+    """An embedding's inputs are numbers; a dict is no tuple of tensors. Every warning is an error,
+    and the training equals one process's."""
     alone = launch(with_embedding, 1, (None,)).results[0]
     assert alone[2] < alone[0]
     for losses in launch(with_embedding, 2, (stage,)).results:

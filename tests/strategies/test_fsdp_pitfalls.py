@@ -70,7 +70,7 @@ def test_parameters_that_are_never_freed_stay_as_they_were():
 
 
 def test_without_the_root_the_loss_falls_and_the_ranks_part():
-    """What no block has is on every rank for itself: nobody averages its gradient."""
+    """Parameters outside the blocks are separate on every rank: nobody averages their gradients."""
     results = launch(train, 4, ("no root",)).results
     losses, _, same, whole = results[0]
     assert losses[0] - losses[2] > 0.3 and same and whole == 4  # embedding, norm (2), head

@@ -179,7 +179,7 @@ def test_delayed_is_the_page_s_and_one_step_late(in_files, tmp_path):
 
 
 class LongOnTheWay(Lanes):
-    """What goes to the device is in the host's memory meanwhile, and files are written late."""
+    """Tensors on their way to the device are in the host's memory, and files are written late."""
 
     def begin(self, lane, work, nbytes, after=()):
         def slow():
@@ -190,8 +190,8 @@ class LongOnTheWay(Lanes):
 
 
 def what_is_taken_and_written(folder, group):
-    """How many of the lanes' writes were to what the device was taking; which lanes wrote; whether
-    the numbers are those of virtual time, where nothing meets."""
+    """Return how many of the lanes' writes hit what the device was reading; which lanes wrote;
+    whether the numbers equal virtual time's, where nothing collides."""
     met, lanes, write, tiers = [], set(), FileStore.write, []
 
     def noted(store, name, tensor):
@@ -321,7 +321,7 @@ def test_a_copy_goes_on_beside_a_kernel(direction):
 
 
 def comes_after(group):
-    """What the host wrote late is what arrives, and the device uses it after it has arrived."""
+    """What the host wrote late arrives, and the device uses it only after it has arrived."""
     lanes = CudaLanes()
     host = torch.zeros(2**20).pin_memory()
     there = torch.empty(2**20, device=group.device)
@@ -648,7 +648,7 @@ def test_no_third_gradient_begins_to_leave_before_the_first_has_left():
 
 
 def gradients_held(group):
-    """Bytes of gradients on the device when another is made; those of each unit."""
+    """Return the bytes of gradients on the device when another is made, and each unit's."""
     gpt, seen = GPT(CONFIG), []
     model = ZeRO3(
         gpt, group, adamw, units=gpt.blocks, offload=OverlappedOffload(EmulatedLanes(SPEEDS))

@@ -478,7 +478,7 @@ def test_the_ledger_sees_the_bytes_of_what_is_held_and_of_nothing_more():
 
 
 def test_recomputing_holds_one_micro_batch_whole_and_only_the_inputs_of_the_others():
-    """The run again counts, too: a micro-batch whose backward runs is there as a whole."""
+    """The second forward also counts: a micro-batch in its backward is held as a whole."""
     thin = {"config": CONFIG.replace(num_layers=4)}
 
     def held(schedule, **options):

@@ -508,7 +508,7 @@ def test_cross_entropy_sends_three_numbers_a_token_whatever_the_vocabulary(size,
         torch.testing.assert_close(gradient, logits.grad.chunk(size, -1)[rank])
 
 
-WEIGHTS = torch.linspace(-1, 1, 16).view(2, 8)  # what each token's loss counts, below zero, too
+WEIGHTS = torch.linspace(-1, 1, 16).view(2, 8)  # weights of the tokens' losses, also negative
 
 
 def reductions(group):
@@ -607,8 +607,9 @@ def of_a_layer(pair, dtype, size, config=PAPER):
     return [(three - one) / 2 for one, three in zip(*found)]
 
 
-# Bytes a layer in units of s b h, on t ranks, with x = a s / h and m bytes a dropout mask's element
-# (Korthikanti et al. 2022, table 2, where m = 1). Term by term, in bytes of 2 a number:
+# Bytes per layer in units of s b h, on t ranks, with x = a s / h and m bytes per element of a
+# dropout mask (Korthikanti et al. 2022, table 2, where m = 1). Term by term, in bytes of 2 per
+# number:
 #   4 inputs of the two norms, 2 m masks of the two residual dropouts       between the regions
 #   2 input of q, k, v; 2 input of the MLP                                  the gathered inputs
 #   2 q, 2 k, 2 v, 2 input of o; 8 before and 8 after GELU                  /t, inside
@@ -633,8 +634,8 @@ def test_the_terms_add_up_to_the_papers_table():
 @pytest.mark.sampled
 def test_activations_of_a_layer_are_the_papers(size, name):
     """In bfloat16, as the paper counts, within 3 %. torch's dropout on a CPU keeps its mask in the
-    dtype of x, so m = 2. What the paper leaves out: the statistics of two LayerNorms, two numbers
-    a token each, and a mask [S, S] of bool that batch and heads share."""
+    dtype of x, so m = 2. The paper leaves out the statistics of two LayerNorms, two numbers per
+    token each, and a bool mask [S, S] that batch and heads share."""
     s, b, h, a = PAPER.seq_len, 8, PAPER.d_model, PAPER.num_heads
     expected = s * b * h * PAPERS[name](size, a * s / h, 2)
     for measured in of_a_layer(PAIRS[name], torch.bfloat16, size):

@@ -1,5 +1,5 @@
-"""The page of tensor parallelism (ideas.py) and the layers that train are equal: values, gradients,
-messages. The layers are held to one process by test_tensor_parallel.py, and so the page is, too."""
+"""The page of tensor parallelism (ideas.py) equals the layers that train: values, gradients,
+messages. test_tensor_parallel.py compares the layers, and so also the page, with one process."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -145,7 +145,7 @@ def halves(rows):
 
 
 def single(group):
-    """column_linear, row_linear and embedding beside their modules."""
+    """Compare column_linear, row_linear and embedding with their modules."""
     made = block(True).ffn
     column, row = ColumnParallelLinear(made.up, group), RowParallelLinear(made.down, group)
     table = VocabParallelEmbedding(GPT(CONFIG).embed.token, group)

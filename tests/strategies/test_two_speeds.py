@@ -165,7 +165,7 @@ def test_auto_takes_pieces_where_there_are_two_and_more():
 
 
 def auto_of_all_three(length, group):
-    """Parts of other sizes than tensor_split's, too: rank r gathers r * length rows."""
+    """Parts of sizes other than tensor_split's also work: rank r gathers r * length rows."""
     x = values(group.rank(), group.size() * length)
     reduced = collectives.all_reduce(x, group)
     scattered = collectives.reduce_scatter(x, group)
@@ -330,7 +330,7 @@ def test_hsdp_trains_as_one_process(stage, accumulation):
 )
 def test_zero_3_in_all_ways_for_two_speeds_trains_as_one_process(kind, where):
     size, hosts = MAPS[where]
-    accumulation = 1 if size == 8 else 2  # (3 rows a rank cannot be halved)
+    accumulation = 1 if size == 8 else 2  # (3 rows per rank cannot be halved)
     for _, parameters in launch(train, size, (kind, ZeRO3, accumulation), hosts=hosts).results:
         torch.testing.assert_close(parameters, alone(), rtol=1e-9, atol=1e-12)
 

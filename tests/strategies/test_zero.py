@@ -417,12 +417,12 @@ def train_large(group):
 
 
 def test_zero_3_peaks_at_states_two_units_gradients_in_flight_and_activations():
-    """When the gradients of a block have arrived and those of the block before it are complete."""
+    """When the gradients of a block have arrived and the previous block's are complete."""
     run = launch(train_large, 4, memory=True)
     root, block, *_ = run.results[0]
     memory = run.ledger.memory[0]
     states = model_states(num_parameters(LARGE), 4, 3, 4, 0, 8).total + 4 * 7
-    parameters = root + 2 * block  # beside the shards: that which computes, and the next
+    parameters = root + 2 * block  # besides the shards: the unit that computes, and the next
     here = memory.peak_bytes("backward", "parameters")
     assert here == root + 2 * block + (root + 6 * block) / 4
     in_flight = block + 3 / 4 * block  # this rank's, and what came from the others

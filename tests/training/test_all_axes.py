@@ -85,7 +85,7 @@ LAYOUTS = [
     dict(pp=4, tp=2, schedule="gpipe", num_micro_batches=4),
 ]
 
-# A tied embedding, too: but a pipeline with ZeRO-2 or 3 refuses it, see below.
+# Including a tied embedding, but a pipeline with ZeRO-2 or 3 refuses it, see below.
 TIED = [case for case in LAYOUTS if "pp" not in case or case.get("zero", 0) < 2]
 CASES = [(case, False) for case in LAYOUTS] + [(case, True) for case in TIED]
 
@@ -229,8 +229,8 @@ def train(config, layout, steps, group):
 
 
 def bytes_of_a_step(config, layout):
-    """All ranks' bytes by axis: those of two steps less those of one. Single numbers (norm, loss,
-    token counts) left out."""
+    """Return all ranks' bytes by axis: two steps' minus one step's. Single numbers (norm, loss,
+    token counts) are left out."""
     total = {}
     for steps, sign in ((2, 1), (1, -1)):
         run = launch(train, layout.world_size, (config, layout, steps))
@@ -309,7 +309,7 @@ def test_bytes_of_experts_that_span_tp_equal_the_calculators(case):
     tokens, moe_layers = m * config.seq_len, config.num_layers - config.first_dense_layers
     lines = {line.name: line.value for line in step_volume(config, layout, "course")}
     predicted = {name: layout.world_size * value for name, value in lines.items()}
-    # what the calculator leaves out: three numbers a token for the loss; routers and norms added up
+    # what the calculator leaves out: three numbers per token for the loss; routers and norms summed
     each = 4 * 2 * (layout.tp - 1)
     whole = (2 * config.num_layers + 1) * D + moe_layers * E * D
     predicted["tp"] += each * (3 * tokens * layout.dp + whole)

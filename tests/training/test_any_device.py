@@ -150,7 +150,7 @@ def test_the_model_trains_and_generates(name, recompute):
 
 
 def test_experts_on_one_device_choose_by_values():
-    """Who visits whom is not known. (ExpertParallel spreads the visits evenly.)"""
+    """The routes are not known. (ExpertParallel spreads the visits evenly.)"""
     config = CONFIGS["tied experts"].replace(num_layers=2)
     with without_storage(0, 1) as group, pytest.raises(NoValue, match=r"gpt.py, line \d+"):
         GPT(config, device=group.device)(batch_of(group, config)[0])

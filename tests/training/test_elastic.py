@@ -240,7 +240,7 @@ def one_is_behind(group):
     for _ in range((1, 2, 0)[rank]):
         step_of(module, optimizer)
     step = catch_up(Training(module, optimizer, group), (1, 2, 0)[rank], group)
-    step_of(module, optimizer)  # with the states of rank 1, the next step is that of rank 1
+    step_of(module, optimizer)  # with rank 1's states, the next step is rank 1's
     return step, module.weight.detach()
 
 

@@ -169,7 +169,7 @@ def on_a_grid(config, layout, group):
 @pytest.mark.parametrize("config, layout", GRIDS)
 @pytest.mark.sampled
 def test_what_parallelize_returns_before_and_after_a_step(config, layout):
-    """The step is that of one process on all replicas' rows: values, not just names."""
+    """The step equals one process's on all replicas' rows: values, not just names."""
     _, state = launch(on_a_grid, layout.world_size, (config, layout)).results[0]
     single = Layout(micro_batch_size=1, num_micro_batches=1)
     same_names = launch(on_a_grid, 1, (config, single)).results[0][1]
@@ -201,7 +201,7 @@ def bytes_sent(rank, group):
 
 
 def test_each_part_is_sent_once_to_who_needs_it():
-    """Beside what the ranks tell each other in words."""
+    """Except what the ranks tell each other in words."""
     size = 4
     run = launch(bytes_sent, size, (0,))
     numel = sum(t.numel() for t in GPT(CONFIG.replace(tied_embedding=False)).state_dict().values())

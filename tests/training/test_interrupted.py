@@ -1,5 +1,5 @@
 """A caught exception in forward or backward leaves nothing behind: after `zero_grad()` the next
-step is that of a training in which nothing was raised, or says that the model must be rebuilt."""
+step is as if nothing had been raised, or it says that the model must be rebuilt."""
 
 import pytest
 import torch

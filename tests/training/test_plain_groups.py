@@ -1,5 +1,5 @@
-"""Every public function that takes a group does with a plain one of torch.distributed what it does
-with that of a launch."""
+"""Every public function that takes a group does the same with a plain torch.distributed group as
+with a launch's group."""
 
 import importlib
 import inspect
@@ -532,7 +532,7 @@ def public_functions_of_a_group():
 
 
 def test_no_function_is_left_out():
-    """What is written for a group of ours is tried with a plain one, or named here."""
+    """Functions that are written for our groups are tried with a plain one, or named here."""
     assert set(public_functions_of_a_group()) <= {*CALLS, *REFUSED, *ELSEWHERE}
 
 

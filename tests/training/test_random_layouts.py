@@ -137,7 +137,7 @@ def walk_on(directory, config, layout, first, group):
 
 
 def random_layout(draw, config):
-    """Any layout of up to 8 ranks that fits the config and ROWS rows a step."""
+    """Draw any layout of up to 8 ranks that fits the config and ROWS rows per step."""
     while True:
         sizes = {axis: draw.choice((1, 2, 2, 4)) for axis in ("pp", "dp", "cp", "tp")}
         sizes["ep"] = draw.choice((1, 2, 4)) if config.num_experts else 1

@@ -1,10 +1,10 @@
 """The random numbers of another CPU: the same draws, other in their last bits.
 
-torch draws normal numbers through a logarithm and a cosine, which it computes otherwise with vector
-instructions than without: a third of all values differ, by up to 3e-6 of themselves and more near 0
-(measured, AVX2 beside none). So does every number that comes of them, in a model's first loss as
-after its last step. Python imports a module of this name at its start if it is on the path, where
-tools/everywhere.py puts it: in pytest, in kernels, in the process that forks ranks.
+torch draws normal numbers through a logarithm and a cosine, which it computes differently with
+vector instructions than without: a third of all values differ, by up to 3e-6 of themselves and more
+near 0 (measured, with and without AVX2). So do all numbers computed from them, from a model's first
+loss to its last step. Python imports a module of this name at its start if it is on the path, and
+tools/everywhere.py puts it there: in pytest, in kernels, in the process that forks ranks.
 """
 
 import importlib.abc

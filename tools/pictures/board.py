@@ -64,7 +64,8 @@ class Board:
         )
 
     def arrow(self, x1, y1, x2, y2, words="", color=INK, width=1.8, bend=0.0, dashed=False):
-        """An arrow to (x2, y2), bent to its left by `bend` pixels, its words beside its middle."""
+        """Draw an arrow to (x2, y2), bent to its left by `bend` pixels, with words at its
+        middle."""
         dx, dy, color = x2 - x1, y2 - y1, DARK.get(color, color)
         length = (dx * dx + dy * dy) ** 0.5
         normal = (dy / length, -dx / length)

@@ -1,4 +1,4 @@
-"""Lesson 02: what naive data parallelism is, and one parameter server beside four."""
+"""Lesson 02: what naive data parallelism is, and one parameter server compared with four."""
 
 from board import BACKWARD, FORWARD, GRAY, MESSAGE, PAPER, RANKS, Board
 

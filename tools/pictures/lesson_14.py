@@ -7,7 +7,7 @@ SIDE = 26
 
 
 def _rows(board, x, y, rows):
-    """Small boxes "sender→expert" one beside the other, in the expert's colour."""
+    """Draw a row of small boxes "sender→expert", in the expert's color."""
     for place, (sender, expert) in enumerate(rows):
         board.box(x + SIDE * place, y, SIDE, 24, f"{sender}→{expert}", RANKS[expert], 11)
 

@@ -1,19 +1,19 @@
 """Who inserts the collectives? Tensors as `A[I_X, J]`, a mesh, and rules that say what is sent.
 
-    notation.py   A[I_X, J_Y]{Z}: which dim is cut over which axis, which sum is still due; parsing
-    moves.py      from one placement to another: what each move sends, and the cheapest way
+    notation.py   A[I_X, J_Y]{Z}: which axes cut which dims, and which sums are due; parsing
+    moves.py      from one placement to another: what each move sends, and the cheapest path
     products.py   A . B -> C: what has to move before and after the local product
-    blocks.py     a chain of products, as an MLP is: the cheapest placements of what is left open
-    on_ranks.py   the same, done: on ranks, with our collectives
+    blocks.py     a chain of products, such as an MLP: the cheapest open placements
+    on_ranks.py   executes plans on ranks, with our collectives
     strategies.py DP, ZeRO-3, TP, SP, EP, 2D, 3D, one line each
 
     plan = product("X[B_dp, F_tp] . W[F_tp, D] -> Y[B_dp, D]", {"dp": 2, "tp": 2}, B=8, F=8, D=4)
     print(plan)                                                  # one all_reduce over tp, its bytes
     run(plan, (x, w), mesh)                                      # on a rank: its piece of Y
 
-What is cut here, JAX calls sharded (PartitionSpec) and DTensor Shard; a sum that is due is
-"unreduced" or Partial there.  Austin et al. 2025, *How to Scale Your Model*, part 3, use a notation
-such as this one.
+JAX says sharded (PartitionSpec) for "cut", and DTensor says Shard; they call a sum that is due
+"unreduced" or Partial.  Austin et al. 2025, *How to Scale Your Model*, part 3, use a similar
+notation.
 """
 
 from .blocks import ATTENTION, MLP, BlockProducts, Found, place

@@ -1,12 +1,12 @@
-"""A chain of products, as an MLP or attention is: which placements of what is left open send least?
+"""A chain of products, such as an MLP or attention: which open placements send the least?
 
-A block is a list of products, forward.  Each has its backward: two more products, which share what
-was moved of the gradient that comes in.  What forward moved is not kept for backward, but moved
-again, as ZeRO-3 and sequence parallelism do.  Tensors that are computed element by element from
-each other, or added up, are placed alike; so is a gradient as what it is the gradient of.
+A block is a list of products, forward.  Each has its backward: two more products, which share the
+moves of the incoming gradient.  Moved inputs are not saved for backward but moved again, as in
+ZeRO-3 and sequence parallelism.  Tensors that are computed elementwise from each other, or added,
+have the same placement; so do a tensor and its gradient.
 
-All placements are tried, in an order that gives up where the bytes so far exceed the best; so what
-`place` finds is the least there is, under these rules and in the memory that it is given.
+The search tries all placements and cuts a branch when its bytes exceed the best so far. So `place`
+finds the minimum under these rules and within the given memory.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .products import ProductPlan, candidates
 @dataclass(frozen=True)
 class BlockProducts:
     """products: forward, as `X[B, D] . V[D, F] -> H[B, F]`, without cuts. alike: names of tensors
-    that are placed alike, dim by dim. weights: names. whole: pairs (tensor, dim) not to be cut.
-    kept: what forward keeps for backward. inside: what never lies in memory as a whole."""
+    with the same placement, dim by dim. weights: names. whole: pairs (tensor, dim) not to be cut.
+    kept: what forward saves for backward. inside: tensors that are never materialized."""
 
     name: str
     products: tuple[str, ...]
@@ -41,7 +41,7 @@ class BlockProducts:
         return [parse(text, {}) for text in self.products]
 
 
-# The GELU between H and G is done element by element, and so is the residual's sum of X and Y.
+# The GELU between H and G is elementwise, and so is the residual's sum of X and Y.
 MLP = BlockProducts(
     "MLP",
     ("X[B, D] . V[D, F] -> H[B, F]", "G[B, F] . W[F, D] -> Y[B, D]"),
@@ -49,8 +49,8 @@ MLP = BlockProducts(
     weights=("V", "W"),
     kept=("X", "H"),
 )
-# U makes queries, keys and values, M = 3 H numbers a head; a key's positions are called T, so that
-# the softmax of P can be seen to need all of them. (P itself is never kept: flash attention.)
+# U makes queries, keys and values, M = 3 H numbers per head. A key's position is called T, to
+# show that the softmax of P needs all of them. (P itself is never stored: flash attention.)
 ATTENTION = BlockProducts(
     "attention",
     (
@@ -68,14 +68,14 @@ ATTENTION = BlockProducts(
 
 @dataclass(frozen=True)
 class Found:
-    """What `place` found. placed: of each tensor; forward, backward: the plans in order."""
+    """The result of `place`. placed: tensor -> placement; forward, backward: plans in order."""
 
     block: str
     placed: dict[str, Placed]
     forward: list[ProductPlan]
     backward: list[tuple[ProductPlan, ProductPlan]]
     sent: int
-    held: int  # bytes a rank, of weights, their gradients and what forward keeps
+    held: int  # bytes per rank: weights, their gradients, saved activations
     tried: int = field(compare=False)
 
     def __str__(self) -> str:
@@ -105,12 +105,12 @@ def place(
     itemsize: int = 4,
     **sizes: int,
 ) -> Found:
-    """The placements with which forward and backward send fewest bytes.
+    """Find the placements with which forward and backward send the fewest bytes.
 
-    Nobody computes what another one computes (`share` of `product`). memory: bytes that a rank may
-    hold of weights, their gradients and what forward keeps. given: placements that are not to be
-    chosen, such as {"X": "X[B_dp, D]"}. sizes: of the dims.
-    Raises ValueError if nothing fits in the memory, or a given name is none of the block's.
+    No rank repeats another rank's computation (`share` of `product`). memory: bytes that a rank
+    may use for weights, their gradients and saved activations. given: placements that are fixed,
+    such as {"X": "X[B_dp, D]"}. sizes: of the dims.
+    Raises ValueError if nothing fits in the memory, or if the block has no tensor of a given name.
     """
     check_numbers({**mesh, "itemsize": itemsize, **sizes})
     search = CutSearch(block, dict(mesh), memory, dict(given or {}), itemsize, sizes)
@@ -127,7 +127,7 @@ def place(
 
 
 class CutSearch:
-    """Products in order; of each the placements that are still open, the cheapest first."""
+    """Go through the products in order; try each one's open placements, cheapest first."""
 
     def __init__(self, block, mesh, memory, given, itemsize, sizes):
         self.block, self.mesh, self.memory, self.itemsize = block, mesh, memory, itemsize
@@ -153,7 +153,7 @@ class CutSearch:
         self.all |= {name: self.choices(name) for name in block.weights}
 
     def choices(self, name: str) -> list[Placed]:
-        """What is open for a tensor, and all that are placed like it."""
+        """Return the open placements of a tensor and of all tensors with the same placement."""
         if name in self.given:
             return [Placed(name, tuple(zip(self.dims[name], self.given[name])))]
         return [
@@ -163,12 +163,12 @@ class CutSearch:
         ]
 
     def as_placed(self, name: str, chosen: Mapping[str, Placed]) -> Placed:
-        """A tensor, cut where the one is cut that it is placed like."""
+        """Place a tensor like the tensor whose placement it shares."""
         cuts = chosen[self.like.get(name, name)].cuts
         return Placed(name, tuple((dim, axes) for dim, (_, axes) in zip(self.dims[name], cuts)))
 
     def held(self, placed: Mapping[str, Placed]) -> int:
-        """Bytes a rank, of what is placed so far."""
+        """Return the bytes per rank of the tensors placed so far."""
         bytes_of = {
             name: self.itemsize * math.prod(at.local_shape(self.sizes, self.mesh))
             for name, at in placed.items()
@@ -177,7 +177,7 @@ class CutSearch:
         return kept + sum(2 * bytes_of.get(name, 0) for name in self.block.weights)
 
     def go_on(self, number: int, chosen: dict, sent: int, steps: list) -> None:
-        """Place what the product of this number still leaves open, and go on to the next."""
+        """Choose the open placements of product `number`, and go on to the next product."""
         if number == len(self.block.products):
             self.tried += 1
             if self.best is None or sent < self.best[0]:
@@ -215,7 +215,7 @@ class CutSearch:
 
 @cache
 def cheapest_step(inputs, result, sizes, mesh, itemsize) -> tuple[int, ProductPlan, tuple] | None:
-    """(bytes, the product's plan, the two plans of its backward) that send least together."""
+    """Return (bytes, the product's plan, its backward's two plans) with the least sum of bytes."""
     dims, axes = dict(sizes), dict(mesh)
     needed = {dim for each in (*inputs, result) for dim in each.dims}
     dims = {dim: dims[dim] for dim in dims if dim in needed}
@@ -238,7 +238,7 @@ def fewest(plans: Iterator[ProductPlan]) -> ProductPlan | None:
 def by_way_of_gradient(
     plans: Iterator[ProductPlan], place: int
 ) -> dict[tuple, tuple[int, ProductPlan]]:
-    """{moves of the gradient that comes in, which is input `place`: (the plan that sends fewest
+    """Return {moves of the incoming gradient, which is input `place`: (the plan that sends fewest
     bytes besides, these bytes)}."""
     best: dict = {}
     for plan in plans:
@@ -250,7 +250,7 @@ def by_way_of_gradient(
 
 
 def together(pair) -> tuple[int, ProductPlan, ProductPlan]:
-    """Bytes of two plans, where a move of the gradient that both make is made once."""
+    """Return the bytes of two plans that share the moves of the gradient."""
     (way, (others, plan)), (way_too, (others_too, plan_too)) = pair
     moved = sum(move.sent for move in dict.fromkeys((*way, *way_too)))
     return others + others_too + moved, plan, plan_too

@@ -1,15 +1,15 @@
-"""From one placement of a tensor to another: five moves, and the cheapest way through them.
+"""From one placement of a tensor to another: five moves, and the cheapest path through them.
 
-    move            from               to                 a rank sends, of N bytes*
+    move            from               to                 bytes per rank, as a part of N*
     slice           A[I]               A[I_X]             nothing: it keeps its piece
     all_gather      A[I_X]             A[I]               (n - 1)/n
     reduce_scatter  A[I]{X}            A[I_X]             (n - 1)/n
     all_reduce      A[I]{X}            A[I]               2 (n - 1)/n
     all_to_all      A[I_X, J]          A[I, J_X]          (n - 1)/n
 
-* of what the collective is about on one rank: what comes out of an all_gather, what goes into the
-others (calculators/costs.py).  n: ranks along X.  Where X_Y cut a dim, Y goes first.  A sixth move
-is missing, the permutation, by which A[I_X] becomes A[I_Y] for (n - 1)/n of a piece: XLA has it.
+* N: the tensor of the collective on one rank, the output of an all_gather and the input of the
+others (calculators/costs.py).  n: ranks along X.  If X_Y cut a dim, Y moves first.  A sixth move,
+the permutation from A[I_X] to A[I_Y] for (n - 1)/n of a piece, is missing here: XLA has it.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ class Move:
         return f"{self.op} {'*'.join(self.axes)}: {self.before} -> {self.after}"
 
     def seconds(self, machine: Hardware | str, mesh: Mapping[str, int]) -> float:
-        """As a ring on the links that the axes use: the last axes of the mesh are inside a node."""
+        """Return the time as a ring on the axes' links: the last axes of the mesh are inside a
+        node."""
         if not self.sent:
             return 0.0
         machine, size = hardware(machine), math.prod(mesh[axis] for axis in self.axes)
         names = list(mesh)
         first = min(map(names.index, self.axes))
-        spans = math.prod(mesh[name] for name in names[first:])  # neighbours that it reaches over
+        spans = math.prod(mesh[name] for name in names[first:])  # distance between its neighbors
         inside = spans <= machine.devices_per_node
         link = machine.node_link(self.op) if inside else machine.network_link()
         cost = getattr(costs, self.op)(self.nbytes, size, link=link, **ring_of(self.op))
@@ -63,7 +64,7 @@ def ring_of(op: str) -> dict[str, str]:
 def moves(
     at: Placed, sizes: Mapping[str, int], mesh: Mapping[str, int], itemsize: int
 ) -> Iterator[Move]:
-    """Everything that one step can do with a tensor that is placed so."""
+    """Return every move that is possible from this placement."""
     local = itemsize * math.prod(at.local_shape(sizes, mesh))
 
     def left(dim: str) -> int:
@@ -99,9 +100,9 @@ def moves(
 def cheapest_way(
     start: Placed, end: Placed, sizes: Mapping[str, int], mesh: Mapping[str, int], itemsize: int = 4
 ) -> tuple[Move, ...]:
-    """The moves from `start` to `end` that send fewest bytes; of equals the fewest moves.
+    """Return the moves from `start` to `end` that send fewest bytes; of equals the fewest moves.
 
-    Raises ValueError where none leads there: no move makes summands of what is whole.
+    Raises ValueError if there is no path: no move turns a whole tensor into summands.
     """
     found = ways_from(start, frozen(sizes), frozen(mesh), itemsize).get(end)
     if found is None:
@@ -118,7 +119,7 @@ def frozen(numbers: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
 
 @cache
 def ways_from(start: Placed, sizes: tuple, mesh: tuple, itemsize: int) -> dict[Placed, tuple]:
-    """The cheapest moves from one placement to each other that can be reached (Dijkstra 1959)."""
+    """Return the cheapest moves from one placement to all reachable ones (Dijkstra 1959)."""
     sizes, mesh = dict(sizes), dict(mesh)
     reached: dict[Placed, tuple] = {}
     number = 0  # so that equals are taken in the order in which they were found

@@ -3,7 +3,7 @@
 A[I, J]        every rank has all of A
 A[I_X, J]      dim I is cut into as many pieces as axis X has ranks, in the order of the axis
 A[I_X_Y, J]    cut over X, and each piece once more over Y
-A[I, J]{X}     each rank along X has a summand of A: the sum over X is still due
+A[I, J]{X}     each rank along X has a term of A: the sum over X is still due
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EXAMPLE = "write A[I_X, J] . B[J, K] -> C[I_X, K], or A[I_X, J] -> A[I, J]"
 @dataclass(frozen=True)
 class Placed:
     """How the ranks of a mesh hold a tensor. cuts: a pair (dim, axes that cut it) for each dim, in
-    order. due: the axes over which each rank has a summand only."""
+    order. due: the axes along which each rank has only a term of a sum."""
 
     name: str
     cuts: tuple[tuple[str, Axes], ...]
@@ -40,11 +40,11 @@ class Placed:
 
     @property
     def used(self) -> frozenset[str]:
-        """The axes along which ranks hold different things."""
+        """Return the axes along which ranks hold different data."""
         return self.due.union(*(axes for _, axes in self.cuts))
 
     def with_cut(self, dim: str, axes: Axes) -> Placed:
-        """The same, but for the axes that cut one dim."""
+        """Return the same placement with other axes for one dim."""
         return Placed(
             self.name,
             tuple((d, axes if d == dim else its) for d, its in self.cuts),
@@ -55,7 +55,7 @@ class Placed:
         return Placed(self.name, self.cuts, frozenset(due))
 
     def local_shape(self, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of a rank's piece. sizes: of the dims; mesh: of the axes."""
+        """Return the shape of a rank's piece. sizes: of the dims; mesh: of the axes."""
         return tuple(sizes[dim] // ways(axes, mesh) for dim, axes in self.cuts)
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class Placed:
 
 
 def ways(axes: Axes, mesh: Mapping[str, int]) -> int:
-    """Into how many pieces these axes cut."""
+    """Return the number of pieces into which these axes cut."""
     number = 1
     for axis in axes:
         number *= mesh[axis]
@@ -73,11 +73,11 @@ def ways(axes: Axes, mesh: Mapping[str, int]) -> int:
 
 
 def parse(text: str, mesh: Mapping[str, int]) -> tuple[list[Placed], Placed]:
-    """`A[I_X, J] . B[J, K] -> C[I_X, K]` -> (the tensors that go in, the one that comes out).
+    """Parse `A[I_X, J] . B[J, K] -> C[I_X, K]` -> (the input tensors, the output tensor).
 
-    One tensor may go in, which is then moved to another placement, or two, which are multiplied
-    and summed over the dims that the result has not; `.`, `@` and `·` mean the same.  Raises
-    ValueError with one sentence for what cannot be.
+    One input tensor is moved to another placement. Two are multiplied and summed over the dims
+    that the result does not have; `.`, `@` and `·` mean the same.  Raises
+    ValueError with one sentence for an impossible expression.
     """
     left, arrow, right = text.partition("->")
     if not arrow:
@@ -104,13 +104,13 @@ def one_tensor(text: str, mesh: Mapping[str, int]) -> Placed:
         cuts.append((dim, tuple(axes)))
     summed = [axis.strip() for axis in due.split(",")] if due else []
     check_axes(text.strip(), cuts, summed, mesh)
-    wide = [axis for axis, size in mesh.items() if size > 1]  # one rank cuts nothing
+    wide = [axis for axis, size in mesh.items() if size > 1]  # an axis of one rank cuts nothing
     cuts = [(dim, tuple(axis for axis in axes if axis in wide)) for dim, axes in cuts]
     return Placed(name, tuple(cuts), frozenset(axis for axis in summed if axis in wide))
 
 
 def check_axes(text: str, cuts: list, summed: list[str], mesh: Mapping[str, int]) -> None:
-    """Raises ValueError for a dim or an axis that stands there twice, or is not in the mesh."""
+    """Raise ValueError for a dim or an axis that appears twice, or is not in the mesh."""
     dims = [dim for dim, _ in cuts]
     for dim in dims:
         if dims.count(dim) > 1:
@@ -131,7 +131,7 @@ def check_axes(text: str, cuts: list, summed: list[str], mesh: Mapping[str, int]
 
 
 def check_dims(inputs: list[Placed], result: Placed) -> None:
-    """Raises ValueError where dims appear from nowhere or vanish without a partner."""
+    """Raise ValueError for dims that only the result or only one input has."""
     known = {dim for each in inputs for dim in each.dims}
     if new := [dim for dim in result.dims if dim not in known]:
         raise ValueError(f"{result} has a dim {new[0]} that is in none of {listed(inputs)}")
@@ -148,7 +148,8 @@ def check_dims(inputs: list[Placed], result: Placed) -> None:
 def check_sizes(
     tensors: list[Placed], sizes: Mapping[str, int], mesh: Mapping[str, int]
 ) -> dict[str, int]:
-    """The sizes of these dims; ValueError for one that is missing, or not divided by its axes."""
+    """Return the sizes of these dims; ValueError if one is missing, or its axes do not divide
+    it."""
     for each in tensors:
         for dim, axes in each.cuts:
             if dim not in sizes:
@@ -160,7 +161,7 @@ def check_sizes(
 
 
 def check_numbers(numbers: Mapping[str, int]) -> None:
-    """Raises ValueError for a size of a dim, an axis or a number that is no integer from 1 on."""
+    """Raise ValueError for a size of a dim, an axis or a number that is not an integer >= 1."""
     for name, value in numbers.items():
         whole(name, value)
 
@@ -172,7 +173,7 @@ def listed(tensors: list[Placed]) -> str:
 def placements(
     name: str, dims: tuple[str, ...], mesh: Mapping[str, int], sizes: Mapping[str, int]
 ) -> Iterator[Placed]:
-    """Every way to cut a tensor over the axes of a mesh, as far as they divide its dims."""
+    """Yield every way to cut a tensor over the axes of a mesh that divide its dims."""
     axes = [axis for axis, size in mesh.items() if size > 1]
     for choice in itertools.product((None, *dims), repeat=len(axes)):
         chosen = [[a for a, c in zip(axes, choice) if c == dim] for dim in dims]

@@ -1,4 +1,4 @@
-"""A plan, carried out on ranks with the course's own collectives."""
+"""Execute a plan on ranks with the course's own collectives."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .products import ProductPlan
 def run(
     plan: ProductPlan, tensors: Sequence[Tensor], mesh: Mesh, once: dict[Move, Tensor] | None = None
 ) -> Tensor:
-    """This rank's pieces of what goes in -> its piece of the result; all ranks of the mesh call it.
+    """Compute this rank's piece of the result from its input pieces; all ranks of the mesh call it.
 
-    once: what other plans with the same tensors have moved; what is there is not moved again.
-    Raises ValueError for a mesh or a piece that is not as the plan has it.
+    once: tensors that other plans have already moved; they are not moved again.
+    Raises ValueError for a mesh or a piece that does not fit the plan.
     """
     check_pieces(plan, tensors, mesh)
     moved, once = [], {} if once is None else once
@@ -40,14 +40,14 @@ def run(
 
 
 def multiply(plan: ProductPlan, a: Tensor, b: Tensor) -> Tensor:
-    """The local product: sum over the dims that the result has not."""
+    """Compute the local product: sum over the dims that the result does not have."""
     number = {dim: place for place, (dim, _) in enumerate(plan.sizes)}
     places = [[number[dim] for dim in each.dims] for each in (*plan.inputs, plan.result)]
     return torch.einsum(a, places[0], b, places[1], places[2])
 
 
 def carry_out(move: Move, x: Tensor, mesh: Mesh) -> Tensor:
-    """One move of this rank's piece."""
+    """Execute one move of this rank's piece."""
     group, before, after = mesh[move.axes], move.before.axes_of, move.after.axes_of
     fewer = [i for i, dim in enumerate(move.before.dims) if len(after(dim)) < len(before(dim))]
     more = [i for i, dim in enumerate(move.before.dims) if len(after(dim)) > len(before(dim))]
@@ -64,8 +64,8 @@ def carry_out(move: Move, x: Tensor, mesh: Mesh) -> Tensor:
 
 
 def piece(whole: Tensor, placed: Placed, mesh: Mesh) -> Tensor:
-    """This rank's piece of a tensor that all ranks have. Raises ValueError for a sum still due:
-    there are many ways to take a sum apart."""
+    """Return this rank's piece of a tensor that all ranks have. Raises ValueError if a sum is due,
+    because it can be split into terms in many ways."""
     if placed.due:
         raise ValueError(f"{placed} is not the piece of a tensor: give each rank its summand")
     for dim, (_, axes) in enumerate(placed.cuts):

@@ -1,17 +1,17 @@
-"""A product of two tensors on a mesh: what moves before, what a rank multiplies, what moves after.
+"""A product of two tensors on a mesh: moves before, a local product, moves after.
 
-Along each axis of the mesh the ranks of one local product differ in one dim, or in nothing:
+Along each axis of the mesh, the ranks' local products differ in one dim, or in nothing:
 
     they differ in     A . B -> C                                  then C is
     a dim of A and C   A[I_X, J] . B[J, K]                         C[I_X, K]
     a dim of B and C   A[I, J] . B[J, K_X]                         C[I, K_X]
     a dim of both      A[I, J_X] . B[J_X, K]                       C[I, K]{X}, a sum still due
-    a summand of one   A[I, J]{X} . B[J, K]                        C[I, K]{X}
-    nothing            A[I, J] . B[J, K]                           C[I, K], computed by all alike
+    a term of one      A[I, J]{X} . B[J, K]                        C[I, K]{X}
+    nothing            A[I, J] . B[J, K]                           C[I, K], replicated work
 
-The first four rules are all there is; everything else is a move before or after (moves.py).  The
-plan is the choice, axis by axis, that sends fewest bytes; of equals the one with the fewest
-collectives, then with the least to multiply.  Nothing is guessed: all choices are tried.
+The first four rules are complete; everything else is a move before or after (moves.py).  The plan
+is the choice, axis by axis, that sends fewest bytes; of equals the one with the fewest
+collectives, then with the least to multiply.  It does not guess: it tries all choices.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .notation import Placed, check_numbers, check_sizes, parse, ways
 
 @dataclass(frozen=True)
 class Local:
-    """What a rank multiplies: its placements of the one or two inputs and of what comes out."""
+    """What a rank multiplies: its placements of the one or two inputs and of the output."""
 
     inputs: tuple[Placed, ...]
     result: Placed
@@ -56,26 +56,27 @@ class ProductPlan:
 
     @property
     def collectives(self) -> list[Move]:
-        """The moves that send something, in order."""
+        """Return the moves that send something, in order."""
         return [move for move in self.moves if move.op != "slice"]
 
     @property
     def sent(self) -> int:
-        """Bytes that all ranks of the mesh send together."""
+        """Return the bytes that all ranks of the mesh send together."""
         return sum(move.sent for move in self.moves)
 
     @property
     def sent_by_a_rank(self) -> float:
-        """Bytes: the mean over the ranks, and what each sends where a ring's chunks are equal."""
+        """Return the mean bytes per rank; every rank sends this if a ring's chunks are equal."""
         return self.sent / math.prod(size for _, size in self.mesh)
 
     @property
     def flops(self) -> int:
-        """Of one rank: two for each product of two numbers. Its share, if all axes cut a dim."""
+        """Return one rank's FLOPs: two per product of two numbers. Its share, if all axes cut a
+        dim."""
         return flops_of(self.local, dict(self.sizes), dict(self.mesh))
 
     def seconds(self, machine: Hardware | str) -> float:
-        """One thing after the other on a machine: the moves as rings, and the product."""
+        """Return the time on a machine without overlap: the moves as rings, and the product."""
         machine = hardware(machine)
         moved = sum(move.seconds(machine, dict(self.mesh)) for move in self.moves)
         return moved + self.flops / machine.device.gemm_rate
@@ -102,11 +103,11 @@ def told(move: Move) -> str:
 def product(
     expression: str, mesh: Mapping[str, int], itemsize: int = 4, share: bool = False, **sizes: int
 ) -> ProductPlan:
-    """The plan of `A[I_X, J] . B[J, K] -> C[I, K]`, or of `A[I_X, J] -> A[I, J]`, which only moves.
+    """Plan `A[I_X, J] . B[J, K] -> C[I, K]`, or `A[I_X, J] -> A[I, J]`, which only moves.
 
-    mesh: sizes of the axes, the last one joins neighbours. itemsize: bytes of a number. share:
-    along each axis ranks multiply different things, so that nobody does what another one does.
-    sizes: of the dims.  Raises ValueError with one sentence for what cannot be.
+    mesh: sizes of the axes; the last axis joins neighbors. itemsize: bytes per number. share:
+    along each axis ranks must multiply different data, so that no work is repeated.
+    sizes: of the dims.  Raises ValueError with one sentence for an impossible expression.
     """
     check_numbers({**mesh, "itemsize": itemsize, **sizes})
     inputs, result = parse(expression, mesh)
@@ -126,7 +127,7 @@ def product(
 
 
 def by_bytes(plan: ProductPlan) -> tuple[int, int, int, int]:
-    """Fewest bytes; of equals the fewest collectives, then the least to multiply."""
+    """Sort by bytes; of equals by number of collectives, then by the local product's size."""
     return plan.sent, len(plan.collectives), plan.flops, len(plan.moves)
 
 
@@ -150,7 +151,7 @@ def candidates(
     itemsize: int = 4,
     share: bool = False,
 ) -> Iterator[ProductPlan]:
-    """Every way to compute it: one for each choice of what ranks differ in along each axis."""
+    """Yield every plan: one for each choice of what ranks differ in along each axis."""
     dims, axes = frozen(sizes), frozen(mesh)
     from_inputs = [ways_from(each, dims, axes, itemsize) for each in inputs]
     for local in locals_of(inputs, result, sizes, mesh, share):
@@ -161,7 +162,8 @@ def candidates(
 
 
 def locals_of(inputs, result, sizes, mesh, share) -> tuple[Local, ...]:
-    """Every product of pieces: what the ranks differ in, axis by axis, by the rules above."""
+    """Return every product of pieces: what the ranks differ in, axis by axis, by the rules
+    above."""
     wholes = [
         Placed(each.name, tuple((dim, ()) for dim in each.dims)) for each in (*inputs, result)
     ]
@@ -171,7 +173,7 @@ def locals_of(inputs, result, sizes, mesh, share) -> tuple[Local, ...]:
 
 @cache
 def products_of_pieces(wholes, summands, sizes, mesh, share) -> tuple[Local, ...]:
-    """The same for all tensors of these dims. summands: the axes along which an input has them."""
+    """Return the products for all tensors of these dims. summands: axes with terms of an input."""
     sizes, mesh, (*inputs, result) = dict(sizes), dict(mesh), wholes
     axes = [axis for axis, size in mesh.items() if size > 1]
     found = []
@@ -181,7 +183,7 @@ def products_of_pieces(wholes, summands, sizes, mesh, share) -> tuple[Local, ...
             for axis in axes
         )
     ):
-        role = dict(zip(axes, choice))  # of each axis: a dim, which input has summands, or nothing
+        role = dict(zip(axes, choice))  # axis -> a dim, which input has terms, or nothing
         cut_by = [[axis for axis in axes if role[axis] == dim] for dim in sizes]
         for orders in itertools.product(*map(itertools.permutations, cut_by)):
             order = dict(zip(sizes, orders))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 MESH = {"dp": 2, "tp": 4}
 CUBE = {"x": 2, "y": 2, "z": 2}
-# B: tokens; E: experts, each with room for as many tokens.
+# B: tokens; E: experts, each with room for the same number of tokens.
 SIZES = {"B": 256, "D": 128, "F": 512, "E": 8}
 STRATEGIES = (
     ("DP, a gradient", MESH, "X[B_dp, D] . dH[B_dp, F_tp] -> dW[D, F_tp]"),

@@ -97,7 +97,7 @@ class Groups(Measured):
         off = [rank for rank in sorted({*every, *count}) if count[rank] != (rank in every)]
         if off:
             there = f"is in {count[off[0]]} of yours" if off[0] in every else "does not exist"
-            return f"Along {axis} every rank is in exactly one group: rank {off[0]} {there}."
+            return f"Along {axis}, every rank must be in exactly one group: rank {off[0]} {there}."
         other = next((a for a in AXES if a != axis and sorted(mine) == self.expected[a]), None)
         if other:
             return f"These are the groups along {other}: which axis is the outermost? pp, then dp."
@@ -109,11 +109,11 @@ class Groups(Measured):
                 "tp has to be innermost: rank + 1 is the next tp rank, so that tp stays in a node."
             )
         if sorted(map(sorted, mine)) == self.expected[axis]:
-            return "The groups are right, but a group lists its ranks in rising order."
+            return "The groups are right, but each group must list its ranks in rising order."
         return (
             f"Along {axis}, ranks differ in {axis} only. rank = ((pp * DP + dp) * CP + cp) * TP + "
-            "tp: how far apart are two neighbours along each axis? (As many ranks as the axes "
-            "inside of it have together.)"
+            "tp: how far apart are two neighbors along each axis? (By the product of the sizes of "
+            "the axes inside it.)"
         )
 
 
@@ -242,24 +242,24 @@ class Steps(Measured):
         line = next(line for line in [*self.traffic(), *self.groups()] if not line.ok)
         axis = line.what.split()[-1]
         if "groups of" in line.what:
-            return f"The axes have another order: {axis} joins the wrong ranks."
+            return f"The order of the axes differs: {axis} joins the wrong ranks."
         sent, expected = self.sent_over(axis), self.predicted()[axis]
         said = (
             f"{'More' if sent > expected else 'Less'} was sent over {axis} than this layout needs. "
         )
         if axis == "pp" and self.layout.sequence_parallel:
             return said + (
-                "With sequence parallelism a stage hands on the tokens of its tp rank only, "
+                "With sequence parallelism a stage sends only its tp rank's tokens, "
                 "[b, S/(cp tp), D] of a micro-batch: is shard_model given pair=SEQUENCE, and "
                 "activation that shape?"
             )
         if axis == "pp" and sent < expected and self.layout.tp > 1:
             return said + (
-                "This layout asks for no sequence parallelism: a stage hands on all tokens of its "
+                "This layout has no sequence parallelism: a stage sends all tokens of its "
                 "part, [b, S/cp, D], and shard_model is given pair=TENSOR."
             )
         return said + (
-            "Does every rank hold and compute its own part only? Are the groups those of "
+            "Does every rank hold and compute its own part only? Do the groups match "
             "Mesh(group, **layout.axes)?"
         )
 
@@ -302,7 +302,7 @@ class Steps(Measured):
         values, right = self.values(step, what), self.expected[step][what]
         swapped = {round(self.expected[step][1 - what], 6)}
         if values == swapped and self.values(step, 1 - what) == {round(right, 6)}:
-            return "Loss and norm have changed places: step returns (loss, norm)."
+            return "Loss and norm are swapped: step returns (loss, norm)."
         if step == 0:
             return (self.about_norms if what else self.about_losses)(step, values, right)
         if what == 1 and len(values) == 1 and min(values) > right:
@@ -313,7 +313,7 @@ class Steps(Measured):
         if what == 1:
             return self.about_norms(step, values, right)
         return (
-            "Loss and norm of the first step are right, but then the ranks go elsewhere: did every "
+            "Loss and norm of the first step are right, but then the ranks diverge: did every "
             f"rank clip by the same norm (a norm below {MAX_NORM} is left as it is), and step all "
             "that it holds"
             + "? With sequence parallelism, norms see S/tp of the tokens: finish_gradients adds up."
@@ -325,8 +325,8 @@ class Steps(Measured):
         if len(values) > 1:
             return (
                 "The ranks report different losses: the loss of the batch is the sum over all its "
-                "tokens, over dp, cp and micro-batches, divided by how many count. Who has other "
-                "tokens? All of dp and cp: is each sum taken over both?"
+                "tokens, over dp, cp and micro-batches, divided by how many count. Which have "
+                "other tokens? All of dp and cp: is each sum taken over both?"
             )
         micros = self.layout.num_micro_batches
         if micros > 1 and round(micros * min(values), 5) == round(right, 5):
@@ -335,7 +335,7 @@ class Steps(Measured):
                 f"its {micros} micro-batches, and each of these is already a share of the sum."
             )
         return (
-            "All ranks agree, but on another loss. Rows end in padding, so ranks have different "
+            "All ranks agree, but on a wrong loss. Rows end in padding, so ranks have different "
             "numbers of tokens: a mean of the ranks' means is not the mean. And with cp, do "
             "positions and targets move with their tokens?"
         )
@@ -381,7 +381,7 @@ EXERCISES = [
         answer=(answers.groups_of_ranks,),
         refuses=functions_of(mesh) | {Grid.groups, Grid.coordinates},
         hints=[
-            "Where does rank r sit? Divide by the innermost size: the remainder is its tp index, "
+            "Where is rank r? Divide by the innermost size: the remainder is its tp index, "
             "the quotient goes on to cp, then dp, then pp.",
             "Two ranks are in one group along an axis if all their other indices are equal: put "
             "rank by rank into a dict whose key is the tuple of the other indices.",

@@ -199,7 +199,7 @@ class Served(Measured):
         right = f"{sum(self.right)} of {len(self.right)} workers"
         everyone = f"{len(self.right)} of {len(self.right)} workers"
         return [
-            Line("the parameters of their time for", right, everyone, all(self.right)),
+            Line("pulls answered with the right parameters for", right, everyone, all(self.right)),
             yes("each pull answered after the right request", self.in_time),
             yes("all updates in the table", self.table_right),
             yes("updates returned as (worker, staleness)", all(map(self.told, self.pairs))),
@@ -223,13 +223,13 @@ class Served(Measured):
                 f"A pull was answered too {'early' if early else 'late'}. A pull begins a step of "
                 "its worker, which is answered as soon as this worker has begun at most "
                 f"bound={self.case.bound} steps more than the one that has begun the fewest, of "
-                "those that have not left. Who has not begun has begun 0."
+                "those that have not left. A worker that has not begun has begun 0 steps."
             )
         if not self.in_time:
             return "With bound=None nobody waits: answer each pull at once."
         if not self.table_right or not all(self.right):
             return (
-                "The table is not what all updates have made of it: at each push, "
+                "The table is not the result of all updates: at each push, "
                 "table[rows] = update(table[rows], gradients), in place, once."
             )
         wrong = next(pairs for pairs in self.pairs if not self.told(pairs))
@@ -240,7 +240,7 @@ class Served(Measured):
             return "Each Applied names the worker whose push it was, in the order of the pushes."
         return (
             "The staleness is off. It is the number of updates that have been made since this "
-            "worker's pull was answered, its own not counted."
+            "worker's pull was answered, its own excluded."
         )
 
     @staticmethod
@@ -255,10 +255,10 @@ class Served(Measured):
             return ""
         return (
             "everyone waits. A pull that had to wait has to be looked at again after every "
-            "request: a step that another worker begins, or its leaving, may be what it waited "
-            "for. With bound=0 nobody is ahead, but all may be in the same step. Who has not begun "
-            "has begun 0: with bound=1 nobody's first step waits for it. Who has left is waited "
-            "for no more, and when all have, the server returns.\n"
+            "request: it may have waited for a step of another worker, or for that worker to "
+            "leave. With bound=0 no worker is ahead, but all may be in the same step. A worker "
+            "that has begun no step counts as 0: with bound=1 no first step waits for it. Nobody "
+            "waits for a worker that has left, and when all have left, the server returns.\n"
         )
 
 
@@ -280,11 +280,11 @@ class Touched:
         )
 
     def batch(self, worker: int) -> Tensor:
-        """[B, S]; of those of one rank, some come twice."""
+        """[B, S]; some tokens of one rank occur twice."""
         return (torch.tensor(self.tokens) + worker).view(2, -1)
 
     def gradient(self, worker: int) -> Tensor:
-        """Of an embedding: its rows are 0 but for those of the tokens; one of these is 0, too."""
+        """Of an embedding: only the tokens' rows are not 0, and even one of these is 0."""
         gradient = torch.zeros(self.vocabulary, self.width, dtype=self.dtype)
         rows = self.batch(worker).unique()
         gradient[rows] = (rows[:, None] + torch.arange(self.width)).to(self.dtype) + 100 * worker
@@ -340,7 +340,7 @@ class Pushed(Measured):
                 "tokens, not by what is not 0."
             )
         if right and list(self.pushes) != self.wanted_pushes:
-            return "A server that keeps none of the rows is to hear nothing: no empty push."
+            return "Send no empty push: a server without any of the rows must get no message."
         if right:
             return (
                 f"Right, but {self.sent:,} bytes were sent where {self.wanted:,} do: push the rows "
@@ -354,9 +354,7 @@ class Pushed(Measured):
         if self.sent < self.wanted:
             return "Wrong tables, and fewer rows than the batch has touched: go by all tokens."
         if self.case.servers == 1:
-            return (
-                "The rows may be right, what is pushed for them is not: gradient[rows], as it is."
-            )
+            return "The rows may be right, but the pushed gradients are not: push gradient[rows]."
         return (
             "Wrong tables. With k servers, row r of the gradient belongs to server r % k, where it "
             "is row r // k."
@@ -366,9 +364,7 @@ class Pushed(Measured):
     def raised(error: str) -> str:
         if "index" not in error or "out of" not in error:
             return ""
-        return (
-            "a server has no row of that number: row r lies on server r % k, as its row r // k.\n"
-        )
+        return "a server has no row of that number: row r is on server r % k, as its row r // k.\n"
 
 
 # ---- the outer step -----------------------------------------------------------------------------
@@ -421,14 +417,14 @@ class Stepped(Measured):
                 before - lr * (total + beta * m_total),
                 m_total,
             ),
-            "The sign is turned round: a change is before - now, and the step goes against it, "
+            "The sign is wrong: a change is before - now, and the step goes against it, "
             "as against a gradient.": (
                 before + lr * (change - beta * (beta * momentum - change)),
                 beta * momentum - change,
             ),
             "The change goes into the momentum with a weight of 1, not of 1 - beta: momentum = "
             "beta * momentum + change.": (before - lr * (change + beta * m_ema), m_ema),
-            "lr belongs into the step, not into the momentum.": (
+            "lr belongs in the step, not into the momentum.": (
                 before - (lr * change + beta * m_lr),
                 m_lr,
             ),
@@ -461,7 +457,7 @@ class Stepped(Measured):
             if all(self.are(found, known) for found in self.results):
                 return hint
         if self.size > 1 and not self.sent:
-            return "Nothing was sent: what the ranks have changed has to be averaged."
+            return "Nothing was sent: the ranks' changes have to be averaged."
         if not all(self.are(found, self.expected) for found in self.results):
             return (
                 "Wrong step. With the mean change d of all ranks: m = beta m + d, and the "
@@ -469,7 +465,7 @@ class Stepped(Measured):
             )
         return (
             f"Right, but {self.sent:,} bytes were sent where {self.wanted:,} do: one all-reduce, "
-            "of what was changed. `before` and the momentum are alike on all ranks."
+            "of what was changed. `before` and the momentum are equal on all ranks."
         )
 
 
@@ -494,7 +490,7 @@ EXERCISES = [
             "every request, look at all waiting pulls.",
             "A pull: steps[worker] += 1, and it waits. A push: recv the gradients, table[rows] = "
             "update(table[rows], gradients), note Applied. Leaving: forget the worker's steps. "
-            "Then answer whoever may go: bound is None, or steps[worker] - the fewest steps <= "
+            "Then answer all that may go on: bound is None, or steps[worker] - the fewest steps <= "
             "bound, where a worker that has not begun has 0. It may push or leave all the same.",
         ],
         skeleton="""\
@@ -557,7 +553,7 @@ def push_touched(gradient, tokens, num_servers, group):
         ],
         Stepped,
         hints=[
-            "before - now is what this rank's steps have changed, with the sign of a gradient. "
+            "before - now is the change made by this rank's steps, with the sign of a gradient. "
             "Average that, and take one step of SGD with Nesterov's momentum.",
             "change = all_reduce(before - now, group, op='mean'); momentum = beta * momentum + "
             "change; the step is lr * (change + beta * momentum).",

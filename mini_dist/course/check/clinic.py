@@ -27,8 +27,8 @@ from .form import stays_inside
 from .watch import calls_of, learners
 
 DISEASES = {
-    "skipped collective": "a rank leaves out one collective that the others enter",
-    "swapped group order": "ranks speak in two groups, and not all in the same order",
+    "skipped collective": "a rank skips one collective that the others enter",
+    "swapped group order": "ranks communicate in two groups, but not all in the same order",
     "uneven batches": "a rank has fewer batches than the others",
     "wrong dtype": "a rank sends numbers of another type",
     "diverged weights": "nothing fails, but a rank trains another model than the others",
@@ -166,16 +166,16 @@ def diagnoses() -> dict[str, tuple[str, tuple[int, ...]]]:
 
 # What speaks against a diagnosis, by what the patient really has.
 AGAINST = {
-    "skipped collective": "Two ranks met in one operation with different shapes: they are at "
+    "skipped collective": "Two ranks met in one operation with different shapes: they have reached "
     "different parameters. Which shape comes first in a step, which second, and which rank is "
     "already at the next one?",
-    "swapped group order": "All four wait, nobody has returned, and no two ranks disagree on an "
-    "operation that they share. Write down who waits for whom: it is a ring. Then ask which two "
+    "swapped group order": "All four wait, no rank has returned, and no two ranks disagree on an"
+    "operation that they share. Write down which rank waits for which: a ring. Then ask which two "
     "ranks belong to one group of each axis.",
-    "uneven batches": "Somebody has returned, and what the others wait for can no longer come. "
+    "uneven batches": "A rank has returned, and the message that others wait for will never come. "
     "Nobody disagrees about anything: up to there all did the same.",
     "wrong dtype": "The shapes that met are equal; read what stands before the brackets.",
-    "diverged weights": "It came to its end. Look at what the ranks should have alike after each "
+    "diverged weights": "It ran to the end. Look at what should be equal on all ranks after each "
     "step: .results[rank][step][1].",
 }
 
@@ -234,7 +234,7 @@ class Clinic(Asked):
 
 
 def grade(name: str, sick: Patient, answer) -> tuple[Line, str]:
-    """Measured beside expected without saying what is right, and a hint."""
+    """Compare measured and expected without giving the answer, and add a hint."""
     if form := mistake_of_form(answer):
         line = Line(f"patient {name}", answer, "(disease, rank or ranks)", False)
         return line, f"Patient {name}: give (disease, rank or ranks), {form}."
@@ -260,7 +260,7 @@ def mistake_of_form(answer) -> str:
         return f"with one of {', '.join(map(repr, DISEASES))}, not {disease!r}"
     several = isinstance(ranks, Iterable) and not isinstance(ranks, str)
     if not all(isinstance(rank, Integral) for rank in (ranks if several else [ranks])):
-        return f"a rank as a number, such as 3, or several as (0, 3), not {ranks!r}"
+        return f"a rank as a number, such as 3, or several ranks as (0, 3), not {ranks!r}"
     return ""
 
 

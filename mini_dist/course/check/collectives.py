@@ -38,8 +38,8 @@ MAY_USE = functions_of(messages) | {
 }
 DO_THE_WORK = functions_of(collectives, ops, data_parallel) - MAY_USE
 
-# Up to this size whole numbers, and sums of them over 8 ranks, are exact in any order; and those of
-# a type with more digits are not exact in one with fewer.
+# Up to this size whole numbers, and sums of them over 8 ranks, are exact in any order. Numbers of a
+# type with more digits are not exact in a type with fewer.
 LARGEST = {torch.float64: 2**49, torch.int64: 2**58, torch.bfloat16: 2**4}
 
 
@@ -71,8 +71,8 @@ class Case:
         return [self.input(rank) for rank in range(size)]
 
 
-# The first case is the one whose numbers are shown. The others change little at a time: the number
-# of ranks, and the dtype or the kind of numbers. One rank is a group, too.
+# The first case is the one whose numbers are shown. The others change one thing at a time: the
+# number of ranks, the dtype, or the kind of numbers. A group of one rank is also a case.
 FIRST, INTEGERS, ALONE = (4, Case((1000,))), (2, Case((10,), torch.int64)), (1, Case((5,)))
 EQUAL = [FIRST, (3, Case((6,))), INTEGERS, (5, Case((10,), torch.bfloat16)), ALONE]
 # A reduce-scatter has to bear what does not divide, and fewer numbers than ranks.
@@ -107,8 +107,8 @@ def trial(fn, case: Case, group):
 
 
 class Collective(Measured):
-    """What all of them are measured by. An exercise says what every rank should have in the end
-    (`values`), what it may send (`nbytes`), in how many rounds, and its own mistakes."""
+    """Measure all collectives in the same way. An exercise defines the result of every rank
+    (`values`), the bytes it may send (`nbytes`), the number of rounds, and its typical mistakes."""
 
     is_a_ring = True
 
@@ -197,7 +197,7 @@ class Collective(Measured):
             yield "A rank returned None: every rank has to return its result."
         for result, x in zip(self.results, self.inputs):
             if not isinstance(result, torch.Tensor):
-                yield f"A rank returned a {type(result).__name__}: one tensor is asked for."
+                yield f"A rank returned a {type(result).__name__}: return one tensor."
             if result.dtype != x.dtype:
                 yield (
                     f"x is {x.dtype}, your result {result.dtype}. New tensors take their dtype "
@@ -221,8 +221,8 @@ class Collective(Measured):
             return too_few_bytes(sum(self.by_rank), sum(self.wanted))
         others = " and ".join(sorted(self.dtypes - {x}))
         return (
-            f"x is {x}, and you send {others}. What travels has the dtype of x: another one costs "
-            "more bytes, or loses digits. And who receives knows the length; nobody has to tell it."
+            f"x is {x}, and you send {others}. Send the dtype of x: another dtype costs "
+            "more bytes, or loses digits. And the receiver knows the length, so do not send it."
         )
 
     def from_anyone(self) -> str:
@@ -277,18 +277,18 @@ class Collective(Measured):
     def means(self) -> str:
         if self.size == 1 or not self.results_are([each / self.size for each in self.expected]):
             return ""
-        return "These are means. The sum is asked for; who wants the mean can divide."
+        return "These are means. Return the sum; a caller who wants the mean can divide."
 
     def no_way_through(self) -> str:
         """Where no message goes, or all of them go to one rank."""
         if self.size > 1 and self.input_bytes and not any(self.by_rank):
-            return "No rank sent anything, so no rank can know of the others' numbers."
+            return "No rank sent anything, so no rank can know the others' numbers."
         if self.hub is None or not self.input_bytes:
             return ""
         return (
             f"Every message goes to or from rank {self.hub}. Its link carries "
             f"{max(self.by_rank):,} bytes and the others wait for it. In a ring every rank only "
-            "talks to its neighbours."
+            "talks to its neighbors."
         )
 
     def both_ways(self) -> str:
@@ -350,7 +350,7 @@ class ReduceScatter(Collective):
             )
         yield self.means()
         if n > 1 and self.results_are([sums(self.inputs)] * n):
-            yield "Every rank returns the whole sum. Rank r is only asked for chunk r of it."
+            yield "Every rank returns the whole sum. Rank r should return only chunk r of it."
         for shift in range(1, n):
             if self.results_are(self.expected[shift:] + self.expected[:shift]):
                 yield (
@@ -401,25 +401,25 @@ class AllGather(Collective):
         if not all(self.right) and all(map(self.has_all_parts, self.results)):
             yield (
                 "The parts are all there, but not in rank order: rank 0 has "
-                f"{self.parts_of(self.results[0])}. Put what started on rank s at place s."
+                f"{self.parts_of(self.results[0])}. Put the part that started on rank s at index s."
             )
         once_a_round = set(self.messages) == {self.rounds_wanted()}
         if once_a_round and max(self.by_rank) > max(self.wanted):
             yield (
                 "You pass on everything that you have so far. Pass on only what came in the round "
-                "before: the rest, your neighbour already has."
+                "before: your neighbor already has the rest."
             )
         yield self.both_ways()
         if not self.to_neighbours:
             yield (
                 "Each rank sends its part to every other rank. The bytes are right, but every "
-                "link is used, also the slow ones. In a ring a part is passed on from neighbour "
-                "to neighbour."
+                "link is used, including the slow ones. In a ring a part is passed on from "
+                "neighbor to neighbor."
             )
         yield self.too_slow() or self.wrong_number() or self.wrong_shape()
         if not all(self.right):
             yield (
-                "Some parts are there twice, others not at all. Send on what you *received*, not "
+                "Some parts appear twice, others not at all. Send on what you *received*, not "
                 "your own."
             )
 
@@ -452,15 +452,15 @@ class AllReduce(Collective):
         n = self.size
         yield self.no_way_through()
         if n > 2 and sum(self.right) == 1:
-            yield f"Only rank {self.right.index(True)} has the sum: everyone needs it."
+            yield f"Only rank {self.right.index(True)} has the sum: every rank needs it."
         if n > 2 and all(self.right) and sum(self.messages) <= self.rounds:
             yield (
-                "The tensor goes down the line whole, so one rank works at a time and the others "
+                "The whole tensor goes down the line, so one rank works at a time and the others "
                 "wait. Cut it into chunks that are all on their way at once."
             )
         if self.whole_tensors():
             yield (
-                f"You send whole tensors round: {max(self.by_rank):,} bytes a rank. In a ring of "
+                f"You send whole tensors round: {max(self.by_rank):,} bytes per rank. In a ring of "
                 f"chunks it is 2 (n-1)/n of one tensor, {self.wanted[0]:,} bytes."
             )
         yield self.means()
@@ -469,10 +469,10 @@ class AllReduce(Collective):
             yield "You stopped half-way: rank r has the sum of chunk r. Now gather the chunks."
         yield self.both_ways()
         if not self.to_neighbours:
-            yield "The values travel to several ranks. In a ring you only send to your neighbour."
+            yield "The values travel to several ranks. In a ring you only send to your neighbor."
         turned = (torch.cat(chunks[k:] + chunks[:k]) for k in range(1, n))
         if not all(self.right) and any(self.results_are([whole] * n) for whole in turned):
-            yield "All the sums are there, but the chunks are in another order than in x."
+            yield "All the sums are right, but the chunks are not in x's order."
         yield self.too_slow() or self.wrong_shape()
         if not all(self.right):
             yield "Scatter the sums first (exercise 1), then gather them (exercise 2)."
@@ -499,7 +499,7 @@ class Doubling(Collective):
         if all(self.right):
             if self.case.rounding and not self.same_bits:
                 yield (
-                    "Each rank adds in another order, so the last bits differ (lesson 03, section "
+                    "Each rank adds in its own order, so the last bits differ (lesson 03, section "
                     "10). Partners rank ^ d add the same two numbers."
                 )
             if self.to_neighbours and n > 2:
@@ -563,7 +563,7 @@ class AllToAll(Collective):
         if all(self.right) and max(self.by_rank) > max(self.wanted):
             yield (
                 "The values are right, but parts travel through the hands of ranks that do not "
-                "need them, and are paid for each time. Send part d to rank d directly."
+                "need them, and each hop costs bytes. Send part d to rank d directly."
             )
         yield self.too_slow()
         if all(self.right):
@@ -572,19 +572,17 @@ class AllToAll(Collective):
             yield "Every rank returns its own x: nothing was exchanged."
         sent_own = [x.tensor_split(n)[rank] for rank, x in enumerate(self.inputs)]
         if self.results_are([torch.cat(sent_own)] * n):
-            yield "You send the part with *your* number to everyone. Rank d is to get part d."
+            yield "You send the part with *your* number to everyone. Rank d should get part d."
         arrived = [[(rank - k) % n for k in range(n)] for rank in range(n)]
         if self.results_are([self.parts_for(*each) for each in enumerate(arrived)]):
-            yield (
-                "The parts are all there, in the order in which they came. Put them in rank order."
-            )
+            yield ("All parts arrived, but they are in order of arrival. Put them in rank order.")
         if min(self.messages) < n - 1:
             yield (
                 f"Each rank has something for {n - 1} others; it sent {min(self.messages)} "
                 "messages."
             )
         yield self.wrong_shape() or (
-            "Part d of rank s belongs at place s of rank d's result. What is at place s of yours?"
+            "Part d of rank s belongs at index s of rank d's result. What is at index s of yours?"
         )
 
 
@@ -692,7 +690,7 @@ def doubling_all_reduce(x, group):
         hints=[
             "Cut x into n parts: part d is for rank d, and your own part stays with you. In round "
             "k exchange with two ranks: send to the one k further, receive from the one k before.",
-            "Put what comes from rank s at place s of a list; torch.cat(list) is the result.",
+            "Put the part from rank s at index s of a list; torch.cat(list) is the result.",
         ],
         skeleton="""\
 def all_to_all(x, group):

@@ -50,7 +50,7 @@ class Numbers:
         return (self.scale * torch.tensor(VALUES, dtype=self.dtype)).repeat(TRIES, 1)
 
 
-SHAPES = [(), (0,), (3,), (2, 3, 4)]  # that x may have, too
+SHAPES = [(), (0,), (3,), (2, 3, 4)]  # x may also have these
 
 
 @dataclass(eq=False)
@@ -105,12 +105,12 @@ class Rounding(Measured):
         off = f"{self.off:.3f}"
         right = self.off <= ROOM
         lines = [
-            yes("whole numbers next to x", self.next_to),
+            yes("integers next to x", self.next_to),
             Line("largest error of a mean over all tries", off if not right else room, room, right),
-            yes("the same lots give the same numbers", self.same),
+            yes("the same random numbers give the same result", self.same),
             yes("other lots give others", self.moves),
             yes("the next call draws new ones", self.goes_on),
-            line("shapes of x that come out otherwise", self.seen.odd, []),
+            line("shapes of x with a wrong result", self.seen.odd, []),
             yes("no other random numbers are drawn", self.seen.untouched),
         ]
         if self.together > TOGETHER:
@@ -123,7 +123,7 @@ class Rounding(Measured):
             return "Return a tensor with x's shape and dtype: whole numbers, still as floats."
         found, x = self.seen.found, self.x
         if self.moves and torch.equal(found, found[:1].expand_as(found)):
-            return "One lot for all: each element needs its own, torch.rand(x.shape, ...)."
+            return "Each element needs its own random number: torch.rand(x.shape, ...)."
         for rounding, name in (
             (torch.round, "round"),
             (torch.floor, "floor"),
@@ -131,39 +131,39 @@ class Rounding(Measured):
         ):
             if torch.equal(found, rounding(x)):
                 return (
-                    f"This is {name}: 0.3 becomes 0 every time, and what is lost is lost for good. "
-                    "Let a lot decide: torch.rand(x.shape, generator=lots)."
+                    f"This is {name}: 0.3 becomes 0 every time, and the rest is lost forever. "
+                    "Decide at random: torch.rand(x.shape, generator=lots)."
                 )
         whole = bool((found == found.round()).all())
         if whole and self.off > ROOM and self.leans_towards_zero():
             return (
-                "Right above 0 and wrong below it: the part behind the decimal point of -0.3 is "
-                "0.7 above -1. Take floor, not int or trunc, and x - x.floor() for the part."
+                "Right above 0 and wrong below it: the fraction of -0.3 is "
+                "0.7 above -1. Take floor, not int or trunc, and x - x.floor() for the fraction."
             )
         if not self.next_to and whole:
             return (
-                "Some numbers are one or more away from x, or whole ones have been moved: add a "
-                "lot of 0...1 and take the floor. (A lot of -0.5...0.5 goes with round.)"
+                "Some results are one or more away from x, or integers have changed: add a "
+                "random number in 0...1 and take the floor. (For round it would be -0.5...0.5.)"
             )
         if not self.next_to:
-            return "These are no whole numbers: floor the sum of x and the lot."
+            return "These are not integers: floor the sum of x and the random number."
         if self.off > ROOM:
             return (
-                "On the average this is not x: 0.3 is to go up in three of ten cases. A number "
-                "goes up if its lot is below what is behind its decimal point."
+                "The average of this is not x: 0.3 should go up in three of ten cases. A number "
+                "goes up if its random number is below its fraction."
             )
         if self.together > TOGETHER:
-            return "Elements share a lot, so their errors do not cancel: torch.rand(x.shape, ...)."
+            return "Elements share random numbers, so errors add up: torch.rand(x.shape, ...)."
         if self.seen.odd:
-            return f"Right for a matrix, not for x of shape {list(self.seen.odd[0])}: any may come."
+            return f"Right for a matrix, not for x of shape {list(self.seen.odd[0])}: allow any."
         if self.moves and self.same and not self.goes_on:
             return (
-                "A second call with the same generator draws the lots of the first once more: draw "
+                "A second call with the same generator draws the first call's numbers again: draw "
                 "from `lots` itself, without a seed of your own."
             )
         return (
-            "The lots come from elsewhere: pass generator=lots to torch.rand. Then a run can be "
-            "repeated, and dropout draws the numbers that it drew before."
+            "These numbers come from elsewhere: pass generator=lots to torch.rand. Then runs can "
+            "be repeated, and dropout draws the numbers that it drew before."
         )
 
     def leans_towards_zero(self) -> bool:
@@ -273,7 +273,7 @@ class TopK(Measured):
         forgets = self.with_feedback(0.0)
         if self.size > 1 and all(self.same(self.expected, 0, self.size, steps=1)):
             return (
-                "These are sums: divide by the number of all ranks, also at places that only some "
+                "These are sums: divide by the number of all ranks, also at indices that only some "
                 "of them have sent."
             )
         if all(self.same(forgets, 0)) and not all(self.same(self.expected, 0)):
@@ -282,7 +282,7 @@ class TopK(Measured):
                 "what is left of that."
             )
         if all(self.same(self.with_feedback(1.0, lambda x: x), 0, steps=1)):
-            return "The largest in size are asked for, of either sign: whole.abs().topk(k)."
+            return "Choose the largest in size, of either sign: whole.abs().topk(k)."
         if all(self.same(self.expected, 0, steps=1)) and not all(
             self.same(self.expected, 1, steps=1)
         ):
@@ -295,30 +295,30 @@ class TopK(Measured):
             and all(self.same(self.expected, 1, steps=1))
             and not all(self.same(self.expected, 1, steps=2))
         ):
-            return "The rest is right in step 1 only: what is left is of x + error, not of x."
+            return "The rest is right in step 1 only: keep x + error, not x, minus what was sent."
         if self.sent < self.wanted and self.travelled("int8", "int16"):
-            return "Places travel as int32: 16 bits end at 32,767, and tensors are longer."
+            return "Send indices as int32: 16 bits end at 32,767, and tensors are longer."
         if 0 < self.sent < self.wanted and self.travelled("float16", "bfloat16"):
             return too_few_bytes(self.sent, self.wanted)
         if not all(self.same(self.expected, 0)) or not all(self.same(self.expected, 1)):
             return (
-                "Wrong means. Each rank sends its own k places and values; who has all of them "
-                "adds the values up at their places, where several ranks may meet, and divides."
+                "Wrong means. Each rank sends its own k indices and values; a rank with all of "
+                "them adds up the values at their indices, which ranks may share, and divides."
             )
         if self.barriers:
             return NO_BARRIER
         dense = STEPS * 2 * (self.size - 1) * self.case.length * self.itemsize
         if self.sent == dense:
             return (
-                f"Right, but {self.sent:,} bytes were sent, those of the whole gradient: a zero is "
-                "as long as any other number. Send k values and their k places."
+                f"Right, but {self.sent:,} bytes were sent, as for the whole gradient: a zero is "
+                "as long as any other number. Send k values and their k indices."
             )
         if self.sent < self.wanted:
             return too_few_bytes(self.sent, self.wanted)
         places = STEPS * self.size * (self.size - 1) * 4 * self.case.k
         if self.sent == self.wanted + places:
             return (
-                f"Right, but {self.sent:,} bytes were sent where {self.wanted:,} do: places of "
+                f"Right, but {self.sent:,} bytes were sent where {self.wanted:,} do: indices of "
                 "topk are int64. No tensor here has 2^31 elements: send places.int()."
             )
         if self.sent != self.wanted:
@@ -333,7 +333,7 @@ class TopK(Measured):
         if not error.startswith("the ranks do not agree"):
             return ""
         return (
-            "each rank sends k places and k values, neither more nor fewer. Where several elements "
+            "each rank sends k indices and k values, no more, no fewer. If several elements "
             "are as large as the k-th, topk(k) takes some of them, and a comparison takes all.\n"
         )
 
@@ -456,7 +456,7 @@ class Power(Measured):
             return too_few_bytes(self.sent, self.wanted)
         if not all(self.right_means(0)) and self.size > 1 and self.sent < self.wanted:
             return (
-                "Both products must be of all ranks: p from the sum of their x @ q, or each rank "
+                "Both products must cover all ranks: p from the sum of their x @ q, or each rank "
                 "has a p of its own, and then q from the mean of their x.T @ p."
             )
         if not all(self.right_means(0) + self.right_means(1)):
@@ -465,7 +465,7 @@ class Power(Measured):
                 "x.T @ p, averaged. The mean is p @ q.T."
             )
         if not all(self.right_qs()):
-            return "The mean is right, but the q that is returned is not the one that made it."
+            return "The mean is right, but the returned q is not the q that it was made with."
         if self.sent < self.wanted:
             return too_few_bytes(self.sent, self.wanted)
         if self.sent > self.wanted:
@@ -495,10 +495,10 @@ EXERCISES = [
         again=False,
         scales=False,  # a rounding decides which way, or which of two that tie
         hints=[
-            "0.3 is to become 1 in three of ten cases. A lot u is anything from 0 to 1, each as "
-            "likely: how often is it below 0.3?",
-            "torch.rand(x.shape, generator=lots, dtype=x.dtype) gives each element a lot. x plus "
-            "its lot reaches the next whole number just as often as it should: floor the sum.",
+            "0.3 should become 1 in three of ten cases. Let u be uniform from 0 to 1, each value "
+            "as likely: how often is it below 0.3?",
+            "torch.rand(x.shape, generator=lots, dtype=x.dtype) gives each element its u. x + u "
+            "reaches the next integer exactly as often as it should: floor the sum.",
         ],
         skeleton="""\
 def round_by_lot(x, lots):
@@ -522,11 +522,11 @@ def round_by_lot(x, lots):
         answer=(answers.top_k_with_feedback,),
         scales=False,  # a rounding decides which way, or which of two that tie
         hints=[
-            "whole = x + error is what is owed. Its k places: whole.abs().topk(k).indices. What "
-            "must travel so that everyone can add up everyone's k values?",
+            "whole = x + error is what is due. Its k indices: whole.abs().topk(k).indices. What "
+            "must travel so that every rank can add up all ranks' k values?",
             "all_gather(places.int(), group) and all_gather(whole[places], group), [n k] each; "
             "torch.zeros_like(x).index_add(0, all_places, all_values) adds them up. What is left "
-            "is whole with 0 at the own places.",
+            "is whole with 0 at this rank's own indices.",
         ],
         skeleton="""\
 def top_k_with_feedback(x, error, k, group):

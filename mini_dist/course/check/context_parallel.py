@@ -81,7 +81,7 @@ def merge_trial(fn, case: Scores, group):
             "head dim, give it one with [..., None]."
         )
     if {tensor.dtype for tensor in came} != {case.dtype}:
-        raise Complaint(f"What comes in {case.dtype} is returned in it, too: .to(a.out.dtype).")
+        raise Complaint(f"Return {case.dtype}, the dtype of a and b: .to(a.out.dtype).")
     return *came, all(map(torch.equal, (*a, *b), given))
 
 
@@ -118,7 +118,7 @@ class Merged(Measured):
     def mistake(self) -> str:
         out, lse, (a, b, whole) = self.out, self.lse, (self.a, self.b, self.whole)
         if not self.kept:
-            return "You wrote into a or b. Whoever called still needs them: make new tensors."
+            return "You wrote into a or b. The caller still needs them: make new tensors."
         if not (out.isfinite().all() and lse.isfinite().all()):
             return (
                 "There is inf or nan. exp(lse) overflows for large scores, and 0 * inf is nan. "
@@ -152,7 +152,7 @@ class Merged(Measured):
         if self.is_(lse, a.lse + b.lse):
             return "lse is a logarithm of a sum, so the two do not add up: log(e^a + e^b)."
         if self.is_(lse, torch.maximum(a.lse, b.lse)):
-            return "The lse is that of the larger one only: log(e^a + e^b), torch.logaddexp."
+            return "The lse covers only the larger one: log(e^a + e^b), torch.logaddexp."
         return "The output is right, the lse is not: log(e^a + e^b). The next merge needs it."
 
 
@@ -238,7 +238,7 @@ def ring_trial(fn, case: Ring, group) -> Ringed:
 
 
 def soon(happens: Callable[[], bool], seconds: float = 2) -> bool:
-    """Whether it has happened; where the learner has threads beside this one, they get time."""
+    """Return whether it has happened; if the learner has other threads, give them time."""
     deadline = time.monotonic() + seconds
     while not happens() and threading.active_count() > 1 and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -251,13 +251,13 @@ def not_a_step(came, block, rows) -> str:
     if not sent and block is None:
         return (
             "A rank sent nothing in a step in which it has nothing to attend to (block is None). "
-            "The ranks after it need these keys all the same: pass kv on in every step."
+            "The ranks after it still need these keys: pass kv on in every step."
         )
     if not sent:
         return "Nothing was sent. In each step kv leaves for the rank after."
     if any(row[6] is None for row in rows):  # nobody has waited for it
         return (
-            "You returned before the messages were through: wait(handles) after add_block, for "
+            "You returned before the messages had arrived: wait(handles) after add_block, for "
             "what arrives and for what leaves."
         )
     if are_two(came, (tuple, list), Tensor) and are_two(came[0], Tensor, Tensor):
@@ -296,7 +296,7 @@ class Step(Measured):
             line("who sends to whom", arrows(self.pairs), arrows(self.ring)),
             self.backend_line(),
             line("what it was given is untouched", all(r.kept for r in self.results), True),
-            line("and let go of afterwards", all(r.let_go for r in self.results), True),
+            line("and released afterwards", all(r.let_go for r in self.results), True),
             line("they travel while the kernel works", self.overlapped, True),
         ]
 
@@ -304,7 +304,7 @@ class Step(Measured):
     def raised(error: str) -> str:
         if "be contiguous" not in error:
             return ""
-        return "a message is a tensor whose numbers lie side by side: .contiguous() makes one.\n"
+        return "a message must be contiguous in memory: .contiguous() makes one.\n"
 
     def mistake(self) -> str:
         size, ledger, sent = self.size, self.run.ledger, self.of_rank
@@ -315,8 +315,8 @@ class Step(Measured):
         if self.pairs != self.ring:
             if self.pairs == {(target, source) for source, target in self.ring}:
                 return (
-                    "Your ring turns the other way: keys come from the rank *after*. The blocks "
-                    "you are given are those of keys that come from the rank before: send to "
+                    "Your ring runs the other way: keys come from the rank *after*. The blocks "
+                    "you are given belong to keys that come from the rank before: send to "
                     "(rank + 1)."
                 )
             return "In a ring each rank sends to the rank after it only, (rank + 1) % size."
@@ -335,7 +335,7 @@ class Step(Measured):
             )
         if not all(result.kept for result in self.results):
             return (
-                "You received into kv itself. It is still being attended to, and still on its way "
+                "You received into kv itself. It is still being attended to, and still in flight "
                 "to the rank after: receive into a tensor of its own, torch.empty_like(kv)."
             )
         if not all(self.came):
@@ -368,8 +368,8 @@ class Step(Measured):
                 "its own: a rank would soon hold the keys and values of all ranks."
             )
         return (
-            "Right values, right bytes, but nothing travels while the kernel works: then each step "
-            "takes the time of the hop *and* that of the kernel. start(...) the messages, attend, "
+            "Right values, right bytes, but nothing travels while the kernel works, so each step "
+            "takes the time of the hop *plus* the kernel's. start(...) the messages, attend, "
             "and only then wait(...) for them."
         )
 
@@ -394,10 +394,10 @@ def order_trial(fn, case: Tokens, group) -> list[list[int]]:
     came, length = plain(fn(case.seq_len, case.size)), case.seq_len // case.size
     rows = list(came) if isinstance(came, (list, tuple)) else []
     if [len(row) for row in rows if isinstance(row, (list, tuple))] != [length] * case.size:
-        raise Complaint(f"Return a table with {case.size} rows (one a rank) of {length} positions.")
+        raise Complaint(f"Return a table with {case.size} rows (1 per rank) of {length} positions.")
     rows = [list(row) for row in rows]
     if not all(isinstance(position, int) for row in rows for position in row):
-        raise Complaint("Positions are whole numbers: // divides without a rest, / gives floats.")
+        raise Complaint("Positions are whole numbers: // gives whole numbers, / gives floats.")
     return rows
 
 
@@ -487,7 +487,7 @@ EXERCISES = [
             "divide by the sum of both sums: "
             "out = (e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b).",
             "First lse = torch.logaddexp(a.lse, b.lse). Then the share of b is "
-            "(b.lse - lse).exp(), which cannot overflow, and that of a alike. "
+            "(b.lse - lse).exp(), which cannot overflow; the share of a likewise. "
             "They need [..., None] to multiply an output.",
         ],
         skeleton="""\

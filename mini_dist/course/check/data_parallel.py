@@ -119,14 +119,13 @@ class Averages(Measured):
             return self.of_the_backend("Go through rank 0: gather, average, star_broadcast.")
         if not self.kept:
             return (
-                "You changed the weights. They are the optimizer's business: it is the "
-                "*gradients*, parameter.grad, that are to be averaged, between backward and its "
-                "step."
+                "You changed the weights. Leave them to the optimizer: average the "
+                "*gradients*, parameter.grad, between backward and its step."
             )
         if not self.frozen:
             return "A parameter whose grad was None has one now. Frozen parameters are left alone."
         if any(found[i] is None for found in self.found for i in range(len(means)) if i != FROZEN):
-            return "A parameter that had a gradient has none any more: put the mean in its place."
+            return "A parameter that had a gradient no longer has one: put the mean in its place."
         if self.all_are([size * mean for mean in means]):
             return (
                 "These are sums. The loss of each rank is a mean over its part of the batch, so "
@@ -141,9 +140,7 @@ class Averages(Measured):
         if size > 1 and self.right == [True] + [False] * (size - 1):
             return "Only rank 0 has the means. Broadcast them."
         if size > 1 and self.right == [False] + [True] * (size - 1):
-            return (
-                "Everyone has the means but rank 0 itself: it, too, needs them in parameter.grad."
-            )
+            return "Everyone has the means but rank 0 itself: it also needs them in parameter.grad."
         if wrong_dtype := mistake_of_dtype(self.run, self.case.dtype, sum(self.wanted)):
             return wrong_dtype
         wrong = [i for i in range(len(means)) if i != FROZEN and not self.right_for(i)]

@@ -68,8 +68,8 @@ class Timeout(Measured):
                 "that is longer than the timeout."
             )
         return (
-            f"It is never wrong too often, but longer than it need be: {self.expected} s gives "
-            f"{self.case.alarms(self.expected)} false alarms of {self.most} that are allowed. A "
+            f"It is wrong rarely enough, but longer than necessary: {self.expected} s gives "
+            f"{self.case.alarms(self.expected)} false alarms of {self.most} allowed. A "
             "silence as long as the timeout is no alarm yet."
         )
 
@@ -131,9 +131,9 @@ class Shared(Measured):
                 "more seconds, the fewer samples."
             )
         return (
-            f"A step takes {self.case.step(self.found):g} s, and {self.best:g} s can be had. "
+            f"A step takes {self.case.step(self.found):g} s, and {self.best:g} s is possible. "
             "Shares in proportion to speed are not whole numbers, and which way to round matters: "
-            "give the next sample to the device that would be done with it first."
+            "give the next sample to the device that would finish it first."
         )
 
 
@@ -203,7 +203,7 @@ class Rebuilt(Measured):
         bound = f"at most {self.most}"
         return [
             on_ranks("in a group of the living, in their order", self.groups),
-            on_ranks("the state of who has come furthest", self.states),
+            on_ranks("the state of the rank with the most steps", self.states),
             on_ranks("its number of steps", self.steps),
             Line("bytes of state sent", self.large, bound, self.large <= self.most),
         ]
@@ -211,23 +211,23 @@ class Rebuilt(Measured):
     def mistake(self) -> str:
         if not all(self.groups):
             return (
-                "The new group is to have all ranks of `group` that are not in `dead`, in their "
+                "The new group must have all ranks of `group` that are not in `dead`, in their "
                 "order, and no others: Members(group, alive)."
             )
         if not all(self.steps):
             return (
                 f"The steps differ: some have done {self.step}, others fewer, and all go on at "
-                f"{self.step}, the most. Whoever has done it had everybody's gradient."
+                f"{self.step}, the most. A rank that did this step had every gradient."
             )
         if not all(self.states):
             return (
-                "The state is to be that of a rank which has done the most steps, to the last bit "
-                "and in its own dtype: not the mean, and not that of the first rank. Its place in "
+                "The state must be the one of a rank that has done the most steps, to the last bit "
+                "and in its own dtype: not the mean, and not the first rank's. Its place in "
                 "the *new* group is the root of the broadcast."
             )
         return (
             f"Right, but {self.large:,} bytes of state were sent, and {self.most:,} do: first find "
-            "out who has come furthest, by one number of each rank, then broadcast its state."
+            "out which rank has the most steps, by one number per rank, then broadcast its state."
         )
 
     @staticmethod
@@ -255,7 +255,7 @@ EXERCISES = [
         ],
         Timeout,
         hints=[
-            "Which timeouts are worth a look? Between two of the observed silences the number of "
+            "Which timeouts matter? Between two of the observed silences the number of "
             "alarms does not change, so the answer is one of them.",
             "Sort the silences. A timeout equal to one of them is wrong for those that are longer, "
             "not for itself. Take the shortest for which these are at most allowed * n.",
@@ -306,9 +306,9 @@ def shares(batch_size, seconds):
         ],
         Rebuilt,
         hints=[
-            "Who is alive? range(group.size()) without the dead. Members(group, alive) is a group "
-            "of these. From then on speak in this group only.",
-            "All-gather the steps, one number of each rank: the largest one's place is the root "
+            "The living: range(group.size()) without the dead. Members(group, alive) is a group "
+            "of these. From then on communicate in this group only.",
+            "All-gather the steps, one number per rank: the index of the largest is the root "
             "from which the state is broadcast.",
         ],
         skeleton="""\

@@ -83,7 +83,7 @@ class Counts:
 
 
 # The first shows the numbers. Then other ranks, a rank that sends nothing and an expert that nobody
-# visits; so many rows that an unstable sort mixes them up; and a group of one.
+# visits; enough rows that an unstable sort mixes them up; and a group of one.
 CASES = [
     (2, Counts(((3, 0, 2, 1), (1, 4, 2, 2)))),
     (3, Counts(((1, 2, 0), (0, 0, 0), (2, 0, 0)), 5, F32)),
@@ -180,13 +180,11 @@ class Journey(Measured):
     @staticmethod
     def raised(error: str) -> str:
         if "view size is not compatible" in error:
-            return (
-                "rows need not lie side by side in memory: .reshape takes them, .view does not.\n"
-            )
+            return "rows need not be contiguous in memory: .reshape takes them, .view does not.\n"
         if "_splits=" in error or error.startswith("the ranks do not agree"):
             return (
-                "what a rank sends to rank r are its rows for the experts of rank r; what it gets "
-                "from rank r, rank r alone knows: its counts for this rank's experts. A sum over "
+                "a rank sends rank r its rows for the experts of rank r; what it gets "
+                "from rank r only rank r knows: its counts for this rank's experts. A sum over "
                 "the ranks does not say it, an all_to_all of the counts does.\n"
             )
         return ""
@@ -253,8 +251,8 @@ class There(Journey):
             foreign = [expert for _, expert in found if expert // per_rank != rank]
             if foreign:
                 return (
-                    f"Rank {rank} got rows for expert {foreign[0]}, which lives on rank "
-                    f"{foreign[0] // per_rank}: with {per_rank} experts a rank, rank r has the "
+                    f"Rank {rank} got rows for expert {foreign[0]}, which is on rank "
+                    f"{foreign[0] // per_rank}: with {per_rank} experts per rank, rank r has the "
                     f"experts r * {per_rank} to (r + 1) * {per_rank} - 1. The counts of rank r's "
                     "experts stand together: counts.view(n, -1)."
                 )
@@ -263,11 +261,11 @@ class There(Journey):
                 return f"Rank {rank} got {len(found)} rows, and should have {len(wanted)}."
         if all(found == sorted(found, key=lambda owner: owner[0]) for found in self.owners):
             return (
-                "All rows are where they belong, in the order in which they came: by rank. An "
+                "All rows are on the right rank, in the order in which they came: by rank. An"
                 "expert wants its rows in one piece, so sort them by expert before you return them."
             )
         return (
-            "All rows are where they belong, but in another order. Sort by expert, and leave the "
+            "All rows are on the right rank, but in another order. Sort by expert, and leave the "
             "rows of one expert in the order in which they came: argsort(stable=True)."
         )
 
@@ -296,18 +294,18 @@ class Back(Journey):
             if len(found) != len(self.after[rank]):
                 return (
                     f"Rank {rank} returned {len(found)} rows, and sent out "
-                    f"{len(self.after[rank])}. What it received then it sends now: the two splits "
-                    "change places."
+                    f"{len(self.after[rank])}. It sends now what it received then: the two splits "
+                    "are exchanged."
                 )
             if any(owner is None or owner[0] != rank for owner in found):
                 return (
                     f"Rank {rank} has answers to rows of other ranks. Before they go back, they "
-                    "must stand as they came: first those from rank 0, then those from rank 1. "
-                    "`by_expert` sorted them, so undo that: out[dispatched.by_expert] = answers."
+                    "must be in the order of arrival: first the rows from rank 0, then from rank "
+                    "1. `by_expert` sorted them, so undo that: out[dispatched.by_expert] = answers."
                 )
         if not all(self.right):
             return (
-                "Every answer is back at its rank, but not at the place of its row. Undo the "
+                "Every answer is back at its rank, but not at the index of its row. Undo the "
                 "sorting before the rows go: out[dispatched.by_expert] = answers, and not "
                 "answers[dispatched.by_expert]."
             )
@@ -336,7 +334,7 @@ class Tokens:
     dtype: torch.dtype = F64
 
     def __str__(self) -> str:
-        return f"{self.num_tokens} tokens a rank, {self.num_experts} experts, top {self.top_k}"
+        return f"{self.num_tokens} tokens per rank, {self.num_experts} experts, top {self.top_k}"
 
     def logits(self, rank: int) -> Tensor:
         """Each rank's tokens prefer experts of their own: alone no rank is balanced."""
@@ -377,7 +375,7 @@ class Balance(Measured):
         share = self.visits / self.visits.sum()
         means = [part.mean(0) for part in decision.probabilities.detach().chunk(size)]
         self.losses = [case.num_experts * (share * mean).sum() for mean in means]
-        # The mean over ranks of their gradients is that of the whole.
+        # The mean over the ranks of their gradients is the gradient of the whole.
         gradients = [size * gradient for gradient in torch.autograd.grad(whole, logits)]
         self.whole, (self.found, counts, found) = whole.detach(), zip(*self.results)
         self.right = [*map(near, self.found, self.losses)]
@@ -409,7 +407,7 @@ class Balance(Measured):
         if size > 1 and self.are(alone):
             return (
                 "This is the loss of each rank's own tokens. Each rank's tokens crowd one expert, "
-                "and all ranks together are almost even: add up the visits of all ranks first."
+                "but all ranks together are almost even: add up the visits of all ranks first."
             )
         if size > 1 and self.are([torch.stack(alone).mean()] * size):
             return (
@@ -428,7 +426,7 @@ class Balance(Measured):
         for factor, says in (
             (1 / case.num_experts, "The factor E is missing: even routing should give 1."),
             (case.top_k, "Shares add up to 1: divide the visits by their sum, T k, not by T."),
-            (size, "The visits are those of all ranks, so divide by the sum of all of them."),
+            (size, "The visits count all ranks, so divide by the sum of all of them."),
         ):
             if factor != 1 and self.are([factor * loss for loss in self.losses]):
                 return says
@@ -443,7 +441,7 @@ class Balance(Measured):
                 "mean of `probabilities` must stay attached, and must not go through a collective."
             )
         if not all(self.counted):
-            return "The loss is right, but the visits are not those of all ranks, [E]."
+            return "The loss is right, but the visits, [E], do not count all ranks."
         if sent < self.least:
             return too_few_bytes(sent, self.least)
         return (
@@ -473,7 +471,7 @@ EXERCISES = [
         There,
         hints=[
             "Two all-to-alls. The first carries the counts: afterwards each rank knows how many "
-            "rows come from whom for which of its experts. The second carries the rows.",
+            "rows come from each rank for each of its experts. The second carries the rows.",
             "theirs = all_to_all(counts, group).view(n, -1) is [n, E/n]: from rank r for my expert "
             "e. Row sums are what comes from each rank, column sums the visitors of each expert. "
             "counts.view(n, -1).sum(1) is what goes to each rank.",
@@ -526,7 +524,7 @@ def combine(answers, dispatched, group):
             "Count the visits of this rank's tokens: decision.experts.flatten().bincount("
             "minlength=E). Then let all ranks add theirs.",
             "E * (share * decision.probabilities.mean(0)).sum(), where share is the visits of all "
-            "ranks divided by their sum. Return the visits, too.",
+            "ranks divided by their sum. Also return the visits.",
         ],
         skeleton="""\
 def balance_loss(decision, group):

@@ -1,7 +1,7 @@
 """Exercises of lesson 05: gradients in buckets, and buckets that leave during backward.
 
-Right values are not enough: a bucket a parameter is no bucketing, and an all-reduce that backward
-waits for hides nothing. So calls, their sizes and the moment of handing over are judged, too.
+Right values are not enough: one bucket per parameter is no bucketing, and an all-reduce that
+backward waits for hides nothing. So the calls, their sizes and their times are judged as well.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Bucketing(Measured):
                     return (
                         f"Parameter number {number} (counted from 0), of shape "
                         f"{list(SHAPES[number])}, has a wrong gradient. Cut the bucket in the "
-                        "order and sizes in which you filled it; the last bucket is sent, too, "
+                        "order and sizes in which you filled it; the last bucket is sent as well, "
                         "full or not."
                     )
         return ""
@@ -179,7 +179,7 @@ class Bucketing(Measured):
             return NO_BARRIER
         if self.beside:
             return (
-                f"Beside the averages there is the backend's or library's {self.beside[0]}: to "
+                f"Besides the averages there is the backend's or library's {self.beside[0]}: to "
                 "average each bucket once is enough."
             )
         if not sizes:
@@ -226,7 +226,7 @@ class Bucketing(Measured):
             )
         if sum(sizes) == sum(wanted):
             return (
-                f"The buckets have {sizes} bytes, {wanted} are asked for: go through the "
+                f"The buckets have {sizes} bytes, but should have {wanted}: go through the "
                 "parameters in reverse, and close a bucket where the next one would make it too "
                 "large."
             )
@@ -421,7 +421,7 @@ class Overlapping(Measured):
         found, right = self.found, all(self.right())
         if self.case.crossing and not right:
             return (
-                "The ranks average different buckets with each other: their gradients get ready in "
+                "The ranks average different buckets with each other: their gradients are ready in"
                 "different orders. A bucket that is complete waits until all before it in the list "
                 "have left."
             )
@@ -435,7 +435,7 @@ class Overlapping(Measured):
             )
         if not right and any(left.under_way for left in self.results):
             return (
-                "When your function returns, buckets are still under way: keep what submit "
+                "When your function returns, buckets are still in flight: keep what submit "
                 "returns, and wait for each with .result() after backward."
             )
         if not right:
@@ -454,7 +454,7 @@ class Overlapping(Measured):
             )
         if any(left.waited_for for left in self.results):
             return (
-                "A hook calls .result(), or waits in another way: backward stands still until that "
+                "A hook calls .result(), or waits in another way: backward stops until that "
                 "bucket is averaged, and nothing is hidden. Keep what submit returns, and wait "
                 "after loss.backward()."
             )

@@ -34,7 +34,7 @@ def stays_inside(fn: Callable) -> None:
     code = getattr(inspect.unwrap(fn), "__code__", None)
     if found := sorted(LOOKS_AROUND & {*(words_in(code) if code else ())}):
         raise Complaint(
-            f"Your function uses {found[0]}, by which it could see the judge at work or escape it. "
+            f"Your function uses {found[0]}, which lets it see the judge at work or escape it. "
             "No answer needs that: leave it out."
         )
 

@@ -1,6 +1,6 @@
 """Exercise of lesson 22: what DeepSpeed sends in a step, told from its settings alone.
 
-The oracle is the formula, that of the answer; tests/course/frameworks compares it with the ledger
+The oracle is the answer's formula; tests/course/frameworks compares it with the ledger
 of DeepSpeed's own runs.
 """
 

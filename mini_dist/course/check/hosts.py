@@ -1,7 +1,7 @@
 """Exercises of lesson 26: an all-reduce that spares the uplinks, axes on hosts, exchanged ranks.
 
-What passes an uplink is counted in the traffic matrix of the run: the ranks of an exercise sit on
-the hosts that its case names, wherever they really are.
+The bytes over an uplink are counted in the run's traffic matrix: the ranks of an exercise are on
+the hosts that its case names, wherever they really run.
 """
 
 from __future__ import annotations
@@ -82,27 +82,27 @@ class OnHosts(Measured):
 
     def mistake(self) -> str:
         if self.backend or self.barriers:
-            return self.of_the_backend("Put it together from the three rings.")
+            return self.of_the_backend("Combine the three rings.")
         if not all(alone for _, alone in self.results):
             return "x was changed: work on what the rings return."
         if not all(self.right):
             if any(not isinstance(found, torch.Tensor) for found, _ in self.results):
                 return "Every rank returns the sum, a tensor like x."
             if any(found.shape != self.expected.shape for found, _ in self.results):
-                return "The sum has the shape of x: flatten it for the rings, and view it at last."
+                return "The sum has the shape of x: flatten it for the rings, then reshape."
             return (
                 "Not the sum over all ranks. After the first ring a rank has its chunk summed over "
-                "its host; the ring between hosts is for the ranks that have the same chunk, one a "
-                "host."
+                "its host; the ring between hosts joins the ranks that have the same chunk, one "
+                "per host."
             )
         if max(self.out) < self.wanted:
-            return "Fewer bytes than the sum has digits: numbers travel in the dtype of x."
+            return "These are fewer bytes than the sum needs: numbers travel in the dtype of x."
         flat = 2 * (self.size - 1) * self.nbytes // self.size
         if len({*self.case.hosts}) > 1 and max(self.out) >= flat:
             return (
                 f"{max(self.out):,} bytes leave a host, at least as many as in a single ring of "
                 "all ranks. First add up inside each host, whichever ranks `hosts` puts there; "
-                "across goes what is summed already, and only a rank's own chunk of it."
+                "then send only what is summed, and only a rank's own chunk of it."
             )
         return (
             f"{max(self.out):,} bytes leave the busiest host where {self.wanted:,} do: between "
@@ -154,10 +154,10 @@ class Ordered(Measured):
             return "Return the names of the axes, each once, the outermost first: a tuple."
         sent = [dict(self.case.sent)[axis] for axis in self.order]
         if self.turned == self.best and sent == sorted(sent, reverse=True):
-            return "Turned round: the axis that is named last joins neighbours, inside a host."
+            return "Reversed: the axis that is named last joins neighbors, inside a host."
         return (
             f"{self.found:,} bytes on the busiest uplink, and another order has {self.best:,}. "
-            "What an axis costs depends on what it sends and on how many of its neighbours sit on "
+            "What an axis costs depends on what it sends and on how many of its neighbors are on"
             "another host: two small axes may fit where the one that sends most does. There are "
             "few orders; uplink_bytes tells what each costs."
         )
@@ -210,11 +210,11 @@ class Found(Measured):
         if not isinstance(self.came, tuple) or len(self.came) != 2:
             return "Return the two places, the smaller one first: (a, b). The matrix tells both."
         if self.came == self.wanted[::-1]:
-            return "These two, but the smaller place first."
+            return "Right, but put the smaller index first."
         return (
             f"Not {self.came}. Put the two ranks back: then every place has to send its most to "
-            "the next one, and the last to the first. Some places send wrongly only because their "
-            "neighbour is another one."
+            "the next one, and the last to the first. Some ranks send wrongly only because their "
+            "neighbor is wrong."
         )
 
 
@@ -234,8 +234,8 @@ EXERCISES = [
         OnHosts,
         hints=[
             "Three rings, one after the other. Which ranks are in each, and what do they pass on?",
-            "inside = Members(group, ranks of my host). The rank at the same place in every other "
-            "host has the same chunk after ring_reduce_scatter(flat, inside).",
+            "inside = Members(group, ranks of my host). The rank with the same index in every "
+            "other host has the same chunk after ring_reduce_scatter(flat, inside).",
         ],
         skeleton="""
 def all_reduce_on_hosts(x, hosts, group):
@@ -274,8 +274,8 @@ def all_reduce_on_hosts(x, hosts, group):
         ],
         Ordered,
         hints=[
-            "What is on one host? Ranks whose indices along the innermost axes differ: those of "
-            "the last axis first, then of the one before it.",
+            "Which ranks share a host? Ranks that differ only in the innermost axes: in "
+            "the last axis first, then also in the one before it.",
             "Try every order: itertools.permutations(axes). uplink_bytes(Grid(**ordered), sent, "
             "hosts) tells what the busiest host sends; rank r is on host r // ranks_per_host.",
         ],
@@ -304,7 +304,7 @@ def order_on_hosts(axes, sent, ranks_per_host):
         ],
         Found,
         hints=[
-            "To which place does each one send most? In a ring without a mistake to the next one.",
+            "To which index does each rank send most? In a correct ring, to the next.",
             "Try all pairs: with these two put back, does every rank send to the next rank?",
         ],
         skeleton="""

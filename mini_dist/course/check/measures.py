@@ -1,4 +1,4 @@
-"""What several exercises measure: numbers up to rounding, and which tensors are still there."""
+"""Measurements of several exercises: numbers up to rounding, and which tensors still exist."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from .engine import too_few_bytes
 
 
 def close(found, expected: Tensor, largest: float) -> bool:
-    """Equal up to the rounding of `expected`'s dtype in sums of terms as large as `largest`.
+    """Compare up to the rounding of `expected`'s dtype in sums of terms as large as `largest`.
 
-    So whoever divides before adding is right, too, and whoever sends 16 bits for 32 is not.
+    So dividing before adding is also right, and sending 16 bits instead of 32 is not.
     """
     if not isinstance(found, Tensor):
         return False
@@ -30,7 +30,7 @@ def close(found, expected: Tensor, largest: float) -> bool:
 
 
 def all_close(found, expected, largest: float) -> bool:
-    """Tensors of these values, None where None is expected."""
+    """Compare tensors with these values, and None with None."""
     return len(found) == len(expected) and all(
         a is None if b is None else close(a, b, largest) for a, b in zip(found, expected)
     )
@@ -39,7 +39,7 @@ def all_close(found, expected, largest: float) -> bool:
 def mistake_of_dtype(
     run: Run, dtype: torch.dtype, wanted: int, what: str = "gradients", beside: str = ""
 ) -> str:
-    """The hint where something was sent in another dtype than this one, or `beside`; else "".
+    """Return the hint if something was sent in a dtype other than this one, or `beside`; else "".
     wanted: bytes."""
     name, sent = str(dtype).removeprefix("torch."), run.ledger.total_bytes()
     others = {comm.dtype for comm in run.ledger.leaves() if comm.sent} - {name, beside}
@@ -54,15 +54,17 @@ def mistake_of_dtype(
 
 
 def plain(value):
-    """Lists and numbers of Python for those of torch and numpy, also inside of lists and tuples."""
+    """Convert torch and numpy values to Python lists and numbers, inside lists and tuples as
+    well."""
     if type(value) in (list, tuple):
         return type(value)(map(plain, value))
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 class Alive(TorchDispatchMode):
-    """Notes the memory of each tensor that is made inside, and says what of it is still there,
-    whoever holds it: a name, a list, a graph, a clone. What was shrunk counts as it is now."""
+    """Note the memory of each tensor that is made inside `with`, and report what still exists,
+    whatever holds it: a name, a list, a graph, a clone. A resized tensor counts with its new
+    size."""
 
     def __init__(self):
         super().__init__()
@@ -77,7 +79,7 @@ class Alive(TorchDispatchMode):
         return result
 
     def storages(self) -> dict[int, int]:
-        """Those that are there -> bytes."""
+        """Return the existing storages -> bytes."""
         alive = ((place, ref()) for place, ref in list(self.made.items()))
         return {place: storage.nbytes() for place, storage in alive if storage is not None}
 

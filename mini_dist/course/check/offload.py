@@ -1,8 +1,8 @@
 """Exercises of lesson 20: read the next weight ahead, and place tensors without fragments.
 
-Who waits is judged in virtual time, where a layer takes stated seconds and so does a weight on its
-way: no clock is in it. What is held is what is alive: a weight counts from the moment when it is
-asked for until nobody has it any more.
+Waiting is judged in virtual time, where a layer takes given seconds and so does a weight in
+flight: no clock is involved. A weight counts as held from the time when it is requested until
+nothing refers to it any more.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Weights:
         if not self.sizes:
             return "no layer"
         same = len(set(self.sizes)) == 1 == len(set(self.seconds))
-        return f"{len(self.sizes)} layers" + "" * same + ", all of another size" * (not same)
+        return f"{len(self.sizes)} layers" + "" * same + ", all of different sizes" * (not same)
 
     def weight(self, number: int) -> Tensor:
         return torch.arange(self.sizes[number], dtype=torch.float64) % 7 + number
@@ -161,28 +161,28 @@ class ReadAhead(Measured):
             )
         if read.most > self.room and read.seconds <= self.seconds:
             return (
-                f"It hides, but {read.most} elements are held where {self.room} do: two "
+                f"Loading is hidden, but {read.most} elements are held where {self.room} do: two "
                 "weights at most, the one that computes and the next. Ask for a weight no earlier "
-                "than when the layer before it begins, and let go of the last one before that "
+                "than when the layer before it begins, and free the last one before that "
                 "(del weight)."
             )
         if read.most > self.room:
             return f"{read.most} elements are held at once where {self.room} do: two weights."
         if read.seconds >= self.without:
             return (
-                f"Nothing hides: {read.seconds:g} s is the sum of all. load() only begins; what "
+                f"Nothing is hidden: {read.seconds:g} s is the whole sum. load() only begins; what "
                 "you do between it and wait() costs nothing. Ask for the next weight before this "
                 "layer computes, and wait for it after."
             )
         return (
             f"{read.seconds:g} s where {self.seconds:g} do. As soon as a layer's weight is there, "
-            "the next one is to be on its way, before this layer computes."
+            "begin to load the next one, before this layer computes."
         )
 
     @staticmethod
     def raised(error: str) -> str:
         if "there are layers 0 to" in error or "list index out of range" in error:
-            return "the last layer has no next one, and no layers have no first one.\n"
+            return "the last layer has no next layer, and an empty list has no first layer.\n"
         return ""
 
 
@@ -191,7 +191,7 @@ class ReadAhead(Measured):
 
 @dataclass(frozen=True)
 class Tensors:
-    """kind "given": these; "by lot": so many; "a step": what a training step asked for."""
+    """kind "given": these; "by lot": this many; "a step": the requests of a training step."""
 
     kind: str
     tensors: tuple[tuple[int, int, int], ...] = ()
@@ -267,7 +267,7 @@ class Placed(Measured):
             self.negative = min(self.places, default=0) < 0
 
     def lines(self) -> list[Line]:
-        rows = [yes("a place for each tensor", self.are_places)]
+        rows = [yes("an address for each tensor", self.are_places)]
         if self.are_places:
             rows += [
                 line("pairs that overlap while both live", self.collisions, 0),
@@ -279,9 +279,9 @@ class Placed(Measured):
 
     def mistake(self) -> str:
         if not self.are_places:
-            return f"Return a list of {len(self.tensors)} whole numbers, one place for each tensor."
+            return f"Return a list of {len(self.tensors)} whole numbers, an address per tensor."
         if self.negative:
-            return "A place is counted from the begin of the memory: 0 or more."
+            return "An address is counted from the begin of the memory: 0 or more."
         if self.collisions:
             return (
                 f"{self.collisions} pairs of tensors overlap while both live. Two live together if "
@@ -289,14 +289,14 @@ class Placed(Measured):
             )
         every = sum(size for size, _, _ in self.tensors)
         if self.end == every:
-            return "Each tensor has memory of its own. A place is free again when its tensor ends."
+            return "Each tensor has its own memory. Reuse an address once its tensor has ended."
         told = f"{self.end} bytes where {self.room} do. "
         for order, words in ORDERS.items():
             if self.end == end_of(self.tensors, one_by_one(self.tensors, order)):
                 return f"{told}{words} The largest goes first, wherever a smaller one began."
         return told + (
-            "The largest tensor goes first, then the next; each to the lowest place that is free "
-            "as long as it lives. Is one of your gaps passed over, or only the last end looked at?"
+            "The largest tensor goes first, then the next; each to the lowest address that is free "
+            "as long as it lives. Do you skip a gap, or look only at the last end?"
         )
 
 
@@ -313,10 +313,10 @@ def one_by_one(tensors, order) -> list[int]:
 
 
 ORDERS = {
-    lambda tensor: tensor[1]: "So much it takes in the order in which the tensors begin.",
-    lambda tensor: 0: "So much it takes in the order of the list.",
-    lambda tensor: tensor[0]: "So much it takes with the smallest first.",
-    lambda tensor: tensor[1] - tensor[2]: "So much it takes with the longest life first.",
+    lambda tensor: tensor[1]: "This is the size if you go by the times when the tensors begin.",
+    lambda tensor: 0: "This is the size if you go in the order of the list.",
+    lambda tensor: tensor[0]: "This is the size if the smallest tensor comes first.",
+    lambda tensor: tensor[1] - tensor[2]: "This is the size if the longest life comes first.",
 }
 FRAGMENTS = ((4, 0, 2), (2, 0, 6), (4, 1, 3), (2, 2, 6), (8, 3, 6), (3, 4, 5))
 
@@ -334,7 +334,7 @@ EXERCISES = [
         ],
         ReadAhead,
         hints=[
-            "load(number) begins, wait() ends. Between the two put the layer that has its weight.",
+            "load(number) begins, wait() ends. Between the two, run the layer that has its weight.",
             "Before the loop: arriving = load(0). In it: weight = arriving.wait(), then arriving = "
             "load(number + 1) if there is one, and only then x = layer(x, weight).",
         ],
@@ -365,9 +365,9 @@ def read_ahead(x, layers, load):
         hints=[
             "Two tensors live together if begin < the other's end, both ways. Only these are in "
             "each other's way.",
-            "Go through the tensors from the largest to the smallest. Sort what is placed already "
-            "and lives together with this one by its place, and take the first gap that is large "
-            "enough, or the end of the last.",
+            "Go through the tensors from the largest to the smallest. Sort the tensors that are "
+            "placed and live together with this one by address, and take the first gap that is "
+            "large enough, or the end of the last.",
         ],
         skeleton="""\
 def offsets(tensors):

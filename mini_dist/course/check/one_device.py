@@ -1,8 +1,8 @@
 """Exercise of lesson 06: a block that keeps its input, and makes the rest again in backward.
 
-Right gradients are not enough: a block that keeps everything has them, too. So what is kept is
-judged, by autograd and by whoever else holds on to it, how often the block ran, and where the
-random numbers are afterwards.
+Right gradients are not enough: a block that saves everything has them as well. So the judge checks
+what is still saved, by autograd or by anything else, how often the block ran, and the state of the
+random numbers afterwards.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .zero import at_most
 
 @dataclass(frozen=True)
 class Block:
-    """p: of the dropout. times: the same block so often, one after the other."""
+    """p: dropout probability. times: how many copies of the block are applied in sequence."""
 
     p: float
     shape: tuple[int, ...] = (32, 64)
@@ -126,11 +126,11 @@ class Forgetting(Measured):
         return [
             yes(f"{self.case}: same output", same([found.out], [expected.out])),
             at_most("bytes that autograd keeps", found.kept, self.room),
-            at_most("bytes of what was made that are held", found.held, self.room_held),
+            at_most("bytes made in forward that are held", found.held, self.room_held),
             line("tensors inside the block still held", found.inside, 0),
             line("runs in forward, in backward", found.runs, once),
             yes("same gradients", same(found.gradients, expected.gradients)),
-            yes("added to those that are there", same(found.added, expected.added)),
+            yes("added to existing gradients", same(found.added, expected.added)),
             yes("same random numbers afterwards", found.next_draw == expected.next_draw),
         ]
 
@@ -138,8 +138,8 @@ class Forgetting(Measured):
         found, expected, times = self.found, self.expected, self.case.times
         if not same([found.out], [expected.out]):
             return (
-                "Another output than block(x): forward is as it always was, with the random "
-                "numbers that come next."
+                "The output is not block(x): forward must stay the same, with the next random "
+                "numbers."
             )
         if found.kept > self.room or found.inside:
             return (
@@ -150,8 +150,8 @@ class Forgetting(Measured):
             )
         if found.held > self.room_held:
             return (
-                f"{found.held:,} bytes of what was made in forward are still there when it is "
-                "over: in ctx, in a list, as a copy. The input and the dice are enough."
+                f"{found.held:,} bytes made in forward still exist when it is "
+                "over: in ctx, in a list, as a copy. The input and the random state are enough."
             )
         if found.runs != (times, times):
             return (
@@ -163,21 +163,21 @@ class Forgetting(Measured):
                 "torch.autograd.grad(out, x, grad) only to x."
             )
         if not same(found.gradients, expected.gradients):
-            shared = " What one use of a block keeps must not be the next one's." * (times > 1)
+            shared = " Each use of a block must save its own state." * (times > 1)
             return (
                 "Wrong gradients. In backward: cut x off from the graph before it (detach, then "
-                "requires_grad_), return its gradient, and throw the same dice as in forward: "
+                "requires_grad_), return its gradient, and draw the same random numbers: "
                 f"torch.get_rng_state() there, torch.set_rng_state(...) here.{shared}"
             )
         if not same(found.added, expected.added):
             return (
-                "Gradients that were there before are gone: other micro-batches, or another use "
+                "Earlier gradients are gone: other micro-batches, or another use "
                 "of the block, have put them into .grad. Add to it, as out.backward(grad) does."
             )
         return (
-            "Right gradients, but afterwards other random numbers are drawn than without "
-            "recomputation: perhaps those of forward once more. torch.random.fork_rng() puts the "
-            "dice back where they were, and no seed is to be set."
+            "Right gradients, but afterwards the random numbers differ from those without "
+            "recomputation: perhaps forward's numbers once more. torch.random.fork_rng() puts the "
+            "random state back; do not set a seed."
         )
 
 
@@ -197,7 +197,7 @@ EXERCISES = [
         refuses=functions_of(recompute) | {recompute.Recompute.forward, checkpoint},
         again=False,
         hints=[
-            "Forgetful is nearly right: with dropout its second run is another than its first. "
+            "Forgetful is nearly right: with dropout its second run differs from its first. "
             "What would the second have to know?",
             "In forward: ctx.dice = torch.get_rng_state(), before block(x). In backward: with "
             "torch.random.fork_rng(): torch.set_rng_state(ctx.dice), and the block once more.",

@@ -1,7 +1,7 @@
 """Exercises of lessons 12 and 13: write the lists of a schedule, then see them judged and run.
 
-A schedule is data, so the simulator judges it: can it run, how large is the bubble, what is held.
-Then it runs, on ranks with small stages, and its gradients must be those of one process.
+A schedule is data, so the simulator judges it: can it run, how large is the bubble, what is held?
+Then it runs, on ranks with small stages, and its gradients must equal those from one process.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Case:
 
     def __str__(self) -> str:
         if not self.is_run:
-            return "others, played by the simulator"
+            return "other cases, in the simulator"
         return f"{self.questions[0].num_micro_batches} micro-batches"
 
 
@@ -128,18 +128,17 @@ def read(returned, asked: Question) -> Schedule:
         raise ScheduleError("there are forwards only: every F needs its B")
     if schedule.asynchronous:
         raise ScheduleError(
-            "there is an optimizer step (S) among the micro-batches: then gradients are of other "
-            "weights than one process would have, and this is to be the same training"
+            "there is an optimizer step (S) among the micro-batches: then gradients come from "
+            "other weights than in one process, but the training must be the same"
         )
     if schedule.num_stages and schedule.num_micro_batches != asked.num_micro_batches:
         if (schedule.num_micro_batches, schedule.num_stages) == asked.arguments:
             raise ScheduleError(
-                "stage and micro-batch have changed places: 1F0 is the forward of micro-batch 0 on "
-                "stage 1"
+                "stage and micro-batch are swapped: 1F0 is the forward of micro-batch 0 on stage 1"
             )
         first = min(action.micro for action in schedule.all_actions)
         raise ScheduleError(
-            f"the micro-batches are {first} to {schedule.num_micro_batches - 1}, asked for are "
+            f"the micro-batches are {first} to {schedule.num_micro_batches - 1}, but should be "
             f"0 to {asked.num_micro_batches - 1}" + ": counting starts at 0" * (first > 0)
         )
     return schedule
@@ -166,7 +165,7 @@ def read_item(item) -> Action | Fused:
 
 
 def runs_right(schedule: Schedule, group) -> bool:
-    """Run it on small stages of whole numbers: are this rank's gradients those of one process?"""
+    """Run it on small stages of whole numbers: do this rank's gradients equal one process's?"""
     stages, m = schedule.num_stages, schedule.num_micro_batches
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randint(-1, 2, shape, generator=generator).double()  # noqa: E731
@@ -246,17 +245,17 @@ class Lists(Measured):
         if "deadlock" in said:
             said += f". {self.if_stuck}".rstrip()
         if "SEND_W" in said or "RECV_W" in said:
-            said += ". Nobody waits for W: only F and B hand something over."
+            said += ". No rank waits for W: only F and B send something."
         if "has no other end" in said:
             said += (
                 ". Two stages on the same rank hand over in memory, the first stage reads its "
-                "input from the data, and nobody is behind the last one: schedule.rank_of says "
-                "where a stage lives."
+                "input from the data, and no stage follows the last one: schedule.rank_of tells "
+                "the rank of a stage."
             )
         if "but stage" in said and any(kind in said for kind in COMMUNICATION):
             said += ". A receive is named by the stage that receives, a send by the one that sends."
         elif "but stage" in said:
-            said += ". An action begins with its stage; with one stage a rank that is the rank."
+            said += ". An action begins with its stage: with one stage per rank, that is the rank."
         return f"{said[0].upper()}{said[1:]}"
 
 
@@ -307,7 +306,7 @@ class OneStageARank(Lists):
             return "Backwards are split (W). Here a B is the whole backward: leave the W out."
         if self.schedule.stages_of[0] != (0,):
             return (
-                f"Rank 0 has stage {self.schedule.stages_of[0][0]}: the pipeline is turned round. "
+                f"Rank 0 has stage {self.schedule.stages_of[0][0]}: the pipeline is reversed. "
                 "Here the stage is the rank: a micro-batch enters on rank 0."
             )
         if self.p > 1 and self.m > 1 and self.held == [1] * self.p:
@@ -320,7 +319,7 @@ class OneStageARank(Lists):
 
 
 class GPipe(OneStageARank):
-    if_stuck = "A backward needs its own forward, and the backward of the stage behind it."
+    if_stuck = "A backward needs its own forward, and the backward of the next stage."
 
     def most(self) -> list[int]:
         return [self.m] * self.p
@@ -375,7 +374,7 @@ class OneFOneB(OneStageARank):
             return (
                 f"Rank {rank} holds only {self.held[rank]:g} and waits where it could run one "
                 f"forward more: the bubble is {percent(self.bubble)}. There are "
-                f"{self.p - 1 - rank} ranks behind it, and the first backward takes its way "
+                f"{self.p - 1 - rank} ranks behind it, and the first backward passes "
                 "through all of them."
             )
         return (
@@ -388,7 +387,7 @@ class OneFOneB(OneStageARank):
 
 
 class Messages(Lists):
-    if_stuck = "A receive has to stand before what uses the message, a send behind what makes it."
+    if_stuck = "A receive comes before the action that uses the message, a send after its source."
 
     def wanted(self) -> list[Line]:
         schedule, (plain,) = self.schedule, self.asked.arguments
@@ -416,19 +415,19 @@ class Messages(Lists):
             return "There are no sends and receives in your lists: put them in."
         if compute_lists(schedule) != compute_lists(plain):
             return (
-                "The computations are not those of the schedule that you were given, or in another "
+                "The computations differ from the schedule that you were given, or are in another "
                 "order. The pass only adds; the order is the schedule's business."
             )
         if late := misplaced(schedule, "SEND"):
             send, last = late[0]
             return (
-                f"{send} stands behind {last}: the next rank waits for a result that is long "
-                "ready. Put each send right behind the action that computes it."
+                f"{send} comes after {last}: the next rank waits for a result that is already "
+                "ready. Put each send right after the action that computes it."
             )
         if early := misplaced(schedule, "RECV"):
             receive, coming = early[0]
             return (
-                f"{receive} stands before {coming}, which does not need it: its buffer is held for "
+                f"{receive} comes before {coming}, which does not need it: its buffer is held for "
                 f"nothing meanwhile. Put it right before {receive.kind[-1]}{receive.micro} of "
                 f"stage {receive.stage}. (The library's `early` does so on purpose, a little.)"
             )
@@ -477,7 +476,7 @@ BUDGET = 4  # micro-batches that a rank may hold, as much as 1F1B's first rank d
 
 
 class Puzzle(Lists):
-    if_stuck = "F waits for F of the stage before, B for B of the stage behind, W for its own B."
+    if_stuck = "F waits for F of the stage before, B for B of the next stage, W for its own B."
 
     def wanted(self) -> list[Line]:
         par = (self.p - 1) / (self.m + self.p - 1)
@@ -509,9 +508,9 @@ class Puzzle(Lists):
                 )
             return f"{holder}: start a backward before the next forward."
         return (
-            f"The bubble is {percent(self.bubble)}, not below 1F1B's. Who waits, and for what? The "
-            "stage before waits for B only. W has nobody waiting: it can fill a hole. Or give each "
-            "rank two thin stages."
+            f"The bubble is {percent(self.bubble)}, not below 1F1B's. Which rank waits, for what? "
+            "The stage before waits for B only. Nobody waits for W: it can fill a gap. Or give "
+            "each rank two thin stages."
         )
 
     def ranking(self) -> list[Line]:
@@ -554,9 +553,9 @@ EXERCISES = [
         refuses=WRITERS,
         hints=[
             "A list for each rank. Rank 1's begins 1F0, 1F1, 1F2, ...; after the last forward come "
-            "1B0, 1B1, ... With one stage a rank, the stage is the rank.",
-            'Two comprehensions for a rank: [f"{rank}F{k}" for k in range(num_micro_batches)], and '
-            "the same with B; one list behind the other.",
+            "1B0, 1B1, ... With one stage per rank, the stage is the rank.",
+            'Two comprehensions per rank: [f"{rank}F{k}" for k in range(num_micro_batches)], and '
+            "the same with B; one list after the other.",
         ],
         skeleton="""\
 def gpipe(num_ranks, num_micro_batches):
@@ -575,7 +574,7 @@ def gpipe(num_ranks, num_micro_batches):
         OneFOneB,
         refuses=WRITERS,
         hints=[
-            "Three phases a rank: a warm-up of forwards, then one forward and one backward in "
+            "Three phases per rank: a warm-up of forwards, then one forward and one backward in "
             "turn, then the backwards that are left. How many forwards can rank r run before its "
             "first backward can come back to it?",
             "The last rank has no warm-up: F0 B0 F1 B1 ... Each rank before it has one forward "
@@ -614,9 +613,9 @@ def one_f_one_b(num_ranks, num_micro_batches):
         hints=[
             "Go down each rank's list. Before F of stage s its input must come from stage s-1, "
             "before B the gradient from stage s+1; after F the output goes to s+1, after B the "
-            "gradient to s-1. W needs nobody and nobody waits for it.",
-            "No message where the other stage does not exist (before the first, behind the last), "
-            "and none where it lives on the same rank: compare schedule.rank_of[other] with rank. "
+            "gradient to s-1. W needs no message, and no rank waits for it.",
+            "No message where the other stage does not exist (before the first, after the last), "
+            "and none where it is on the same rank: compare schedule.rank_of[other] with rank. "
             "A receive is named by the stage that receives: 1RECV_F0 gets what 0SEND_F0 sends.",
         ],
         skeleton="""\
@@ -646,12 +645,12 @@ def add_communication(schedule):
         hints=[
             "Print simulate(one_f_one_b(4, 8)) and look at the dots at the end: between its last "
             "backwards rank 0 waits for rank 1, which computes weight gradients that nobody needs "
-            "yet. Split them: B for the gradient of the input, W for that of the weights.",
+            "yet. Split them: B for the gradient of the input, W for the gradient of the weights.",
             "Take 1F1B's order of F and B. Put each W off until the rank would wait, but not "
             "further: a micro-batch is held until its W is done, and rank 0 has no room left.",
             "Rank r may put W off by r backwards: rank 3 runs F0 B0 F1 B1 F2 B2 F3 B3 W0 F4 B4 W1 "
             "... That is ZB-H1, 11.1 %. To beat it, give each rank two thin stages, in a V: rank r "
-            "has r and 7-r. Then the last stage lies next to the first.",
+            "has r and 7-r. Then the last stage is on the rank of the first.",
         ],
         skeleton="""\
 def less_bubble():

@@ -1,7 +1,7 @@
 """Exercise of lesson 06 for two ranks: unscale before clipping, skip alike, halve and grow.
 
 Right parameters after one good step are not enough: so several steps are made, in some of which one
-rank overflows. Who stepped when, and the scale after it, is judged on every rank.
+rank overflows. On every rank the judge checks which steps were taken, and the scale after each.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Steps:
         return [each.requires_grad_() for each in made]
 
     def gradients(self, step: int, rank: int) -> list[Tensor]:
-        """Of this rank's loss, not scaled. Only those of every third step have to be clipped."""
+        """This rank's loss, not scaled. Only every third step's gradients have to be clipped."""
         dice = torch.Generator().manual_seed(100 * step + rank)
         size = (3.0, 0.1, 1e-4)[step % 3] * (step != 4)  # once they are zeros
         made = [size * torch.randn(shape, generator=dice).to(self.dtype) for shape in SHAPES]
@@ -55,7 +55,7 @@ class Steps:
 
 
 class Watched(torch.optim.SGD):
-    """With momentum: a step with zeros moves the parameters, too."""
+    """With momentum, even a step with zeros moves the parameters."""
 
     def __init__(self, parameters):
         super().__init__(parameters, lr=0.1, momentum=0.9)
@@ -127,13 +127,13 @@ VALUES = {
     "sums": "These are steps with sums of the ranks' gradients: all_reduce(..., op='mean').",
     "its own only": "Each rank steps with its own gradient, and the ranks drift apart: average "
     "them first.",
-    "not unscaled": "The gradients are still those of the scaled loss: divide by scaler.scale.",
+    "not unscaled": "The gradients still belong to the scaled loss: divide by scaler.scale.",
     "clipped before": "Clipped before they were unscaled, the gradients are cut to "
-    "max_norm / scaler.scale: next to nothing. First divide by scaler.scale, then take the norm.",
-    "not clipped": "Nothing is clipped: where the norm of all gradients together is more than "
+    "max_norm / scaler.scale: almost nothing. First divide by scaler.scale, then take the norm.",
+    "not clipped": "Nothing is clipped: if the norm of all gradients together is above "
     "max_norm, they are multiplied by max_norm / norm.",
     "always": "Small gradients became larger: the factor max_norm / norm is 1 at most.",
-    "each clips its own": "Each rank clips its own gradient, and the mean of these is another one: "
+    "each clips its own": "Each rank clips its own gradient, and their mean differs: "
     "first average, then clip by the norm of the mean.",
 }
 
@@ -193,12 +193,12 @@ class Scaling(Measured):
                 if any(other.made == 0 for other in did):
                     return (
                         f"In step {step} one rank has an inf or nan, and rank {rank} steps while "
-                        "another skips: ask the mean of all gradients, not the own ones."
+                        "another skips: check the mean of all gradients, not its own."
                     )
                 return (
                     f"Step {step} was made with an inf or nan among the gradients: ask "
-                    "torch.isfinite of all of them (nan, too) and skip: no step, not even one with "
-                    "zeros, for momentum moves the parameters, too."
+                    "torch.isfinite of all of them (nan is not) and skip: no step, not even one of "
+                    "zeros, because momentum still moves the parameters."
                 )
             for after in did:
                 if not same_choice(after, should, self.case.interval):
@@ -231,7 +231,7 @@ class Scaling(Measured):
         return (
             "Wrong parameters. In this order: the mean over the ranks, divided by the scale that "
             "the loss had; its norm, of all parameters together; all of it times max_norm / norm "
-            "where that is below 1; optimizer.step()."
+            "if that is below 1; optimizer.step()."
         )
 
     def mistake_in_bytes(self) -> str:
@@ -248,7 +248,7 @@ class Scaling(Measured):
             return ""
         return (
             "if a rank decides by its own gradients and leaves, the others wait for its all-reduce "
-            "for ever: average first, then ask the mean, which is the same on all ranks.\n"
+            "forever: average first, then ask the mean, which is the same on all ranks.\n"
         )
 
 

@@ -19,7 +19,7 @@ from .watch import functions_of
 
 
 def sequence_parallel_mlp(x, norm, up, down, bias, group):
-    """norm -> up -> GELU -> down of x [B, S/t, D], of which each rank has its part of the sequence.
+    """norm -> up -> GELU -> down of x [B, S/t, D]; each rank has its part of the sequence.
 
     up [F/t, D] and down [D, F/t] are this rank's pieces, norm and bias [D] whole on every rank.
     It is a norm and `tensor_parallel.ideas.mlp` with pair=SEQUENCE.
@@ -152,7 +152,7 @@ class Swap(WithBackward):
             )
         if self.as_sequences():
             return (
-                f"GELU worked on {self.hidden[0]}: the parts were put together along dim 0, as if "
+                f"GELU worked on {self.hidden[0]}: the parts were concatenated along dim 0, as if "
                 "they were other sequences. An MLP, which takes each token alone, does not mind; "
                 "attention would. The sequence is dim 1."
             )
@@ -161,7 +161,7 @@ class Swap(WithBackward):
         if self.missing(*CUT, "norm"):
             return (
                 "The results are right, but some gradient does not get through. The collectives of "
-                "mini_dist.collectives are not differentiable; those of mini_dist.collectives.ops "
+                "mini_dist.collectives are not differentiable; those in mini_dist.collectives.ops "
                 "are."
             )
         if not self.are_right(*CUT):
@@ -174,7 +174,7 @@ class Swap(WithBackward):
             if not self.adds_up(name):
                 return (
                     f"The gradients of {name}, each of the tokens that its rank has, do not add up "
-                    f"to that of the whole: every rank uses {name} on its own tokens, as it is."
+                    f"to the whole gradient: every rank uses {name} on its own tokens, as it is."
                 )
         if not self.where_gelu_works().ok:
             return (
@@ -186,7 +186,7 @@ class Swap(WithBackward):
     def wrong_result(self) -> str:
         found = zip(self.results, self.wanted)
         if all(same(a.y - (self.size - 1) * self.bias, w.y) for a, w in found):
-            return "The bias is there once a rank: add it after the sum."
+            return "The bias is added once per rank: add it after the sum."
         found = zip(self.results, self.wanted)
         if all(same(a.y + self.bias, w.y) for a, w in found):
             return "The bias is missing: add it after the sum."

@@ -126,14 +126,14 @@ def write(fn, case: Texts, group) -> Written:
 
 def malformed(came) -> str:
     if not isinstance(came, (tuple, list)) or len(came) != 2:
-        return f"A {type(came).__name__} came back: return two lists, the table and the places."
+        return f"A {type(came).__name__} came back: return two lists, the table and the slots."
     for part, what in zip(came, ("table", "places")):
         if not isinstance(part, (list, tuple, range)):
             return f"The {what} came as {type(part).__name__}: give a list of whole numbers."
         for each in part:
             if not isinstance(each, int):
                 kind = type(each).__name__
-                return f"In the {what} stands a {kind}, {each!r}: give a list of whole numbers."
+                return f"In the {what} there is a {kind}, {each!r}: give a list of whole numbers."
     return ""
 
 
@@ -172,7 +172,7 @@ class Table(Measured):
         right = sum(a == b for a, b in zip(found.texts, self.expected))
         return [
             line("blocks taken that were not free", found.taken, 0),
-            line("tokens without a place in their table", found.lost, 0),
+            line("tokens without a slot in their table", found.lost, 0),
             line("blocks more than the tokens need", max(found.more, 0), 0),
             line(f"{self.case}: texts as without a cache", right, len(self.expected)),
         ]
@@ -183,14 +183,14 @@ class Table(Measured):
             return found.shape
         if found.taken:
             return (
-                "A block was taken that somebody has, or the same one twice, or the table lost one "
+                "A block was taken that is in use, or the same one twice, or the table lost one "
                 "that it had: keep what is there, and append blocks from `free`, each once."
             )
         if found.lost:
             return (
-                "Not every new token has a place of its own in its table's blocks. Position i is "
+                "Not every new token has its own slot in its table's blocks. Position i is "
                 "in the block table[i // block_size], and i % block_size places into it; return "
-                "one place for each of the `new` positions from `written` on."
+                "one slot for each of the `new` positions from `written` on."
             )
         if found.more > 0:
             return (
@@ -198,7 +198,7 @@ class Table(Measured):
                 "full, that is while len(table) * block_size < written + new."
             )
         return (
-            "The texts are others: what was written was not where the table says. Position i goes "
+            "The texts are wrong: keys and values are not where the table says. Position i goes "
             "to table[i // block_size] * block_size + i % block_size."
         )
 
@@ -208,7 +208,7 @@ class Table(Measured):
             return ""
         return (
             "the table has no such entry. Position i, counted from the text's first token, is in "
-            "its block i // block_size; all blocks up to that of position written + new - 1 have "
+            "its block i // block_size; all blocks up to position written + new - 1 have "
             "to be in the table first.\n"
         )
 
@@ -224,7 +224,7 @@ class Situation(NamedTuple):
 
 @dataclass(frozen=True)
 class Day:
-    """A run of a small server, of which every situation is put to the learner."""
+    """A run of a small server; the learner gets each of its situations."""
 
     seed: int
     num_blocks: int = 12
@@ -335,20 +335,20 @@ class Choices(Measured):
 
 WRONG_CHOICES = {  # the likeliest mistakes first
     "shape": "Return two lists of names: who leaves, and who comes in.",
-    "twice": "A name stands in a list twice: each text leaves or comes in once.",
-    "strangers": "Somebody leaves who does not run, or comes in who does not wait.",
-    "short": "The blocks do not suffice: a text needs as many as hold all its tokens, less those "
-    "that it has, and who leaves gives all of its blocks back.",
-    "another leaves": "Somebody leaves who came earlier than one who stays: the last to come "
-    "leaves first, so that the first one always gets on.",
-    "too many leave": "More leave than must: ask again after each whether the blocks suffice now, "
-    "with those that it gives back and without what it needed.",
-    "comes where somebody left": "Somebody comes in while another has to leave: it would soon "
+    "twice": "A name is in a list twice: each text leaves or comes in once.",
+    "strangers": "A text leaves that does not run, or one comes in that does not wait.",
+    "short": "There are too few blocks: a text needs enough for all its tokens, minus the blocks "
+    "that it has, and a text that leaves frees all its blocks.",
+    "another leaves": "A text leaves that came before one that stays: the last to come "
+    "leaves first, so that the first one always advances.",
+    "too many leave": "More leave than necessary: check after each one whether the blocks suffice, "
+    "with its freed blocks and without its needs.",
+    "comes where somebody left": "A text comes in while another has to leave: it would soon"
     "have to leave itself.",
-    "too many come": "More come in than there are blocks: those that run have to get theirs first.",
-    "overtaken": "Somebody comes in before another who has waited longer: where the first does not "
-    "fit, the others wait, too. Else a long prompt would never get in.",
-    "few come": "Somebody waits for whom there is room, once all that run have their blocks.",
+    "too many come": "More come in than there are blocks: running texts get theirs first.",
+    "overtaken": "A text comes in before another that has waited longer: if the first does not "
+    "fit, the others also wait. Otherwise a long prompt would never get in.",
+    "few come": "A text waits although there is room, once all running texts have their blocks.",
 }
 
 # ---- the cache of a real model -------------------------------------------------------------------
@@ -402,18 +402,18 @@ class Cache(Measured):
         if case.tp > 1 and ratio in (kv_heads / on_a_device, kv_heads / case.tp / on_a_device, 0):
             return told + (
                 f"The key/value heads are spread over tp={case.tp} devices; a device has at least "
-                "one of them whole, for a head is not cut."
+                "one whole head, because heads are not split."
             )
         if (
             settings.get("head_dim")
             and ratio * settings["head_dim"] * heads == settings["hidden_size"]
         ):
             return told + (
-                f"A head has head_dim={settings['head_dim']} numbers where config.json says so; "
-                "hidden_size / num_attention_heads only where it does not."
+                f"A head has head_dim={settings['head_dim']} numbers if config.json says so; "
+                "hidden_size / num_attention_heads only if it does not."
             )
         if ratio == 0.5 and case.bytes_a_number == 2:
-            return "Half of it: keys and values are kept, both."
+            return "This is half of it: both keys and values are cached."
         return told + (
             "2 (keys and values) * layers * key/value heads of a device * numbers of a head * "
             "tokens * bytes of a number."
@@ -493,11 +493,11 @@ def place_tokens(table, free, written, new, block_size):
         Choices,
         refuses=functions_of(scheduler),
         hints=[
-            "A text needs ceil(tokens / block_size) blocks and has text.blocks. Begin with those "
-            "that run: do the free blocks suffice for what they miss together?",
-            "If not, the last one leaves: what it missed is no longer needed, and what it had is "
-            "free. Ask again. Only if nobody left, look at those that wait, in order, until the "
-            "first for whom there is no room.",
+            "A text needs ceil(tokens / block_size) blocks and has text.blocks. Begin with the "
+            "texts that run: are there enough free blocks for all they need?",
+            "If not, the last one leaves: it needs no more blocks, and those that it had are "
+            "free. Ask again. Only if no text left, look at those that wait, in order, until the "
+            "first one that does not fit.",
         ],
         skeleton="""\
 def who_runs(running, waiting, free, block_size):
@@ -520,7 +520,7 @@ def who_runs(running, waiting, free, block_size):
         Cache,
         answer=(answers.cache_bytes,),
         hints=[
-            "One token leaves, in each layer, a key and a value for each key/value head, each as "
+            "One token stores, in each layer, a key and a value for each key/value head, each as "
             "long as a head. How many heads, how long: config.json says, or says it indirectly.",
             "num_key_value_heads, else num_attention_heads; head_dim, else hidden_size over "
             "num_attention_heads. On tp devices each has its share of the heads, at least one.",

@@ -94,7 +94,7 @@ class OneAllReduce(Measured):
         self.moves = [move for plan in self.plans for move in plan.collectives]
         if not self.plans and not self.wrong:
             self.wrong = (
-                "With these placements some ranks compute what others compute: each axis has to "
+                "With these placements some ranks repeat the work of others: each axis has to "
                 "cut the work of both products."
             )
         if self.plans:
@@ -136,14 +136,14 @@ class OneAllReduce(Measured):
         if self.held < 2:
             return "A weight is whole on every rank of tp: cut both, each over tp."
         if "reduce_scatter" in ops or y.axes_of("D") or len(y.axes_of("B")) > 1:
-            return "y comes out cut over tp: ask for it cut over dp only, as x is."
+            return "y comes out cut over tp: give it as cut over dp only, like x."
         if x.axes_of("B") != ("dp",):
             return 'x goes in with its batch cut over dp, and whole along tp: ("dp", None).'
         v, w = (plan.inputs[1] for plan in self.plans)
         if all((each.axes_of("F"), each.axes_of("D")) == (("tp",), ()) for each in (v, w)):
             return (
-                f"This sends {', '.join(ops)}. The weights are right; y is asked for as {y}, so "
-                "dp has to move it, too: leave y's batch cut over dp, as x's is."
+                f"This sends {', '.join(ops)}. The weights are right; y should be {y}, so "
+                "dp also has to move it: leave y's batch cut over dp, as x's is."
             )
         return (
             f"This sends {', '.join(ops)}. If h = x v comes out cut along F, the next weight needs "

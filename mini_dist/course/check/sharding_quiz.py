@@ -3,10 +3,10 @@
     five(23)                                       # five expressions, the same for the same seed
     score(23, ["all_reduce tp", "nothing", ...])   # how many are right, and of the others why not
 
-The answers come from no rules: four ranks' arrays are written down, every collective is tried on
-every tensor before and after the local product, and what gives each rank the numbers that it should
-have, for the fewest numbers sent, is the answer.  (tests/course/test_sharding_quiz.py lets the
-rules of mini_dist/collectives/sharding answer, too.)
+The answers do not come from rules: four ranks' arrays are written down, every collective is tried
+on every tensor before and after the local product, and the answer is the cheapest way to give each
+rank its numbers.  (tests/course/test_sharding_quiz.py compares the answers with the rules of
+mini_dist/collectives/sharding.)
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def five(seed: int) -> Table:
 
 
 def score(seed: int, answers: Sequence[str]) -> Table:
-    """Beside each answer whether it is right, and what it would have been."""
+    """Show for each answer whether it is right, and the right one."""
     asked = questions(seed)
     if isinstance(answers, str) or len(answers) != len(asked):
         raise ValueError(

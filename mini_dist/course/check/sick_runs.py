@@ -1,7 +1,7 @@
 """Nine slow or stopped trainings, and a healthy one: programs on emulated devices, their records.
 
 Each rank is a host that issues work, a device that does it, and a link; all times are virtual
-(emulate.py), so a record is the same on every machine. What is trained is real, and so are losses,
+(emulate.py), so a record is the same on every machine. The training is real, and so are losses,
 samples, weights and held bytes: a linear model whose gradients the ranks average.
 
 A rank writes a line a step into a file. A run that stops leaves what it has written by then, and
@@ -35,7 +35,7 @@ DISEASES = {
     "straggler": "a rank's device is slow, and all wait for it",
     "another batch size": "a rank has more samples in a batch, or fewer, than the others",
     "unsynchronised seeds": "a rank shuffles the samples by a seed of its own",
-    "buckets too small": "gradients leave in so many messages that latency adds up",
+    "buckets too small": "gradients leave in very many messages, so latency adds up",
     "host sync": "in each step the host waits for the device before it issues more",
     "memory leak": "each step holds more bytes than the one before",
     "bad shard": "a rank reads data that are garbage, and the loss jumps",
@@ -58,7 +58,7 @@ class Sick:
 
 @dataclass
 class Step:
-    """What a rank wrote down of a step, beside its spans."""
+    """What a rank recorded of a step, in addition to its spans."""
 
     loss: float  # of its own samples, before the update
     samples: list[int]
@@ -82,7 +82,7 @@ class Record:
         return where_it_went(self.timeline, skip=2)
 
     def messages(self, rank: int) -> float:
-        """All-reduces a step."""
+        """All-reduces per step."""
         spans = self.timeline.spans[rank]
         return sum(span.kind == "communication" for span in spans) / len(self.steps[rank])
 
@@ -147,7 +147,7 @@ def read(folder: Path, size: int, waiting: dict[int, str]) -> Record:
 
 # ---- the program ---------------------------------------------------------------------------------
 
-LAYERS, WIDTH = 4, 16  # a layer is so many weights of the linear model, and stands for a MiB
+LAYERS, WIDTH = 4, 16  # weights of the linear model per layer, which stands for a MiB
 FORWARD, BACKWARD, UPDATE = 1e-3, 2e-3, 0.5e-3  # of a layer, for 8 samples; of all layers
 LOAD = 5e-3  # a batch, in the background, one ahead
 HOST = 4e-3  # Python's part of a step, hidden as long as the host runs ahead of the device
@@ -168,7 +168,7 @@ def train(sick: Sick, folder: Path, group) -> None:
     savers = dist.new_group(list(range(size)))  # as a checkpoint has a group of its own
     batch = round(sick.batch * sick.much) if here == "another batch size" else sick.batch
     slow = sick.much if here == "straggler" else 1.0
-    pieces = 16 if here == "buckets too small" else 1  # messages a layer
+    pieces = 16 if here == "buckets too small" else 1  # messages per layer
     work = slow * batch / 8
     device, network, loader = (EmulatedDevice(Unhurried()) for _ in range(3))
     truth = torch.linspace(-1, 1, LAYERS * WIDTH, dtype=torch.float64)
@@ -249,7 +249,7 @@ def computed(device: EmulatedDevice, name: str, seconds: float, ready: float) ->
 
 
 def average(gradient, leave, pieces: int, network: EmulatedDevice, spans: list, message, group):
-    """The mean gradient: for the link so many messages a layer, for this machine `message`.
+    """Return the mean gradient: `pieces` messages per layer on the link, `message` on this machine.
 
     With it travel the moments at which each rank's layers were ready: a message begins when the
     last rank's is and the one before it is over, and takes what a ring over LINK takes.

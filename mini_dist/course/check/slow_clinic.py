@@ -53,7 +53,7 @@ def unseen() -> list[Sick]:
 
 
 def asked() -> dict[str, Sick]:
-    """What a verdict goes through, by the names that `visit` knows."""
+    """The things that a verdict walks through, by the names that `visit` knows."""
     return {f"unseen {i}": sick for i, sick in enumerate(unseen(), 1)} | patients()
 
 
@@ -117,7 +117,7 @@ class SlowClinic(Asked):
                 return verdict
             wrong = mistake(sick, answer)
             if not wrong and vars(record) != vars(run(sick)):
-                wrong = "It is right, but the record is changed: others want to read it, too."
+                wrong = "It is right, but the record is changed: others also want to read it."
             told = Line(f"{name}: {sick.size} ranks", str(answer), "what it has", not wrong)
             lines += [told] * (len(lines) < len(runs))
             if wrong:

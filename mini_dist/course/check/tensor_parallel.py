@@ -1,7 +1,7 @@
 """Exercises of lesson 09: the pair, column and row linear, the parallel loss.
 
-What backward gives and what it sends is judged as much as forward: a layer that is right without
-its gradients is the usual mistake. Numbers are compared in the dtype that they are asked for in.
+The judge checks backward's results and messages as well as forward's: a layer with a right output
+but wrong gradients is the usual mistake. Numbers are compared in the dtype that was asked for.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ FOLD = 7 / 6  # what a gather by halves sends on three ranks, measured by what t
 
 
 class WithBackward(Measured):
-    """What a function and its backward gave on each rank, beside what they should.
+    """The results of a function and its backward on each rank, and the expected ones.
 
     `measure` sets wanted (of each rank) and forward and backward, the bytes of all ranks.
     """
@@ -236,7 +236,7 @@ class Linear(WithBackward):
         self.once = 2 * (self.size - 1) * elements * self.case.dtype.itemsize  # an all-reduce
 
     def plus_bias(self, times: int) -> bool:
-        """Whether the result has the bias so many times too often."""
+        """Whether the result contains the bias this many times too often."""
         shifted = zip(self.results, self.wanted, self.biases)
         return self.case.with_bias and all(same(a.y - times * b, w.y) for a, w, b in shifted)
 
@@ -298,7 +298,7 @@ class Row(Linear):
         if self.missing("x"):
             return (
                 "The results are right, but no gradient gets through. The collectives of "
-                "mini_dist.collectives are not differentiable; those of mini_dist.collectives.ops "
+                "mini_dist.collectives are not differentiable; those in mini_dist.collectives.ops "
                 "are."
             )
         if self.case.with_bias and self.are_right("x") and not self.are_right("bias"):
@@ -526,7 +526,7 @@ class Loss(WithBackward):
             )
         if self.sent_in("forward") < self.forward:
             return (
-                "Right for these small logits, but fewer than three numbers a token were sent: is "
+                "Right for these small logits, but fewer than three numbers per token were sent: "
                 "the largest logit of all ranks among them? Without it exp overflows for large "
                 "logits."
             )
@@ -649,7 +649,7 @@ def differentiable_all_reduce(x, group):
         hints=[
             "loss = log(sum of exp(logit)) - logit of the target, per token. The sum runs over all "
             "ranks' logits, and one rank has the target's.",
-            "Three numbers a token travel: the largest logit (all_reduce with op='max', without "
+            "Three numbers per token travel: the largest logit (all_reduce with op='max', without "
             "gradient), the sum of exp, and the target's logit or 0 (ops.all_reduce, both in one).",
         ],
         skeleton="""\

@@ -1,7 +1,7 @@
-"""Who did the work? Functions that are called from the learner's code are noted as they run.
+"""Which functions did the work? Note functions that the learner's code calls, as they run.
 
-By what runs, not by its name: an alias or a partial calls the same code. What the library calls by
-itself, in a function that the learner may use, is not the learner's.
+The code that runs counts, not its name: an alias or a partial calls the same code. If a function
+that the learner may use calls something in the library, that is not the learner's call.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from mini_dist.plan.fields import checks_kinds
 from mini_dist.ranks.ledger.group import RecordedWork
 
 LIBRARY = str(Path(__file__).parents[2])
-# Their frames only hand on what they are given.
+# Frames of these functions only pass on what they get.
 AROUND = (
     sysconfig.get_paths()["stdlib"],
     str(Path(torch.__file__).parent),
 )
-# What `recorded`, `collective` and `checks_kinds` put around a function does no work of its own.
+# The wrappers that `recorded`, `collective` and `checks_kinds` add do no work of their own.
 DECORATED, CHECKED = collective(lambda group: None), checks_kinds(lambda: None)
 DECORATORS = {DECORATED.__code__, DECORATED.__wrapped__.__code__, CHECKED.__code__}
 
 
 def learners(fn: Callable, *args, **kwargs):
-    """Call the learner's function: its frame stands for the learner where `fn` is the library's."""
+    """Call the learner's function: its frame represents the learner if `fn` is the library's."""
     return fn(*args, **kwargs)
 
 
 def functions_of(*modules: ModuleType) -> set[Callable]:
-    """All functions that are defined in these modules, and in those inside of packages."""
+    """Return all functions defined in these modules, and in modules inside packages."""
     found = set()
     for module in modules:
         inside = pkgutil.iter_modules(getattr(module, "__path__", []), f"{module.__name__}.")
@@ -57,8 +57,8 @@ def functions_of(*modules: ModuleType) -> set[Callable]:
 
 @contextmanager
 def handles_kept() -> Iterator[None]:
-    """A message whose handle is dropped arrives all the same. As torch has it, it may be lost, and
-    then its receiver waits for ever; here the run ends, and what was not waited for can be told."""
+    """Deliver a message even if its handle is dropped. In torch it may be lost, and then its
+    receiver waits forever; here the run ends, and the judge can report what was not waited for."""
     kept = []
 
     def drop(handle: RecordedWork) -> None:
@@ -74,11 +74,11 @@ def handles_kept() -> Iterator[None]:
 
 @contextmanager
 def started_when_possible(recorder) -> Iterator[None]:
-    """Note as the start of a message the end of the last one that its thread knows of.
+    """Record as a message's start the end of the last message that its thread knows about.
 
-    So what had to wait for what is the program's doing, and not that of a scheduler which lets a
-    thread begin late. A thread knows what the one knew that has started it, or has given it work;
-    who joins it, or asks for the result, knows what it knows.
+    So the program itself decides what had to wait for what, not a scheduler that starts a thread
+    late. A thread knows what the thread knew that started it or gave it work; a thread that joins
+    it, or asks for its result, learns what it knows.
     """
     here, began = threading.local(), time.time()
     start, join = threading.Thread.start, threading.Thread.join
@@ -149,7 +149,7 @@ def started_when_possible(recorder) -> Iterator[None]:
 
 @contextmanager
 def calls_of(functions: Iterable[Callable]) -> Iterator[set[str]]:
-    """The names of those that the learner's code has called, from whatever thread."""
+    """Yield the names of the functions that the learner's code has called, in any thread."""
     codes = {}
     for function in functions:
         plain = inspect.unwrap(function)
@@ -170,8 +170,8 @@ def calls_of(functions: Iterable[Callable]) -> Iterator[set[str]]:
 
 
 def is_learners(frame: FrameType | None) -> bool:
-    """Whether a call comes from the learner's code, or straight from a thread that it has set up;
-    frames that only hand it on, as torch's and decorators', are passed over."""
+    """Return whether a call comes from the learner's code, or directly from a thread that it
+    started; frames that only pass it on, such as torch's and decorators', are skipped."""
     while frame is not None:
         file = frame.f_code.co_filename
         if frame.f_code is learners.__code__:
@@ -210,7 +210,7 @@ INSIDE = "something"  # that has no name of its own
 
 
 def within(value) -> Iterator[tuple[str, object]]:
-    """What a value holds, with its name where it has one."""
+    """Yield what a value holds, with its name if it has one."""
     if isinstance(value, FunctionType):
         code = value.__code__
         if not code.co_filename.startswith((LIBRARY, *AROUND)):
@@ -244,6 +244,6 @@ def is_learners_class(value: type) -> bool:
 
 
 def global_names(code: CodeType) -> set[str]:
-    """What a function, and all that is defined in it, looks up outside of itself."""
+    """Return the global names that a function, and all functions inside it, look up."""
     own = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
     return own.union(*(global_names(each) for each in code.co_consts if isinstance(each, CodeType)))

@@ -143,7 +143,7 @@ class ShardedStep(Measured):
         ]
 
     def stepped(self, factor: float, near: float = 1e-5) -> list[bool]:
-        """Where parameters are what a step with so many times the gradient makes of them."""
+        """Whether parameters are the result of a step with this many times the gradient."""
         oks = []
         for number, rank in enumerate(self.results):
             ok = rank.parts.keys() == self.before.keys()
@@ -233,7 +233,7 @@ class ShardedStep(Measured):
         if self.size > 1 and self.asked["reduce_scatter"] == k * self.scatters > self.scatters:
             return (
                 "Wrong parameters, and gradients were scattered after each micro-batch: add up "
-                "those of all, and make one step at the end."
+                "all ranks' losses, and make one step at the end."
             )
         return (
             "Wrong parameters: one step, SGD with lr=0.5, on the mean loss of all micro-batches of "
@@ -254,9 +254,7 @@ class ShardedStep(Measured):
         if are([k * loss for loss in self.losses]):
             return "The loss that you return is the sum over micro-batches: return the mean."
         if are([sum(self.losses) / self.size] * self.size):
-            return (
-                "That is the mean loss of all ranks: return that of this rank, without a message."
-            )
+            return "That is the mean loss of all ranks: return this rank's own, without a message."
         return "Return the mean loss of all of this rank's micro-batches."
 
     def mistake_in_calls(self) -> str:
@@ -351,7 +349,7 @@ class UnderDDP(Measured):
         )
 
     def are(self, factor: float = 1) -> list[bool]:
-        """On which ranks all gradients are the means, so many times."""
+        """The ranks on which all gradients are this many times the mean."""
         return [
             all(
                 torch.allclose(a, factor * b, atol=1e-5)

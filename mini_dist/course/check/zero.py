@@ -1,7 +1,7 @@
 """Exercises of lesson 07: the sharded step, backward that frees, forward that gathers.
 
-Right values are not enough: a step of the whole, sliced, gives them, too. So how much the optimizer
-was given, how many gradients and weights were there at once, and the bytes are judged as well.
+Right values are not enough: a full step, sliced afterwards, also gives them. So the judge also
+checks how much the optimizer got, how many gradients and weights existed at once, and the bytes.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Step(Measured):
             return too_few_bytes(self.sent, self.wanted)
         return (
             f"Right, but {self.sent:,} bytes were sent where {self.wanted:,} do: an all-reduce "
-            "hands everyone the whole gradient, of which each rank needs a part. reduce_scatter "
+            "gives every rank the whole gradient, but each rank needs only a part. reduce_scatter "
             "sends half."
         )
 
@@ -112,8 +112,8 @@ PER_UNIT = 3  # at most
 
 @dataclass(frozen=True)
 class Units:
-    """turned: in each unit the gradient that is ready last is that of the last parameter. wide: so
-    many times longer, that with three ranks, too, the ring is the library's choice."""
+    """turned: in each unit the last parameter's gradient is ready last. wide: this many
+    times longer, so that the ring is the library's choice with three ranks as well."""
 
     count: int
     turned: bool = False
@@ -124,7 +124,7 @@ class Units:
         return f"{self.count} units of 2 or {PER_UNIT} parameters{turned}"
 
     def units_and_loss(self, rank: int):
-        """Weights are large here beside all else that backward makes."""
+        """The weights are large compared with everything else that backward allocates."""
         units = []
         for i in range(self.count):
             width = 60 * self.wide
@@ -238,7 +238,7 @@ class Backward(Measured):
         if "NoneType" not in error:
             return ""
         return (
-            "a gradient of the unit is not there yet when that of another parameter is: which is "
+            "a gradient of the unit is not there yet when another parameter's is: which is "
             "the last, the order of the list does not say. Put a hook on each, and ask whether all "
             "are there.\n"
         )
@@ -250,7 +250,7 @@ class Backward(Measured):
 @dataclass(frozen=True)
 class Sharded:
     layers: int
-    length: int = 24 * 12  # of a weight, large beside x [24]
+    length: int = 24 * 12  # of a weight, large compared with x [24]
 
     def __str__(self) -> str:
         return f"{self.layers} layers"
@@ -271,12 +271,12 @@ def apply(x, weight):
 def forward_trial(fn, case: Sharded, group):
     rank, size, recorder = group.rank(), group.size(), group.recorder
     alive, whole = Alive(), weights(case)[0].nbytes
-    arrivals: list[dict[int, int]] = []  # what is there as a gather begins, since the last layer
+    arrivals: list[dict[int, int]] = []  # what exists when a gather begins, since the last layer
     nbytes, sizes, before = [0], [], []
     begin, started = recorder.begin, len(recorder.comms)
 
     def arriving(*args, **kwargs):
-        if recorder.thread.parent is None and not arrivals:  # (a ring's later parts lie beside it)
+        if recorder.thread.parent is None and not arrivals:  # (a ring's later parts are too)
             arrivals.append(alive.storages())
         return begin(*args, **kwargs)
 
@@ -285,7 +285,7 @@ def forward_trial(fn, case: Sharded, group):
         before.append(len(recorder.comms) - started)
         nbytes.append(alive.nbytes())
         place = weight.untyped_storage()._cdata
-        for there in arrivals:  # beside it, what has arrived: or else it lies where something was
+        for there in arrivals:  # with what has arrived, unless it reuses memory
             nbytes.append(sum(there.values()) + whole * (place not in there))
         arrivals.clear()
         return apply(x, weight) if len(weight) == case.length else x  # the judge says more
@@ -295,7 +295,7 @@ def forward_trial(fn, case: Sharded, group):
     with alive:
         result = fn(inputs(rank), [layer] * case.layers, shards, group)
     recorder.begin = begin
-    return result, int(max(nbytes) / whole + 0.1), sizes, before  # (parts of one may lie beside it)
+    return result, int(max(nbytes) / whole + 0.1), sizes, before
 
 
 class Forward(Measured):

@@ -1,4 +1,4 @@
-"""What went on in the lanes beside a device, and how its memory is dealt out."""
+"""Draw what ran in the lanes while a device computed, and how its memory was allocated."""
 
 from __future__ import annotations
 

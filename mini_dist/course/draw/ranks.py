@@ -11,7 +11,7 @@ GROUP_COLORS = [*CHUNK_COLORS, "#fb9a99", "#ffff99", "#80cdc1", "#cab2d6"]
 
 
 def rank_grid(grid, *axes, ranks_per_node: int = 0) -> Drawing:
-    """Who is in one group with whom: a panel an axis, one colour a group.
+    """Draw which ranks share a group: one panel per axis, one color per group.
 
     grid: a mesh.Grid. axes: names, or tuples of names for a product; all axes of more than one
     rank unless given. A row is a place on the outermost of them. ranks_per_node: frame the nodes.
@@ -57,7 +57,7 @@ def rank_grid(grid, *axes, ranks_per_node: int = 0) -> Drawing:
 def scores(placements: dict[str, list[list[int]]]) -> Drawing:
     """Draw who computes which score under a causal mask: a panel per placement, a color per rank.
 
-    placements: for each name a table of positions [cp, S/cp], row r those of rank r's tokens.
+    placements: name -> a table of positions [cp, S/cp]; row r has the positions of rank r's tokens.
     """
     panels, said = [], []
     for name, table in placements.items():

@@ -184,7 +184,7 @@ class Panel:
     def as_words(self, words: Words) -> str:
         x, y = self.at(words.x, words.y)
         x, y = x + words.shift[0], y + words.shift[1]
-        if words.anchor == "start":  # Words beside the last bar stay inside the panel.
+        if words.anchor == "start":  # A label at the last bar stays inside the panel.
             x = max(0, min(x, self.width - LETTER * SIZE * len(words.text)))
         return text(x, y, words.text, words.anchor, words.color, words.bold)
 
@@ -225,7 +225,7 @@ class Drawing:
         self.panels, self.alt, self.title, self.color = list(panels), alt, title, color
 
     def html(self) -> str:
-        """The panels as inline SVG in the colors of the page, as many beside each other as fit."""
+        """Return the panels as inline SVG in the colors of the page, as many per row as fit."""
         panels = ""
         for panel in self.panels:
             least = panel.width * SMALLEST / SIZE

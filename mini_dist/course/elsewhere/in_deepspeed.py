@@ -1,6 +1,6 @@
 """The run in DeepSpeed 0.19: ZeRO's three stages, offload, and its pipeline.
 
-What had to be set is in the functions' configs, with the reason beside it.
+The functions' configs contain the required settings, with reasons.
 """
 
 from __future__ import annotations
@@ -105,9 +105,10 @@ PLAIN = {
     "reduce_bucket_size": PSI,
 }
 BARE = {  # nothing that was gathered stays. By default two things do, each alone enough here:
-    "stage3_param_persistence_threshold": 0,  # 1e5: parameters of at most so many numbers, for good
-    # 1e9 both: what is used again within so many numbers, as long as so many may be gathered
-    # (partitioned_param_coordinator.py, "examine all modules within max_reuse_dist_in_numel")
+    "stage3_param_persistence_threshold": 0,  # 1e5: smaller parameters stay whole
+    # 1e9 both: keep what is used again within this many numbers, while at most this many are
+    # gathered (partitioned_param_coordinator.py, "examine all modules within
+    # max_reuse_dist_in_numel")
     "stage3_max_reuse_distance": 0,
     "stage3_max_live_parameters": 0,
     "stage3_prefetch_bucket_size": 0,

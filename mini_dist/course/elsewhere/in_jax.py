@@ -1,10 +1,10 @@
 """JAX: what its compiler, XLA, inserts for the shardings of lesson 23, read from the compiled text.
 
-XLA gets the program for one device and the shardings of what goes in and comes out (GSPMD, Xu et
-al. 2021).  Eight devices are pretended on one CPU, which takes a flag that is read when JAX starts,
-so each function here starts a Python of its own.  What comes back is data: rows of (op, N, ranks in
-a group, bytes sent by all devices together).  N and what a collective sends are counted as in
-sharding/moves.py: what comes out of an all-gather, what goes into the others; rings.
+XLA gets the program for one device and the shardings of its inputs and outputs (GSPMD, Xu et
+al. 2021).  One CPU pretends to be eight devices, which needs a flag that is read when JAX starts,
+so each function here starts its own Python.  The results are data: rows of (op, N, ranks per group,
+bytes sent by all devices together).  N and the bytes of a collective are counted as in
+sharding/moves.py: the output of an all-gather, the input of the others; rings.
 
     compiled()       XLA's collectives for each of the STRATEGIES (sharding/strategies.py)
     blocks()         for an MLP: column and row, data parallel and sharded gradients, a wrong hint
@@ -39,8 +39,8 @@ def compiled() -> dict[str, list]:
 
 @kept("jax")
 def executed() -> dict[str, list]:
-    """Each of STRATEGIES, run on the virtual devices with integers: [whether every device has its
-    piece of what NumPy computes, bytes a device by memory_analysis()]."""
+    """Run each of STRATEGIES on the virtual devices with integers: return [whether every device has
+    its piece of NumPy's result, bytes per device by memory_analysis()]."""
     return in_a_python("executed")
 
 

@@ -141,10 +141,9 @@ def process(call: str) -> subprocess.Popen:
 def one_comes_one_dies() -> dict:
     """Three replicas begin, a fourth comes with weights of its own, one is killed and comes back.
 
-    took_part: in the steps of replica 0, each number once as long as it stays the same. weights: a
-    sum over those of each replica at the end. healed_in: steps of the one that was started again,
-    until it took part in one that counted. exits: of each replica's process, and of the killed one,
-    -9 for a SIGKILL.
+    took_part: in the steps of replica 0; repeated numbers are listed once. weights: the sum of each
+    replica's weights at the end. healed_in: steps of the restarted replica until it took part in a
+    step that counted. exits: of each replica's process, and of the killed one, -9 for a SIGKILL.
     """
     lighthouse = process("serve_quorums()")
     address = lighthouse.stdout.readline().strip()

@@ -31,10 +31,10 @@ BESIDE = {
 def counts() -> dict[str, dict]:
     """What transformers builds for each family, from a config.json that leaves out most keys.
 
-    "cases" has one line for each config that makes a difference: its keys beside model_type, the
+    "cases" has one line for each config that makes a difference: its keys besides model_type, the
     number of weights, how many layers see a window only, and how many tokens that window has.
-    "ignored" has the keys that make none, each beside the second case, which has LAYERS layers and
-    nothing else.
+    "ignored" has the keys that make none, each compared with the second case, which only has
+    LAYERS layers.
     """
     logging.disable(logging.WARNING)
     everyones = {}

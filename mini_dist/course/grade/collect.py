@@ -24,7 +24,7 @@ LARGEST = 16 << 20  # bytes of a function with all that it uses
 
 
 class Kept:
-    """What `check.NAME(fn)` returns while a notebook is graded."""
+    """The result of `check.NAME(fn)` while a notebook is graded."""
 
     def __init__(self, name: str):
         self.name = name

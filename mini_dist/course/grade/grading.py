@@ -61,7 +61,7 @@ class Record:
     progress: dict = field(default_factory=dict)
 
     def best(self, exercise: str) -> Graded | None:
-        """Who hands in a lesson twice is graded by the better one."""
+        """Grade a learner who hands in a lesson twice by the better attempt."""
         found = [n.exercises[exercise] for n in self.notebooks if exercise in n.exercises]
         return min(found, key=lambda graded: graded.rank, default=None)
 
@@ -164,7 +164,7 @@ def run(
 
 
 def where(cells: list[Cell], last: int) -> str:
-    """Say where a notebook was, by the number that JupyterLab shows beside a code cell. last: the
+    """Say where a notebook was, by the number that JupyterLab shows next to a code cell. last: the
     index of the last cell that has run, -1 if none has."""
     runs = [cell.kind == "code" and bool(cell.source.strip()) for cell in cells]
     done = sum(runs[: last + 1]) if last >= 0 else 0

@@ -53,7 +53,7 @@ SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 OF_ETC = ("passwd", "group", "hosts", "nsswitch.conf", "localtime", "alternatives", "fonts")
 OF_ETC += ("ld.so.cache", "ld.so.conf", "ld.so.conf.d")
 DEVICES = ("null", "zero", "full", "random", "urandom")
-# Who is root outside may write to these by being root, without any right.
+# A user who is root outside can write to these as root, without any capability.
 OF_PROC = ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi", "driver", "mtrr")
 MOST_FILES = 100_000
 MOST_OPEN = 4096  # files of one process

@@ -34,7 +34,7 @@ def cell(text: object) -> str:
     """Return the text for a cell of a CSV file, with a quote before all that begins a formula."""
     parts, begins = [], True
     for letter in printable(text):
-        plain = unicodedata.normalize("NFKC", letter)  # (full-width forms are formulas, too)
+        plain = unicodedata.normalize("NFKC", letter)  # (full-width forms are also formulas)
         if begins and not letter.isspace():
             parts.append("'" * (plain[:1] in FORMULA))
             begins = False

@@ -23,7 +23,7 @@ td,th{{padding:.15rem .8rem .15rem 0;text-align:left;vertical-align:top}}
 pre{{white-space:pre-wrap;border-left:3px solid #8888;padding-left:1rem}}
 .right{{color:#2e7d32}}.wrong{{color:#c62828}}.note{{opacity:.75}}
 </style>"""
-CODE = "\n\t"  # what a program may hold beside letters
+CODE = "\n\t"  # what a program may contain besides letters
 OURS = ("grades.csv", "index.html")
 INFORMATION = (
     "That answers are alike, or like the printed solution, is information and no verdict: an "

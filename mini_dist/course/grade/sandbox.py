@@ -38,7 +38,7 @@ COURSE = Path(__file__).resolve().parents[3]
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one worker and all that it starts: seconds, of which a cell may take some, bytes of memory
+    """Limits of one worker and all that it starts: seconds in total and per cell, bytes of memory
     and of files, processes."""
 
     seconds: float = 600.0
@@ -153,11 +153,11 @@ class Slot:
     The sandbox that will be needed next is started early: until its job comes it holds nothing but
     the course, Python and torch, and to load these takes a third of the time of a short notebook.
 
-    Loading is not shared between notebooks. For lesson 02 with one exercise (November 2026, on two
-    busy cores) a notebook took 26 s of CPU time, of which imports were 12: papermill 2.1, the
+    Notebooks do not share loading. For lesson 02 with one exercise (November 2026, on two busy
+    cores) a notebook took 26 s of CPU time; 12 s of these were imports: papermill 2.1, the
     kernel's 3.2, the judge's 2.9, torch for the ranks of each 1.9. A process that has imported all
     this and is forked into new namespaces would save most of it, and would keep files, processes
-    and network apart. But papermill starts its kernel and `launch` its ranks as new programs, so
+    and network separate. But papermill starts its kernel and `launch` its ranks as new programs, so
     all three starts would have to be replaced, and every notebook would get the same addresses and
     the same hash seed.
     """

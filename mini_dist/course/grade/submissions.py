@@ -113,7 +113,7 @@ def read_path(entry: Path) -> Iterator[tuple[str, bytes | str]]:
                 packed = each.is_dir() or each.suffix == ".zip"
                 yield f"{each.name}/{path}" if packed and path else path or each.name, content
     elif not entry.is_file():
-        yield entry.name, "is no file"  # a pipe, of which there is no end
+        yield entry.name, "is no file"  # a pipe, which has no end
     elif (names := entry.stat().st_nlink) > 1:
         yield entry.name, f"is a hard link, to a file that has {names} names: hand in a copy"
     elif entry.suffix.lower() == ".zip":

@@ -37,7 +37,7 @@ def family(ancestor: int) -> set[int]:
 
 
 def everybody() -> set[int]:
-    """Return all processes that /proc shows: in a sandbox, those of the sandbox."""
+    """Return all processes that /proc shows: in a sandbox, only the sandbox's processes."""
     return {int(name) for name in os.listdir("/proc") if name.isdigit()}
 
 

@@ -1,10 +1,10 @@
 """A worker that runs a learner's notebook by papermill and passes on what `collect` has kept.
 
 The job: {"notebook": text, "files": {name: text}, "functions": {exercise: function}, "cell": s}.
-It says {"kept": exercise, "how": ...} with the pickle in base64, or {"kept": ..., "error": why},
+It prints {"kept": exercise, "how": ...} with the pickle in base64, or {"kept": ..., "error": why},
 after the cell where it came up, {"cell": index} after each cell, and at the end {"executed": true}
-with the notebook. All of it is the learner's word, for the notebook's processes could say it as
-well. What a notebook shows is cut while it comes in.
+with the notebook. All of it is the learner's word, because the notebook's processes could print it
+as well. A notebook's output is cut while it comes in.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import sys
 from pathlib import Path
 
-KEPT = Path("kept")  # beside the folder of the notebook
+KEPT = Path("kept")  # next to the folder of the notebook
 FUNCTIONS = Path("functions")  # of the lesson's exercises, which the kernel's start cannot know yet
 COLLECT = """\
 import sys

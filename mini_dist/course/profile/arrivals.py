@@ -1,4 +1,4 @@
-"""Who comes last to the collectives, and how fast they are when everybody has come."""
+"""Which rank comes last to the collectives, and how fast they are once all have come."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def kind_of(op: str) -> str | None:
 
 
 def size_of(comm: Comm, kind: str) -> int:
-    """Bytes as nccl-tests print them: of an all-gather those of the gathered whole."""
+    """Return bytes as nccl-tests print them: for an all-gather, of the gathered whole."""
     return comm.nbytes * (len(comm.group) if kind == "all_gather" else 1)
 
 
 def bandwidths(ledger: Ledger) -> Table:
-    """Collectives as nccl-tests print them: algorithm bandwidth is size / time, bus bandwidth that
-    times what the algorithm must send, so that it can be held against a link's.
+    """Show collectives as nccl-tests print them: algorithm bandwidth is size / time; bus bandwidth
+    is this times what the algorithm must send, so that it can be compared with a link's.
 
     Time is from the moment when the last rank has come until the last one is done, so that a
     straggler does not make a link look slow; the median over the collectives of one size.

@@ -1,9 +1,9 @@
 """On a rank: what torch.profiler sees, the steps, and the regions that have been given a name.
 
-torch.profiler and the ledger take their moments from the same clock, that of the host since 1970,
-so both fit on one timeline. (Between hosts clocks differ: `python -m mini_dist.training.preflight`
-says by how much.) On a GPU what counts as computing are its kernels. That part has never run:
-there was none here.
+torch.profiler and the ledger use the same clock, the host's time since 1970, so both fit on one
+timeline. (Clocks of different hosts differ: `python -m mini_dist.training.preflight`
+says by how much.) On a GPU, its kernels count as computing. We have never run that part: we had no
+GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Profile:
 
     def __init__(self) -> None:
         self.spans: list[Span] = []
-        self.kinds = {STEP: "step", "data": "data"}  # (gloo and others give names, too: not ours)
+        self.kinds = {STEP: "step", "data": "data"}  # (gloo and others also give names: not ours)
 
     def step(self) -> AbstractContextManager:
         """All of one training step."""

@@ -7,8 +7,8 @@
     host            in a named region and none of these: Python, autograd, the dispatcher
     unexplained     in none of all: what nobody has given a name to
 
-A communication that runs beside operators is hidden, and costs nothing here. One that the rank's
-own thread is inside of counts for all it does, the additions of a ring too.
+A communication that runs while operators run is hidden, and costs nothing here. A communication in
+the rank's own thread counts in full, including the additions of a ring.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PARTS = ("data", "waiting", "communication", "compute", "host", "unexplained")
 
 @dataclass
 class Went:
-    """seconds: [rank][part], the mean over its steps; waited: [rank][other], seconds a step that
+    """seconds: [rank][part], the mean over its steps; waited: [rank][other], seconds per step that
     one waited for the other; step: [rank], the mean length of a step."""
 
     seconds: list[dict[str, float]]
@@ -43,7 +43,7 @@ class Went:
             most = max(whom, key=whom.get, default=None)
             ms = [f"{1e3 * parts[part]:.1f}" for part in PARTS]
             rows.append((rank, *ms, f"{1e3 * self.step[rank]:.1f}", "" if most is None else most))
-        return Table(["rank", *PARTS, "step", "most for"], rows, "ms a step")
+        return Table(["rank", *PARTS, "step", "most for"], rows, "ms per step")
 
     def __repr__(self) -> str:
         return repr(self.table())
@@ -54,9 +54,9 @@ class Went:
 
 @checks_kinds
 def where_it_went(timeline: Timeline, skip: int = 0) -> Went:
-    """Mean seconds a step of each part, for each rank. The parts of a rank add up to its step.
+    """Return mean seconds per step of each part, for each rank. A rank's parts add up to its step.
 
-    skip: so many steps at the beginning, in which everything starts.
+    skip: how many steps at the beginning to ignore, in which everything starts.
     """
     went = Went([], [], [])
     for spans, steps in zip(timeline.spans, timeline.steps):

@@ -11,10 +11,10 @@ on measured GEMM ceilings, everything else at the memory's rate. A message takes
 bandwidth, begins when both sides are there, and each rank sends one and receives one at a time.
 A native collective (DDP's, say) is a ring, timed as the planner times it.
 
-What is left out: the host. It takes 5 to 10 microseconds to start a kernel from Python, so small
+The host is left out. It takes 5 to 10 microseconds to start a kernel from Python, so small
 models run slower than this says, unless CUDA graphs start them. For this machine the host's time is
 measured, as all other rates are, and no card carries its messages (`measure_here`): so the replay
-of a run can be held against the clock (benchmarks/replay.py).
+of a run can be compared with the clock (benchmarks/replay.py).
 """
 
 from .calculated import CalculatedMachine

@@ -1,4 +1,4 @@
-"""This machine: what the host and messages cost, measured, to hold a replay against the clock."""
+"""This machine: what the host and messages cost, measured, to compare a replay with the clock."""
 
 from __future__ import annotations
 

@@ -43,8 +43,8 @@ class Line(NamedTuple):
 class Player:
     """Runs every line of every rank in replayed time, the earliest first.
 
-    A line stops where it has to wait for something whose end is not known yet: a message whose
-    other side is not there, a task. Whoever finds out the end wakes it.
+    A line stops where it has to wait for something with an unknown end: a message whose other
+    side is not there, a task. The line that determines the end wakes it.
     """
 
     def __init__(self, ledger: Ledger, machine) -> None:

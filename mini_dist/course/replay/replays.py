@@ -1,4 +1,4 @@
-"""A run replayed: the figures, and the table beside other machines."""
+"""A run replayed: the figures, and the table of other machines."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Replay:
     def exposed(self) -> float:
         """Seconds of a step in which a rank computes nothing and waits; the mean over the ranks.
 
-        In a pipeline this holds the bubble, too.
+        In a pipeline this includes the bubble.
         """
         start, end = self.steps[-1]
         waited = sum(

@@ -91,7 +91,7 @@ class Explorer:
 
     @property
     def view(self):
-        """The live widget: controls beside the picture and its HTML. An explorer has one."""
+        """The live widget: controls next to the picture and its HTML. An explorer has one."""
         if self._view is None:
             self._view = self._build()
         return self._view

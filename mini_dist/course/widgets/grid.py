@@ -93,7 +93,7 @@ def talk(grid: Grid, layout: Layout, rank: int, ranks_per_node: int, model: str,
 
 
 def peers(axis: str, group: list[int], rank: int) -> list[int]:
-    """Whom `rank` talks with in its group: everyone, and in a pipeline the stages beside it."""
+    """Return the ranks that `rank` talks with in its group: all, or in a pipeline its neighbors."""
     if axis == "pp":
         place = group.index(rank)
         return group[max(0, place - 1) : place] + group[place + 1 : place + 2]
@@ -134,7 +134,7 @@ def draw(grid: Grid, axis: str, rank: int, ranks_per_node: int) -> Drawing:
         place = (x + size / 2, y + size / 2)
         left.words(*place, member, "#000000", "middle", bold=member == rank)
 
-    # Who talks to whom: a pair has the color of the axis in which alone the two ranks differ.
+    # A pair that communicates has the color of the only axis in which its ranks differ.
     used = [name for name, size in grid.axes.items() if size > 1]
     used += [axis] if axis not in grid.axes else []
     ends = numbered([0, grid.size - 1])

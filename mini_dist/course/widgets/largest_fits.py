@@ -35,7 +35,7 @@ def render(
 ) -> tuple[Drawing, str]:
     """Billions of parameters that fit, by what is borrowed; seconds of a step of each.
 
-    link_times: the way to the host so many times as fast as that machine's.
+    link_times: speed of the host link, as a multiple of that machine's.
     """
     machine = machine_of(gpu, my_gib, my_tflops, my_memory_gb_s)
     machine = machine.replace(host_bandwidth=link_times * machine.host_bandwidth)

@@ -100,7 +100,7 @@ def candidates(num_ranks: int, link) -> list[str]:
 
 
 def race(num_bytes: int, num_ranks: int, link) -> dict[str, Cost]:
-    """What each algorithm costs, the fastest first."""
+    """Show the cost of each algorithm, the fastest first."""
     costs = {a: cost(num_bytes, num_ranks, a, link) for a in candidates(num_ranks, link)}
     return dict(sorted(costs.items(), key=lambda item: item[1].seconds))
 

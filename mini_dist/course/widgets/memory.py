@@ -49,7 +49,7 @@ def render(
     recompute: str = "none",
     my_gib: float = START["my_gib"],
 ) -> tuple[Drawing, str]:
-    """The fullest rank's memory as a waterfall beside the device's, and all pipeline ranks'.
+    """Show the fullest rank's memory as a waterfall next to the device's, and all pipeline ranks'.
 
     Raises ValueError when the layout cannot cut the model.
     """

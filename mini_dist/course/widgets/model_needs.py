@@ -23,7 +23,7 @@ from .explorer import Explorer, doublings
 MODELS = ("gpt2-xl", "gpt3-175b", "llama3-8b", "llama3-70b", "llama3-405b")
 GPUS = ("a100-40", "a100-80", "h100", "h200", "b200", MINE)
 
-# Bytes a parameter: parameters, gradients | kept by the optimizer: fp32 copy, Adam's two moments.
+# Bytes per parameter: parameters, gradients | the optimizer's fp32 copy and Adam's two moments.
 RECIPES = {
     "bf16 + Adam": (2, 2, 4, 4, 4),
     "bf16 + Adam, fp32 gradients": (2, 4, 4, 4, 4),
@@ -76,7 +76,8 @@ def render(
     my_gib: float = START["my_gib"],
     my_tflops: float = START["my_tflops"],
 ) -> tuple[Drawing, str]:
-    """Memory of all model states beside one GPU's; time: 6 P T / (GPUs * peak * utilisation)."""
+    """Compare memory of all model states with one GPU's; time: 6 P T / (GPUs * peak *
+    utilization)."""
     machine, parameters = machine_of(gpu, my_gib, my_tflops), num_parameters(model_preset(model))
     each = RECIPES[recipe]
     states = model_states(
@@ -161,7 +162,7 @@ def memory_and_time(only: tuple[str, ...] = (), **start) -> Explorer:
         model=choice(*MODELS),
         recipe=choice(*RECIPES),
         gpu=choice(*GPUS),
-        num_gpus=choice(*doublings(1, 2**16)),  # (the number beside such a slider invites typing)
+        num_gpus=choice(*doublings(1, 2**16)),  # (a number next to such a slider invites typing)
         utilisation=real(0.05, 1.0),
         tokens=choice(*TOKENS),
         **controls("my_gib", "my_tflops"),

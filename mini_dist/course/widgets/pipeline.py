@@ -32,7 +32,7 @@ def schedule_of(name: str, num_ranks: int, num_micro_batches: int, chunks: int =
 
 
 def thin(times: Times, schedule: Schedule) -> Times:
-    """The times of a stage, where `times` are those of all that a rank holds."""
+    """Return the times of a stage, from the `times` of all that a rank holds."""
     chunks = schedule.num_stages // schedule.num_ranks
     return Times(times.forward / chunks, times.backward / chunks, times.weight / chunks, times.comm)
 
@@ -80,7 +80,7 @@ def run(schedule: Schedule, times: Times) -> Timeline:
 
 
 def explorer(**start) -> Explorer:
-    """The explorer; `start` sets controls. `measured` runs it on real ranks, too."""
+    """The explorer; `start` sets controls. `measured` also runs it on real ranks."""
 
     def render(
         schedule: str = "1f1b",

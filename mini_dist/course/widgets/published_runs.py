@@ -1,4 +1,4 @@
-"""Explorer of lesson 17: published runs beside what the calculators say, and what would mend it."""
+"""Explorer of lesson 17: published runs, what the calculators say, and what would improve it."""
 
 from __future__ import annotations
 

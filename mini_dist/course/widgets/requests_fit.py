@@ -1,4 +1,4 @@
-"""Explorer of lesson 24: how many requests fit beside the weights, and what more of them cost."""
+"""Explorer of lesson 24: how many requests fit next to the weights, and what more of them cost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def render(
     my_tflops: float = START["my_tflops"],
     my_memory_gb_s: float = START["my_memory_gb_s"],
 ) -> tuple[Drawing, str]:
-    """A device's memory, and tokens a second against the time a reader waits for the next token.
+    """Draw a device's memory, and tokens per second against the time to a reader's next token.
 
     dollars_an_hour: of one GPU, yours to fill in.
     """

@@ -35,7 +35,7 @@ class Traffic(NamedTuple):
 def traffic(
     num_experts: int, top_k: int, num_ranks: int, liking: float, capacity_factor: str
 ) -> Traffic:
-    """Route 128 random tokens a rank; expert 0 is liked most, the last one least."""
+    """Route 128 random tokens per rank; expert 0 is the most popular, the last one the least."""
     liked = torch.linspace(liking, -liking, num_experts)
     capacity = None
     if capacity_factor != "none":

@@ -67,7 +67,7 @@ def render(
 ) -> tuple[Drawing, str]:
     """Throughput over the number of GPUs, and where a step's time goes.
 
-    `batch` is sequences a step: everywhere (strong), or on the first point (weak).
+    `batch` is sequences per step: everywhere (strong), or on the first point (weak).
     Raises ValueError when tp * pp GPUs are more than there are, or the batch too small to begin.
     """
     machine = machine_of(gpu, my_gib, my_tflops, my_memory_gb_s, my_network_gb_s)
@@ -140,7 +140,7 @@ def shares(time: StepTime) -> dict[str, float]:
 def words(
     model: str, machine: Hardware, points: dict[int, Point], scaling: str, num_gpus: int
 ) -> str:
-    """The chosen point, beside the first one: efficiency, and whether it fits."""
+    """Compare the chosen point with the first one: efficiency, and whether it fits."""
     first, last = min(points), max(points)
     if num_gpus not in points:
         why = f"the layout needs {first}" if num_gpus < first else "no micro-batch is left"

@@ -41,7 +41,7 @@ class Sent(NamedTuple):
 
 
 class Film(NamedTuple):
-    """What was recorded: messages[k] are those of step k + 1, has[k][rank] what there is after
+    """The record: messages[k] belong to step k + 1, has[k][rank] is what exists after
     step k."""
 
     messages: list[list[Sent]]

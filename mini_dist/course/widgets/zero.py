@@ -13,7 +13,7 @@ from .explorer import Explorer
 GPUS = ("a100-40", "a100-80", "h100", "h200", "b200", MINE)
 STAGES = ("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")
 KINDS = {"parameters": "#3182bd", "gradients": "#fd8d3c", "optimizer": "#74c476"}
-# Bytes a parameter: parameters, gradients, and K, what the optimizer holds.
+# Bytes per parameter: parameters, gradients, and K, what the optimizer holds.
 OPTIMIZERS = {
     "bf16, AdamW: 2 + 2 + 12": (2, 2, 12),  # Rajbhandari et al. 2020, section 3.1
     "fp32, AdamW: 4 + 4 + 8": (4, 4, 8),  # a plain torch model, and the runs of this course
@@ -28,7 +28,7 @@ def render(
     gpu: str = "a100-80",
     my_gib: float = START["my_gib"],
 ) -> tuple[Drawing, str]:
-    """Model states of one rank, without ZeRO and at each stage, beside one GPU's memory."""
+    """Compare one rank's model states, without ZeRO and at each stage, with one GPU's memory."""
     each, memory = OPTIMIZERS[optimizer], machine_of(gpu, my_gib).device.memory_bytes
     states = [model_states(billions * 1e9, ranks, stage, *each) for stage in range(4)]
     picture = draw(states, memory, f"{billions:g} billion parameters on {ranks:,} ranks", gpu)

@@ -1,16 +1,16 @@
-"""Activation recomputation: forget what forward kept for backward, and compute it again then.
+"""Activation recomputation: drop activations after forward, and compute them again for backward.
 
-    none        keep everything
-    selective   forget the core of attention, whose scores grow with S^2 and cost little to repeat
+    none        save everything
+    selective   drop the core of attention, whose scores grow with S^2 and are cheap to repeat
                 (Korthikanti et al. 2022, section 5)
-    full        keep only the input of a block: a third more arithmetic (Chen et al. 2016)
+    full        save only a block's input: a third more arithmetic (Chen et al. 2016)
 
     recompute_blocks(gpt, "full")               # every block
-    recompute_blocks(gpt, "full", every=2)      # blocks 0, 2, 4, ...; the others keep all
-    y = recomputed(fn, parameters)(x)           # whatever fn is: several blocks, half a block
+    recompute_blocks(gpt, "full", every=2)      # blocks 0, 2, 4, ...; the others save everything
+    y = recomputed(fn, parameters)(x)           # any fn: several blocks, half a block
 
-What is computed the second time must be the same: random numbers are drawn from the state of the
-first time (dropout), and autocast is as it was then.
+The second run must compute the same values: random numbers (dropout) are drawn from the first
+run's state, and autocast is restored.
 """
 
 from .blocks import Recompute, recompute_blocks, recomputed

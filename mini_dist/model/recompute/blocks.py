@@ -1,7 +1,7 @@
 """Recomputation for real blocks: several inputs, GPUs, autocast, parameters with hooks.
 
-The page (ideas.py) calls backward inside backward, which adds to a parameter's .grad once a use.
-Here the parameters are inputs of the node of the graph, so their gradients go the usual way, once.
+The page (ideas.py) calls backward inside backward, which adds to a parameter's .grad once per use.
+Here the parameters are inputs of the graph's node, so their gradients arrive as usual, once.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from ..routing import Routing
 
 
 class Recompute(torch.autograd.Function):
-    """A function as one node of the graph, which keeps its inputs and nothing else.
+    """A function as one node of the graph, which saves only its inputs.
 
-    Its parameters are inputs of the node, too. So their gradients go the usual way, and a hook on
-    a parameter runs once, when all uses are added up. (Calling backward inside backward, as the
-    simplest version does, adds to .grad once a use, and sends half a gradient off.)
+    Its parameters are also inputs of the node. So their gradients arrive as usual, and a hook on
+    a parameter runs once, after all uses are summed. (Calling backward inside backward, as the
+    simplest version does, adds to .grad once per use, so a hook would send half a gradient.)
     """
 
     @staticmethod
     def forward(ctx, fn, args, num_parameters, *tensors):
-        """tensors: those among `args`, then the parameters that fn uses."""
+        """Run fn. tensors: those among `args`, then the parameters that fn uses."""
         inputs = tensors[: len(tensors) - num_parameters]
         ctx.fn, ctx.parameters = fn, tensors[len(inputs) :]
         ctx.args = [None if isinstance(arg, Tensor) else arg for arg in args]
@@ -50,7 +50,7 @@ class Recompute(torch.autograd.Function):
         args = list(ctx.args)
         with torch.enable_grad(), ctx.then.restored():
             for place, tensor in zip(ctx.places, inputs):
-                args[place] = tensor.view_as(tensor)  # no leaf: hooks on modules may refuse those
+                args[place] = tensor.view_as(tensor)  # not a leaf: hooks may reject leaves
             outputs = ctx.fn(*args)
         outputs = (outputs,) if isinstance(outputs, Tensor) else outputs
         asked = [(out, g) for out, g in zip(outputs, grads) if g is not None and out.requires_grad]
@@ -61,10 +61,10 @@ class Recompute(torch.autograd.Function):
 
 
 def recomputed(fn: Callable, parameters: Iterable[Tensor] = ()) -> Callable:
-    """A function like `fn` whose intermediate results are forgotten, and made again in backward.
+    """Wrap `fn` so that its intermediate results are dropped, and computed again in backward.
 
     fn: takes positional arguments, one of them a tensor, and returns a tensor or a tuple of them.
-    parameters: all that fn uses and that shall get a gradient.
+    parameters: all parameters of fn that need a gradient.
     """
     parameters = list(parameters)
 
@@ -77,10 +77,10 @@ def recomputed(fn: Callable, parameters: Iterable[Tensor] = ()) -> Callable:
 
 @checks_kinds
 def recompute_blocks(model: GPT, mode: str, every: int = 1) -> GPT:
-    """Make a model's blocks 0, every, 2 * every, ... recompute; returns the model.
+    """Make a model's blocks 0, every, 2 * every, ... recompute; return the model.
 
     mode: "none", "selective" (the core of attention) or "full" (the whole block).
-    A block keeps its place, its name and its hooks: only its `forward` is another.
+    A block keeps its position, its name and its hooks: only its `forward` changes.
     """
     if mode not in RECOMPUTE:
         known = ", ".join(map(repr, RECOMPUTE))
@@ -101,8 +101,8 @@ def forward_recomputed(
     positions: Tensor | None = None,
     routing: list[Routing] | None = None,
 ) -> Tensor:
-    """Block.forward, recomputed. What its router decided is an output like any other: appended
-    to a list in the first run, it would have no gradient."""
+    """Run Block.forward with recomputation. The router's decision is an output like any other: if
+    the first run appended it to a list, it would have no gradient."""
 
     def run(x, positions):
         decided: list[Routing] = []
@@ -116,7 +116,7 @@ def forward_recomputed(
 
 
 class Surroundings:
-    """What a computation depends on besides its arguments: random state, autocast."""
+    """What a computation depends on besides its arguments: random state and autocast."""
 
     def __init__(self, inputs: Sequence[Tensor]):
         self.device = inputs[0].device
@@ -125,14 +125,14 @@ class Surroundings:
         if self.on_gpu:
             self.gpu_random = torch.cuda.get_rng_state(self.device)
         self.autocast = nullcontext
-        if not inputs[0].is_meta:  # torch knows no autocast there
+        if not inputs[0].is_meta:  # torch has no autocast there
             kind = self.device.type
             is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
             self.autocast = partial(torch.autocast, kind, dtype, enabled=is_on)
 
     @contextmanager
     def restored(self):
-        """Inside, as it was when this was made; afterwards as if nothing had been drawn."""
+        """Restore the surroundings inside `with`; afterwards no random numbers have been drawn."""
         devices = [self.device] if self.on_gpu else []
         with torch.random.fork_rng(devices), self.autocast():
             torch.set_rng_state(self.cpu_random)

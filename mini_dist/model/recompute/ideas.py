@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 def forget_and_repeat(block: Callable, x: Tensor) -> Tensor:
-    """block(x), of which only x is kept; backward computes the rest once more.
+    """Compute block(x) and save only x; backward computes the block again.
 
-    It must come out the same, dropout included: so the random numbers are drawn from the state that
-    the generator had the first time (Chen et al. 2016, section 3). Here that is the generator for
-    the CPU; blocks.py also handles the one of a GPU.
+    The second run must give the same result, dropout included, so it draws its random numbers from
+    the generator state of the first run (Chen et al. 2016, section 3). This function handles the
+    CPU's generator; blocks.py handles a GPU's as well.
     """
 
     class Careful(torch.autograd.Function):
@@ -33,7 +33,7 @@ def forget_and_repeat(block: Callable, x: Tensor) -> Tensor:
                 out.backward(grad)
             return None, x.grad, None
 
-    # Autograd skips a function none of whose inputs needs a gradient, but the block's parameters
-    # may need one where x needs none, so one more input needs a gradient.
+    # Autograd skips a function if none of its inputs requires a gradient. The block's parameters
+    # may require one even where x does not, so an extra input does.
     anchor = torch.zeros((), device=x.device, requires_grad=True)
     return Careful.apply(block, x, anchor)

@@ -1,4 +1,4 @@
-"""What autograd keeps for backward, measured."""
+"""Measure what autograd saves for backward."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from torch import Tensor
 
 
 class SavedBytes:
-    """Counts what autograd keeps for backward, while forward and backward run inside.
+    """Count what autograd saves for backward, while forward and backward run inside `with`.
 
         with SavedBytes(model) as saved:
             loss(model(inputs)).backward()
         saved.now, saved.peak               # bytes
 
-    Each storage counts once, parameters not at all: they are there anyway.
+    Each storage counts once. Parameters do not count, because they exist anyway.
     """
 
     def __init__(self, model: torch.nn.Module):
         self.parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        self.holders: dict[int, int] = {}  # place of a storage -> how often it is saved
+        self.holders: dict[int, int] = {}  # address of a storage -> number of saves
         self.now = self.peak = 0
 
     def __enter__(self) -> SavedBytes:
@@ -33,7 +33,7 @@ class SavedBytes:
 
 
 class KeptTensor:
-    """A tensor that autograd keeps, until autograd drops this."""
+    """A tensor that autograd saves, until autograd drops this object."""
 
     def __init__(self, tensor: Tensor, saved: SavedBytes):
         self.tensor, self.saved = tensor, saved

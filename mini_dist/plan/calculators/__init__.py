@@ -1,39 +1,39 @@
-"""Will it fit, how fast, in which layout: pure functions of a model and a layout, no torch.
+"""Will it fit, how fast, in which layout: pure functions of a model and a layout, without torch.
 
     print(peak_memory(model("llama3-8b"), Layout(dp=8, zero=1)))
     print(step_time(model("llama3-8b"), Layout(dp=8, zero=1), "h100"))
     print(plan("llama3-70b", "h100", 1024, global_batch_tokens=4 * 2**20))
 
 Read in this order:
-    lines.py       an itemised answer: name, value, unit, formula, source
+    lines.py       an itemized answer: name, value, unit, formula, source
     parameters.py  every weight of a model, once
     models.py      GPT-2 to DeepSeek-V3 by name, and Hugging Face's config.json
     flops.py       the work, and how long 6 P T takes
-    machines.py    datasheets beside measurements
+    machines.py    datasheets and measurements
     links.py       a link, and how long a message takes
-    rounds.py      stars, trees, rings, doublings: who sends how much, and how long
+    rounds.py      stars, trees, rings, doublings: who sends how much, and how long it takes
     costs.py       rounds, bytes and seconds of each collective algorithm
     frameworks.py  what a framework adds to the mathematics: the assumptions
-    activations.py what forward keeps of a layer
-    weight_gradients.py  what gradients on their way weigh
-    memory.py      what fills a device, under a framework that one knows from outside
+    activations.py what forward saves for a layer's backward
+    weight_gradients.py  the bytes of weight gradients on their way
+    memory.py      what fills a device, under a framework known from outside
     moments.py     the same for this library: its own step, moment by moment, from
                    pipeline_in_flight.py, rank_sizes.py, backward_moments.py
     volume.py      what each axis sends
     collective_time.py  which links a group of the mesh uses, and how long it takes
-    compression.py what gradients in fewer bits send, and cost to make
-    kernels.py     how long the parts of a layer last
-    timed_step.py  what a step's time is computed from: the layout, read once
+    compression.py what compressed gradients send, and what compressing costs
+    kernels.py     how long the parts of a layer take
+    timed_step.py  the input of a step's time: the layout, read once
     step_time.py   what a step waits for: the sum of
                    stage_time.py, bubble.py, replica_traffic.py, optimizer_time.py
-    offload.py     what is borrowed of the host and of files; the largest model on few devices
-    chosen.py      which constants were chosen with what in view
-    layouts.py     the layouts that are worth a try
+    offload.py     memory borrowed from the host and from files; the largest model on few devices
+    chosen.py      which constants were chosen with which data in view
+    layouts.py     the layouts that are worth trying
     planner.py     every layout, those that fit, the fastest
     plans.py       its answer, and why the winner won
     rules.py       rules of thumb of tutorials, judged by the planner
-    export.py      a layout in the words of Megatron-LM, DeepSpeed, torchtitan, torchrun
-    importing.py   and back: the batch equation, and what their words say besides, in
+    export.py      a layout in the terms of Megatron-LM, DeepSpeed, torchtitan, torchrun
+    importing.py   and back: the batch equation, and what else their configs say, in
                    from_deepspeed.py, from_megatron.py, from_torchtitan.py
 """
 

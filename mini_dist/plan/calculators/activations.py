@@ -1,7 +1,7 @@
-"""What forward keeps of a layer for its backward, tensor by tensor, in bytes a token.
+"""What forward saves of a layer for its backward, tensor by tensor, in bytes per token.
 
 Sources: [K22] Korthikanti et al. 2022, "Reducing activation recomputation"; [Flash] Dao et al.
-2022; for the course's own model its ledger.
+2022; for the course's own model, its ledger.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .parameters import every_second, layer_weights
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """One tensor that forward keeps for backward, in bytes a token of this rank."""
+    """One tensor that forward saves for backward, in bytes per token of this rank."""
 
     name: str
     bytes_per_token: float
     formula: str
-    is_scores: bool = False  # selective recompute does not keep it
+    is_scores: bool = False  # selective recomputation does not save it
 
 
 def layer_activations(
@@ -31,7 +31,7 @@ def layer_activations(
     how: str | Framework = "megatron-core",
     moe: bool = False,
 ) -> tuple[SavedTensor, ...]:
-    """What one layer keeps without recompute ([K22] section 4, generalised).
+    """Return what one layer saves without recomputation ([K22] section 4, generalized).
 
     For GPT (K = N, F = 4 D, gelu, dropout, eager attention) the sum is [K22]'s
     s b h (34 + 5 a s / h), and with tp and sequence parallel its table 2.
@@ -117,13 +117,13 @@ def _layer_activations(config, tp, etp, sequence_parallel, how, moe) -> tuple[Sa
 
 
 def _plain_modules(config, how, whole, t, moe) -> list[SavedTensor]:
-    """What fused kernels would not keep, found by the ledger of the course's own model."""
+    """List what fused kernels would not save, found by the ledger of the course's own model."""
     saved, e = [], how.activation_bytes
     if config.norm == "rmsnorm":
         saved.append(SavedTensor("normalised inputs", 2 * e * config.d_model / whole, "2 e D"))
     if config.positions == "rotary" and how.flash_attention and config.num_heads > t:
-        # Of turned heads the kernel keeps its output head by head, beside the rows made from it:
-        # of one head these are the same memory.
+        # With rotated heads the kernel saves its output head by head, in addition to the rows made
+        # from it; with a single head both are the same memory.
         each = e * config.num_heads * config.head_dim / t
         saved.append(SavedTensor("output by heads", each, "e N H/t [Flash]", is_scores=True))
     if moe:
@@ -136,7 +136,7 @@ def _plain_modules(config, how, whole, t, moe) -> list[SavedTensor]:
 
 
 def kept_of_layer(config, layout, how, moe, again: bool = True) -> float:
-    """Bytes a token that a layer keeps under the layout's recompute, if it is one of those."""
+    """Return the bytes per token that a layer saves under the layout's recomputation."""
     recompute = layout.recompute if again else "none"
     if recompute == "full":  # its input
         return (
@@ -154,8 +154,8 @@ def kept_of_layer(config, layout, how, moe, again: bool = True) -> float:
 
 
 def _every_second_output(config, layout, how, moe) -> float:
-    """The layer's input, the attention's output and statistics, and of every second matrix what
-    it computed (parallelize_llama.py of torchtitan [code])."""
+    """Return the layer's input, the attention's output and statistics, and the output of every
+    second matrix (parallelize_llama.py of torchtitan [code])."""
     e, t = how.activation_bytes, layout.tp
     dropped = every_second(config, moe)
     kept = e * config.d_model / cut_of_whole(layout)
@@ -170,10 +170,10 @@ def _every_second_output(config, layout, how, moe) -> float:
 
 
 def tokens_of_micro_batch(config, layout) -> float:
-    """Tokens of one micro-batch on one rank."""
+    """Return the tokens of one micro-batch on one rank."""
     return layout.micro_batch_size * config.seq_len / layout.cp
 
 
 def cut_of_whole(layout) -> int:
-    """What divides activations that tp leaves whole: only sequence parallel does."""
+    """Return the divisor of activations that tp leaves whole; only sequence parallelism has one."""
     return layout.tp if layout.sequence_parallel else 1

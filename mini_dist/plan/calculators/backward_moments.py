@@ -30,7 +30,7 @@ class Moment(NamedTuple):
 
 
 class Backward:
-    """Down one stage, from the loss to the embedding, with what comes and goes on the way."""
+    """Go down one stage, from the loss to the embedding, with what comes and goes on the way."""
 
     def __init__(self, rank: RankSizes, flight: HeldAtBackward) -> None:
         self.rank, self.base = rank, rank.base(flight)
@@ -152,7 +152,7 @@ class Backward:
                 activation_gradients=passes + rank.x,
                 new_gradients=unit,
             )
-        if self.scatters:  # beside them their flat copy; those before are home
+        if self.scatters:  # their flat copy comes on top; the earlier ones are on the host
             yield from self.come_home(
                 units=units, activation_gradients=2 * rank.x, new_gradients=unit
             )

@@ -1,4 +1,4 @@
-"""What a pipeline waits for: the bubble, by formula and by simulation, and messages on the way."""
+"""What a pipeline waits for: the bubble, by formula and by simulation, and messages in flight."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from .timed_step import TimedStep
 
 
 def pipeline_lines(step: TimedStep, stages: list[StageTime], simulate: bool) -> list[Line]:
-    """What the slowest stage waits for beside its own work: the others, and messages."""
+    """Return what the slowest stage waits for in addition to its work: other stages and
+    messages."""
     layout, hops = step.layout, hop_seconds(step)
     if layout.pp == 1:
         return []
@@ -42,10 +43,10 @@ def pipeline_lines(step: TimedStep, stages: list[StageTime], simulate: bool) -> 
 def bubble_seconds(
     layout: Layout, forward: list[float], backward: list[float], weight: list[float]
 ) -> tuple[float, str]:
-    """Idle seconds of the slowest stage in a step, and the formula.
+    """Return the idle seconds of the slowest stage per step, and the formula.
 
     `forward`, `backward` (whole) and `weight` (the part of backward that a zero-bubble schedule
-    puts off) are each rank's seconds a micro-batch.
+    defers) are each rank's seconds per micro-batch.
     """
     work = [f + b for f, b in zip(forward, backward)]
     others = sum(work) - max(work)  # what must run before and after the slowest stage
@@ -57,18 +58,18 @@ def bubble_seconds(
         share = 2 if layout.schedule == "zb_h1" else 3
         mine = weight[work.index(max(work))]
         theirs = sum(weight) - mine
-        # There are no more weights to put off than the slowest stage has in a step.
+        # There are no more weights to defer than the slowest stage has in a step.
         put_off = theirs + min((share - 1) * theirs, layout.num_micro_batches * mine)
         return max(0.0, others - put_off), f"other stages' F + B - {share} W"
     return others, "other stages' F + B"
 
 
 def simulated(layout, stages, hops: list[float]) -> float:
-    """The makespan of the schedule's own lists; `hops` as of `hop_seconds`.
+    """Return the makespan of the schedule's own lists; `hops` as in `hop_seconds`.
 
-    From the second round of micro-batches on (at least p of them each) every further one adds the
-    same, so long steps are cut after two and after three rounds, and extended by the difference.
-    (Where a message takes longer than a computation, four rounds together do, from the fourth on.)
+    After the second round of micro-batches (at least p of them each) every further round adds the
+    same time, so long steps are simulated with two and three rounds and extrapolated.
+    (If a message takes longer than a computation, four rounds together do, after the fourth.)
     """
     p, m = layout.pp, layout.num_micro_batches
     size = round_size(p, m) if layout.schedule == "interleaved" else p
@@ -83,7 +84,7 @@ def simulated(layout, stages, hops: list[float]) -> float:
 
 
 def num_simulated_actions(layout: Layout) -> int:
-    """How many forwards and backwards a simulation goes through, at least."""
+    """Return the minimum number of forwards and backwards that a simulation executes."""
     rounds = min(layout.num_micro_batches, 5 * layout.pp)
     return 2 * rounds * layout.num_stages
 
@@ -106,13 +107,14 @@ def _makespan(layout, stages, hops, num_micro_batches) -> float:
 
 
 def _from_stages(ranks: list[int], hops: list[float]) -> list[float]:
-    """What a message from each stage takes, to the stage before or after: the slower of both."""
+    """Return the time of a message from each stage to the previous or next: the slower of both."""
     ways = [_between(a, b, hops) for a, b in zip(ranks, ranks[1:])]
     return [max(pair) for pair in zip([0.0, *ways], [*ways, 0.0])]
 
 
 def _between(rank: int, other: int, hops: list[float]) -> float:
-    """Neighbours, the same rank (where a V turns), or from the last to the first."""
+    """Return the time between neighbors, on one rank (a V's turn), or from the last to the
+    first."""
     return max(hops[min(rank, other) : max(rank, other)], default=0.0)
 
 
@@ -122,7 +124,7 @@ def _lists(name: str, p: int, m: int, v: int) -> Schedule:
 
 
 def hop_seconds(step: TimedStep) -> list[float]:
-    """One activation from each pipeline rank to the next: [pp - 1]."""
+    """Return the seconds of one activation from each pipeline rank to the next: [pp - 1]."""
     layout, machine = step.layout, step.machine
     tokens = tokens_of_micro_batch(step.config, layout)
     message = step.how.activation_bytes * tokens * step.config.d_model
@@ -134,8 +136,8 @@ def hop_seconds(step: TimedStep) -> list[float]:
 
 
 def message_line(layout: Layout, hops: list[float]) -> tuple[float, str]:
-    """Seconds of a step's messages, and the formula: of the rank with the slowest neighbour every
-    one, and once the way there and back of the first and last micro-batch."""
+    """Return the seconds of a step's messages, and the formula: all messages of the rank with the
+    slowest neighbor, and once the way there and back of the first and last micro-batch."""
     slowest, count = max(hops), 2 * layout.num_micro_batches * layout.num_chunks
     formula = f"{count} * {readable(slowest, 's')} + 2 * {readable(sum(hops), 's')} there and back"
     return count * slowest + 2 * sum(hops), formula

@@ -1,15 +1,15 @@
-"""Which constants of the time and memory models were chosen with what in view: one table.
+"""Which constants of the time and memory models were chosen with which data in view: one table.
 
-A constant that came from a datasheet, from a timing of one kernel or one collective, or from a
-program's source stands where it is used, with its source.  What stands here was chosen, or picked
-among sources, while whole runs were in view: a table named here is no independent test of it.
-`benchmarks/planner.py` prints this list above its errors.
+A constant from a datasheet, from a timing of one kernel or one collective, or from a program's
+source is defined where it is used, with its source.  The constants listed here were chosen, or
+selected among sources, while whole runs were in view: a table named here is not an independent test
+of them. `benchmarks/planner.py` prints this list above its errors.
 
-`decided` says what the value rests on now.  HALF: the constant was chosen on all rows of the table,
-then read again on a declared half of them (`first_half` in the benchmark, a checksum of the run),
-which says the same at the precision given; the benchmark reads it so each time, and prints errors
-on both halves.  WHOLE: it was chosen on all rows, and no half was told apart.  NONE: a source or a
-round number decided, whatever table was in view.
+`decided` says what the value is based on now.  HALF: the constant was chosen on all rows of the
+table and then read again on a declared half of them (`first_half` in the benchmark, a checksum of
+the run), with the same value at the given precision; the benchmark reads it again each time and
+prints errors on both halves.  WHOLE: it was chosen on all rows, without a half.  NONE: the value
+comes from a cited source or is a round number; no table was used to choose it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NONE = "no table decided"
 class Chosen(NamedTuple):
     name: str
     value: object
-    in_view: str  # which published table
+    in_view: str  # the published table that was in view
     decided: str  # HALF, WHOLE, NONE
 
 

@@ -1,10 +1,10 @@
-"""How long messages and collectives last on a machine: which links a group of the mesh uses, then
+"""How long messages and collectives take on a machine: which links a group of the mesh uses, then
 a ring or a tree over them.
 
 Ranks fill the nodes in order, and the mesh is [pp, dp, cp, tp] with tp innermost.  So a group along
-an axis is a row of ranks that stand `stride` apart, the product of the axes further in; its groups
-stand side by side in blocks of size * stride ranks.  All groups talk at once, and the step waits
-for the one that stands worst.
+an axis consists of ranks that are `stride` apart, where stride is the product of the inner axes'
+sizes. The groups are arranged in blocks of size * stride ranks.  All groups communicate at once,
+and the step waits for the group with the worst placement.
 """
 
 from __future__ import annotations
@@ -19,30 +19,32 @@ from .machines import COLLECTIVE_SECONDS, PROTOCOLS, Hardware
 
 
 class GroupPlace(NamedTuple):
-    """Where a group stands."""
+    """The placement of a group."""
 
-    inside: int  # its members in a node, at the least: each has its own way out
-    nodes: int  # that it touches
+    inside: int  # its members per node, at least: each has its own port
+    nodes: int  # the number of nodes that it spans
 
 
 def worst_place(size: int, stride: int, per_node: int, world: int | None = None) -> GroupPlace:
-    """Of the groups of `size` ranks, `stride` apart, among `world` ranks: the one on most nodes.
+    """Return the placement of the group on most nodes: `size` ranks, `stride` apart, of `world`
+    ranks.
 
-    Without `world` there is one group only, and it starts a node.
+    Without `world` there is only one group, and it starts a node.
     """
     block, each = size * stride, max(1, per_node // stride)
     if block <= per_node and (world is None or world <= per_node or per_node % block == 0):
         return GroupPlace(size, 1)
-    if per_node % stride:  # a group of an odd stride may have a node for one of its members
+    if per_node % stride:  # a group of an odd stride may have one member in a node
         return GroupPlace(1 if size <= each else each, -(-size // each) + (each > 1))
-    inside = math.gcd(size, each)  # blocks start at multiples of this many places of a node
+    inside = math.gcd(size, each)  # blocks start at multiples of this in a node
     return GroupPlace(inside, 1 + -(-(size - inside) // each))
 
 
 def crossings(layout: Layout, per_node: int) -> list[bool]:
-    """For each pair of neighbouring pipeline ranks whether any message between them leaves a node.
+    """Return, for each pair of neighboring pipeline ranks, whether a message between them leaves a
+    node.
 
-    Both ranks' blocks of dp cp tp devices have to be in one node for it to stay inside.
+    It stays inside only if both ranks' blocks of dp cp tp devices are in one node.
     """
     block = layout.dp * layout.cp * layout.tp
     return [
@@ -63,13 +65,13 @@ def collective_seconds(
     stride: int = 1,
     world: int | None = None,
 ) -> float:
-    """A ring over `size` devices that stand `stride` apart, the worst placed of `world` devices;
-    for an all-reduce over nodes a tree, where that is the faster.
+    """Time a ring over `size` devices that are `stride` apart, the worst placed of `world` devices;
+    for an all-reduce over nodes also a tree, if that is faster.
 
-    NCCL runs as many rings as there are ways out of a node: a group with k members in each node
-    gets k network ports, until the links inside the node are the narrower. An all-to-all is no
-    ring: what a device sends to other nodes is its own, and leaves by its own port. TWO_HOPS is one
-    inside each node, and one of what that has added up between those at the same place in a node.
+    NCCL runs one ring per port of a node: a group with k members in each node gets k network
+    ports, until the links inside the node are the bottleneck. An all-to-all is not a ring: each
+    device sends its own data to other nodes, through its own port. TWO_HOPS reduces inside each
+    node first, then between the ranks that have the same index in their nodes.
     """
     if size == 1 or not num_bytes:
         return 0.0
@@ -82,7 +84,7 @@ def collective_seconds(
         seconds = _by_protocol(op, num_bytes, size, link.latency, 0.0, link.bandwidth)
         return COLLECTIVE_SECONDS + seconds
     network = machine.network_link(nodes)
-    if op == "all_to_all":  # all at once, and the links inside work beside the ports
+    if op == "all_to_all":  # all at once; links inside and ports work at the same time
         inner = link.seconds((inside - 1) / size * num_bytes)
         outer = network.seconds((size - inside) / size * num_bytes)
         return COLLECTIVE_SECONDS + max(inner, outer)
@@ -90,7 +92,7 @@ def collective_seconds(
     bandwidth = min(link.bandwidth, ports) if inside > 1 else ports
     if machine.by_nodes:  # each step was timed
         seconds = _ring_seconds(op, num_bytes, size, Link(network.latency, bandwidth))
-    else:  # the mean step round the ring, of which one in `inside` leaves the node
+    else:  # the mean ring step; one in `inside` leaves the node
         leaves = (nodes - 1) / (size - 1)
         seconds = _by_protocol(
             op, num_bytes, size, link.latency, leaves * network.latency, bandwidth
@@ -101,7 +103,8 @@ def collective_seconds(
 
 
 def _by_protocol(op, num_bytes, size, node_latency, network_latency, bandwidth) -> float:
-    """A ring by the fastest of NCCL's protocols: short steps, or all of the link (PROTOCOLS)."""
+    """Time a ring with the fastest of NCCL's protocols: short steps, or all of the link
+    (PROTOCOLS)."""
     if op == "all_to_all":
         return _ring_seconds(op, num_bytes, size, Link(node_latency, bandwidth))
     return min(
@@ -118,8 +121,9 @@ def _ring_seconds(op: str, num_bytes: float, size: int, link: Link) -> float:
 
 
 def _tree_seconds(machine, num_bytes, inside: int, nodes: int, bandwidth, ports) -> float:
-    """Up and down a tree of nodes, in a row of devices inside each (NCCL, graph/tuning.cc: 0.9 of
-    the ring's bandwidth); where it was timed, with this group's share of the ports."""
+    """Time a tree of nodes, up and down, with the devices of each node in a row (NCCL,
+    graph/tuning.cc: 0.9 of the ring's bandwidth); measured values with this group's ports if
+    known."""
     if machine.by_nodes:
         timed = machine.tree_bandwidth(nodes) * inside / machine.devices_per_node
         return 2 * num_bytes / min(timed, ports)
@@ -129,6 +133,6 @@ def _tree_seconds(machine, num_bytes, inside: int, nodes: int, bandwidth, ports)
 
 
 def message_seconds(machine: Hardware, num_bytes: float, crosses: bool) -> float:
-    """One message from a device to another, which may be in another node."""
+    """Return the seconds of one message from a device to another, perhaps in another node."""
     link = machine.network_link() if crosses else machine.node_link("send")
     return COLLECTIVE_SECONDS + link.seconds(num_bytes)

@@ -1,8 +1,8 @@
-"""Gradients in fewer bits: what travels, what it costs to make, and on which links it pays.
+"""Gradients in fewer bits: what is sent, what compressing costs, and on which links it pays.
 
-The methods are those of mini_dist/strategies/compression, and what travels is what its docstrings
-say, byte by byte.  What a device does for it is counted as memory that a plain implementation
-passes over: a kernel an operation, float32 gradients, with feedback where there is one.
+The methods are implemented in mini_dist/strategies/compression, and the bytes sent are those that
+its docstrings state.  The device's work is counted as memory traffic of a plain implementation: one
+kernel per operation, float32 gradients, with feedback if the method uses it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from ..fields import at_least, checks_kinds
 from .links import Link
 from .parameters import layer_weights, outer_weights
 
-BLOCK = 256  # elements that share a scale, as mini_dist/strategies/compression has it
-INT8, INT4 = 1 + 4 / BLOCK, 1 / 2 + 4 / BLOCK  # bytes an element
+BLOCK = 256  # elements that share a scale, as in mini_dist/strategies/compression
+INT8, INT4 = 1 + 4 / BLOCK, 1 / 2 + 4 / BLOCK  # bytes per element
 
-# Bytes of memory read and written an element, 24 of them for feedback (x + error, x - sent).
+# Bytes of memory read and written per element, 24 of them for feedback (x + error, x - sent).
 TOUCHED = {
     "half": 12,  # to 16 bits, and back
     "int8": 15,  # to codes, to numbers that are added, to codes and numbers again
-    "sign": 40,  # its size, its signs, and what comes back
+    "sign": 40,  # its size, its signs, and the result
     "vote": 10,
     "one_bit": 40,
     "top_k": 48,  # a selection goes over |x| about four times
@@ -37,9 +37,9 @@ class Compression:
     """A method by its name, with its share (top_k, random_k) or rank (power).
 
     gradient_bits: of a code in ZeRO's scatters, 8 or 4 (int8; parameters have 8, as ZeRO++ sends
-    them). by_hosts: these in two hops, inside each node first; that sums are rounded again is not
-    counted. Raises ValueError for a name that is not known, a share outside 0...1, a rank below 1,
-    other bits, and 4 of them or two hops for another method than int8.
+    them). by_hosts: send these in two hops, inside each node first; the second rounding of sums is
+    not counted. Raises ValueError for an unknown name, a share outside 0...1, a rank below 1, other
+    bits, and for 4 bits or two hops with a method other than int8.
     """
 
     name: str
@@ -69,9 +69,10 @@ class Compression:
     def messages(
         self, numel: float, size: int, shapes: Iterable[tuple[int, int]] = ()
     ) -> list[tuple[str, float]]:
-        """The collectives over `size` ranks for `numel` gradients: (op, bytes of the whole tensor).
+        """Return the collectives over `size` ranks for `numel` gradients: (op, bytes of the whole
+        tensor).
 
-        shapes: for "power" the matrices among them; those that are large enough go as thin ones.
+        shapes: for "power" the matrices among them; large ones are sent as thin matrices.
         """
         N, n = numel, size
         k = max(1, round(self.share * N))
@@ -93,14 +94,14 @@ class Compression:
         }[self.name]
 
     def sent(self, numel: float, size: int, shapes: Iterable[tuple[int, int]] = ()) -> float:
-        """Bytes that a rank sends, on the average of the ranks."""
+        """Return the bytes that a rank sends, on average over the ranks."""
         passes = {"all_reduce": 2, "all_gather": 1, "all_to_all": 1}
         share = (size - 1) / size
         return sum(passes[op] * share * b for op, b in self.messages(numel, size, list(shapes)))
 
     def ring_seconds(self, numel: float, size: int, link: Link, shapes=()) -> float:
-        """How long the messages take over links that are alike, each collective round its ring (an
-        all-to-all straight to its peers takes as long). Nothing is added for making them."""
+        """Return the time of the messages over equal links, each collective as a ring (a direct
+        all-to-all takes as long). Compressing itself is not included."""
         rounds = {"all_reduce": 2, "all_gather": 1, "all_to_all": 1}
         return sum(
             link.seconds(num_bytes / size, rounds=rounds[op] * (size - 1))
@@ -108,7 +109,7 @@ class Compression:
         )
 
     def touched(self, zero: int, num_micro_batches: int) -> float:
-        """Bytes of memory an element that a rank passes over in a step.  ZeRO's units: 6 for a
+        """Return the bytes of memory traffic per element and step on a rank.  ZeRO's units: 6 for a
         scatter, codes to send and codes to add (5 with 4 bits), and 3 for a gather, codes to 16
         bits."""
         m, scatter = num_micro_batches, 4 + self.gradient_bits / 4
@@ -117,7 +118,7 @@ class Compression:
 
 
 def shapes_of_matrices(config: ModelConfig) -> list[tuple[int, int]]:
-    """The shapes of all matrices of a dense model."""
+    """Return the shapes of all matrices of a dense model."""
     layers = config.num_layers * layer_weights(config)
     outer = [*outer_weights(config, "first"), *outer_weights(config, "last")]
     return [w.shape for w in (*layers, *outer) if len(w.shape) == 2 and w.name != "tied head"]
@@ -125,6 +126,6 @@ def shapes_of_matrices(config: ModelConfig) -> list[tuple[int, int]]:
 
 @checks_kinds
 def pays_below(saved_bytes: float, extra_seconds: float) -> float:
-    """The bandwidth in bytes a second at which what is saved on the link is what it costs to save
-    it: (saved bytes) / (extra seconds), if neither hides behind anything. Latency is left out."""
+    """Return the bandwidth (bytes per second) at which the time saved on the link equals the cost:
+    (saved bytes) / (extra seconds), if nothing overlaps. Latency is neglected."""
     return saved_bytes / extra_seconds if extra_seconds > 0 else float("inf")

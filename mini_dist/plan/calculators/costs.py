@@ -1,17 +1,17 @@
-"""What a collective costs: rounds, bytes and seconds of each algorithm, for any number of ranks.
+"""The cost of a collective: rounds, bytes and seconds of each algorithm, for any number of ranks.
 
-The algorithms and their costs are in Thakur, Rabenseifner and Gropp 2005. How long one message
-takes says links.py; rounds.py puts messages together to stars, trees, rings and doublings.
+The algorithms and their costs are in Thakur, Rabenseifner and Gropp 2005. links.py gives the time
+of one message; rounds.py combines messages into stars, trees, rings and recursive doubling.
 
-What 'bytes' means, everywhere here: *payload bytes sent*.  No headers; a byte received is counted
+'Bytes' always means *payload bytes sent*.  There are no headers; a byte received is counted
 where it was sent.  `sent[r]` is what rank r of the group sends, `total_bytes` their sum over the
 ranks, `bytes_per_rank` the busiest rank's.  A round is a step in which every rank sends at most one
 message and receives at most one; the rounds of an algorithm follow each other.
 
-N is the whole tensor, as the collective's caller sees it: the input of all_reduce, reduce and
+N is the whole tensor, as the caller of the collective sees it: the input of all_reduce, reduce and
 broadcast; the *gathered* result of all_gather; the *unreduced* input of reduce_scatter; everything
-one rank hands out in all_to_all.  Shards differ by at most one element (as torch.tensor_split:
-the first ones are longer), so pass the tensor's `itemsize` for exact bytes when it does not divide.
+that one rank sends out in all_to_all.  Shards differ by at most one element (as in
+torch.tensor_split: the first are longer), so pass `itemsize` for exact bytes if it does not divide.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .rounds import (
 
 @dataclass(frozen=True)
 class Cost:
-    """What one collective costs; see the head of this file for what the bytes are."""
+    """The cost of one collective; the top of this file defines the bytes."""
 
     op: str
     algorithm: str
@@ -52,7 +52,7 @@ class Cost:
 
 
 def split(num_bytes: int, parts: int, itemsize: int = 1) -> list[int]:
-    """Bytes of each part, the first ones one element longer where it does not divide."""
+    """Return the bytes of each part, the first parts one element longer if it does not divide."""
     base, longer = divmod(num_bytes // itemsize, parts)
     return [(base + (part < longer)) * itemsize for part in range(parts)]
 
@@ -60,7 +60,7 @@ def split(num_bytes: int, parts: int, itemsize: int = 1) -> list[int]:
 def broadcast(
     num_bytes: int, size: int, algorithm: str = "tree", link: Link | Hierarchy | None = None
 ) -> Cost:
-    """Star: the root sends to each in turn.  Tree (binomial): whoever has it sends on."""
+    """Star: the root sends to each rank in turn.  Tree (binomial): ranks that have it send on."""
     link = _checked("broadcast", algorithm, num_bytes, size, link)
     if algorithm == "star":
         sent = (num_bytes * (size - 1),) + (0,) * (size - 1)
@@ -74,7 +74,7 @@ def broadcast(
 def reduce(
     num_bytes: int, size: int, algorithm: str = "tree", link: Link | Hierarchy | None = None
 ) -> Cost:
-    """The broadcast run backwards: star or binomial tree, every rank but the root sends once."""
+    """Reverse the broadcast: star or binomial tree; every rank but the root sends once."""
     link = _checked("reduce", algorithm, num_bytes, size, link)
     sent = (0,) + (num_bytes,) * (size - 1)
     if algorithm == "star":
@@ -90,7 +90,7 @@ def gather(
     link: Link | Hierarchy | None = None,
     itemsize: int = 1,
 ) -> Cost:
-    """Every rank sends its shard of the N gathered bytes to the root (scatter is this reversed)."""
+    """Send every rank's shard of the N gathered bytes to the root (scatter is the reverse)."""
     link = _checked("gather", algorithm, num_bytes, size, link)
     shards = split(num_bytes, size, itemsize)
     seconds = star_seconds(shards[1:], size, link)
@@ -104,7 +104,7 @@ def scatter(
     link: Link | Hierarchy | None = None,
     itemsize: int = 1,
 ) -> Cost:
-    """The root sends every other rank its shard of N bytes."""
+    """Send every other rank its shard of N bytes from the root."""
     link = _checked("scatter", algorithm, num_bytes, size, link)
     shards = split(num_bytes, size, itemsize)
     sent, seconds = sum(shards[1:]), star_seconds(shards[1:], size, link)
@@ -118,10 +118,10 @@ def all_gather(
     link: Link | Hierarchy | None = None,
     itemsize: int = 1,
 ) -> Cost:
-    """Ring: each shard walks round.  Recursive doubling: blocks double, log2 n rounds."""
+    """Ring: each shard goes around.  Recursive doubling: blocks double, log2 n rounds."""
     link = _checked("all_gather", algorithm, num_bytes, size, link)
     shards = split(num_bytes, size, itemsize)
-    if algorithm == "ring":  # rank r passes on every shard but its neighbour's own
+    if algorithm == "ring":  # rank r passes on every shard but its neighbor's own
         sent = tuple(num_bytes - shards[(rank + 1) % size] for rank in range(size))
         return Cost("all_gather", algorithm, size - 1, sent, ring_seconds(shards, link))
     m, extra = fold(size)
@@ -141,7 +141,7 @@ def reduce_scatter(
     link: Link | Hierarchy | None = None,
     itemsize: int = 1,
 ) -> Cost:
-    """Ring: partial sums walk round.  Recursive halving: blocks halve, log2 n rounds."""
+    """Ring: partial sums go around.  Recursive halving: blocks halve, log2 n rounds."""
     link = _checked("reduce_scatter", algorithm, num_bytes, size, link)
     shards = split(num_bytes, size, itemsize)
     if algorithm == "ring":  # rank r sends every shard but the one it keeps
@@ -149,7 +149,7 @@ def reduce_scatter(
         return Cost("reduce_scatter", algorithm, size - 1, sent, ring_seconds(shards, link))
     m, extra = fold(size)
     blocks = [shards[rank] + (shards[rank + m] if rank < extra else 0) for rank in range(m)]
-    # Halving is doubling run backwards: the same messages in the other direction.
+    # Halving reverses doubling: the same messages in the other direction.
     _, seconds = doubling(blocks, link, size)
     sent = [num_bytes - block for block in blocks]
     for rank in range(extra):  # after: the extra's shard out
@@ -168,9 +168,9 @@ def all_reduce(
     ranks_per_node: int | None = None,
     roots: int | None = None,
 ) -> Cost:
-    """Star and tree: reduce + broadcast.  Stars: one for each of `roots` parts (half as many as
-    ranks if not given), at once.  Ring: reduce-scatter + all-gather.  Halving-doubling:
-    the same by recursion.  Doubling: all of it is exchanged in each of log2 n rounds.
+    """Star and tree: reduce + broadcast.  Stars: one per part for `roots` parts (by default half as
+    many as ranks), at once.  Ring: reduce-scatter + all-gather.  Halving-doubling:
+    the same by recursion.  Doubling: the whole tensor is exchanged in each of log2 n rounds.
     Hierarchical: reduce-scatter in each node of `ranks_per_node` ranks, ring all-reduce of each
     shard between nodes, all-gather in the node."""
     link = _checked("all_reduce", algorithm, num_bytes, size, link)
@@ -233,8 +233,8 @@ def all_to_all(
     itemsize: int = 1,
     splits: list[list[int]] | None = None,
 ) -> Cost:
-    """Pairwise: in round k rank r sends to r + k.  `splits[r][d]` are the bytes r has for d
-    (even if not given; what a rank has for itself stays and is not counted)."""
+    """Pairwise: in round k rank r sends to r + k.  `splits[r][d]` are the bytes from r to d
+    (even by default; what a rank keeps for itself is not counted)."""
     link = _checked("all_to_all", algorithm, num_bytes, size, link)
     if splits is None:
         splits = [split(num_bytes, size, itemsize)] * size
@@ -269,13 +269,13 @@ COLLECTIVES = {
 def _stars(
     num_bytes: int, size: int, roots: int | None, link: Link | Hierarchy, itemsize: int
 ) -> Cost:
-    """The roots exchange terms among themselves, then with the others, one peer after another;
-    the sums take the same way back. (Between nodes as if each round had a pair on two of them.)"""
+    """The roots exchange terms with each other, then with the others, one peer after another;
+    the sums return the same way. (Between nodes as if each round had a pair on two of them.)"""
     roots = max(1, size // 2) if roots is None else roots
     if not isinstance(roots, int) or not 1 <= roots <= size:
         raise ValueError(f"roots={roots!r} is not a number of roots: give 1 to {size}.")
     others, longest = size - roots, -(-num_bytes // itemsize // roots) * itemsize
-    parts = {  # equal ones, the last ones shorter
+    parts = {  # equal parts, the last ones shorter
         part * size // roots: min(longest, max(0, num_bytes - part * longest))
         for part in range(roots)
     }
@@ -338,4 +338,4 @@ def _checked(
     return FREE if link is None else link
 
 
-FREE = Link(latency=0.0, bandwidth=1e30)  # when only rounds and bytes are asked for
+FREE = Link(latency=0.0, bandwidth=1e30)  # when only rounds and bytes matter

@@ -1,4 +1,4 @@
-"""Energy and dollars for a token: stated models, so that one can argue with each factor."""
+"""Energy and dollars per token: explicit models, so that each factor can be questioned."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from .lines import Breakdown, Line
 
 
 def energy(tokens_per_second: float, devices: int, watts: float, pue: float = 1.1) -> Breakdown:
-    """Joules for a token: all devices at `watts`, whatever they do, times what the building adds.
+    """Return joules per token: all devices at `watts`, whatever they do, times the building's
+    overhead.
 
-    watts: of a device; its TDP is an upper bound for the device and leaves out its host. pue: power
-    of the building over power of the machines. Raises ValueError for what is not above 0.
+    watts: per device; its TDP is an upper bound for the device and excludes its host. pue: power
+    of the building over power of the machines. Raises ValueError for a value that is not above 0.
     """
     check(tokens_per_second=tokens_per_second, devices=devices, watts=watts, pue=pue)
     power = devices * watts * pue
@@ -23,7 +24,7 @@ def energy(tokens_per_second: float, devices: int, watts: float, pue: float = 1.
 
 
 def price(tokens_per_second: float, devices: int, dollars_per_hour: float) -> Breakdown:
-    """Dollars for a million tokens, at a rent of a device for an hour."""
+    """Return dollars per million tokens, for this price per device and hour."""
     check(tokens_per_second=tokens_per_second, devices=devices, dollars_per_hour=dollars_per_hour)
     second = devices * dollars_per_hour / 3600
     return Breakdown(

@@ -1,4 +1,4 @@
-"""A layout in the words of the frameworks that would run it."""
+"""A layout in the terms of the frameworks that would run it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TORCH_SCHEDULES = {  # of those that torch.distributed.pipelining has, its names
 
 
 def megatron_arguments(config: ModelConfig, layout: Layout) -> list[str]:
-    """The arguments of Megatron-LM's pretrain_gpt.py that say the model and the layout.
+    """Return the arguments of Megatron-LM's pretrain_gpt.py for the model and the layout.
 
-    Not among them: the tokenizer with its vocabulary, the base of rotary positions, the learning
-    rate, the data.
-    Raises ValueError for what Megatron-LM has no argument for.
+    They exclude the tokenizer with its vocabulary, the base of rotary positions, the learning
+    rate and the data.
+    Raises ValueError for anything that Megatron-LM has no argument for.
     """
     layout.check(config)
     if config.positions == "alibi" or config.embedding_norm:
@@ -78,7 +78,7 @@ def megatron_arguments(config: ModelConfig, layout: Layout) -> list[str]:
         "kv-channels": config.head_dim,
         "seq-length": config.seq_len,
         "max-position-embeddings": config.seq_len,
-        "attention-dropout": config.dropout,  # 0.1 where it is not said
+        "attention-dropout": config.dropout,  # 0.1 if not given
         "hidden-dropout": config.dropout,
         "micro-batch-size": layout.micro_batch_size,
         "global-batch-size": layout.global_batch_size,
@@ -90,16 +90,16 @@ def megatron_arguments(config: ModelConfig, layout: Layout) -> list[str]:
     if layout.num_chunks > 1:
         arguments["num-layers-per-virtual-pipeline-stage"] = layers_per_stage(config, layout)
         group = round_size(layout.pp, layout.num_micro_batches)
-        if group != layout.pp:  # Megatron-LM takes groups of pp where it is not said
+        if group != layout.pp:  # Megatron-LM takes groups of pp if not given
             arguments["microbatch-group-size-per-virtual-pipeline-stage"] = group
     arguments["account-for-embedding-in-pipeline-split"] = shorter
     arguments["account-for-loss-in-pipeline-split"] = shorter
     arguments["sequence-parallel"] = layout.sequence_parallel
-    if layout.zero == 1:  # the planner takes it that gradients and parameters travel meanwhile
+    if layout.zero == 1:  # the planner assumes that gradients and parameters overlap
         sharded = ("use-distributed-optimizer", "overlap-grad-reduce", "overlap-param-gather")
         arguments |= dict.fromkeys(sharded, True)
     if layout.recompute == "full":
-        # The layers that keep only their input: all, one by one, or so many of each stage.
+        # Which layers save only their input: all of them, or this many per stage.
         every = layout.recompute_every
         of_stage = -(-config.num_layers // layout.num_stages)
         arguments |= {
@@ -129,7 +129,7 @@ def megatron_arguments(config: ModelConfig, layout: Layout) -> list[str]:
             "moe-ffn-hidden-size": config.d_expert,
             "expert-model-parallel-size": layout.ep,
             **({"expert-tensor-parallel-size": layout.etp} if layout.etp != layout.tp else {}),
-            "moe-token-dispatcher-type": "alltoall",  # else each rank gathers everyone's tokens
+            "moe-token-dispatcher-type": "alltoall",  # otherwise each rank gathers all tokens
             "moe-grouped-gemm": True,
         }
         if config.first_dense_layers:
@@ -170,9 +170,9 @@ def _check_interleaving(layout: Layout) -> None:
 
 
 def ends_are_shorter(config: ModelConfig, layout: Layout) -> bool:
-    """Whether embedding and head count as a layer each, so that the stages come out even.
+    """Return whether embedding and head count as a layer each, so that the stages are even.
 
-    False where the layers alone do. Raises ValueError where neither is so.
+    False if the layers alone are even. Raises ValueError if neither is possible.
     """
     if layout.pp == 1 or config.num_layers % layout.num_stages == 0:
         return False
@@ -185,15 +185,16 @@ def ends_are_shorter(config: ModelConfig, layout: Layout) -> bool:
 
 
 def layers_per_stage(config: ModelConfig, layout: Layout) -> int:
-    """With the embedding and the head, where they count as layers."""
+    """Return the layers per stage, including the embedding and the head if they count as layers."""
     return (config.num_layers + 2 * ends_are_shorter(config, layout)) // layout.num_stages
 
 
 def deepspeed_json(layout: Layout) -> str:
-    """A DeepSpeed config: its batch sizes and ZeRO stage.  tp and pp are set outside of it.
+    """Return a DeepSpeed config: its batch sizes and ZeRO stage.  tp and pp are set elsewhere.
 
-    Gradients are not clipped, as a Layout says nothing of it; left out, DeepSpeed 0.19 clips at 1.
-    Raises ValueError for ZeRO-2 and 3 in a pipeline, which DeepSpeed's pipeline engine refuses.
+    Gradients are not clipped, because a Layout does not say so; without the key DeepSpeed 0.19
+    clips at 1. Raises ValueError for ZeRO-2 and 3 in a pipeline, which DeepSpeed's pipeline engine
+    refuses.
     """
     if layout.pp > 1 and layout.zero > 1:
         raise ValueError(
@@ -214,12 +215,13 @@ def deepspeed_json(layout: Layout) -> str:
 
 
 def torchtitan_config(config: ModelConfig, layout: Layout) -> str:
-    """torchtitan's Trainer.Config, as Python (version 0.3.0): batch, cuts and recompute.
+    """Return torchtitan's Trainer.Config, as Python (version 0.3.0): batch, axes and recomputation.
 
-    The model, the data and clipping (max_norm, 1 unless said) are other fields. "Sharded" is
-    fully_shard. With zero=3 it gathers parameters for each forward, else it keeps them until the
-    step is over. Gradients are reduced in every micro-batch, as ZeRO-2 and 3 do; in a pipeline once
-    a step, as ZeRO-1 does. Raises ValueError for what torchtitan would do in another way.
+    The model, the data and clipping (max_norm, 1 by default) are other fields. "Sharded" means
+    fully_shard. With zero=3 it gathers parameters for each forward, otherwise it keeps them until
+    the step is over. Gradients are reduced in every micro-batch, as in ZeRO-2 and 3; in a pipeline
+    once per step, as in ZeRO-1. Raises ValueError for anything that torchtitan would do
+    differently.
     """
     layout.check(config)
     if layout.pp > 1 and layout.schedule not in TORCH_SCHEDULES:
@@ -254,7 +256,7 @@ def torchtitan_config(config: ModelConfig, layout: Layout) -> str:
         "seq_len": config.seq_len,
     }
     if layout.pp > 1:
-        training["disable_cuda_graphs"] = True  # Trainer.Config refuses a pipeline else
+        training["disable_cuda_graphs"] = True  # otherwise Trainer.Config refuses a pipeline
     sharded = layout.zero > 0
     parallelism = {
         "data_parallel_replicate_degree": 1 if sharded else layout.dp,
@@ -288,14 +290,15 @@ def torchtitan_config(config: ModelConfig, layout: Layout) -> str:
 
 
 def _keywords(fields: dict) -> str:
-    """One keyword argument a line, two levels deep."""
+    """Write one keyword argument per line, two levels deep."""
     lines = "".join(f"        {name}={value!r},\n" for name, value in fields.items())
     return f"\n{lines}    "
 
 
 @checks_kinds
 def torchrun_line(layout: Layout, devices_per_node: int, script: str = "train.py") -> str:
-    """What each node runs; HEAD is the first node's address, JOB a name that all nodes give."""
+    """Return each node's command; HEAD is the first node's address, JOB a name that all nodes
+    share."""
     if layout.world_size <= devices_per_node:
         return f"torchrun --standalone --nproc-per-node={layout.world_size} {script}"
     if layout.world_size % devices_per_node:
@@ -311,7 +314,7 @@ def torchrun_line(layout: Layout, devices_per_node: int, script: str = "train.py
 
 
 def layout_source(layout: Layout) -> str:
-    """The Layout as Python, for this course: only what differs from the defaults."""
+    """Return the Layout as Python code for this course: only what differs from the defaults."""
     default = vars(Layout()) | {"etp": layout.tp}
     changed = {name: value for name, value in vars(layout).items() if value != default[name]}
     return f"Layout({', '.join(f'{name}={value!r}' for name, value in changed.items())})"

@@ -64,7 +64,7 @@ _DEEPSEEK = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
     "q_lora_rank": 1536,
     "attention_bias": False,
     "tie_word_embeddings": False,
-    "moe_layer_freq": 1,  # read by DeepSeek's own code beside its checkpoints, not by transformers
+    "moe_layer_freq": 1,  # read by DeepSeek's own code next to its checkpoints, not by transformers
 }
 # The keys of each family that decide the weights, or which layers see a window, with the value of
 # a key that is left out. None is derived from other keys.
@@ -111,7 +111,7 @@ DEFAULTS: dict[str, dict] = {
     | {"num_key_value_heads": 32, "head_dim": None, "tie_word_embeddings": False}
     | {**_QWEN_WINDOWS, "max_window_layers": 28},
     "qwen2_vl_text": _sizes(152064, 8192, 29568, 80, 64, 32768)
-    | {"num_key_value_heads": 8, "tie_word_embeddings": NONE}  # which stands beside text_config
+    | {"num_key_value_heads": 8, "tie_word_embeddings": NONE}  # (next to text_config, not in it)
     | {**_QWEN_WINDOWS, "max_window_layers": 80},
     "qwen2_5_vl_text": _sizes(152064, 8192, 29568, 80, 64, 32768)
     | {"num_key_value_heads": 8, "tie_word_embeddings": NONE}

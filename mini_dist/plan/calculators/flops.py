@@ -1,6 +1,6 @@
-"""How much work a model is, in floating-point operations, and how long that takes.
+"""The work of a model, in floating-point operations, and how long that takes.
 
-A matrix of P numbers costs 2 P operations a token forward (a multiplication and an addition) and
+A matrix of P numbers costs 2 P operations per token forward (a multiplication and an addition) and
 twice that backward: 6 P.  Attention scores come on top: they grow with the sequence, not with P.
 
 Conventions, because published utilisations differ by them:
@@ -30,7 +30,8 @@ YEAR = 365.25 * 86400
 def forward_flops(
     config: ModelConfig | str, causal: bool = False, seq_len: int | None = None
 ) -> Breakdown:
-    """FLOPs of one sequence's forward pass, by kind of module (Narayanan et al. 2021 appendix)."""
+    """Return the FLOPs of one sequence's forward pass, by kind of module (Narayanan et al.
+    2021)."""
     config = model_preset(config)
     S = config.seq_len if seq_len is None else seq_len
     dense, moe = config.num_layers - config.num_moe_layers, config.num_moe_layers
@@ -62,7 +63,7 @@ def forward_flops(
 
 
 def score_flops(config: ModelConfig, seq_len: int, causal: bool = False) -> float:
-    """FLOPs of Q K^T and of scores times V, one layer, one sequence, forward."""
+    """Return the FLOPs of Q K^T and of scores times V, one layer, one sequence, forward."""
     qk_dim = config.head_dim + config.rope_head_dim
     flops = 2 * seq_len**2 * config.num_heads * (qk_dim + config.v_head_dim)
     return flops / 2 if causal else flops
@@ -72,10 +73,11 @@ def score_flops(config: ModelConfig, seq_len: int, causal: bool = False) -> floa
 def step_flops(
     config: ModelConfig | str, sequences: int, recompute: str = "none", causal: bool = False
 ) -> Breakdown:
-    """FLOPs of one optimizer step on `sequences` sequences: forward, backward, recomputed.
+    """Return the FLOPs of one optimizer step on `sequences` sequences: forward, backward,
+    recomputed.
 
-    The total is the hardware FLOPs; `model_flops` leaves out what is recomputed.  `config` may be a
-    model's name.  Raises ValueError for one that is not known, and for fewer than 0 sequences.
+    The total is the hardware FLOPs; `model_flops` excludes recomputation.  `config` may be a
+    model's name.  Raises ValueError for an unknown name, and for fewer than 0 sequences.
     """
     config = model_preset(config)
     at_least("sequences", sequences, 0)
@@ -119,7 +121,7 @@ def step_flops(
 
 @checks_kinds
 def model_flops(config: ModelConfig | str, sequences: int, causal: bool = False) -> float:
-    """FLOPs of one optimizer step that the mathematics needs: MFU counts these."""
+    """Return the FLOPs of one optimizer step that the mathematics needs: MFU counts these."""
     return step_flops(config, sequences, "none", causal).total
 
 
@@ -131,7 +133,7 @@ def training_time(
     machine: Hardware | str = "a100-80",
     utilisation: float = 1.0,
 ) -> Breakdown:
-    """How long `tokens` tokens take, by 6 P T: the estimate for the back of an envelope.
+    """Return how long `tokens` tokens take, by 6 P T: the back-of-the-envelope estimate.
 
     `model` is a ModelConfig or a number of parameters.  GPT-3 (175e9 parameters, 300e9 tokens) on
     one A100 is 32 years *at the datasheet's peak*. `utilisation` is the model's share (MFU): a run

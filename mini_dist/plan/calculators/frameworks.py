@@ -1,6 +1,6 @@
 """What training frameworks add to the mathematics: every assumption about them, in one place.
 
-A Framework is data that one may edit: `framework("fsdp").replace(offload_optimizer=True)`.
+A Framework is data that you may edit: `framework("fsdp").replace(offload_optimizer=True)`.
 
 Sources: [ZeRO] Rajbhandari et al. 2020; [K22] Korthikanti et al. 2022; [N21] Narayanan et al. 2021;
 [code] the framework's own source.  chosen.py lists what was chosen with published sweeps in view.
@@ -19,10 +19,10 @@ from ..fields import checks_kinds, whole
 @checks_kinds(infinite=("bucket",))
 @dataclass(frozen=True)
 class Framework:
-    """What a training framework does that the mathematics does not ask for: the assumptions.
+    """What a training framework does beyond the mathematics: the assumptions.
 
-    The bytes a parameter are in the order of ZeRO's 2 + 2 + K.  `loss_bytes` are those alive a
-    logit at the loss.  `outside` and `fragmentation` are what the device holds beyond the
+    The bytes per parameter are in the order of ZeRO's 2 + 2 + K.  `loss_bytes` are the bytes per
+    logit alive at the loss.  `outside` and `fragmentation` are what the device holds beyond the
     allocator's own count: the CUDA context and NCCL's buffers, and blocks too small to reuse.
     """
 
@@ -30,84 +30,85 @@ class Framework:
     parameter_bytes: float = 2
     gradient_bytes: float = 2
     optimizer_bytes: float = 12  # K: fp32 copy and Adam's two moments
-    # Of the shard that ZeRO-1 and 2 step beside the whole, on the device; often in K.
+    # Of the shard that ZeRO-1 and 2 step in addition to the whole, on the device; often part of K.
     shard_bytes: float = 0
     activation_bytes: float = 2
-    mask_bytes: float = 1  # of an element's dropout; torch on a CPU keeps a full-width factor
+    mask_bytes: float = 1  # per element of dropout; torch on a CPU saves a full-width factor
     flash_attention: bool = True
-    # Fused elementwise kernels: gate, up and their product are kept, not silu(gate) as well, and
-    # memory is passed over half as often.
+    # Fused elementwise kernels: gate, up and their product are saved, but not silu(gate), and
+    # memory is read and written half as often.
     fused_activation: bool = True
-    keeps_gathered: bool = False  # what sequence parallel gathered for a matrix is kept
-    # What `recompute="selective"` computes again: "scores" (Megatron), or "operators": all but the
+    keeps_gathered: bool = False  # saves what sequence parallelism gathered for a matrix
+    # What `recompute="selective"` recomputes: "scores" (Megatron), or "operators": all except the
     # attention and every second matrix (torchtitan).
     selective: str = "scores"
     loss_bytes: float = 4
-    # The same, in place of loss_bytes, where tp cuts the vocabulary; 0: as many.
+    # The same, instead of loss_bytes, if tp shards the vocabulary; 0: as many.
     loss_bytes_cut: float = 0
-    weight_gradients: str = "none"  # kept beside the gradients: "none", "largest", "one_layer"
-    # This library's: moments.py goes through its step, so the loss's bytes, prefetch and backward
-    # are the engine's own.
+    weight_gradients: str = "none"  # in addition to gradients: "none", "largest", "one_layer"
+    # This library's runs: moments.py goes through its step, so the loss's bytes, prefetch and
+    # backward are the engine's own.
     own_runs: bool = False
     prefetch: int = 1  # layers whose parameters ZeRO-3 gathers ahead
-    plain_modules: bool = False  # torch's, unfused: activations._plain_modules says what they keep
+    plain_modules: bool = False  # torch's, unfused: see activations._plain_modules
     backward: bool = True  # count one layer's backward at the peak
     outside: float = 0.0  # bytes
     fragmentation: float = 0.0  # share of the allocator's count
     offload_optimizer: bool = False  # to the host
-    offload_activations: bool = False  # what full recompute keeps goes to the host
-    offload_gradients: bool = False  # to where they are stepped, a layer at a time
+    offload_activations: bool = False  # what full recomputation saves goes to the host
+    offload_gradients: bool = False  # to where they are stepped, one layer at a time
     offload_parameters: bool = False  # on the device only while their layer computes
     # The optimizer's states (and parameters, if they are offloaded) are in files, not on the host.
     offload_to_files: bool = False
-    # Of what is offloaded: gradients leave behind backward, and of the step states, arithmetic and
-    # parameters go on beside each other. Without, one after the other.
+    # For offloading: gradients leave during backward, and in the step, states, arithmetic and
+    # parameters overlap. Without this, one comes after the other.
     offload_overlaps: bool = False
-    offload_delayed: bool = False  # the host steps behind the next step: one update late
+    offload_delayed: bool = False  # the host steps during the next step: one update late
     # What the time depends on.
-    # Matrices of the layers, as Transformer Engine and torchao have them, and what sequence
-    # parallelism gathers for them; no other number is.
+    # fp8 for the layers' matrices, as in Transformer Engine and torchao, and for what sequence
+    # parallelism gathers for them; for nothing else.
     fp8: bool = False
-    fused_weight_gradients: bool = True  # summed up inside the GEMM, not by a pass over them
-    # With flash_attention only: 0.5 for the first FlashAttention (Dao 2023: the second is twice);
-    # and whether it is the second, on a chip that has faster ones.
+    fused_weight_gradients: bool = True  # summed inside the GEMM, not in a separate pass
+    # With flash_attention only: 0.5 for the first FlashAttention (Dao 2023: the second is twice as
+    # fast); and whether it is the second, on a chip that has faster ones.
     flash_speed: float = 1.0
     flash_2: bool = False
-    loss_traffic: float = 24  # bytes moved a logit, forward and backward
-    reduce_bytes: float = 4  # a gradient on the wire
-    # Bytes moved around the optimizer's own pass, a number that is stepped: gradients are read for
+    loss_traffic: float = 24  # bytes moved per logit, forward and backward
+    reduce_bytes: float = 4  # per gradient on the wire
+    # Bytes moved around the optimizer's own pass, per number stepped: gradients are read for
     # their norm (4) and clipped (8), the new parameter is copied into 16 bits (6).
     around_step: float = 18
-    # Of a parameter that ZeRO's units gather, and of a gradient that they scatter, where these are
-    # rounded for their way: ZeRO++.
+    # Bytes per parameter that ZeRO's units gather, and per gradient that they scatter, if these are
+    # rounded for sending: ZeRO++.
     unit_gather_bytes: float = 0
     unit_scatter_bytes: float = 0
     unit_scatter_by_nodes: bool = False  # in two hops, inside each node first
-    # Data-parallel traffic runs behind computation: gradients (and under ZeRO-3 parameters) behind
-    # the backward; what ZeRO-1 and 2 have stepped, behind the next forward.
+    # Data-parallel traffic overlaps with computation: gradients (and under ZeRO-3 parameters) with
+    # the backward; what ZeRO-1 and 2 have stepped, with the next forward.
     overlaps_gradients: bool = True
     overlaps_parameters: bool = False
-    # In the backward of a column-cut matrix its input is gathered again (where it was not kept)
-    # behind the GEMM for the input's gradient; that is reduced behind the GEMM for the weights'.
+    # In the backward of a column-cut matrix its input is gathered again (unless it was saved)
+    # during the GEMM for the input's gradient; that gradient is reduced during the weights' GEMM.
     overlaps_tensor_backward: bool = False
-    # Under sequence parallelism a tensor's pieces are gathered and reduced behind its matrix: async
+    # Under sequence parallelism a tensor's pieces are gathered and reduced during its matrix: async
     # TP (torchtitan), userbuffers (Transformer Engine). An option of both, off by default. It hides
-    # all that overlaps_tensor_backward does.
+    # everything that overlaps_tensor_backward hides.
     overlaps_tensor: bool = False
-    # Gradients that travel in one message: a bucket is closed once it has as many, and no tensor is
-    # cut (DDP, Megatron's buffers). inf: all at once.
+    # Gradients that travel in one message: a bucket is closed once it has this many, and no tensor
+    # is split (DDP, Megatron's buffers). inf: all at once.
     bucket: float = math.inf
-    bucket_a_rank: float = 0.0  # and at least so many for each replica
+    bucket_a_rank: float = 0.0  # and at least this many per replica
     # Under ZeRO-3 in a pipeline parameters stay whole from the first micro-batch's forward to the
-    # last one's backward, and gradients are summed up until then.
+    # last one's backward, and gradients are accumulated until then.
     whole_in_pipeline: bool = False
     copies_units: bool = False  # ZeRO-2, 3: a unit goes through a flat buffer, in and out
-    # Python and launches for one layer's forward; backward is twice.  Read off where sweeps stop
-    # getting faster as the work shrinks: 4.4-4.6 ms a layer (nanotron on H100 hosts, no recompute),
-    # 3.5 ms (Megatron-DeepSpeed on A100 hosts with fused kernels, recompute: four such parts).
+    # Python and launches for one layer's forward; backward is twice that.  Read off where sweeps
+    # stop getting faster as the work shrinks: 4.4-4.6 ms per layer (nanotron on H100 hosts, no
+    # recomputation), 3.5 ms (Megatron-DeepSpeed on A100 hosts, fused kernels, recomputation: four
+    # such parts).
     host_seconds: float = 1.5e-3
-    # Megatron's fused softmax takes so many heads at a time (fused_softmax.py [code]). Where the
-    # b N/t heads of a micro-batch are no multiple of that, five kernels do what one does.
+    # Megatron's fused softmax takes this many heads at a time (fused_softmax.py [code]). If the
+    # b N/t heads of a micro-batch are not a multiple of it, five kernels replace one.
     softmax_heads: int = 1
     source: str = ""
 
@@ -164,7 +165,8 @@ class Framework:
             )
 
     def check(self, config: ModelConfig, layout: Layout) -> None:
-        """ValueError for what this program does not run, beside what `layout.check` says."""
+        """Raise ValueError for what this program does not run, beyond what `layout.check`
+        raises."""
         if self.own_runs and layout.num_stages > config.num_layers:
             raise ValueError(
                 f"pp*num_chunks={layout.num_stages} leaves stages of num_layers="
@@ -173,15 +175,16 @@ class Framework:
             )
 
     def more_launches(self, config: ModelConfig, layout: Layout) -> float:
-        """Seconds of the host for the four kernels that a softmax without its fused kernel adds,
-        forward or backward: as many of the LAUNCHES that a layer's forward takes it."""
+        """Return the host's seconds for the four kernels that an unfused softmax adds, forward or
+        backward, in proportion to the LAUNCHES of a layer's forward."""
         heads = layout.micro_batch_size * config.num_heads // layout.tp
         if self.flash_attention or heads % self.softmax_heads == 0:
             return 0.0
         return 4 / LAUNCHES * self.host_seconds
 
     def in_every_micro_batch(self, layout: Layout) -> bool:
-        """Whether ZeRO-2's reduces and ZeRO-3's gathers come with each micro-batch, or once."""
+        """Return whether ZeRO-2's reduces and ZeRO-3's gathers happen in each micro-batch, or
+        once."""
         once = self.whole_in_pipeline and layout.zero == 3 and layout.pp > 1
         return layout.zero >= 2 and not once
 
@@ -195,7 +198,7 @@ class Framework:
 # nanotron's sweep and BLOOM's 59 GB in view, so neither is an independent test of it: with 0 the
 # benchmark misses 16.7 % of nanotron's crashes instead of 13.2 %, and BLOOM comes out 16.7 % low
 # instead of 8.7 %.
-# benchmarks/offload.py prints beside it what offload/allocator.py loses when it replays a step.
+# For comparison, benchmarks/offload.py prints what offload/allocator.py loses in a replayed step.
 CUDA_OUTSIDE = 1.5 * 2**30
 # Kernels of a layer's forward in Megatron-LM (transformer.py, 2021 [code]): 2 norms, 4 matrices,
 # 2 products with scores, softmax, its dropout, heads into rows, gelu, 2 residuals, 2 all-reduces.
@@ -203,12 +206,12 @@ LAUNCHES = 16
 FRAGMENTATION = 0.10
 
 FRAMEWORKS = {
-    # The papers' own bookkeeping and nothing else.
+    # The papers' own accounting and nothing else.
     "formula": Framework(
         "formula", flash_attention=False, backward=False, around_step=0, source="[ZeRO] [K22]"
     ),
-    # fp16 gradients, added up by a pass over them, all-reduced after the last backward; softmax and
-    # its fp32 logits kept by the vocab-parallel loss.
+    # fp16 gradients, accumulated in a separate pass, all-reduced after the last backward; softmax
+    # and its fp32 logits saved by the vocab-parallel loss.
     "megatron-2021": Framework(
         "megatron-2021",
         flash_attention=False,
@@ -240,7 +243,7 @@ FRAMEWORKS = {
         softmax_heads=4,
         source="[K22], Megatron-LM 2022 [code]",
     ),
-    # Transformer Engine adds weight gradients into the fp32 buffer inside the GEMM, and hands
+    # Transformer Engine adds weight gradients into the fp32 buffer inside the GEMM, and gives
     # autograd a dummy for each distinct weight shape of a layer, which it keeps ([code]
     # get_dummy_wgrad); the fused loss turns bf16 logits into their gradient in place.
     "megatron-core": Framework(
@@ -258,7 +261,7 @@ FRAMEWORKS = {
         bucket_a_rank=1e6,
         source="Megatron-Core with TE [code]",
     ),
-    # DeepSpeed's BF16Optimizer keeps the bf16 gradients beside their fp32 sums ([code]).
+    # DeepSpeed's BF16Optimizer keeps the bf16 gradients and their fp32 sums ([code]).
     "megatron-deepspeed": Framework(
         "megatron-deepspeed",
         gradient_bytes=6,
@@ -273,9 +276,9 @@ FRAMEWORKS = {
         softmax_heads=4,
         source="BigScience's Megatron-DeepSpeed [code]",
     ),
-    # bf16 gradients beside their fp32 sums (Ultra-Scale Playbook, "Memory for weights, gradients
+    # bf16 gradients and their fp32 sums (Ultra-Scale Playbook, "Memory for weights, gradients
     # and optimizer states"); a loss in eager torch: bf16 logits, their fp32 copy, the softmax and
-    # its gradient, and silu(gate) kept; F.linear saves the gathered input ([code] functional.py).
+    # its gradient, and silu(gate) saved; F.linear saves the gathered input ([code] functional.py).
     "nanotron": Framework(
         "nanotron",
         gradient_bytes=6,
@@ -335,8 +338,8 @@ FRAMEWORKS["torchtitan"] = FRAMEWORKS["fsdp"].replace(
     name="torchtitan",
     reduce_bytes=4,  # training.mixed_precision_reduce
     keeps_gathered=True,  # by a DTensor's redistribute, once
-    # train.py drops the logits before backward: then log_softmax, its gradient and that of its
-    # input, in fp32; loss_parallel makes one more.
+    # train.py drops the logits before backward: what is left is log_softmax, its gradient and its
+    # input's gradient, in fp32; loss_parallel makes one more.
     loss_bytes=12,
     loss_bytes_cut=16,
     selective="operators",  # activation_checkpoint.selective_ac_option = "op"

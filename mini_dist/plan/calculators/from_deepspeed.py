@@ -1,4 +1,4 @@
-"""DeepSpeed's ds_config.json in our words (0.19: runtime/config.py, runtime/zero/config.py)."""
+"""DeepSpeed's ds_config.json as a Layout (0.19: runtime/config.py, runtime/zero/config.py)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from ..fields import checks_kinds
 from .importing import Batch, Imported, check_keys, choice, flag, integer, replicas, section
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-# What no file says, because DeepSpeed takes it from the program that calls it.
+# What no file says, because DeepSpeed takes it from the calling program.
 IN_THE_PROGRAM = (
     *("pp", "tp", "cp", "ep", "etp", "sequence_parallel", "recompute", "recompute_every"),
     *("schedule", "num_chunks"),
 )
-# Top-level keys that are neither batch nor cuts. DeepSpeed reads past a key that it does not know;
-# here that is an error, because it nearly always is a slip of the pen.
+# Top-level keys other than batch and axes. DeepSpeed ignores a key that it does not know; here
+# that is an error, because it is almost always a typo.
 OTHER_KEYS = (
     *("optimizer", "scheduler", "bf16", "fp16", "amp", "torch_autocast", "data_types"),
     *("communication_data_type", "seq_parallel_communication_data_type", "prescale_gradients"),
@@ -49,7 +49,7 @@ ZERO_KEYS = (  # of DeepSpeedZeroConfig, which refuses any other
     *("log_trace_cache_warnings", "enable_sanity_checks", "save_muon_momentum_buffer_in_memory"),
     "leaf_module",
 )
-# The config class takes these by the name of their field, too, without "stage3_".
+# The config class also takes these by the name of their field, without "stage3_".
 ZERO_FIELD_NAMES = (
     *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold"),
     *("max_live_parameters", "max_reuse_distance", "gather_16bit_weights_on_model_save"),
@@ -65,11 +65,11 @@ ZERO_KEYS_ELSEWHERE = (  # of versions before or after 0.19
 def from_deepspeed(
     source: str | Path | dict, world_size: int | None = None, **program: object
 ) -> Imported:
-    """The layout of a ds_config.json: its text, its path, or the dict.
+    """Read the layout of a ds_config.json: its text, its path, or the dict.
 
-    The file names neither the ranks nor, as a rule, the other axes: give world_size (unless the
+    The file contains neither the ranks nor, usually, the other axes: give world_size (unless the
     file has all three batch sizes) and what the program sets, such as pp=2, tp=2.  "auto", which
-    Hugging Face's Trainer fills in, counts as not said.
+    Hugging Face's Trainer fills in, counts as not given.
     Raises ValueError for a contradiction, an unknown key or a wrong type, in one sentence.
     """
     config = _read(source)
@@ -189,7 +189,7 @@ def _zero(config: dict, cannot_say: list[str]) -> int:
 
 
 def _same(name: str, value: object, field: str, given: int) -> int:
-    """The file's size of an axis; ValueError if the caller has said another."""
+    """Return the file's size of an axis; ValueError if the caller gave another."""
     value = integer(name, value)
     if given not in (1, value):
         raise ValueError(f"{name}={value} is not {field}={given}: give {field}={value}, or none.")

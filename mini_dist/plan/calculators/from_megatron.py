@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments in our words (megatron/training/arguments.py, time of Core 0.16)."""
+"""Megatron-LM's arguments as a Layout (megatron/training/arguments.py, as of Core 0.16)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CHOICES = {
     "data-parallel-sharding-strategy": tuple(SHARDED),
 }
 READ = {*NUMBERS, *FLAGS, *CHOICES}
-GONE = {  # Megatron-LM's own words for some, and those of other programs
+GONE = {  # Megatron-LM's own terms for some, and other programs' terms
     "batch-size": "micro-batch-size",
     "model-parallel-size": "tensor-model-parallel-size",
     "tensor-parallel-size": "tensor-model-parallel-size",
@@ -49,14 +49,14 @@ CANNOT_SAY = {
     "tp-comm-overlap": "it is the Framework's: overlaps_tensor=True",
     "overlap-moe-expert-parallel-comm": "messages of ep behind computation are not modelled",
 }
-SLIP = 0.86  # so much alike, a name that is not read is one that is, misspelt
+SLIP = 0.86  # above this similarity an unknown name is a misspelt known one
 
 
 @checks_kinds
 def from_megatron(arguments: str | list[str], world_size: int | None = None) -> Imported:
-    """The layout of Megatron-LM arguments: a list of words, or a command line.
+    """Read the layout from Megatron-LM arguments: a list of words, or a command line.
 
-    A line that begins with torchrun says the world, too: --nnodes and --nproc-per-node.
+    A line that begins with torchrun also gives the world: --nnodes and --nproc-per-node.
     Raises ValueError for a contradiction, a misspelt argument or a wrong value, in one sentence.
     """
     launcher, words = _split(arguments)
@@ -109,7 +109,7 @@ def from_megatron(arguments: str | list[str], world_size: int | None = None) -> 
 
 
 def _experts(said: dict, has_experts: bool, tp: int, replicas: int) -> tuple[int, int]:
-    """(ep, etp), whose groups divide the ranks of dp * cp * tp a second time."""
+    """Return (ep, etp), whose groups divide the ranks of dp * cp * tp a second time."""
     ep = said.get("expert-model-parallel-size", 1)
     if ep == 1 and not has_experts:
         return 1, tp  # the other argument is of no use
@@ -137,7 +137,7 @@ def _experts(said: dict, has_experts: bool, tp: int, replicas: int) -> tuple[int
 
 
 def _chunks(said: dict, pp: int) -> int:
-    """Virtual stages of a rank."""
+    """Return the virtual stages per rank."""
     layers, each = said.get("num-layers"), said.get("num-layers-per-virtual-pipeline-stage")
     chunks = said.get("num-virtual-stages-per-pipeline-rank")
     if each is not None and chunks is not None:
@@ -169,8 +169,8 @@ def _chunks(said: dict, pp: int) -> int:
 
 
 def _check_groups(said: dict, pp: int, accumulated: int, each: int, cannot_say: list[str]) -> None:
-    """ValueError where Megatron-LM cannot interleave the micro-batches (core/pipeline_parallel/
-    schedules.py), or a Layout cannot; `each` is how many sequences a micro-batch has on all ranks.
+    """Raise ValueError if Megatron-LM cannot interleave the micro-batches (core/pipeline_parallel/
+    schedules.py), or a Layout cannot; `each`: sequences of a micro-batch on all ranks.
     """
     name = "microbatch-group-size-per-virtual-pipeline-stage"
     group = said.get(name, pp)
@@ -255,7 +255,7 @@ def _recompute(said: dict, num_stages: int, cannot_say: list[str]) -> dict:
 
 
 def _parse(words: list[str]) -> tuple[dict, list[str]]:
-    """({name: value} of what is read, names of the rest)."""
+    """Return ({name: value} of known arguments, names of the rest)."""
     said: dict[str, object] = {}
     others: list[str] = []
     index = 0
@@ -306,7 +306,7 @@ def _value(name: str, values: list[str]) -> object:
 
 
 def _split(arguments: str | list[str]) -> tuple[list[str], list[str]]:
-    """(the launcher's words, the program's): the first word that names a .py file divides them."""
+    """Return (the launcher's words, the program's), divided at the first .py file."""
     if isinstance(arguments, str):
         try:
             words = shlex.split(re.sub(r"\\\r?\n", " ", arguments), comments=True)
@@ -323,7 +323,7 @@ def _split(arguments: str | list[str]) -> tuple[list[str], list[str]]:
 
 
 def _world(launcher: list[str]) -> int:
-    """The ranks that torchrun starts."""
+    """Return the number of ranks that torchrun starts."""
     plain = " ".join(launcher).replace("_", "-").replace("=", " ")
     found = {name: re.search(rf"--{name} (\S+)", plain) for name in ("nnodes", "nproc-per-node")}
     if found["nproc-per-node"] is None:

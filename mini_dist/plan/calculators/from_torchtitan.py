@@ -1,4 +1,4 @@
-"""torchtitan's config in our words: TOML (0.2: config/job_config.py) or its Python form (0.3)."""
+"""torchtitan's config as a Layout: TOML (0.2: config/job_config.py) or its Python form (0.3)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PARALLELISM_SINCE_0_3 = (
 )
 TOKENS = "num_tokens_per_microbatch_per_dp_rank"
 OWN = ("training", "parallelism", "activation_checkpoint")
-SLIP = 0.8  # so much alike, a section that is not known is one that is, misspelt
+SLIP = 0.8  # above this similarity an unknown section is a misspelt known one
 GONE = {  # names of older versions: (section, key) -> what it is now
     ("training", "batch_size"): "training.local_batch_size",
     ("training", "compile"): "compile.enable",
@@ -64,10 +64,11 @@ OUR_SCHEDULES = {theirs.lower(): ours for ours, theirs in TORCH_SCHEDULES.items(
 def from_torchtitan(
     source: str | Path | dict, world_size: int | None = None, num_layers: int | None = None
 ) -> Imported:
-    """The layout of a torchtitan config: TOML or Python (text or path), or the dict of sections.
+    """Read the layout of a torchtitan config: TOML or Python (text or path), or the dict of
+    sections.
 
-    world_size is needed where data_parallel_shard_degree is -1, num_layers where an interleaved
-    schedule says its layers a stage.
+    world_size is needed if data_parallel_shard_degree is -1, and num_layers if an interleaved
+    schedule gives its layers per stage.
     Raises ValueError for a contradiction, an unknown key or a wrong type, in one sentence.
     """
     config, is_python = _read(source)
@@ -130,9 +131,9 @@ def from_torchtitan(
 
 
 def _check_sections(config: dict) -> None:
-    """ValueError for a misspelt section, and for a cut or a batch size where no one reads it.
+    """Raise ValueError for a misspelt section, and for an axis or a batch size in the wrong place.
 
-    A section that is like no other is the program's own, which torchtitan takes.
+    A section unlike any other belongs to the program, and torchtitan accepts it.
     """
     for name, group in config.items():
         if name in OWN:
@@ -156,7 +157,7 @@ def _degree(cuts: dict, axis: str) -> int:
 
 
 def _cut_of_experts(cuts: dict, ep: int, tp: int, replicas: int, sequence: bool) -> int:
-    """etp: without ep torchtitan cuts experts as tp cuts the rest, whatever else is said."""
+    """Return etp: without ep torchtitan shards experts as tp does, whatever else is given."""
     name = "expert_tensor_parallel_degree"
     etp = _degree(cuts, "expert_tensor_parallel")  # 0.3 has it no more: whole experts
     if ep == 1:
@@ -177,7 +178,7 @@ def _cut_of_experts(cuts: dict, ep: int, tp: int, replicas: int, sequence: bool)
 
 
 def _shards(cuts: dict, world_size: int | None, replicate: int, sizes: dict[str, int]) -> int:
-    """data_parallel_shard_degree, of which -1 is what the other axes leave."""
+    """Return data_parallel_shard_degree; -1 means what the other axes leave."""
     shard = integer("data_parallel_shard_degree", cuts.get("data_parallel_shard_degree", -1), -1)
     if shard == 0:
         raise ValueError("data_parallel_shard_degree=0 is too small: give 1 or more, or -1.")
@@ -203,7 +204,7 @@ def _shards(cuts: dict, world_size: int | None, replicate: int, sizes: dict[str,
 
 
 def _batch(training, cuts, dp, pp, cannot_say) -> tuple[int, int]:
-    """(micro-batch size, micro-batches): a pipeline cuts its local batch itself."""
+    """Return (micro-batch size, micro-batches): a pipeline splits its local batch itself."""
     if TOKENS in training:
         return _batch_of_tokens(training, cuts, dp, pp, cannot_say)
     local = integer("local_batch_size", training.get("local_batch_size", 8))
@@ -226,7 +227,7 @@ def _batch(training, cuts, dp, pp, cannot_say) -> tuple[int, int]:
 
 
 def _in_pipeline(each: int, times: int, name: str, cannot_say: list[str]) -> int:
-    """All micro-batches of a step, where the pipeline is filled so many `times`."""
+    """Return all micro-batches of a step if the pipeline is filled `times` times."""
     if times > 1:
         cannot_say.append(
             f"The pipeline runs empty {times} times a step, after {each} micro-batches each "
@@ -236,7 +237,7 @@ def _in_pipeline(each: int, times: int, name: str, cannot_say: list[str]) -> int
 
 
 def _batch_of_tokens(training, cuts, dp, pp, cannot_say) -> tuple[int, int]:
-    """The same where the config counts tokens: of a micro-batch, and of a step on all ranks."""
+    """Return the batch if the config counts tokens: per micro-batch, and per step on all ranks."""
     for group, key, needed in (
         (training, "max_context_length", True),
         (cuts, "num_pp_microbatches", pp > 1),
@@ -259,7 +260,7 @@ def _batch_of_tokens(training, cuts, dp, pp, cannot_say) -> tuple[int, int]:
 
 
 def _schedule(cuts: dict, pp: int, num_layers: int | None) -> tuple[str, int]:
-    """(name, chunks a rank)."""
+    """Return (name, chunks per rank)."""
     name = cuts.get("pipeline_parallel_schedule", "1F1B")
     ours = OUR_SCHEDULES.get(name.lower()) if isinstance(name, str) else None
     if ours is None:
@@ -290,7 +291,8 @@ def _schedule(cuts: dict, pp: int, num_layers: int | None) -> tuple[str, int]:
 
 
 def _zero(cuts: dict, sharded: bool, pp: int) -> int:
-    """What fully_shard comes to: in a pipeline gradients are reduced once a step (lesson 17)."""
+    """Return the ZeRO stage of fully_shard: in a pipeline gradients are reduced once (lesson
+    17)."""
     name = "fsdp_reshard_after_forward"
     policy = choice(name, cuts.get(name, "default"), ("default", "always", "never"))
     if not sharded:
@@ -333,7 +335,7 @@ def _recompute(config: dict, cannot_say: list[str]) -> dict:
 
 
 def _read(source: str | Path | dict) -> tuple[dict, bool]:
-    """(the sections, whether they were in Python)."""
+    """Return (the sections, whether they were in Python)."""
     if isinstance(source, dict):
         return source, False
     text = source

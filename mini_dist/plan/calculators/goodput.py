@@ -1,8 +1,8 @@
-"""How often to save, and what of a month on thousands of devices is progress.
+"""How often to save, and how much of a month on thousands of devices is progress.
 
-Failures of many independent parts come at random: the time until the next is exponential, whatever
-has been. A job that fails loses the work since its last save, and the time until somebody notices,
-processes are there again and the save is read. All times are in seconds.
+Failures of many independent parts are random: the time until the next one is exponential, whatever
+happened before. A job that fails loses the work since its last save, and the time until the failure
+is noticed, the processes are restarted and the save is read. All times are in seconds.
 
 Sources: Young 1974, "A first order approximation to the optimum checkpoint interval"; Daly 2006, "A
 higher order estimate of the optimum checkpoint interval for restart dumps", equations 20 and 37;
@@ -44,23 +44,23 @@ LLAMA_3 = {
 
 
 def mean_time_between_failures(devices: int, of_one: float) -> float:
-    """Of a job on so many devices, one of which fails after `of_one` seconds on the mean."""
+    """Return the mean seconds between failures of this many devices; one fails after `of_one`."""
     at_least("devices", devices, 1)
     return at_least("of_one", of_one, 1e-9) / devices
 
 
 def llama_3_device() -> float:
-    """Seconds between two interruptions for one GPU, by Llama 3's 419 on 16,384: 5.8 years."""
+    """Return the seconds between interruptions per GPU, by Llama 3's 419 on 16,384: 5.8 years."""
     return LLAMA_3_SECONDS * LLAMA_3_GPUS / sum(LLAMA_3.values())
 
 
 def young(save: float, mtbf: float) -> float:
-    """Seconds of work between two saves for which the least is lost: sqrt(2 save mtbf)."""
+    """Return the seconds of work between saves that lose the least time: sqrt(2 save mtbf)."""
     return math.sqrt(2 * at_least("save", save, 0) * at_least("mtbf", mtbf, 1e-9))
 
 
 def daly(save: float, mtbf: float) -> float:
-    """The same where a save is not short beside the time between failures (Daly 2006, eq. 37)."""
+    """Return the best interval if a save is not short compared with mtbf (Daly 2006, eq. 37)."""
     if save >= 2 * at_least("mtbf", mtbf, 1e-9):
         return mtbf
     x = at_least("save", save, 0) / (2 * mtbf)
@@ -70,11 +70,11 @@ def daly(save: float, mtbf: float) -> float:
 @checks_kinds
 @dataclass(frozen=True)
 class LongJob:
-    """mtbf: mean seconds between failures. save: that training stands still for each save.
-    interval: of work between two saves. noticed: until somebody sees that it has stopped. restart:
-    until it trains again, the save read. survives: the share of failures after which the others go
-    on without a restart, which takes `regroup` and costs the work since the last copy, `copied`
-    seconds old at most."""
+    """mtbf: mean seconds between failures. save: seconds that training stops for each save.
+    interval: seconds of work between two saves. noticed: until the failure is noticed. restart:
+    until training continues, including reading the save. survives: the share of failures after
+    which the other ranks continue without a restart, which takes `regroup` and costs the work since
+    the last copy, at most `copied` seconds."""
 
     mtbf: float
     save: float
@@ -94,10 +94,11 @@ class LongJob:
             raise ValueError(f"survives={self.survives!r} is a share: give 0 to 1")
 
     def expected(self) -> float:
-        """The share of time that is progress, by the model of an exponential wait (Daly, eq. 20).
+        """Return the share of time that is progress, for exponential failures (Daly, eq. 20).
 
-        To do `interval` of work and save it takes on the mean mtbf e^(R/mtbf) (e^((interval +
-        save)/mtbf) - 1), where R is what a failure takes until work goes on. Only for survives=0.
+        Doing `interval` of work and saving it takes on average mtbf e^(R/mtbf) (e^((interval +
+        save)/mtbf) - 1), where R is the time from a failure until work continues. Only for
+        survives=0.
         """
         if self.survives:
             raise ValueError(f"survives={self.survives}: no formula here, ask `simulated`")
@@ -107,8 +108,8 @@ class LongJob:
 
 
 class Month(NamedTuple):
-    """What became of the seconds. progress: work that was kept; saving: stood still to save; lost:
-    work that was done again; waiting: until noticed, restarted or regrouped; failures: how many;
+    """Where the seconds went. progress: work that was kept; saving: stopped to save; lost:
+    work that was repeated; waiting: until noticed, restarted or regrouped; failures: how many;
     points: (seconds, progress so far) at every change."""
 
     progress: float

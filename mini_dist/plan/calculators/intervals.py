@@ -1,13 +1,13 @@
-"""How far from its best guess a measured step may be: read off published runs, not assumed.
+"""How far a measured step may be from the best guess: read off published runs, not assumed.
 
-Four of five runs lie inside, of the half that these factors were not read off
-(benchmarks/planner.py counts them, in all and table by table).  That is split conformal prediction
+Of the half of the runs that these factors were not read off, four of five lie inside
+(benchmarks/planner.py counts them, in all and per table).  This is split conformal prediction
 (Lei et al. 2018, section 2.2): the factors are the 10th and 90th percentile of measured / predicted
 over the runs of the other half that are of the same kind.  The kinds differ in what is hard to
-know: in one node nothing but the kernels, beyond it the more, the more a step waits for messages.
+know: in one node only the kernels; on several, messages as well, more so the longer a step waits.
 
-The promise holds for runs like those: A100, H100 and B200, 2021 to 2024, by the programs of
-frameworks.py.  Nearly all those of the last kind come from one cluster.  Of a table that none of
+The promise holds for similar runs: A100, H100 and B200, 2021 to 2024, by the programs of
+frameworks.py.  Almost all runs of the last kind come from one cluster.  In tables that none of
 the factors were read off, between 47 % and all of the runs lie inside.
 """
 
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 
 class Interval(NamedTuple):
-    """Factors on the best guess, for steps that wait for messages at most so much of their time."""
+    """Factors on the best guess, for steps whose share of waiting for messages is at most this."""
 
     waits: float
     low: float
@@ -33,7 +33,7 @@ ACROSS_NODES = (
 
 
 def interval_of(num_nodes: float, waits: float) -> Interval:
-    """The kind of a step: on how many nodes, and which share of it is waiting for messages."""
+    """Return the kind of a step: by its number of nodes and its share of waiting for messages."""
     if num_nodes <= 1:
         return IN_A_NODE
     return next(kind for kind in ACROSS_NODES if waits <= kind.waits)

@@ -1,4 +1,4 @@
-"""How long the parts of one layer last on one device: kernels by roofline, and what it exchanges.
+"""How long the parts of one layer take on one device: kernels by roofline, and communication.
 
 Letters: B batch, S sequence, D model, F ffn, N heads, K kv heads, H head dim, V vocab, E experts.
 """
@@ -28,11 +28,12 @@ from .parameters import every_second, layer_weights
 
 
 def gemm_seconds(device: Device, m: float, n: float, k: float, fp8: bool = False) -> float:
-    """A GEMM [m, k] x [k, n] in bf16 (or from fp8 to bf16): the slower of arithmetic and memory.
+    """Time a GEMM [m, k] x [k, n] in bf16 (or from fp8 to bf16): the slower of arithmetic and
+    memory.
 
-    The arithmetic is done in waves of one 128 x 256 tile a multiprocessor: the last wave is as
-    long as a full one.  Filling and draining costs GEMM_FILL of the inner dimension.  One without
-    elements, of an expert that got no token, is only launched.
+    The arithmetic is done in waves of one 128 x 256 tile per multiprocessor: the last wave takes as
+    long as a full one.  Filling and draining costs GEMM_FILL of the inner dimension.  A GEMM
+    without elements, of an expert that got no token, only costs its launch.
     """
     if not m * n * k:
         return KERNEL_SECONDS
@@ -49,14 +50,14 @@ def gemm_seconds(device: Device, m: float, n: float, k: float, fp8: bool = False
 
 
 def stream_seconds(device: Device, num_bytes: float) -> float:
-    """A kernel that reads and writes `num_bytes` and hardly computes."""
+    """Time a kernel that reads and writes `num_bytes` and hardly computes."""
     return num_bytes / device.stream_bandwidth + KERNEL_SECONDS
 
 
 def together(compute: float, traffic: float) -> float:
-    """Seconds of a computation and of messages beside it: as long as the longer, and a bit more.
+    """Time a computation that overlaps with messages: as long as the longer, and a bit more.
 
-    Collectives are kernels too: while one runs, the computation gets SLOWED less of the device.
+    Collectives are kernels as well: while one runs, the computation gets SLOWED less of the device.
     """
     return max(traffic, compute + SLOWED * traffic)
 
@@ -67,7 +68,7 @@ COMMUNICATION = ("tp collectives", "cp exchange", "ep all-to-all", "zero traffic
 
 @dataclass
 class LayerTime:
-    """Seconds of one layer and one micro-batch, forward and backward apart."""
+    """Seconds of one layer and one micro-batch, forward and backward separately."""
 
     forward: dict[str, float] = field(default_factory=dict)
     backward: dict[str, float] = field(default_factory=dict)
@@ -78,7 +79,7 @@ class LayerTime:
 
 
 class LayerPiece(NamedTuple):
-    """What a rank has of a layer and of a micro-batch."""
+    """A rank's part of a layer and of a micro-batch."""
 
     moe: bool  # whether the layer has experts
     tp: int
@@ -97,7 +98,7 @@ class LayerPiece(NamedTuple):
 
     @property
     def whole(self) -> float:
-        """Tokens of what tp does not cut."""
+        """Return the tokens of the activations that tp does not shard."""
         return self.tokens / (self.tp if self.sequence_parallel else 1)
 
 
@@ -187,7 +188,7 @@ def _add_elementwise(time, config, piece, device, how) -> None:
 
 
 def _passes(device, how, moved: dict[str, float]) -> float:
-    """Unfused, about every second kernel reads again what the one before wrote."""
+    """Time the passes. Unfused, about every second kernel reads what the one before wrote."""
     again = 1 if how.fused_activation else 2
     kernels = sum(
         2 if name.startswith("two") or name == "sorting" else 1
@@ -253,8 +254,9 @@ def _regions(config, piece) -> list[tuple[float, int]]:
 
 
 def _column_backward(config, piece, device, how) -> tuple[float, float]:
-    """GEMMs behind which column-cut matrices exchange in backward: for their input's gradient,
-    while that input is gathered again, and for the weights', while the former is reduced."""
+    """Time the GEMMs that overlap with communication of column-cut matrices in backward: for the
+    input's gradient, while the input is gathered again, and for the weights', while it is
+    reduced."""
     inputs = weights = 0.0
     for shape in matrices(config, piece):
         if shape.column:
@@ -264,14 +266,15 @@ def _column_backward(config, piece, device, how) -> tuple[float, float]:
 
 
 def _in_pieces(matrices: float, traffic: float, tp: int) -> float:
-    """What is left of messages that travel in tp pieces, each behind the matrix of the one before
-    (Wang et al. 2023, "Overlap communication with dependent computation via decomposition")."""
+    """Return what is left of messages that travel in tp pieces, each during the previous one's
+    matrix (Wang et al. 2023, "Overlap communication with dependent computation via
+    decomposition")."""
     behind = traffic * (tp - 1) / tp
     return traffic / tp + together(matrices, behind) - matrices
 
 
 class Gemm(NamedTuple):
-    """A layer's matrix, [rows, k] x [k, n], so often; `column`: tp cuts its columns."""
+    """A layer's matrix, [rows, k] x [k, n], and how many of them; `column`: tp cuts its columns."""
 
     rows: float
     k: float
@@ -298,7 +301,7 @@ def matrices(config: ModelConfig, piece: LayerPiece) -> tuple[Gemm, ...]:
 
 
 def _gemm(config, piece, weight) -> Gemm:
-    """What this rank multiplies of a weight, alone."""
+    """Return this rank's part of the product with one weight."""
     k, n = weight.shape
     cut = piece.etp if weight.experts > 1 else piece.tp
     if weight.cut == "row":

@@ -1,4 +1,4 @@
-"""Which layouts are worth a try, and how one is written in a line."""
+"""Which layouts are worth trying, and how to write one in a line."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from ..config import RECOMPUTE, ZERO, Layout, ModelConfig
 from ..fields import at_least, checks_kinds
 from ..schedule import V_SHAPED
 
-LONG = 16384  # tokens of a sequence, from which on cutting it is worth a try
+LONG = 16384  # tokens per sequence above which context parallelism is worth trying
 SEARCHED = ("1f1b", "interleaved", "zb_h1", "zb_v")  # schedules that can be
 
 
 @checks_kinds
 @dataclass(frozen=True)
 class Search:
-    """Which layouts are tried, and of how many of the fastest the pipeline is simulated.
+    """Which layouts are tried, and for how many of the fastest the pipeline is simulated.
 
     zero: stages; (0, 1) is what Megatron-LM's distributed optimizer does. max_tp: None for the
     devices of a node; max_pp: for the layers; max_cp: for 64 if a sequence is LONG, else 1.
     schedules: of pipelines; "zb_h1" and "zb_v" (zero-bubble) are tried if they are named.
     fastest_of_axes: of all layouts with the same pp, dp, cp and tp only the fastest (by the closed
-    form) is surely ranked; most others are not looked at, nor counted: the answer comes sooner.
+    form) is certainly ranked; most others are neither tried nor counted, so the answer is faster.
     """
 
     micro_batch_sizes: tuple[int, ...] = (1, 2, 4, 8)
@@ -64,14 +64,14 @@ class Search:
 def layouts(
     config: ModelConfig, num_devices: int, sequences: int, search: Search
 ) -> Iterator[Layout]:
-    """The layouts that are tried.
+    """Yield the layouts that are tried.
 
-    Not among them: replicas that keep whole optimizer states (ZeRO-1 costs no more traffic); tp
-    without a cut sequence; ZeRO-2 and 3 in a pipeline (they gather and reduce in each of its many
+    They exclude replicas with whole optimizer states (ZeRO-1 costs no more traffic); tp
+    without sequence parallelism; ZeRO-2 and 3 in a pipeline (they communicate in each of its many
     micro-batches, and Megatron-LM and DeepSpeed refuse them), though 3 can fit where 1 does not;
-    chunks that are uneven even with embedding and head counted as layers (frameworks refuse them).
-    Experts are cut by tp (etp=tp) or whole (etp=1), not in between; whole ones only where ep spans
-    tp, so that a rank holds no more of them than tp would leave it.
+    uneven chunks, even with embedding and head counted as layers (frameworks refuse them).
+    Experts are sharded by tp (etp=tp) or whole (etp=1), not in between; whole ones only if ep spans
+    tp, so that a rank holds no more of them than with tp.
     """
     max_tp, max_pp = search.max_tp or num_devices, search.max_pp or config.num_layers
     max_cp = search.max_cp or (64 if config.seq_len >= LONG else 1)
@@ -92,7 +92,8 @@ def layouts(
 
 
 def _of_experts(config: ModelConfig, replicas: int, tp: int) -> Iterator[tuple[int, int]]:
-    """(ep, etp): whole experts that ep spreads over the tp ranks as well, else those that tp cuts.
+    """Return (ep, etp): whole experts that ep spreads over the tp ranks as well, else sharded by
+    tp.
 
     Both hold the same. Whole experts send fewer bytes, since no tokens are gathered over tp, and
     multiply larger matrices: over 6,000 pairs of layouts they took 0.25 to 1.003 of the time.
@@ -106,10 +107,10 @@ def _of_experts(config: ModelConfig, replicas: int, tp: int) -> Iterator[tuple[i
 
 
 def _scheduled(config: ModelConfig, base: Layout, schedules: tuple[str, ...]) -> Iterator[Layout]:
-    """The layout under each schedule, where it has a pipeline.
+    """Yield the layout with each schedule, if it has a pipeline.
 
-    Several stages a rank deal the layers out evenly, with the embedding and the head as a layer
-    each or without. (Narayanan et al. 2021 had 3 chunks, Llama 3 126 layers + 2.)
+    Several stages per rank get equally many layers, where the embedding and the head count as one
+    layer each or not at all. (Narayanan et al. 2021 had 3 chunks, Llama 3 126 layers + 2.)
     """
     if base.pp == 1:
         yield base
@@ -127,7 +128,8 @@ def _scheduled(config: ModelConfig, base: Layout, schedules: tuple[str, ...]) ->
 
 
 def _recomputing(config: ModelConfig, base: Layout, search: Search) -> Iterator[Layout]:
-    """Nothing, and of a stage's layers each, or every second or fourth, where it has so many."""
+    """Yield recomputation of nothing, every, every second and every fourth layer, if there are
+    any."""
     longest = -(-config.num_layers // base.num_stages)
     for again in search.recompute:
         if again == "none":
@@ -139,7 +141,7 @@ def _recomputing(config: ModelConfig, base: Layout, search: Search) -> Iterator[
 
 
 def short(layout: Layout) -> str:
-    """A layout in one line: the axes that cut something, then the rest that matters."""
+    """Write a layout in one line: the axes larger than 1, then the rest that matters."""
     axes = [f"{axis}={size}" for axis, size in {**layout.axes, "ep": layout.ep}.items() if size > 1]
     if layout.etp != layout.tp:
         axes.append(f"etp={layout.etp}")

@@ -1,4 +1,4 @@
-"""An answer one can check: a list of lines, each with its formula and where that comes from."""
+"""An answer that can be checked: a list of lines, each with its formula and source."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Line:
-    """One item of a breakdown: what it is, how much, by which formula, from which source."""
+    """One item of a breakdown: its name, value, unit, formula and source."""
 
     name: str
     value: float
@@ -22,7 +22,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Lines that add up to `total` (where they have one unit); `b["name"]` is one line's value."""
+    """Lines that add up to `total` (if they share a unit); `b["name"]` is one line's value."""
 
     title: str
     lines: tuple[Line, ...]
@@ -74,7 +74,7 @@ class Breakdown:
 
 
 def readable(value: float, unit: str = "") -> str:
-    """A number as one says it: 1.56 billion parameters, 45.6 GiB, 2.1 ms."""
+    """Write a number as people say it: 1.56 billion parameters, 45.6 GiB, 2.1 ms."""
     if unit == "bytes":  # memory in binary units, as allocators and nvidia-smi print it
         for scale, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
             if abs(value) >= scale:

@@ -14,7 +14,7 @@ from ..fields import checks_kinds, whole_number
 @checks_kinds
 @dataclass(frozen=True)
 class Link:
-    """One rank's way out, full duplex: `latency` in seconds a message, `bandwidth` in bytes/s."""
+    """One rank's port, full duplex: `latency` in seconds per message, `bandwidth` in bytes/s."""
 
     latency: float
     bandwidth: float
@@ -26,7 +26,7 @@ class Link:
                 raise ValueError(f"{field}={value!r} is not a {field} of a link: give {least}.")
 
     def seconds(self, num_bytes: float, rounds: int = 1) -> float:
-        """Time of `rounds` messages of `num_bytes` each, one after the other."""
+        """Return the time of `rounds` messages of `num_bytes` each, one after the other."""
         return rounds * (self.latency + num_bytes / self.bandwidth)
 
     def slowest(self, distance: int, size: int, paired: bool = False) -> Link:

@@ -1,6 +1,6 @@
-"""Machines: datasheet peaks beside the best that was ever measured, and the links between them.
+"""Machines: datasheet peaks, the best measurements, and the links between them.
 
-Everything is data that one may edit: `hardware("h100").replace(devices_per_node=4)`.
+Everything is data that you may edit: `hardware("h100").replace(devices_per_node=4)`.
 
 Sources.  [acc] stas00/ml-engineering, compute/accelerator (vendors' datasheets, collected);
 [mamf] the same, "maximum achievable matmul FLOPS": the best GEMM found by search; [simumax]
@@ -8,8 +8,8 @@ MooreThreads/SimuMax, configs/system: single kernels and collectives timed on an
 B200 node; [scaling-book] jax-ml/scaling-book, TPUs; [sheet] the vendor's datasheet; [hf] Hugging
 Face's Ultra-Scale Playbook, 256 MB messages; [here] measured on this machine.
 
-The constants of kernels and links stand in this file, and come from timings of single kernels
-or single collectives.  What was chosen with whole runs in view is listed in chosen.py.
+This file has the constants of kernels and links, which come from timings of single kernels
+or single collectives.  chosen.py lists the constants that were chosen with whole runs in view.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from ..fields import checks_kinds
 from .links import Hierarchy, Link
 
-# Where nobody measured a GEMM ceiling: the median of [mamf]'s bf16 ratios, measured / datasheet
+# Without a measured GEMM ceiling: the median of [mamf]'s bf16 ratios, measured / datasheet
 # (0.51 ... 0.97).
 ASSUMED_GEMM_FRACTION = 0.786
 # And where nobody timed the shapes of training: the A100's, H100's and B200's ratios of those to
@@ -53,8 +53,8 @@ NODE_FRACTIONS = {
 }
 # Between nodes: reports of nccl-tests over 200 Gb/s InfiniBand say 22-24 of 25 GB/s a port.
 NETWORK_FRACTION = 0.92
-# While a collective runs, kernels beside it take longer: on average 18.9 % (Lee et al. 2025,
-# arXiv:2507.03114: FSDP and pipelines, A100, H100, MI210, MI250, overlapped against alone).
+# While a collective runs, kernels take longer: on average 18.9 % (Lee et al. 2025,
+# arXiv:2507.03114: FSDP and pipelines, A100, H100, MI210, MI250, with and without overlap).
 SLOWED = 0.189
 # A collective of almost nothing on 8 devices takes 22 or 25 us [simumax]: a start, and 7 or 14 of
 # the shortest steps below.

@@ -50,8 +50,8 @@ def model_states(
     gradient_bytes: float = 2,
     optimizer_bytes: float = 12,
 ) -> Breakdown:
-    """2 Psi + 2 Psi + K Psi bytes, and what each ZeRO stage divides by the `shards` ranks of the
-    data-parallel group ([ZeRO] figure 1 and table 1)."""
+    """Return 2 Psi + 2 Psi + K Psi bytes, divided by the `shards` ranks of the data-parallel group
+    as the ZeRO stage says ([ZeRO] figure 1 and table 1)."""
     if zero not in (0, 1, 2, 3):
         raise ValueError(f"zero={zero!r} is not a stage: give 0, 1, 2 or 3.")
     at_least("parameters", parameters, 0)
@@ -137,7 +137,7 @@ def rank_memory(
 def peak_memory(
     config: ModelConfig | str, layout: Layout, how: str | Framework = "megatron-core"
 ) -> Breakdown:
-    """The waterfall of the fullest pipeline rank."""
+    """Return the waterfall of the fullest pipeline rank."""
     config = model(config)
     cut_by(layout, config)
     return max(
@@ -181,7 +181,7 @@ def states_of_all(
         }
         each |= dict.fromkeys(offloaded(how), 0)
         ways = layout.dp * layout.cp  # ranks that may share the states of what is dense
-        dense = experts = 0.0  # bytes a parameter
+        dense = experts = 0.0  # bytes per parameter
         for kind, stage in SHARDED_FROM.items():
             shared = layout.zero >= stage
             dense += each[kind] / (ways if shared else 1)
@@ -252,7 +252,7 @@ def _unsharded(config, layout, how, pp_rank) -> Line:
 
 
 def _saved_activations(config, layout, how, pp_rank) -> list[Line]:
-    """What forward keeps for backward, of all micro-batches in flight."""
+    """Return what forward saves for backward, of all micro-batches in flight."""
     tokens, whole = tokens_of_micro_batch(config, layout), cut_of_whole(layout)
     stages, flight = stages_of_rank(layout, pp_rank), micro_batches_in_flight(layout, pp_rank)
     kinds = [kind for stage in layers_of_rank(config, layout, pp_rank) for kind in stage]
@@ -283,7 +283,7 @@ def _saved_activations(config, layout, how, pp_rank) -> list[Line]:
 
 
 def _worst_moment(config, layout, how, pp_rank) -> list[Line]:
-    """What comes on top when most is held: the loss on the last stage, or one layer's backward."""
+    """Return the extra bytes at the peak: the loss on the last stage, or one layer's backward."""
     tokens, whole = tokens_of_micro_batch(config, layout), cut_of_whole(layout)
     e, D, V, t = how.activation_bytes, config.d_model, config.vocab_size, layout.tp
     is_last = layout.num_stages - 1 in stages_of_rank(layout, pp_rank)
@@ -331,7 +331,7 @@ def _worst_moment(config, layout, how, pp_rank) -> list[Line]:
 
 
 def _backward_of_layer(config, layout, how) -> float:
-    """Bytes a token while one layer runs backward, beyond what forward saved."""
+    """Return the bytes per token while one layer runs backward, beyond what forward saved."""
     e, t = how.activation_bytes, layout.tp
     inner = 2 if config.activation == "swiglu" else 1
     hidden = config.d_ffn if config.num_moe_layers < config.num_layers else 0

@@ -1,4 +1,4 @@
-"""What a rank of this library holds at each moment of a training step, and when it holds most.
+"""What a rank of this library holds at each moment of a training step, and its peak.
 
 A framework's memory is known from outside, by a formula or two (memory.py). Our own programs can be
 read: `course_memory` goes down the list of actions that the pipeline's executor goes down, and in
@@ -66,7 +66,7 @@ def after_backward(rank: RankSizes) -> Iterator[Moment]:
     largest = how.gradient_bytes * rank.largest_matrix()
     if layout.zero == 0 and rank.ways > 1:
         bucket = min(gradients, BUCKET_BYTES)
-        # The flat copy, and the mean beside it. `Overlapped` drops gradients for their copy.
+        # The flat copy, and its mean. `Overlapped` drops gradients for their copy.
         mean = bucket if bucket <= IN_PLACE_BYTES else 2 * bucket / rank.ways
         both = max(bucket, mean) if layout.pp == 1 else bucket + mean
         yield Moment("while gradients are averaged", {**states, "flat gradients": both})

@@ -1,13 +1,13 @@
-"""Memory that is borrowed: how much of the host's and of files, what moves, and how large a model
+"""Borrowed memory: how much of the host's and of files, what moves, and how large a model
 fits on few devices.
 
     host_memory(config, layout, how)        what a device's share of the host must hold
-    file_memory(config, layout, how)        and of the disks, where gradients go, too [Infinity]
+    file_memory(config, layout, how)        and of the disks, which can hold gradients [Infinity]
     traffic(config, layout, how)            what goes over the link and through files in a step
     intensity(...)                          FLOPs for each byte that moves: does it hide?
     largest_model("dgx-2", 1, "host")       how many layers of a width fit, and what limits them
 
-What it costs in time is in optimizer_time.py and stage_time.py.
+The time that it costs is in optimizer_time.py and stage_time.py.
 
 Sources: [Offload] Ren et al. 2021, ZeRO-Offload; [Infinity] Rajbhandari et al. 2021, ZeRO-Infinity.
 """
@@ -109,7 +109,7 @@ def host_memory(config: ModelConfig, layout: Layout, how: str | Framework) -> Br
         lines.append(Line("gradients that arrive", arrive, "bytes", formula))
         temporary = 8 * max(unit, expert)
         lines.append(Line("optimizer's temporaries", temporary, "bytes", "2 * 4 P_unit"))
-        if not how.offload_parameters:  # what is stepped, beside what the device computes with
+        if not how.offload_parameters:  # the stepped copy, in addition to the device's
             e = how.parameter_bytes
             lines.append(Line("shards", e * passing, "bytes", f"{e:g} P, {where}a shard"))
     if how.offload_activations:
@@ -163,8 +163,8 @@ def traffic(config: ModelConfig, layout: Layout, how: str | Framework) -> Breakd
 
 
 def intensity(config: ModelConfig, layout: Layout, how: str | Framework) -> float:
-    """FLOPs of one device in a step for each byte that its link to the host carries
-    ([Infinity] section 4.1). It hides if this is above peak FLOP/s over bytes a second."""
+    """Return one device's FLOPs per step for each byte over its link to the host ([Infinity]
+    section 4.1). Transfers are hidden if this is above the peak FLOP/s over the link's bytes/s."""
     moved = sum(line.value for line in traffic(config, layout, how) if "files" not in line.name
                 and "states" not in line.name)  # fmt: skip
     flops = model_flops(config, layout.global_batch_size) / layout.world_size
@@ -172,7 +172,7 @@ def intensity(config: ModelConfig, layout: Layout, how: str | Framework) -> floa
 
 
 def lacks_room(config, layout, machine: Hardware, how: Framework) -> str:
-    """What of the host or of files is too small for this, or ""."""
+    """Return which part of the host or of files is too small for this, or ""."""
     if not how.offload_optimizer:
         return ""
     tiers = (
@@ -186,7 +186,7 @@ def lacks_room(config, layout, machine: Hardware, how: Framework) -> str:
 
 
 def borrowed(how: Framework) -> str:
-    """In words, what is not on the device."""
+    """Say in words what is not on the device."""
     kinds = ["the optimizer's states"]
     kinds += ["gradients"] * how.offload_gradients + ["parameters"] * how.offload_parameters
     where = "in files" if how.offload_to_files else "on the hosts"
@@ -221,8 +221,8 @@ def largest_model(
 
     tier: "device"; "host: states" (ZeRO-Offload); "host: all", "files" (ZeRO-Infinity). width: of
     the model; None takes 2,048 up to 4 billion parameters, 4,096 up to 20, 8,192 up to 200,
-    then 25,600, near those of the papers' tables. Blocks are recomputed. Raises ValueError for an
-    unknown tier, and where not even one layer fits.
+    then 25,600, as in the papers' tables. Blocks are recomputed. Raises ValueError for an
+    unknown tier, and if not even one layer fits.
     """
     if tier not in TIERS:
         raise ValueError(f"tier={tier!r} is not known: give {', '.join(map(repr, TIERS))}.")
@@ -292,7 +292,8 @@ CPU_ADAM = ((1e9, 0.22), (4e9, 1.03), (10e9, 2.57))
 
 
 def cpu_adam_seconds(machine: Hardware | str, parameters: float) -> float:
-    """Of a step of so many parameters by the whole host of a node, none of it hidden."""
+    """Return the seconds of a step with this many parameters on a node's whole host, none
+    hidden."""
     machine = hardware(machine)
     passed = passed_in_step(framework("megatron-2021")) * parameters
     return machine.host_adam_seconds(passed / machine.devices_per_node)

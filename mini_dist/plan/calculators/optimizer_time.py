@@ -9,11 +9,11 @@ from .timed_step import TimedStep
 
 
 def optimizer_line(step: TimedStep, behind: tuple[float, float]) -> Line:
-    """Passes over gradients, states and parameters, of this rank's shard under ZeRO; and over all
-    gradients that it holds, to set them to zero.
+    """Time passes over gradients, states and parameters of this rank's shard under ZeRO, and over
+    all gradients that it holds, to zero them.
 
-    Offloaded, the pass is the host's, over its own memory; before it gradients go there, and
-    parameters come back after it (Ren et al. 2021, ZeRO-Offload, section 4).
+    If offloaded, the pass is the host's, over its own memory; gradients are sent there before, and
+    parameters come back afterwards (Ren et al. 2021, ZeRO-Offload, section 4).
     """
     layout, machine, how = step.layout, step.machine, step.how
     held = step.ranks[0].held
@@ -40,7 +40,8 @@ def optimizer_line(step: TimedStep, behind: tuple[float, float]) -> Line:
 
 
 def passed_in_step(how) -> float:
-    """Bytes a parameter: gradients are read, states read and written, parameters written."""
+    """Return bytes per parameter: gradients are read, states read and written, parameters
+    written."""
     return how.gradient_bytes + 2 * how.optimizer_bytes + how.parameter_bytes
 
 

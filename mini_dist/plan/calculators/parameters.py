@@ -19,7 +19,7 @@ from .models import model
 
 
 class Cuts(NamedTuple):
-    """What decides which part of a layer's weights a rank has."""
+    """The sizes that determine a rank's part of a layer's weights."""
 
     tp: int = 1
     ep: int = 1
@@ -38,7 +38,7 @@ class Weight:
     cut: str = "none"  # by tp: "column" and "row" (Megatron), "kv" (by heads), "vocab", "none"
     experts: int = 1  # copies, one an expert
     visits: int = 1  # copies that one token goes through
-    is_matmul: bool = True  # multiplied with activations (2 FLOPs a number and token)
+    is_matmul: bool = True  # multiplied with activations (2 FLOPs per number and token)
 
     @property
     def numel(self) -> int:
@@ -54,8 +54,8 @@ class Weight:
         return self.numel // self.experts * self.visits
 
     def numel_per_rank(self, cuts: Cuts, num_kv_heads: int) -> Fraction:
-        """Numbers on one rank: cut by tp; whole kv heads where tp > K copies them. Those of experts
-        are spread by ep and cut by etp."""
+        """Return the numbers on one rank: sharded by tp; whole kv heads if tp > K replicates them.
+        Experts' weights are spread by ep and sharded by etp."""
         tp, ep = (cuts.etp, cuts.ep) if self.experts > 1 else (cuts.tp, 1)
         ways = {"none": 1, "kv": min(tp, num_kv_heads)}.get(self.cut, tp)
         return Fraction(self.numel, ways * ep)
@@ -138,7 +138,7 @@ def num_active_parameters(config: ModelConfig) -> int:
 def split_layers(num_layers: int, num_stages: int) -> list[int]:
     """How many layers each stage gets: as even as can be.
 
-    What is left over goes to the stages in the middle first, because the first and last also hold
+    The remaining layers go to the middle stages first, because the first and last also hold
     the embedding and the head (BLOOM-176B: 70 layers over 12 stages are 5, ten times 6, 5).
     """
     base, extra = divmod(num_layers, num_stages)

@@ -138,8 +138,8 @@ def _fit(config: ModelConfig, tried: list[Layout], machine: Hardware, how: Frame
 def _fit_best_first(
     config: ModelConfig, tried: list[Layout], machine: Hardware, how: Framework
 ) -> Fitted:
-    """The same without many of the slower ones: of each cut of the axes those whose time may be
-    below that of all others, by a lower bound, until none is left."""
+    """Plan without many of the slower layouts: for each choice of axes only those whose time may be
+    below all others' by a lower bound, until none is left."""
     can_cut, dropped = _can_cut(config, tried, how)
     states, bound = states_of_all(config, can_cut, how), _lower_bound(config, machine, how)
     by_axes: dict[tuple, list[tuple[float, int]]] = {}

@@ -25,7 +25,7 @@ from .offload import borrowed
 from .step_time import StepTime, step_time
 
 NEARLY_FULL = 0.95  # of a device's memory, or of a prediction: those are off by some percent
-CLOSE = 1.05  # a step that is so much longer is as good: the model of time is no better
+CLOSE = 1.05  # a step at most this much longer is as good: the time model is no better
 # A simulation of this many actions takes about 0.1 s; for longer ones the closed form is as good.
 MOST_ACTIONS = 10_000
 NOT_MODELLED = (

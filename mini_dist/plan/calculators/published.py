@@ -1,7 +1,7 @@
-"""Published runs to hold a prediction against, and the papers' small tables of formulas.
+"""Published runs to compare predictions with, and the papers' small tables of formulas.
 
-What is measured and what is a formula is said at each table; only these two kinds of numbers stand
-here. No prediction is computed from them: plans.py only tells from them how far a plan
+Each table says what is measured and what is a formula; this file holds only these two kinds of
+numbers. No prediction is computed from them: plans.py only uses them to tell how far a plan
 extrapolates.
 """
 
@@ -73,7 +73,7 @@ def megatron_2021() -> list[PublishedRun]:
     """Narayanan et al. 2021, table 1, measured: weak scaling on Selene, full recompute.
 
     The paper prints TFLOP/s; the time follows by its equation 3.  Micro-batches and chunks are
-    those of Megatron-LM's examples/academic_paper_scripts/sc21/run_table_1.sh.
+    from Megatron-LM's examples/academic_paper_scripts/sc21/run_table_1.sh.
     """
     rows = [  # name, heads, hidden, layers, tp, pp, dp, global batch, micro-batch, chunks, TFLOP/s
         ("1.7B", 24, 2304, 24, 1, 1, 32, 512, 16, 1, 137),
@@ -216,8 +216,8 @@ def mpt(heads: int, hidden: int, layers: int, seq_len: int) -> ModelConfig:
 def mpt_h100() -> list[PublishedRun]:
     """llm-foundry, scripts/train/benchmarking/README.md at 061f2c7, "H100 80GB BF16": every row.
 
-    Looked at after the model was written, and nothing was changed for it.  The table of its A100s
-    had been in view, from which its attention's speed is.
+    Compared after the model was written, and nothing was changed for it.  The table of its A100s
+    had been in view; the speed of its attention comes from there.
     """
     models = {  # heads, hidden, layers
         "760m": (12, 1536, 24),
@@ -297,9 +297,9 @@ def mpt_h100() -> list[PublishedRun]:
 def later() -> list[PublishedRun]:
     """Runs of other clusters and other programs, predicted as they are.
 
-    No constant of the time was chosen with Llama 3 or BLOOM in view; of MPT's table, the speed of
-    its attention was; the share of memory lost to fragments was chosen with BLOOM's in view. What
-    the papers do not say is assumed here, and said.
+    No constant of the time was chosen with Llama 3 or BLOOM in view; MPT's table was in view for
+    the speed of its attention, and BLOOM's for the share of memory lost to fragments. Anything that
+    the papers do not say is assumed here, with a note.
     """
     llama = model_preset("llama3-405b")
     runs = []
@@ -448,8 +448,9 @@ def alike(layout: Layout, machine: Hardware) -> list[PublishedRun]:
     ]
 
 
-# ZeRO (Rajbhandari et al. 2020) table 1, a formula: GB a device at K = 12 when the optimizer, the
-# gradients too, the parameters too are sharded.  Cells as printed: some rounded, some cut off.
+# ZeRO (Rajbhandari et al. 2020) table 1, a formula: GB per device at K = 12 when the optimizer,
+# also the gradients, also the parameters are sharded.  Cells as printed: some rounded, some cut
+# off.
 ZERO_TABLE_1 = [  # billion parameters, dp, P_os, P_os+g, P_os+g+p
     (7.5, 1, "120", "120", "120"),
     (7.5, 4, "52.5", "41.3", "30"),
@@ -471,7 +472,7 @@ ZERO_TABLE_1 = [  # billion parameters, dp, P_os, P_os+g, P_os+g+p
     (1000, 1024, "4011", "2013", "15.6"),
 ]
 
-# Korthikanti et al. 2022 figure 1, formulas: GiB a device on the first stage, parameters and
+# Korthikanti et al. 2022 figure 1, formulas: GiB per device on the first stage, parameters and
 # optimizer (18 bytes for each of 12 L h^2), activations with tp only, with selective recompute and
 # sequence parallel; and figure 7: activations in % of tp only.
 KORTHIKANTI_FIGURE_1 = {

@@ -62,7 +62,7 @@ class RankSizes:
         return {**self.states, "tokens and targets": 2 * 8 * tokens}
 
     def base(self, flight: HeldAtBackward) -> dict[str, float]:
-        """Beside the micro-batch whose backward runs."""
+        """What is in flight in addition to the micro-batch whose backward runs."""
         held = self.resting()
         if not flight.again:
             held |= {name: 0.0 for name in held if name.startswith("gradients")}
@@ -144,7 +144,7 @@ class RankSizes:
         return norms + (angles if self.config.positions == "rotary" else 0.0)
 
     def put_off(self, moe: bool) -> float:
-        """What a split backward leaves for later: inputs of linears, gradients of outputs."""
+        """What a split backward stores for later: inputs of linears, gradients of outputs."""
         items = {
             item.name: item.bytes_per_token * self.tokens
             for item in layer_activations(self.config, self.layout, self.how, moe)

@@ -117,7 +117,7 @@ def _gradients(step: TimedStep, forward: float, backward: float) -> tuple[float,
 def _averages(step: TimedStep) -> tuple[float, str]:
     """A step's share of averaging what the clusters step, once in `local_steps`: local SGD, DiLoCo.
 
-    As many bytes a number as gradients have, or as the compression says. Nothing hides it: every
+    As many bytes per number as gradients have, or as the compression says. Nothing hides it: every
     rank waits for the average.
     """
     parts, each, layout = _averaged(step), step.how.reduce_bytes, step.layout
@@ -178,7 +178,7 @@ def _hidden(compute: float, traffic: float, behind: bool) -> float:
 
 
 def _messages(step: TimedStep, parts) -> tuple[float, float]:
-    """Into how many messages the gradients of a rank go, and those of its experts.
+    """Return how many messages carry a rank's gradients, and how many its experts' gradients.
 
     What is larger than a bucket has one of its own, smaller tensors share them.
     """

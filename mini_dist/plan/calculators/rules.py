@@ -123,7 +123,7 @@ RULES = (
 
 
 class Judgement(NamedTuple):
-    """What a rule allows, beside the best layout of all."""
+    """Compare what a rule allows with the best layout of all."""
 
     rule: Rule
     best: Layout | None  # that the rule allows; None where none fits

@@ -33,10 +33,10 @@ def fit_amdahl(seconds: Mapping[int, float]) -> float:
 
 
 def fit_gustafson(seconds: Mapping[int, float]) -> float:
-    """The serial share of weak-scaling times {devices: seconds}, each device with the same work.
+    """Return the serial share of weak-scaling times {devices: seconds}, with equal work per device.
 
     The time of one, `seconds[1]`, is the unit. Raises ValueError if it is not there, or nothing
-    beside it."""
+    else."""
     check(seconds)
     if 1 not in seconds:
         raise ValueError(

@@ -5,11 +5,11 @@
     print(decode_time(server, batch=64, context=2048))
     print(answer(server, batch=64, prompt=1024, new=256).dollars(2.5))
 
-A decode step reads all weights, and the keys and values of all tokens so far, for one new token a
-sequence: memory decides its time. Prefill uses a weight for every token of the prompt: arithmetic
-decides. The constants are those of training (machines.py). One choice was made with the numbers
-below in view: products are not counted in waves of tiles. With waves, the first token after a
-prompt of 128 came out up to four times too late.
+A decode step reads all weights, and the keys and values of all tokens so far, for one new token per
+sequence, so memory decides its time. Prefill uses a weight for every token of the prompt, so
+arithmetic decides. The constants are those for training (machines.py). One choice was made with the
+numbers below in view: products are not counted in waves of tiles. With waves, the first token after
+a prompt of 128 came out up to four times too late.
 
 Letters: B sequences, T tokens, D model, N heads, K kv heads, H head dim, E experts, L layers.
 """
@@ -78,7 +78,7 @@ def kv_heads_a_device(config: ModelConfig, tp: int) -> int:
 
 
 def kv_bytes_a_token(config: ModelConfig | str, kv_bytes: float = 2, tp: int = 1) -> Breakdown:
-    """What one token leaves in the cache of one device, all layers together.
+    """The bytes that one token takes in the cache of one device, all layers together.
 
     Latent attention keeps one latent and one rotated key a token, whole on every device
     (DeepSeek-V2, section 2.1). Raises ValueError if no device could have whole heads.
@@ -105,7 +105,7 @@ def kv_bytes_a_token(config: ModelConfig | str, kv_bytes: float = 2, tp: int = 1
 def kv_bytes_a_text(
     config: ModelConfig | str, tokens: float, kv_bytes: float = 2, tp: int = 1
 ) -> float:
-    """The cache of a text of so many tokens on one device.
+    """Return the cache of a text with this many tokens on one device.
 
     A layer with a window keeps its last `window` tokens only, the others all of them.
     """
@@ -140,7 +140,7 @@ def cached_tokens(server: Server) -> int:
 
 
 def largest_batch(server: Server, tokens: int) -> int:
-    """How many sequences of so many tokens fit at once."""
+    """Return how many sequences with this many tokens fit at once."""
     each = kv_bytes_a_text(server.config, at_least("tokens", tokens, 1), server.kv_bytes, server.tp)
     return int(cache_room(server).total / each)
 
@@ -174,7 +174,7 @@ def decode_time(server: Server, batch: int, context: float) -> Breakdown:
 
 
 def prefill_flops(server: Server, tokens: int, sequences: int = 1) -> Breakdown:
-    """FLOPs, of all devices together, for the prompts of so many sequences, `tokens` each.
+    """Return the FLOPs, of all devices together, for the prompts of these sequences, `tokens` each.
 
     The head sees the last token of each alone. Scores of layers with a window are counted whole.
     """
@@ -192,8 +192,8 @@ def prefill_flops(server: Server, tokens: int, sequences: int = 1) -> Breakdown:
 
 
 def prefill_time(server: Server, tokens: int, sequences: int = 1) -> Breakdown:
-    """The prompts of so many sequences, `tokens` each, and their first new tokens. Scores of layers
-    with a window are counted whole."""
+    """Time the prompts of this many sequences, `tokens` each, and their first new tokens. Scores of
+    layers with a window are counted in full."""
     whole("tokens", tokens, at_least=0)
     whole("sequences", sequences)
     rate = server.machine.device.gemm_rate * FLASH_FORWARD
@@ -238,8 +238,8 @@ def _layers(server: Server, tokens: int, logits: int | None = None) -> list[Prod
 
 
 def _matrices(server: Server, tokens: int, logits: int) -> list[Line]:
-    """A roofline for each matrix. No waves of tiles, as `gemm_seconds` has them for the large
-    products of training: where there are few tiles, libraries cut the inner dimension, too."""
+    """Time each matrix by a roofline. No waves of tiles, as `gemm_seconds` has them for the large
+    products of training: with few tiles, libraries split the inner dimension as well."""
     device, seconds = server.machine.device, {}
     rate = device.gemm_rate_fp8 if server.fp8 else device.gemm_rate
     for product in _layers(server, tokens, logits):
@@ -254,7 +254,7 @@ def _matrices(server: Server, tokens: int, logits: int) -> list[Line]:
 
 
 def _traffic(server: Server, tokens: int) -> Line:
-    """Two all-reduces a layer of [T, D], in 2 bytes."""
+    """Time two all-reduces of [T, D] per layer, in 2 bytes."""
     num_bytes = 2 * tokens * server.config.d_model
     one = collective_seconds(server.machine, "all_reduce", num_bytes, server.tp)
     seconds = 2 * server.config.num_layers * one
@@ -275,7 +275,7 @@ class Answers(NamedTuple):
 
     @property
     def tokens_a_second(self) -> float:
-        """New tokens a second and device."""
+        """Return new tokens per second and device."""
         return self.tokens / self.seconds / self.devices
 
     def dollars(self, dollars_an_hour: float) -> float:
@@ -310,7 +310,7 @@ def answer(server: Server, batch: int, prompt: int, new: int) -> Answers:
 
 
 def curve(server: Server, prompt: int, new: int) -> list[tuple[int, Answers]]:
-    """Batches 1, 2, 4 ... to the largest that fits: more tokens a second, each later."""
+    """Try batches 1, 2, 4 ... up to the largest that fits: more tokens per second, each later."""
     most = largest_batch(server, prompt + new)
     if not most:
         raise ValueError(f"not one request of {prompt + new} tokens fits: give a larger tp.")
@@ -318,7 +318,7 @@ def curve(server: Server, prompt: int, new: int) -> list[tuple[int, Answers]]:
     return [(batch, answer(server, batch, prompt, new)) for batch in batches]
 
 
-# --- beside what others measured -----------------------------------------------------------------
+# --- compared with others' measurements ----------------------------------------------------------
 
 
 class Measured(NamedTuple):
@@ -330,7 +330,7 @@ class Measured(NamedTuple):
     new: int
     tokens_a_second: float = 0.0  # of a device
     first_token: float = 0.0  # s
-    next_token: float = 0.0  # s, after so many tokens of prompt
+    next_token: float = 0.0  # s, after a prompt of this many tokens
 
     @property
     def predicted(self) -> float:
@@ -351,10 +351,10 @@ def tensorrt_llm() -> list[Measured]:
     """NVIDIA, TensorRT-LLM v0.6.1 (H100, A100) and v0.5 (L40S, first tokens), docs/source/
     performance.md at commit 138f96d: fixed batches of equal requests. H100 and L40S: weights and
     cache in fp8. LLaMA 7B and 70B, of the tables' four models. The 70B is Llama 2's.
-    The H100's table is per GPU; the A100's, which does not say, is read so, too.
+    The H100's table is per GPU; the A100's, which does not say, is read the same way.
     """
     fp8 = {"weight_bytes": 1, "kv_bytes": 1}
-    throughput = [  # model, machine, tp, batch, prompt, new, tokens a second and device
+    throughput = [  # model, machine, tp, batch, prompt, new, tokens per second and device
         *(("llama2-7b", "h100", 1, *row) for row in _H100_7B),
         ("llama2-70b", "h100", 2, 1024, 128, 128, 2657),
         ("llama2-70b", "h100", 4, 480, 128, 2048, 1486),
@@ -427,8 +427,8 @@ QWEN3_4B = ModelConfig(
 def vllm_on_l4() -> list[Measured]:
     """vLLM 0.25.1, Qwen3 4B on an L4, batch 1: docs/features/quantization/quantized_kvcache.md.
 
-    The times of a token after so many, with the cache in 16 bits and in 8; weights in 16. "2k" is
-    taken for 2,048. Looked at after the formulas were written; nothing was changed since.
+    The time per token at several context lengths, with the cache in 16 bits and in 8; weights in
+    16. "2k" is read as 2,048. Compared after the formulas were written; nothing was changed since.
     """
     rows = [(2048, 29.1, 29.4), (8192, 26.4, 27.9), (16384, 23.6, 26.2), (32768, 19.4, 23.4)]
     return [
@@ -461,7 +461,7 @@ LOGS = [  # GPU blocks of 16 tokens in the first two
     Log("Qwen3 4B, fp8", QWEN3_4B, 1, 11.47, 166_992, QWEN_PAGE),
 ]
 
-_H100_7B = [  # batch, prompt, new, tokens a second
+_H100_7B = [  # batch, prompt, new, tokens per second
     (768, 128, 128, 19694),
     (112, 128, 2048, 6818),
     (80, 2048, 128, 2244),

@@ -1,10 +1,10 @@
-"""What one pipeline rank works on one micro-batch: its layers, and where it waits.
+"""The time of one pipeline rank on one micro-batch: its layers, and where it waits.
 
 Under ZeRO-2 and 3 (`_hidden`, `_at_the_ends`) a layer is a unit. While it computes forward, the
-next one's parameters are gathered; while it computes backward, those of the layer before, and the
-gradients of the layer after are reduced: one ahead, as FSDP and DeepSpeed do.  Each layer lasts as
-long as the slower of the two, in every micro-batch.  At the ends there is nothing to hide behind:
-the first gather, and the last reduce, are waited for.
+next layer's parameters are gathered; while it computes backward, the previous layer's parameters
+are gathered and the following layer's gradients reduced: one ahead, as in FSDP and DeepSpeed. Each
+layer takes as long as the slower of the two, in every micro-batch. At the ends nothing overlaps:
+the step waits for the first gather and the last reduce.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def _rank(step: TimedStep, rank: RankWork, of_kind: dict[tuple, StageTime]) -> S
 def _at_the_ends(step: TimedStep, rank: RankWork) -> tuple[float, float]:
     """Seconds of ZeRO's messages that have nothing to hide behind, forward and backward.
 
-    What is outside the layers is gathered once where there is no pipeline: it stays whole from
-    forward to backward, and its head computes while the last layer is gathered again.
+    Parameters outside the layers are gathered once without a pipeline: they stay whole from
+    forward to backward, and the head computes while the last layer is gathered again.
     """
     root = of_root(step, rank)
     stays = step.layout.pp == 1

@@ -1,8 +1,8 @@
 """One training step to be timed: the options are checked and the layout is read once, in here.
 
 The files that time a part of the step (stage_time.py, bubble.py, replica_traffic.py and
-optimizer_time.py) take a TimedStep. What a rank computes and holds is in it already, so none of
-them has to ask parameters.py.
+optimizer_time.py) take a TimedStep. It contains all that a rank computes and holds, so they do not
+need parameters.py.
 """
 
 from __future__ import annotations

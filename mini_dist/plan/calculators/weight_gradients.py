@@ -1,4 +1,4 @@
-"""What gradients of weights weigh that are on their way: computed, and not yet added up."""
+"""The bytes of weight gradients that are computed but not yet accumulated."""
 
 from __future__ import annotations
 

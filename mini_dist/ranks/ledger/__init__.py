@@ -1,12 +1,12 @@
-"""The ledger of a run: who sent what to whom, when, in which phase of training.
+"""The ledger of a run: what each rank sent to which rank, when, in which phase of training.
 
     run = launch(step, world_size=4)
     run.ledger.table()                                  # per collective, bytes per rank
     run.ledger.total_bytes(op="ring_all_reduce", rank=0)
 
-One record a communication. A collective of ours is the parent of its sends and receives; totals
-sum leaves only, so nothing is counted twice. One instrument reads our strategies and PyTorch's
-(see group.py), so both columns of a comparison come from the same measure.
+There is one record per communication. A collective of ours is the parent of its sends and receives;
+totals sum leaves only, so nothing is counted twice. The same instrument reads our strategies and
+PyTorch's (see group.py), so both columns of a comparison are measured in the same way.
 """
 
 from __future__ import annotations
@@ -25,22 +25,23 @@ from .flow import flow
 
 @dataclass
 class Comm:
-    """One communication as one rank saw it. Ranks are world ranks, times seconds of one clock."""
+    """One communication as one rank saw it. Ranks are world ranks, times are seconds of one
+    clock."""
 
     rank: int
     op: str  # send, recv, all_reduce, ... or the name of one of our collectives
-    axis: str  # of the mesh; "world", or "ranks 0,2" for a group that no mesh has named
+    axis: str  # of the mesh; "world", or "ranks 0,2" for a group without a name
     group: tuple[int, ...]
     dtype: str
-    nbytes: int  # of the tensor it was called with
+    nbytes: int  # of the tensor in the call
     start: float
-    end: float  # of a message that was never waited for: its start
+    end: float  # for a message that was never waited for: its start
     phase: str  # setup, forward, backward or step
     parent: Comm | None
     sent_to: dict[int, int] = field(default_factory=dict)  # rank -> bytes
     received_from: dict[int, int] = field(default_factory=dict)
     is_leaf: bool = True
-    own_thread: bool = True  # False: another thread of the rank called it, while its own went on
+    own_thread: bool = True  # False: another thread of the rank called it
     carrier: str | None = None  # gloo or NCCL; None for a collective made of messages, a barrier
 
     @property
@@ -56,7 +57,7 @@ class Comm:
         return tuple(sorted({*self.sent_to, *self.received_from}))
 
     def within(self) -> Iterator[Comm]:
-        """Itself, then the collectives that it is part of, innermost first."""
+        """Yield this communication, then the collectives that contain it, innermost first."""
         comm = self
         while comm:
             yield comm
@@ -68,10 +69,10 @@ class Ledger:
     """Every communication of a run. `comms` is in rank order, then in order of start.
 
     phases: for each rank, when which phase began. wire_bytes: for each rank what the kernel
-    counted on its sockets during the run, as (sent, received), headers of gloo included; None
-    where nobody counts. span: for each rank when its function began and ended. hosts: the host of
-    each rank, where there are several. uplinks: for each host what the kernel counted at its
-    uplink, as (sent, received), headers of TCP and Ethernet included; None on emulated hosts.
+    counted on its sockets during the run, as (sent, received), including gloo's headers; None
+    if nothing counts. span: for each rank when its function began and ended. hosts: the host of
+    each rank, if there are several. uplinks: for each host what the kernel counted at its
+    uplink, as (sent, received), including headers of TCP and Ethernet; None on emulated hosts.
     """
 
     comms: list[Comm]
@@ -84,9 +85,9 @@ class Ledger:
     uplinks: list[tuple[int, int]] | None = None
 
     def leaves(self, op=None, axis=None, phase=None, rank=None) -> Iterator[Comm]:
-        """Communications that moved bytes themselves.
+        """Yield the communications that moved bytes themselves.
 
-        op: its own name, or that of a collective of ours that it is part of.
+        op: the communication's own name, or the name of a collective of ours that contains it.
         """
         for comm in self.comms:
             if (
@@ -99,11 +100,11 @@ class Ledger:
                 yield comm
 
     def total_bytes(self, op=None, axis=None, phase=None, rank=None) -> int:
-        """Bytes sent, summed over the ranks or those of one `rank`."""
+        """Return the bytes sent, summed over all ranks or by one `rank`."""
         return sum(comm.sent for comm in self.leaves(op, axis, phase, rank))
 
     def calls(self, op=None, axis=None, phase=None, rank=None) -> list[Comm]:
-        """Outermost communications, as the program asked for them."""
+        """Return the outermost communications, as the program requested them."""
         return [
             comm
             for comm in self.comms
@@ -115,11 +116,11 @@ class Ledger:
         ]
 
     def carriers(self) -> list[str]:
-        """Name what carried the messages: gloo, NCCL, both, or nothing."""
+        """Return what carried the messages: gloo, NCCL, both, or nothing."""
         return sorted({comm.carrier for comm in self.comms if comm.carrier})
 
     def traffic(self, axis: str | None = None) -> list[list[int]]:
-        """Bytes from each rank (row) to each rank (column), of all axes or of one."""
+        """Return the bytes from each rank (row) to each rank (column), on all axes or on one."""
         size = len(self.span)
         matrix = [[0] * size for _ in range(size)]
         for comm in self.leaves(axis=axis):
@@ -128,7 +129,7 @@ class Ledger:
         return matrix
 
     def out_of(self, op=None, axis=None, phase=None) -> list[int]:
-        """Bytes that left each host for another, by what the ledger knows of tensors alone."""
+        """Return the bytes that left each host for another, from the ledger's tensors alone."""
         if not self.hosts:
             return [0]
         out = [0] * (max(self.hosts) + 1)
@@ -139,12 +140,12 @@ class Ledger:
         return out
 
     def by_link(self, op=None, axis=None, phase=None) -> dict[str, int]:
-        """Bytes sent inside the hosts, and across from one to another."""
+        """Return the bytes sent inside the hosts, and between hosts."""
         across = sum(self.out_of(op, axis, phase))
         return {"inside": self.total_bytes(op, axis, phase) - across, "across": across}
 
     def table(self) -> Table:
-        """Per collective, axis and phase: calls, and bytes sent by each rank and in all."""
+        """Show calls and bytes per collective, axis and phase, by each rank and in total."""
         size = len(self.span)
         rows: dict[tuple, list[list[int]]] = {}
         for comm in self.comms:
@@ -166,9 +167,9 @@ class Ledger:
         return Table(head, lines, f"bytes sent{by}")
 
     def to_chrome_trace(self, path, spans=()) -> None:
-        """Write the run for https://ui.perfetto.dev: a process a rank, an arrow a message.
+        """Write the run for https://ui.perfetto.dev: one process per rank, one arrow per message.
 
-        spans: for each rank what `profile.profiled` has seen, to lie on the same timeline.
+        spans: for each rank what `profile.profiled` has seen, for the same timeline.
         """
         from .trace import chrome_trace
 
@@ -176,7 +177,7 @@ class Ledger:
 
     @classmethod
     def from_ranks(cls, exports: Iterable[dict]) -> Ledger:
-        """Put together what every rank's Recorder has exported."""
+        """Combine what every rank's Recorder has exported."""
         exports = list(exports)
         comms = [comm for rank, export in enumerate(exports) for comm in read_rank(rank, export)]
         return cls(
@@ -192,7 +193,8 @@ class Ledger:
 
 
 def uplinks(exports: list[dict]) -> list[tuple[int, int]] | None:
-    """What was counted at each host from when its first rank began until its last one was done."""
+    """Return the counts at each host from the begin of its first rank to the end of its last
+    one."""
     places = exports[0]["hosts"]
     if not places or not all(export["uplink"] for export in exports):
         return None
@@ -207,7 +209,7 @@ def uplinks(exports: list[dict]) -> list[tuple[int, int]] | None:
 
 
 def nothing(time: float) -> dict:
-    """What is known of a rank that has died: as if it had written nothing down."""
+    """Return the record of a rank that has died: as if it had recorded nothing."""
     empty = dict(comms=[], groups={}, axes={}, phases=[], wire_bytes=None, memory=None)
     return dict(empty, started=time, stopped=time, program=None, hosts=None, uplink=None)
 
@@ -240,7 +242,7 @@ def read_rank(rank: int, export: dict) -> list[Comm]:
                 if outer is not comm:
                     add(outer.sent_to, comm.sent_to)
                     add(outer.received_from, comm.received_from)
-                    outer.end = max(outer.end, comm.end)  # it may have been begun only
+                    outer.end = max(outer.end, comm.end)  # perhaps it was only begun
         comms.append(comm)
     return comms
 

@@ -3,9 +3,9 @@
     run = launch(train, world_size=2, count=True)
     run.ledger.programs[0]      # what rank 0 did, in order: kernels, messages begun and waited for
 
-`mini_dist.course.replay` plays these programs through another machine's rates and links. For that
-only order is taken from the run, no time: so a busy machine, and the counting itself, change
-nothing. What kernels and host took is noted for one purpose: the rates of this machine
+`mini_dist.course.replay` plays these programs with another machine's rates and links. It only
+takes the order from the run and no times, so a busy machine, or the counting itself, changes
+nothing. The times of kernels and host have one purpose: the rates of this machine
 (`measure_here`).
 """
 
@@ -28,11 +28,11 @@ aten = torch.ops.aten
 
 
 class Kernel(NamedTuple):
-    """One call of an operator that computes or copies; views and scalars are none."""
+    """One call of an operator that computes or copies; views and scalars do not count."""
 
     name: str
     kind: str  # product, attention or stream
-    flops: float  # of a product or attention, all scores counted; 0 of others
+    flops: float  # of a product or attention, all scores counted; otherwise 0
     nbytes: int  # of the tensors read and written
     shape: tuple[int, ...]  # of a product: (batch, m, n, k)
     itemsize: int
@@ -42,12 +42,12 @@ class Kernel(NamedTuple):
 
     @property
     def signature(self) -> tuple:
-        """The same for calls that cost the same."""
+        """Return a key that is equal for calls of equal cost."""
         return self[:-2]
 
 
 class Host(NamedTuple):
-    """Beside the kernels since the last event that was none: Python, autograd, the dispatcher.
+    """Work between kernels since the last other event: Python, autograd, the dispatcher.
 
     seconds: CPU time of this thread, with what the counting of `operators` and of one event took.
     """
@@ -57,38 +57,38 @@ class Host(NamedTuple):
 
 
 class Begin(NamedTuple):
-    """A message or a native collective is handed to the backend. `comm`: index in the ledger."""
+    """Hand a message or a native collective to the backend. `comm`: index in the ledger."""
 
     comm: int
     tag: int
 
 
 class Wait(NamedTuple):
-    """Here the program goes on only when that communication is over."""
+    """Wait: the program continues when that communication is over."""
 
     comm: int
 
 
 class Give(NamedTuple):
-    """Another thread gets a task: it may start from here on."""
+    """Give a task to another thread: it may start from here on."""
 
     task: int
 
 
 class Take(NamedTuple):
-    """That thread starts with it."""
+    """The other thread starts the task."""
 
     task: int
 
 
 class Done(NamedTuple):
-    """And is done with it."""
+    """The other thread finishes the task."""
 
     task: int
 
 
 class Join(NamedTuple):
-    """Here the program goes on only when that task is done."""
+    """Wait: the program continues when that task is done."""
 
     task: int
 
@@ -100,18 +100,18 @@ class Phase(NamedTuple):
 
 
 class Updated(NamedTuple):
-    """An optimizer has made its step."""
+    """An optimizer has taken its step."""
 
 
 class Stated(NamedTuple):
-    """Something that takes a stated time on any machine, as on an emulated device."""
+    """Work that takes a given time on any machine, as on an emulated device."""
 
     name: str
     seconds: float
 
 
 class HostClock(threading.local):
-    """CPU time of this thread that is neither a kernel's nor the counter's own."""
+    """CPU time of this thread outside kernels and outside the counter."""
 
     seconds, operators, since = 0.0, 0, None
 
@@ -126,14 +126,14 @@ class HostClock(threading.local):
         self.since = time.thread_time()
 
     def read(self) -> Host:
-        """What it shows; it begins again at nothing."""
+        """Return the time and reset it to zero."""
         shown = Host(self.seconds, self.operators)
         self.seconds, self.operators = 0.0, 0
         return shown
 
 
 class Counter:
-    """One rank's programs, a line a thread: 0 is the main thread, others work in its pools.
+    """One rank's programs, one line per thread: 0 is the main thread, others work in its pools.
 
     `rows`: (thread, event), in the order in which they happened.
     """
@@ -188,14 +188,15 @@ class Counter:
         self.note((Wait, row))
 
     def read(self, *arguments) -> None:
-        """Who reads what a collective fills has waited for it: in C++, as DDP's reducer does."""
+        """Count reading what a collective fills as waiting for it: in C++, as DDP's reducer
+        does."""
         for tensor in tree_leaves(arguments):
             if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
                 if row := self.coming.get(tensor.untyped_storage().data_ptr()):
                     self.wait(row)
 
     def _hand_over(self, pool, function, args, kwargs):
-        """Submit a task so that its start, its kernels and who waits for it are known."""
+        """Submit a task so that its start, its kernels and its waiters are recorded."""
         task = next(self._tasks)
 
         def run():
@@ -221,7 +222,7 @@ class Counter:
         return future
 
     def export(self, comms: list[list]) -> list[tuple[int, tuple]]:
-        """The rows as plain data, a communication by its index in the ledger of this rank."""
+        """Return the rows as plain data, each communication by its index in this rank's ledger."""
         place = {id(row): index for index, row in enumerate(comms)}
         return [
             (line, event[0](place[id(event[1])], *event[2:]) if type(event) is tuple else event)
@@ -230,7 +231,7 @@ class Counter:
 
 
 class KernelMode(TorchDispatchMode):
-    """Sees every operator of this thread, backward's included."""
+    """See every operator of this thread, including backward's."""
 
     def __init__(self, counter: Counter) -> None:
         super().__init__()
@@ -259,7 +260,7 @@ class KernelMode(TorchDispatchMode):
 
 FREE = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten._unsafe_view}
 FREE |= {aten._local_scalar_dense, aten.promote_types, aten.set_, aten.resize_}
-ATTENTION = {  # products of all scores with a head's vectors: the kernel makes scores twice
+ATTENTION = {  # products of all scores with a head's vectors: the kernel computes scores twice
     "_scaled_dot_product_flash_attention_for_cpu": 2,
     "_scaled_dot_product_flash_attention_for_cpu_backward": 5,
     "_scaled_dot_product_flash_attention": 2,
@@ -270,7 +271,7 @@ ATTENTION = {  # products of all scores with a head's vectors: the kernel makes 
 
 
 def kernel_of(function, args, kwargs, result, phase: str, seconds: float) -> Kernel | None:
-    """What a call costs; None if nothing. Scalars stay on the host, as in torch's optimizers."""
+    """Return what a call costs; None if nothing. Scalars stay on the host, as in optimizers."""
     packet = function.overloadpacket
     written = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
     if packet in FREE or not any(t.numel() > 1 for t in written):
@@ -292,7 +293,7 @@ def kernel_of(function, args, kwargs, result, phase: str, seconds: float) -> Ker
 
 
 def product_shape(name: str, args) -> tuple[int, ...]:
-    """(batch, m, n, k) of a matrix product; () of a convolution."""
+    """Return (batch, m, n, k) of a matrix product; () for a convolution."""
     if name not in ("mm", "addmm", "bmm", "baddbmm"):
         return ()
     a, b = args[-2:] if name in ("mm", "bmm") else args[1:3]

@@ -3,11 +3,11 @@
     flights = play_messages(run.ledger, links.Link(latency=5e-6, bandwidth=50e9))
     seconds = max(flight.end for flight in flights)
 
-What is kept of the run is who sent how much to whom, and what each rank had waited for before it
-began a message. What is replaced is time: a rank sends one message at a time and receives one at a
-time, each message takes what its link says, and everything else (adding, copying, the operating
-system) takes none. So the result says what these links would need, and is the same on any machine.
-`mini_dist.course.replay` plays a whole program, its kernels included.
+The played messages keep their sizes, senders and receivers, and what each rank had waited for
+before it began a message. Only the times are replaced: a rank sends one message at a time and
+receives one at a time, each message takes the link's time, and everything else (adding, copying,
+the operating system) takes none. So the result is the time on these links, and the same on any
+machine. `mini_dist.course.replay` plays a whole program, including its kernels.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class Flight(NamedTuple):
 
 
 def play_messages(ledger: Ledger, link, scale: float = 1.0) -> list[Flight]:
-    """Every message of `ledger` as it would fly over `link`, in order of start.
+    """Play every message of `ledger` over `link`; return the flights in order of start.
 
     link: anything with `seconds(nbytes)`, or a function (source, target) -> such a link.
     scale: bytes that are played / bytes of the run, so that a small run stands for a large one.
-    Raises ValueError where torch's own collectives are in the ledger: what they send is not seen.
+    Raises ValueError if torch's own collectives are in the ledger: their messages are not visible.
     """
     played = to_play(ledger, "play_messages")
     link_of = (lambda source, target: link) if hasattr(link, "seconds") else link
     done = defaultdict(list)  # rank -> (when it had waited for a message in the run, as played)
     sender_free, receiver_free = defaultdict(float), defaultdict(float)
     flights = []
-    # Neither side can finish a message that the other has not turned to yet, so this order is safe.
+    # Neither side can finish a message before the other begins it, so this order is safe.
     for message in sorted(played, key=lambda m: max(m.send.start, m.recv.start)):
         source, target, nbytes = message.source, message.target, scale * message.nbytes
         ends = (message.send, message.recv)

@@ -1,9 +1,9 @@
-"""Who sends how many bytes to whom in a native collective, at best.
+"""How many bytes each rank sends to each other in a native collective, at least.
 
-What runs inside gloo or NCCL shows only its name and its tensor. The ledger counts the least
+gloo and NCCL show only the name and the tensor of a collective. The ledger counts the minimum
 that any algorithm has to move, in the pattern of one that reaches it: a ring for the symmetric
-collectives, a chain for broadcast and reduce, direct messages for the rest. What gloo really
-puts on the wire may be more; `wire_bytes` tells.
+collectives, a chain for broadcast and reduce, direct messages for the rest. gloo may really
+send more; `wire_bytes` shows that.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ ITEM_BYTES |= {"bfloat16": 2, "int16": 2}  # all others: 1
 
 
 def flow(op: str, nbytes: int, dtype: str, detail, me: int, size: int) -> tuple[dict, dict]:
-    """Bytes sent to and received from each peer (group rank -> bytes, nothing to itself).
+    """Return the bytes sent to and received from each peer (group rank -> bytes, none to itself).
 
     nbytes: the whole tensor for all_reduce, broadcast, reduce and reduce_scatter (its input);
     one rank's part for all_gather (its input), gather, scatter, send, recv. detail: the peer, the
@@ -54,6 +54,6 @@ def flow(op: str, nbytes: int, dtype: str, detail, me: int, size: int) -> tuple[
 
 
 def split(nbytes: int, item: int, size: int) -> list[int]:
-    """Bytes of `size` parts that differ by at most one element."""
+    """Return the bytes of `size` parts that differ by at most one element."""
     items = nbytes // item
     return [(items // size + (rank < items % size)) * item for rank in range(size)]

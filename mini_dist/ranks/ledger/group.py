@@ -1,4 +1,4 @@
-"""A process group that writes down what passes through it.
+"""A process group that records everything that passes through it.
 
 `RecordingGroup` is a thin adapter around gloo or NCCL, registered as a backend of
 torch.distributed. So everything that communicates goes through it: our own sends, raw `dist.*`
@@ -25,7 +25,7 @@ BACKEND = "mini_dist"  # the name under which torch.distributed knows RecordingG
 
 
 class RecordedWork(dist._Work):
-    """The handle of what its caller waits for: it ends then. A message has no other sign of it."""
+    """The handle of a communication; it ends when its caller waits. A message has no other end."""
 
     def __init__(self, work, row: list, recorder: Recorder, number: int):
         super().__init__()
@@ -33,7 +33,7 @@ class RecordedWork(dist._Work):
         self._recorder, self._flight = recorder, recorder.flight
 
     def wait(self, timeout=timedelta(0)) -> bool:
-        if self._flight and not timeout:  # with one, this rank will go on in any case
+        if self._flight and not timeout:  # with a timeout, this rank continues in any case
             self._flight.wait(self._number)
         self._recorder.waits(self._row)
         try:
@@ -67,7 +67,7 @@ class RecordedWork(dist._Work):
 
 
 class RecordingGroup(dist.ProcessGroup):
-    """gloo (and NCCL, where each rank has a GPU) with a recorder in front.
+    """gloo (and NCCL, if each rank has a GPU) with a recorder in front.
 
     `ranks`: the world ranks of its members; `device`: where this rank's tensors belong; `carriers`:
     what carries the messages of tensors on each kind of device.
@@ -82,7 +82,7 @@ class RecordingGroup(dist.ProcessGroup):
         self.connect(options, members, device)
         self.ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
         self.name = self.group_name  # read for every message, and slow to ask torch for
-        if members and members.generation:  # another group of that name was before, of others
+        if members and members.generation:  # an earlier group had this name, with other ranks
             self.ranks = [members.members[each] for each in self.ranks]
             self.name += f"-{members.generation}"
         self.me = self.ranks[rank]
@@ -95,7 +95,7 @@ class RecordingGroup(dist.ProcessGroup):
             recorder.flight.add_group(self.name, self.ranks)
 
     def connect(self, options, members, device: torch.device) -> None:
-        """Connect the ranks: `inner` carries what this group has written down."""
+        """Connect the ranks: `inner` carries what this group has recorded."""
         rank, size = options.group_rank, options.group_size
 
         def make_gloo():
@@ -169,7 +169,7 @@ class RecordingGroup(dist.ProcessGroup):
     # -- collectives --------------------------------------------------------------------------
 
     def _collective(self, method: str, op: str, tensors, args, opts, detail=None):
-        """Note a native collective whose volume is that of `tensors`, then pass it on."""
+        """Record a native collective with the volume of `tensors`, then pass it on."""
         filled = torch.utils._pytree.tree_leaves(args[:1]) if self.recorder.counter else ()
         carrier = self.carriers[tensors[0].device.type] if tensors else None
         row = self.recorder.begin(op, self.name, tensors, detail, filled=filled, carrier=carrier)
@@ -180,9 +180,9 @@ class RecordingGroup(dist.ProcessGroup):
             if op == "all_to_all":
                 sent, received = (" ".join(map(str, each)) for each in detail)
                 shapes += f", sends {sent}, receives {received} bytes"
-            # (The str of a ReduceOp is its address; its state is what it is.)
+            # (The str of a ReduceOp is its address; its state is its value.)
             reduction = opts.reduceOp.__getstate__()[0].name if hasattr(opts, "reduceOp") else ""
-            # Splits may differ from rank to rank; everything else must agree.
+            # Splits may differ between ranks; everything else must agree.
             numel = "" if op == "all_to_all" else sum(t.numel() for t in tensors)
             rooted = "" if isinstance(detail, tuple) else detail
             number = flight.begin(
@@ -211,7 +211,7 @@ class RecordingGroup(dist.ProcessGroup):
             work.get_future().add_done_callback(ended)
         except RuntimeError:  # gloo's reduce_scatter has no future
             return RecordedWork(work, row, self.recorder, number)
-        # (What matters then is who waits for it, and where; or that it can be left.)
+        # (A hang in this call is reported by the rank that waits for it.)
         if self.recorder.counter or self.recorder.membership:
             return RecordedWork(work, row, self.recorder, number)
         return work
@@ -303,7 +303,7 @@ class RecordingGroup(dist.ProcessGroup):
 
 
 def explained(error: Exception, recorder: Recorder) -> Exception:
-    """What stopped a communication: in an elastic run perhaps somebody's death."""
+    """Return what stopped a communication: in an elastic run perhaps a rank's death."""
     return recorder.membership.explain(error) if recorder.membership else error
 
 
@@ -311,8 +311,8 @@ def explained(error: Exception, recorder: Recorder) -> Exception:
 def message_in_words(op, group, me, peer, other, tag, dtype, shape) -> tuple[str, str, str]:
     """Channel, signature and text for the flight recorder; me and other are world ranks.
 
-    (Remembered, since a step sends the same messages again, each with cold caches: what Python does
-    for a message costs three times what it costs in a loop.)
+    (Cached: each step sends the same messages, with cold CPU caches, where Python takes three times
+    as long as in a loop.)
     """
     route = f"{me} {other}" if op == "send" else f"{other} {me}"
     where = {"send": f", to rank {peer}", "recv": f", from rank {peer}"}.get(op, "")

@@ -1,12 +1,12 @@
-"""Play the messages of a run between hosts: who sends how much to whom stays, the cables are new.
+"""Play the messages of a run between hosts: the messages stay the same, the cables are new.
 
     run = launch(fn, 8)                                       # on any machine
     seconds_on(run.ledger, Hosts(2, uplink="200 Mbit/s"))     # between two hosts, in virtual time
 
-A cable is shared: messages that pass an uplink at once divide its speed evenly among them, as TCP
-connections do. A message starts when both sides have turned to it, as gloo's do, and each of them
-has waited for what it had waited for in the run. Messages inside a host take no time, and computing
-takes none either.
+A cable is shared: concurrent messages over an uplink divide its speed evenly, as TCP connections
+do. As in gloo, a message starts when both sides have begun it, and each side first waits for
+everything that it had waited for in the run. Messages inside a host take no time, and neither does
+computing.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from . import Ledger
 from .flights import Flight
 from .steps import to_play
 
-ROUNDING = 1e-9  # of a message's bytes; what is left below that has arrived
+ROUNDING = 1e-9  # of a message's bytes; a smaller rest has arrived
 
 
 def play_on_hosts(ledger: Ledger, hosts: Hosts, scale: float = 1.0) -> list[Flight]:
-    """Every message as it would fly between these hosts, in order of arrival.
+    """Play every message between these hosts; return the flights in order of arrival.
 
     scale: bytes that are played / bytes of the run, so that a small run stands for a large one.
-    Raises ValueError where torch's own collectives are in the ledger: what they send is not seen.
+    Raises ValueError if torch's own collectives are in the ledger: their messages are not visible.
     """
     places, played = hosts.places(len(ledger.span)), to_play(ledger, "play_on_hosts")
     waits = Waits(played)
-    now, left, started, flights = 0.0, {}, {}, []  # left: message -> bytes under way
+    now, left, started, flights = 0.0, {}, {}, []  # left: message -> bytes in flight
     while len(flights) < len(played):
         for number in waits.ready():
             message, started[number] = played[number], now
@@ -54,13 +54,14 @@ def play_on_hosts(ledger: Ledger, hosts: Hosts, scale: float = 1.0) -> list[Flig
 
 
 def seconds_on(ledger: Ledger, hosts: Hosts, scale: float = 1.0) -> float:
-    """What a run's messages take between these hosts, from the first to the last: virtual time."""
+    """Return the time of a run's messages between these hosts, first to last, in virtual
+    seconds."""
     return max((flight.end for flight in play_on_hosts(ledger, hosts, scale)), default=0.0)
 
 
 def share(routes: dict[int, tuple[int, int]]) -> dict[int, float]:
-    """message -> its part of an uplink, the smaller of what the one it leaves by and the one it
-    arrives by can give it. routes: message -> (host, host)."""
+    """Return message -> its bandwidth: the smaller of its shares of the uplink that it leaves by
+    and of the one that it arrives by. routes: message -> (host, host)."""
     leaving = Counter(source for source, _ in routes.values())
     arriving = Counter(target for _, target in routes.values())
     return {n: 1 / max(leaving[s], arriving[t]) for n, (s, t) in routes.items()}
@@ -75,7 +76,7 @@ class Waits:
             for comm in (message.send, message.recv):
                 ended[comm.rank].append((comm.end, number))
         self.order = {rank: sorted(ends) for rank, ends in ended.items()}
-        self.over = dict.fromkeys(ended, 0)  # rank -> of how many, the first ones, it has the end
+        self.over = dict.fromkeys(ended, 0)  # rank -> of how many (the first ones) it has the end
         self.finished: set[int] = set()
         self.before = {
             number: [
@@ -86,7 +87,7 @@ class Waits:
         }
 
     def ready(self) -> list[int]:
-        """Those that may start now; each is told once."""
+        """Return the messages that may start now; each is returned once."""
         may = [n for n, ends in self.before.items() if all(self.over[r] >= k for r, k in ends)]
         for number in may:
             del self.before[number]

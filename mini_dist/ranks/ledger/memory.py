@@ -1,9 +1,9 @@
-"""What a rank holds: bytes by kind and phase, from every birth and death of a tensor's storage.
+"""What a rank holds: bytes by kind and phase, from the creation and end of every tensor's storage.
 
-On a CPU nobody counts allocations, and the resident size of a process says little. So a dispatch
-mode looks at every operation, notes each storage the first time it is seen, and a weak reference
-tells when it is gone. Views share a storage and are counted once. What kind a storage is may
-only be known later (a buffer of backward becomes a gradient), so kinds are settled at the end.
+On a CPU nothing counts allocations, and the resident size of a process says little. So a dispatch
+mode looks at every operation and notes each new storage, and a weak reference tells when it is
+gone. Views share a storage and are counted once. Sometimes a storage's kind is known only later (a
+buffer of backward becomes a gradient), so kinds are settled at the end.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ KINDS = ("parameters", "gradients", "optimizer state", "activations", "buffers",
 
 
 class MemoryRecorder(TorchDispatchMode):
-    """Log of births, deaths and changes of size; `kinds` is filled in as it becomes known.
+    """Log of storages that appear, vanish and change size; `kinds` is filled in as it becomes
+    known.
 
-    Born in forward: an activation. A Module's parameter, its gradient, an optimizer's state: that,
-    whatever it was born as. All else is "other": inputs, temporaries of backward, flat buffers.
+    A storage created in forward is an activation. Parameters of Modules, their gradients and
+    optimizer states count as such, wherever created. All else is "other": inputs, temporaries, flat
+    buffers.
     """
 
     def __init__(self, phases):
@@ -46,9 +48,9 @@ class MemoryRecorder(TorchDispatchMode):
         return result
 
     def see(self, tensor: torch.Tensor, kind: str | None = None) -> None:
-        """Note this tensor's storage if it is new or has changed size, and its kind if known."""
+        """Note this tensor's storage if it is new or resized, and its kind if known."""
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-            tensor = getattr(tensor, "_local_tensor", None)  # a DTensor's share of this rank
+            tensor = getattr(tensor, "_local_tensor", None)  # a DTensor's part on this rank
             if tensor is None:
                 return
         if tensor.layout is not torch.strided or tensor.is_meta:
@@ -80,7 +82,7 @@ class MemoryRecorder(TorchDispatchMode):
         if self._serials.get(key, (None,))[0] == serial:
             del self._serials[key]
 
-    # -- what is what -------------------------------------------------------------------------
+    # -- kinds of storages --------------------------------------------------------------------
 
     def _see_module(self, module, inputs) -> None:
         for parameter in module.parameters(recurse=False):
@@ -112,7 +114,7 @@ class MemoryRecorder(TorchDispatchMode):
         step_hook = register_optimizer_step_post_hook(self._see_optimizer)
         resize = torch.UntypedStorage.resize_
 
-        def resize_(storage, nbytes):  # how FSDP frees and refills a buffer: no operation to see
+        def resize_(storage, nbytes):  # how FSDP frees and refills a buffer: no visible operation
             resize(storage, nbytes)
             known = self._serials.get(id(storage))
             if known and known[1]() is storage:
@@ -129,7 +131,7 @@ class MemoryRecorder(TorchDispatchMode):
             step_hook.remove()
 
     def export(self) -> MemoryRecord:
-        for parameter in self._known:  # a gradient may have been put there by hand
+        for parameter in self._known:  # a gradient may have been assigned by hand
             self._see_gradient(parameter)
         return MemoryRecord(
             [(t, phase, self.kinds.get(s, "other"), change) for t, phase, s, change in self.events],
@@ -140,21 +142,21 @@ class MemoryRecorder(TorchDispatchMode):
 @dataclass
 class MemoryRecord:
     """Bytes that one rank held, over time. `events`: (time, phase, kind, change in bytes);
-    `serials`: of each event, which storage it was."""
+    `serials`: the storage of each event."""
 
     events: list[tuple[float, str, str, int]]
     serials: list[int]
 
     def live(self) -> dict[str, int]:
-        """Bytes by kind after the last event. (When the function has returned, little is left:
-        see `held` for the same question asked inside it.)"""
+        """Return bytes by kind after the last event. (When the function has returned, little is
+        left: `held` answers the same question inside it.)"""
         held = dict.fromkeys(KINDS, 0)
         for _, _, kind, change in self.events:
             held[kind] += change
         return held
 
     def peak(self, phase: str | None = None) -> dict[str, int]:
-        """Bytes by kind at the moment of the run (or of a phase) when most was held in all."""
+        """Return bytes by kind at the peak of the run (or of a phase)."""
         held, most = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
         for _, now, kind, change in self.events:
             held[kind] += change
@@ -163,7 +165,7 @@ class MemoryRecord:
         return most
 
     def peak_bytes(self, phase: str | None = None, kind: str | None = None) -> int:
-        """Most bytes held at once in all, or of one kind (which may peak at another moment)."""
+        """Return the peak bytes in total, or of one kind (which may peak at another time)."""
         held = most = 0
         for _, now, of_kind, change in self.events:
             if kind in (None, of_kind):
@@ -174,7 +176,7 @@ class MemoryRecord:
 
 
 def held(group) -> dict[str, int]:
-    """Bytes by kind that this rank holds just now, to be called inside a run on ranks.
+    """Return the bytes by kind that this rank holds now; call it inside a run on ranks.
 
     Raises ValueError if the run was launched without memory=True.
     """
@@ -182,7 +184,7 @@ def held(group) -> dict[str, int]:
 
 
 def memory_of(group) -> MemoryRecorder:
-    """The recorder of this run's memory; ValueError if the run has none."""
+    """Return the recorder of this run's memory; ValueError if there is none."""
     memory = getattr(getattr(group, "recorder", None), "memory", None)
     if memory is None:
         raise ValueError("this run does not record memory: launch(..., memory=True)")

@@ -1,4 +1,4 @@
-"""Which phase of training a rank is in: what autograd and the modules tell, without being asked."""
+"""Which phase of training a rank is in, as observed from autograd and the modules."""
 
 from __future__ import annotations
 

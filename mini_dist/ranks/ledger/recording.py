@@ -1,4 +1,4 @@
-"""The rank's side of the ledger: every communication is written down where it starts.
+"""The rank's side of the ledger: every communication is recorded where it starts.
 
 A message or a native collective is noted by the process group that carries it (group.py), a
 collective of our own by the decorator `recorded`: it is the parent of its sends.
@@ -22,7 +22,7 @@ from .wire import wire_bytes
 
 
 class Recorder:
-    """One rank's notebook: every communication, and the phase of training it fell into."""
+    """One rank's record: every communication, and its phase of training."""
 
     def __init__(self, flight=None):
         self.flight = flight
@@ -31,14 +31,14 @@ class Recorder:
         self.comms: list[list] = []  # rows of FIELDS
         self.phases = Phases()
         self.started = self.stopped = self._wire = self.memory = self.counter = None
-        self.hosts: list[int] | None = None  # of every rank of the world, where it has several
+        self.hosts: list[int] | None = None  # of every rank in the world, if there are several
         self._uplink = None
         self.thread, self.main = Thread(), threading.get_ident()
         self.membership = None  # of an elastic run (ranks/membership.py)
-        self.unfinished: list[Callable] = []  # what goes on behind the rank's function, to wait for
+        self.unfinished: list[Callable] = []  # work that outlives the rank's function, to wait for
 
     def start(self, memory: bool, count: bool = False, hosts: list[int] | None = None) -> None:
-        """Begin with an empty page: what torch itself exchanged to set up is not the learner's."""
+        """Begin an empty record: torch's own messages during set-up are not the learner's."""
         self.comms, self.phases, self.memory = [], Phases(), None
         self.main = threading.get_ident()
         self.phases.watch()
@@ -56,7 +56,7 @@ class Recorder:
         self.started = time.time()
 
     def stop(self) -> None:
-        """End the page, when all that communicates has come to its end. Raises what it raises."""
+        """End the record after all communication has ended. Raises what that raises."""
         while self.unfinished:
             self.unfinished.pop()()
         self.stopped = time.time()
@@ -71,7 +71,7 @@ class Recorder:
             self._recording.__exit__(None, None, None)
 
     def export(self) -> dict:
-        """Everything written down, as plain data."""
+        """Return everything recorded, as plain data."""
         return {
             "comms": self.comms,
             "groups": self.groups,
@@ -89,7 +89,7 @@ class Recorder:
     def begin(
         self, op: str, group: str, tensors, detail=None, tag: int = 0, filled=(), carrier=None
     ) -> list:
-        """Note a communication as it starts. `detail`: peer, root or splits, as `op` needs.
+        """Record a communication as it starts. `detail`: peer, root or splits, as `op` needs.
 
         carrier: the library that moves its bytes; None for a collective made of messages.
         """
@@ -104,15 +104,15 @@ class Recorder:
         return row
 
     def waits(self, row: list) -> None:
-        """The rank goes on only when this communication is over."""
+        """Note that the rank continues only when this communication is over."""
         if self.counter:
             self.counter.wait(row)
 
 
 class Thread(threading.local):
-    """Of each thread of a rank: autograd's hooks may communicate from another than the main one."""
+    """State of each thread of a rank: autograd's hooks may communicate from other threads."""
 
-    parent = None  # the row of the collective of ours that it is in
+    parent = None  # the row of the collective of ours that contains it
 
 
 FIELDS = (
@@ -127,11 +127,12 @@ def end(row: list) -> None:
 
 
 def recorded(function, alike: bool = False):
-    """Decorator: note `function(..., group, ...)` as one collective, the parent of its sends.
+    """Decorator: record `function(..., group, ...)` as one collective, the parent of its sends.
 
-    With a group that does not record, as torch's own, the function is called as it is.
-    alike: all ranks have to call it with a first argument of one shape, unless they say sizes. Its
-    messages are cut from that, so only the shapes tell [2, 4] on one rank from [4, 2] on another.
+    With a group that does not record, such as torch's own, just call the function.
+    alike: all ranks must call it with equal shapes of the first argument, unless they give sizes.
+    The messages are cut from it, so only the shapes distinguish [2, 4] on one rank from [4, 2] on
+    another.
     """
     name, names = function.__name__, list(inspect.signature(function).parameters)
     place = names.index("group")
@@ -162,14 +163,14 @@ def recorded(function, alike: bool = False):
 
 
 def call_in_words(name: str, group, dtype: str, shape: torch.Size) -> tuple[str, str, str]:
-    """Channel, signature and text for the flight recorder. (Other names and other lengths show in
+    """Return channel, signature and text for the flight recorder. (Other names and lengths show in
     the messages, so the signature is empty.)"""
     ranks = "-".join(map(str, ranks_in_whole(group))) if hasattr(group, "whole") else "all"
     return f"call {group.name} {ranks}", "", f"{name}({dtype}{list(shape)})"
 
 
 def ranks_in_whole(group) -> list[int]:
-    """Of Members, perhaps of Members: the ranks in the group that all of them are from."""
+    """Return the ranks of Members, perhaps nested, in the outermost group."""
     if not hasattr(group.whole, "whole"):
         return group.ranks
     outer = ranks_in_whole(group.whole)

@@ -34,8 +34,8 @@ class Message:
 
 
 def messages(ledger: Ledger) -> list[Message]:
-    """Every send with its receive. Between two ranks of a group messages stay in order; a receive
-    from any source is taken for that of the first send to its rank that no other one names."""
+    """Match every send with its receive. Between two ranks of a group messages stay in order; a
+    receive from any source matches the first send to its rank that no other receive names."""
     waiting = defaultdict(deque)
     for comm in ledger.leaves():
         if comm.op in ("recv", "recv_anysource"):

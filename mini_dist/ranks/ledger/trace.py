@@ -17,8 +17,8 @@ NAMES = {PHASES: "phase", OPERATORS: "program", COLLECTIVES: "collectives", MESS
 
 
 def chrome_trace(ledger: Ledger, spans: Sequence[Iterable] = ()) -> dict:
-    """The whole file as a dict. spans: for each rank, what has a name, a start and an end beside
-    its communication, as `profile.profiled` finds it with torch.profiler."""
+    """Return the whole file as a dict. spans: for each rank, other things with a name, a start and
+    an end, as `profile.profiled` finds them with torch.profiler."""
     began = min(start for start, _ in ledger.span)
     events, places = [], {}  # id of a Comm -> (rank, its lane)
 

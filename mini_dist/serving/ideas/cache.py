@@ -1,10 +1,10 @@
-"""Page 1 of serving: keep keys and values, in blocks that lie anywhere, and decide who may run.
+"""Page 1 of serving: cache keys and values, in blocks anywhere in memory, and decide who runs.
 
-    forward          only new tokens go through the model; Cache holds the others' keys and values
-    continue_text    prefill once, then decode one token at a time
-    place_tokens     where the keys and values of new tokens go: a block table
-    paged_attention  the same attention over blocks that lie anywhere
-    who_runs         who leaves and who comes in when there are too few free blocks
+    forward          runs only new tokens through the model; Cache holds all other keys and values
+    continue_text    prefills once, then decodes one token at a time
+    place_tokens     says where the keys and values of new tokens go: a block table
+    paged_attention  attends over blocks that are scattered in memory
+    who_runs         decides who is preempted and who is admitted when free blocks run short
 
 Legend: S new tokens, T tokens in the cache, N heads, K kv heads, H head dim, V vocab, L layers.
 """
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 class Cache:
     """The keys and values of one sequence: for each layer both [1, K, T, H], growing along T.
 
-    A token's keys and values depend on the tokens before it only, so that no later one changes
-    them (Pope et al. 2022, section 2.1): 2 L K H numbers a token, and never computed again.
+    A token's keys and values depend only on the tokens before it, so later tokens never change
+    them (Pope et al. 2022, section 2.1). They take 2 L K H numbers per token, computed once.
     """
 
     def __init__(self, num_layers: int):
@@ -48,7 +48,7 @@ class Cache:
         return sum(each.nbytes for pair in self.layers if pair for each in pair)
 
     def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values of new tokens, [1, K, S, H]; return all of this layer."""
+        """Append keys and values of new tokens, [1, K, S, H]; return all of this layer's."""
         if self.layers[layer] is not None:
             before_k, before_v = self.layers[layer]
             k, v = torch.cat([before_k, k], 2), torch.cat([before_v, v], 2)
@@ -63,7 +63,7 @@ class Cache:
 
 @contextmanager
 def attending(model: GPT, functions: Sequence[Callable]) -> Iterator[None]:
-    """Inside, layer i attends by functions[i], (q, k, v, positions, dropout) -> out."""
+    """Make layer i attend by functions[i], (q, k, v, positions, dropout) -> out, inside `with`."""
     layers = [block.attn for block in model.blocks]
     before = [attn.attend for attn in layers]
     for attn, function in zip(layers, functions, strict=True):
@@ -77,9 +77,9 @@ def attending(model: GPT, functions: Sequence[Callable]) -> Iterator[None]:
 
 @torch.no_grad()
 def forward(model: GPT | ModelPart, tokens: Tensor, cache: Cache) -> Tensor:
-    """The tokens [S] that follow on those in the cache -> logits [S, V]; the cache grows by S.
+    """Run tokens [S] that follow the cached ones -> logits [S, V]; the cache grows by S.
 
-    Raises ServingError beyond the window of the model, whose positions end there, and for no token.
+    Raises ServingError for no tokens, and for tokens beyond seq_len, where positions end.
     """
     if not len(tokens):
         raise ServingError("there is no token to continue: give at least one.")
@@ -106,10 +106,10 @@ def forward(model: GPT | ModelPart, tokens: Tensor, cache: Cache) -> Tensor:
 
 
 def continue_text(model: GPT, tokens: Tensor, max_new_tokens: int) -> Tensor:
-    """Continue tokens [S] by max_new_tokens, each the likeliest, as `generate` does.
+    """Continue tokens [S] by max_new_tokens, always with the likeliest token, as `generate` does.
 
-    Prefill takes the whole prompt at once: many tokens for one reading of the weights. Decode takes
-    one token per reading.
+    Prefill runs the whole prompt at once and reads the weights once for many tokens. Decode reads
+    them once per token.
     """
     cache = Cache(len(model.blocks))
     logits = forward(model, tokens, cache)
@@ -124,13 +124,13 @@ def continue_text(model: GPT, tokens: Tensor, max_new_tokens: int) -> Tensor:
 def place_tokens(
     table: list[int], free: list[int], written: int, new: int, block_size: int
 ) -> tuple[list[int], list[int]]:
-    """A table with room for `new` more tokens, and the place of each among all blocks' places.
+    """Return a block table with room for `new` more tokens, and each new token's slot.
 
-    table: the blocks that a text has, of which `written` tokens are in use. free: blocks that
-    nobody has; as few as possible are taken, from the first on.
+    table: the text's blocks, in which `written` tokens are stored. free: unused blocks;
+    as few as possible are taken, in order. A slot is an index over all blocks' slots.
     """
     needed = -(-(written + new) // block_size)
-    table = table + free[: max(needed - len(table), 0)]  # it may have blocks in reserve
+    table = table + free[: max(needed - len(table), 0)]  # the table may already have spare blocks
     places = []
     for i in range(written, written + new):
         block, rest = divmod(i, block_size)
@@ -171,11 +171,11 @@ class Text(NamedTuple):
 def who_runs(
     running: list[Text], waiting: list[Text], free: int, block_size: int
 ) -> tuple[list[str], list[str]]:
-    """Who leaves and who comes in before the next step, each a list of names.
+    """Decide which texts are preempted and which are admitted before the next step: two name lists.
 
-    A running text needs blocks for all its tokens. Where the free ones do not suffice, the last to
-    come leaves, and gives its blocks back: so the first one always gets on, and everybody does in
-    the end (Kwon et al. 2023, section 4.5). Where nobody leaves, those that wait come in, in order.
+    A running text needs blocks for all its tokens. If too few are free, the text admitted last is
+    preempted and frees its blocks. So the first always advances, and every text finishes
+    (Kwon et al. 2023, section 4.5). If none is preempted, waiting texts are admitted in order.
     """
 
     def missing(text: Text) -> int:

@@ -1,8 +1,8 @@
-"""Page 2 of serving: choose the next token by a seed, and let a small model guess several.
+"""Page 2 of serving: choose the next token from a seed, and let a small model guess several.
 
-    uniform, choose, pick  a seed and a place decide, whoever else is in the batch
-    accept                 which guesses of a draft model stand
-    speculate              a draft guesses, and the target checks all guesses in one forward
+    uniform, choose, pick  the seed and the position decide, whatever else is in the batch
+    accept                 decides which guesses of a draft model are accepted
+    speculate              lets a draft guess; the target checks all guesses in one forward
 
 Legend: S tokens, V vocab, g guesses.
 """
@@ -23,32 +23,32 @@ from .cache import Cache, forward
 
 
 def uniform(seed: int | str, place: int | str) -> float:
-    """A random number in [0, 1) that the seed and the place decide, and nothing drawn before."""
+    """Return a random number in [0, 1) that depends only on seed and place, not on other draws."""
     return random.Random(f"{seed}/{place}").random()
 
 
 def choose(logits: Tensor, temperature: float, u: float) -> int:
-    """The next token after logits [V]: the likeliest at temperature 0, else the one at which the
-    probabilities, added up from the first token on, pass u."""
+    """Return the next token for logits [V]: the likeliest at temperature 0, else the first token at
+    which the cumulative probability passes u."""
     if temperature == 0:
         return int(logits.argmax())
     return pick((logits.double() / temperature).softmax(-1), u)
 
 
 def pick(probabilities: Tensor, u: float) -> int:
-    """The place at which probabilities [V], which need not add up to 1, pass the share u."""
+    """Return the index where the cumulative sum of probabilities [V] passes u times the total."""
     sums = probabilities.double().cumsum(-1)
     return int((sums <= u * sums[-1]).sum().clamp(max=len(sums) - 1))
 
 
 def accept(p: Tensor, q: Tensor, guesses: Sequence[int], us: Sequence[float]) -> list[int]:
-    """Return the guesses of a draft model that stand, and the one token that follows them.
+    """Return the draft model's accepted guesses, and the one token that follows them.
 
     q [g, V]: the probabilities from which the draft drew its g guesses. p [g + 1, V]: the target's
-    at the same positions and at the next one. us: 2 (g + 1) numbers in [0, 1). Guess x stands with
-    probability min(1, p(x) / q(x)); the first that falls is replaced by a draw from max(0, p - q).
-    The result is distributed exactly as if the target had drawn it (Leviathan et al. 2023,
-    section 2.3 and appendix A.1), however bad the draft is.
+    at the same positions and the next one. us: 2 (g + 1) numbers in [0, 1). Guess x is accepted
+    with probability min(1, p(x) / q(x)); the first rejected one is replaced by a draw from max(0, p
+    - q). However bad the draft is, the result has exactly the target's distribution (Leviathan et
+    al. 2023, section 2.3 and appendix A.1).
     """
     for i, guess in enumerate(guesses):
         if us[2 * i] * float(q[i, guess]) >= float(p[i, guess]):
@@ -59,7 +59,7 @@ def accept(p: Tensor, q: Tensor, guesses: Sequence[int], us: Sequence[float]) ->
 class Speculated(NamedTuple):
     tokens: Tensor  # [S + max_new_tokens]
     forwards: int  # of the target
-    accepted: int  # guesses that stood
+    accepted: int  # guesses
 
 
 def speculate(
@@ -73,10 +73,10 @@ def speculate(
 ) -> Speculated:
     """Continue tokens [S] as the target would, in fewer of its forwards.
 
-    The draft guesses num_guesses tokens, one after the other. One forward of the target looks at
-    all of them: a weight is read once for many tokens, as in prefill. At temperature 0 the result
-    is the target's own text; else `accept` keeps its distribution. Raises ServingError if the two
-    have not one vocabulary.
+    The draft guesses num_guesses tokens, one after the other. One forward of the target checks all
+    of them: each weight is read once for many tokens, as in prefill. At temperature 0 the result is
+    the target's own text; otherwise `accept` preserves its distribution. Raises ServingError if the
+    two vocabularies differ.
     """
     if draft.config.vocab_size != target.config.vocab_size:
         raise ServingError(
@@ -105,6 +105,6 @@ def speculate(
         new = accept(p, torch.stack(q) if q else p[:0], guesses, us)
         tokens = torch.cat([tokens, tokens.new_tensor(new)])
         forwards, accepted = forwards + 1, accepted + len(new) - 1
-        for cache in caches:  # the keys and values of guesses that fell are wrong
+        for cache in caches:  # remove the keys and values of rejected guesses
             cache.cut(len(tokens) - 1)
     return Speculated(tokens, forwards, accepted)

@@ -1,7 +1,7 @@
-"""Page 3 of serving: decode with the layers spread over ranks, and see who idles.
+"""Page 3 of serving: decode with the layers split over ranks, and see which ranks idle.
 
-    decode_in_pipeline  who computes when, in virtual time
-    decode_in_stages    the same with real ranks: each one holds some of the layers
+    decode_in_pipeline  which stage computes when, in virtual time
+    decode_in_stages    the same on real ranks, each of which holds some of the layers
 
 Legend: S new tokens, D model, V vocab.
 """
@@ -24,7 +24,7 @@ from .cache import Cache, forward
 
 
 class Visit(NamedTuple):
-    """A stage at work on the next token of one group of sequences."""
+    """One stage computing the next token of one group of sequences."""
 
     stage: int
     group: int
@@ -34,12 +34,12 @@ class Visit(NamedTuple):
 
 
 def decode_in_pipeline(num_stages: int, num_groups: int, num_tokens: int) -> list[Visit]:
-    """Who computes when, if each stage takes 1 for a token of a group of sequences.
+    """Return which stage computes when, if each takes time 1 per token of a group of sequences.
 
-    A group's next token needs its last one, which comes out of the last stage. So one group keeps
-    one stage busy at a time: of p stages, m groups leave 1 - min(m, p) / p of the time idle.
+    A group's next token needs its previous one, which the last stage produces. So one group keeps
+    one stage busy at a time: with p stages, m groups leave 1 - min(m, p) / p of the time idle.
     """
-    free = [0.0] * num_stages  # when each stage is
+    free = [0.0] * num_stages  # when each stage becomes free
     ready = [0.0] * num_groups  # when each group's next token may begin
     visits = []
     for token in range(num_tokens):
@@ -52,7 +52,7 @@ def decode_in_pipeline(num_stages: int, num_groups: int, num_tokens: int) -> lis
 
 
 class ModelPart(NamedTuple):
-    """Some of a model's layers, as `forward` reads them; only the ends embed and have the head."""
+    """Some of a model's layers, for `forward`; the first embeds, and the last has the head."""
 
     config: ModelConfig
     embed: Callable
@@ -61,8 +61,8 @@ class ModelPart(NamedTuple):
 
 
 def stage_of(model: GPT, number: int, num_stages: int) -> ModelPart:
-    """Stage `number` of `num_stages`, of about as many layers each; a real server loads only these.
-    Raises ServingError for one stage, and for more than there are layers."""
+    """Return stage `number` of `num_stages`, with about equal numbers of layers. (A real server
+    loads only these.) Raises ServingError for one stage, and for more stages than layers."""
     num_layers = len(model.blocks)
     if not 1 < num_stages <= num_layers:
         raise ServingError(
@@ -77,12 +77,12 @@ def stage_of(model: GPT, number: int, num_stages: int) -> ModelPart:
 def decode_in_stages(
     model: GPT, texts: Sequence[Tensor], max_new_tokens: int, group
 ) -> tuple[list[Tensor], list[Visit]]:
-    """Continue texts, each a group of its own, with rank i as stage i; returns them, as far as this
-    rank learns of them (the first and the last do), and its visits.
+    """Continue texts, each its own group, with rank i as stage i; return this rank's visits and the
+    texts, as far as this rank knows them (the first and the last rank do).
 
-    x [S, D] of a text's new tokens goes on to the next rank, and the last one's choice back to the
-    first. With each message travels the moment at which it was ready, if a visit takes 1: so it is
-    measured who idles, and not how busy this machine is.
+    Each stage sends x [S, D] of the new tokens to the next rank; the last sends its choice to the
+    first. Each message carries the virtual time at which it was ready, if a visit takes 1. So the
+    result measures which ranks idle, not how busy this machine is.
     """
     rank, last = group.rank(), group.size() - 1
     following = 0 if rank == last else rank + 1
@@ -102,7 +102,7 @@ def decode_in_stages(
                 x, ready = receive(text.new_empty(1), last)
                 texts[i] = torch.cat([text, x])
             if token == max_new_tokens:
-                continue  # only the first rank still had something to learn
+                continue  # only the first rank still had to receive a token
             if rank > 0:
                 shape = len(text) if token == 0 else 1, width
                 x, ready = receive(model.head.norm.weight.new_empty(shape), rank - 1)
@@ -114,7 +114,7 @@ def decode_in_stages(
                 x = x[-1].argmax().view(1)
                 texts[i] = torch.cat([text, x])
             messages = [(x.contiguous(), following), (free, following)]
-            sent.append((messages, start(group, sends=messages)))  # nobody waits for a receiver
+            sent.append((messages, start(group, sends=messages)))  # do not wait for the receiver
     for _, handles in sent:
         wait(handles)
     return texts, visits

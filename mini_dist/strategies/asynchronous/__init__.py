@@ -1,8 +1,8 @@
-"""Training in which nobody waits for all: a parameter server, and steps between two averages.
+"""Training without waiting for all ranks: a parameter server, and steps between two averages.
 
-ideas.py is to be read; engine.py trains any model so, sharded or not. hogwild.py: parameters in
+Read ideas.py first. engine.py trains any model this way, sharded or not. hogwild.py: parameters in
 memory that all ranks share. emulated.py: a server in virtual time. staleness.py: how old the
-parameters of each update were, from the ledger.
+parameters behind each update were, from the ledger.
 """
 
 from .emulated import Arrivals

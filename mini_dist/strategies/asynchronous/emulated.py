@@ -1,14 +1,14 @@
-"""A parameter server in virtual time: workers that take stated times, in the same order everywhere.
+"""A parameter server in virtual time: workers take given times, in the same order everywhere.
 
     arrivals = Arrivals(group, workers, lambda worker: 0.010)
     applied = serve(table, update, num_workers, bound, arrivals)
-    arrivals.pushed                     # seconds, when each of these updates was made
+        arrivals.pushed                     # the time of each of these updates, in seconds
 
-Real workers on a shared laptop arrive as its scheduler likes. Here a worker's step, from the answer
-to its pull until its push, takes what `seconds` says; messages and updates take nothing. The server
-listens to the worker whose time is the earliest, though another may have spoken before. So it needs
-no sleep: the workers compute real gradients as fast as they can, and the order is that of the clock
-which they would have.
+On a shared laptop the scheduler decides when real workers arrive. Here a worker's step, from the
+answer to its pull until its push, takes the time that `seconds` returns; messages and updates take
+no time. The server serves the worker with the earliest virtual time, even if another one's request
+arrived before. This needs no sleep: workers compute real gradients as fast as they can, and
+the order is the one that the virtual clock gives.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from .ideas import LEAVE, PULL, PUSH
 
 
 class Arrivals:
-    """The group of a server, as `serve` sees it. seconds: of a worker's next step; where there are
-    several servers, each has arrivals of its own, with the same seconds."""
+    """The group of a server, for `serve`. seconds: worker -> duration of its next step. Several
+    servers each need their own arrivals, with the same seconds."""
 
     def __init__(self, group, workers: Iterable[int], seconds: Callable[[int], float]):
         self.whole, self.seconds = group, seconds
@@ -37,7 +37,8 @@ class Arrivals:
         return self.whole.size()
 
     def recv_anysource(self, tensors, tag):
-        """The request of the worker whose time has come; of several, that of the lowest rank."""
+        """Receive the request of the worker whose time is the earliest, the lowest rank of
+        equals."""
         worker = min(self.speaks, key=lambda each: (self.speaks[each], each))
         if self.speaks[worker] == math.inf:
             raise RuntimeError("every worker waits for an answer to its pull, and none is given")
@@ -45,7 +46,7 @@ class Arrivals:
         self.now = self.speaks[worker]
         kind = tensors[0][0].item()
         if kind == PULL:
-            self.speaks[worker] = math.inf  # until it has its answer
+            self.speaks[worker] = math.inf  # until it gets its answer
         elif kind == PUSH:
             self.pushed.append(self.now)
         elif kind == LEAVE:
@@ -56,13 +57,13 @@ class Arrivals:
         return self.whole.recv(tensors, source, tag)
 
     def send(self, tensors, to, tag):
-        """An answer: the worker's next step begins now."""
+        """Send an answer: the worker's next step begins now."""
         self.speaks[to] = self.now + self.seconds(to)
         return self.whole.send(tensors, to, tag)
 
 
 class Spoken:
-    """The handle of a message that is there already."""
+    """The handle of a message that has already arrived."""
 
     def __init__(self, worker: int):
         self.worker = worker

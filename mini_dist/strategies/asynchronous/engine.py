@@ -1,6 +1,6 @@
 """Asynchronous training of any model: parameters on servers, or steps between two averages.
 
-    if group.rank() < 2:                                       # two servers, the others work
+        if group.rank() < 2:                                       # two servers; the others work
         return serve_model(GPT(config), sgd, 2, bound, group)
     with Worker(GPT(config), 2, group) as model:
         for inputs, targets in batches:
@@ -15,11 +15,11 @@
         model.step()
         diloco.step()
 
-The servers' numbers are those of `serve` in ideas.py: all parameters are one flat vector, dealt to
-them element by element. In DiLoCo each rank averages the tensors that it steps with the ranks that
-have the same ones elsewhere: what is cut inside a cluster stays cut. It holds two more copies of
-them, those of the last average and the momentum. The numbers are those of `outer_step`; what is
-averaged together is one message, and each number is read and written as seldom as can be.
+The servers compute the same numbers as `serve` in ideas.py: all parameters are one flat vector,
+dealt to the servers element by element. In DiLoCo, each rank averages its tensors with the ranks
+that hold the same tensors in other clusters, so tensors that are sharded inside a cluster stay
+sharded. It stores two more copies of them: the last average and the momentum. The result
+is the one of `outer_step`, with one message per average and as few passes over memory as possible.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def check_servers(num_servers: int, group) -> None:
 
 
 def flat(module: nn.Module) -> Tensor:
-    """All parameters that are trained, as one vector [N]."""
+    """Return all trainable parameters as one vector [N]."""
     return torch.cat([p.detach().flatten() for p in trained(module)])
 
 
@@ -62,12 +62,12 @@ def serve_model(
     bound: int | None,
     group,
 ) -> list[Applied]:
-    """On ranks 0 to num_servers - 1: keep this one's share of the module's parameters for the other
-    ranks, and step them by its optimizer at every push, until all workers have left.
+    """Serve, on ranks 0 to num_servers - 1, a share of the module's parameters to the other ranks,
+    and step them with the optimizer at every push, until all workers have left.
 
-    It starts from the module's values, so let all servers have the same ones. bound as in `serve`.
-    In an elastic run it goes on with the others when a worker dies, whose push may be lost; in what
-    it returns workers have their number in the run. Raises ValueError if nobody is left to work,
+    The module's values are the initial ones, so they must be equal on all servers. bound: as in
+    `serve`. In an elastic run the server continues when a worker dies, whose push may be lost;
+    in the result, workers have their rank in the run. Raises ValueError if there is no worker,
     and ServerLost if a server dies.
     """
     check_servers(num_servers, group)
@@ -99,12 +99,13 @@ def serve_model(
 
 
 class Noting:
-    """The group of a server in an elastic run: what it has done stays when it is broken off."""
+    """A server's group in an elastic run: it keeps what the server has done if an error interrupts
+    it."""
 
     def __init__(self, group, applied: list[Applied]):
         self.group, self.applied = group, applied
         self.numbers = numbers(group)
-        self.pulled: dict[int, int] = {}  # updates that were made when a worker last pulled
+        self.pulled: dict[int, int] = {}  # how many updates had been made when a worker last pulled
         self.source = 0
 
     def __getattr__(self, name: str):
@@ -124,11 +125,11 @@ class Noting:
 
 
 class ServerLost(RuntimeError):
-    """A server has died, and with it the parameters that it kept."""
+    """A server has died, and the parameters that it stored are lost."""
 
 
 def without_the_dead(news: RanksChanged, num_servers: int, group):
-    """The group of those who are there. Raises ServerLost if a server is not among them."""
+    """Return the group of the survivors. Raises ServerLost if a server is not among them."""
     lost = [each for each in news.lost if each.rank < num_servers]
     if lost:
         raise ServerLost(
@@ -139,10 +140,10 @@ def without_the_dead(news: RanksChanged, num_servers: int, group):
 
 
 class Worker(Trainable):
-    """A model whose parameters lie on servers (`serve_model`): it computes gradients of a copy.
+    """A model whose parameters are on servers (`serve_model`): it computes gradients on a copy.
 
-    As a context it leaves the servers at its end, also if that is an exception: whoever catches it
-    outside has a rank that works no more, and the others go on without it.
+    At the end of its `with` block it leaves the servers, after an exception as well. If the
+    exception is caught outside, this rank no longer works, and the others continue without it.
     Raises ValueError as `serve_model`.
     """
 
@@ -153,7 +154,8 @@ class Worker(Trainable):
 
     @torch.no_grad()
     def pull(self) -> None:
-        """Take the servers' parameters, and forget the gradients. Raises ServerLost if one died."""
+        """Copy the servers' parameters, and clear the gradients. Raises ServerLost if a server
+        died."""
         parameters, before = trained(self.module), flat(self.module)
         values = self.until_done(
             lambda: pull_dealt(before, None, self.num_servers, self.servers_and_workers)
@@ -164,8 +166,8 @@ class Worker(Trainable):
 
     @torch.no_grad()
     def push(self) -> None:
-        """Give the gradients away: once, or in an elastic run, if somebody dies just then, perhaps
-        not at all. Raises FloatingPointError if one is not finite, and ServerLost."""
+        """Push the gradients once. In an elastic run the push may be lost if a rank dies at that
+        moment. Raises FloatingPointError if one is not finite, and ServerLost."""
         parts = [
             torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten()
             for p in trained(self.module)
@@ -181,7 +183,7 @@ class Worker(Trainable):
         )
 
     def until_done(self, ask: Callable):
-        """What the servers answer, asked again by those who are left if somebody dies meanwhile."""
+        """Ask the servers; if a rank dies meanwhile, the survivors ask again."""
         while True:
             try:
                 return ask()
@@ -202,18 +204,17 @@ class Worker(Trainable):
 
 @checks_kinds
 class DiLoCo:
-    """Average after `every` steps what they have changed (Douillard et al. 2023).
+    """Average the changes made in `every` steps (Douillard et al. 2023).
 
-    lr and beta are those of the outer step; lr=1 and beta=0 make it local SGD. start: so many steps
-    at first are averaged one by one, as post-local SGD does (Lin et al. 2020). fragments: so many
-    parts of the model take turns, each averaged after `every` steps of its own. delay: the average
-    travels in the background during so many steps, in which nothing else may be sent in this group.
-    keep: what arrives is mixed with this rank's own values, of which this share is kept, 0.5 with a
-    delay and 0 without unless given (delay and keep: Douillard et al. 2025, Streaming DiLoCo).
-    reduce: (flat, group) -> mean, or an object whose `of_bucket(tensors)` makes such a function, as
-    the wrappers of data_parallel take it; its argument may be changed.
-    Raises ValueError where these cannot be, and FloatingPointError, on all ranks, where the average
-    is not finite.
+    lr and beta: of the outer step; lr=1 and beta=0 make it local SGD. start: average after each of
+    this many first steps, as post-local SGD does (Lin et al. 2020). fragments: split the model into
+    this many parts that take turns, each averaged once in `every` steps. delay: the average travels
+    in the background for this many steps, in which nothing else may be sent in this group.
+    keep: the share of this rank's own values that is mixed into the arriving average; by default
+    0.5 with a delay, else 0 (delay and keep: Douillard et al. 2025, Streaming DiLoCo). reduce:
+    (flat, group) -> mean, or an object whose `of_bucket(tensors)` makes such a function, as in the
+    wrappers of data_parallel; it may overwrite its argument. Raises ValueError for options outside
+    their range, and FloatingPointError, on all ranks, if the average is not finite.
     """
 
     def __init__(
@@ -260,9 +261,9 @@ class DiLoCo:
 
     @torch.no_grad()
     def step(self) -> None:
-        """To be called after each step of the optimizer."""
+        """Count one step; call it after each step of the optimizer."""
         self.steps += 1
-        alone = self.steps - self.start  # steps since ranks may differ
+        alone = self.steps - self.start  # steps since the ranks may differ
         for place, fragment in enumerate(self.fragments):
             turn = place * self.every // len(self.fragments)
             if alone <= 0:
@@ -275,7 +276,7 @@ class DiLoCo:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """To be called once, after the last step: let what is under way arrive."""
+        """Wait for averages that are still in flight; call it once, after the last step."""
         for fragment in self.fragments:
             if fragment.under_way:
                 fragment.arrive()
@@ -283,14 +284,15 @@ class DiLoCo:
 
 
 class Fragment:
-    """Tensors that are averaged together: their values at the last average, flat, and momentum."""
+    """Tensors that are averaged together: their flat values at the last average, and the
+    momentum."""
 
     def __init__(self, tensors: list[Tensor], lr, beta, keep, reduce, group):
         self.tensors, self.group, self.reduce = tensors, group, reduce
         self.lr, self.beta, self.keep = lr, beta, keep
         self.before = self.now()
         self.momentum = torch.zeros_like(self.before) if beta else None
-        self.under_way: Callable[[], Tensor] | None = None  # gives the mean change, or waits for it
+        self.under_way: Callable[[], Tensor] | None = None  # returns the mean change
 
     def now(self) -> Tensor:
         return torch.cat([tensor.detach().flatten() for tensor in self.tensors])
@@ -309,7 +311,7 @@ class Fragment:
         self.put(self.before)
 
     def leave(self, sender: ThreadPoolExecutor | None) -> None:
-        """Send off what has changed: in the background if there is a sender."""
+        """Start to average the changes: in the background if there is a sender."""
         if sender:
             self.under_way = sender.submit(self.reduce, self.changed(), self.group).result
         else:
@@ -317,7 +319,7 @@ class Fragment:
             self.under_way = lambda: change
 
     def arrive(self) -> None:
-        """The outer step, with the mean change."""
+        """Take the outer step with the mean change."""
         step, self.under_way = check_finite(self.under_way()), None
         if self.momentum is not None:
             self.momentum.mul_(self.beta).add_(step)

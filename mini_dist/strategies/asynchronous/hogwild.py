@@ -1,11 +1,11 @@
-"""Parameters that all ranks of a machine share and nobody locks (Recht et al. 2011, Hogwild!).
+"""Parameters that all ranks of a machine share without a lock (Recht et al. 2011, Hogwild!).
 
     x = shared(torch.zeros(1000), group)          # one piece of memory, seen by every rank
     add_rows_(x, rows, -lr * gradients)           # read, add, write: others may write in between
-    interleave(workers, Random(0))                # a race in one process, alike each time
+    interleave(workers, Random(0))                # a race in one process, repeatable
 
-An update is lost where two ranks have read the same number before either has written. It is rare if
-an update touches few rows of many, and common if each touches all of them.
+An update is lost if two ranks read the same number before either has written it. That is rare if
+an update touches few of many rows, and common if every update touches all rows.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from mini_dist.collectives import barrier, broadcast
 
 
 def shared(like: Tensor, group) -> Tensor:
-    """A tensor with the values of rank 0's `like`, in memory that all ranks of the group share.
+    """Return a tensor with the values of rank 0's `like`, in memory that all ranks of the group
+    share.
 
-    They have to be on one machine, and `like` on its CPU. The memory is a file whose name is gone
-    when this returns, so nothing is left behind. Raises ValueError for a tensor on another device.
+    All ranks must be on one machine, and `like` on its CPU. The memory is a file whose name is
+    removed before this returns, so nothing is left behind. Raises ValueError for a tensor on
+    another device.
     """
     if not like.is_cpu:
         raise ValueError(f"the tensor is on {like.device}: ranks can share the CPU's memory only")
@@ -43,7 +45,7 @@ def shared(like: Tensor, group) -> Tensor:
         mapped.copy_(like)
     barrier(group)
     if group.rank() == 0:
-        os.unlink(name)  # who has mapped it keeps it
+        os.unlink(name)  # processes that have mapped the file keep it
     return mapped
 
 
@@ -53,10 +55,10 @@ def add_rows_(table: Tensor, rows: Tensor, values: Tensor) -> None:
 
 
 def interleave(workers: Iterable[Iterator], lots: Random) -> None:
-    """Let workers race until all are done, each a generator that yields where others may come in
-    between: whose turn it is, to run on to its next `yield`, is drawn by lot.
+    """Let workers race until all are done. Each is a generator that yields where another worker may
+    interrupt it; which worker runs on to its next `yield` is drawn at random.
 
-    A real race depends on the cores and on what else they do. This one can be repeated anywhere.
+    A real race depends on the cores and their load. This one can be repeated on any machine.
     """
     racing = list(workers)
     while racing:

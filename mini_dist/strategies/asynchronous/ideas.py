@@ -1,16 +1,16 @@
-"""Training in which nobody waits for all: a parameter server, and steps between two averages.
+"""Training without waiting for all ranks: a parameter server, and steps between two averages.
 
     serve                    keeps a table of parameters, applies pushes, answers pulls
-    pull, push, leave        a worker's side of it
-    pull_dealt, push_dealt   the same where several servers share the rows
-    push_touched             of an embedding's gradient, only the rows that a batch has touched
-    outer_step               local SGD and DiLoCo: average what many local steps have changed
+    pull, push, leave        the worker's side
+    pull_dealt, push_dealt   the same when several servers share the rows
+    push_touched             push only the rows of an embedding's gradient that the batch touched
+    outer_step               local SGD and DiLoCo: average the changes made by many local steps
 
-A worker that fails by an exception can `leave` (engine.py does it), and the servers go on. One
-whose process dies says nothing: with a bound all would soon wait for it, and so would the server at
-the end. In an elastic run the server is told, and engine.py goes on with those who are left.
+A worker that fails with an exception can still `leave` (engine.py does this), and the servers go
+on. A worker whose process dies sends nothing: with a bound, all workers would soon wait for it, and
+so would the server at the end. In an elastic run the server is told, and the survivors go on.
 
-Legend: L rows of a table, l those that a request is for, D the rest of its shape; k servers.
+Legend: L rows of a table, l rows in a request, D the rest of the table's shape; k servers.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from mini_dist.collectives import all_reduce
 from mini_dist.collectives.messages import recv, recv_any, send
 from mini_dist.ranks.ledger.recording import recorded
 
-PULL, PUSH, LEAVE = range(3)  # what a request asks for
-ALL_ROWS = -1  # the number of rows of a request for the whole table
+PULL, PUSH, LEAVE = range(3)  # the kind of a request
+ALL_ROWS = -1  # in a request: its number of rows, when it asks for the whole table
 
 
 class Applied(NamedTuple):
-    """An update that a server has made: whose, and how many others it has made since that worker
-    pulled the parameters that the gradient is of."""
+    """An update by the server: the worker it came from, and how many updates the server made in
+    between, after that worker pulled the parameters for which it computed the gradient."""
 
     worker: int
     staleness: int
@@ -42,17 +42,17 @@ def serve(
 ) -> list[Applied]:
     """Keep a table [L, D] for workers until all of them have left; returns the updates in order.
 
-    update: (rows [l, D], gradients [l, D]) -> new rows. bound: how many steps a worker may be ahead
-    of the slowest one; 0 is synchronous, None lets everyone go on (Ho et al. 2013, stale
+    update: (rows [l, D], gradients [l, D]) -> new rows. bound: how far (in steps) a worker may be
+    ahead of the slowest one. 0 is synchronous; None sets no limit (Ho et al. 2013, stale
     synchronous parallel; Dean et al. 2012, Downpour SGD). Raises ValueError if bound is below 0.
     """
     if bound is not None and bound < 0:
         raise ValueError(
             f"bound={bound}: the slowest worker cannot be ahead of itself; give 0 or more"
         )
-    steps: dict[int, int] = {}  # that each worker has begun, until it leaves
+    steps: dict[int, int] = {}  # begun by each worker, until it leaves
     early: list[tuple[int, Tensor | slice]] = []  # pulls of workers that are too far ahead
-    pulled: dict[int, int] = {}  # updates that were made when a worker last pulled
+    pulled: dict[int, int] = {}  # how many updates had been made when a worker last pulled
     applied: list[Applied] = []
     left = 0
     while left < num_workers:
@@ -80,7 +80,7 @@ def serve(
 
 
 def next_request(group) -> tuple[int, int, Tensor | slice]:
-    """Whatever worker speaks first: what it asks for, who it is, and which rows it means."""
+    """Receive the next request from any worker: its kind, the worker's rank, and the rows."""
     request, worker = recv_any(torch.empty(2, dtype=torch.long), group)
     kind, num_rows = request.tolist()
     if num_rows == ALL_ROWS:
@@ -97,9 +97,9 @@ def ask(kind: int, rows: Tensor | None, server: int, group) -> None:
 
 @recorded
 def pull(like: Tensor, rows: Tensor | None, server: int, group) -> Tensor:
-    """The server's rows of the table, as they are when this worker may have them: [l, D].
+    """Return the server's current rows of the table, [l, D], as soon as the bound allows it.
 
-    like: a tensor of that shape and dtype. rows: [l] of the table, int64, each once; None for all.
+    like: a tensor with the result's shape and dtype. rows: [l], int64, distinct; None for all rows.
     """
     ask(PULL, rows, server, group)
     return recv(like, server, group)
@@ -107,13 +107,13 @@ def pull(like: Tensor, rows: Tensor | None, server: int, group) -> Tensor:
 
 @recorded
 def push(gradients: Tensor, rows: Tensor | None, server: int, group) -> None:
-    """Give the server the gradients [l, D] of these rows, which it applies at once.
+    """Send the server the gradients [l, D] of these rows, which it applies at once.
 
-    Raises FloatingPointError, before anything is sent, if one of them is not finite.
+    Raises FloatingPointError, before anything is sent, if an element is not finite.
     """
     if not gradients.isfinite().all():
         raise FloatingPointError(
-            "a gradient is inf or nan, and what it is applied to all workers would pull: it was "
+            "a gradient is inf or nan, and in the table it would reach every worker: it was "
             "not pushed; skip this step, or lower the learning rate"
         )
     ask(PUSH, rows, server, group)
@@ -122,22 +122,22 @@ def push(gradients: Tensor, rows: Tensor | None, server: int, group) -> None:
 
 @recorded
 def leave(server: int, group) -> None:
-    """Pull and push no more. Others no longer wait for this worker."""
+    """Tell the server that this worker will send no more requests, so that nobody waits for it."""
     ask(LEAVE, None, server, group)
 
 
 def dealt(table: Tensor, server: int, num_servers: int) -> Tensor:
-    """The rows of a table [L, D] that this server keeps: row r lies on server r % k, at r // k.
+    """Return the rows of a table [L, D] that this server stores: server r % k has row r, at r // k.
 
-    Neighbours lie on different servers, so that each has its share of what is asked for often.
+    Neighboring rows are on different servers, so each server gets its share of popular rows.
     """
     return table[server::num_servers]
 
 
 def pull_dealt(like: Tensor, rows: Tensor | None, num_servers: int, group) -> Tensor:
-    """As `pull`, from ranks 0 to k - 1, which keep what `dealt` gives them."""
+    """Pull as `pull` does, from ranks 0 to k - 1, each of which stores its `dealt` rows."""
     pulled = torch.empty_like(like)
-    for server in range(num_servers):  # each is asked, if for nothing: it counts steps
+    for server in range(num_servers):  # even for no rows: each server counts steps by requests
         if rows is None:
             mine, there = slice(server, None, num_servers), None
         else:
@@ -148,15 +148,15 @@ def pull_dealt(like: Tensor, rows: Tensor | None, num_servers: int, group) -> Te
 
 
 def push_dealt(gradients: Tensor, num_servers: int, group) -> None:
-    """Give each server the gradients [L, D] of what it keeps."""
+    """Send each server the gradients [L, D] of the rows that it stores."""
     for server in range(num_servers):
         push(dealt(gradients, server, num_servers), None, server, group)
 
 
 def push_touched(gradient: Tensor, tokens: Tensor, num_servers: int, group) -> None:
-    """Of an embedding's gradient [V, D], push the rows of these tokens, each once; others are 0.
+    """Push only the rows of an embedding's gradient [V, D] for these tokens; all others are 0.
 
-    tokens: int64, any shape. A server that keeps none of the rows hears nothing.
+    tokens: int64, any shape; each row is sent once. A server without any of the rows gets nothing.
     """
     rows = tokens.unique()
     for server in range(num_servers):
@@ -169,11 +169,11 @@ def push_touched(gradient: Tensor, tokens: Tensor, num_servers: int, group) -> N
 def outer_step(
     before: Tensor, now: Tensor, momentum: Tensor, lr: float, beta: float, group
 ) -> tuple[Tensor, Tensor]:
-    """Average what the ranks have changed since they were equal; the new parameters and momentum.
+    """Average the ranks' changes since they were last equal; return new parameters and momentum.
 
-    before: the parameters then, alike on all ranks; now: this rank's, after steps of its own;
-    momentum: like them, 0 at first. lr=1 and beta=0 make it local SGD, the mean of the parameters
-    (Stich 2019). DiLoCo takes the mean change for a gradient, and steps against it by Nesterov's
+    before: the parameters at that time, equal on all ranks. now: this rank's, after local steps.
+    momentum: same shape, initially 0. lr=1 and beta=0 give local SGD, the mean of the parameters
+    (Stich 2019). DiLoCo treats the mean change as a gradient and takes a step with Nesterov
     momentum (Douillard et al. 2023, algorithm 1: lr 0.7, beta 0.9).
     """
     change = all_reduce(before - now, group, op="mean")

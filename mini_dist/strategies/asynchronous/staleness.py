@@ -1,4 +1,4 @@
-"""How stale each update was, read from the messages of a run: also of a server that is not ours."""
+"""How stale each update was, read from a run's messages, even if the server is not ours."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from .ideas import Applied
 
 
 def updates(ledger: Ledger) -> list[Applied]:
-    """The updates of the server, rank 0, in order, as the ledger of its messages has them.
+    """Reconstruct the updates of the server, rank 0, in order, from the ledger of its messages.
 
-    A message of floating-point numbers from a worker is a push, one to it the answer to a pull.
+    Floating-point numbers from a worker are a push; those to a worker are the answer to a pull.
     """
     pulled: dict[int, int] = {}
     applied: list[Applied] = []

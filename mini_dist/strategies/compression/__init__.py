@@ -1,7 +1,7 @@
-"""Gradients in fewer bits: what is left out, and what becomes of it.
+"""Gradients in fewer bits: what is dropped, and where it goes.
 
-ideas.py is to be read, engine.py to train with: its objects are the `reduce` of Naive, Bucketed and
-Overlapped in data_parallel. sharded.py is for ZeRO: how its units travel.
+Read ideas.py first; train with engine.py, whose objects are the `reduce` of Naive, Bucketed and
+Overlapped in data_parallel. sharded.py is for ZeRO: it compresses the messages of its units.
 """
 
 from .engine import Compressed, OneBit, PowerSGD, half, int8, random_k, sign, top_k, vote

@@ -1,14 +1,14 @@
-"""Compression for a model that trains: ideas.py for the buckets of Naive, Bucketed and Overlapped.
+"""Compression for training: the functions of ideas.py for buckets of Naive, Bucketed, Overlapped.
 
     model = Overlapped(GPT(config), group, reduce=half())
     model = Overlapped(GPT(config), group, reduce=Compressed(top_k(0.01)))
     model = Overlapped(GPT(config), group, reduce=OneBit())
     model = Overlapped(GPT(config), group, reduce=PowerSGD(rank=4))
 
-What is left out is kept for each bucket on each rank, N more elements. 16 bits are averaged in
-their own memory, and what they lose is forgotten, as torch's hook does. PowerSGD sends all thin
-matrices of a bucket in one message, and what is no large matrix with them, where the page makes two
-all-reduces for each matrix.
+Each rank stores what was left out of each bucket, N more elements. 16-bit values are averaged in
+place, and their rounding error is dropped, as in torch's hook. PowerSGD sends all thin matrices
+of a bucket in one message, together with all tensors that are not large matrices; the page uses
+two all-reduces per matrix.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ from .ideas import (
 
 @checks_kinds
 class Compressed:
-    """Average buckets by `mean`, (x, group) -> (mean, sent), with feedback of what was left out.
+    """Average buckets by `mean`, (x, group) -> (mean, sent), and feed back what was left out.
 
-    feedback=False forgets it. Raises FloatingPointError where a gradient is not finite: fed back,
-    it would stay in all later ones.
+    feedback=False drops it. Raises FloatingPointError if a gradient is not finite: by feedback it
+    would stay in all later gradients.
     """
 
     def __init__(self, mean: Callable, feedback: bool = True):
         self.mean, self.feedback = mean, feedback
 
     def of_bucket(self, parameters: Sequence[Tensor]) -> Callable:
-        """The function that a wrapper calls with this bucket's gradients, [N], and the group."""
+        """Return the function that a wrapper calls with this bucket's gradients, [N], and the
+        group."""
         error: Tensor | float = 0.0
 
         def reduce(flat: Tensor, group) -> Tensor:
@@ -61,13 +62,13 @@ class Compressed:
 def check_finite(gradients: Tensor) -> None:
     if not gradients.is_meta and not gradients.sum().isfinite():
         raise FloatingPointError(
-            "a gradient is inf or nan, and what is left out of it would be in every later step: "
+            "a gradient is inf or nan, and feedback would carry it into every later step: "
             "skip such a step before it is sent, or lower the loss scale"
         )
 
 
 def half(dtype: torch.dtype = torch.bfloat16) -> Callable:
-    """A function that averages gradients in 16 bits, without feedback."""
+    """Return a function that averages gradients in 16 bits, without feedback."""
 
     def reduce(flat: Tensor, group) -> Tensor:
         part = flat.to(dtype).div_(group.size())
@@ -78,13 +79,14 @@ def half(dtype: torch.dtype = torch.bfloat16) -> Callable:
 
 @checks_kinds
 def int8(seed: int = 0) -> Callable:
-    """int8 with block scales, rounded by lot; each rank draws lots of its own."""
+    """Use int8 with a scale per block, rounded at random; each rank's random numbers are
+    different."""
     lots = Lots(seed)
     return lambda x, group: quantized_mean(x, lots.of(x, group), group)
 
 
 class Lots:
-    """A rank's own random numbers, on the device where they are needed."""
+    """A rank's own random numbers, on the device that needs them."""
 
     def __init__(self, seed: int):
         self.seed, self.generator = seed, None
@@ -103,7 +105,7 @@ class Lots:
             self.at_begin = self.generator.get_state()
 
     def repeat_step(self) -> None:
-        """Go back to where this step began, so that it can be repeated with the same numbers."""
+        """Reset to the start of this step, so that it can be repeated with the same numbers."""
         if self.generator is not None:
             self.generator.set_state(self.at_begin)
 
@@ -114,14 +116,15 @@ def sign() -> Callable:
 
 @checks_kinds
 def top_k(share: float) -> Callable:
-    """Of each bucket the largest elements, this share of all. Raises ValueError outside 0...1."""
+    """Send the largest elements of each bucket, this share of all. Raises ValueError outside
+    0...1."""
     check_share(share)
     return lambda x, group: top_k_mean(x, max(1, round(share * len(x))), group)
 
 
 @checks_kinds
 def random_k(share: float, seed: int = 0) -> Callable:
-    """Of each bucket this share of all elements. Raises ValueError outside 0...1."""
+    """Send random elements of each bucket, this share of all. Raises ValueError outside 0...1."""
     check_share(share)
     generator = torch.Generator().manual_seed(seed)
     return lambda x, group: random_k_mean(x, max(1, round(share * len(x))), generator, group)
@@ -133,18 +136,18 @@ def check_share(share: float) -> None:
 
 
 def vote(flat: Tensor, group) -> Tensor:
-    """A bucket's +1 and -1 by majority, for an optimizer that steps by signs, such as plain SGD
-    with a small learning rate. Raises FloatingPointError where a gradient is not finite: nan has no
-    sign."""
+    """Replace a bucket by its majority of signs, +1 or -1, for an optimizer that steps by signs,
+    such as plain SGD with a small learning rate. Raises FloatingPointError if a gradient is not
+    finite, because nan has no sign."""
     check_finite(flat)
     return majority(flat, group)
 
 
 class OneBit:
-    """Average buckets in one bit both ways, with feedback on both: on this rank's own gradient, N
-    elements more, and on the means that it hands out, N/n more (Tang et al. 2021).
+    """Average buckets with one bit both ways and feedback on both: N more elements for this rank's
+    gradient, and N/n more for the means that it sends out (Tang et al. 2021).
 
-    Raises FloatingPointError where a gradient is not finite.
+    Raises FloatingPointError if a gradient is not finite.
     """
 
     def of_bucket(self, parameters: Sequence[Tensor]) -> Callable:
@@ -164,12 +167,12 @@ class OneBit:
 
 @checks_kinds
 class PowerSGD:
-    """Average every large matrix by its thin parts (Vogels et al. 2019), the rest as it is.
+    """Average every large matrix by two thin ones (Vogels et al. 2019), and all else uncompressed.
 
-    rank: columns of the thin matrices; a matrix [A, B] is large if 2 rank (A + B) < A B, as torch's
-    hook has it, so it is above the rank on both sides. Raises ValueError for a rank below 1, or,
-    when the first gradients come, above a side of each matrix of the model: all would be sent
-    whole. FloatingPointError where a gradient is not finite.
+    rank: columns of the thin matrices. A matrix [A, B] is large if 2 rank (A + B) < A B, as in
+    torch's hook, so both sides are above the rank. Raises ValueError for a rank below 1 or, at the
+    first gradients, for a rank that makes no matrix of the model large, because nothing would be
+    compressed. Raises FloatingPointError if a gradient is not finite.
     """
 
     def __init__(self, rank: int, feedback: bool = True, seed: int = 0):
@@ -184,23 +187,24 @@ class PowerSGD:
 
 
 class PowerBucket:
-    """What PowerSGD keeps of one bucket: the last q of each matrix, and what was left out of it."""
+    """PowerSGD's state for one bucket: each matrix's last q, and what was left out of the
+    matrix."""
 
     def __init__(self, options: PowerSGD, shapes: list[torch.Size]):
         self.options, self.sizes = options, [shape.numel() for shape in shapes]
-        self.sides = {}  # of each large matrix, by its place in the bucket: (A, B)
+        self.sides = {}  # index in the bucket -> (A, B), for each large matrix
         for place, shape in enumerate(shapes):
             if len(shape) > 1:
                 a, b = shape[0], shape[1:].numel()
                 if 2 * options.rank * (a + b) < a * b:
                     self.sides[place] = a, b
                 options.most = max(options.most, min(a, b))
-        self.generator = torch.Generator().manual_seed(options.seed)  # alike on all ranks
+        self.generator = torch.Generator().manual_seed(options.seed)  # the same on all ranks
         self.q: list[Tensor] = []  # [B, r]
         self.errors: list[Tensor] = []  # [A, B]
 
     def reduce(self, flat: Tensor, group) -> Tensor:
-        """The mean over the ranks of a bucket's gradients [N], in their memory."""
+        """Return the mean over the ranks of a bucket's gradients [N], in place."""
         if 0 < self.options.most < self.options.rank:
             raise ValueError(
                 f"rank={self.options.rank}: no matrix of this model has a rank above "
@@ -228,7 +232,8 @@ class PowerBucket:
         return flat
 
     def remember(self, matrices: list[Tensor]) -> None:
-        """Keep them as they are before they become what is sent of them, in memory of our own."""
+        """Copy the matrices into memory of our own before they are overwritten with what is
+        sent."""
         if not self.errors:
             self.errors = [torch.empty_like(x) for x in matrices]
         for error, x in zip(self.errors, matrices):
@@ -239,10 +244,10 @@ class PowerBucket:
 
 
 def means_together(tensors: list[Tensor], group) -> list[Tensor]:
-    """The mean of each over the ranks, all in one message."""
+    """Return each tensor's mean over the ranks, with one message for all."""
     if not tensors:
         return []
     flat = torch.cat([tensor.flatten() for tensor in tensors])
-    check_finite(flat)  # x @ q is not where x is not, and is gone through sooner
+    check_finite(flat)  # x @ q is not finite where x is not, and x @ q is smaller
     parts = all_reduce(flat, group, op="mean").split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.shape) for part, tensor in zip(parts, tensors)]

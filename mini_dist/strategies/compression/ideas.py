@@ -1,18 +1,18 @@
-"""Send fewer bits of a gradient: what is left out, what travels, and what of it was one's own.
+"""Send fewer bits per gradient: what is dropped, what travels, and what a rank's own x became.
 
-    half_mean         two bytes for four
-    quantized_mean    one byte for four, rounded up or down by lot
-    sign_mean         one bit, and a size for all of them
-    majority          one bit there, one bit back: the ranks vote
-    one_bit_mean      one bit there, one bit back, and what both leave out is kept
-    top_k_mean        the k largest elements, and their places
-    random_k_mean     k elements at places that all ranks draw alike
-    power_mean        two thin matrices for one
-    with_feedback     what was left out is added to the next gradient
+    half_mean         send 2 bytes instead of 4
+    quantized_mean    send 1 byte instead of 4, rounded up or down at random
+    sign_mean         send one bit per element, and one size for all of them
+    majority          send one bit and receive one bit: the ranks vote
+    one_bit_mean      send and receive one bit; both rounding errors are saved for the next step
+    top_k_mean        send the k largest elements and their indices
+    random_k_mean     send k elements at random indices that are the same on all ranks
+    power_mean        send two thin matrices instead of one matrix
+    with_feedback     add what was left out to the next gradient
 
-A mean takes this rank's x, and returns the mean over the ranks as far as it came through, equal on
-all ranks to the last bit, and `sent`: what this rank's x became on its way. engine.py makes of them
-what a wrapper like `Overlapped` sends its buckets by, sharded.py what ZeRO sends its units by.
+A mean takes this rank's x and returns two tensors: the approximate mean over the ranks, bitwise
+equal on all ranks, and `sent`: the part of this rank's x that the mean contains. engine.py turns
+means into the function that `Overlapped` sends its buckets with, and sharded.py does so for ZeRO.
 
 Legend: n ranks, N elements of 4 bytes.
 """
@@ -29,14 +29,14 @@ from mini_dist.collectives.messages import Members
 from mini_dist.ranks.ledger.recording import recorded
 
 BLOCK = 256  # elements that share a scale
-LEVELS = 127  # of int8, on either side of 0; 7 of four bits
+LEVELS = 127  # of int8, on either side of 0; 4-bit codes would have 7
 
 
 @recorded
 def half_mean(x: Tensor, group, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-    """Round to 16 bits, then all-reduce: 2 (n-1)/n 2N bytes a rank.
+    """Round to 16 bits, then all-reduce: 2 (n-1)/n 2N bytes per rank.
 
-    Divided by n before it is added up, or a sum of float16 could overflow.
+    x is divided by n before the sum, because a sum in float16 could overflow.
     """
     n = group.size()
     part = x.to(dtype) / n
@@ -48,8 +48,8 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """Quantize x [..., multiple of BLOCK] to int8 codes [..., blocks, BLOCK] and a scale per block.
 
-    Codes are rounded to the nearest. With `lots` each is rounded up with the probability of its
-    fraction, so that the expectation of codes * scale is x (Alistarh et al. 2017, section 3.1).
+    Codes are rounded to the nearest integer. With `lots`, each is rounded up with a probability
+    equal to its fraction, so that E[codes * scale] = x (Alistarh et al. 2017, section 3.1).
     """
     blocks = x.unflatten(-1, (-1, BLOCK))
     scale = blocks.abs().amax(dim=-1, keepdim=True) / levels
@@ -59,14 +59,14 @@ def quantize(
 
 
 def round_by_lot(x: Tensor, lots: torch.Generator) -> Tensor:
-    """Each element to a whole number next to it, up with the probability of what is behind the
-    decimal point: 0.3 becomes 1 in three of ten cases, else 0, and its expectation is 0.3."""
-    lot = torch.rand(x.shape, generator=lots, dtype=x.dtype, device=x.device)  # each its own
+    """Round each element to a neighboring integer, up with a probability equal to its fraction:
+    0.3 becomes 1 with probability 0.3, else 0, so its expectation is 0.3."""
+    lot = torch.rand(x.shape, generator=lots, dtype=x.dtype, device=x.device)  # drawn independently
     return (x + lot).floor()
 
 
 def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
-    """The numbers that the codes stand for: [..., blocks, BLOCK] -> [..., N]."""
+    """Turn codes back into numbers: [..., blocks, BLOCK] -> [..., N]."""
     return (codes * scale).flatten(-2)
 
 
@@ -74,9 +74,9 @@ def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
 def quantized_reduce_scatter(x: Tensor, lots, group) -> tuple[Tensor, Tensor]:
     """Return this rank's chunk [N/n] of the mean of all x [N], and `sent` [N]; n BLOCK divides N.
 
-    A ring would have to round at every rank, because sums of bytes do not fit into bytes. So every
-    rank receives its chunk from all others as codes and adds numbers: (n-1)/n (N + 4 N/BLOCK)
-    bytes (Wang et al. 2023, ZeRO++, section 3.3; there in 4 bits, and in two hops).
+    A ring would round at every hop, because a sum of int8 codes does not fit into int8. So every
+    rank receives its chunk as codes from all other ranks, dequantizes, and adds: (n-1)/n (N + 4
+    N/BLOCK) bytes (Wang et al. 2023, ZeRO++, section 3.3, which uses 4 bits and two hops).
     """
     codes, scale = quantize(x.view(group.size(), -1), lots)  # [n, N/n/BLOCK, BLOCK]
     arrived = dequantize(all_to_all(codes, group), all_to_all(scale, group))  # [n, N/n]
@@ -85,17 +85,17 @@ def quantized_reduce_scatter(x: Tensor, lots, group) -> tuple[Tensor, Tensor]:
 
 @recorded
 def quantized_reduce_scatter_by_nodes(x: Tensor, lots, ranks_per_node: int, group) -> Tensor:
-    """The same in two hops, inside each node and then between nodes (ZeRO++, section 3.3).
+    """Reduce-scatter in two hops, inside each node and then between nodes (ZeRO++, section 3.3).
 
-    Codes cannot be added up on their way. In one hop all codes of a rank for other nodes leave its
-    node, (n-k)/n of N, for k ranks a node; here the node's mean leaves it, a k-th of that. Rounded
-    twice. k divides n, and n BLOCK divides N.
+    Codes cannot be added on the way. With k ranks per node, one hop sends (n-k)/n of every rank's N
+    codes out of its node. Here only the node's mean leaves it, a k-th of that. The values are
+    rounded twice. k divides n, and n BLOCK divides N.
     """
     size, k = group.size(), ranks_per_node
     node, place = divmod(group.rank(), k)
     inner = Members(group, range(node * k, node * k + k))
     outer = Members(group, range(place, size, k))
-    mean = x.view(size // k, k, -1).transpose(0, 1)  # [k, nodes, N/n], for whom in each node
+    mean = x.view(size // k, k, -1).transpose(0, 1)  # [k, nodes, N/n]: receiver in each node
     for peers in (inner, outer):
         codes, scale = quantize(mean.contiguous(), lots)
         mean = dequantize(all_to_all(codes, peers), all_to_all(scale, peers)).mean(dim=0)
@@ -104,9 +104,9 @@ def quantized_reduce_scatter_by_nodes(x: Tensor, lots, ranks_per_node: int, grou
 
 @recorded
 def quantized_all_gather(chunk: Tensor, lots, group) -> Tensor:
-    """All ranks' chunks [N/n], each rounded to codes by its owner -> [N], the same on all ranks.
+    """Gather all ranks' chunks [N/n], rounded to codes by their owners -> [N], equal on all ranks.
 
-    (n-1)/n (N + 4 N/BLOCK) bytes a rank; BLOCK divides N/n (ZeRO++, section 3.1).
+    (n-1)/n (N + 4 N/BLOCK) bytes per rank; BLOCK divides N/n (ZeRO++, section 3.1).
     """
     codes, scale = quantize(chunk, lots)
     return dequantize(all_gather(codes, group), all_gather(scale, group))
@@ -114,10 +114,10 @@ def quantized_all_gather(chunk: Tensor, lots, group) -> Tensor:
 
 @recorded
 def quantized_mean(x: Tensor, lots, group) -> tuple[Tensor, Tensor]:
-    """int8 both ways: 2 (n-1)/n (N + 4 N/BLOCK) bytes a rank, for x padded to n BLOCK.
+    """Average in int8 both ways: 2 (n-1)/n (N + 4 N/BLOCK) bytes per rank, x padded to n BLOCK.
 
-    lots: this rank's generator, or None to round to the nearest. Ranks that draw other lots make
-    errors that cancel in the mean.
+    lots: this rank's generator, or None to round to nearest. If the ranks' generators are
+    independent, their rounding errors partly cancel in the mean.
     """
     padded = torch.nn.functional.pad(x, (0, -len(x) % (group.size() * BLOCK)))
     chunk, sent = quantized_reduce_scatter(padded, lots, group)
@@ -126,10 +126,10 @@ def quantized_mean(x: Tensor, lots, group) -> tuple[Tensor, Tensor]:
 
 @recorded
 def sign_mean(x: Tensor, group) -> tuple[Tensor, Tensor]:
-    """Signs, and one size for all of them: the mean of |x| (Karimireddy et al. 2019, section 4).
+    """Average signs and one size per rank, the mean of |x| (Karimireddy et al. 2019, section 4).
 
-    Sums of bits are no bits, so all ranks' signs are gathered: (n-1) (N/8 + 4) bytes a rank, which
-    grows with n.
+    A sum of bits is not a bit, so every rank gathers all signs: (n-1) (N/8 + 4) bytes per rank,
+    which grows with n.
     """
     scale = x.abs().mean().view(1)
     bits = pack(x >= 0)
@@ -141,15 +141,15 @@ def sign_mean(x: Tensor, group) -> tuple[Tensor, Tensor]:
 
 @recorded
 def majority(x: Tensor, group) -> Tensor:
-    """What most ranks say of each element, up or down: +1 or -1 (Bernstein et al. 2018, signSGD).
+    """Let the ranks vote on each element's sign: +1 or -1 (Bernstein et al. 2018, signSGD).
 
-    Each rank counts the votes on one n-th and hands out the result, a bit an element both ways:
-    2 (n-1)/n N/8 bytes a rank, for N padded to 8 n. A tie goes as the rank that counts has voted.
+    Each rank counts the votes on 1/n of the elements and sends out the result, one bit per element
+    both ways: 2 (n-1)/n N/8 bytes per rank, for N padded to 8 n. Its own vote breaks a tie.
     """
     rank, size = group.rank(), group.size()
     padded = torch.nn.functional.pad(x, (0, -len(x) % (8 * size)))
     chunks = padded.view(size, -1) >= 0
-    votes = unpack(all_to_all(pack(chunks), group), chunks.shape[1])  # [n, N/n], one row a rank
+    votes = unpack(all_to_all(pack(chunks), group), chunks.shape[1])  # [n, N/n], one row per rank
     ups = 2 * votes.sum(dim=0)
     won = (ups > size) | ((ups == size) & votes[rank])
     return unpack(all_gather(pack(won), group), len(x)).to(x.dtype) * 2 - 1
@@ -157,7 +157,7 @@ def majority(x: Tensor, group) -> Tensor:
 
 @recorded
 def one_bit_mean(x: Tensor, left: Tensor, group) -> tuple[Tensor, Tensor, Tensor]:
-    """Average in one bit both ways, with separate errors for x and for the means.
+    """Average with one bit both ways, and keep separate errors for x and for the means.
 
     Each rank sends the signs of its x and one size per chunk. It averages its own chunk, adds
     `left` (what the last mean left out there, [N/n] rounded up to whole bytes), and sends signs and
@@ -179,7 +179,7 @@ def one_bit_mean(x: Tensor, left: Tensor, group) -> tuple[Tensor, Tensor, Tensor
 
 
 def size_and_signs(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean of |x| along the last dim, [..., 1], and whether x is up, bool."""
+    """Return the mean of |x| over the last dim, [..., 1], and whether each x is positive, bool."""
     return x.abs().mean(dim=-1, keepdim=True), x >= 0
 
 
@@ -188,24 +188,24 @@ def from_signs(scale: Tensor, up: Tensor) -> Tensor:
 
 
 def pack(bits: Tensor) -> Tensor:
-    """Eight a byte: bool [..., N] -> uint8 [..., N/8, rounded up]."""
+    """Pack eight bits per byte: bool [..., N] -> uint8 [..., N/8, rounded up]."""
     bits = torch.nn.functional.pad(bits, (0, -bits.shape[-1] % 8)).unflatten(-1, (-1, 8))
     places = torch.arange(8, dtype=torch.uint8, device=bits.device)
     return (bits.to(torch.uint8) << places).sum(dim=-1, dtype=torch.uint8)
 
 
 def unpack(packed: Tensor, length: int) -> Tensor:
-    """The inverse of `pack`: uint8 [..., N/8] -> bool [..., length]."""
+    """Invert `pack`: uint8 [..., N/8] -> bool [..., length]."""
     places = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return (packed.unsqueeze(-1) >> places & 1).flatten(-2)[..., :length].bool()
 
 
 @recorded
 def top_k_mean(x: Tensor, k: int, group) -> tuple[Tensor, Tensor]:
-    """The k elements of each rank that are largest in size, all others taken for 0.
+    """Average the k elements of each rank that have the largest |x|; all others count as 0.
 
-    Each rank has other places, so places and values of all are gathered: (n-1) 8k bytes a rank,
-    which grows with n (Aji and Heafield 2017).
+    Every rank picks different indices, so all indices and values are gathered: (n-1) 8k bytes per
+    rank, which grows with n (Aji and Heafield 2017).
     """
     check_k(k, x)
     places = x.abs().topk(k).indices
@@ -222,9 +222,10 @@ def check_k(k: int, x: Tensor) -> None:
 
 @recorded
 def random_k_mean(x: Tensor, k: int, generator: torch.Generator, group) -> tuple[Tensor, Tensor]:
-    """k elements drawn anew each time; all ranks' generators are in the same state.
+    """Average k random elements, drawn anew each call; all ranks' generators have the same state.
 
-    All know the places, so none travel, and values can be all-reduced: 2 (n-1)/n 4k bytes a rank.
+    All ranks know the indices, so only the values travel, by all-reduce: 2 (n-1)/n 4k bytes per
+    rank.
     """
     check_k(k, x)
     places = torch.randperm(len(x), generator=generator)[:k].to(x.device)
@@ -235,11 +236,12 @@ def random_k_mean(x: Tensor, k: int, generator: torch.Generator, group) -> tuple
 
 @recorded
 def power_mean(x: Tensor, q: Tensor, group) -> tuple[Tensor, Tensor]:
-    """The mean of the ranks' matrices x [A, B] by one step of the power method, and the next q.
+    """Average the ranks' matrices x [A, B] by one step of the power method; also return the next q.
 
-    q [B, r]: the same on all ranks; what the last step returned, or random numbers. The mean is
-    p q.T, with p [A, r] of orthonormal columns. Sends 2 (n-1)/n 4 r (A + B) bytes a rank, since a
-    product with x can be added up as x can (Vogels et al. 2019, PowerSGD, algorithm 1).
+    q [B, r]: equal on all ranks; the result of the last step, or random numbers. The mean is
+    p q.T, where p [A, r] has orthonormal columns. Sends 2 (n-1)/n 4 r (A + B) bytes per rank: the
+    products of x are linear in x, so they can be summed (Vogels et al. 2019, PowerSGD, algorithm
+    1).
     """
     check_rank(q, x)
     p = torch.linalg.qr(all_reduce(x @ q, group)).Q
@@ -256,10 +258,10 @@ def check_rank(q: Tensor, x: Tensor) -> None:
 
 
 def with_feedback(mean: Callable, x: Tensor, error: Tensor, group) -> tuple[Tensor, Tensor]:
-    """Average x plus what was left out before; return the mean and what is left out now.
+    """Average x plus what was left out before; return the mean and what is left out this time.
 
-    mean: (x, group) -> (mean, sent), a function of this page with its options. error: like x, zero
-    at first (Seide et al. 2014).
+    mean: (x, group) -> (mean, sent), a function of this page with its options bound. error: same
+    shape as x, initially zero (Seide et al. 2014).
     """
     whole = x + error
     found, sent = mean(whole, group)

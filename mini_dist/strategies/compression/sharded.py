@@ -3,20 +3,20 @@
     model = ZeRO3(gpt, group, adamw, units=gpt.blocks, messages=Quantized(8, 4))
     model = ZeRO3(..., inside=mesh["inside"], messages=Quantized(8, 4, by_hosts=True))
 
-The bytes are (n-1)/n (bits/8 + 4/BLOCK) an element for a gather, and as many for a scatter, where
-float32 sends 4 and bfloat16 2; in 8 bits those of the page. Codes and scales of a chunk are one
-message, where the page sends two, and go straight to the rank that they are for, while computing
-goes on.
+A gather sends (n-1)/n (bits/8 + 4/BLOCK) bytes per element, and a scatter as many; float32 sends 4
+and bfloat16 2. In 8 bits it sends as much as the page. The codes and scales of a chunk are one
+message, where the page sends two. They go directly to the rank that needs them, in the background.
 
-Between hosts that is more than need be: the codes of all ranks of a host leave it. With by_hosts
-gradients go in two hops, as in `quantized_reduce_scatter_by_nodes` on the page: each host's sums
-are rounded once more, and only their codes pass its uplink, while computing goes on; the hop inside
-is over when backward goes on. Gathers then go as collectives/by_hosts.py does, codes for numbers.
-The second line above is all of ZeRO++: `inside` is its third part (hpZ), which is no compression.
+Between hosts this sends more than necessary: the codes of all ranks of a host leave it. With
+by_hosts, gradients take two hops, as in `quantized_reduce_scatter_by_nodes` on the page: each
+host's sums are rounded once more, and only their codes pass its uplink, in the background; the hop
+inside the host ends before backward continues. Gathers then send codes as collectives/by_hosts.py
+sends numbers. The second line above is all of ZeRO++: `inside` is its third part (hpZ), which does
+not compress.
 
-Parameters are rounded to the nearest: what a step computes with is at most half a code away from
-the shard, which is kept whole and stepped whole. (Were the shard rounded, too, a step smaller than
-half a code would be lost every time.) Gradients are rounded by lot, so that their mean is right.
+Parameters are rounded to nearest: a step computes with values at most half a code away from the
+shard, which stays in full precision. (If the shard were rounded as well, steps smaller than half a
+code would always be lost.) Gradients are rounded at random, so their expectation is right.
 ZeRO++ sends parameters in 8 bits and gradients in 4.
 """
 
@@ -38,11 +38,12 @@ from .ideas import BLOCK, dequantize, quantize
 
 @checks_kinds
 class Quantized:
-    """How a ZeRO stage sends its units: the bits of a parameter (qwZ) and of a gradient (qgZ).
+    """How a ZeRO stage sends its units: bits per parameter (qwZ) and per gradient (qgZ).
 
-    Each 8 or 4, or None: then it travels as it is. by_hosts: send the least from host to host, of
-    hosts as `launch(hosts=...)` says and equally large. Raises ValueError for other bits and other
-    hosts. Gradients that are not finite raise FloatingPointError: they have no code.
+    Each is 8 or 4, or None for no compression. by_hosts: send as little as possible between hosts,
+    which `launch(hosts=...)` defines and which must have equal sizes. Raises ValueError for other
+    bits and other hosts. Gradients that are not finite raise FloatingPointError: no code stands for
+    them.
     """
 
     def __init__(
@@ -75,10 +76,10 @@ class Quantized:
 
 @collective
 def begin_quantized_all_gather_(whole: Tensor, bits: int, group, messages=in_flight) -> InFlight:
-    """Begin to fill `whole` [n L] with what all ranks' parts are as codes, this rank's own, too:
-    all compute with the same numbers. Until `wait` has returned, nobody may touch it.
+    """Begin to fill `whole` [n L] with all ranks' dequantized parts, this rank's own included, so
+    that all ranks compute with the same numbers. Do not touch it until `wait` has returned.
 
-    messages: what gathers the codes, in_flight or by_hosts of collectives.
+    messages: the module that gathers the codes, in_flight or by_hosts of collectives.
     """
     parts, rank, _ = cut(whole, group)
     mine = encode(parts[rank], bits)
@@ -108,8 +109,8 @@ def begin_quantized_reduce_scatter(
 def begin_by_hosts(
     whole: Tensor, bits: int, lots: torch.Generator, group, dtype: torch.dtype | None = None
 ) -> InFlight:
-    """The same in two hops: a rank first gets what its host has for all those at its place on other
-    hosts, which are [h L] for h hosts, and of these sums each gets its own."""
+    """Reduce-scatter in two hops. First a rank gets its host's parts for all ranks with its own
+    index on the h hosts, [h L], and sums them; then each of these ranks gets its own sum."""
     parts, _, _ = cut(whole, group)
     node, same_place = two_levels(group, None)
     for_place = [[parts[owner] for owner in place.ranks] for place in places(group, None)]
@@ -119,10 +120,10 @@ def begin_by_hosts(
 
 
 def begin_sums(for_rank: list[list[Tensor]], bits: int, lots, group) -> InFlight:
-    """Begin to send every rank its parts, each [L], as codes in one message; `wait` returns what
-    came for this rank, added up part by part."""
+    """Begin to send every rank its parts, each [L], as codes in one message; `wait` returns the
+    sums of the parts for this rank."""
     rank, size = group.rank(), group.size()
-    others = [(rank - k) % size for k in range(1, size)]  # the nearest before it first, as `cut`
+    others = [(rank - k) % size for k in range(1, size)]  # nearest predecessor first, as in `cut`
     codes = [torch.cat([encode(part, bits, lots) for part in parts]) for parts in for_rank]
     arriving = {other: torch.empty_like(codes[rank]) for other in reversed(others)}
     receives = [(message, other) for other, message in arriving.items()]
@@ -140,22 +141,22 @@ def begin_sums(for_rank: list[list[Tensor]], bits: int, lots, group) -> InFlight
 
 
 def encode(part: Tensor, bits: int, lots: torch.Generator | None = None) -> Tensor:
-    """Codes and scales of [L] as bytes: uint8 [bits/8 L + 4 L/BLOCK], the last block as short as
-    it is."""
+    """Encode [L] as bytes, codes and scales: uint8 [bits/8 L + 4 L/BLOCK]. The last block may be
+    short."""
     padded = torch.nn.functional.pad(part, (0, -len(part) % BLOCK))
     codes, scale = quantize(padded, lots, levels=2 ** (bits - 1) - 1)
     codes = codes.flatten()[: len(part)].view(torch.uint8)
-    if bits == 4:  # -7..7, two a byte: the first in the lower half
+    if bits == 4:  # -7..7, two per byte: the first in the lower half
         codes = torch.nn.functional.pad(codes, (0, len(codes) % 2)) & 15
         codes = codes[::2] | (codes[1::2] << 4)
     return torch.cat([codes, scale.float().flatten().view(torch.uint8)])
 
 
 def decode(message: Tensor, length: int, bits: int) -> Tensor:
-    """The numbers that the bytes stand for, float32 [L]."""
+    """Decode the bytes to numbers, float32 [L]."""
     scales = 4 * -(-length // BLOCK)
     codes, scale = message[:-scales], message[-scales:]
-    scale = scale.clone().view(torch.float32)  # (its own memory starts at a multiple of 4)
+    scale = scale.clone().view(torch.float32)  # (the copy is aligned to 4 bytes)
     if bits == 4:
         codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten()[:length]
         codes = (codes ^ 8).view(torch.int8) - 8  # the fourth bit is the sign

@@ -1,16 +1,16 @@
-"""Context parallel: one sequence on many ranks, each with S/cp of its tokens.
+"""Context parallelism: one sequence on many ranks, each with S/cp of its tokens.
 
-Norms, linears, MLPs and the loss treat every token alone. Only attention looks at others, so only
-attention communicates.
+Norms, linears, MLPs and the loss treat each token on its own. Only attention looks at other tokens,
+so only attention communicates.
 
-    placement.py       which tokens a rank holds: contiguous, zig-zag, striped; who sees whom
+    placement.py       which tokens each rank holds: contiguous, zig-zag, striped; who sees whom
     ideas.py           softmax in pieces, merged exactly
-    tiles.py           attention tile by tile; backward from what is recomputed
-    ring.py            queries stay, keys and values go round: memory O(S/cp)
+    tiles.py           attention tile by tile; backward recomputes the tiles
+    ring.py            queries stay, keys and values travel: memory O(S/cp)
     all_gather.py      keys and values fetched at once
-    ulysses.py         all-to-all: cut heads instead of tokens while attending
-    train.py           tokens, positions, targets, loss and gradients of a cut sequence
-    emulated.py        the ring on devices that take a stated time
+    ulysses.py         all-to-all: shard heads instead of tokens during attention
+    train.py           tokens, positions, targets, loss and gradients of a sharded sequence
+    emulated.py        the ring on devices that take a given time
 
     positions = positions_here(S, group, "zigzag")
     model = GPT(config, attention=make_attention(group, "ring", "zigzag"))

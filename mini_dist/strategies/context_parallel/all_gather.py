@@ -1,10 +1,11 @@
-"""The other way round: fetch everyone's keys and values at once, then attend (Llama 3: Grattafiori
+"""The alternative to a ring: fetch all keys and values at once, then attend (Llama 3: Grattafiori
 et al. 2024, section 3.3.2).
 
-The same blocks and the same sums as the ring, in one collective instead of cp-1 hops: no overlap to
-arrange, and while a layer computes it holds the keys and values of the whole sequence. After
-forward they are dropped, and gathered again in backward. With few key/value heads they are small.
-Bytes a rank sends, in units of its own K and V: cp-1 forward, 2(cp-1) backward, as the ring.
+It computes the same blocks and sums as the ring, with one collective instead of cp-1 hops. There is
+no overlap to arrange, but while a layer computes, it holds the keys and values of the whole
+sequence. They are dropped after forward and gathered again in backward. With few key/value heads
+they are small. Bytes per rank, in units of its own K and V: cp-1 forward, 2(cp-1) backward, as in
+the ring.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def all_gather_attention(
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over the whole sequence; arguments, shapes and errors as `ring_attention`."""
+    """Attend over the whole sequence; arguments, shapes and errors as in `ring_attention`."""
     check_heads(q, k)
     positions = positions_of_ranks(placement, q.shape[-2] * group.size(), group.size())
     kernel = kernel_of(kernel, q, scale_of(q, scale) if return_lse else scale)
@@ -46,7 +47,7 @@ class AllGatherAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, positions, causal, kernel, group):
         rank, size = group.rank(), group.size()
-        order = [(rank - step) % size for step in range(size)]  # one's own first, as in the ring
+        order = [(rank - step) % size for step in range(size)]  # its own first, as in the ring
         ctx.blocks = [(source, block_of(positions, rank, source, causal)) for source in order]
         ctx.kernel, ctx.group = kernel, group
         all_kv, total = gather_ranks(k, v, group), None
@@ -55,7 +56,7 @@ class AllGatherAttention(torch.autograd.Function):
         out, lse = total
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.set_materialize_grads(False)  # d_lse is None where nobody asked for lse
+        ctx.set_materialize_grads(False)  # d_lse is None if nobody asked for lse
         return out, lse
 
     @staticmethod
@@ -72,5 +73,5 @@ class AllGatherAttention(torch.autograd.Function):
 
 
 def gather_ranks(k: Tensor, v: Tensor, group) -> Tensor:
-    """Everyone's keys and values: [cp, 2, B, K, S/cp, H]."""
+    """Gather all ranks' keys and values: [cp, 2, B, K, S/cp, H]."""
     return all_gather(torch.stack([k, v]).unsqueeze(0), group)

@@ -1,4 +1,4 @@
-"""The ring on emulated devices: where its time goes, as if each rank had a machine of its own."""
+"""The ring on emulated devices: where its time goes if each rank had its own machine."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from .ring import Hop
 def run_ring_emulated(
     positions: torch.Tensor, seconds_a_score: float, seconds_a_hop: float, group
 ) -> list[BusyInterval]:
-    """One forward pass of the causal ring; what this rank computed when, each named by the rank
-    whose keys it was.
+    """Emulate one forward pass of the causal ring; return the times in which this rank computed,
+    each named by the rank whose keys it used.
 
         run = launch(run_ring_emulated, 4, (zigzag(512, 4), 1e-6, 5e-3))
 
-    positions [cp, S/cp]: a placement. A device is busy in proportion to the scores of its block;
-    what goes round, instead of keys and values, is the moment at which they arrive.
+    positions [cp, S/cp]: a placement. A device is busy in proportion to the scores in its block.
+    The messages carry the time at which keys and values would arrive, instead of keys and values.
     """
     rank, size = group.rank(), group.size()
     work = num_scores(positions)[rank]
     clock = Clock()
     device, link = EmulatedDevice(clock), EmulatedLink(latency=seconds_a_hop)
     clock.start(group)
-    here = 0.0  # since when the keys of this step have been here
+    here = 0.0  # when the keys of this step arrived
     for step, scores in enumerate(work):
         begins = max(device.free, here)
         hop = None

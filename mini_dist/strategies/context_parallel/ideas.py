@@ -1,13 +1,13 @@
-"""The page of context parallelism: softmax in pieces, and a ring in which keys and values travel.
+"""Context parallelism on one page: softmax in pieces, and a ring in which keys and values travel.
 
 Softmax divides by a sum over all keys, so it seems to need them all at once. It does not. Compute
 the output over some of the keys *and* the log of the sum that it was divided by; two such partial
 results are merged by a weighted mean (Milakov and Gimelshein 2018; Rabe and Staats 2021).
 
-Ring attention (Liu et al. 2023) is that merge in a loop: every rank keeps its queries, attends to
-the keys and values that are here, and meanwhile sends them on to the next rank. The page lays the
-sequence out in order, rank after rank. tiles.py attends tile by tile and ring.py does the same for
-any placement of tokens, grouped heads, and half precision; a test holds the two equal.
+Ring attention (Liu et al. 2023) runs that merge in a loop: every rank keeps its queries, attends to
+the keys and values it holds, and at the same time sends them to the next rank. This page splits the
+sequence in order, rank by rank. tiles.py attends tile by tile, and ring.py does the same for any
+placement of tokens, grouped heads and half precision. A test checks that the results are equal.
 Legend: B batch, N heads, S sequence, H head dim, T keys, cp ranks.
 """
 
@@ -23,17 +23,17 @@ from mini_dist.collectives import start, wait
 
 
 class Partial(NamedTuple):
-    """Attention over some of the keys. At least float32: it is summed up many times."""
+    """Attention over some of the keys, in float32 or better, because many of them are summed."""
 
     out: Tensor  # [B, N, S, H], as if these were all the keys
     lse: Tensor  # [B, N, S], log of the sum of exp(score) over these keys
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """Attention over the keys of both. Each output counts by its share of the exponentials.
+    """Merge two partial results. Each output is weighted by its share of the exponentials.
 
     With sums e^lse: out = (e^lse_a out_a + e^lse_b out_b) / (e^lse_a + e^lse_b), written so that
-    nothing is exponentiated but a difference that is at most 0.
+    only a difference of at most 0 is exponentiated.
     """
     lse = torch.logaddexp(a.lse, b.lse)
     share_of_b = (b.lse - lse).exp().unsqueeze(-1)
@@ -41,11 +41,11 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def online_softmax(scores: Tensor, values: Tensor, tile: int = 128) -> Tensor:
-    """softmax(scores) @ values, reading both once, from left to right, `tile` columns at a time.
+    """Compute softmax(scores) @ values in one pass over both, `tile` columns at a time.
 
     scores [..., S, T], values [..., T, H] -> [..., S, H]. The recurrence of FlashAttention: keep
-    the largest score m, the sum l of exp(score - m), and the output o not yet divided; when a
-    larger score turns up, what was summed before shrinks by exp(old m - new m).
+    the largest score m so far, the sum l of exp(score - m), and the output o before its division.
+    When a larger score appears, the earlier sums shrink by exp(old m - new m).
     """
     m = scores.new_full((*scores.shape[:-1], 1), -math.inf)
     l = torch.zeros_like(m)
@@ -61,7 +61,7 @@ def online_softmax(scores: Tensor, values: Tensor, tile: int = 128) -> Tensor:
 
 
 def attention_over(q: Tensor, k: Tensor, v: Tensor, is_own: bool) -> Partial:
-    """Attend to one rank's keys. q [B, N, S/cp, H]; k and v alike. Own keys have a causal mask."""
+    """Attend to one rank's keys. q, k, v [B, N, S/cp, H]. The rank's own keys get a causal mask."""
     scores = q @ k.mT / math.sqrt(q.shape[-1])  # [B, N, S/cp, S/cp]
     if is_own:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
@@ -70,15 +70,16 @@ def attention_over(q: Tensor, k: Tensor, v: Tensor, is_own: bool) -> Partial:
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, group) -> Partial:
-    """Causal attention over the whole sequence, of which this rank holds the part `rank`.
+    """Attend causally over the whole sequence; each rank holds one part of it.
 
-    q, k, v [B, N, S/cp, H] -> out [B, N, S/cp, H] and lse [B, N, S/cp]. Each rank sends its K and
-    V, or those that came by, cp - 1 times; it never holds more than three ranks' of them.
+    q, k, v [B, N, S/cp, H] -> out [B, N, S/cp, H] and lse [B, N, S/cp]. Each rank sends cp - 1
+    messages, first its own K and V and then those it received. It never holds more than three
+    pairs.
     """
     rank, size = group.rank(), group.size()
     total, kv = None, torch.stack([k, v])  # [2, B, N, S/cp, H]: one message per step
     for step in range(size):
-        source = (rank - step) % size  # whose keys and values are here
+        source = (rank - step) % size  # the rank whose keys and values are here
         if step < size - 1:
             arriving = torch.empty_like(kv)
             handles = start(group, [(arriving, (rank - 1) % size)], [(kv, (rank + 1) % size)])
@@ -94,9 +95,9 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, group) -> Partial:
 def gradients_over(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, total: Partial, is_own: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what these queries and one rank's keys give each other: d_q, d_k, d_v.
+    """Return d_q, d_k and d_v for these queries and one rank's keys.
 
-    The weights are computed again. exp(score - lse) with the lse over *all* keys is the final
+    The weights are recomputed. exp(score - lse), with the lse over *all* keys, is the final
     weight of a key, whichever keys are here (Dao et al. 2022, appendix B.2).
     """
     scale = 1 / math.sqrt(q.shape[-1])
@@ -113,9 +114,9 @@ def ring_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return d_q, d_k, d_v [B, N, S/cp, H] from the gradient of ring_attention's output.
 
-    Keys and values go round once more. Their gradient follows one step behind: it starts on the
+    Keys and values go around once more. Their gradient follows one step behind: it starts on the
     rank after its owner, collects every rank's part, and arrives at its owner at the end. So a
-    rank sends K and V cp - 1 times and gradients of their size cp - 1 times.
+    rank sends K and V cp - 1 times, and gradients of the same size cp - 1 times.
     """
     rank, size = group.rank(), group.size()
     before, after = (rank - 1) % size, (rank + 1) % size

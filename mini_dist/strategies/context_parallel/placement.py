@@ -1,8 +1,8 @@
-"""Which tokens each rank holds, and what of each other's keys they may see.
+"""Which tokens each rank holds, and which keys of other ranks they may see.
 
-A placement is a table of positions [cp, S/cp]: row r says where in the sequence the tokens of rank
-r stand, in the order in which it holds them. Tokens, targets, positions and losses all follow it.
-Legend: S sequence, cp ranks.
+A placement is a table of positions [cp, S/cp]: row r lists the positions of rank r's tokens in the
+sequence, in the order in which the rank holds them. Tokens, targets, positions and losses follow
+it. Legend: S sequence, cp ranks.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from mini_dist.collectives.divides import check_divides
 
 
 def contiguous(seq_len: int, size: int) -> Tensor:
-    """Rank r holds the r-th of `size` equal pieces of the sequence: positions [cp, S/cp].
+    """Give rank r the r-th of `size` equal pieces of the sequence: positions [cp, S/cp].
 
-    Under a causal mask the last rank has most to do: its tokens see all the others.
+    Under a causal mask the last rank has the most work: its tokens see all the others.
     """
     check_divides(size, seq_len, "seq_len", by=f"cp={size}")
     return torch.arange(seq_len).view(size, -1)
 
 
 def zigzag(seq_len: int, size: int) -> Tensor:
-    """Cut into 2 cp chunks; rank r holds chunk r and chunk 2cp-1-r: positions [cp, S/cp].
+    """Cut into 2 cp chunks; rank r gets chunks r and 2cp-1-r: positions [cp, S/cp].
 
         rank 0: 0 7    rank 1: 1 6    rank 2: 2 5    rank 3: 3 4
 
-    An early chunk sees little, the late one that goes with it much: all ranks have equally much to
-    do, and in every step of the ring (Llama 3: Grattafiori et al. 2024, section 3.3.2).
+    An early chunk sees few keys, and the late chunk paired with it sees many. So all ranks have
+    equal work in every step of the ring (Llama 3: Grattafiori et al. 2024, section 3.3.2).
     """
     two_chunks_each = f"2*cp={2 * size} (zig-zag gives each rank two chunks)"
     check_divides(2 * size, seq_len, "seq_len", by=two_chunks_each)
@@ -39,11 +39,11 @@ def zigzag(seq_len: int, size: int) -> Tensor:
 
 
 def striped(seq_len: int, size: int) -> Tensor:
-    """Deal the tokens out one by one; rank r holds r, r + cp, r + 2 cp, ...: positions [cp, S/cp].
+    """Deal out tokens one by one; rank r gets r, r + cp, r + 2 cp, ...: positions [cp, S/cp].
 
-    Any two ranks' tokens alternate, so each block of scores is a triangle, with its diagonal where
-    the keys' rank is not after the queries': all ranks have nearly equally much to do, and in every
-    step of the ring (Brandon et al. 2023, Striped Attention).
+    The tokens of any two ranks alternate, so each block of scores is a triangle; it includes the
+    diagonal if the keys' rank is not after the queries'. So all ranks have almost equal work in
+    every step of the ring (Brandon et al. 2023, Striped Attention).
     """
     check_divides(size, seq_len, "seq_len", by=f"cp={size}")
     return torch.arange(seq_len).view(-1, size).T.contiguous()
@@ -53,9 +53,9 @@ PLACEMENTS = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
 
 
 def positions_of_ranks(placement: str, seq_len: int, size: int) -> Tensor:
-    """The table [cp, S/cp] of a placement by its name.
+    """Return the table [cp, S/cp] of a placement by its name.
 
-    Raises ValueError for another name, and for a table that is none.
+    Raises ValueError for an unknown name, and for a table that is not a placement.
     """
     if placement not in PLACEMENTS:
         known = " or ".join(map(repr, PLACEMENTS))
@@ -74,11 +74,11 @@ def positions_of_ranks(placement: str, seq_len: int, size: int) -> Tensor:
 
 class ScoreBlock(NamedTuple):
     """The part of a block of scores that has to be computed: `queries` of one rank, `keys` of
-    another, both in the order of the sequence: a slice, or the indices where a rank holds its
+    another, both in the order of the sequence. Each is a slice, or indices if the rank holds its
     tokens in another order.
 
-    causal: False: all see all. True: as many queries as keys, and the i-th sees the keys 0..i.
-    Otherwise how many of the keys, the first ones, each query sees, at least 1: [queries].
+    causal: False: every query sees every key. True: as many queries as keys, and query i sees keys
+    0..i. Otherwise a tensor [queries]: how many of the first keys each query sees, at least 1.
     """
 
     queries: slice | Tensor
@@ -86,7 +86,7 @@ class ScoreBlock(NamedTuple):
     causal: bool | Tensor
 
     def num_scores(self) -> int:
-        """How many pairs of a query and a key that it may see."""
+        """Count the pairs of a query and a key that it may see."""
         if isinstance(self.causal, Tensor):
             return int(self.causal.sum())
         rows, columns = map(length, (self.queries, self.keys))
@@ -94,12 +94,12 @@ class ScoreBlock(NamedTuple):
 
 
 def block_of(positions: Tensor, rank: int, source: int, causal: bool = True) -> ScoreBlock | None:
-    """What the queries of `rank` compute with the keys of `source`; None if they see none.
+    """Return what the queries of `rank` compute with the keys of `source`; None if they see none.
 
-    In the order of the sequence each query sees at least the keys that the one before it sees. So
-    the queries that see any key are the last ones, and the keys that any query sees are the first
-    ones. In between a block is a staircase. Of contiguous and zig-zag pieces it has one stair, of
-    striped ones all are one high and one wide.
+    In the order of the sequence, each query sees at least the keys that the query before it sees.
+    So the queries that see any key are the last ones, and the keys that any query sees are the
+    first ones. Between them, a block is a staircase. Contiguous and zig-zag pieces give one stair;
+    striped ones give stairs one query high and one key wide.
     """
     if not causal:
         everything = slice(0, positions.shape[1])
@@ -107,7 +107,7 @@ def block_of(positions: Tensor, rank: int, source: int, causal: bool = True) -> 
     (queries, rows), (keys, columns) = in_order(positions[rank]), in_order(positions[source])
     if rank == source:
         return ScoreBlock(part(rows, 0, len(queries)), part(columns, 0, len(keys)), True)
-    sees = torch.searchsorted(keys, queries, right=True)  # of each query: so many of the keys
+    sees = torch.searchsorted(keys, queries, right=True)  # number of keys that each query sees
     first_query, last_key = int((sees == 0).sum()), int(sees[-1])
     if last_key == 0:
         return None
@@ -120,7 +120,7 @@ def block_of(positions: Tensor, rank: int, source: int, causal: bool = True) -> 
 
 
 def in_order(positions: Tensor) -> tuple[Tensor, Tensor | None]:
-    """A rank's positions [S/cp] in the order of the sequence, and where it holds them; None: so."""
+    """Sort a rank's positions [S/cp]; also return their indices, or None if they were sorted."""
     if bool((positions.diff() > 0).all()):
         return positions, None
     return positions.sort()
@@ -135,8 +135,8 @@ def length(part: slice | Tensor) -> int:
 
 
 def num_scores(positions: Tensor, causal: bool = True) -> list[list[int]]:
-    """[rank][step]: pairs of query and key that a rank computes in each step of the ring, whatever
-    the table of positions."""
+    """Count the pairs of query and key that a rank computes in each step of the ring, [rank][step],
+    for any table of positions."""
     size = len(positions)
     blocks = [
         [block_of(positions, rank, (rank - step) % size, causal) for step in range(size)]
@@ -146,7 +146,8 @@ def num_scores(positions: Tensor, causal: bool = True) -> list[list[int]]:
 
 
 def check_heads(q: Tensor, k: Tensor, ranks: int = 1) -> None:
-    """Key/value heads divide the heads, and `ranks` divides them where each rank has whole ones."""
+    """Check that the kv heads divide the heads, and `ranks` the kv heads if each rank needs whole
+    ones."""
     N, K = q.shape[1], k.shape[1]
     if N % K:
         works = " or ".join(map(str, nearest(N, K)))
@@ -159,6 +160,6 @@ def check_heads(q: Tensor, k: Tensor, ranks: int = 1) -> None:
 
 
 def nearest(number: int, divisor: int) -> list[int]:
-    """The divisors of `number` next to one that does not divide it."""
+    """Return the divisors of `number` next to one that does not divide it."""
     divides = [d for d in range(1, number + 1) if number % d == 0]
     return [d for d in divides if d < divisor][-1:] + [d for d in divides if d > divisor][:1]

@@ -1,6 +1,6 @@
-"""Attention over some keys, tile by tile as FlashAttention does it, and its backward.
+"""Attention over some keys, tile by tile as in FlashAttention, and its backward.
 
-What merges tiles, and the blocks of a ring, is in ideas.py (Dao et al. 2022, section 3.1).
+ideas.py merges tiles and the blocks of a ring (Dao et al. 2022, section 3.1).
 Legend: B batch, N heads, K key/value heads (query head n reads n // (N/K)), H head dim; q has S
 tokens, k and v have T.
 """
@@ -19,17 +19,17 @@ from mini_dist.model.digits import at_least_float32
 
 from .ideas import Partial, merge
 
-TILE = 128  # queries and keys of a tile: its scores are all that is ever in memory
+TILE = 128  # queries and keys per tile: only one tile's scores are ever in memory
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, causal: bool | Tensor, scale: float | None = None
 ) -> Partial:
-    """Attention of q over these keys, tile by tile: at most TILE x TILE scores of a head at once.
+    """Attend from q to these keys, tile by tile: at most TILE x TILE scores per head at once.
 
     q [B, N, S, H], k and v [B, K, T, H] -> out [B, N, S, H], lse [B, N, S]. causal: query i sees
-    the keys 0..i (then S = T); or of each query how many keys it sees, the first ones, rising and
-    at least 1: [S], on the CPU. scale: of the scores, 1/sqrt(H) unless given.
+    the keys 0..i (then S = T). Or a tensor [S] on the CPU: how many of the first keys each query
+    sees, non-decreasing and at least 1. scale: of the scores, 1/sqrt(H) by default.
     """
     scale = scale_of(q, scale)
     out = at_least_float32(torch.empty_like(q))
@@ -56,15 +56,15 @@ def attend_backward(
     causal: bool | Tensor,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What these keys contribute to the gradient of q, and the gradients of these k and v.
+    """Return these keys' contribution to the gradient of q, and the gradients of these k and v.
 
-    `out` and `lse` are those of *all* keys: exp(score - lse) is then the weight that the key has in
-    the complete softmax, so that the scores can be computed again, tile by tile, and forgotten
-    (Dao et al. 2022, appendix B.4). Shapes and dtypes of d_q, d_k, d_v are those of q, k, v.
+    `out` and `lse` belong to *all* keys: exp(score - lse) is then a key's weight in the complete
+    softmax, so the scores can be recomputed tile by tile and dropped again
+    (Dao et al. 2022, appendix B.4). d_q, d_k, d_v have the shapes and dtypes of q, k, v.
     """
     scale = scale_of(q, scale)
     d_q, d_k, d_v = (at_least_float32(torch.zeros_like(t)) for t in (q, k, v))
-    mean = (at_least_float32(d_out) * out).sum(-1, keepdim=True)  # of d_weight, over the weights
+    mean = (at_least_float32(d_out) * out).sum(-1, keepdim=True)  # of d_weight over the weights
     for rows, columns, hidden in tiles(q, k, causal):
         queries, above = q[:, :, rows], d_out[:, :, rows]
         keys, values = (spread(t[:, :, columns], q) for t in (k, v))
@@ -81,15 +81,15 @@ def attend_backward(
 def tiles(
     q: Tensor, k: Tensor, causal: bool | Tensor
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """(queries, keys, which of their pairs are hidden) of each tile, without queries and keys that
-    are hidden altogether; None where no pair is."""
+    """Yield (queries, keys, which pairs are hidden) of each tile. Skip queries and keys that are
+    completely hidden; the mask is None if no pair is."""
     S, T = q.shape[-2], k.shape[-2]
     if not isinstance(causal, Tensor):
         causal = torch.arange(1, S + 1) if causal else torch.full((S,), T)
     for i in range(0, S, TILE):
         sees = causal[i : i + TILE]
         for j in range(0, int(sees[-1]), TILE):
-            seeing = sees[sees > j]  # of these queries the last ones
+            seeing = sees[sees > j]  # the last of these queries
             rows = slice(i + len(sees) - len(seeing), i + len(sees))
             columns = slice(j, min(j + TILE, T))
             hidden = torch.arange(j, columns.stop) >= seeing.unsqueeze(-1)
@@ -105,24 +105,24 @@ def scale_of(q: Tensor, scale: float | None) -> float:
 
 
 def spread(x: Tensor, q: Tensor) -> Tensor:
-    """Each key/value head as often as query heads read it: [B, K, ...] -> [B, N, ...]."""
+    """Repeat each key/value head for the query heads that read it: [B, K, ...] -> [B, N, ...]."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)
 
 
 def gather_heads(gradient: Tensor, like: Tensor) -> Tensor:
-    """The way back: sum over the query heads that read one head, [B, N, ...] -> [B, K, ...]."""
+    """Invert `spread`: sum over the query heads that read one head, [B, N, ...] -> [B, K, ...]."""
     return gradient.unflatten(1, (like.shape[1], -1)).sum(2)
 
 
-# The same two functions by torch's fused kernel, which works tile by tile as above.
+# The same two functions with torch's fused kernel, which also works tile by tile.
 
 
 def fused_attend(
     q: Tensor, k: Tensor, v: Tensor, causal: bool | Tensor, scale: float | None = None
 ) -> Partial:
-    """`attend` by the kernel inside torch's scaled_dot_product_attention, CPU only.
+    """Compute `attend` with the kernel inside torch's scaled_dot_product_attention, CPU only.
 
-    It is called by its inner name because the public function keeps the lse to itself.
+    We call it by its internal name because the public function does not return the lse.
     """
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = attend(q, k, v, 0.0, causal is True, attn_mask=mask(q, k, causal), scale=scale)
@@ -130,14 +130,14 @@ def fused_attend(
 
 
 def fused_attend_backward(d_out, q, k, v, out, lse, causal, scale=None):
-    """`attend_backward` by the same kernel's backward."""
+    """Compute `attend_backward` with the same kernel's backward."""
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     how = {"attn_mask": mask(q, k, causal), "scale": scale}
     return backward(d_out, q, k, v, out, lse, 0.0, causal is True, **how)
 
 
 def mask(q: Tensor, k: Tensor, causal: bool | Tensor) -> Tensor | None:
-    """What the fused kernel adds to the scores where it must be told who sees whom: [S, T]."""
+    """Return the mask [S, T] that the fused kernel adds to the scores, if it needs one."""
     if not isinstance(causal, Tensor):
         return None
     hidden = torch.arange(k.shape[-2]) >= causal.unsqueeze(-1)

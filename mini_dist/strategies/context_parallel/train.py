@@ -1,4 +1,4 @@
-"""Training on a cut sequence: what goes in, what each rank's loss is, whose gradient it is."""
+"""Training on a sharded sequence: its inputs, each rank's loss, and which gradient it gives."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ FORMS = {
 
 @checks_kinds
 def positions_here(seq_len: int, group, placement: str = "zigzag") -> Tensor:
-    """Where this rank's tokens stand in the sequence: [S/cp], for the model and for `shard`.
+    """Return the positions of this rank's tokens in the sequence: [S/cp], for the model and
+    `shard`.
 
-    Raises ValueError where the sequence cannot be cut so.
+    Raises ValueError if the placement cannot split the sequence.
     """
     return positions_of_ranks(placement, seq_len, group.size())[group.rank()]
 
 
 @checks_kinds
 def shard(x: Tensor, group, placement: str = "zigzag", dim: int = 1) -> Tensor:
-    """This rank's tokens of x: [.., S, ..] -> [.., S/cp, ..]. Inputs and targets alike.
+    """Return this rank's tokens of x: [.., S, ..] -> [.., S/cp, ..]. Use it for inputs and targets.
 
-    Targets are shifted before they are cut: behind a piece's last token comes another rank's.
+    Shift targets before you shard them: the token after a piece's last one is on another rank.
     """
     return x.index_select(dim, positions_here(x.shape[dim], group, placement).to(x.device))
 
 
 @checks_kinds
 def unshard(x: Tensor, group, placement: str = "zigzag", dim: int = 1) -> Tensor:
-    """All ranks' tokens in the order of the sequence: [.., S/cp, ..] -> [.., S, ..]. Not
+    """Gather all ranks' tokens in sequence order: [.., S/cp, ..] -> [.., S, ..]. Not
     differentiable."""
     size = group.size()
     order = positions_of_ranks(placement, x.shape[dim] * size, size).flatten().argsort()
@@ -53,10 +54,11 @@ def unshard(x: Tensor, group, placement: str = "zigzag", dim: int = 1) -> Tensor
 
 @checks_kinds
 def make_attention(group, form: str = "ring", placement: str = "zigzag") -> Callable:
-    """The attention of a GPT whose sequence is cut over `group`: GPT(config, attention=...).
+    """Make the attention of a GPT whose sequence is sharded over `group`: GPT(config,
+    attention=...).
 
     The model must be given this rank's positions: model(shard(tokens), positions_here(...)).
-    Raises ValueError, when it is called, for other positions, and for dropout of attention weights.
+    When called, it raises ValueError for other positions, and for dropout of attention weights.
     """
     if form not in FORMS:
         raise ValueError(f"form={form!r} is unknown: give one of {', '.join(map(repr, FORMS))}")
@@ -82,11 +84,11 @@ def make_attention(group, form: str = "ring", placement: str = "zigzag") -> Call
 
 
 def share_of_mean(loss: TokenLoss, group) -> Tensor:
-    """This rank's part of the mean loss over all tokens of all ranks; the parts add up to it.
+    """Return this rank's part of the mean loss over all tokens of all ranks; the parts sum to it.
 
-    The mean of the ranks' means would be another number wherever ranks have different numbers of
-    targets that count, and with padding at the end of a sequence they do.
-    Raises ValueError if no target of any rank counts.
+    The mean of the ranks' means would differ if ranks have different numbers of targets that
+    count, as happens with padding at the end of a sequence.
+    Raises ValueError if every target on every rank is IGNORE_INDEX.
     """
     num_tokens = all_reduce(loss.num_tokens, group)
     check_any_counts(num_tokens)
@@ -94,9 +96,9 @@ def share_of_mean(loss: TokenLoss, group) -> Tensor:
 
 
 def sum_gradients(parameters: Iterable[Tensor], group) -> None:
-    """Add up the gradients of all ranks: each has those of its own tokens only.
+    """Sum the gradients over the ranks: each rank has the gradients from its own tokens only.
 
-    This is data parallelism's all-reduce, for the same reason, and in real systems the same call:
+    This is the all-reduce of data parallelism, and real systems use one call for both:
     one group of dp*cp ranks (with losses by `share_of_mean`, a sum and not a mean).
     """
     gradients = [p.grad for p in parameters if p.grad is not None]

@@ -1,10 +1,10 @@
-"""DeepSpeed-Ulysses: an all-to-all turns a cut of the sequence into a cut of the heads.
+"""DeepSpeed-Ulysses: an all-to-all turns a sharded sequence into sharded heads.
 
-Attention needs all tokens, but each head works alone. So before it each rank gives away its tokens'
-values of the other ranks' heads and gets all tokens of its own heads; after it, the way back
-(Jacobs et al. 2023, section 3.1). In between is plain attention on whole sequences, of any kind.
-Bytes a rank sends: (cp-1)/cp of its q, k, v and output, forward, and the same backward: with more
-ranks each sends less, in the ring it does not. But there is no more than one rank a key/value head.
+Attention needs all tokens, but each head works alone. Before attention, each rank sends its tokens'
+values for the other ranks' heads and receives all tokens of its own heads; afterwards an all-to-all
+reverses this (Jacobs et al. 2023, section 3.1). In between, any attention works on whole sequences.
+Bytes per rank: (cp-1)/cp of its q, k, v and output forward, and the same backward. With more ranks
+each sends less, unlike in the ring. But cp can be at most the number of key/value heads.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def ulysses_attention(
     causal: bool = True,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention over the whole sequence; shapes and scale as `ring_attention`; differentiable.
+    """Attend over the whole sequence; shapes and scale as in `ring_attention`; differentiable.
 
-    Zig-zag balances nothing here (each rank sees whole sequences) and is accepted all the same.
-    Raises ValueError where cp does not divide the key/value heads, or these not the heads.
+    Zig-zag placement is accepted but balances nothing, because each rank sees whole sequences.
+    Raises ValueError if cp does not divide the kv heads, or the kv heads do not divide the heads.
     """
     size = group.size()
     check_heads(q, k, ranks=size)
     positions = positions_of_ranks(placement, q.shape[-2] * size, size)
-    order = positions.flatten().argsort()  # of the tokens, as they come rank by rank
+    order = positions.flatten().argsort()  # sorts the tokens, which arrive rank by rank
     q, k, v = (heads_for_tokens(x, group)[:, :, order] for x in (q, k, v))  # [B, N/cp, S, H]
     out = functional.scaled_dot_product_attention(
         q, k, v, is_causal=causal, scale=scale, enable_gqa=True
@@ -53,7 +53,7 @@ def heads_for_tokens(x: Tensor, group) -> Tensor:
 
 
 def tokens_for_heads(x: Tensor, group) -> Tensor:
-    """The way back, [B, N/cp, S, H] -> [B, N, S/cp, H]."""
+    """Invert `heads_for_tokens`: [B, N/cp, S, H] -> [B, N, S/cp, H]."""
     parts = x.unflatten(2, (group.size(), -1)).movedim(2, 0)  # [cp, B, N/cp, S/cp, H], by receiver
     came = ops.all_to_all(parts, group)
     return came.movedim(0, 1).flatten(1, 2)

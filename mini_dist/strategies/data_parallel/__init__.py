@@ -1,8 +1,7 @@
-"""The same model everywhere, a part of the batch each, gradients averaged.
+"""The same model on every rank, a part of the batch on each, gradients averaged.
 
-ideas.py is to be read, wrappers.py to train with. The wrappers send what the ideas send, byte by
-byte and in the same order (tests/strategies/test_data_parallel.py); what they add is told at their
-head.
+Read ideas.py first and train with wrappers.py. The wrappers send the same bytes in the same order
+as the ideas (tests/strategies/test_data_parallel.py); the top of wrappers.py lists what they add.
 """
 
 from .ideas import (

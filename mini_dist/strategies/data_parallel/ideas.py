@@ -1,13 +1,13 @@
-"""Three ways to average gradients, each the answer to what the one before could not do.
+"""Three ways to average gradients; each solves a problem of the one before.
 
-    average_through_rank_0   gather, average, broadcast: right, but all bytes pass through rank 0
-    average_in_buckets       few large messages of flat buckets, but all of them after backward
-    overlapped_backward      a bucket leaves when its last gradient is there and the ones before
-                             it have left: all ranks send in one order
+    average_through_rank_0   gather, average, broadcast: correct, but all bytes pass through rank 0
+    average_in_buckets       a few large messages of flat buckets, but only after backward
+    overlapped_backward      sends a bucket once its last gradient is ready and the earlier
+                             buckets have been sent, so all ranks send in the same order
 
-Each rank's loss is a mean over equally many tokens: so the mean of the ranks' gradients is the
-gradient of the whole batch's mean loss. An all-reduce of N bytes sends 2 (n-1)/n N a rank, on the
-average of the ranks. wrappers.py does the same for a model that trains step after step.
+Each rank's loss is a mean over equally many tokens, so the mean of the ranks' gradients is the
+gradient of the whole batch's mean loss. An all-reduce of N bytes sends 2 (n-1)/n N per rank, on
+average over the ranks. wrappers.py does the same for a model that trains for many steps.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ..replicas import gradient
 def average_through_rank_0(parameters: Iterable[Tensor], group) -> None:
     """Replace each gradient by its mean over the ranks: gather on rank 0, average, broadcast.
 
-    Parameters without a gradient (frozen, or unused on all ranks) are left alone. For N bytes of
-    gradients rank 0 receives (n-1) N and sends (n-1) N, every other rank N and N: the traffic
-    of a parameter server with one server and synchronous workers (Li et al. 2014, section 2).
+    Parameters without a gradient (frozen, or unused on all ranks) are skipped. For N bytes of
+    gradients, rank 0 receives (n-1) N and sends (n-1) N; every other rank sends and receives N.
+    This is the traffic of a parameter server with synchronous workers (Li et al. 2014, section 2).
     """
     for parameter in parameters:
         if parameter.grad is None:
@@ -41,11 +41,11 @@ def average_through_rank_0(parameters: Iterable[Tensor], group) -> None:
 
 @recorded
 def average_in_buckets(parameters: Iterable[Tensor], bucket_bytes: int, group) -> None:
-    """Replace each gradient by its mean over the ranks, in flat buckets, last parameter first,
-    as backward finishes them.
+    """Replace each gradient by its mean over the ranks, in flat buckets, from the last parameter to
+    the first, as backward produces them.
 
     A bucket is full when the next gradient would make it larger than `bucket_bytes`. Parameters
-    without a gradient are left alone.
+    without a gradient are skipped.
     """
 
     def send(bucket):
@@ -66,15 +66,16 @@ def average_in_buckets(parameters: Iterable[Tensor], bucket_bytes: int, group) -
 
 @recorded
 def overlapped_backward(loss: Tensor, buckets: list[list[Tensor]], sender, group) -> None:
-    """Run backward, and average each bucket's gradients while the rest of it is computed.
+    """Run backward, and average each bucket's gradients while the rest is still being computed.
 
-    buckets: the trainable parameters, each once and alike on all ranks, those that backward
-    finishes first in the first one. sender: an executor with one thread: `submit(fn, *args)`
-    returns at once, and its `.result()` waits. What this rank did not use gets a gradient, too.
+    buckets: every trainable parameter once, equal on all ranks; the first bucket holds the
+    parameters that backward finishes first. sender: an executor with one thread: `submit(fn,
+    *args)` returns at once, and its `.result()` waits. Parameters that this rank did not use get a
+    gradient as well.
     """
     missing, leaving = [len(bucket) for bucket in buckets], []
 
-    def leave():  # the next one, on all ranks in the order of the buckets
+    def leave():  # sends the next bucket; the order is the same on all ranks
         leaving.append(sender.submit(mean, flatten(buckets[len(leaving)]), group))
 
     def ready(number):
@@ -100,12 +101,12 @@ def overlapped_backward(loss: Tensor, buckets: list[list[Tensor]], sender, group
 
 
 def mean(x: Tensor, group) -> Tensor:
-    """x averaged over the ranks: what is done with each bucket."""
+    """Average x over the ranks: the operation applied to each bucket."""
     return all_reduce(x, group, op="mean")
 
 
 def flatten(bucket: list[Tensor]) -> Tensor:
-    """The bucket's gradients one behind the other; zeros where there is none."""
+    """Concatenate the bucket's gradients, with zeros for parameters that have none."""
     return torch.cat([gradient(parameter).flatten() for parameter in bucket])
 
 

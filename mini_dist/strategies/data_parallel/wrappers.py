@@ -1,25 +1,25 @@
-"""Data parallelism for a model that trains: what ideas.py does, at every step and for any model.
+"""Data parallelism for training: what ideas.py does, at every step and for any model.
 
-    Naive        an all-reduce a parameter: no centre, but many small messages
+    Naive        one all-reduce per parameter: no central rank, but many small messages
     Bucketed     flat buckets, made once
-    Overlapped   buckets that leave during backward
+    Overlapped   buckets that are sent during backward
 
-The three have one interface. Wrapping broadcasts rank 0's parameters and buffers, so that the ranks
-start equal. `finish()`, after the last backward of a step, leaves in `.grad` the mean gradient over
-the ranks:
+All three have the same interface. Wrapping broadcasts rank 0's parameters and buffers, so the ranks
+start equal. `finish()`, after the last backward of a step, leaves the mean gradient over the ranks
+in `.grad`:
 
     model = Overlapped(GPT(config), group)
-    with model.no_sync():                    # micro-batches but the last: add up, send nothing
+    with model.no_sync():                    # all micro-batches but the last: accumulate only
         loss(model(first)).backward()
     loss(model(last)).backward()
     model.finish()
     optimizer.step()
 
-A mean over ranks weighs all ranks alike. Where they have different numbers of tokens, the loss is
-n * (sum over this rank's tokens) / (tokens of all ranks), as train.py does it.
+A mean over ranks weighs all ranks equally. If they have different numbers of tokens, use the loss
+n * (sum over this rank's tokens) / (tokens of all ranks), as train.py does.
 
-Legend: n ranks, N bytes of gradients. Each of the three sends 2(n-1)/n N bytes a rank a step,
-on the average of the ranks; by a ring each rank sends as much.
+Legend: n ranks, N bytes of gradients. Each of the three sends 2(n-1)/n N bytes per rank and step,
+on average over the ranks; in a ring every rank sends the same amount.
 """
 
 from __future__ import annotations
@@ -41,17 +41,16 @@ from .ideas import flatten, unflatten
 
 
 class Naive(Trainable):
-    """One all-reduce a parameter, after backward.
+    """One all-reduce per parameter, after backward.
 
-    reduce: (tensor, group) -> its mean over the group: `mean_` unless given, `ring_mean`,
-    `backend_mean_`, or your own. The tensor is not read again, so its memory may be used. Or an
-    object whose `of_bucket(parameters)` makes such a function, with a state of its own, for what
-    travels together (compression/engine.py).
-    A parameter that a rank did not use counts as zeros there, so that it has a gradient, if only
-    zeros, on all of them: weight decay and momentum still move what no rank used. (DDP with
-    find_unused_parameters=True leaves such a gradient as it was: None.)
-    ignored: parameters that another wrapper takes care of.
-    Raises ValueError if there is nothing to train.
+    reduce: (tensor, group) -> its mean over the group: `mean_` by default, `ring_mean`,
+    `backend_mean_`, or your own. The tensor is not read again, so `reduce` may overwrite it. Or an
+    object whose `of_bucket(parameters)` makes such a function, with its own state, for each
+    bucket (compression/engine.py).
+    A parameter that a rank did not use counts as zeros there. So it gets a gradient on all ranks,
+    even if only zeros: weight decay and momentum still change parameters that no rank used. (DDP
+    with find_unused_parameters=True leaves such a gradient unchanged: None.) ignored: parameters
+    that another wrapper handles. Raises ValueError if there is nothing to train.
     """
 
     def __init__(
@@ -67,12 +66,12 @@ class Naive(Trainable):
         if not self.parameters_to_average:
             raise ValueError("no parameter requires a gradient: there is nothing to train")
         self.synchronizes = True
-        self.is_finishing = False  # inside finish(), or it ended in an exception
+        self.is_finishing = False  # inside finish(), or finish() ended in an exception
         self.send_in([[parameter] for parameter in self.parameters_to_average])
         broadcast_state(module, group, self.ignored)
 
     def send_in(self, buckets: list[list[Tensor]]) -> None:
-        """Let the gradients of each of these lists travel together."""
+        """Send the gradients of each of these lists together."""
         make = getattr(self.reduce, "of_bucket", lambda bucket: self.reduce)
         self.buckets, self.reduces = buckets, [make(bucket) for bucket in buckets]
 
@@ -81,7 +80,7 @@ class Naive(Trainable):
 
     @contextmanager
     def no_sync(self):
-        """Inside, backward only adds up gradients: for all micro-batches of a step but the last."""
+        """Only accumulate gradients inside `with`: use it for all micro-batches but the last."""
         self.synchronizes = False
         try:
             yield
@@ -98,9 +97,9 @@ class Naive(Trainable):
             parameter.grad = reduce(gradient(parameter).flatten(), self.group).view_as(parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients. If a step ended in an exception, all ranks have to call this, and
-        then the next step is what it would have been without it. Raises RuntimeError where it
-        cannot be: a compression has kept what it left out of the buckets that were sent before."""
+        """Clear all gradients. If a step ended in an exception, call this on all ranks, and the
+        next step is as if the failed one had not begun. Raises RuntimeError if that is impossible,
+        because compression has stored what it left out of buckets that were already sent."""
         if self.is_interrupted():
             if self.has_sent() and hasattr(self.reduce, "of_bucket"):
                 raise RuntimeError(
@@ -112,11 +111,11 @@ class Naive(Trainable):
         super().zero_grad(set_to_none)
 
     def is_interrupted(self) -> bool:
-        """Outside of a step: whether one has not come to its end."""
+        """Return whether the last step was interrupted (ask outside of a step)."""
         return self.is_finishing
 
     def has_sent(self) -> bool:
-        """Whether the interrupted step may have sent a bucket."""
+        """Return whether the interrupted step may have sent a bucket."""
         return self.is_finishing
 
     def start_over(self) -> None:
@@ -125,9 +124,9 @@ class Naive(Trainable):
 
 @checks_kinds
 class Bucketed(Naive):
-    """Gradients travel in flat buckets of about `bucket_bytes`, after backward.
+    """Send gradients in flat buckets of about `bucket_bytes`, after backward.
 
-    A message has a fixed cost, so many small ones are slow; see lesson 04.
+    Each message has a fixed cost, so a large number of small ones is slow; see lesson 04.
     """
 
     def __init__(self, module, group, reduce=None, bucket_bytes: int = BUCKET_BYTES, ignored=()):
@@ -141,12 +140,12 @@ class Bucketed(Naive):
 
 @checks_kinds
 class Overlapped(Bucketed):
-    """A bucket leaves as soon as backward has finished its last gradient.
+    """Send each bucket as soon as backward has computed its last gradient.
 
-    The sending is done by one background thread, in the order of the buckets: all ranks must
-    enter their all-reduces in the same order, whatever order their gradients get ready in. The
-    thread lives from the first bucket of a step to `finish`, because a rank with another thread is
-    never known to be stuck: `launch` would name a deadlock only after its timeout.
+    One background thread sends, in the order of the buckets: all ranks must enter their
+    all-reduces in the same order, whatever the order in which their gradients become ready. The
+    thread lives from a step's first bucket to `finish`, because `launch` never considers a rank
+    with another thread stuck: it would report a deadlock only after its timeout.
     """
 
     def __init__(self, module, group, reduce=None, bucket_bytes: int = BUCKET_BYTES, ignored=()):
@@ -156,8 +155,8 @@ class Overlapped(Bucketed):
         self.leaving: list[Future] = []
         self.missing = [len(bucket) for bucket in self.buckets]
         for parameter in self.parameters_to_average:
-            # Its gradient is complete when it has been added to .grad. A hook on the parameter
-            # itself (register_hook) would run before that.
+            # This hook runs after the gradient is complete and added to .grad. A hook on the
+            # parameter itself (register_hook) would run before that.
             parameter.register_post_accumulate_grad_hook(self.gradient_is_ready)
 
     def is_interrupted(self) -> bool:
@@ -189,16 +188,16 @@ class Overlapped(Bucketed):
                 self.leave()
 
     def leave(self) -> None:
-        """Send the next bucket off."""
+        """Start to send the next bucket."""
         if self.sender is None:
             self.sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="sender")
         number = len(self.leaving)
         bucket, reduce = self.buckets[number], self.reduces[number]
         flat = [flatten(bucket)]
         for parameter in bucket:
-            parameter.grad = None  # the bucket has a copy: hold one, not two
-        # `pop`, so that reduce alone holds it. The thread would hold an argument until it next
-        # has a core, which may be in the middle of the optimizer's step.
+            parameter.grad = None  # the bucket has a copy: do not hold both
+        # `pop`, so that only reduce holds it. The thread would hold an argument until it next
+        # gets a core, perhaps in the middle of the optimizer's step.
         self.leaving.append(self.sender.submit(lambda: reduce(flat.pop(), self.group)))
 
     def average(self) -> None:
@@ -210,20 +209,20 @@ class Overlapped(Bucketed):
 
 
 def mean_(x: Tensor, group) -> Tensor:
-    """By what suits the size: for a large bucket the pipelined ring, which keeps up with gloo's
-    own, in the bucket's memory. A bucket is a copy of gradients, and one copy is enough."""
+    """Average with the algorithm that suits the size: for a large bucket the pipelined ring, which
+    is as fast as gloo's, in place. A bucket is a copy of gradients, and one copy is enough."""
     if x.nbytes <= IN_PLACE_BYTES:
         return all_reduce(x, group).div_(group.size())
     return pipelined_ring_all_reduce(x, group, "mean", out=x)
 
 
 def ring_mean(x: Tensor, group) -> Tensor:
-    """By the ring of lesson 03: 2(n-1)/n of x on every link, whatever its size."""
+    """Average with the ring of lesson 03: 2(n-1)/n of x on every link, whatever its size."""
     return ring_all_reduce(x, group).div_(group.size())
 
 
 def backend_mean_(x: Tensor, group) -> Tensor:
-    """By the all-reduce that gloo or NCCL brings along, in the bucket's memory."""
+    """Average with the all-reduce of gloo or NCCL, in place."""
     group.allreduce([x]).wait()
     return x.div_(group.size())
 
@@ -232,8 +231,8 @@ def backend_mean_(x: Tensor, group) -> Tensor:
 def make_buckets(parameters: list[Tensor], bucket_bytes: int) -> list[list[Tensor]]:
     """Group parameters of one dtype, last one first, into buckets of at most `bucket_bytes`.
 
-    Backward makes the gradients of the last layers first. A parameter that is larger than a bucket
-    has one to itself. Raises ValueError if bucket_bytes is below 1.
+    Backward computes the gradients of the last layers first. A parameter that is larger than a
+    bucket gets its own bucket. Raises ValueError if bucket_bytes is below 1.
     """
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes={bucket_bytes} holds nothing: give 1 or more bytes")

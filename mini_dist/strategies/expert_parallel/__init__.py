@@ -1,11 +1,11 @@
-"""Expert parallelism: each rank holds some of the experts, and tokens travel to those they visit.
+"""Expert parallelism: each rank holds some of the experts, and tokens travel to their experts.
 
 A layer with experts has far more weights than a token uses. Every rank routes its own tokens
-(`route` of routing.py), sends a copy of each to the ranks of the experts that it chose, and gets
-the answers back: two all-to-alls, called dispatch and combine, and two more in backward.
+(`route` of routing.py), sends a copy of each to the ranks of its chosen experts, and receives
+the answers: two all-to-alls, called dispatch and combine, and two more in backward.
 
     ideas.py      choose_copies, dispatch, combine, balance_loss
-    layer.py      the layer with its experts spread; `shard_experts` puts it into a GPT
+    layer.py      the layer with its experts distributed; `shard_experts` puts it into a GPT
     balance.py    how busy experts were; a loss that a layer deep in a pipeline adds
 
     shard_experts(model, mesh["ep"], balance_group=mesh["dp", "cp"], balance_loss=0.01)

@@ -1,4 +1,4 @@
-"""How evenly experts are loaded, and a loss that a layer adds by itself."""
+"""How evenly experts are loaded, and a way for a layer to add its own loss."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Load(NamedTuple):
 
     @property
     def imbalance(self) -> float:
-        """The busiest expert's copies, in units of the mean: 1 if all are alike. The others wait
-        for it, so this is how much longer the experts take than they need."""
+        """Return the busiest expert's copies divided by the mean: 1 if all are equal. The others
+        wait for the busiest, so this is how much longer the experts take than with an even load."""
         return self.kept.max().item() / self.kept.double().mean().item()
 
 
 class AttachLoss(torch.autograd.Function):
-    """x as it is; in backward, `loss` times `scale` counts as if it had been added to the total.
+    """Return x unchanged; in backward, act as if `loss` times `scale` were part of the total loss.
 
-    So that a layer deep in a pipeline can have a loss of its own (Megatron-core's
+    So a layer deep in a pipeline can have its own loss (Megatron-core's
     MoEAuxLossAutoScaler does the same)."""
 
     @staticmethod

@@ -1,16 +1,16 @@
-"""An MoE of a GPT with its experts spread over a group of ranks.
+"""An MoE layer of a GPT whose experts are distributed over a group of ranks.
 
-Gradients. The router and the shared expert are like any other parameter: every rank has them and
-the gradients of its own tokens; their mean over dp*cp is the gradient of the batch. An expert gets
+Gradients. The router and the shared expert are like any other parameter: every rank holds them and
+the gradients from its own tokens; the mean over dp*cp is the gradient of the batch. An expert gets
 gradients from the tokens of all ranks of its ep group. In backward the layer divides them by the
-size of that group, so that they, too, only want the mean over who holds the same experts:
+size of that group, so the rest is also a mean, over the ranks that hold the same experts:
 mesh["edp"].
 
-With sequence parallelism a rank routes its part of the sequence, so balance_group has tp in it, too
-(and the layers' own losses count 1/tp: over tp, gradients are added up). If the ep group spans tp
-ranks, their tokens' gradients are added up, too: averaged_over is then smaller. See all_axes.
+With sequence parallelism a rank routes its part of the sequence, so balance_group includes tp as
+well (and the layers' own losses count 1/tp, because gradients are summed over tp). If the ep group
+spans tp ranks, their tokens' gradients are summed too, so averaged_over is smaller. See all_axes.
 
-Legend: T tokens of this rank, E experts; a *copy* is one token for one of its experts.
+Legend: T tokens per rank, E experts; a *copy* is one token on its way to one of its experts.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ from .ideas import (
 
 @checks_kinds
 class ExpertParallel(nn.Module):
-    """What an MoE computes, with its experts spread over a group: x [B, S, D] to x [B, S, D].
+    """Compute what an MoE computes, with its experts distributed: x [B, S, D] to x [B, S, D].
 
     Parameters keep the names that they have in the MoE: `experts.5` is expert 5 of all.
 
-    moe: the layer whose router, shared expert and experts are used; the other ranks' are let go.
-    capacity_factor: the copies that a rank may send to one expert, in units of the even share; what
-        is more is dropped and goes on by the residual connection only. None drops nothing.
-    balance_loss, z_loss: what these losses count for in the whole. They are added in backward, so
-        they work in any pipeline stage; the loss that a model returns is without them.
-    balance_group: the ranks whose tokens are balanced together, `group` unless given.
-    averaged_over: what an expert's gradients are divided by, the size of `group` unless given.
-    Raises ValueError if the ranks do not divide the experts.
+    moe: the layer whose router, shared expert and experts are used; other ranks' experts are freed.
+    capacity_factor: how many copies a rank may send to one expert, as a multiple of the even share.
+        Dropped copies contribute nothing; their tokens keep the residual. None drops nothing.
+    balance_loss, z_loss: weights of these losses in the total. They are added in backward, so
+        they work in any pipeline stage; the loss that a model returns excludes them.
+    balance_group: the ranks whose tokens are balanced together, `group` by default.
+    averaged_over: the divisor of an expert's gradients, the size of `group` by default.
+    Raises ValueError if the number of ranks does not divide the experts.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ExpertParallel(nn.Module):
             moe.gate,
         )
         self.experts = nn.ModuleDict({str(e): moe.experts[e] for e in mine})
-        bias = moe.balance_bias  # in bf16 small moves of it would be rounded away
+        bias = moe.balance_bias  # in bf16 small changes of it would be rounded away
         self.register_buffer("balance_bias", None if bias is None else at_least_float32(bias))
         self.group, self.num_experts, self.capacity_factor = group, num_experts, capacity_factor
         self.balance_group = balance_group or group
@@ -118,29 +118,30 @@ class ExpertParallel(nn.Module):
         return self.with_losses(out, decision, copies).view_as(x)
 
     def capacity(self, num_tokens: int) -> int | None:
-        """Copies that this rank may send to one expert, None for any number."""
+        """Return how many copies this rank may send to one expert, None for any number."""
         if self.capacity_factor is None:
             return None
         return capacity_of(self.capacity_factor, num_tokens, self.top_k, self.num_experts)
 
     def run_experts(self, arrived: Tensor, rows_per_expert: list[int]) -> Tensor:
-        """Each expert answers its rows, [arrived, D] -> [arrived, D].
+        """Let each expert answer its rows, [arrived, D] -> [arrived, D].
 
-        One after the other, so that the algorithm can be read; on a GPU one grouped matrix
-        product does all. An expert without rows runs too, on [0, D]: its gradients are zeros.
+        The experts run one after the other, for readability; on a GPU a grouped matrix product
+        computes all at once. An expert without rows runs as well, on [0, D]: its gradients are
+        zeros.
         """
         arrived = scale_gradient(arrived, self.averaged_over)
         answers = [
             expert(rows)
             for expert, rows in zip(self.experts.values(), arrived.split(rows_per_expert))
         ]
-        # what lies between the two scalings, the experts' weights, gets an n-th of its gradient
+        # the experts' weights, between the two scalings, get 1/n of their gradient
         return scale_gradient(torch.cat(answers), 1 / self.averaged_over)
 
     def with_losses(self, out: Tensor, decision: Routing, copies: Copies) -> Tensor:
-        """Count who visits whom, on all ranks of balance_group, and attach the losses to `out`."""
+        """Count visits per expert on all ranks of balance_group, and attach the losses to `out`."""
         loss, visits = balance_loss(decision, self.balance_group)
-        kept = visits  # by all ranks, if nothing can be dropped
+        kept = visits  # over all ranks, if nothing can be dropped
         if self.capacity_factor is not None:
             kept = all_reduce(copies.counts, self.balance_group)
         self.load = Load(visits, kept)
@@ -156,7 +157,7 @@ class ExpertParallel(nn.Module):
 
 @recorded
 def dispatch_evenly(x: Tensor, counts: Tensor, group) -> tuple[Tensor, Dispatched]:
-    """Send what `dispatch` sends if every expert gets equally many rows, of tensors without
+    """Send what `dispatch` would send if every expert got equally many rows, for tensors without
     storage: their counts have no values to read."""
     size = group.size()
     all_to_all(counts, group)
@@ -169,10 +170,10 @@ def dispatch_evenly(x: Tensor, counts: Tensor, group) -> tuple[Tensor, Dispatche
 
 
 def shard_experts(model: nn.Module, group, **options) -> nn.Module:
-    """Spread the experts of every MoE in `model` over `group`; returns the model, changed.
+    """Distribute the experts of every MoE in `model` over `group`; return the model, changed.
 
-    options: those of ExpertParallel. Raises ValueError if there is no MoE, or if the ranks do not
-    divide the experts.
+    options: for ExpertParallel. Raises ValueError if there is no MoE, or if the number of ranks
+    does not divide the experts.
     """
     places = [
         (parent, name, child)
@@ -203,21 +204,21 @@ class ScaleGradient(torch.autograd.Function):
 
 
 def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """x as it is; its gradient times `factor`."""
+    """Return x unchanged; multiply its gradient by `factor`."""
     return x if factor == 1 else ScaleGradient.apply(x, factor)
 
 
 @checks_kinds
 def set_loss_scale(model: nn.Module, scale: float) -> None:
-    """What the layers' own losses are multiplied by, as whoever calls backward does with the main
-    loss: 1 / number of micro-batches, times the loss scale of fp16."""
+    """Set the factor of the layers' own losses to the main loss's factor at the call of backward:
+    1 / number of micro-batches, times the loss scale of fp16."""
     for layer in layers_with_experts(model):
         layer.loss_scale = scale
 
 
 @contextmanager
 def visits_of_whole_steps(modules: Iterable[nn.Module]):
-    """Inside is a training step. If it ends in an exception, the layers forget its visits."""
+    """Wrap one training step. If it ends in an exception, the layers discard its visits."""
     before = [(layer, layer.visits_of_step) for m in modules for layer in layers_with_experts(m)]
     try:
         yield
@@ -230,13 +231,13 @@ def visits_of_whole_steps(modules: Iterable[nn.Module]):
 @checks_kinds
 @torch.no_grad()
 def move_balance_biases(model: nn.Module, rate: float = 1e-3) -> None:
-    """After a step, make crowded experts less and idle ones more attractive, by `rate` each.
+    """Make crowded experts less attractive and idle ones more, by `rate` each, after a step.
 
-    For gate "sigmoid": the bias decides who is chosen and has no gradient, so balance adds none to
-    the model's (Wang et al. 2024, algorithm 1; DeepSeek-V3). Counts the forwards with gradients
-    since the last call, over all ranks of the balance group, so the ranks stay alike; a step that
-    ended in an exception counts unless it was inside `visits_of_whole_steps`, as that of a
-    ParallelModel is. Raises ValueError if no layer has such a bias.
+    For gate "sigmoid": the bias affects which experts are chosen and has no gradient, so balancing
+    does not change the model's gradients (Wang et al. 2024, algorithm 1; DeepSeek-V3). Counts
+    forwards with gradients since the last call, over all ranks of the balance group, so the ranks
+    stay equal. A step that ended in an exception counts, except inside `visits_of_whole_steps`,
+    which a ParallelModel uses. Raises ValueError if no layer has such a bias.
     """
     layers = [layer for layer in layers_with_experts(model) if layer.balance_bias is not None]
     if not layers:

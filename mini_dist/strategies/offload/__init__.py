@@ -1,16 +1,16 @@
-"""Borrowed memory: the host's and files', and how a device's own is dealt out.
+"""Borrowed memory: the host's and files', and how a device allocates its own.
 
-ideas.py        to be read
-lanes.py        copies, files and the host's arithmetic go on beside the device's
+ideas.py        read this first
+lanes.py        copies, files and host arithmetic that overlap with the device's computation
 emulated.py     the same in virtual time
-sides.py        how much memory each of the two would need, where both are one
-tier.py         what ZeRO takes as `offload=`: transfers behind the computation
-gradients.py    of it, how gradients come to the host and are added up
-shelf.py        of it, what is in files between two uses
-files.py        tensors in files, straight to the disk; what happens when it is full
-activations.py  what forward keeps for backward, on the host
-states.py       an optimizer whose states have 8 bits
-allocator.py    a caching allocator to look at, fed with what a training step asked for
+sides.py        how much memory device and host would each need, if both are one machine
+tier.py         the `offload=` of ZeRO: transfers overlapped with the computation
+gradients.py    part of it: how gradients reach the host and are summed
+shelf.py        part of it: tensors that are in files between two uses
+files.py        tensors in files, directly to the disk; what happens when it is full
+activations.py  saved activations on the host
+states.py       an optimizer with 8-bit states
+allocator.py    a caching allocator to study, fed with the requests of a training step
 """
 
 from .activations import activations_to_host

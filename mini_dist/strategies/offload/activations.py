@@ -1,14 +1,14 @@
-"""What forward keeps for backward, on the host (Rajbhandari et al. 2020, section 6.1, "P_a+cpu").
+"""Saved activations on the host (Rajbhandari et al. 2020, section 6.1, "P_a+cpu").
 
     with activations_to_host(lanes, group, model.parameters()):
         loss = model(x).mean()
     loss.backward()
 
-With full recomputation that is a block's input, [B, S, D] a block. Each leaves behind the forward
-of its block, and comes back behind another's backward: arithmetic grows with D^2 and the bytes with
-D, so wide models hide it. Under tensor parallelism all tp ranks keep the same input; to keep an
-n-th each (P_a) is what sequence parallelism does by itself (lesson 10): between its regions a rank
-has [B, S/tp, D] and nothing else, so what leaves for the host is that part.
+With full recomputation the saved activation is a block's input, [B, S, D] per block. Each is copied
+out during the forward of its block and copied back during another block's backward. Arithmetic
+grows with D^2 and the bytes with D, so wide models hide the copies. Under tensor parallelism all tp
+ranks save the same input. Sequence parallelism already saves 1/tp on each rank, as P_a does (lesson
+10): between its regions a rank has only [B, S/tp, D], so only that part goes to the host.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from mini_dist.plan.fields import checks_kinds
 
 from .lanes import Lanes, to_device_, to_host_
 
-SMALL = 2**12  # bytes: what is smaller stays
-LEAVING = 2  # on their way at a time: until then the device holds them
+SMALL = 2**12  # bytes: smaller tensors stay
+LEAVING = 2  # copies in flight at a time: until they end the device holds the tensors
 
 
 @checks_kinds
 @contextmanager
 def activations_to_host(lanes: Lanes, group, parameters=()):
-    """Inside, tensors that autograd keeps leave for the host. In backward each comes back while the
-    tensor before it is used. parameters: what is kept but is no activation."""
+    """Move tensors that autograd saves inside `with` to the host. In backward, each comes back
+    while the tensor before it is used. parameters: saved tensors that are not activations."""
     known = {p.untyped_storage()._cdata for p in parameters}
     order: list[AwayTensor] = []
     leaving: deque[AwayTensor] = deque()
@@ -68,7 +68,7 @@ class AwayTensor:
     def __init__(self, x: Tensor, lanes: Lanes, number: int, group):
         self.lanes, self.number, self.group, self.like = lanes, number, group, x.device
         self.host, self.there, self.was_used = lanes.empty(x, x.dtype), None, False
-        self.x = x  # or its memory could be another's while it is still copied
+        self.x = x  # otherwise its memory could be reused while the copy is in flight
         self.left = lanes.begin("to_host", lambda: to_host_(self.host, x, group), x.nbytes)
 
     def let_go(self) -> None:

@@ -1,24 +1,24 @@
-"""A caching allocator to look at: blocks, splits, fragments, and an OOM with enough memory free.
+"""A caching allocator to study: blocks, splits, fragments, and an OOM with enough memory free.
 
-    asked = requests(run.ledger.memory[0])       # what a training step really asked for, in order
+    asked = requests(run.ledger.memory[0])       # a training step's real requests, in order
     allocator = Allocator(capacity=24 * 2**20)
     replay(asked, allocator)
     print(allocator.cached, allocator.largest_free)
 
-The rules are those of PyTorch's CUDA allocator (c10/cuda/CUDACachingAllocator.cpp), one stream:
+The rules are those of PyTorch's CUDA allocator (c10/cuda/CUDACachingAllocator.cpp) on one stream:
 
     sizes are rounded up to 512 bytes; small requests (to 1 MiB) and large ones have separate pools
-    a segment is what the driver gives: 2 MiB for a small request, 20 MiB for one below 10 MiB, the
-        request rounded up to 2 MiB above that
-    a request takes the smallest free block that is large enough; what is left of it is split off,
-        if it is at least 512 bytes (small, or expandable), more than 1 MiB (large)
-    a block that is freed grows together with free neighbours in its segment, and stays cached
-    when the driver has no more, segments that are wholly free go back to it, and it is asked again
+    a segment is memory from the driver: 2 MiB for a small request, 20 MiB for one below 10 MiB,
+      and above that the request rounded up to 2 MiB
+    a request takes the smallest free block that is large enough; the rest is split off,
+      if it is at least 512 bytes (small, or expandable) or more than 1 MiB (large)
+    a freed block merges with free neighbors in its segment, and stays cached
+    if the driver has no more, entirely free segments are returned to it, and it is asked again
 
 With `expandable` a pool is one segment that grows at its end by 2 MiB pages (20 MiB large), as with
-expandable_segments:True: what is free at its end need not be given back to become larger. When the
-driver has no more, whole free pages go back to it wherever they lie, and can come again at the end.
-(PyTorch fills such holes again, too; its addresses are not endless.)
+expandable_segments:True: a free block at its end can grow without being returned first. When the
+driver has no more, whole free pages return to it wherever they are, and are mapped again at the
+end. (PyTorch also fills such holes again, because its address range is finite.)
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from mini_dist.plan.fields import checks_kinds
 from mini_dist.ranks.ledger.memory import MemoryRecord
 
 MIB = 2**20
-HOLE = object()  # has what is no memory: pages in the middle that went back to the driver
+HOLE = object()  # owner of holes: pages in the middle that were returned to the driver
 
 
 @dataclass(order=True)
 class MemoryBlock:
-    """A piece of a segment; free if nobody has it."""
+    """A range of a segment; free if it has no owner."""
 
     size: int
     segment: int
@@ -50,20 +50,20 @@ class OutOfMemory(MemoryError):
 
 @checks_kinds
 class Allocator:
-    """capacity: of the device, in bytes. scale: all sizes of the rules are divided by it, so that
-    a laptop's small step meets them as a large one does on a GPU."""
+    """capacity: of the device, in bytes. scale: divides all sizes in the rules, so that
+    a laptop's small step meets them as a large step does on a GPU."""
 
     def __init__(self, capacity: int, expandable: bool = False, scale: int = 1):
         self.capacity, self.expandable, self.scale = capacity, expandable, scale
-        self.segments: dict[int, list[MemoryBlock]] = {}  # in the order of their addresses
+        self.segments: dict[int, list[MemoryBlock]] = {}  # sorted by address
         self.pools: dict[int, str] = {}
-        self.blocks: dict[object, MemoryBlock] = {}  # of each owner
+        self.blocks: dict[object, MemoryBlock] = {}  # by owner
         self.count = 0
 
-    # -- what one asks of it ------------------------------------------------------------------
+    # -- its interface ------------------------------------------------------------------------
 
     def allocate(self, owner: object, nbytes: int) -> MemoryBlock:
-        """Raises OutOfMemory, with what is free and in how large pieces."""
+        """Allocate. Raises OutOfMemory, which names the free bytes and the largest free block."""
         size = -(-max(nbytes, 1) // self.unit(512)) * self.unit(512)
         pool = "small" if size <= self.unit(MIB) else "large"
         block = self.best_fit(pool, size) or self.grow(pool, size)
@@ -82,12 +82,12 @@ class Allocator:
         return block
 
     def free_(self, owner: object) -> None:
-        """Give a block back: it and its free neighbours become one."""
+        """Free a block and merge it with its free neighbors."""
         block = self.blocks.pop(owner)
         block.owner = None
         row = self.segments[block.segment]
         at = next(i for i, each in enumerate(row) if each is block)
-        for left in (at, at - 1):  # with the one behind it, with the one before
+        for left in (at, at - 1):  # with the next block, then with the previous block
             if 0 <= left < len(row) - 1 and row[left].owner is row[left + 1].owner is None:
                 row[left].size += row.pop(left + 1).size
 
@@ -101,7 +101,7 @@ class Allocator:
         return min(free, default=None)
 
     def grow(self, pool: str, size: int) -> MemoryBlock | None:
-        """Ask the driver for more; None if it has no more. Returns a free block."""
+        """Ask the driver for more; return a free block, or None if the driver has no more."""
         return self.more_pages(pool, size) if self.expandable else self.new_segment(pool, size)
 
     def new_segment(self, pool: str, size: int) -> MemoryBlock | None:
@@ -119,7 +119,7 @@ class Allocator:
         return self.segments[self.count][0]
 
     def more_pages(self, pool: str, size: int) -> MemoryBlock | None:
-        """At the end of the pool's one segment: what is free there becomes longer."""
+        """Extend the free block at the end of the pool's only segment."""
         number, page = {"small": 1, "large": 2}[pool], self.page(pool)
         row = self.segments.setdefault(number, [])
         self.pools[number] = pool
@@ -135,7 +135,7 @@ class Allocator:
         return last
 
     def split(self, block: MemoryBlock, size: int, pool: str) -> None:
-        """What is left of the block is a free block of its own, unless it is too small."""
+        """Split the rest of the block off as a free block, unless it is too small."""
         rest = block.size - size
         finely = pool == "small" or self.expandable
         if rest < self.unit(512) or (not finely and rest <= self.unit(MIB)):
@@ -149,7 +149,7 @@ class Allocator:
         return self.unit(2 * MIB if pool == "small" else 20 * MIB)
 
     def release_free_segments(self) -> None:
-        """Give the driver back what nobody uses any part of."""
+        """Return segments without used blocks to the driver."""
         for number, row in list(self.segments.items()):
             if self.expandable:
                 row[:] = self.without_free_pages(row, self.page(self.pools[number]))
@@ -158,7 +158,8 @@ class Allocator:
 
     @staticmethod
     def without_free_pages(row: list[MemoryBlock], page: int) -> list[MemoryBlock]:
-        """An expandable segment whose whole free pages are holes; none at its end."""
+        """Turn whole free pages of an expandable segment into holes, and cut them off at its
+        end."""
         kept = []
         for block in row:
             first, end = -(-block.start // page) * page, block.start + block.size
@@ -172,14 +173,14 @@ class Allocator:
             kept.pop()
         return kept
 
-    # -- what there is to see -----------------------------------------------------------------
+    # -- what can be seen ---------------------------------------------------------------------
 
     def free_blocks(self) -> Iterable[MemoryBlock]:
         return (b for row in self.segments.values() for b in row if b.owner is None)
 
     @property
     def reserved(self) -> int:
-        """Bytes that the driver has given."""
+        """Return the bytes obtained from the driver."""
         row_by_row = (block for row in self.segments.values() for block in row)
         return sum(block.size for block in row_by_row if block.owner is not HOLE)
 
@@ -189,7 +190,7 @@ class Allocator:
 
     @property
     def cached(self) -> int:
-        """Free bytes in its own segments."""
+        """Return the free bytes in its own segments."""
         return self.reserved - self.held
 
     @property
@@ -198,9 +199,9 @@ class Allocator:
 
 
 def requests(memory: MemoryRecord) -> list[tuple[int, int]]:
-    """What a run asked for, in order: (number of the storage, bytes), 0 bytes when it is gone.
+    """Return a run's requests, in order: (number of the storage, bytes), 0 bytes when it is freed.
 
-    A storage that changes its size is another one: (number, 0) and then (number, new size).
+    A storage that is resized counts as a new one: (number, 0) and then (number, new size).
     """
     sizes: dict[int, int] = {}
     asked = []
@@ -215,7 +216,7 @@ def requests(memory: MemoryRecord) -> list[tuple[int, int]]:
 
 
 def replay(asked: Iterable[tuple[int, int]], allocator: Allocator) -> list[tuple[int, int]]:
-    """Ask an allocator for all of it; returns (held, reserved) after each request. Raises
+    """Replay the requests on an allocator; return (held, reserved) after each. Raises
     OutOfMemory."""
     seen = []
     for owner, nbytes in asked:
@@ -228,15 +229,15 @@ def replay(asked: Iterable[tuple[int, int]], allocator: Allocator) -> list[tuple
 
 
 def lost(asked: Iterable[tuple[int, int]], **options) -> float:
-    """What is reserved at the fullest beyond what is in use at the fullest, as a share of that: the
-    calculator's `fragmentation`, of this sequence on a device with room. options: as `Allocator`'s.
+    """Return (peak reserved - peak in use) / peak in use, the calculator's `fragmentation`, for
+    these requests on a device with enough memory. options: of `Allocator`.
     """
     held, reserved = map(max, zip(*replay(asked, Allocator(10**15, **options))))
     return reserved / held - 1
 
 
 def lifetimes(asked: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Of each tensor (bytes, begin, end), counted in requests: what `offsets` wants."""
+    """Return (bytes, begin, end) for each tensor, counted in requests: the input of `offsets`."""
     begun: dict[int, tuple[int, int]] = {}
     found, moment = [], 0
     for moment, (owner, nbytes) in enumerate(asked):
@@ -250,8 +251,8 @@ def lifetimes(asked: Iterable[tuple[int, int]]) -> list[tuple[int, int, int]]:
 
 
 def on_a_gpu(asked: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same sequence asked of PyTorch's own allocator, for `replay`'s answer beside it: a test
-    and benchmarks/offload.py do that where a GPU is. (Never run: the course's machines have none.)
+    """Make the same requests to PyTorch's own allocator, to compare with `replay`: a test and
+    benchmarks/offload.py do so on a GPU. (We have never run this: our machines have no GPU.)
     """
     import torch
 

@@ -3,10 +3,10 @@
     lanes = EmulatedLanes({"to_host": Link(1e-5, 16e9), "to_device": Link(1e-5, 16e9)})
     lanes.computes(gpt.blocks, 1e-3, 2e-3)      # seconds of each block's forward and backward
     ...                                         # train with offload=OverlappedOffload(lanes)
-    lanes.now, lanes.log                        # the device's clock, and what went on when
+    lanes.now, lanes.log                        # the device's clock, and what ran when
 
-What is to be done in a lane is done at once, in the order of the program, and takes what bytes /
-bandwidth says. So its numbers are real, and its seconds are the same on every machine.
+Work in a lane is executed at once, in program order, and takes bytes / bandwidth seconds of virtual
+time. So its numbers are real, and its seconds are the same on every machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .lanes import LANES
 
 @dataclass(frozen=True)
 class Took:
-    """Something that went on: in which lane, from when to when, in virtual seconds."""
+    """One piece of work: its lane, start and end, in virtual seconds."""
 
     lane: str
     start: float
@@ -37,12 +37,12 @@ class Took:
 
 @checks_kinds
 class EmulatedLanes:
-    """Lanes of stated speeds, and a device that computes as long as it is told to.
+    """Lanes with given speeds, and a device whose computing time is given.
 
-    speeds: of each lane a Link(latency, bytes/s); one that is missing takes no time. `now` is the
-    device's clock, `log` what went on. in_order: the device waits for everything that it has begun,
-    as a program without lanes does. `computes(units, forward, backward)` gives a model's units
-    their seconds.
+    speeds: lane -> Link(latency, bytes/s); a lane without a speed takes no time. `now` is the
+    device's clock, `log` what ran when. in_order: the device waits for everything that it has
+    started, as a program without lanes does. `computes(units, forward, backward)` sets the seconds
+    of a model's units.
     """
 
     pins = False
@@ -62,7 +62,7 @@ class EmulatedLanes:
         ready = max([self.now, *(arrival.moment for arrival in after)])
         link = self.links[lane]
         start = max(ready, link.free)
-        try:  # as in a thread, what is raised is raised again where one waits for it
+        try:  # as in a thread, wait() raises what the work raised
             for arrival in after:
                 arrival.on_host()
             with torch.no_grad():
@@ -85,8 +85,8 @@ class EmulatedLanes:
         self.now += seconds
 
     def computes(self, units: Iterable[nn.Module], forward: float, backward: float) -> None:
-        """Each unit takes so many seconds. Call it before the model is wrapped: what it takes is
-        over when the wrapper's own hooks free and send."""
+        """Set the seconds that each unit takes. Call it before the model is wrapped: then this time
+        ends before the wrapper's own hooks free and send."""
         for number, unit in enumerate(units):
             unit.register_forward_hook(lambda *_, n=number: self.compute(forward, f"F{n}"))
             parameters = [p for p in unit.parameters() if p.requires_grad]
@@ -103,7 +103,7 @@ class EmulatedLanes:
                 parameter.register_post_accumulate_grad_hook(is_ready)
 
     def exposed(self) -> float:
-        """Seconds until now in which the device did not compute."""
+        """Return the seconds so far in which the device did not compute."""
         return self.now - sum(each.end - each.start for each in self.log if each.lane == "device")
 
 

@@ -1,15 +1,15 @@
-"""Tensors in files: straight to the disk where that works, and nothing lost where it does not.
+"""Tensors in files: directly to the disk where possible, and without loss where not.
 
     store = FileStore(folder)
-    store.write("3.exp_avg", tensor)      # the old file stays until the new one is whole
+    store.write("3.exp_avg", tensor)      # the old file stays until the new one is complete
     store.read("3.exp_avg", tensor)       # into the tensor's memory
 
-A file that a training step reads and writes once is not worth a place in the page cache, which
-would take the host's memory that offloading wants to spare, and copy everything once more. With
-O_DIRECT the disk reads from and writes to the process's own memory. Then that memory, the place in
-the file and the length must be multiples of a block, so tensors go through aligned buffers, several
-at a time by a pool of threads: that is what a fast disk needs to be busy (Rajbhandari et al. 2021,
-section 6.3, "DeepNVMe"). Where a file system has no O_DIRECT the page cache is used.
+A file that a training step reads and writes once should not be in the page cache: the cache
+would use up the host memory that offloading should save, and copy everything once more. With
+O_DIRECT the disk reads from and writes to the process's own memory. This requires memory, file
+offset and length to be multiples of a block, so tensors go through aligned buffers. Several threads
+work at a time, because a fast disk needs many requests to be busy (Rajbhandari et al. 2021,
+section 6.3, "DeepNVMe"). On a file system without O_DIRECT the page cache is used.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from torch import Tensor
 
 from mini_dist.plan.fields import checks_kinds
 
-BLOCK = 4096  # what O_DIRECT wants lengths, places and addresses to be multiples of
-CHUNK = 4 * 2**20  # bytes that one thread reads or writes at a time
+BLOCK = 4096  # O_DIRECT needs lengths, offsets and addresses that are multiples of this
+CHUNK = 4 * 2**20  # bytes per read or write of one thread
 THREADS = 4  # per rank
 
 
 class OffloadError(OSError):
     """A file of the tier could not be read or written; the message says what is intact."""
 
-    what = ""  # the message without that
+    what = ""  # the message without the part about what is intact
 
     @classmethod
     def about(cls, number: int | None, what: str, intact: str) -> OffloadError:
@@ -44,13 +44,13 @@ class OffloadError(OSError):
         return error
 
     def but(self, intact: str) -> OffloadError:
-        """The same from who knows more of what is intact."""
+        """Return the same error, with more knowledge of what is intact."""
         return self.about(self.errno, self.what, intact)
 
 
 @checks_kinds
 class FileStore:
-    """The files of one rank, by name. direct: O_DIRECT; None takes it where it works."""
+    """The files of one rank, by name. direct: use O_DIRECT; None: if the file system has it."""
 
     def __init__(self, folder: str | Path, direct: bool | None = None):
         self.folder = Path(folder)
@@ -59,17 +59,17 @@ class FileStore:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.direct = works(self.folder) if direct is None else direct
         self.pool = ThreadPoolExecutor(THREADS, "file")
-        self.buffers: SimpleQueue[mmap.mmap] = SimpleQueue()  # mmap begins at a page: aligned
+        self.buffers: SimpleQueue[mmap.mmap] = SimpleQueue()  # mmap is aligned to pages
         for _ in range(THREADS):
             self.buffers.put(mmap.mmap(-1, CHUNK))
         self.sizes: dict[str, int] = {}
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Raises OffloadError if it cannot be written whole; then the file is as it was."""
+        """Write the tensor. Raises OffloadError on failure; the old file is then unchanged."""
         path, new = self.folder / name, self.folder / f"{name}.new"
         try:
             self.in_chunks(new, os.O_WRONLY | os.O_CREAT, tensor, self.write_chunk)
-            os.truncate(new, tensor.nbytes)  # the last block was filled up
+            os.truncate(new, tensor.nbytes)  # cut off the padding of the last block
             new.replace(path)
         except OSError as error:
             new.unlink(missing_ok=True)
@@ -83,8 +83,8 @@ class FileStore:
         self.sizes[name] = tensor.nbytes
 
     def read(self, name: str, tensor: Tensor) -> None:
-        """Fill the tensor. Raises OffloadError for a file that is gone or has another length, and
-        if reading fails; then what is in the tensor is of no use."""
+        """Fill the tensor. Raises OffloadError if the file is gone, has another length or cannot be
+        read; the tensor's contents are then undefined."""
         self.check(name)
         path = self.folder / name
         try:
@@ -97,7 +97,7 @@ class FileStore:
             ) from error
 
     def check(self, name: str) -> None:
-        """Raises OffloadError unless the file is there and as long as it was written."""
+        """Raise OffloadError unless the file exists with the length that was written."""
         path, wanted = self.folder / name, self.sizes[name]
         found = path.stat().st_size if path.exists() else None
         if found != wanted:
@@ -117,7 +117,7 @@ class FileStore:
                 for begin, end in chunks(tensor.nbytes)
             ]
             for one in moves:
-                one.exception()  # all are over before the file is closed
+                one.exception()  # all threads end before the file is closed
             for one in moves:
                 one.result()
         finally:
@@ -157,7 +157,7 @@ def address_of(buffer: mmap.mmap) -> int:
 
 
 def works(folder: Path) -> bool:
-    """Whether the folder's file system has O_DIRECT (tmpfs has it since Linux 6.6, macOS never)."""
+    """Return whether the file system has O_DIRECT (tmpfs since Linux 6.6, macOS never)."""
     if not hasattr(os, "O_DIRECT"):
         return False
     path = folder / ".direct"

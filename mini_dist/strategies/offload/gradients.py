@@ -1,8 +1,8 @@
-"""Gradients on their way from the device to the host, where those of one step are added up.
+"""Gradients on their way from the device to the host, where the gradients of a step are summed.
 
-A part leaves through one of two buffers on the host, and the device holds two at most: one is made
-while the last one leaves. So neither grows with the model. With `in_files` the sum is in a file
-between two micro-batches, and until it is stepped.
+A part leaves through one of two buffers on the host. The device holds at most two parts: one is
+computed while the other is copied. So neither side grows with the model. With `in_files` the sum is
+in a file between two micro-batches, and until it is used.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ BUFFERS = 2
 
 
 class Gradients:
-    """Of one rank's shards. under_way: of each shard, arrivals that its next use comes after."""
+    """The gradients of one rank's shards. under_way: shard -> arrivals that its next use waits
+    for."""
 
     def __init__(self, lanes: Lanes, shelf: Shelf, under_way: dict, in_files: bool, group):
         self.lanes, self.shelf, self.under_way = lanes, shelf, under_way
         self.in_files, self.group = in_files, group
         self.sums: dict[Tensor, Tensor] = {}  # on the host
-        self.count: dict[Tensor, int] = {}  # of micro-batches in each sum
-        self.leaving: deque[tuple[Arrival, Tensor]] = deque()  # what the device still holds
-        self.buffers: dict[torch.dtype, deque] = {}  # (host memory, what its last use is over with)
+        self.count: dict[Tensor, int] = {}  # number of micro-batches in each sum
+        self.leaving: deque[tuple[Arrival, Tensor]] = deque()  # parts that the device still holds
+        self.buffers: dict[torch.dtype, deque] = {}  # (host memory, end of its last use)
         self.lost: OffloadError | None = None  # a part of this step's sums is gone
 
-    # -- on their way -------------------------------------------------------------------------
+    # -- in flight ----------------------------------------------------------------------------
 
     def add(self, shard: Tensor, part: Tensor) -> None:
-        """Begin to bring a part of the mean gradient to the host, and to add it to the sum."""
+        """Begin to copy a part of the mean gradient to the host and to add it to the sum."""
         pool = self.buffers.setdefault(part.dtype, deque([(None, [])] * BUFFERS))
         buffer, free = pool.popleft()
         if buffer is None or buffer.numel() < part.numel():
@@ -49,8 +50,8 @@ class Gradients:
             self.put_away(shard)
 
     def leave(self, host: Tensor, part: Tensor, free: list) -> Arrival:
-        """Begin the copy, and wait for older ones: with the next part the device shall hold no
-        more than two."""
+        """Begin the copy, and wait for older ones: with the next part, the device must hold at most
+        two."""
         group = self.group
         arrival = self.lanes.begin(
             "to_host", lambda: to_host_(host, part, group), part.nbytes, free
@@ -60,7 +61,7 @@ class Gradients:
         return arrival
 
     def let_go(self, still_leaving: int = 0) -> None:
-        """Wait until the device holds no more gradients than that."""
+        """Wait until the device holds at most this many gradients."""
         while len(self.leaving) > still_leaving:
             self.leaving.popleft()[0].wait()
 
@@ -74,15 +75,15 @@ class Gradients:
             back = partial(self.back, total, self.name(shard))
             before.append(self.lanes.begin("read", back, total.nbytes, self.under_way[shard]))
         add = total.copy_ if first else total.add_
-        passed = (2 if first else 3) * host.nbytes  # one or two are read, one is written
+        passed = (2 if first else 3) * host.nbytes  # reads one or two, writes one
         return self.lanes.begin("host", lambda: add(host), passed, before)
 
     def back(self, total: Tensor, name: str) -> None:
-        """In backward, to add to it. If its file is gone the step cannot be made any more."""
+        """Load a sum in backward, to add to it. Without its file the step cannot be completed."""
         try:
             self.shelf.get(total, name)
         except OffloadError as error:
-            make_room_(total)  # backward goes on
+            make_room_(total)  # so that backward can continue
             self.lost = error.but(
                 "The sum of this step's gradients was in it. Parameters and states are as they "
                 "were: zero_grad(), and repeat the step"
@@ -98,11 +99,11 @@ class Gradients:
     def name(self, shard: Tensor) -> str:
         return self.shelf.name(shard, "gradient")
 
-    # -- there --------------------------------------------------------------------------------
+    # -- on the host --------------------------------------------------------------------------
 
     def one_by_one(self, shards: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Each shard with its gradient, for who clips; one that is in a file is in memory
-        meanwhile, and is written again if it was changed. Nothing may be under way."""
+        """Yield each shard with its gradient, for clipping. A gradient in a file is loaded for that
+        time, and written again if it was changed. Nothing may be in flight."""
         if self.lost:
             raise self.lost
         some_are_changed = False
@@ -134,11 +135,11 @@ class Gradients:
         if is_changed:
             put = partial(self.shelf.put, total, name)
             self.lanes.begin("write", put, total.nbytes).wait()
-        elif name in self.shelf.away:  # (`show` has kept it)
+        elif name in self.shelf.away:  # (`show` has put it into memory)
             give_room_back_(total)
 
     def show(self, shards: Iterable[Tensor]) -> None:
-        """Let each shard have its gradient in memory, to be read and changed."""
+        """Put each shard's gradient into memory, to be read and changed."""
         for shard in self.one_by_one(shards):
             self.shelf.away.discard(self.name(shard))
 

@@ -1,10 +1,10 @@
-"""Borrowed memory in six functions: what moves where, and when, so that nobody waits for it.
+"""Borrowed memory in six functions: what moves where, and when, so that the device never waits.
 
-    read_ahead         parameters: the next layer's arrive while this one computes
-    step_behind        gradients leave while backward runs, and the host steps them (ZeRO-Offload)
-    delayed            the host steps while the next batch computes: one step late
-    blockwise, undo    an optimizer's state in 8 bits (Dettmers et al. 2021)
-    offsets            tensors whose lifetimes are known, without fragments (ZeRO-R)
+    read_ahead         parameters: the next layer's weight arrives while this layer computes
+    step_behind        gradients leave during backward, and the host updates (ZeRO-Offload)
+    delayed            the host updates during the next batch, one step late
+    blockwise, undo    an optimizer's states in 8 bits (Dettmers et al. 2021)
+    offsets            places tensors with known lifetimes without fragmentation (ZeRO-R)
 
 lanes.py, tier.py, states.py and allocator.py do this for real models; read tier.py first.
 """
@@ -18,10 +18,10 @@ from torch import Tensor
 
 
 def read_ahead(x: Tensor, layers: list[Callable], load: Callable) -> Tensor:
-    """Run x through all layers; while one layer computes, the next layer's weight arrives.
+    """Run x through all layers; while one layer computes, load the next layer's weight.
 
-    layers: each is a function (x, weight) -> x. load: (number) -> a handle whose wait() returns
-    this layer's weight. At most two weights are held or in flight at a time (Rajbhandari et al.
+    layers: functions (x, weight) -> x. load: number -> a handle whose wait() returns that layer's
+    weight. At most two weights are resident or in flight at a time (Rajbhandari et al.
     2021, section 6.2).
     """
     arriving = load(0) if layers else None
@@ -34,12 +34,12 @@ def read_ahead(x: Tensor, layers: list[Callable], load: Callable) -> Tensor:
 
 
 def step_behind(gradients, leave: Callable, update: Callable, back: Callable) -> list:
-    """Each gradient leaves as soon as backward has it; each step begins as soon as one has arrived.
+    """Send each gradient as soon as backward has computed it; update as soon as it has arrived.
 
-    gradients: (number, gradient) in the order of backward. leave, update, back: begin to bring a
-    gradient to the host, to step on the host what it comes `after`, to bring a parameter back; each
-    returns what the next may come after. Returns the last of these, to be waited for before the
-    parameters are used (Ren et al. 2021, section 4.1).
+    gradients: (number, gradient) in the order of backward. leave starts to copy a gradient to the
+    host, update starts a host update, and back starts to copy a parameter back. Each takes the
+    event it has to wait for, and returns its own. Returns the events of the copies back: wait for
+    them before you use the parameters (Ren et al. 2021, section 4.1).
     """
     returning = []
     for number, gradient in gradients:
@@ -50,7 +50,7 @@ def step_behind(gradients, leave: Callable, update: Callable, back: Callable) ->
 
 
 def delayed(parameters: Tensor, gradient_of: Callable, update: Callable, steps: int) -> Tensor:
-    """Train with gradients that are one step old, so the device computes while the host steps.
+    """Train with gradients that are one step old, so that device and host compute at the same time.
 
     gradient_of: (parameters, step) -> gradient. update: (parameters, gradient) -> parameters. The
     last gradient is applied at the end (Ren et al. 2021, section 5.2).
@@ -65,7 +65,7 @@ def delayed(parameters: Tensor, gradient_of: Callable, update: Callable, steps: 
 
 
 def blockwise(x: Tensor, code: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """x [L] as places in a table of values, and a size for each block of it.
+    """Quantize x [L] to indices into a table of values, with one scale per block.
 
     code [256]: values from -1 to 1, ascending. Returns uint8 [L] and float32 [L / block]; block
     divides L (Dettmers et al. 2021, section 2.1).
@@ -78,16 +78,16 @@ def blockwise(x: Tensor, code: Tensor, block: int) -> tuple[Tensor, Tensor]:
 
 
 def undo(places: Tensor, size: Tensor, code: Tensor, block: int) -> Tensor:
-    """What `blockwise` has put away, to the nearest value of the table."""
+    """Dequantize the result of `blockwise`: nearest value of the table times the block's scale."""
     return (code[places.long()].view(-1, block) * size[:, None]).view(-1)
 
 
 def offsets(tensors: list[tuple[int, int, int]]) -> list[int]:
-    """Where each tensor begins in one piece of memory, so that it is short.
+    """Return where each tensor begins in one region of memory, so that the region is short.
 
-    tensors: of each (bytes, begin, end): it is there at the moments begin <= t < end. The largest
-    first, each at the lowest place that is free as long as it lives (Pisarchyk and Lee 2020,
-    "greedy by size"). Only who knows all lifetimes beforehand can do this.
+    tensors: (bytes, begin, end); a tensor exists at times begin <= t < end. The largest tensor goes
+    first, each to the lowest address that is free during its lifetime (Pisarchyk and Lee 2020,
+    "greedy by size"). This requires that all lifetimes are known beforehand.
     """
     place: dict[int, int] = {}
     for number in sorted(range(len(tensors)), key=lambda i: -tensors[i][0]):

@@ -1,18 +1,18 @@
-"""Lanes: copies, reads, writes and the host's arithmetic go on while the device computes.
+"""Lanes: copies, reads, writes and host arithmetic that overlap with the device's computation.
 
     lanes = Lanes()                                   # threads; CudaLanes() has streams
     arrival = lanes.begin("to_device", lambda: flat.copy_(pinned), flat.nbytes)
     ...                                               # compute something else
     arrival.wait()                                    # from here on the device may use it
 
-A lane does one thing after the other, in the order in which they were begun; lanes go on beside
-each other. `after` names arrivals that a thing needs.
+A lane does one piece of work after the other, in the order in which they were begun; different
+lanes overlap. `after` names the arrivals that a piece of work waits for.
 
-    to_host, to_device   the two directions of the link, PCIe say
+    to_host, to_device   the two directions of the link, for example PCIe
     host                 the host's processors: the optimizer's step
     read, write          files
 
-emulated.py is the same in virtual time, for a laptop that has no such link.
+emulated.py is the same in virtual time, for a laptop without such a link.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ LANES = ("to_host", "to_device", "host", "read", "write")
 
 
 class Lanes:
-    """Each lane is a thread. On a CPU, where torch's copies and arithmetic let go of Python's lock,
-    they really go on beside the device's computing, if there is a core for them."""
+    """Each lane is a thread. On a CPU, torch's copies and arithmetic release Python's lock, so
+    lanes really overlap with the device's computation if there is a core for them."""
 
     pins = False  # whether host memory is to be pinned
 
@@ -39,8 +39,8 @@ class Lanes:
         self.threads = {lane: ThreadPoolExecutor(1, f"lane {lane}") for lane in LANES}
 
     def begin(self, lane: str, work: Callable, nbytes: int, after: Iterable = ()) -> Arrival:
-        """Do `work()` in this lane, when all that it comes `after` is over. nbytes: what moves, or
-        for "host" what is passed over in its memory."""
+        """Run `work()` in this lane, once everything in `after` has ended. nbytes: the bytes that
+        move, or, for "host", that it reads and writes in memory."""
         before = list(after)
 
         def when_ready():
@@ -52,7 +52,7 @@ class Lanes:
         return Arrival(self.threads[lane].submit(when_ready))
 
     def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Host memory for a tensor that comes and goes; none for one without storage."""
+        """Return host memory for a temporary tensor; none if the tensor has no storage."""
         if like.is_meta:
             return torch.empty_like(like, dtype=dtype)
         return torch.empty(like.shape, dtype=dtype, pin_memory=self.pins)
@@ -60,35 +60,35 @@ class Lanes:
 
 @dataclass
 class Arrival:
-    """Something that was begun in a lane."""
+    """The end of a piece of work in a lane."""
 
     future: Future
 
     def wait(self) -> None:
-        """What the device does from now on comes after it. Raises what the work raised."""
+        """Make the device's later work wait for this. Raises what the work raised."""
         self.future.result()
 
-    on_host = wait  # the same for what the host does
+    on_host = wait  # the same for the host's later work
 
     def before(self, stream) -> None:
-        """The same for what a CUDA stream is given from now on."""
+        """Make a CUDA stream's later work wait for this."""
         self.wait()
 
 
 class CudaLanes(Lanes):
-    """Both directions of the link are CUDA streams, the rest are threads. (Written with care and
-    never run: the course's machines have no GPU.)
+    """Both directions of the link are CUDA streams, the rest are threads. (This code exists, but we
+    have never run it: our machines have no GPU.)
 
-    A copy between pinned memory and the device that is asked for with `non_blocking=True` is
-    carried out by the GPU's copy engines beside its kernels, in the order of its stream. Two things
-    could go wrong there, and this is why they do not.
+    A copy between pinned memory and the device with `non_blocking=True` is executed by the GPU's
+    copy engines, which overlap with its kernels, in the order of its stream. Two things could go
+    wrong; here is why they do not.
 
-    Order: a copy comes after all that the stream which asks for it has been given until then, so
-    it sees what was computed; and who waits for an arrival makes its own stream wait, not the host.
-    Memory: the device's allocator gives freed memory to the next who asks on the same stream, and
-    knows nothing of others (`record_stream` would tell it). So nobody here lets go of a tensor that
-    is copied before its own stream has waited for the arrival. For pinned memory that is given back
-    PyTorch's host allocator waits by itself, until the copies that it was asked for are over.
+    Order: a copy comes after all earlier work of the stream that requests it, so it sees what was
+    computed. Waiting for an arrival blocks the waiting stream, not the host.
+    Memory: the device's allocator reuses freed memory for the next request on the same stream, and
+    does not know of other streams (`record_stream` would tell it). So nobody here releases a tensor
+    in a copy before its own stream has waited for the arrival. PyTorch's allocator for pinned host
+    memory waits by itself until the copies out of freed memory have ended.
     """
 
     pins = True
@@ -104,12 +104,12 @@ class CudaLanes(Lanes):
         computed = torch.cuda.current_stream().record_event()
         if all(isinstance(arrival, CudaArrival) for arrival in before):
             return CudaArrival(self.copy(stream, work, computed, before))
-        # The host has to be done before the copy may be asked for: a thread waits for it.
+        # The copy may be requested only after the host's work has ended: a thread waits for it.
         return LateArrival(self.threads[lane].submit(self.copy, stream, work, computed, before))
 
     @staticmethod
     def copy(stream, work, computed, before):
-        """Ask for the copy; returns the event that is over when it is."""
+        """Request the copy; return the event at its end."""
         for arrival in before:
             arrival.before(stream)
         with torch.cuda.stream(stream), torch.no_grad():
@@ -120,7 +120,7 @@ class CudaLanes(Lanes):
 
 @dataclass
 class CudaArrival:
-    """A copy that was asked for. `event` is over when it is."""
+    """A requested copy; `event` marks its end."""
 
     event: torch.cuda.Event
 
@@ -128,7 +128,7 @@ class CudaArrival:
         self.before(torch.cuda.current_stream())
 
     def before(self, stream) -> None:
-        """What the stream is given from now on comes after it; the host goes on at once."""
+        """Make the stream's later work wait for this; the host continues at once."""
         stream.wait_event(self.event)
 
     def on_host(self) -> None:
@@ -136,7 +136,7 @@ class CudaArrival:
 
 
 class LateArrival(Arrival):
-    """A copy that a thread asks for as soon as the host is done."""
+    """A copy that a thread requests as soon as the host's work has ended."""
 
     def wait(self):
         self.before(torch.cuda.current_stream())
@@ -148,7 +148,7 @@ class LateArrival(Arrival):
         self.future.result().synchronize()
 
 
-# What moves is in the ledger, with its bytes.
+# The ledger records what moves, with its bytes.
 
 
 @recorded

@@ -1,11 +1,11 @@
-"""Tensors that are in files between two uses, and in memory while they are used.
+"""Tensors that are in files between uses, and in memory during a use.
 
     shelf = Shelf(folder, group)
-    shelf.put(tensor, "3.exp_avg")    # written, and its memory given back
-    shelf.get(tensor, "3.exp_avg")    # its memory and its values again
+    shelf.put(tensor, "3.exp_avg")    # written, and its memory freed
+    shelf.get(tensor, "3.exp_avg")    # back in memory, with its values
 
-What cannot be written stays in memory, and nothing is lost: `raise_failed` says it when the step is
-done. What cannot be read raises at once.
+If a write fails, the tensor stays in memory and nothing is lost: `raise_failed` reports it after
+the step. If a read fails, it raises at once.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ class Shelf:
     def __init__(self, folder: str | Path | None, group):
         self.group = group
         self.files = FileStore(Path(folder) / f"rank{group.rank()}") if folder else None
-        self.numbers: dict[Tensor, int] = {}  # of the shards
-        self.away: set[str] = set()  # names of what is in a file and not in memory
-        self.failed: list[OffloadError] = []  # what could not be written
+        self.numbers: dict[Tensor, int] = {}  # of each shard
+        self.away: set[str] = set()  # names of tensors that are in a file and not in memory
+        self.failed: list[OffloadError] = []  # failed writes
 
     def name(self, shard: Tensor, what: str) -> str:
-        """Of a file that belongs to a shard: "3.exp_avg" """
+        """Name a file that belongs to a shard: "3.exp_avg" """
         number = self.numbers.setdefault(shard, len(self.numbers))
         return f"{number}.{what}"
 
     def get(self, tensor: Tensor, name: str) -> None:
-        """Into memory, unless it is there: what could not be written still is."""
+        """Load a tensor, unless it is in memory because its write failed."""
         if name in self.away:
             self.look(tensor, name)
             self.away.discard(name)
 
     def look(self, tensor: Tensor, name: str) -> None:
-        """Into memory for reading only: the file remains what counts."""
+        """Load a tensor for reading only: the file stays authoritative."""
         from_file_(tensor, name, self.files, self.group)
 
     def put(self, tensor: Tensor, name: str) -> None:
-        """Into its file, or, if that fails, nowhere: see `raise_failed`."""
+        """Write a tensor to its file and free its memory; if the write fails, keep it in memory."""
         try:
             to_file_(tensor, name, self.files, self.group)
             self.away.add(name)
@@ -54,12 +54,12 @@ class Shelf:
             self.failed.append(error)
 
     def check(self) -> None:
-        """Raises OffloadError if a file is gone or has another length."""
+        """Raise OffloadError if a file is gone or has another length."""
         for name in sorted(self.away):
             self.files.check(name)
 
     def raise_failed(self) -> None:
-        """Raises what writing has met since the last call, if anything."""
+        """Raise the errors of writes since the last call, if there are any."""
         if self.failed:
             failed, self.failed = self.failed, []
             raise failed[0]
@@ -79,14 +79,14 @@ def give_room_back_(tensor: Tensor) -> None:
 
 @recorded
 def to_file_(tensor: Tensor, name: str, files: FileStore, group) -> None:
-    """Write the tensor and give its memory back."""
+    """Write the tensor and free its memory."""
     files.write(name, tensor)
     give_room_back_(tensor)
 
 
 @recorded
 def from_file_(tensor: Tensor, name: str, files: FileStore, group) -> None:
-    """Give the tensor its memory again, and its values; neither, if they cannot be read."""
+    """Allocate the tensor's memory and read its values; do neither if the read fails."""
     make_room_(tensor)
     try:
         files.read(name, tensor)

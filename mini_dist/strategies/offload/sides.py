@@ -1,4 +1,4 @@
-"""Which memory is the device's and which the host's, where both are the same: on a laptop.
+"""Which memory belongs to the device and which to the host, on a laptop where both are one.
 
 lanes = Sides(speeds, group)                  # inside launch(..., memory=True)
 ...                                           # train with offload=OverlappedOffload(lanes)
@@ -19,8 +19,8 @@ OF_THE_HOST = ("host", "read", "write")
 
 
 class Sides(EmulatedLanes):
-    """Emulated lanes that note what is the host's: what was asked for as host memory, and what is
-    new while the host computes, reads or writes. Raises ValueError if memory is not recorded."""
+    """Emulated lanes that track the host's memory: what was requested as host memory, and what is
+    allocated while the host computes, reads or writes. Raises ValueError without memory records."""
 
     def __init__(self, speeds: Mapping[str, Speed], group):
         super().__init__(speeds)
@@ -45,7 +45,7 @@ class Sides(EmulatedLanes):
             return super().empty(like, dtype)
 
     def peaks(self) -> dict[str, int]:
-        """The most bytes that each of the two held until now."""
+        """Return the peak bytes of device and host so far."""
         now, most = {"device": 0, "host": 0}, {"device": 0, "host": 0}
         for _, _, serial, change in self.memory.events:
             side = "host" if serial in self.of_host else "device"

@@ -1,11 +1,11 @@
 """Adam whose two moments have 8 bits each (Dettmers et al. 2021, "8-bit Optimizers via Block-wise
 Quantization").
 
-Two bytes a parameter instead of eight. A moment is put away in blocks with a size each, at one of
-256 values that lie close near 0 and far apart near 1 ("dynamic": a run of zeros for the power of
-ten, the rest for digits). For one step of a tensor it is float32 again. Small tensors keep their
-moments whole, as in the paper's code. Adafactor, which keeps a row and a column for each matrix
-(Shazeer and Stern 2018), is torch.optim.Adafactor.
+Adam's moments take two bytes per parameter instead of eight. A moment is stored in blocks with one
+scale each. Each value is an index into a table of 256 values, dense near 0 and sparse near 1
+("dynamic": leading zeros give the power of ten, the other bits the digits). During a tensor's step
+its moments are float32. Small tensors keep float32 moments, as in the paper's code. Adafactor, with
+a row and a column per matrix (Shazeer and Stern 2018), is torch.optim.Adafactor.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from .ideas import blockwise, undo
 
-BLOCK = 2048  # elements that share a size: the paper's
-SMALL = 4096  # elements: what is smaller is not rounded
+BLOCK = 2048  # elements per scale, as in the paper
+SMALL = 4096  # elements: smaller tensors are not rounded
 
 
 def dynamic_code(signed: bool) -> Tensor:
-    """256 values up to 1, each power of ten with twice as many as the one below (section 1.3)."""
+    """Return 256 values up to 1, with twice as many per power of ten as one below (section 1.3)."""
     values = [0.0, 1.0]
     for power in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (power + (not signed)) + 1, dtype=torch.float64)
@@ -32,8 +32,8 @@ def dynamic_code(signed: bool) -> Tensor:
 
 
 class Adam8bit(torch.optim.Optimizer):
-    """AdamW with moments of 8 bits. Blocks lie in a tensor as it is flattened, so a shard of a
-    tensor rounds otherwise than the whole: ZeRO does not take it."""
+    """AdamW with 8-bit moments. Blocks are cut from the flattened tensor, so a shard is rounded
+    differently from the whole tensor: ZeRO does not accept this optimizer."""
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2):
         super().__init__(params, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))

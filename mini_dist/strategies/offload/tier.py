@@ -1,21 +1,21 @@
-"""The tier for ZeRO whose transfers go on behind the computation (Ren et al. 2021, ZeRO-Offload;
-Rajbhandari et al. 2021, ZeRO-Infinity).
+"""Offloading for ZeRO with transfers that overlap with the computation (Ren et al. 2021,
+ZeRO-Offload; Rajbhandari et al. 2021, ZeRO-Infinity).
 
     model = ZeRO3(gpt, group, adamw, units=gpt.blocks, offload=OverlappedOffload(Lanes()))
 
-Where things are: the shards that are stepped, their states and gradients on the host, or, with a
-`folder`, shards and states in files, and on demand gradients and parameters, too. What the device
-needs of a shard it copies from there, under ZeRO-3 a unit ahead.
+The shards to be updated, their states and gradients are on the host. With a `folder`, shards and
+states are in files, and on request gradients and parameters as well. The device copies what it
+needs of a shard from there, under ZeRO-3 one unit ahead.
 
-    backward    a unit's gradients leave as soon as they are scattered (gradients.py)
-    step        unit by unit: read states ahead, step on the host, write them behind (shelf.py), and
-                bring new parameters back, each beside the others
-    early       the step of a unit begins in backward, as soon as its gradient is there
-    delayed     the host steps while the next step computes: its parameters are one update late
+    backward    a unit's gradients are copied out as soon as they are scattered (gradients.py)
+    step        unit by unit, and overlapped: read the next states, step on the host, write the
+                last states (shelf.py), and copy new parameters back
+    early       a unit's step begins during backward, as soon as its gradient has arrived
+    delayed     the host steps during the next step: its parameters lack one update
 
-Nothing of this changes a number, `delayed` excepted: the same optimizer steps the same gradients.
+Only `delayed` changes any number: otherwise the same optimizer steps with the same gradients.
 
-Read `begin_step` first: it is one unit's step, with all that comes before and after it.
+Read `begin_step` first: it is one unit's step, with everything before and after it.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from .gradients import Gradients
 from .lanes import Arrival, Lanes, to_device_
 from .shelf import Shelf, give_room_back_, is_here, make_room_
 
-SHARDS_IN_MEMORY = 2  # whose states are in files else: one is stepped, one is read or written
+SHARDS_IN_MEMORY = 2  # for states in files: one is stepped, one is read or written
 
 
 @checks_kinds
 class OverlappedOffload:
-    """What `offload=` of a ZeRO stage may be, besides "cpu" and a folder.
+    """An `offload=` of a ZeRO stage, instead of "cpu" or a folder.
 
-    folder: of the files, or None for the host's memory. early: a shard is stepped in the backward
-    of the last of `micro_batches`, with the settings of that moment; nobody can clip then, for the
-    norm needs all gradients first.
-    delayed: one step late (Ren et al. 2021, section 5.2); `tier.catch_up()` at the end. So are
-    errors of files, and an update whose file cannot be read is lost then.
-    parameters_too: what the device takes of a shard is in files as well, and not on the host.
-    gradients_too: so are gradients, from backward until they are stepped. A second micro-batch's is
-    added to what is read back, and so a norm and clipping read and write them once more.
+    folder: of the files, or None for the host's memory. early: step a shard in the backward of the
+    last of `micro_batches`, with the settings of that moment; clipping is then impossible, because
+    the norm needs all gradients first.
+    delayed: one step late (Ren et al. 2021, section 5.2); call `tier.catch_up()` at the end. Errors
+    of files are also late, and an update whose file cannot be read is then lost.
+    parameters_too: parameters for the device are in files as well, not on the host.
+    gradients_too: so are gradients, from backward until the step. A second micro-batch's gradient
+    is added to what is read back, so a norm and clipping read and write them once more.
     """
 
     def __init__(
@@ -88,33 +88,33 @@ class OverlappedOffload:
 
 
 class Tier:
-    """The same on one rank: see mini_dist/strategies/zero/offload.py for what each method is asked
-    for."""
+    """Offloading on one rank; mini_dist/strategies/zero/offload.py says what each method has to
+    do."""
 
-    keeps_last_units = True  # or their way back would hide behind nothing
+    keeps_last_units = True  # otherwise nothing would overlap with their copies back
 
     def __init__(self, options: OverlappedOffload, group):
         self.options, self.lanes, self.group = options, options.lanes, group
         self.shelf, self.in_files = Shelf(options.folder, group), options.folder is not None
-        # of each shard what its next use comes after: a gradient that arrives, a step
+        # shard -> what its next use waits for: a gradient that arrives, a step
         self.under_way: dict[Tensor, list[Arrival]] = {}
         gradients_too = options.gradients_too
         self.gradients = Gradients(self.lanes, self.shelf, self.under_way, gradients_too, group)
-        # of each shard (name, tensor): what the device takes; with `delayed` also what it will
-        # take after the step that is under way, at the end of the list
+        # shard -> (name, tensor) pairs: the parameters for the device; with `delayed`, the last
+        # pair is what the device will get after the step that is in flight
         self.versions: dict[Tensor, list[tuple[str, Tensor]]] = {}
         self.fetches: dict[Tensor, tuple[Arrival, Tensor]] = {}  # copies that were begun ahead
-        self.copies: dict[Tensor, Arrival] = {}  # the last copy to the device of each shard
+        self.copies: dict[Tensor, Arrival] = {}  # each shard's last copy to the device
         self.stepped: set[Tensor] = set()  # in this step already
         self.late: dict[Tensor, list[Arrival]] = {}  # steps that the device has not seen yet
-        self.later: deque[Callable] = deque()  # with `delayed`, steps that wait for their turn
+        self.later: deque[Callable] = deque()  # steps that wait for their turn, with `delayed`
         self.written: deque[Arrival] = deque()  # of the last shards whose states were in memory
         self.optimizer: torch.optim.Optimizer | None = None
 
     # -- parameters ---------------------------------------------------------------------------
 
     def keep(self, mine: Tensor, dtype: torch.dtype) -> nn.Parameter:
-        """The shard that is stepped, on the host; and if it is not what the device takes, that."""
+        """Keep the shard on the host, and a second copy if the device gets something else."""
         shard = nn.Parameter(self.lanes.empty(mine, dtype).copy_(mine))
         self.under_way[shard] = []
         if dtype == mine.dtype and not self.options.delayed and not self.in_files:
@@ -130,18 +130,18 @@ class Tier:
 
     @torch.no_grad()
     def publish(self, shard: Tensor) -> None:
-        """Note what was stepped for the device, which takes it from the next `turn` on."""
+        """Note an updated shard for the device, which uses it from the next `turn` on."""
         _, there = self.versions[shard][-1]
         if there is not shard:
             make_room_(there)
             there.copy_(shard.detach())
 
     def turn(self, shard: Tensor) -> None:
-        """What was published last is what the device takes from now on."""
+        """Switch the device to what was published last."""
         self.versions[shard].reverse()
 
     def fill_(self, mine: Tensor, shard: Tensor) -> Arrival | None:
-        """Begin to copy the shard to the device; returns the arrival, or None if it is there."""
+        """Begin to copy the shard to the device; return the arrival, or None if it is there."""
         if shard in self.fetches:
             arrival, there = self.fetches.pop(shard)
             arrival.wait()
@@ -150,7 +150,7 @@ class Tier:
         return self.begin_copy(mine, shard)
 
     def fetch(self, mine: Tensor, shard: Tensor) -> None:
-        """Begin to bring the shard, before there is a place for the whole unit (n > 1)."""
+        """Begin to copy the shard before memory for the whole unit is allocated (n > 1)."""
         if self.group.size() > 1 and shard not in self.fetches:
             there = torch.empty_like(mine)
             self.fetches[shard] = self.begin_copy(there, shard), there
@@ -174,8 +174,9 @@ class Tier:
         return arrival
 
     def look_at_parameters(self, source: Tensor, name: str) -> None:
-        """In the middle of a pass through the model, which cannot go on without them."""
-        if name not in self.shelf.away:  # they could not be written, and are in memory
+        """Load parameters in the middle of a pass through the model, which needs them to
+        continue."""
+        if name not in self.shelf.away:  # in memory because their write failed
             return
         try:
             self.shelf.look(source, name)
@@ -188,15 +189,16 @@ class Tier:
     # -- gradients ----------------------------------------------------------------------------
 
     def add_gradient(self, shard: Tensor, part: Tensor) -> None:
-        """Begin to bring a part of the mean gradient to the host; there it is added up."""
-        self.begin_later()  # what is stepped is the last sum, not this one
+        """Begin to copy a part of the mean gradient to the host, where it is summed."""
+        self.begin_later()  # they step the last sum, not this one
         _, taken = self.versions[shard][0]
         self.gradients.add(shard, part.to(taken.dtype))
         if self.options.early and self.gradients.count[shard] % self.options.micro_batches == 0:
             self.step_early(shard)
 
     def step_early(self, shard: Tensor) -> None:
-        """Not if a file is lost before anything is stepped: backward goes on, `step` says it."""
+        """Step in backward, except if a file is lost: then backward continues, and `step`
+        raises."""
         if shard in self.stepped:
             raise ValueError(
                 f"early=True with micro_batches={self.options.micro_batches}, and one more "
@@ -210,12 +212,12 @@ class Tier:
         self.step_shard(shard)
 
     def show_gradients(self, shards: Iterable[Tensor]) -> None:
-        """Wait for all gradients, and let the shards have them, on the host."""
+        """Wait for all gradients, and attach them to the shards, on the host."""
         self.before_clipping()
         self.gradients.show(shards)
 
     def one_by_one(self, shards: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Each shard with its gradient, which is in memory only meanwhile."""
+        """Yield each shard with its gradient, which is in memory only during that time."""
         self.before_clipping()
         return self.gradients.one_by_one(shards)
 
@@ -228,7 +230,7 @@ class Tier:
         self.wait()
 
     def forget_gradient(self, shard: Tensor) -> None:
-        """Raises RuntimeError if the gradient has stepped the shard in a backward that is over."""
+        """Raise RuntimeError if a backward that is over has already stepped with the gradient."""
         if self.options.early and self.stepped:
             raise RuntimeError(
                 "early=True has stepped units in a backward whose step() never came, so they are a "
@@ -240,19 +242,19 @@ class Tier:
     # -- the step -----------------------------------------------------------------------------
 
     def take_over(self, optimizer: torch.optim.Optimizer) -> None:
-        """`optimizer.step()` begins the step of each shard, in the order of forward. They are
-        stepped by an optimizer of the host's own, which has one shard at a time and the states of
-        the given one: so nobody else meets a half-changed list or gradient."""
+        """Make `optimizer.step()` begin the step of each shard, in the order of forward. A separate
+        host optimizer does the steps, with one shard at a time and the given optimizer's states, so
+        that nobody else sees a half-changed list or gradient."""
         self.optimizer, self.of_host = optimizer, copy(optimizer)
         self.of_host.state = defaultdict(dict)
         self.order = [shard for group in optimizer.param_groups for shard in group["params"]]
         optimizer.step = self.step
 
     def step(self, *_) -> None:
-        """Raises OffloadError. If a file is gone or cut off, before anything is stepped; if it
-        cannot be read although it is there, when the others are stepped: in both cases a second
-        call steps what is not stepped yet. If it cannot be written, when all are stepped. With
-        `delayed` all of it a step later."""
+        """Step all shards. Raises OffloadError: before any step if a file is gone or cut off; after
+        the other steps if a file exists but cannot be read (in both cases a second call steps the
+        remaining shards); after all steps if a file cannot be written. With `delayed`, all of this
+        happens one step later."""
         self.end_fetches()
         if self.options.delayed:
             self.catch_up()
@@ -260,21 +262,21 @@ class Tier:
             self.let_all_arrive()
             if self.gradients.lost:
                 raise self.gradients.lost
-        if not self.stepped:  # else their files are changing at this moment
+        if not self.stepped:  # else their files are being changed now
             self.check_files()
         for shard in self.order:
             if shard not in self.stepped:
                 self.step_shard(shard)
-        if not self.options.delayed:  # parameters come after the last gradient anyway
+        if not self.options.delayed:  # parameters follow the last gradient anyway
             self.gradients.let_go()
-            if self.in_files:  # an error of a file is to be raised here
+            if self.in_files:  # file errors must be raised here
                 self.let_all_arrive()
         self.stepped.clear()
         if not self.options.delayed:
             self.shelf.raise_failed()
 
     def step_shard(self, shard: Tensor) -> None:
-        """With what there is now: the sum of gradients, and the settings."""
+        """Step with the current sum of gradients and the current settings."""
         gradient = self.gradients.sums.get(shard)
         if gradient is None:
             return
@@ -285,15 +287,16 @@ class Tier:
             self.begin_later()
 
     def begin_later(self, count: int | None = None) -> None:
-        """Where parameters come from the same files as what a late step reads, it begins unit by
-        unit, each behind the parameters of one unit: else forward would wait for all of it."""
+        """Begin the late steps. If parameters come from the files that a late step reads, begin
+        unit by unit, each after one unit's parameters; otherwise forward would wait for all of
+        it."""
         for _ in range(len(self.later) if count is None else min(count, len(self.later))):
             self.later.popleft()()
 
     def begin_step(self, shard: Tensor, gradient: Tensor, states: dict, settings: dict) -> None:
-        """Begin to read what is in files, to step, to publish, and to write it."""
+        """Begin to read a shard's files, to step, to publish, and to write."""
         after = list(self.under_way[shard])
-        if shard in self.copies:  # begun ahead for a module that was not run, it may be under way
+        if shard in self.copies:  # begun ahead for a module that did not run; may be in flight
             after.append(self.copies.pop(shard))
         if self.in_files:
             after.append(self.begin_read(shard, gradient, after))
@@ -306,7 +309,7 @@ class Tier:
             self.late[shard] = self.under_way[shard]
 
     def begin_read(self, shard: Tensor, gradient: Tensor, after: list) -> Arrival:
-        """Two shards' states are in memory, so this one's read waits for a write."""
+        """Begin a read. Two shards' states are in memory, so this waits for a write."""
         if len(self.written) == SHARDS_IN_MEMORY:
             after = [self.written.popleft(), *after]
         nbytes = self.bytes_in_files(shard) + gradient.nbytes * self.options.gradients_too
@@ -322,13 +325,13 @@ class Tier:
         return self.written[-1]
 
     def settings_of(self, shard: Tensor) -> dict:
-        """Learning rate and so on, as they are now: a schedule may change them any time."""
+        """Return the current learning rate and so on, which a schedule may change at any time."""
         for group in self.optimizer.param_groups:
             if any(shard is each for each in group["params"]):
                 return {name: value for name, value in group.items() if name != "params"}
 
     def step_on_host(self, shard: Tensor, gradient: Tensor, states: dict, settings: dict) -> None:
-        twin = nn.Parameter(shard.detach())  # the same memory
+        twin = nn.Parameter(shard.detach())  # shares the memory
         twin.grad = gradient
         self.of_host.param_groups = [{**settings, "params": [twin]}]
         self.of_host.state[twin] = states
@@ -339,8 +342,8 @@ class Tier:
         self.publish(shard)
 
     def passed_in_step(self, shard: Tensor, gradient: Tensor) -> int:
-        """Bytes: gradient, shard and Adam's two moments are read, the last three are written; to
-        publish, the shard is read once more and what the device takes is written."""
+        """Return bytes of memory traffic: gradient, shard and Adam's two moments are read, the last
+        three are written; publishing reads the shard again and writes what the device uses."""
         _, there = self.versions[shard][-1]
         publish = 0 if there is shard else shard.nbytes + there.nbytes
         return gradient.nbytes + 6 * shard.nbytes + publish
@@ -348,15 +351,15 @@ class Tier:
     # -- one step late ------------------------------------------------------------------------
 
     def catch_up(self) -> None:
-        """With `delayed`: wait until the host has stepped, and let the device have that from now
-        on. Who ends here calls `refresh_parameters` of the model, too."""
+        """With `delayed`: wait until the host has stepped, and give the device the result. At the
+        end of training, call the model's `refresh_parameters` as well."""
         self.begin_later()
         try:
             for arrivals in self.late.values():
                 for arrival in arrivals:
                     arrival.wait()
         except OffloadError:
-            self.let_all_arrive()  # raises it with the number of units that it has met
+            self.let_all_arrive()  # raises it with the number of failed units
         for shard in self.late:
             self.turn(shard)
         self.late.clear()
@@ -365,18 +368,18 @@ class Tier:
     # -- waiting ------------------------------------------------------------------------------
 
     def end_fetches(self) -> None:
-        """What was begun ahead and nobody has asked for: its memory may be given back."""
+        """Wait for copies that were begun ahead and never used: then their memory may be freed."""
         for arrival, _ in self.fetches.values():
             arrival.wait()
         self.fetches.clear()
 
     def wait(self) -> None:
-        """Until nothing is under way. Raises what files have met, once."""
+        """Wait until nothing is in flight. Raises file errors, once."""
         self.let_all_arrive()
         self.shelf.raise_failed()
 
     def let_all_arrive(self) -> None:
-        """Raises what was raised on the way, when nothing is under way any more."""
+        """Wait until nothing is in flight, then raise what was raised on the way."""
         self.begin_later()
         self.gradients.let_go()
         errors: dict[Tensor, Exception] = {}
@@ -397,9 +400,9 @@ class Tier:
             raise error
 
     def not_stepped(self, count: int) -> str:
-        """In words, what is intact if so many shards' files could not be read."""
+        """Say in words what is intact if this many shards' files could not be read."""
         of = f"{count} of {len(self.under_way)} units"
-        if self.options.delayed:  # the next gradients are in their place already
+        if self.options.delayed:  # the next gradients are already in their place
             return f"{of} miss the last step's update; go back to the last checkpoint"
         return (
             f"{of} are not stepped and are as they were, the others are stepped. When it can be "
@@ -409,8 +412,8 @@ class Tier:
     # -- files --------------------------------------------------------------------------------
 
     def large(self, shard: Tensor) -> dict[str, Tensor]:
-        """What of a shard is in files: itself and its states, but for single numbers, as AdamW's
-        count of steps."""
+        """Return the parts of a shard that go to files: itself and its states, except single
+        numbers such as AdamW's count of steps."""
         states = self.optimizer.state[shard] if self.optimizer else {}
         large = {k: v for k, v in states.items() if getattr(v, "shape", None) == shard.shape}
         return {"shard": shard, **large}
@@ -419,7 +422,7 @@ class Tier:
         return sum(tensor.nbytes for tensor in self.large(shard).values())
 
     def check_files(self) -> None:
-        """Before anything is stepped: all files are there, and whole."""
+        """Check, before anything is stepped, that all files exist and are complete."""
         try:
             self.shelf.check()
         except OffloadError as error:
@@ -429,7 +432,7 @@ class Tier:
             ) from error
 
     def read(self, shard: Tensor, gradient: Tensor | None = None) -> None:
-        """What is to be stepped. Gradients stay in their files, to be stepped again perhaps."""
+        """Read what the step needs. Gradients stay in their files, in case the step is repeated."""
         for what, tensor in self.large(shard).items():
             self.shelf.get(tensor, self.shelf.name(shard, what))
         if gradient is not None and not is_here(gradient):
@@ -446,7 +449,8 @@ class Tier:
 
     @contextmanager
     def fetched(self, shard: Tensor, states: dict):
-        """Inside, the shard and its states may be read and written; then the device takes them."""
+        """Make the shard and its states readable and writable inside `with`, then update the
+        device."""
         self.wait()
         if self.in_files:
             self.read(shard)

@@ -7,17 +7,17 @@
         return pipeline.step(tokens, targets)       # gradients are in the parameters' .grad
 
 Read in this order:
-    ideas.py            GPipe as one function; any list of actions as another
+    ideas.py            GPipe in one function; any list of actions in another
     cut.py              which layers go where
-    execute.py          the executor for real models: down the list, who gets what from whom
+    execute.py          the executor for real models: runs the list and routes its inputs
     stage.py            one stage with autograd: forward now, backward later
-    messages.py         sends and receives under way
-    losses.py           the last stage's rank tells the losses to all
+    messages.py         sends and receives in flight
+    losses.py           the last stage's rank sends the losses to all
     split_backward.py   the backward of linears in two halves (lesson 13)
     weight_versions.py  the weights at several optimizer steps (lesson 13)
-    plan.py             what the executor looks up, worked out once for each list
+    plan.py             what the executor looks up, computed once per list
     fits.py             whether schedule, stages, group and batch fit together
-    emulated.py         the same executor, on devices that take a stated time
+    emulated.py         the same executor, on devices that take a given time
 """
 
 from .cut import (

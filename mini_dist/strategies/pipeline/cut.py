@@ -19,12 +19,12 @@ from mini_dist.plan.schedule import ScheduleError
 
 @checks_kinds
 class GPTStage(nn.Module):
-    """Some layers of the GPT; the first stage also embeds, the last also has the head.
+    """Some layers of the GPT; the first stage also embeds, and the last also has the head.
 
     Tokens [B, S] or x [B, S, D] -> x [B, S, D] or logits [B, S, V]. Parameters have the names and
-    the initial values that they have in the GPT of the same config and seed. `positions` [S] are
-    this rank's places in the sequence where it holds a part of it (context parallel). `device`: of
-    parameters and positions, torch's default device unless given.
+    initial values that they have in the GPT of the same config and seed. `positions` [S]: this
+    rank's positions if it holds a part of the sequence (context parallelism). `device`: of
+    parameters and positions, torch's default device if not given.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ def cut_gpt(
     positions: Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> dict[int, GPTStage]:
-    """The Modules of these stages (a rank's chunks: `schedule.stages_of[rank]`).
+    """Build the modules of these stages (a rank's chunks: `schedule.stages_of[rank]`).
 
-    balance: "layers", as even a number as possible, or "cost", where the head counts as the work
-    that it is. positions: see GPTStage. A tied embedding is one parameter if first and last stage
+    balance: "layers", an equal number if possible, or "cost", which counts the head's work as
+    well. positions: see GPTStage. A tied embedding is one parameter if the first and last stage
     are both here, else two copies: see `shared_parameter`. Raises ScheduleError for more stages
     than layers.
     """
@@ -97,9 +97,9 @@ def cut_gpt(
 
 
 def tie_ends(modules: dict[int, GPTStage], num_stages: int) -> None:
-    """Make a tied embedding one parameter again where the first and the last stage are both here.
+    """Make a tied embedding one parameter again if the first and the last stage are both here.
 
-    Call it after anything that gives the stages' modules new parameters, such as `shard_model`.
+    Call it after anything that replaces the stages' parameters, such as `shard_model`.
     """
     first, last = modules.get(0), modules.get(num_stages - 1)
     if first and last and first.config.tied_embedding:
@@ -107,7 +107,7 @@ def tie_ends(modules: dict[int, GPTStage], num_stages: int) -> None:
 
 
 def shared_parameter(modules: dict[int, GPTStage], num_stages: int) -> nn.Parameter | None:
-    """This rank's copy of a tied embedding that lies on two ranks, or None."""
+    """Return this rank's copy of a tied embedding that is on two ranks, or None."""
     first, last = modules.get(0), modules.get(num_stages - 1)
     module = first or last
     if module is None or not module.config.tied_embedding or (first and last):
@@ -117,7 +117,7 @@ def shared_parameter(modules: dict[int, GPTStage], num_stages: int) -> nn.Parame
 
 @checks_kinds
 def layer_ranges(config: ModelConfig, num_stages: int, balance: str = "layers") -> list[range]:
-    """Which layers each stage gets: consecutive, at least one."""
+    """Return the layers of each stage: consecutive, at least one per stage."""
     if num_stages > config.num_layers:
         raise ScheduleError(
             f"num_stages={num_stages} is more than num_layers={config.num_layers}: "
@@ -132,9 +132,9 @@ def layer_ranges(config: ModelConfig, num_stages: int, balance: str = "layers") 
 
 
 def layer_costs(config: ModelConfig) -> list[float]:
-    """Forward FLOPs a sequence of each layer, the head's added to the last layer's.
+    """Return the forward FLOPs per sequence of each layer; the last layer's include the head's.
 
-    The embedding is a look-up and costs nothing. Backward is twice as much of each.
+    The embedding is a look-up and costs nothing. Each backward costs twice as much.
     """
     S = config.seq_len
     matmul = lambda weights: sum(2 * S * w.numel_visited for w in weights if w.is_matmul)  # noqa: E731
@@ -147,9 +147,9 @@ def layer_costs(config: ModelConfig) -> list[float]:
 
 
 def balanced_ranges(costs: Sequence[float], parts: int) -> list[range]:
-    """Cut a row of costs into consecutive parts whose most expensive one is as cheap as possible.
+    """Cut a list of costs into consecutive parts so that the largest part is as small as possible.
 
-    Among equals the one with the smallest sum of squares: no part is needlessly long.
+    Among equally good cuts it takes the one with the smallest sum of squares.
     """
     total = [0.0]
     for cost in costs:

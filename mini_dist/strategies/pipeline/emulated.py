@@ -11,18 +11,18 @@ from .execute import Pipeline
 
 
 def run_emulated(schedule: Schedule, times: Times, group) -> list[Span]:
-    """Run a schedule whose parts last `times` (in seconds); returns what this rank did when.
+    """Run a schedule with durations from `times` (seconds); return this rank's spans of work.
 
         run = launch(run_emulated, schedule.num_ranks, args=(schedule, times))
         timeline = Timeline.of_run(schedule, run.results)
 
-    Lengths of a few milliseconds and more are kept well, whatever else the machine does.
+    Durations from a few milliseconds on are kept accurately, whatever else the machine does.
     """
     return wall_spans(emulate(schedule, times, group))
 
 
 def emulate(schedule: Schedule, times: Times, group) -> EmulatedDevice:
-    """The same; returns the device, which knows virtual and real moments of all it did."""
+    """Run a schedule; return the device, which has the virtual and real times of all its work."""
     clock = Clock()
     device = EmulatedDevice(clock)
     stages = {

@@ -1,21 +1,21 @@
-"""Run any schedule on real models: go down this rank's list and do what it says.
+"""Run any schedule on real models: execute this rank's list, action by action.
 
-All that is decided is decided in the list. The executor knows where a stage's input comes from
-(the data, a message, or a stage on the same rank) and where its output goes, and nothing else.
+The list decides everything. The executor only knows where a stage's input comes from (the data, a
+message, or a stage on the same rank) and where its output goes.
 
-The page is `ideas.run_list`; tests/strategies/test_pipeline_ideas.py holds both equal: losses and
-gradients to the last bit, the same messages in the same order. What is different here:
+The page is `ideas.run_list`. tests/strategies/test_pipeline_ideas.py checks that both give the same
+losses and gradients, bit by bit, and the same messages in the same order. The differences:
 
 * a rank may have several stages, and stages on one rank hand over without a message;
-* receives are started two computations ahead, so that messages travel meanwhile (EARLY in
+* receives are started two computations ahead, so messages overlap with computing (EARLY in
   schedule/communication.py);
 * the last stage's rank sends the losses while the others still compute (losses.py);
-* a tensor is let go as soon as its receiver must have it (messages.py), a stage's output at once:
-  its backward needs its place in the graph, not its values;
+* a tensor is freed as soon as its receiver must have it (messages.py), and a stage's output at
+  once, because its backward needs its node in the graph but not its values;
 * recomputation, split backwards, optimizer steps in the list, a tied embedding, NCCL.
 
-What letting go buys: in lesson 12's run of 1F1B (4 ranks, 8 micro-batches) the ranks hold at most
-9.4, 7.1, 4.8 and 2.7 MB of activations; the page's 9.7, 7.3, 5.1 and 2.6.
+Freeing early saves memory: in lesson 12's run of 1F1B (4 ranks, 8 micro-batches) the ranks hold at
+most 9.4, 7.1, 4.8 and 2.7 MB of activations; with the page 9.7, 7.3, 5.1 and 2.6.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from .stage import Stage, WithLoss
 class Pipeline:
     """A model cut into stages, run by a schedule on the ranks of `group`.
 
-    stages: this rank's chunks, {stage number: callable}; for one chunk the callable alone.
+    stages: this rank's chunks, {stage number: callable}; for one chunk just the callable.
     loss_fn: (output of the last stage, target) -> scalar; without it the last stage returns the
         scalar itself.
-    activation: shape and dtype of what one micro-batch sends from stage to stage, as an empty
-        tensor (device="meta" is enough).
-    recompute: keep only the stages' inputs, and run each forward again before its backward; True
+    activation: shape and dtype of the message that one micro-batch sends between stages, as an
+        empty tensor (device="meta" is enough).
+    recompute: save only the stages' inputs, and run each forward again before its backward; True
         for all of this rank's stages, or the numbers of some.
-    optimizer: of this rank's parameters, for schedules with optimizer steps (S) in them.
+    optimizer: of this rank's parameters, for schedules that contain optimizer steps (S).
     shared: this rank's copy of a parameter that the first and the last stage both hold (a tied
-        embedding); None elsewhere. Its gradients are added up at the end of a step.
+        embedding), else None. Its gradients are summed at the end of a step.
 
-    Raises ScheduleError where schedule, stages, group and batch do not fit together, and
-    RuntimeError for a step after one that ended in an exception.
+    Raises ScheduleError if schedule, stages, group and batch do not fit together, and
+    RuntimeError for a step after a step that ended in an exception.
     """
 
     def __init__(
@@ -88,19 +88,19 @@ class Pipeline:
             for number, function in stages.items()
         }
         self.is_interrupted = (
-            False  # by an exception, while its ranks wait for each other's messages
+            False  # after an exception, while ranks may wait for each other's messages
         )
         self.spans: list[Span] = []  # of the last run, by this machine's monotonic clock
-        self.micro_losses: Tensor | None = None  # [m], of the last run, the same on all ranks
+        self.micro_losses: Tensor | None = None  # [m], of the last run, equal on all ranks
 
     def step(
         self, inputs: Tensor | Sequence[Tensor], targets: Tensor | Sequence[Tensor] | None = None
     ) -> Tensor:
-        """Forwards and backwards of one batch; returns the mean loss of its micro-batches.
+        """Run forwards and backwards of one batch; return the mean loss of its micro-batches.
 
         inputs, targets: [B, ...], split evenly, or a list of m micro-batches. Only the first
-        stage's rank reads inputs, only the last one's targets; the loss is known to all.
-        Gradients are added to the parameters' .grad, as those of the mean loss.
+        stage's rank reads inputs, and only the last one's reads targets. All ranks get the loss.
+        Gradients are added to the parameters' .grad, as gradients of the mean loss.
         """
         with torch.enable_grad():
             losses = self._run(self.training, inputs, targets)
@@ -110,12 +110,12 @@ class Pipeline:
         return self.micro_losses.mean()
 
     def evaluate(self, inputs, targets=None) -> Tensor:
-        """The mean loss of a batch, known to all; forwards only, nothing is kept."""
+        """Return the mean loss of a batch on all ranks; run forwards only and save nothing."""
         with torch.no_grad():
             self.micro_losses = self._run(self.evaluation, inputs, targets).on_all_ranks()
         return self.micro_losses.mean()
 
-    # -- down the list ----------------------------------------------------------------------------
+    # -- executing the list -----------------------------------------------------------------------
 
     def _run(self, plan: RankPlan, inputs, targets) -> Losses:
         m = self.schedule.num_micro_batches
@@ -124,7 +124,7 @@ class Pipeline:
         if self.last in self.stages and self.has_targets:
             self.targets = micro_batches(targets, m, "targets")
         self.plan = plan
-        self.values: dict[Key, Tensor] = {}  # by who computed them: (stage, "F" or "B", micro)
+        self.values: dict[Key, Tensor] = {}  # key: (stage, "F" or "B", micro) that computed it
         self.messages = Messages(plan, self.group, self.device)
         self.losses = Losses(plan, self.group, self.device, self.activation)
         self.spans = []
@@ -155,12 +155,12 @@ class Pipeline:
             part(action, received)
 
     def _set_phase(self, phase: str) -> None:
-        """Tell the ledger: it sees where a Module or autograd begins, but no more than that."""
+        """Tell the ledger the phase: by itself it sees only where a Module or autograd begins."""
         if recorder := getattr(self.group, "recorder", None):
             recorder.phases.set(phase)
 
     def _parts(self, action: Action) -> Iterator[tuple[str, Callable]]:
-        """What there is to do for an action, each part with the ledger's phase it belongs to."""
+        """Yield the parts of an action, each with the ledger's phase that it belongs to."""
         stage, kind, _ = action.key
         way = "forward" if kind.endswith("F") else "backward"
         if kind.startswith("SEND"):
@@ -170,10 +170,10 @@ class Pipeline:
         elif kind == "F":
             yield "forward", self._forward
             if stage == self.last:
-                yield "step", self._add_loss  # sending losses is no part of forward or backward
+                yield "step", self._add_loss  # sending losses is neither forward nor backward
         elif kind == "B":
             if getattr(self.stages[stage], "recompute", False):
-                yield "forward", self._run_again  # what it makes are activations
+                yield "forward", self._run_again  # it computes activations
             yield "backward", self._backward
         elif kind == "W":
             yield "backward", self._weight
@@ -181,7 +181,7 @@ class Pipeline:
             yield "step", self._optimizer_step
 
     def _input_of(self, action: Action) -> Tensor | None:
-        """x of a forward; of a backward the gradient of what the forward returned."""
+        """Return x for a forward; for a backward the gradient of the forward's output."""
         stage, kind, micro = action.key
         if kind == "F":
             return self.inputs[micro] if stage == 0 else self._take(stage - 1, "F", micro)
@@ -190,7 +190,7 @@ class Pipeline:
         return self._take(stage + 1, "B", micro) if kind == "B" else None
 
     def _take(self, source: int, kind: str, micro: int) -> Tensor:
-        """What stage `source` computed: it lies here already, or arrives in a message."""
+        """Return what stage `source` computed: it is already here, or arrives in a message."""
         if source in self.stages:
             return self.values.pop((source, kind, micro))
         return self.messages.take(Action(source, f"SEND_{kind}", micro))
@@ -236,9 +236,9 @@ class Pipeline:
     # -- after the list ---------------------------------------------------------------------------
 
     def _add_up_shared_gradient(self) -> None:
-        """first + last, in this order on both sides, so that both copies stay equal in bits."""
+        """Sum first + last, in this order on both ranks, so that both copies stay bitwise equal."""
         first, last = self.schedule.rank_of[0], self.schedule.rank_of[self.last]
-        if first == last:  # one parameter, autograd has added up already
+        if first == last:  # one parameter: autograd has already summed
             return
         mine, peer = self.shared.grad, last if self.rank == first else first
         theirs = exchange(mine, peer, peer, self.group)
@@ -246,7 +246,7 @@ class Pipeline:
 
 
 def device_of_stages(stages: Mapping[int, Any], group) -> torch.device:
-    """Where this rank's messages are made: where its stages' parameters are."""
+    """Return the device of this rank's stages' parameters, on which messages are allocated."""
     for stage in stages.values():
         for parameter in stage.parameters() if isinstance(stage, nn.Module) else ():
             return parameter.device

@@ -1,4 +1,4 @@
-"""Whether schedule, stages, group and batch fit together: if not, a ScheduleError says why."""
+"""Check that schedule, stages, group and batch fit together; a ScheduleError says why not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mini_dist.plan.schedule import Action, Schedule, ScheduleError
 def stages_that_fit(
     schedule: Schedule, stages: Mapping[int, Any] | Callable, group, activation, optimizer, shared
 ) -> dict[int, Any]:
-    """This rank's stages by number; ScheduleError for what a Pipeline cannot be made of."""
+    """Return this rank's stages by number; raise ScheduleError if no Pipeline can use them."""
     rank, size = group.rank(), group.size()
     if schedule.num_ranks != size:
         raise ScheduleError(
@@ -39,7 +39,7 @@ def stages_that_fit(
 
 
 def micro_batches(batch: Tensor | Sequence[Tensor] | None, m: int, name: str) -> list[Tensor]:
-    """A batch [B, ...] cut into m equal parts, or a list of m that have one shape as it is."""
+    """Split a batch [B, ...] into m equal parts, or check a list of m parts of equal shape."""
     if batch is None:
         raise ScheduleError(f"{name} are needed on this rank")
     if isinstance(batch, Tensor):
@@ -62,7 +62,7 @@ def micro_batches(batch: Tensor | Sequence[Tensor] | None, m: int, name: str) ->
 
 
 def check_message(value: Tensor, activation: Tensor, action: Action) -> None:
-    """gloo hangs or dies on a message of the wrong size, so it has to be right before."""
+    """Check a message before it is sent: gloo hangs or crashes if the size is wrong."""
     if value.shape != activation.shape or value.dtype != activation.dtype:
         raise ScheduleError(
             f"{action}: stage {action.stage} made {list(value.shape)} {value.dtype}, but "

@@ -1,9 +1,9 @@
 """The losses of a batch: the last stage's rank computes them and sends them to all others.
 
-On gloo it sends them as soon as it has the last one. The others are busy with backwards then; they
-have started the receive when the list began, and find the losses there when they are through. On
-NCCL a receive that was started first would hold up all that come after it, so there the losses are
-sent at the end of the list.
+On gloo it sends them as soon as it has the last one, while the others are busy with backwards. They
+started the receive at the beginning of the list, so the losses are there when they finish. On NCCL,
+a receive that is started first would block all later ones, so there the losses are sent at the end
+of the list.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Losses:
         self, plan: RankPlan, group, device: torch.device, activation: Tensor | None
     ) -> None:
         schedule = plan.schedule
-        # All ranks must know the dtype: float64 if the activations have it, else float32.
+        # All ranks must know the dtype: float64 if the activations are float64, else float32.
         like = torch.float32 if activation is None else activation.dtype
         dtype = torch.promote_types(torch.float32, like)
         self.source, self.m = schedule.rank_of[schedule.num_stages - 1], schedule.num_micro_batches
-        self.tag = 1 + 2 * schedule.num_stages * self.m  # above those of Messages
+        self.tag = 1 + 2 * schedule.num_stages * self.m  # above the tags of Messages
         self.group, self.early = group, not runs_in_order(group)
         self.computed: dict[int, Tensor] = {}  # by micro-batch, on the last stage's rank only
         self.of_all = torch.empty(self.m, dtype=dtype, device=device)  # [m]
@@ -41,7 +41,7 @@ class Losses:
             self._start_sends()
 
     def on_all_ranks(self) -> Tensor:
-        """The losses of all micro-batches, in order. [m]"""
+        """Return the losses of all micro-batches, in order. [m]"""
         if not self.early:
             self._start_sends() if self.computed else self._start_receive()
         for work in self.works:

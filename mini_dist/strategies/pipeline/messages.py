@@ -1,9 +1,9 @@
-"""Sends and receives under way: no rank waits in a send, and no tensor is kept longer than needed.
+"""Sends and receives in flight: no rank blocks in a send, and no tensor is kept longer than needed.
 
-gloo loses a send whose handle is dropped before it was waited for, and waiting at once would stop
-the rank. But the lists say when a message must have been received. If our peer sends us something
-that stands in its list behind the action that used our message, then our message has arrived, and
-waiting for it takes no time. So sends are waited for when something comes back from their peer.
+gloo may lose a send whose handle is dropped before a wait, but waiting at once would block the
+rank. The lists tell when a message must have been received: if our peer sends us something
+that comes later in its list than the action that used our message, then our message has arrived,
+and waiting for it takes no time. So we wait for sends when something comes back from their peer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .plan import RankPlan
 class StageMessage:
     work: Any  # the handle of torch.distributed
     tensor: Tensor
-    used_at: int = 0  # of a send: the place in the peer's list of the action that uses it
+    used_at: int = 0  # of a send: index in the peer's list of the action that uses it
 
 
 class Messages:
@@ -37,8 +37,8 @@ class Messages:
         self.schedule, self.place = plan.schedule, plan.place
         self.group, self.device = group, device
         self.in_order = runs_in_order(group)
-        self.sent: dict[int, list[StageMessage]] = {}  # to a peer, not yet waited for
-        self.awaited: dict[Key, StageMessage] = {}  # receives that were started, by their sends
+        self.sent: dict[int, list[StageMessage]] = {}  # peer -> sends that were not waited for yet
+        self.awaited: dict[Key, StageMessage] = {}  # started receives, by the matching sends
         self.started: list[StageMessage] = []  # since `together` was entered
 
     def send(self, action: Action, value: Tensor) -> None:
@@ -58,13 +58,14 @@ class Messages:
         self.started.append(message)
 
     def _tag(self, send: Action) -> int:
-        """A number of its own for each message: the two ends may start several in another order."""
+        """Return a unique tag per message, because the two ends may start several in different
+        orders."""
         number = send.micro * self.schedule.num_stages + send.stage
-        return 1 + 2 * number + (send.kind == "SEND_B")  # collectives have 0
+        return 1 + 2 * number + (send.kind == "SEND_B")  # collectives use tag 0
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What is started within becomes one operation on NCCL; gloo starts each by itself."""
+        """Combine everything started inside `with` into one operation on NCCL, not on gloo."""
         self.started.clear()
         if not self.in_order:
             yield
@@ -76,7 +77,7 @@ class Messages:
             message.work = work
 
     def take(self, send: Action) -> Tensor:
-        """What was sent by this action of another rank; waits until it is there."""
+        """Return what this action of another rank sent; wait until it has arrived."""
         message = self.awaited.pop(send.key)
         message.work.wait()
         peer, now = self.schedule.rank_of[send.stage], self.place[send.key]

@@ -1,4 +1,4 @@
-"""What the executor looks up while it goes down a list, worked out once for each list."""
+"""What the executor looks up while it executes a list, computed once per list."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mini_dist.plan.schedule.communication import EARLY
 
 
 class RankPlan:
-    """A schedule that can run as it stands, and what one rank needs to know of it.
+    """A schedule that can run, and what one rank needs to know about it.
 
     schedule: with its sends and receives. items: this rank's list; an entry is one action, or the
-    communications that are started together. place: where an action stands in its rank's list, for
+    communications that are started together. place: the index of an action in its rank's list, for
     all ranks. loss_weight: of each micro-batch's loss in the mean of its optimizer step.
     versions_needed: for each optimizer step in the list, see below.
 
@@ -27,7 +27,7 @@ class RankPlan:
     def __init__(self, schedule: Schedule, rank: int, on_nccl: bool) -> None:
         if not schedule.has_communication:
             schedule = add_communication(schedule, early=EARLY)
-        if on_nccl:  # it runs messages in list order, each to its end
+        if on_nccl:  # it runs messages in list order, one after the other
             schedule = fuse_communication(schedule)
         validate(schedule, rendezvous=on_nccl)
         self.schedule = schedule
@@ -42,7 +42,7 @@ class RankPlan:
 
 
 def loss_weights(schedule: Schedule) -> dict[int, float]:
-    """For each micro-batch one over the number of micro-batches in its optimizer step."""
+    """Return 1 / (number of micro-batches in its optimizer step) for each micro-batch."""
     last = schedule.num_stages - 1
     weights, batch = {}, []
     for stage, kind, micro, _ in schedule.actions(schedule.rank_of[last]):
@@ -55,7 +55,7 @@ def loss_weights(schedule: Schedule) -> dict[int, float]:
 
 
 def versions_needed_after_steps(schedule: Schedule, rank: int) -> dict[Action, set[int]]:
-    """For each optimizer step, the weight versions that the list still asks for after it."""
+    """Return, for each optimizer step, the weight versions that the list still needs after it."""
     named: dict[int, set[int]] = {}
     needed = {}
     for action in reversed(list(schedule.actions(rank))):

@@ -1,8 +1,8 @@
 """The backward of linears in two halves: the input's gradient now, the weight's later.
 
-The rank before waits for the first half only. So a schedule may put the second (W) where the rank
-would otherwise be idle (Qi et al. 2023, zero bubble). The way of DeepSeek's DualPipe
-(WeightGradStore); PyTorch cuts the graph itself, for operations of any kind.
+The previous rank waits for the first half only. So a schedule may put the second half (W) where the
+rank would otherwise idle (Qi et al. 2023, zero bubble). We do it as DeepSeek's DualPipe does
+(WeightGradStore); PyTorch splits the graph itself, for any operations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class WeightGradient(NamedTuple):
-    """The half of a linear's backward that nobody waits for: dW = dyᵀ x, db = sum of dy."""
+    """The half of a linear's backward that no rank waits for: dW = dyᵀ x, db = sum of dy."""
 
     weight: Tensor  # [out, in]
     bias: Tensor | None  # [out]
@@ -31,9 +31,9 @@ class WeightGradient(NamedTuple):
 
 
 class PutOff(TorchFunctionMode):
-    """Within it, linears leave their weight gradients in `later` instead of computing them.
+    """Make linears put their weight gradients into `later` inside `with`, to be computed later.
 
-    Linears are nearly all of a transformer's weight gradients; the rest (norms, embeddings, the
+    Linears have almost all of a transformer's weight gradients; the rest (norms, embeddings, the
     weights of other operations) stays in the first half of the backward.
     """
 
@@ -54,23 +54,23 @@ def _linear_arguments(input, weight, bias=None):
 
 
 class LinearWithoutWeightGradient(torch.autograd.Function):
-    """functional.linear, whose backward computes dx = dy W only."""
+    """Compute functional.linear; its backward computes only dx = dy W."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, later):
         ctx.save_for_backward(x)
-        # the parameters themselves: checkpointing inside a stage gives back copies of what is saved
+        # the parameters themselves: checkpointing inside a stage returns copies of saved tensors
         ctx.weight, ctx.bias, ctx.later = weight, bias, later
         return functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
-        # detached: x would keep its whole graph, this list included, alive for ever
+        # detached: otherwise x would keep its whole graph, with this list, alive forever
         ctx.later.append(WeightGradient(ctx.weight, ctx.bias, x.detach(), dy))
         return dy @ ctx.weight if ctx.needs_input_grad[0] else None, None, None, None
 
 
 def accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """As autograd does it: the first gradient is taken as it is, later ones are added to it."""
+    """Accumulate as autograd does: store the first gradient, add later ones."""
     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)

@@ -1,15 +1,15 @@
-"""One stage of the model with autograd: forward a micro-batch now, its backward later.
+"""One stage of the model with autograd: forward of a micro-batch now, its backward later.
 
 A stage here is any callable of tensors, often a Module. `execute.py` calls
 
     y = stage.forward(micro, inputs, split=..., version=...)
-    stage.run_again(micro)                   # only with recompute, in front of backward
+    stage.run_again(micro)                   # only with recomputation, before backward
     gradient_of_input = stage.backward(micro, gradient_of_y)
-    stage.weight(micro)                      # only where the backward is split
+    stage.weight(micro)                      # only if the backward is split
     stage.step(keep)                         # only in asynchronous schedules
 
-An object that has a `backward` of its own is called in the same way instead of a Stage: it needs
-all of these but run_again (emulate.EmulatedStage is one).
+An object with its own `backward` is called in the same way instead of a Stage: it needs
+all of these methods but run_again (emulate.EmulatedStage is an example).
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from .weight_versions import Versions
 
 
 class Held(NamedTuple):
-    """What a stage keeps of a micro-batch from its forward to its backward, besides what autograd
-    has saved."""
+    """What a stage holds of a micro-batch from its forward to its backward, besides the tensors
+    that autograd saves."""
 
     inputs: tuple[Tensor, ...]
-    output: GradientEdge  # the output's place in the graph: its values may go once they are sent
+    output: GradientEdge  # the output's node in the graph: its values may be freed once sent
     later: list[WeightGradient]  # of a split backward: backward fills it, `weight` empties it
     version: int | None
 
 
 class InputsOnly(NamedTuple):
-    """The same with recomputation: what it takes to run the forward again."""
+    """What a stage holds with recomputation: what it needs to run the forward again."""
 
     inputs: tuple[Tensor, ...]
     random_state: Tensor
@@ -49,10 +49,10 @@ class InputsOnly(NamedTuple):
 
 @checks_kinds
 class Stage:
-    """Runs `function` for each micro-batch and keeps apart what their backwards need.
+    """Run `function` for each micro-batch and hold what each backward needs.
 
-    recompute: keep only the inputs; `run_again` has to come in front of the backward.
-    optimizer: of the stage's parameters; needed for asynchronous schedules only.
+    recompute: save only the inputs; `run_again` must be called before the backward.
+    optimizer: of the stage's parameters; needed only for asynchronous schedules.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Stage:
     def forward(
         self, micro: int, inputs: Sequence[Tensor], *, split: bool, version: int | None
     ) -> Tensor:
-        """The output, cut off from its graph; with gradients disabled nothing is kept."""
+        """Return the output, detached from its graph; with gradients disabled nothing is saved."""
         inputs = tuple(x.detach().requires_grad_(x.is_floating_point()) for x in inputs)
         if not torch.is_grad_enabled():
             return self.function(*inputs)
@@ -91,14 +91,14 @@ class Stage:
         return output.detach(), Held(inputs, get_gradient_edge(output), later, version)
 
     def run_again(self, micro: int) -> None:
-        """With `recompute`, in front of `backward`: the forward, whose graph had been dropped."""
+        """Run a forward again, before `backward`, if `recompute` dropped its graph."""
         kept = self.held.pop(micro)
-        with random_state_set_to(kept.random_state, kept.inputs[0]):  # dropout as before
+        with random_state_set_to(kept.random_state, kept.inputs[0]):  # the same dropout
             _, self.held[micro] = self._run(kept.inputs, kept.split, kept.version)
 
     def backward(self, micro: int, gradient: Tensor) -> Tensor | None:
-        """Add to the parameters' .grad and return the first input's gradient. Where the backward is
-        split, the weight gradients of linears are left for `weight`."""
+        """Accumulate the parameters' .grad and return the first input's gradient. If the backward
+        is split, the weight gradients of linears are left to `weight`."""
         held = self.held.pop(micro)
         torch.autograd.backward(held.output, gradient)
         if held.later:
@@ -108,17 +108,17 @@ class Stage:
         return held.inputs[0].grad
 
     def weight(self, micro: int) -> None:
-        """The second half of a split backward."""
+        """Run the second half of a split backward."""
         for gradient in self.later.pop(micro, []):
             gradient.add()
 
     def step(self, keep: set[int]) -> None:
-        """Take an optimizer step; `keep` are the versions that will still be asked for."""
+        """Take an optimizer step; `keep` are the versions that are still needed."""
         self.versions.step(self.optimizer, keep)
 
 
 def random_state(like: Tensor) -> Tensor:
-    """The state of the generator that operations on this tensor's device draw from."""
+    """Return the state of the random generator of this tensor's device."""
     return torch.cuda.get_rng_state(like.device) if like.is_cuda else torch.get_rng_state()
 
 
@@ -130,7 +130,7 @@ def random_state_set_to(state: Tensor, like: Tensor) -> Iterator[None]:
 
 
 class WithLoss(nn.Module):
-    """The last stage and the loss as one function of (x, target)."""
+    """Combine the last stage and the loss into one function of (x, target)."""
 
     def __init__(self, function: Callable, loss_fn: Callable) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """The weights at several optimizer steps, for asynchronous schedules (PipeDream; lesson 13).
 
-A micro-batch's backward needs the weights of its forward, and in between a step may have changed
-them. The schedule says by its actions' versions (`1F4@2`) which weights each one takes.
+A micro-batch's backward needs the weights of its forward, but a step in between may have changed
+them. The versions of the schedule's actions (`1F4@2`) say which weights each action uses.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .split_backward import accumulate
 class Versions:
     """A Module's weights at several optimizer steps.
 
-    Version v is a set of tensors of its own, with which the Module is called. The newest one shares
-    its memory with the Module's parameters; before a step these get new memory, if the version that
-    they leave is still needed.
+    Version v is a separate set of tensors, and the Module is called with them. The newest version
+    shares its memory with the Module's parameters. Before a step, the parameters get new memory if
+    the version that they leave is still needed.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -34,17 +34,17 @@ class Versions:
         self.stash = {0: self._leaves()}
 
     def _leaves(self) -> dict[str, Tensor]:
-        """The Module's weights as they are now: same memory, gradients apart."""
+        """Return the Module's current weights: the same memory, separate gradients."""
         return {
             n: p.data.requires_grad_(p.requires_grad) for n, p in self.module.named_parameters()
         }
 
     def at(self, version: int) -> Callable[..., Tensor]:
-        """The Module as a function that takes the weights of this version."""
+        """Return the Module as a function that uses the weights of this version."""
         return lambda *inputs: functional_call(self.module, self.stash[version], inputs)
 
     def collect(self, version: int) -> None:
-        """Move the gradients taken at that version to the Module's parameters."""
+        """Move the gradients computed at that version to the Module's parameters."""
         for name, parameter in self.module.named_parameters():
             leaf = self.stash[version][name]
             if leaf.grad is not None:
@@ -52,7 +52,7 @@ class Versions:
                 leaf.grad = None
 
     def step(self, optimizer: torch.optim.Optimizer, keep: set[int]) -> None:
-        """Step from the newest version to the next; versions that are not in `keep` are dropped."""
+        """Step from the newest version to the next; drop versions that are not in `keep`."""
         self.stash = {v: weights for v, weights in self.stash.items() if v in keep}
         if self.newest in keep:
             for parameter in self.module.parameters():

@@ -1,21 +1,21 @@
-"""The engine of entering a region: one x times several matrices that are cut by their outputs.
+"""The engine that enters a region: one x times several matrices that are cut by outputs.
 
-On the page (ideas.py) x enters, and each linear is a call of its own. Autograd then makes a dx for
-each matrix before it adds them up, and it holds x until all of them are there. Here backward makes
-the gradients of the weights first, lets go of x, and adds all products into one dx.
+On the page (ideas.py) x enters, and each linear is a separate call. Autograd then computes one dx
+per matrix before it sums them, and holds x until all are done. Here backward computes the
+gradients of the weights first, frees x, and accumulates all products into one dx.
 
-What this buys, measured for q, k and v on 2 ranks, in units of the whole x [B, S, D] (weights and
-results are small there; tests/strategies/test_tensor_parallel.py holds the peaks to it):
+The saving, measured for q, k and v on 2 ranks in units of the whole x [B, S, D] (weights and
+results are small there; tests/strategies/test_tensor_parallel.py checks the peaks):
 
                                     page, SEQUENCE    here, SEQUENCE    here, SEQUENCE_AGAIN
-    most at once                    4.1               2.1               2.1
-    kept from forward to backward   1.1               1.1               0.6
+    peak                            4.1               2.1               2.1
+    saved for backward              1.1               1.1               0.6
     all-gathers of x                1                 1                 2
     CPU time, x [8, 128, 256]       7 ms              6 ms              10 ms
 
 (CPU time on a busy machine: the first two are equal within the noise.) With several matrices dx
-differs in its last bits, since their products are rounded at other moments; all else is equal to
-the last bit (tests/strategies/test_tensor_parallel_ideas.py).
+differs in its last bits, because the products are rounded in a different order; all else is
+bitwise equal (tests/strategies/test_tensor_parallel_ideas.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from .ideas import SEQUENCE, TENSOR, Pair
 
-# The same way in and out, but a rank keeps only its part of x, and gathers all of it once more when
+# As SEQUENCE, but a rank saves only its part of x, and gathers all of it once more when
 # backward needs it (Korthikanti et al. 2022, section 4.2.2).
 SEQUENCE_AGAIN = SEQUENCE._replace(gathers_again=True)
 
@@ -37,9 +37,10 @@ SEQUENCE_AGAIN = SEQUENCE._replace(gathers_again=True)
 def column_linears(
     x: Tensor, linears: list[tuple[Tensor, Tensor | None]], group, pair: Pair = TENSOR
 ) -> tuple[Tensor, ...]:
-    """x [B, S, D] (SEQUENCE: [B, S/t, D]) -> the outputs [B, S, F/t] of each linear on this rank.
+    """Compute x [B, S, D] (SEQUENCE: [B, S/t, D]) -> this rank's outputs [B, S, F/t] of each
+    linear.
 
-    linears: of each the weight [F/t, D] and the bias [F/t] or None. x enters once for all of them.
+    linears: weight [F/t, D] and bias [F/t] or None of each. x enters once for all of them.
     """
     if not pair.gathers_again:
         x = pair.enter(x, group)
@@ -47,14 +48,14 @@ def column_linears(
 
 
 class ColumnLinears(torch.autograd.Function):
-    """x times each weight; with `gathers_again` x is this rank's part and enters in here.
+    """Multiply x by each weight; with `gathers_again` x is this rank's part and is gathered here.
 
     x [..., D], or its part; then the group, the pair, and weight [F/t, D], bias [F/t] of each
-    linear -> [..., F/t] of each.
+    linear -> [..., F/t] for each.
     """
 
     clear_saved_tensors_on_access = True  # with these two lines backward can free x and each dy
-    boxed_grads_call = True  # as soon as it has used them; the dys come as a list that it may empty
+    boxed_grads_call = True  # right after use; the dys come as a list that it may empty
 
     @staticmethod
     def forward(ctx, x, group, pair, *parameters):  # weight, bias, weight, bias...
@@ -87,5 +88,5 @@ class ColumnLinears(torch.autograd.Function):
             torch.addmm(dx, dys.pop(), weights.pop().to(dtype), out=dx)
         dx = dx.view(shape)
         if ctx.pair.gathers_again:
-            dx = ctx.pair.leave(dx, ctx.group)  # what enter does in backward
+            dx = ctx.pair.leave(dx, ctx.group)  # enter's backward
         return dx, None, None, *gradients

@@ -1,11 +1,11 @@
-"""Dropout: what the ranks hold alike must be dropped alike, and different parts differently.
+"""Dropout: drop replicated tensors equally on all ranks, and sharded ones differently.
 
-    outside the regions    TENSOR: x is alike, so that the same numbers must be dropped
+    outside the regions    TENSOR: x is replicated, so all ranks must drop the same numbers
                            SEQUENCE: each rank has other tokens, and drops other numbers
     inside attention       each rank has other heads, and drops other scores
 
-torch draws masks from one random state a process. The ranks start from one state and draw alike
-from it; where masks must differ, they draw from a state of their own in between.
+torch draws masks from one random state per process. All ranks start from one state and draw the
+same numbers; where masks must differ, they draw from a separate state for that time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mini_dist.collectives import broadcast
 
 
 def share_random_state(model: nn.Module, group) -> None:
-    """Give all ranks one random state, by a seed that rank 0 draws."""
+    """Give all ranks the same random state, from a seed that rank 0 draws."""
     device = next(model.parameters()).device
     seed = torch.randint(2**62, (1,), device=None if device.type == "meta" else device)
     torch.manual_seed(int(broadcast(seed, 0, group)))
@@ -28,9 +28,9 @@ def share_random_state(model: nn.Module, group) -> None:
 
 @contextmanager
 def own_random_numbers(group) -> Iterator[None]:
-    """Inside, each rank draws other random numbers; after it, all draw alike again.
+    """Make each rank draw different random numbers inside `with`, and the same ones afterwards.
 
-    The seed comes from the state that the ranks share. So activation checkpointing, which restores
+    The seed comes from the state that all ranks share. So activation checkpointing, which restores
     that state before it repeats a forward, gets the same masks again.
     """
     seed = int(torch.randint(2**62, ())) + group.rank()
@@ -40,7 +40,7 @@ def own_random_numbers(group) -> Iterator[None]:
 
 
 class SequenceCutDropout(nn.Dropout):
-    """Dropout of x [B, S/t, D], of which each rank has other tokens."""
+    """Drop out x [B, S/t, D], where each rank has different tokens."""
 
     def __init__(self, dropout: nn.Dropout, group):
         super().__init__(dropout.p)
@@ -54,8 +54,8 @@ class SequenceCutDropout(nn.Dropout):
 
 
 def attend_with_own_dropout(attend: Callable, group) -> Callable:
-    """An attention function (q, k, v, positions, dropout) -> out that drops other scores on each
-    rank."""
+    """Return an attention function (q, k, v, positions, dropout) -> out that drops different scores
+    on each rank."""
 
     def attend_on_this_rank(q, k, v, positions, dropout):
         if not dropout:

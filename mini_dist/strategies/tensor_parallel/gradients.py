@@ -1,12 +1,13 @@
-"""After backward: gradients of which each rank has a summand only, and what the norm counts once.
+"""After backward: sum partial gradients over ranks, and count each gradient once in the norm.
 
-Backward leaves on each rank the whole gradient of what this rank alone holds, and with TENSOR of
-what all ranks hold, since they computed the same with it. Two kinds of gradients are partial: their
-sum over some ranks is the gradient.
+Backward leaves on each rank the whole gradient of the parameters that only this rank holds, and,
+with TENSOR, of the replicated ones, since all ranks did the same computation with them. Two kinds
+of gradients are partial: their sum over some ranks is the gradient.
 
-    key/value heads that several ranks hold           each found what its own query heads send back
-    with SEQUENCE, parameters that no plan cuts       each used them on its part of the sequence:
-                                                      norms, the biases of o and down, positions
+    key/value heads on several ranks                  each rank has the part of its own query heads
+    with SEQUENCE, parameters that no plan shards     each rank used them on its part of the
+                                                      sequence: norms, biases of o and down,
+                                                      positions
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ from .plan import Sharding
 def finish_gradients(model: nn.Module) -> None:
     """Sum the partial gradients of a sharded model; call it after the last backward of a step.
 
-    One all-reduce a dtype and set of ranks.
+    Sends one all-reduce per dtype and set of ranks.
     """
     sharding = model.sharding
     partial_gradients = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and len(ranks_to_sum_over(sharding, name)) > 1:
-            parameter.grad = gradient(parameter)  # zeros if no backward on this rank has used it
+            parameter.grad = gradient(parameter)  # zeros if this rank did not use it
             partial_gradients.append((name, parameter.grad))
     add_up_parts_(sharding, partial_gradients)
 
 
 @torch.no_grad()
 def add_up_parts_(sharding: Sharding, gradients: Iterable[tuple[str, Tensor]]) -> None:
-    """Sum those of the given gradients that are partial, in place.
+    """Sum the partial ones among the given gradients, in place.
 
-    gradients: (full parameter name, its gradient), in the same order on all ranks. Instead of the
-    whole gradient it may be a slice, the same on all ranks, as ZeRO leaves it.
+    gradients: (full parameter name, its gradient), in the same order on all ranks. A slice of the
+    gradient, the same on all ranks, is also possible, such as ZeRO's shards.
     """
     partial: dict[tuple, list[Tensor]] = {}
     for name, summand in gradients:
@@ -60,20 +61,20 @@ def add_up_parts_(sharding: Sharding, gradients: Iterable[tuple[str, Tensor]]) -
 
 
 def ranks_to_sum_over(sharding: Sharding, name: str) -> tuple[int, ...]:
-    """The ranks (of the group that cuts it) whose partial gradients of this parameter add up to the
-    gradient of this rank's piece; only this rank where its gradient is whole already."""
+    """Return the ranks (of the group that shards it) whose partial gradients of this parameter sum
+    to the gradient of this rank's shard; only this rank if its gradient is already whole."""
     group, cut = sharding.group_of(name), sharding.cuts.get(name)
     rank, size = group.rank(), group.size()
     if cut is None:
         return tuple(range(size)) if sharding.pair.cuts_sequence else (rank,)
-    holders = size // cut.parts  # neighbours that hold the same piece
+    holders = size // cut.parts  # neighbors that hold the same shard
     return tuple(range(cut.part * holders, (cut.part + 1) * holders))
 
 
 def for_grad_norm(model: nn.Module) -> tuple[list[nn.Parameter], dict]:
-    """The arguments of `grad_norm`: parameters that are whole, and those that are cut.
+    """Return the arguments of `grad_norm`: whole parameters, and sharded ones.
 
-    A piece that several ranks hold is given by the first of them only, so that it counts once.
+    A shard that several ranks hold is returned on the first of them only, so it counts once.
     """
     sharding = model.sharding
     whole, cut = [], {sharding.group: []}

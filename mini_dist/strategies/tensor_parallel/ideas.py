@@ -1,17 +1,17 @@
 """Tensor parallelism in plain functions; layers.py does the same in the layers of real models.
 
-Each rank holds a piece of every matrix and computes a piece of every layer:
+Each rank holds a shard of every matrix and computes a part of every layer:
 
     x ── enter ── W₁ cut by outputs ── GELU ── W₂ cut by inputs ── leave ── + bias
          copy       [F/t, D]          on F/t         [D, F/t]      all_reduce
 
-After a matrix that is cut by its outputs a rank has some of the hidden features, and these are the
-inputs that the next matrix, cut by its inputs, needs: between the two nothing is sent (Shoeybi et
-al. 2019, section 3). In attention q, k and v come first and o second, and the cut runs between
-heads. What lies between entering and leaving is called a region.
+A matrix that is cut by outputs leaves each rank with some of the hidden features. These are exactly
+the inputs that the next matrix, cut by inputs, needs, so nothing is sent between the two (Shoeybi
+et al. 2019, section 3). In attention, q, k and v come first and o second, and the cut runs between
+heads. The part between entering and leaving is called a region.
 
 Legend: t ranks, B batch, S sequence, D model, F ffn, N heads, H head dim, V vocab. A weight is
-[outputs, inputs], as torch has it. Every function takes this rank's pieces of the weights.
+[outputs, inputs], as in torch. Every function takes this rank's shards of the weights.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ from mini_dist.model.vocabulary import check_tokens
 
 
 def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group) -> Tensor:
-    """All of x [..., D] -> this rank's outputs [..., F/t]; weight [F/t, D], bias [F/t].
+    """Multiply the whole x [..., D] -> this rank's outputs [..., F/t]; weight [F/t, D], bias [F/t].
 
-    Nothing is sent forward. Backward adds up the gradients of x, since every rank used all of it.
-    ("Column", because Megatron writes y = xA: a column of A is an output. torch stores A
-    transposed, so here outputs are rows.)
+    Forward sends nothing. Backward sums the gradients of x over the ranks, since every rank used
+    all of x. ("Column" because Megatron writes y = xA, where a column of A is an output. torch
+    stores A transposed, so here outputs are rows.)
     """
     return functional.linear(ops.copy(x, group), weight, bias)
 
 
 def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group) -> Tensor:
-    """This rank's inputs x [..., F/t] -> all outputs [..., D]; weight [D, F/t], bias [D].
+    """Multiply this rank's inputs x [..., F/t] -> all outputs [..., D]; weight [D, F/t], bias [D].
 
-    The bias is whole on every rank and added after the sum: before it, it would count t times.
+    Every rank holds the whole bias and adds it after the sum; before the sum it would count t
+    times.
     """
     y = ops.all_reduce(functional.linear(x, weight), group)
     return y if bias is None else y + bias
@@ -58,23 +59,23 @@ def row_linear(x: Tensor, weight: Tensor, bias: Tensor | None, group) -> Tensor:
 class Pair(NamedTuple):
     """How x enters a region and how the result leaves it, both functions (x, group) -> x.
 
-    Each of the two is what the other does in backward.
+    Each of the two does in backward what the other does in forward.
     """
 
     enter: Callable
     leave: Callable
-    cuts_sequence: bool = False  # outside the regions a rank has S/t of the sequence, not all of it
-    gathers_again: bool = False  # see SEQUENCE_AGAIN in column_linears.py; nothing on this page
+    cuts_sequence: bool = False  # whether a rank holds S/t of the sequence outside the regions
+    gathers_again: bool = False  # see SEQUENCE_AGAIN in column_linears.py; not used on this page
 
 
 # Outside the regions every rank has the same x [B, S, D].
 TENSOR = Pair(enter=ops.copy, leave=ops.all_reduce)
 
-# Outside the regions every rank has another part of the sequence, x [B, S/t, D] (Korthikanti et al.
-# 2022, section 4.2.2). It sends as many bytes as TENSOR, since an all-reduce is made of these
-# two, and what lies between regions (norms, dropout, the residual) is kept for S/t positions only.
-# What is whole on every rank, norms and the biases of row linears, is used on these tokens only, so
-# its gradients are summed over the ranks after backward (gradients.py).
+# Outside the regions every rank has a different part of the sequence, x [B, S/t, D] (Korthikanti et
+# al. 2022, section 4.2.2). This sends as many bytes as TENSOR, because an all-reduce consists of
+# these two, and activations between regions (norms, dropout, the residual) are saved for S/t
+# positions only. Parameters that every rank holds whole, such as norms and the biases of row
+# linears, see only S/t tokens, so gradients.py sums their gradients over the ranks after backward.
 SEQUENCE = Pair(
     enter=partial(ops.all_gather, dim=-2),
     leave=partial(ops.reduce_scatter, dim=-2),
@@ -89,9 +90,9 @@ def mlp(
     group,
     pair: Pair = TENSOR,
 ) -> Tensor:
-    """The MLP on F/t of its hidden features: x [B, S, D] -> [B, S, D].
+    """Compute the MLP on F/t of its hidden features: x [B, S, D] -> [B, S, D].
 
-    With SEQUENCE x is this rank's part of the sequence, and so is the result: [B, S/t, D].
+    With SEQUENCE, x and the result are this rank's part of the sequence, [B, S/t, D].
     up: weight [F/t, D] and bias [F/t] or None. down: weight [D, F/t] and the whole bias [D].
     """
     x = pair.enter(x, group)  # [B, S, D]
@@ -109,13 +110,13 @@ def attention(
     group,
     pair: Pair = TENSOR,
 ) -> Tensor:
-    """Causal attention with N/t of its heads: x [B, S, D] -> [B, S, D].
+    """Compute causal attention for N/t of the heads: x [B, S, D] -> [B, S, D].
 
-    With SEQUENCE [B, S/t, D], as `mlp`; in between every rank has all S tokens, for its heads.
+    With SEQUENCE [B, S/t, D], as in `mlp`; inside the region every rank has all S tokens.
     qkv: of q, k and v each the weight [N/t * H, D] and the bias [N/t * H] or None.
     o: weight [D, N/t * H] and the whole bias [D].
     """
-    x = pair.enter(x, group)  # [B, S, D], once for the three
+    x = pair.enter(x, group)  # [B, S, D], once for q, k and v
     q, k, v = (  # [B, N/t, S, H] each
         functional.linear(x, *each).unflatten(-1, (-1, head_dim)).transpose(1, 2) for each in qkv
     )
@@ -129,11 +130,11 @@ def attention(
 
 
 def embedding(tokens: Tensor, weight: Tensor, group, pair: Pair = TENSOR) -> Tensor:
-    """Look up tokens [B, S] in a table of which a rank has weight [V/t, D] -> x [B, S, D].
+    """Look up tokens [B, S] in a table of which each rank has weight [V/t, D] -> x [B, S, D].
 
-    A rank gives zeros for a token whose row another rank has; the sum over ranks has all of them.
-    With SEQUENCE each rank gets its part of that sum, [B, S/t, D].
-    Raises ValueError for a token outside 0..V-1, of which no rank has the row.
+    A rank returns zeros for a token whose row is on another rank; the sum over the ranks is
+    complete. With SEQUENCE each rank gets its part of that sum, [B, S/t, D]. Raises ValueError for
+    a token outside 0..V-1, because no rank has its row.
     """
     check_tokens(tokens, len(weight) * group.size())
     row, is_here = find_rows(tokens, len(weight), group)
@@ -142,9 +143,9 @@ def embedding(tokens: Tensor, weight: Tensor, group, pair: Pair = TENSOR) -> Ten
 
 
 def find_rows(tokens: Tensor, num_rows: int, group) -> tuple[Tensor, Tensor]:
-    """Which of this rank's rows of the vocabulary belongs to each token, and whether one does.
+    """Return for each token which of this rank's rows it needs, and whether this rank has the row.
 
-    tokens [...], num_rows V/t -> rows [...], 0 where another rank has it; bool [...].
+    tokens [...], num_rows V/t -> rows [...], 0 if another rank has it; bool [...].
     """
     row = tokens - group.rank() * num_rows
     is_here = (row >= 0) & (row < num_rows)
@@ -154,12 +155,12 @@ def find_rows(tokens: Tensor, num_rows: int, group) -> tuple[Tensor, Tensor]:
 def vocab_parallel_cross_entropy(
     logits: Tensor, targets: Tensor, group, *, reduction: str | None = None
 ) -> TokenLoss | Tensor:
-    """`token_loss` of logits whose vocabulary is cut: [..., V/t], targets [...] alike on all ranks.
+    """Compute `token_loss` of logits [..., V/t] sharded by vocabulary, targets [...] on all ranks.
 
-    Sends three numbers a token instead of V: the largest of all ranks' logsumexps, and two sums.
+    Sends three numbers per token instead of V: the maximum of the ranks' logsumexps, and two sums.
     Targets of IGNORE_INDEX do not count; others outside 0..V-1 raise ValueError.
-    reduction: as torch's: "none", the loss of each token [...], 0 where it does not count; "sum";
-    "mean" over those that count. Without one a TokenLoss, not yet divided.
+    reduction: as in torch: "none", each token's loss [...], 0 for ignored tokens; "sum";
+    "mean" over tokens that count. None returns a TokenLoss, before the division.
     """
     if reduction not in (None, "none", "sum", "mean"):
         raise ValueError(f"reduction={reduction!r} is none of 'none', 'sum', 'mean'")
@@ -168,8 +169,8 @@ def vocab_parallel_cross_entropy(
     counts = targets != IGNORE_INDEX
     row, is_here = find_rows(targets, logits.shape[-1], group)
     at_target = logits.gather(-1, row[..., None]).squeeze(-1).masked_fill(~is_here, 0)
-    # The softmax's denominator is the sum of exp(logsumexp) over the ranks. The highest of these
-    # exponents is subtracted from all of them, so that nothing overflows, and added to the log.
+    # The softmax's denominator is the sum of exp(logsumexp) over the ranks. The largest logsumexp
+    # is subtracted from all of them, so that nothing overflows, and added back to the log.
     mine = logits.logsumexp(-1)  # [...]
     highest = collectives.all_reduce(mine.detach(), group, op="max")
     denominator, at_target = ops.all_reduce(torch.stack([(mine - highest).exp(), at_target]), group)

@@ -1,7 +1,7 @@
-"""The cut layers of a GPT: each does what its function in ideas.py does, for any model of model.py.
+"""The sharded layers of a GPT: each does what its function in ideas.py does, for any model.
 
-Besides what the page has they know gated MLPs, grouped queries, rotary positions and dropout, and
-whether parameters are trained. x enters a region by the engine in column_linears.py.
+Beyond the page, they handle gated MLPs, grouped queries, rotary positions, dropout and frozen
+parameters. x enters a region by the engine in column_linears.py.
 
 Legend: t ranks, B batch, S sequence, D model, F ffn, N heads, K kv heads, H head dim, V vocab.
 """
@@ -24,10 +24,10 @@ from .ideas import TENSOR, Pair
 
 
 class Cut(NamedTuple):
-    """How a rank's piece follows from the whole parameter: number `part` of `parts` along `dim`."""
+    """How a rank's shard is cut from the whole parameter: number `part` of `parts` along `dim`."""
 
     dim: int
-    parts: int  # fewer than there are ranks where neighbours hold the same piece
+    parts: int  # fewer than there are ranks if neighbors hold the same shard
     part: int
 
     def piece(self, whole: Tensor) -> Tensor:
@@ -35,7 +35,8 @@ class Cut(NamedTuple):
 
 
 class HoldsPieces(nn.Module):
-    """A module whose parameters are cut, all or some. `cuts`: name -> Cut, of those that are."""
+    """A module with sharded parameters. `cuts`: name -> Cut, for the parameters that are
+    sharded."""
 
     def __init__(self, group, pair: Pair):
         super().__init__()
@@ -43,8 +44,8 @@ class HoldsPieces(nn.Module):
         self.cuts: dict[str, Cut] = {}
 
     def hold_piece(self, name: str, whole: nn.Parameter | None, dim: int, parts: int = 0) -> None:
-        """Make this rank's piece of `whole` the parameter `name`. None, as the bias of a linear
-        without one, stays None. parts: how many different pieces there are; 0 is one a rank."""
+        """Register this rank's shard of `whole` as parameter `name`. None, such as the bias of a
+        linear without bias, stays None. parts: the number of different shards; 0: one per rank."""
         if whole is None:
             self.register_parameter(name, None)
             return
@@ -59,11 +60,11 @@ class HoldsPieces(nn.Module):
 
 
 class ColumnPiece(HoldsPieces):
-    """A rank's piece of a linear that is cut by its outputs: weight [F/t, D], bias [F/t] or None.
+    """A rank's shard of a linear that is cut by outputs: weight [F/t, D], bias [F/t] or None.
 
-    It has no forward: `enter_once` multiplies x by several of them, so that x enters only once.
-    parts: how many different pieces there are; with fewer than ranks, neighbours hold the same.
-    Raises ValueError if they do not divide the outputs.
+    It has no forward: `enter_once` multiplies x by several shards, so that x enters only once.
+    parts: the number of different shards; if fewer than ranks, neighbors hold the same one.
+    Raises ValueError if `parts` does not divide the outputs.
     """
 
     def __init__(self, linear: nn.Linear, group, *, pair: Pair = TENSOR, parts: int = 0):
@@ -74,14 +75,14 @@ class ColumnPiece(HoldsPieces):
 
 
 def enter_once(x: Tensor, *pieces: ColumnPiece) -> tuple[Tensor, ...]:
-    """x enters the region and is multiplied by each: [B, S, D] or [B, S/t, D] -> [B, S, F/t]."""
+    """Let x enter the region, and multiply it: [B, S, D] or [B, S/t, D] -> each [B, S, F/t]."""
     linears = [(piece.weight, piece.bias) for piece in pieces]
     return column_linears(x, linears, pieces[0].group, pieces[0].pair)
 
 
 @checks_kinds
 class ColumnParallelLinear(ColumnPiece):
-    """`ideas.column_linear` as a module, for a linear that alone reads its x: [..., D] ->
+    """`ideas.column_linear` as a module, for a linear that is the only reader of its x: [..., D] ->
     [..., F/t]."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -89,7 +90,7 @@ class ColumnParallelLinear(ColumnPiece):
 
 
 class RowParallelLinear(HoldsPieces):
-    """`ideas.row_linear` as a module, by either pair: [..., F/t] -> [..., D]; the bias is whole.
+    """`ideas.row_linear` as a module, with either pair: [..., F/t] -> [..., D]; the bias is whole.
 
     Raises ValueError if the number of ranks does not divide the inputs.
     """
@@ -134,9 +135,9 @@ class ParallelMLP(MLP):
 class ParallelAttention(Attention):
     """`ideas.attention` as a module: N/t of the heads, [B, S, D] -> [B, S, D].
 
-    Key and value heads are cut, too, while there are enough. With t > K each is held by the t/K
-    neighbours whose query heads read it; `finish_gradients` adds up the gradients that they find.
-    Raises ValueError if t does not divide N, or neither of t and K divides the other.
+    Key and value heads are sharded as well if there are enough. With t > K each is replicated on
+    t/K neighbors, whose query heads read it; `finish_gradients` sums the gradients from these
+    ranks. Raises ValueError if t does not divide N, or if neither of t and K divides the other.
     """
 
     def __init__(self, attn: Attention, group, *, pair: Pair = TENSOR):
@@ -182,7 +183,7 @@ class VocabParallelEmbedding(HoldsPieces):
 class SequenceCutEmbedding(nn.Module):
     """The learned positions of this rank's part of the sequence: positions [S] -> [S/t, D].
 
-    The table is whole on every rank.
+    Every rank holds the whole table.
     """
 
     def __init__(self, embedding: nn.Embedding, group):

@@ -1,4 +1,4 @@
-"""A table says which modules of a model become what, and `shard_model` replaces them."""
+"""A table of the modules to replace and their replacements; `shard_model` applies it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from .layers import (
 
 
 def if_sequence_is_cut(make: Callable) -> Callable:
-    """For the plan: replace a module by make(module, group) under sequence parallelism only."""
+    """Wrap a plan's entry: replace the module by make(module, group) only with sequence
+    parallelism."""
     return lambda module, group, *, pair: make(module, group) if pair.cuts_sequence else module
 
 
@@ -42,30 +43,30 @@ GPT_PLAN = {
 
 @dataclass
 class Sharding:
-    """What `shard_model` did; kept as `model.sharding`."""
+    """The result of `shard_model`, kept as `model.sharding`."""
 
     group: object
     pair: Pair
-    tied: list[list[str]]  # of each parameter with several names all of them
-    cuts: dict[str, Cut] = field(default_factory=dict)  # full parameter name -> Cut, of those cut
-    groups: dict[str, object] = field(default_factory=dict)  # of those that another group cuts
+    tied: list[list[str]]  # all names of each parameter with several names
+    cuts: dict[str, Cut] = field(default_factory=dict)  # full parameter name -> Cut
+    groups: dict[str, object] = field(default_factory=dict)  # if another group shards it
 
     def group_of(self, name: str):
-        """The ranks over which this parameter is cut, or whole."""
+        """Return the ranks over which this parameter is sharded or replicated."""
         return self.groups.get(name, self.group)
 
 
 def shard_model(
     model: nn.Module, plan: dict[str, Callable], group, *, pair: Pair = TENSOR
 ) -> nn.Module:
-    """Replace modules of `model` by their parallel forms and return it; each rank keeps its pieces.
+    """Replace modules of `model` by their parallel forms and return it; each rank keeps its shards.
 
-    plan: name of a module, `*` for any -> how, a function (module, group, pair=...) -> module. A
-    name that leads to None (a stage without a head) is passed over. All ranks pass equal models:
-    made from one seed, or on the meta device, with `init_weights_` or `load_full_state_dict` to
-    follow. With dropout the ranks' random state becomes rank 0's. Parameters that were one (a tied
-    embedding) stay one. Raises ValueError for sizes that do not divide, for ranks with different
-    models, and for a name that leads nowhere.
+    plan: name of a module, `*` for any -> a function (module, group, pair=...) -> module. A name
+    that leads to None (a stage without a head) is skipped. All ranks pass equal models:
+    made from one seed, or on the meta device, followed by `init_weights_` or
+    `load_full_state_dict`. With dropout, all ranks copy rank 0's random state. Parameters that were
+    one (a tied embedding) stay one. Raises ValueError for sizes that do not divide, if the ranks'
+    models differ, and for a name that matches nothing.
     """
     check_equal(model, group)
     if any(isinstance(module, nn.Dropout) and module.p for module in model.modules()):
@@ -86,7 +87,8 @@ def shard_model(
 
 
 def check_equal(model: nn.Module, group) -> None:
-    """Raises ValueError if the ranks' models differ: their pieces would fit, and be of no model."""
+    """Raise ValueError if the ranks' models differ, because their shards would not form one
+    model."""
     parameters = list(model.parameters())
     if group.size() == 1 or not parameters or parameters[0].is_meta:
         return
@@ -99,7 +101,8 @@ def check_equal(model: nn.Module, group) -> None:
 
 
 def find(model: nn.Module, pattern: str) -> list[tuple[nn.Module, str]]:
-    """(parent, name in it) of each module that the pattern names, but for those that are None."""
+    """Return (parent, name in it) of each module that the pattern matches, except those that are
+    None."""
     found = [(None, "", model)]
     for component in pattern.split("."):
         parents, found = [module for *_, module in found], []
@@ -119,7 +122,7 @@ def find(model: nn.Module, pattern: str) -> list[tuple[nn.Module, str]]:
 
 
 def names_of_tied(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has more than one."""
+    """Return the names of each parameter that has more than one name."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -127,7 +130,7 @@ def names_of_tied(model: nn.Module) -> list[list[str]]:
 
 
 def tie(model: nn.Module) -> None:
-    """Make parameters one again that were one before each name got a piece of its own.
+    """Tie parameters again that were tied before each name got its own shard.
 
     Raises ValueError if the pieces differ.
     """

@@ -1,6 +1,6 @@
-"""From a whole model's values to this rank's pieces: a state dict, or initial values.
+"""Cut a whole model's values, a state dict or initial values, into this rank's shards.
 
-The way back is `full_state.full_state_dict`.
+`full_state.full_state_dict` is the inverse.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .plan import tie
 
 @torch.no_grad()
 def load_full_state_dict(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Give each rank its pieces of a whole model's state dict; strict, as `load_state_dict` is."""
+    """Load this rank's shards of a whole model's state dict; strict, like `load_state_dict`."""
     cuts = model.sharding.cuts
     if any(parameter.is_meta for parameter in model.parameters()):
         make_memory(model, next(iter(state.values())).device)
@@ -32,8 +32,8 @@ def init_weights_(
 ) -> nn.Module:
     """Give a sharded GPT, perhaps on the meta device, the values it would have in one process.
 
-    device: of the new memory, torch's default device unless given.
-    Each whole tensor is drawn, cut and dropped before the next: no rank ever holds the model.
+    device: of the new memory, torch's default device if not given.
+    Each whole tensor is drawn, cut and freed before the next: no rank ever holds the whole model.
     """
     make_memory(model, torch.get_default_device() if device is None else device)
     for name, tensor in named_tensors(model):
@@ -46,6 +46,6 @@ def init_weights_(
 
 
 def make_memory(model: nn.Module, device: torch.device | str) -> None:
-    """Give the parameters memory on `device`, in which no values are yet."""
+    """Allocate the parameters on `device`, without values yet."""
     model.to_empty(device=device)
-    tie(model)  # to_empty made two parameters of one
+    tie(model)  # to_empty separated tied parameters

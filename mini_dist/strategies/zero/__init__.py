@@ -1,13 +1,13 @@
-"""ZeRO: what all data-parallel ranks hold alike is cut, so that each holds one n-th.
+"""ZeRO: shard what all data-parallel ranks would replicate, so that each rank holds 1/n.
 
-    unit.py      parameters that are flattened, cut, gathered, reduced and freed together
-    stages.py    ZeRO1 cuts optimizer states, ZeRO2 gradients, too, ZeRO3 parameters, too
-    freed.py     parameters without memory: what may be asked of them
-    offload.py   what the optimizer holds, on the host or in files
+    unit.py      parameters that are flattened, sharded, gathered, reduced and freed together
+    stages.py    ZeRO1 shards optimizer states, ZeRO2 also gradients, ZeRO3 also parameters
+    freed.py     parameters without memory: which of their attributes may be read
+    offload.py   the optimizer's tensors, on the host or in files
     ideas.py     each stage's idea as one function, for lesson 07
 
-Each stage is the one before with a small change (Rajbhandari et al. 2020, section 5). All are used
-alike:
+Each stage changes the one before a little (Rajbhandari et al. 2020, section 5). All are used
+in the same way:
 
     gpt = GPT(config)
     model = ZeRO2(gpt, group, lambda shards: AdamW(shards, lr=1e-3), units=gpt.blocks)
@@ -16,17 +16,17 @@ alike:
     model.step(max_norm=1.0)
     model.zero_grad()
 
-Legend: n ranks, Ψ parameters, k micro-batches in a step. Elements sent by a rank in a step, in
+Legend: n ranks, Ψ parameters, k micro-batches per step. Elements sent per rank and step, in
 units of (n-1)/n Ψ:
 
-    ZeRO1   2        scatter gradients, gather parameters: what an all-reduce sends
-    ZeRO2   k + 1    the gradients after every micro-batch
-    ZeRO3   3k       gather for forward, gather for backward, scatter; the root, which stays from
-                     the one to the other, is gathered once: 2k for its part
+    ZeRO1   2        scatter gradients, gather parameters: as much as an all-reduce
+    ZeRO2   k + 1    scatter the gradients after every micro-batch
+    ZeRO3   3k       gather for forward, gather for backward, scatter; the root, which stays
+                     whole between the two, is gathered once: 2k for its part
 
-On hosts with slow links between them (lesson 26): `replicas=` makes HSDP and MiCS of any stage,
-`inside=` adds the second shards of ZeRO++ (hpZ) to ZeRO3, `messages=by_hosts` cares for the rest,
-and `messages=compression.Quantized(8, 4, by_hosts=True)` does so in codes.
+For hosts with slow links between them (lesson 26): `replicas=` makes HSDP and MiCS of any stage,
+`inside=` adds the second shards of ZeRO++ (hpZ) to ZeRO3, `messages=by_hosts` saves bytes between
+hosts, and `messages=compression.Quantized(8, 4, by_hosts=True)` does so with codes.
 """
 
 from .freed import FreedError

@@ -1,8 +1,8 @@
-"""What may still be asked of a parameter whose memory ZeRO-3 has given back, and what may not.
+"""What can still be read of a parameter that ZeRO-3 has freed, and what cannot.
 
-It keeps its shape while its storage is empty, and an operation on it would read memory that is not
-there: in C, where no exception comes of that. So while it is freed a parameter is of a class of its
-own, which torch asks before every operation.
+It keeps its shape while its storage is empty. An operation on it would read memory that does not
+exist, in C, without an exception. So a freed parameter gets a class of its own, which torch asks
+before every operation.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ HARMLESS = {
 
 
 class FreedError(RuntimeError):
-    """A parameter was read or written while its values were not there."""
+    """A parameter was read or written while it was freed."""
 
 
 class Freed(nn.Parameter):
-    """A parameter, as long as it is freed (see `Unit.free`)."""
+    """The class of a parameter while it is freed (see `Unit.free`)."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -50,7 +50,7 @@ class Freed(nn.Parameter):
     def __format__(self, spec):
         return format(repr(self), spec)
 
-    # These would ask for `data`: say what they are about at once.
+    # These would read `data`: raise an error that names what was called.
 
     def __deepcopy__(self, memo):
         raise error(self)

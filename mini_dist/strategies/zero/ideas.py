@@ -1,15 +1,15 @@
-"""ZeRO in a few functions (Rajbhandari et al. 2020, section 5): what is cut among the ranks?
+"""ZeRO in a few functions (Rajbhandari et al. 2020, section 5): what is sharded over the ranks?
 
     sharded_step        ZeRO-1: the optimizer's states
-    backward_in_units   ZeRO-2: the gradients, too
-    forward_on_demand   ZeRO-3: the parameters, too
+    backward_in_units   ZeRO-2: also the gradients
+    forward_on_demand   ZeRO-3: also the parameters
 
 and two for hosts with slow links between them:
 
-    hybrid_step         HSDP, MiCS: cut inside a host, replicas on the others
-    weight_again        hpZ: a second copy, cut inside a host, to gather for backward
+    hybrid_step         HSDP, MiCS: shard inside a host, replicate between hosts
+    weight_again        hpZ: keep a second copy, sharded inside a host, to gather for backward
 
-stages.py takes the care that real models need.
+stages.py handles what real models also need.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from mini_dist.ranks.ledger.recording import recorded
 
 @recorded
 def sharded_step(flat: Tensor, gradient: Tensor, update: Callable, group) -> Tensor:
-    """ZeRO-1: each rank runs the optimizer on one n-th, so only that part's states are here.
+    """Step with ZeRO-1: each rank updates 1/n of the parameters and stores only their states.
 
-    flat [L]: the parameters, alike on all ranks. gradient [L]: this rank's. update: (shard [L/n],
-    mean gradient [L/n]) -> new shard, each element by itself. Returns the new parameters [L]; n
-    divides L. Sends 2 (n-1)/n L elements a rank, as an all-reduce does.
+    flat [L]: the parameters, equal on all ranks. gradient [L]: this rank's. update: (shard [L/n],
+    mean gradient [L/n]) -> new shard, elementwise. Returns the new parameters [L]; n
+    divides L. Sends 2 (n-1)/n L elements per rank, as an all-reduce does.
     """
     shard = flat.chunk(group.size())[group.rank()]
     mean = reduce_scatter(gradient, group, op="mean")
@@ -38,10 +38,11 @@ def sharded_step(flat: Tensor, gradient: Tensor, update: Callable, group) -> Ten
 
 @recorded
 def backward_in_units(loss: Tensor, units: list[list[Tensor]], group) -> list[Tensor]:
-    """ZeRO-2: run backward; reduce-scatter and free each unit's gradients when all are there.
+    """Run backward with ZeRO-2: reduce-scatter and free a unit's gradients as soon as it has all.
 
-    units: of each the parameters, alike on all ranks; each gets a gradient and has none yet.
-    Returns of each unit this rank's part [L/n] of the mean gradient, flattened; n divides every L.
+    units: each unit's parameters, equal on all ranks; each gets a gradient and has none yet.
+    Returns, for each unit, this rank's part [L/n] of the mean gradient, flattened; n divides every
+    L.
     """
     parts: list[Tensor] = [torch.empty(0)] * len(units)
     hooks = []
@@ -67,16 +68,16 @@ def backward_in_units(loss: Tensor, units: list[list[Tensor]], group) -> list[Te
 
 @recorded
 def forward_on_demand(x: Tensor, layers: list[Callable], shards: list[Tensor], group) -> Tensor:
-    """ZeRO-3: gather a layer's weight when it is needed, and let go of it after.
+    """Run forward with ZeRO-3: gather a layer's weight when it is needed, and free it afterwards.
 
-    layers: each a function (x, weight [L]) -> x. shards: of each this rank's part [L/n]. This is
+    layers: functions (x, weight [L]) -> x. shards: each layer's part [L/n] on this rank. This is
     forward only: to train, backward gathers each weight again and reduce-scatters its gradient,
-    3 (n-1)/n L elements a rank in all (unit.py).
+    3 (n-1)/n L elements per rank in all (unit.py).
     """
     for layer, shard in zip(layers, shards):
         weight = all_gather(shard, group)
         x = layer(x, weight)
-        del weight  # or it would live until the next one has arrived: two instead of one
+        del weight  # otherwise two weights would be resident until the next one has arrived
     return x
 
 

@@ -1,11 +1,10 @@
-"""Where shards and optimizer states live: on the device, on the host, or in files.
+"""Where shards and optimizer states are stored: on the device, on the host, or in files.
 
-What moves is in the ledger with its bytes, as `to_host`, `to_device_`, `to_file_`, `from_file_`.
-This is ZeRO-Offload (Ren et al. 2021, section 3: states and step on the host; 2 + 2 bytes a
-parameter move) and ZeRO-Infinity (Rajbhandari et al. 2021, section 5: in files) in miniature:
-nothing here overlaps with anything, so a step is longer by all of these transfers. The tier of
-mini_dist/strategies/offload hides them; it comes in by `offload=OverlappedOffload(...)` and has
-the same methods.
+The ledger records transfers with their bytes, as `to_host`, `to_device_`, `to_file_`, `from_file_`.
+This is a small ZeRO-Offload (Ren et al. 2021, section 3: states and step on the host; 2 + 2 bytes
+per parameter move) and ZeRO-Infinity (Rajbhandari et al. 2021, section 5: in files). Nothing here
+overlaps, so a step is longer by all of these transfers. The tier in mini_dist/strategies/offload
+hides them; `offload=OverlappedOffload(...)` selects it, and it has the same methods.
 """
 
 from __future__ import annotations
@@ -24,54 +23,55 @@ HOST = torch.device("cpu")
 
 
 class OnDevice:
-    """Nothing is offloaded: shards and states are where the parameters are."""
+    """No offloading: shards and states are where the parameters are."""
 
-    keeps_last_units = False  # from forward to backward, which begins with them: ZeRO-3
+    keeps_last_units = False  # ZeRO-3: from forward to backward, which begins with them
 
     def __init__(self, group):
         self.group = group
 
     def keep(self, mine: Tensor, dtype: torch.dtype) -> nn.Parameter:
-        """What the optimizer steps for this part of the parameters: the part itself, if it can."""
+        """Return what the optimizer steps for this part of the parameters: the part, if
+        possible."""
         return nn.Parameter(mine.to(dtype))
 
     def fetch(self, mine: Tensor, shard: Tensor) -> None:
-        """The shard's values will be asked for soon."""
+        """Announce that the shard's values will be needed soon."""
 
     def fill_(self, mine: Tensor, shard: Tensor):
-        """Put the shard's values where the parameters are; None, or what to wait for."""
+        """Copy the shard's values to the parameters; return None, or something to wait for."""
         mine.copy_(shard)
 
     def gradient(self, part: Tensor) -> Tensor:
-        """A shard's gradient, where it will be stepped."""
+        """Return a shard's gradient in the memory in which it will be stepped."""
         return part
 
     def add_gradient(self, shard: Tensor, part: Tensor) -> None:
-        """Add a micro-batch's to the shard's gradient."""
+        """Add a micro-batch's gradient to the shard's."""
         part = self.gradient(part)
         shard.grad = part if shard.grad is None else shard.grad.add_(part)
 
     def show_gradients(self, shards: list[Tensor]) -> None:
-        """From here on each shard's `grad` is all of its gradient."""
+        """Make each shard's `grad` its whole gradient from now on."""
 
     def one_by_one(self, shards: list[Tensor]) -> Iterable[Tensor]:
-        """The same while each is looked at, for who does not need them together."""
+        """Yield each shard with its gradient, for callers that need only one at a time."""
         return shards
 
     def forget_gradient(self, shard: Tensor) -> None:
         shard.grad = None
 
     def take_over(self, optimizer: torch.optim.Optimizer) -> None:
-        """Change how it steps, if need be."""
+        """Change how the optimizer steps, if necessary."""
 
     @contextmanager
     def fetched(self, shard: Tensor, states: dict):
-        """Inside, the shard and its states may be read and written."""
+        """Make the shard and its states readable and writable inside `with`."""
         yield
 
 
 class OnHost(OnDevice):
-    """Gradients go to the host and are stepped there, and stepped parameters come back."""
+    """Gradients go to the host and are stepped there; stepped parameters come back."""
 
     def keep(self, mine, dtype):
         return nn.Parameter(on_host(mine, dtype))
@@ -84,7 +84,7 @@ class OnHost(OnDevice):
 
 
 class Files(OnHost):
-    """Shards and states are in files, and in memory only while they are used, one by one."""
+    """Shards and states are in files, and in memory one by one only during use."""
 
     def __init__(self, folder: str | Path, group):
         super().__init__(group)
@@ -106,7 +106,7 @@ class Files(OnHost):
         shard.untyped_storage().resize_(0)
 
     def take_over(self, optimizer):
-        """Step shard by shard: an optimizer passes over what has no gradient."""
+        """Step shard by shard: an optimizer skips shards without a gradient."""
         step_those_with_gradients = optimizer.step
 
         def step(*_):
@@ -128,11 +128,11 @@ class Files(OnHost):
         for name, tensor in self.large(shard, states).items():
             from_file_(tensor, self.path(shard, name), self.group)
         yield
-        for name, tensor in self.large(shard, states).items():  # a first step makes new states
+        for name, tensor in self.large(shard, states).items():  # a first step creates states
             to_file_(tensor, self.path(shard, name), self.group)
 
     def large(self, shard: Tensor, states: dict) -> dict[str, Tensor]:
-        """All but single numbers, as AdamW's count of steps."""
+        """Return all states but single numbers, such as AdamW's count of steps."""
         large = {k: v for k, v in states.items() if getattr(v, "shape", None) == shard.shape}
         return {"shard": shard, **large}
 
@@ -141,7 +141,7 @@ class Files(OnHost):
 
 
 def tier_of(offload, group) -> OnDevice:
-    """The tier of memory that `offload` names: None, "cpu", a folder, or one's own, by `of`."""
+    """Return the memory tier for `offload`: None, "cpu", a folder, or an object with `of`."""
     if offload is None:
         return OnDevice(group)
     if hasattr(offload, "of"):
@@ -150,7 +150,7 @@ def tier_of(offload, group) -> OnDevice:
 
 
 def on_host(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A copy in the host's memory, also of what is there already."""
+    """Copy to the host's memory, even if x is already there."""
     return x.to(HOST, dtype, copy=True)
 
 
@@ -166,14 +166,14 @@ def to_device_(mine: Tensor, shard: Tensor, group) -> None:
 
 @recorded
 def to_file_(tensor: Tensor, path: Path, group) -> None:
-    """Write the tensor and give its memory back."""
+    """Write the tensor and free its memory."""
     path.write_bytes(memory_of(tensor))
     tensor.untyped_storage().resize_(0)
 
 
 @recorded
 def from_file_(tensor: Tensor, path: Path, group) -> None:
-    """Give the tensor its memory again, and its values."""
+    """Allocate the tensor's memory again and read its values."""
     tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
     with path.open("rb") as file:
         found = file.readinto(memory_of(tensor))
@@ -182,5 +182,5 @@ def from_file_(tensor: Tensor, path: Path, group) -> None:
 
 
 def memory_of(tensor: Tensor) -> ctypes.Array:
-    """Its bytes. (NumPy's view of them would forbid to resize the storage ever after.)"""
+    """Return its bytes. (NumPy's view would forbid resizing the storage from then on.)"""
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())

@@ -1,4 +1,5 @@
-"""The three stages. Read them downwards: each class says what it does otherwise than the last."""
+"""The three stages. Read from the top: each class defines only what differs from the previous
+one."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ from ..trainable import Trainable
 from .offload import tier_of
 from .unit import Unit
 
-# Their update of an element depends on that element's gradient and state only, so an optimizer of
-# a shard does what the optimizer of the whole would do to it.
+# They update an element from its own gradient and state only, so an optimizer of a shard gives
+# the same values as an optimizer of the whole tensor.
 ELEMENTWISE = (
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam),
     *(torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax, torch.optim.RMSprop),
@@ -29,29 +30,29 @@ ELEMENTWISE = (
 
 
 class ZeRO1(Trainable):
-    """Optimizer states are sharded: scatter the gradients, step the own part, gather parameters.
+    """Shard optimizer states: scatter the gradients, step this rank's shard, gather parameters.
 
-    module: what to train; or, but for ZeRO-3, its parameters alone: then the forward stays yours.
-    make_optimizer: (shards) -> a torch optimizer over them, one that treats every element alone. A
-    shard is cut from a whole unit, so one setting holds for all of a unit: weight decay for
-    matrices but not for biases, say, is not possible here.
+    module: what to train; or, except for ZeRO-3, only its parameters, and you run the forward.
+    make_optimizer: (shards) -> a torch optimizer over them, one that updates elementwise. A
+    shard is cut from a whole unit, so all of a unit has the same settings: weight decay only for
+    matrices and not for biases, for example, is impossible here.
     units: modules inside `module` that share no parameter, in the order in which forward uses them,
-    as the blocks of a GPT; what is in none of them is one unit more, the root. Lists of parameters
-    are units, too.
+    such as the blocks of a GPT. All other parameters form one more unit, the root. Lists of
+    parameters are also units.
     master_dtype: of the shards, e.g. float32 for a bfloat16 model; gradients travel in the model's.
-    offload: "cpu" keeps shards and optimizer states on the host, a directory in files there;
-    `offload.OverlappedOffload(...)` does so behind the computation.
-    ignored: parameters that another wrapper takes care of. Frozen ones stay whole on every rank.
-    messages: what begins a unit's gather and scatter: `compression.Quantized()` does in 8 or 4
-    bits, and the optimizer steps shards that were not rounded; `collectives.by_hosts` sends the
-    least that it can from host to host.
-    replicas: the group of the ranks that hold the same shards as this one, in other groups like
-    `group`; then the mean gradient is theirs, too (HSDP, MiCS).
-    A parameter that no rank used in a step has a gradient of zeros, not None: weight decay and
-    momentum still move it.
+    offload: "cpu" keeps shards and optimizer states on the host, a directory keeps them in files;
+    `offload.OverlappedOffload(...)` does so while the device computes.
+    ignored: parameters that another wrapper handles. Frozen ones stay whole on every rank.
+    messages: what begins a unit's gather and scatter. `compression.Quantized()` sends 8 or 4
+    bits, and the optimizer steps shards that were not rounded; `collectives.by_hosts` sends as
+    little as possible between hosts.
+    replicas: the group of the ranks that hold the same shards as this rank, in other groups like
+    `group`; the mean gradient then covers them as well (HSDP, MiCS).
+    A parameter that no rank used in a step gets a gradient of zeros, not None: weight decay and
+    momentum still change it.
 
-    Raises ValueError for an optimizer that cannot be sharded or was given anything but the shards,
-    for nothing to train, and for a tensor in a list that is no Parameter.
+    Raises ValueError for an optimizer that cannot be sharded or that steps anything but the shards,
+    if there is nothing to train, and for a tensor in a list that is not a Parameter.
     """
 
     def __init__(
@@ -87,8 +88,8 @@ class ZeRO1(Trainable):
                 if messages is not in_flight:
                     self.units[-1].part_from_whole()
         self.units.sort(key=lambda unit: unit.module is not module)  # the root is used first
-        self.leaving: Unit | None = None  # whose gradients are under way
-        self.is_sending = False  # a unit's gradients, or that ended in an exception
+        self.leaving: Unit | None = None  # its gradients are in flight
+        self.is_sending = False  # sending a unit's gradients, or that ended in an exception
         self.lots = getattr(messages, "lots", None)  # random numbers of each step's messages
         self.optimizer = make_optimizer(self.tensors_to_step())
         if not isinstance(self.optimizer, ELEMENTWISE):
@@ -107,9 +108,9 @@ class ZeRO1(Trainable):
         self.tier.take_over(self.optimizer)
 
     def step(self, max_norm: float | None = None) -> Tensor | None:
-        """One optimizer step from the gradients of all backwards since `zero_grad`.
+        """Take one optimizer step with the gradients of all backwards since `zero_grad`.
 
-        With `max_norm` the gradients are clipped, and their norm before that is returned.
+        With `max_norm` the gradients are clipped, and their norm before clipping is returned.
         """
         self.finish()
         self.average_with_replicas()
@@ -127,8 +128,8 @@ class ZeRO1(Trainable):
         self.finish_scatter()
 
     def average_with_replicas(self) -> None:
-        """Once a step, however many micro-batches it has: the second hop of MiCS (Zhang et al.
-        2022, section 3.3). FSDP2 does it in every backward unless told otherwise."""
+        """Average once per step, however many micro-batches it has: the second hop of MiCS (Zhang
+        et al. 2022, section 3.3). By default FSDP2 does it in every backward."""
         if self.replicas:
             for unit in self.units:
                 unit.shard.grad = all_reduce(unit.shard.grad, self.replicas, op="mean")
@@ -153,8 +154,8 @@ class ZeRO1(Trainable):
         return grad_norm(sharded={self.group: self.tier.one_by_one(self.tensors_to_step())})
 
     def zero_grad(self) -> None:
-        """Forget all gradients. If a forward or a backward ended in an exception, all ranks have to
-        call this, and then the next step is what it would have been without it."""
+        """Clear all gradients. If a forward or a backward ended in an exception, call this on all
+        ranks, and the next step is as if the failed one had not begun."""
         if self.is_interrupted():
             self.start_over()
             meet(self.group)
@@ -166,11 +167,12 @@ class ZeRO1(Trainable):
             self.tier.forget_gradient(shard)
 
     def is_interrupted(self) -> bool:
-        """Outside of a step: whether its forward, backward or finish has not come to its end."""
+        """Return whether the last forward, backward or finish was interrupted (outside of a
+        step)."""
         return self.leaving is not None or self.is_sending
 
     def start_over(self) -> None:
-        """Bring to an end what an exception has interrupted, and forget it."""
+        """Complete what an exception has interrupted, and discard it."""
         self.is_sending = False
         if self.lots:
             self.lots.repeat_step()
@@ -178,8 +180,8 @@ class ZeRO1(Trainable):
             self.leaving.drop_scatter()
             self.leaving = None
 
-    # One unit's gradients are under way at a time: more would only hold more memory. Alone, a rank
-    # has nobody to wait for.
+    # One unit's gradients are in flight at a time: more would only take more memory. A single
+    # rank does not have to wait for anyone.
 
     def scatter(self, unit: Unit) -> None:
         self.finish_scatter()
@@ -197,11 +199,11 @@ class ZeRO1(Trainable):
 
 
 class ZeRO2(ZeRO1):
-    """Gradients are sharded, too: each unit's are scattered and freed while backward is running."""
+    """Also shard gradients: each unit's are scattered and freed while backward is running."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.waiting: list[Unit] = []  # in this backward, for their turn
+        self.waiting: list[Unit] = []  # complete in this backward, not sent yet
         for unit in self.units:
             for parameter in unit.parameters:
                 parameter.register_post_accumulate_grad_hook(partial(self.gradient_is_ready, unit))
@@ -220,7 +222,7 @@ class ZeRO2(ZeRO1):
             self.unit_is_done(self.waiting.pop(0))
 
     def backward_is_over(self) -> None:
-        while self.waiting:  # with parameters that this rank did not use: others may have
+        while self.waiting:  # with parameters that this rank did not use, but others may have
             self.unit_is_done(self.waiting.pop(0))
         self.finish_scatter()
 
@@ -228,7 +230,7 @@ class ZeRO2(ZeRO1):
         self.scatter(unit)
 
     def finish(self) -> None:
-        """Nothing to do: backward has. Raises RuntimeError if it did not come to its end."""
+        """Do nothing: backward has averaged. Raises RuntimeError if backward was interrupted."""
         if self.is_interrupted():
             raise RuntimeError(CALL_ZERO_GRAD)
 
@@ -242,14 +244,14 @@ class ZeRO2(ZeRO1):
 
 @checks_kinds
 class ZeRO3(ZeRO2):
-    """Parameters are sharded, too: gathered for a unit's forward and backward, freed after each.
+    """Also shard parameters: gather them for a unit's forward and backward, free them after each.
 
-    While a unit computes, the next `prefetch` ones are on their way. The root has no single place
-    in the model: it is there from the start of forward to the end of its backward. All ranks must
-    run the same units in the same order: who leaves one out keeps the others waiting in its gather.
-    A parameter that is freed has its shape, and raises FreedError when it is read or written.
-    inside: the part of `group` that is on this host. Each rank then keeps a second shard of what a
-    forward has gathered, one k-th for k ranks a host, and backward gathers from these: nothing
+    While a unit computes, the next `prefetch` units are being gathered. The root has no single
+    position in the model: it stays whole from the start of forward to the end of its backward. All
+    ranks must run the same units in the same order: if one rank skips a unit, the others wait in
+    its gather. A freed parameter keeps its shape, and raises FreedError when it is read or written.
+    inside: the ranks of `group` on this host. Each rank then keeps a second shard of what forward
+    gathered, 1/k for k ranks per host, and backward gathers from these second shards: nothing
     passes the uplink (hpZ; Wang et al. 2023, ZeRO++, section 3.2).
     """
 
@@ -298,21 +300,21 @@ class ZeRO3(ZeRO2):
 
     def after_forward(self, unit: Unit, module: nn.Module, inputs, output) -> None:
         trains = False
-        for tensor in tree_leaves(output):  # the first whose gradient comes begins its backward
+        for tensor in tree_leaves(output):  # the first to get a gradient begins its backward
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(partial(self.before_backward, unit))
                 trains = True
         if trains and is_in_backward():
-            # A block around this unit is recomputed, and asks at once for this unit's gradients.
+            # An outer block is being recomputed, and this unit's backward follows at once.
             self.kept.add(unit)
-        # Backward begins with the last units, this one and as many as it gathers ahead.
+        # Backward begins with the last units: this one, and as many as it prefetches.
         stays = trains and self.tier.keeps_last_units and unit in self.units[-1 - self.prefetch :]
         if unit not in self.kept and not stays:
             unit.free()
 
     def before_backward(self, unit: Unit, *_) -> None:
         unit.gather()
-        self.kept.add(unit)  # backward may recompute its forward, which shall not free it
+        self.kept.add(unit)  # backward may recompute its forward, which must not free it
         self.begin_gathers(self.units[::-1], after=unit)
 
     def begin_gathers(self, order: list[Unit], after: Unit) -> None:
@@ -328,21 +330,21 @@ class ZeRO3(ZeRO2):
         unit.free()
 
     def refresh_parameters(self) -> None:
-        """Nothing to send: who needs parameters will gather them. Those that are still gathered
-        have the values of before the step, so they are freed."""
+        """Send nothing, because each unit gathers its parameters when it needs them. Units that are
+        still gathered have values from before the step, so they are freed."""
         for unit in self.units:
             unit.free()
             unit.second = None
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:
-        """Inside, all parameters are whole, to be read, or changed alike on all ranks: each keeps
-        its part of what was changed. All ranks come in and leave together.
+        """Make all parameters whole inside `with`, to be read, or changed equally on all ranks;
+        each rank keeps its shard of the changes. All ranks enter and leave together.
 
             with model.gathered() as module:
                 torch.save(module.state_dict(), file)
         """
-        units = [unit for unit in self.units if unit.lent is None]  # (else inside already)
+        units = [unit for unit in self.units if unit.lent is None]  # (else already inside)
         for unit in units:
             unit.lend()
         try:
@@ -353,12 +355,12 @@ class ZeRO3(ZeRO2):
 
 
 def is_in_backward() -> bool:
-    """Whether autograd calls us, as it does when backward recomputes a forward."""
+    """Return whether autograd calls us, as when backward recomputes a forward."""
     return torch._C._current_graph_task_id() != -1
 
 
 def as_module(given: nn.Module | Iterable[nn.Parameter]) -> nn.Module:
-    """A module of these parameters, called by their numbers."""
+    """Return a module of these parameters, named by their numbers."""
     if isinstance(given, nn.Module):
         return given
     parameters = list(given)

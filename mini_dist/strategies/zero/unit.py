@@ -1,4 +1,4 @@
-"""A unit: parameters that are flattened, cut, gathered, reduced and freed together.
+"""A unit: parameters that are flattened, sharded, gathered, reduced and freed together.
 
 Legend: n ranks, L elements of a unit, padded to a multiple of n.
 """
@@ -18,12 +18,12 @@ from .offload import OnDevice
 
 
 class Unit:
-    """Parameters as one flat tensor, of which every rank owns a part.
+    """Parameters as one flat tensor; every rank owns a part of it.
 
-    `flat` [L]: all parameters one after the other; they are views of it.
+    `flat` [L]: all parameters, concatenated; they are views of it.
     `mine` [L/n]: this rank's part of `flat`.
-    `shard` [L/n]: what the optimizer steps: `mine` itself, unless it must differ from it (in
-    precision, in place, in staying when `flat` is freed).
+    `shard` [L/n]: what the optimizer steps: `mine` itself, unless it must differ (another
+    precision or device, or because it must stay when `flat` is freed).
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Unit:
         tier: OnDevice,
         messages,
     ):
-        self.module = module  # whose forward and backward need the parameters
+        self.module = module  # the module whose forward and backward need the parameters
         self.names, self.parameters = list(named), list(named.values())
         self.group, self.tier, self.messages = group, tier, messages
         dtypes = {str(parameter.dtype) for parameter in self.parameters}
@@ -49,17 +49,17 @@ class Unit:
         self.padding = -sum(self.sizes) % group.size()
         with torch.no_grad():
             self.flat = self.flatten(self.parameters)
-            self.parts = self.split(self.flat)  # of `flat`, once for all: none can be cut off later
+            self.parts = self.split(self.flat)  # of `flat`, made once: later none can be cut off
             self.point_at(self.parts)
             self.mine = self.flat.chunk(group.size())[group.rank()]
             self.shard = tier.keep(self.mine, master_dtype or self.flat.dtype)
         storages = self.shard.untyped_storage(), self.mine.untyped_storage()
         self.shard_is_mine = storages[0]._cdata == storages[1]._cdata
-        self.is_whole = True  # the parameters are all ranks' latest
-        self.arriving = self.leaving = None  # a gather, a scatter under way
-        self.inside = None  # a group on one host, with which a second shard is kept (hpZ)
-        self.second: Tensor | None = None  # [L/k], of the parameters as they were last gathered
-        self.lent: Tensor | None = None  # what the parameters are views of instead of `flat`
+        self.is_whole = True  # the parameters are the latest of all ranks
+        self.arriving = self.leaving = None  # a gather, a scatter in flight
+        self.inside = None  # a group on one host that keeps second shards (hpZ)
+        self.second: Tensor | None = None  # [L/k], of the last gathered parameters
+        self.lent: Tensor | None = None  # what the parameters are views of, instead of `flat`
 
     def flatten(self, tensors: list[Tensor]) -> Tensor:
         parts = [tensor.flatten() for tensor in tensors]
@@ -70,10 +70,10 @@ class Unit:
         return [part.view(p.shape) for part, p in zip(parts, self.parameters)]
 
     def parameters_in_shard(self) -> Iterator[tuple[Tensor, slice, slice]]:
-        """Each parameter with the range of its elements that lies in this rank's shard, and the
-        range of the shard that they are; empty ranges for a parameter that is on other ranks."""
+        """Yield each parameter, the range of its elements in this rank's shard, and the matching
+        range of the shard; the ranges are empty for a parameter that is on other ranks."""
         length = self.shard.numel()
-        begin = self.group.rank() * length  # of the shard, counted from the parameter's begin
+        begin = self.group.rank() * length  # of the shard, relative to the parameter's begin
         for parameter, size in zip(self.parameters, self.sizes):
             start, stop = (min(max(edge, 0), size) for edge in (begin, begin + length))
             yield parameter, slice(start, stop), slice(start - begin, stop - begin)
@@ -83,7 +83,7 @@ class Unit:
 
     @torch.no_grad()
     def begin_gather(self) -> None:
-        """Ask for all ranks' shards, unless they are here or on their way."""
+        """Start to gather all ranks' shards, unless they are here or in flight."""
         if self.is_whole or self.arriving:
             return
         storage = self.flat.untyped_storage()
@@ -112,10 +112,10 @@ class Unit:
             self.become(self.classes)
 
     def free(self) -> None:
-        """Give the parameters' memory back. What autograd saved are views of it: they stay valid,
-        and hold the values again after the next `gather`. Who reads a parameter before that gets an
-        error; a view of one that somebody else keeps is a view of nothing."""
-        if self.arriving:  # a gather was begun, and no forward or backward has waited for it
+        """Free the parameters' memory. Tensors that autograd saved are views of it: they stay valid
+        and have the right values again after the next `gather`. Reading a parameter before that
+        raises an error, but a view that other code keeps has no memory."""
+        if self.arriving:  # a gather was begun, but no forward or backward has waited for it
             self.gather()
         if self.inside and self.is_whole and self.second is None:
             self.second = self.part_inside().clone()
@@ -125,7 +125,7 @@ class Unit:
             self.become([Freed] * len(self.parameters))
 
     def part_inside(self) -> Tensor:
-        """This rank's part of `flat` among the ranks of its host."""
+        """Return this rank's part of `flat` if it is split over the ranks of its host."""
         return self.flat.chunk(self.inside.size())[self.inside.rank()]
 
     def become(self, classes: list[type]) -> None:
@@ -134,8 +134,8 @@ class Unit:
 
     @torch.no_grad()
     def lend(self) -> None:
-        """Make the parameters whole in a tensor of their own, which nobody frees. Forward and
-        backward fill and free `flat` as ever: autograd may have saved views of it."""
+        """Make the parameters whole in a separate tensor that is not freed. Forward and backward
+        still fill and free `flat`, because autograd may have saved views of it."""
         if self.arriving:
             self.free()
         mine = self.flat.new_empty(self.shard.numel())
@@ -149,7 +149,7 @@ class Unit:
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """The end of `lend`: give the shard what was changed meanwhile of its part."""
+        """End `lend`: copy the changes of its part to the shard."""
         after = self.lent.chunk(self.group.size())[self.group.rank()]
         changed = (after != self.before).to(self.shard.device)
         if not changed.is_meta and changed.any():
@@ -168,7 +168,7 @@ class Unit:
             parameter.data = part
 
     def part_from_whole(self) -> None:
-        """Give the shard memory of its own, so that `flat` can be freed."""
+        """Give the shard its own memory, so that `flat` can be freed."""
         if self.shard_is_mine:
             self.shard.data = self.mine.clone()
             self.shard_is_mine = False
@@ -177,7 +177,7 @@ class Unit:
 
     @torch.no_grad()
     def begin_scatter(self) -> None:
-        """Send everyone its part of this rank's gradients, and let go of them."""
+        """Send every rank its part of this rank's gradients, and free them."""
         whole = self.flatten([gradient(parameter) for parameter in self.parameters])
         for parameter in self.parameters:
             parameter.grad = None
@@ -191,14 +191,14 @@ class Unit:
         self.leaving = None
 
     def drop_scatter(self) -> None:
-        """Wait for the messages of a scatter, since the other ranks sent theirs, and forget it."""
+        """Wait for a scatter's messages, because the other ranks sent theirs, and discard it."""
         if self.leaving:
             self.leaving.wait()
             self.leaving = None
 
 
 class Gathered:
-    """A gather whose own part is still on its way from another tier: that comes first."""
+    """A gather that first waits for this rank's own part from another tier."""
 
     def __init__(self, unit: Unit, filling):
         self.unit, self.filling = unit, filling

@@ -1,7 +1,7 @@
-"""Whose gradients are averaged over which ranks, and by which strategy.
+"""Which gradients are averaged over which ranks, and by which strategy.
 
 A stage's dense parameters are the same on its dp*cp ranks. Its experts are the same on edp ranks
-only, so they are wrapped apart. With ZeRO these ranks also share out the optimizer's states.
+only, so they are wrapped separately. With ZeRO these ranks also shard the optimizer's states.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from mini_dist.strategies.zero import ZeRO1, ZeRO2, ZeRO3
 def average_gradients(
     stages: dict[int, GPTStage], layout: Layout, mesh: Mesh, make_optimizer: Callable
 ) -> tuple[list[Trainable], Optimizers]:
-    """Each stage and its experts, wrapped by a data-parallel strategy; and their optimizers.
+    """Wrap each stage and its experts by a data-parallel strategy; also return their optimizers.
 
-    Of a tied embedding whose two ends are on this rank the first stage takes care.
+    If both ends of a tied embedding are on this rank, the first stage handles it.
     """
     parts: list[Trainable] = []
     wrapped_already: set[Tensor] = set()
@@ -35,8 +35,9 @@ def average_gradients(
         others = wrapped_already | set(experts.parameters())
         units = list(stage.blocks.values())
         if layout.pp > 1:
-            # Micro-batches overlap in a stage, so nothing can stay from the start of one's forward
-            # to the end of its backward: embedding and head are units, too, and there is no root.
+            # Micro-batches overlap in a stage, so nothing can stay whole from the start of a
+            # forward to the end of its backward: embedding and head are also units, and there is no
+            # root.
             units = [unit for unit in (stage.embed, *units, stage.head) if unit is not None]
         parts.append(wrap(stage, mesh["dp", "cp"], layout, make_optimizer, units, ignored=others))
         if len(experts):
@@ -54,7 +55,7 @@ def wrap(module, group, layout: Layout, make_optimizer, units, ignored) -> Train
         stage = {1: ZeRO1, 2: ZeRO2, 3: ZeRO3}[layout.zero]
         return stage(module, group, make_optimizer, units=units, ignored=ignored)
     if group.size() == 1:
-        return Naive(module, group, ignored=ignored)  # nothing travels: no buckets, no copies
+        return Naive(module, group, ignored=ignored)  # sends nothing: no buckets, no copies
     if layout.pp > 1:  # the last backward of one micro-batch is not the last of the step
         return Bucketed(module, group, ignored=ignored)
     return Overlapped(module, group, ignored=ignored)

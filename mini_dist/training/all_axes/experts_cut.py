@@ -1,9 +1,9 @@
-"""Experts whose matrices tensor parallelism cuts: each etp rank has a part of an expert.
+"""Experts whose matrices are sharded by tensor parallelism: each etp rank has a shard of an expert.
 
-Without sequence parallelism all tp ranks have the same tokens, route them alike, and an expert is
-cut as any MLP is, over the tp ranks. With it a tp rank has tokens of its own and routes them by
-itself; so before an expert's matrices its rows are gathered from all etp ranks, and behind them the
-partial results are added up for the rank that each row came from. With etp=1 an expert is whole,
+Without sequence parallelism all tp ranks have the same tokens and route them alike, and an expert
+is sharded over the tp ranks like any MLP. With it each tp rank has its own tokens and routes them
+itself. So an expert's input rows are first gathered from all etp ranks, and afterwards the
+partial results are summed for the rank of each row. With etp=1 an expert is whole,
 and nothing is gathered.
 """
 
@@ -22,12 +22,14 @@ from mini_dist.strategies.tensor_parallel import GPT_PLAN, TENSOR, Pair, Paralle
 
 
 def plan(experts_group) -> dict[str, Callable]:
-    """How tensor parallelism cuts a GPT: its experts over this group, the rest over another."""
+    """Return the tensor-parallel plan of a GPT: its experts over this group, the rest over
+    another."""
     return {**GPT_PLAN, "blocks.*.ffn": partial(parallel_ffn, experts_group=experts_group)}
 
 
 def parallel_ffn(ffn: nn.Module, group, *, pair: Pair, experts_group) -> nn.Module:
-    """For the tensor-parallel plan: an MLP is cut, and so is each expert; a router stays whole."""
+    """Shard an MLP, or each expert of an MoE, for the tensor-parallel plan; a router stays
+    whole."""
     if not isinstance(ffn, MoE):
         return ParallelMLP(ffn, group, pair=pair)
     gathers = pair.cuts_sequence and experts_group.size() > 1
@@ -41,10 +43,10 @@ def parallel_ffn(ffn: nn.Module, group, *, pair: Pair, experts_group) -> nn.Modu
 
 
 def pair_for_uneven_rows() -> Pair:
-    """How the rows [r, D] that etp ranks have for an expert enter and leave it: gathered from all,
-    [R, D], and added up for each. Like SEQUENCE, but that r differs from rank to rank.
+    """Return the pair that gathers the rows [r, D] of all etp ranks for an expert, [R, D], and sums
+    its results for each rank. It is SEQUENCE, except that r differs between ranks.
 
-    An all-to-all does it: to send everyone the same is to gather, to add up what comes is to sum.
+    An all-to-all does both: sending all ranks the same is a gather; adding what arrives is a sum.
     """
     rows: list[int] = []  # of each rank, in this forward
 

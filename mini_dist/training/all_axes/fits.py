@@ -1,4 +1,4 @@
-"""Layouts that cannot work, though each strategy by itself would: a sentence, with what would."""
+"""Layouts that cannot work although each strategy alone would: an error, with what would work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from mini_dist.strategies.precision import Precision
 
 
 def check_fits(config: ModelConfig, layout: Layout, group, precision: Precision) -> None:
-    """Raise ValueError for what no strategy could find out alone."""
+    """Raise ValueError for conflicts that no single strategy can detect."""
     layout.check(config)
     if layout.world_size != group.size():
         raise ValueError(
@@ -38,7 +38,7 @@ def check_fits(config: ModelConfig, layout: Layout, group, precision: Precision)
 
 
 def nearest(layout: Layout, ranks: int) -> str:
-    """What the size of dp would have to be, if any would do."""
+    """Suggest a size of dp, if any would fit."""
     others = layout.world_size // layout.dp
     if ranks % others == 0:
         return f"dp={ranks // others} would fit"

@@ -1,8 +1,8 @@
-"""`parallelize` is the list of the strategies, in the order in which they must come.
+"""`parallelize` applies the strategies, in the only order in which they work together.
 
-Each changes the modules that it is given and knows nothing of the others. What they have to agree
-on is in the files beside this one: over which ranks a gradient is averaged (averaging.py), and how
-often each element counts in the norm (norm.py).
+Each strategy changes the modules that it is given and knows nothing of the others. Two other files
+of this folder hold what they must agree on: over which ranks a gradient is averaged (averaging.py)
+and how often each element counts in the norm (norm.py).
 """
 
 from __future__ import annotations
@@ -41,55 +41,55 @@ def parallelize(
     precision: Precision = FULL,
     **expert_options,
 ) -> ParallelModel:
-    """The GPT of this config and seed, spread over `group` as `layout` says, ready to train, on the
-    device of the group.
+    """Build the GPT of this config and seed, sharded over `group` by `layout`, on the group's
+    device, ready to train.
 
-    attention: how a cut sequence attends, "ring", "all_gather" or "ulysses". expert_options: those
-    of ExpertParallel (capacity_factor, balance_loss, z_loss).
-    Raises ValueError in one sentence for a layout that cannot work, with the nearest that does.
+    attention: "ring", "all_gather" or "ulysses", used if cp > 1. expert_options: options for
+    ExpertParallel (capacity_factor, balance_loss, z_loss).
+    Raises ValueError for a layout that cannot work, and names the nearest one that does.
     """
     check_fits(config, layout, group, precision)
     mesh = Mesh(group, **layout.axes, ep=layout.ep, etp=layout.etp)
     schedule = schedule_of(layout)
     mine = schedule.stages_of[mesh.index("pp")]
 
-    # cp cuts the sequence: attention asks the other ranks for keys and values, and every token
-    # here is told its position in the whole sequence.
+    # cp shards the sequence: attention gets keys and values from the other ranks, and every token
+    # of this rank needs its position in the whole sequence.
     sequence = {}
     if layout.cp > 1:
         sequence["attention"] = make_attention(mesh["cp"], attention)
         sequence["positions"] = positions_here(config.seq_len, mesh["cp"])
 
-    # pp cuts the layers.
+    # pp splits the layers into stages.
     device = device_of(group)
     stages = cut_gpt(config, mine, schedule.num_stages, seed=seed, device=device, **sequence)
 
     for stage in stages.values():
-        # tp cuts every matrix (etp those of experts), and with sequence parallelism what it would
-        # leave whole.
+        # tp shards every matrix (etp the experts' matrices). With sequence parallelism it also
+        # shards the activations that it would otherwise replicate.
         if layout.tp > 1:
             pair = SEQUENCE_AGAIN if layout.sequence_parallel else TENSOR
             shard_model(stage, plan(mesh["etp"]), mesh["tp"], pair=pair)
 
-        # ep spreads the experts.
+        # ep distributes the experts.
         if any(isinstance(module, MoE) for module in stage.modules()):
             cutting_tokens = ("dp", "cp", "tp") if layout.sequence_parallel else ("dp", "cp")
             shard_experts(
                 stage,
                 mesh["ep"],
                 balance_group=mesh[cutting_tokens],
-                # Gradients are averaged over dp*cp and added up over tp, and ep can span both.
+                # Gradients are averaged over dp*cp and summed over tp, and ep can span both.
                 averaged_over=layout.ep * layout.etp / layout.tp,
                 **expert_options,
             )
 
         recompute_blocks(stage, layout.recompute, layout.recompute_every)
 
-    # tp has given both ends of a tied embedding pieces of their own; they are one parameter.
+    # tp gave each end of a tied embedding its own shards; they are one parameter.
     tie_ends(stages, schedule.num_stages)
 
-    # dp cuts the batch. To a gradient it is all the same whether other tokens come from other rows
-    # or from another part of the sequence, so gradients are averaged over dp and cp together.
+    # dp splits the batch. A gradient is a mean over tokens, and it does not matter whether they
+    # come from other rows or other parts of the sequence: so average over dp and cp together.
     parts, optimizer = average_gradients(stages, layout, mesh, make_optimizer)
     return ParallelModel(config, layout, mesh, schedule, stages, parts, optimizer, precision)
 

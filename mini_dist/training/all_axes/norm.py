@@ -21,8 +21,8 @@ from mini_dist.strategies.trainable import Trainable
 def norm_over_grid(
     gradients: Iterable[tuple[Tensor, Tensor]], holders: dict[Tensor, int], mesh: Mesh
 ) -> Tensor:
-    """The 2-norm of all gradients, equal on all ranks. gradients: (parameter, this rank's part of
-    its gradient). holders: for each parameter, how many ranks have the same part."""
+    """Return the 2-norm of all gradients, equal on all ranks. gradients: (parameter, this rank's
+    part of its gradient). holders: for each parameter, how many ranks have the same part."""
     squares = torch.zeros(())
     for parameter, gradient in gradients:
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
@@ -33,12 +33,13 @@ def norm_over_grid(
 def count_holders(
     stages: dict[int, GPTStage], parts: list[Trainable], layout: Layout
 ) -> dict[Tensor, int]:
-    """How many ranks of the whole job step the same elements as this one, for each parameter."""
+    """Count, for each parameter, the ranks of the whole job that step the same elements as this
+    one."""
     holders: dict[Tensor, int] = {}
-    for part in parts:  # averaged over a group: the same on all its ranks, unless ZeRO cuts it
+    for part in parts:  # averaged over a group: equal on all its ranks, unless ZeRO shards it
         alike = 1 if layout.zero else part.group.size()
         holders |= dict.fromkeys(part.module.parameters(), alike)
-    if layout.tp > 1:  # a matrix that tp has cut into all its ranks is on one of them only
+    if layout.tp > 1:  # a matrix that tp shards over all its ranks is on one of them only
         for stage in stages.values():
             for name, parameter in stage.named_parameters():
                 cut, size = stage.sharding.cuts.get(name), stage.sharding.group_of(name).size()

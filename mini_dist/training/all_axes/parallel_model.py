@@ -1,7 +1,7 @@
-"""What `parallelize` makes: many modules and strategies on this rank, one model to whoever trains.
+"""The result of `parallelize`: one model to the caller, many modules and strategies on this rank.
 
-`step` is one optimizer step of the whole. Below it is what `train.update` asks of any model
-(trainable.Trainable), answered for all parts together.
+`step` is one optimizer step of the whole model. The methods below implement the interface that
+`train.update` needs (trainable.Trainable), for all parts together.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .norm import count_holders, norm_over_grid
 
 
 class ParallelModel(Trainable):
-    """One model for train.update, whatever it consists of on this rank.
+    """One model for train.update, whatever parts of it are on this rank.
 
-    stages: this rank's stages of the model, by number. parts: the same, as data-parallel strategies
-    have wrapped them; the experts of a stage are a part of their own.
+    stages: this rank's stages of the model, by number. parts: the same stages, wrapped by
+    data-parallel strategies; a stage's experts are a separate part.
     """
 
     def __init__(self, config, layout, mesh, schedule, stages, parts, optimizer, precision) -> None:
@@ -44,12 +44,12 @@ class ParallelModel(Trainable):
         self.pipeline = self.make_pipeline(schedule) if layout.pp > 1 else None
 
     def step(self, inputs: Tensor, targets: Tensor, max_norm: float | None = None) -> Step:
-        """One optimizer step on the global batch; what it returns is the same on all ranks.
+        """Take one optimizer step on the global batch; all ranks return the same.
 
         inputs, targets: [B/dp, S], B/dp = micro_batch_size * num_micro_batches: the rows of this
-        rank's replica, given alike to all of its ranks, on any device.
+        rank's replica, the same on all of the replica's ranks, on any device.
 
-        If it raises on all ranks, the next step is what it would have been without it; with a
+        If it raises on all ranks, the next step is as if this one had not begun; with a
         pipeline, the next step raises RuntimeError, because the model must be rebuilt.
         """
         with visits_of_whole_steps(self.stages.values()):
@@ -64,16 +64,17 @@ class ParallelModel(Trainable):
         micro_batches = split(inputs, targets, layout.num_micro_batches)  # [b, S/cp] each
         tokens = count_tokens(self, micro_batches)
         self.zero_grad()
-        # The experts' own losses count as their mean over micro-batches; and over tp where its
-        # ranks have different tokens, because over tp gradients are added up and not averaged.
+        # The experts' own losses count as their mean over micro-batches; and over tp if its ranks
+        # have different tokens, because gradients are summed over tp and not averaged.
         terms = layout.num_micro_batches * (layout.tp if layout.sequence_parallel else 1)
         for stage in self.stages.values():
             set_loss_scale(stage, self.precision.scale / terms)
         if self.pipeline is None:
             total = accumulate(self, micro_batches, tokens, self.precision, self.next_token_loss)
         else:
-            # The schedule takes the mean over micro-batches, the parts take the mean over ranks.
-            # What is wanted is the sum over all of them, divided by all tokens.
+            # The schedule takes the mean over micro-batches, and the parts take the mean over
+            # ranks. The result must be the sum over all of them, divided by the number of all
+            # tokens.
             self.loss_weight = layout.num_micro_batches * self.group.size() / tokens
             mean = self.pipeline.step(*map(list, zip(*micro_batches)))
             total = mean * tokens / self.group.size() / self.precision.scale
@@ -81,7 +82,7 @@ class ParallelModel(Trainable):
         return Step(over_ranks(self, total) / tokens, norm, skipped)
 
     def check_batch(self, inputs: Tensor, targets: Tensor) -> None:
-        """Raise ValueError on all ranks of a replica alike: none is left waiting for a message."""
+        """Raise ValueError on all ranks of a replica together, so that none waits for a message."""
         rows = self.layout.micro_batch_size * self.layout.num_micro_batches
         if tuple(inputs.shape) != (rows, self.config.seq_len):
             raise ValueError(
@@ -94,7 +95,8 @@ class ParallelModel(Trainable):
     # -- the loss --------------------------------------------------------------------------------
 
     def loss(self, logits: Tensor, targets: Tensor) -> TokenLoss:
-        """logits [b, S/cp, V], or [b, S/cp, V/tp] where the vocabulary is cut."""
+        """Compute the loss of logits [b, S/cp, V], or [b, S/cp, V/tp] if the vocabulary is
+        sharded."""
         if self.layout.tp > 1:
             return vocab_parallel_cross_entropy(logits, targets, self.mesh["tp"])
         return token_loss(logits, targets)
@@ -110,7 +112,7 @@ class ParallelModel(Trainable):
     # -- with a pipeline: a schedule runs the stages -----------------------------------------------
 
     def make_pipeline(self, schedule: Schedule) -> Pipeline:
-        # What goes from stage to stage: x [b, S/cp, D], with sequence parallelism S/(cp tp).
+        # Messages between stages are x [b, S/cp, D]; with sequence parallelism S/(cp tp).
         cut = self.layout.cp * (self.layout.tp if self.layout.sequence_parallel else 1)
         shape = self.layout.micro_batch_size, self.config.seq_len // cut, self.config.d_model
         return Pipeline(
@@ -128,7 +130,7 @@ class ParallelModel(Trainable):
     def part_of(self, stage: int) -> Trainable:
         return next(part for part in self.parts if part.module is self.stages[stage])
 
-    # -- what a step asks of a Trainable: the same of all parts ------------------------------------
+    # -- the interface of a Trainable, for all parts -----------------------------------------------
 
     @contextmanager
     def no_sync(self):
@@ -142,9 +144,9 @@ class ParallelModel(Trainable):
             part.zero_grad()
 
     def finish(self) -> None:
-        """Means over dp*cp; then, over tp, sums of those gradients that tp ranks have in parts.
+        """Average over dp*cp; then sum over tp the gradients of which each tp rank has a part.
 
-        In this order, because with ZeRO only this rank's shard is left to be added up.
+        In this order, because with ZeRO only this rank's shard is left to be summed.
         """
         for part in self.parts:
             part.finish()
@@ -171,11 +173,11 @@ class ParallelModel(Trainable):
     # -- for checkpoints -------------------------------------------------------------------------
 
     def names_in_whole(self) -> dict[Tensor, str]:
-        """What each parameter here is called in the GPT of one process."""
+        """Return the name that each parameter here has in the GPT of one process."""
         names: dict[Tensor, str] = {}
         for _, stage in sorted(self.stages.items()):
             for name, parameter in stage.named_parameters():
-                names.setdefault(parameter, name)  # the first, as in one process, where it has two
+                names.setdefault(parameter, name)  # the first of two names, as in one process
         tied = shared_parameter(self.stages, self.layout.num_stages)
         if tied is not None:
             names[tied] = "embed.token.weight"
@@ -183,7 +185,7 @@ class ParallelModel(Trainable):
 
 
 class WithAutocast(nn.Module):
-    """A stage that computes in the precision of the step."""
+    """A stage that computes in the step's precision."""
 
     def __init__(self, module: nn.Module, precision: Precision) -> None:
         super().__init__()

@@ -1,15 +1,15 @@
-"""Checkpoints: a training that was killed goes on as if it had not been, on any number of ranks.
+"""Checkpoints: a training that was killed continues as if nothing had happened, on any ranks.
 
 ideas.py          the page: shards, one file per rank, an atomic rename, any number of ranks
-pieces.py         which part of which tensor, and what two parts have in common
-manifest.py       what a checkpoint says of itself, and `latest` of all; how it is read with care
-files.py          written: sharded, atomic, checksummed
-reading.py        found again: the newest that is whole, and whatever was passed over is told
-lock.py           one training at a time saves into a directory
-training.py       what there is to save; `Training` is what a training loop uses
+pieces.py         which part of which tensor, and the overlap of two parts
+manifest.py       the contents of a checkpoint, and `latest`; both are read with care
+files.py          writing: sharded, atomic, checksummed
+reading.py        finding the newest complete checkpoint, and reporting all that are skipped
+lock.py           only one training at a time saves into a directory
+training.py       what has to be saved; a training loop uses `Training`
 random_state.py   each rank's generators, as tensors
-background.py     a save that goes on while the training does
-protocol.py       what it asks of a model whose parameters are sharded or cut
+background.py     a save that runs during training
+protocol.py       the interface of a model whose parameters are sharded
 """
 
 from .files import save

@@ -1,4 +1,4 @@
-"""A save in a thread of its own, while the training goes on; a program waits for it at its end."""
+"""A save in a separate thread, during training; a program waits for it at its end."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .lock import Lock
 
 
 class Background:
-    """A save under way. If nobody has waited for it when the rank's function returns, or when a
-    program ends, that waits; and if it has failed, that fails."""
+    """A save in progress. If nobody has waited for it when the rank's function returns or the
+    program ends, the exit waits for it, and fails if the save failed."""
 
     def __init__(self, job: tuple, lock: Lock | None):
         def write_locked():
-            held = lock  # until it is written, though the Training may be gone
+            held = lock  # held until the save is written, even if the Training is gone
             write(*job)
             return held
 
@@ -31,7 +31,7 @@ class Background:
         atexit.register(self.at_exit)
 
     def result(self) -> None:
-        """Wait; raises what went wrong."""
+        """Wait for the save; raise its error."""
         if self.result in self.unfinished:
             self.unfinished.remove(self.result)
         atexit.unregister(self.at_exit)

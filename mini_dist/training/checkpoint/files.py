@@ -1,20 +1,20 @@
-"""Checkpoints on disk: sharded, atomic, checksummed, and readable however the ranks cut the model.
+"""Checkpoints on disk: sharded, atomic, checksummed, and readable for any sharding.
 
     checkpoints/
         latest                       the checkpoint to resume from; edit it to go back further
         lock                         held by the training that saves here (lock.py)
         step-00000100/
-            manifest.json            of each tensor: dtype, shape, which part is in which file
-            rank-00000.safetensors   what rank 0 wrote; rank-00001... what the others did
-        step-00000200.writing/       a save that is under way, or that was killed
-        step-00000100.replaced/      one of an older run, while step 100 is saved again
+            manifest.json            for each tensor: dtype, shape, which part is in which file
+            rank-00000.safetensors   rank 0's file; rank-00001... are the other ranks'
+        step-00000200.writing/       a save in progress, or one that was killed
+        step-00000100.replaced/      from an older run, while step 100 is saved again
 
-A save is done at the moment in which `latest` names it, and then everything of it is on the disk:
-a checkpoint is there as a whole or not at all. What has changed since (a flipped bit, a cut file,
-a folder that is gone) is found by the SHA-256 of each file in the manifest, and of the manifest in
-itself and in `latest`, before anything is loaded (reading.py).
+A save is complete when `latest` names it, and by then all of it is on the disk: a checkpoint exists
+as a whole or not at all. Later damage (a flipped bit, a truncated file, a missing folder) is
+detected before anything is loaded (reading.py), by a SHA-256 of each file in the manifest, and of
+the manifest in itself and in `latest`.
 
-safetensors is the format: bytes with a JSON header. Reading one runs no code, as unpickling does
+The format is safetensors: bytes with a JSON header. Reading it runs no code, unlike unpickling
 (torch.load without weights_only executes what is in the file), and any part can be mapped into
 memory without the rest.
 """
@@ -66,12 +66,12 @@ def save(
 ) -> Path:
     """Write the pieces of all ranks as the checkpoint of `step`; return its directory.
 
-    All ranks of the group call it, on one file system. What several ranks hold alike is written by
-    one of them. extra: anything that JSON can say. keep: remove all but so many checkpoints; None:
-    remove none.
+    All ranks of the group call it, on one file system. One rank writes what several ranks hold.
+    extra: any data that JSON can represent. keep: how many checkpoints to keep; None keeps
+    all.
 
-    Raises ValueError if the pieces are not whole tensors together or `step` or `keep` cannot be,
-    CheckpointError on all ranks if one cannot write.
+    Raises ValueError if the pieces are not whole tensors together or `step` or `keep` is invalid,
+    and CheckpointError on all ranks if one cannot write.
     """
     check_numbers(step, keep)
     mine, tensors = share_out(pieces, group)
@@ -86,7 +86,7 @@ def check_numbers(step: int, keep: int | None) -> None:
 
 
 def share_out(pieces: list[Piece], group) -> tuple[list[Piece], dict]:
-    """Who writes what: my part of the pieces, and of each tensor what the manifest says."""
+    """Divide the writing: return this rank's pieces, and the manifest's entry for each tensor."""
     held = {piece.place: piece for piece in pieces if piece.place.numel}
     known = [(p.name, p.shape, p.where, name_of(held[p].tensor.dtype)) for p in held]
     tensors, holders = {}, {}
@@ -115,8 +115,8 @@ def share_out(pieces: list[Piece], group) -> tuple[list[Piece], dict]:
 
 
 def check_whole(tensors: dict) -> None:
-    """Raise ValueError if the pieces of a tensor leave something of it out."""
-    seen = set()  # a parameter and its states are cut alike: look once
+    """Raise ValueError if the pieces of a tensor do not cover it."""
+    seen = set()  # a parameter and its states are sharded alike: check once
     for name, about in tensors.items():
         places = stored_places(name, about)
         geometry = (tuple(about["shape"]), *(place.where for place in places))
@@ -136,7 +136,7 @@ def check_whole(tensors: dict) -> None:
 
 
 def write(directory, step: int, mine: list[Piece], tensors: dict, group, extra, keep) -> Path:
-    """Write, make sure that it is on the disk, and only then let `latest` name it."""
+    """Write the files, flush them to the disk, and only then let `latest` name the checkpoint."""
     extra = json.loads(json.dumps(extra or {}))  # as it will be read, or an error on all ranks
     final = Path(directory) / folder_name(step)
     writing = beside(final, "writing")
@@ -155,24 +155,24 @@ def write(directory, step: int, mine: list[Piece], tensors: dict, group, extra, 
         }
         together(lambda: put_in_place(writing, final, manifest, keep) if first else None, group)
     except CheckpointError:
-        if first and writing not in saved_as_writing(final.parent):  # else a full disk stays full
+        if first and writing not in saved_as_writing(final.parent):  # or a full disk stays full
             shutil.rmtree(writing, ignore_errors=True)
         raise
     return final
 
 
 def make_empty(writing: Path) -> None:
-    for saved in saved_as_writing(writing.parent):  # it was killed before the last renaming
+    for saved in saved_as_writing(writing.parent):  # killed before the last rename
         rename(saved, saved.with_suffix(""))
     shutil.rmtree(writing, ignore_errors=True)
     writing.mkdir(parents=True)
 
 
 def write_shard(path: Path, pieces: list[Piece]) -> dict:
-    """One rank's file; what the manifest says of it."""
+    """Write one rank's file; return its manifest entry."""
     tensors = {str(piece.place): piece.tensor.detach().contiguous() for piece in pieces}
     for key, tensor in tensors.items():
-        if tensor.dim() == 0:  # one count of steps may stand for several parameters
+        if tensor.dim() == 0:  # one step count may belong to several parameters
             tensors[key] = tensor.clone()
     save_file(tensors, path)
     flush(path)
@@ -189,7 +189,7 @@ def put_in_place(writing: Path, final: Path, manifest: dict, keep: int | None) -
 
 
 def put_first(directory: Path, manifest: dict, keep: int | None) -> Latest:
-    """Let `latest` name this checkpoint, before those that it comes after."""
+    """Let `latest` name this checkpoint, before the ones that it follows."""
     step, present = manifest["step"], steps_in(directory)
     seals = {step: digest(manifest)}
     for number, seal in last_known(directory).with_older(present).seals.items():
@@ -204,8 +204,8 @@ def put_first(directory: Path, manifest: dict, keep: int | None) -> Latest:
 
 
 def rename(writing: Path, final: Path) -> None:
-    """Give it its name; what has this name steps aside. At any moment the one that `latest` means
-    is there, as .writing or already as itself."""
+    """Rename the folder; an existing one is moved aside. At any time the checkpoint that `latest`
+    names exists, as .writing or under its own name."""
     if final.exists():  # saved before, by a run that was then resumed from an earlier step
         old = beside(final, "replaced")
         shutil.rmtree(old, ignore_errors=True)
@@ -215,21 +215,21 @@ def rename(writing: Path, final: Path) -> None:
 
 
 def remove_all_but(latest: Latest, final: Path) -> None:
-    """Remove the older ones that `latest` does not list, and what killed saves have left."""
+    """Remove older checkpoints that `latest` does not list, and the remains of killed saves."""
     for number in steps_in(final.parent):
         if number < latest.step and number not in latest.seals:
             folder = final.with_name(folder_name(number))
             shutil.rmtree(beside(folder, "replaced"), ignore_errors=True)
-            folder.rename(beside(folder, "replaced"))  # half of one would look like a damaged one
+            folder.rename(beside(folder, "replaced"))  # half of a checkpoint would look damaged
     for left in final.parent.glob("step-*.*"):
         ours = re.fullmatch(r"step-\d{8,}\.(replaced|writing)", left.name)
-        if ours:  # and not, say, somebody's step-100.backup
+        if ours:  # and not, for example, somebody's step-100.backup
             shutil.rmtree(left, ignore_errors=True)
 
 
 def saved_as_writing(directory: Path) -> list[Path]:
-    """What is saved and still has the name of a save under way: the one that `latest` names, or
-    where there is no latest yet, all that are whole."""
+    """Return complete saves that still have the name of a save in progress: the one that `latest`
+    names, or, without a latest, all complete ones."""
     try:
         latest = Latest.read(directory)
         seals = {latest.step: latest.seals[latest.step]}
@@ -248,7 +248,7 @@ def saved_as_writing(directory: Path) -> list[Path]:
 def last_known(directory: Path) -> Latest:
     try:
         return Latest.read(directory)
-    except ValueError:  # there is none yet, or none that can be read, which `find` says
+    except ValueError:  # none yet, or an unreadable one, which `find` reports
         return Latest()
 
 
@@ -262,7 +262,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def flush(path: Path) -> None:
-    """Wait until it is on the disk: of a file its bytes, of a directory its names."""
+    """Wait until a file's bytes, or a directory's names, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -274,7 +274,7 @@ def flush(path: Path) -> None:
 
 
 def tell_all(message, group) -> list:
-    """Every rank's message (anything that JSON can say), in rank order."""
+    """Return every rank's message (any data that JSON can represent), in rank order."""
     text = np.frombuffer(json.dumps(message).encode(), dtype=np.uint8)
     data = torch.from_numpy(text.copy()).to(device_for_numbers(group))
     sizes = all_gather(torch.tensor([len(data)], device=data.device), group).tolist()
@@ -283,7 +283,7 @@ def tell_all(message, group) -> list:
 
 
 def together(do: Callable, group, what: str = "write") -> list:
-    """Call `do` on every rank; what it returned on each. CheckpointError on all if one fails."""
+    """Call `do` on every rank; return all results. CheckpointError on all if one fails."""
     try:
         mine = do(), None
     except CheckpointError as error:

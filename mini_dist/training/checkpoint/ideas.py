@@ -1,8 +1,8 @@
-"""The page of checkpoints: every rank writes its shards, one rename makes them a checkpoint.
+"""Checkpoints on one page: every rank writes its shards, and one rename completes the checkpoint.
 
 A shard is a range of a flattened tensor, as in ZeRO. `save` leaves a whole checkpoint or none, and
-`load` fills shards that are cut over any other number of ranks. files.py and reading.py do the same
-for shards of any form, beside a training that goes on, and on disks that fail.
+`load` fills shards whatever number of ranks wrote them. files.py and reading.py do the same for
+shards of any shape, in the background of a training run, and on disks that fail.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Shard(NamedTuple):
 
 
 def save(shards: dict[str, Shard], step: int, directory: Path, group) -> None:
-    """Write all ranks' shards as directory/step-N. A crash at any moment leaves the one before.
+    """Write all ranks' shards to directory/step-N. A crash at any time leaves the previous one.
 
-    A folder with another name collects the files. Only when every rank has written its own does
-    rank 0 rename the folder, and only then does `latest` name it: both are atomic.
+    The files go to a folder with a temporary name. Rank 0 renames the folder only after every rank
+    has written its file, and then points `latest` to it. Both operations are atomic.
     """
     folder = Path(directory) / f"step-{step:08d}"
     unfinished = folder.with_suffix(".unfinished")
@@ -45,7 +45,7 @@ def save(shards: dict[str, Shard], step: int, directory: Path, group) -> None:
     file.with_suffix(".json").write_text(json.dumps(index))
     for written in (file, file.with_suffix(".json")):
         with open(written, "rb") as opened:
-            os.fsync(opened.fileno())  # Until then it may be in the host's memory only.
+            os.fsync(opened.fileno())  # Until then the data may be in the host's memory only.
     barrier(group)
     if group.rank() == 0:
         unfinished.rename(folder)
@@ -55,9 +55,9 @@ def save(shards: dict[str, Shard], step: int, directory: Path, group) -> None:
 
 
 def load(shards: dict[str, Shard], directory: Path) -> None:
-    """Fill these shards from the latest checkpoint, whatever number of ranks has written it.
+    """Fill these shards from the latest checkpoint, whatever number of ranks wrote it.
 
-    Each rank reads of every file the ranges that overlap its own. Raises ValueError for a file
+    Each rank reads from every file the ranges that overlap its own. Raises ValueError for a file
     that has changed since it was written.
     """
     folder = Path(directory) / (Path(directory) / "latest").read_text()

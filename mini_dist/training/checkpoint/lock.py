@@ -1,7 +1,7 @@
-"""One training at a time saves into a directory: a second one would overwrite what it saves.
+"""Only one training at a time saves into a directory: a second one would overwrite its files.
 
-The kernel keeps the lock (fcntl's, on the file `lock`), and takes it back when the process ends,
-however it ends: what a killed training leaves does not shut its successor out.
+The kernel holds the lock (fcntl's, on the file `lock`), and releases it when the process ends,
+however it ends: a killed training does not block its successor.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from pathlib import Path
 from .manifest import CheckpointError
 
 FLOCK = "hhqqi4x"  # struct flock of Linux (fcntl.h): type, whence, start, length, pid
-PATIENCE = 5.0  # seconds: of a training that was killed the last processes may still be ending
+PATIENCE = 5.0  # seconds: the last processes of a killed training may still be ending
 
 
 class Lock:
     """The right of this process to save into a directory, from `take` until this object is gone.
 
-    It belongs to the process: all in it may have it, one after the other, and when one of them
-    lets go of it the others have to `take` it again. Where nothing can be written, and on a file
-    system without locks, there is none. The file is the owner's alone (0600), and so is a directory
-    that the lock makes (0700): whoever may open the file may lock it, also for reading only, and
-    would keep the owner from training.
+    The lock belongs to the process: all code in it may hold it, one after the other, and when one
+    holder releases it, the others have to `take` it again. If nothing can be written, or the file
+    system has no locks, there is no lock. The file belongs to the owner alone (0600), and so does a
+    directory that the lock creates (0700): anyone who can open the file, even for reading only,
+    could lock it and keep the owner from training.
     """
 
     def __init__(self, directory: Path):
         self.directory, self.handle = directory, None
-        self.not_ours = ""  # whose lock it is, if this user may save here and not lock
+        self.not_ours = ""  # the lock's owner, if this user may save here but not lock
         path = directory / "lock"
         try:
             directory.mkdir(0o700, parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ class Lock:
                 os.fchmod(self.handle, 0o600)
 
     def take(self) -> None:
-        """Raises CheckpointError that says who has it."""
+        """Take the lock. Raises CheckpointError, which names the holder."""
         if self.not_ours:
             raise CheckpointError(
                 f"the lock of {self.directory} belongs to {self.not_ours}: give this training "
@@ -64,10 +64,10 @@ class Lock:
                 if time.monotonic() > until:
                     raise CheckpointError(self.refusal()) from None
                 time.sleep(0.05)
-            except OSError:  # there are none here
+            except OSError:  # the file system has no locks
                 return
             else:
-                with suppress(OSError):  # a full disk: then it is not said who
+                with suppress(OSError):  # a full disk: then the holder is not named
                     os.ftruncate(self.handle, 0)
                     os.pwrite(
                         self.handle, f"process {os.getpid()} on {platform.node()}".encode(), 0
@@ -94,8 +94,8 @@ class Lock:
 
 
 def holder(handle: int) -> tuple[int, int]:
-    """How the file is locked by another process, F_RDLCK or F_WRLCK (F_UNLCK: no more), and by
-    which process (0 if the kernel does not know it)."""
+    """Return how another process locks the file, F_RDLCK or F_WRLCK (F_UNLCK: no longer), and that
+    process (0 if the kernel does not know it)."""
     if sys.platform != "linux":
         return fcntl.F_UNLCK, 0
     asked = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)

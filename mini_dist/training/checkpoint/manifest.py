@@ -1,16 +1,16 @@
-"""What a checkpoint says of itself, and a directory of its checkpoints: read with care.
+"""The contents of a checkpoint, and the list of a directory's checkpoints: both read with care.
 
-`manifest.json` is in every checkpoint. Its seal is a SHA-256 of what it says. `latest` is a list:
+Every checkpoint has a `manifest.json`. Its seal is a SHA-256 of its contents. `latest` is a list:
 
     step-00000200 3f8a...        the checkpoint to resume from, and the seal of its manifest
-    step-00000100 77b0...        those before it, for when the first is damaged
-    left step-00000300           not to be taken: the training has gone back behind it
+    step-00000100 77b0...        earlier ones, in case the first is damaged
+    left step-00000300           not to be used: training has gone back to before it
 
-Who writes one name into it, without a seal, sends the training back to that one. So a checkpoint
-that was lost, or exchanged for an older one, is noticed: latest still tells of it.
+To send the training back to a checkpoint, write just its name into the file, without a seal. If a
+checkpoint is lost or replaced by an older one, this is noticed, because latest still lists it.
 
-What is read here may have been changed by anything: whatever does not have exactly the form that a
-save gives it is refused. (A seal finds accidents. It is no signature: nobody's secret is in it.)
+Anything may have changed the files, so everything that does not have exactly the form of a
+save is refused. (A seal detects accidents. It is not a signature: it contains no secret.)
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FORMAT = 1
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or none of those that are there is whole."""
+    """A checkpoint could not be written, or no complete one exists."""
 
 
 # --- names ---------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ DTYPES = {
 
 
 def steps_in(directory: str | Path) -> list[int]:
-    """Those that have a folder, newest first."""
+    """Return the steps that have a folder, newest first."""
     found = [re.fullmatch(r"step-(\d{8,})", path.name) for path in Path(directory).glob("step-*")]
     return sorted((int(match[1]) for match in found if match), reverse=True)
 
@@ -90,13 +90,13 @@ FORM = {
     "world_size": int,
     "extra": dict,
     "files": {str: {"bytes": int, "sha256": str}},
-    # of a piece: its file, the offset and size of its box, start and stop in the box flattened
+    # a piece: its file, the offset and size of its box, start and stop in the flattened box
     "tensors": {str: {"dtype": str, "shape": [int], "pieces": [(str, [int], [int], int, int)]}},
 }
 
 
 def check_form(value, form=FORM, where: str = "manifest.json") -> None:
-    """Raise ValueError unless `value`, read from JSON, is as `form` says; ints are sizes."""
+    """Raise ValueError unless `value`, read from JSON, has the given form; ints are sizes."""
     if isinstance(form, type):
         fits = type(value) is form and (form is not int or 0 <= value < 2**63)
     elif isinstance(form, dict):
@@ -114,7 +114,7 @@ def check_form(value, form=FORM, where: str = "manifest.json") -> None:
 
 
 def check_tensors(manifest: dict) -> None:
-    """Raise ValueError for a file or a piece that cannot be, before anything is made of it."""
+    """Raise ValueError for an impossible file or piece, before it is used."""
     expected = {file_name(rank) for rank in range(min(manifest["world_size"], 10**6))}
     for name in manifest["files"]:
         if name not in expected:
@@ -132,9 +132,9 @@ def check_tensors(manifest: dict) -> None:
 
 
 def read_manifest(folder: Path, step: int | None = None, seal: str | None = None):
-    """(the manifest, None), or (None, what is wrong with it).
+    """Return (the manifest, None), or (None, what is wrong with it).
 
-    step: which it should be. seal: of the manifest that should be there.
+    step: the expected step. seal: the expected seal.
     """
     try:
         if folder.is_symlink():
@@ -147,7 +147,7 @@ def read_manifest(folder: Path, step: int | None = None, seal: str | None = None
             return None, f"its format is {manifest['format']}, this version reads {FORMAT}"
     except (FileNotFoundError, NotADirectoryError):
         return None, "it has no manifest.json"
-    except Exception:  # (among others a list has no sha256, and JSON may be too deep)
+    except Exception:  # (for example, a list has no sha256, and JSON may be too deep)
         return None, "manifest.json cannot be read"
     if seal not in (None, own):
         return None, "it is not the checkpoint that latest lists under this name"
@@ -166,7 +166,8 @@ def read_manifest(folder: Path, step: int | None = None, seal: str | None = None
 
 @dataclass
 class Latest:
-    """What `latest` says. seals: step -> seal, the one to resume from first; None: by hand."""
+    """The contents of `latest`. seals: step -> seal, the one to resume from first; None: by
+    hand."""
 
     seals: dict[int, str | None] = field(default_factory=dict)
     left: set[int] = field(default_factory=set)
@@ -177,11 +178,12 @@ class Latest:
 
     @staticmethod
     def read(directory: Path) -> Latest:
-        """Raises ValueError that says why if there is none that can be read."""
+        """Read the file. Raises ValueError, which says why, if there is none or it cannot be
+        read."""
         try:
             lines = read(directory / "latest").decode("ascii").splitlines()
         except FileNotFoundError:
-            raise ValueError("it is missing, so a newer checkpoint may be, too") from None
+            raise ValueError("it is missing, so a newer checkpoint may also be missing") from None
         except (OSError, UnicodeError):
             raise ValueError("it cannot be read") from None
         latest = Latest()
@@ -198,7 +200,7 @@ class Latest:
         return latest
 
     def with_older(self, present: list[int]) -> Latest:
-        """The same with the steps that are there besides, below all that it lists."""
+        """Return a copy with the other existing steps, below all listed ones."""
         older = [step for step in present if step < min(self.seals, default=math.inf)]
         return Latest({**self.seals, **dict.fromkeys(older)}, self.left)
 
@@ -213,7 +215,7 @@ class Latest:
 
 
 def opened(path: Path) -> BinaryIO:
-    """A plain file to read: no link, which may lead anywhere, and no pipe, which may never end."""
+    """Open a plain file: not a link, which may lead anywhere, or a pipe, which may never end."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)

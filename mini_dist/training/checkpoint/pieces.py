@@ -1,8 +1,8 @@
-"""Which part of which tensor: how ranks that cut a model in any way speak of one whole.
+"""Which part of which tensor: how ranks with any sharding refer to one whole model.
 
-tp and ep hold a box of a tensor, ZeRO a range of it flattened, both together a range of a box. Any
-of these is a few blocks (boxes that lie one behind the other in the flattened tensor), and what
-two pieces have in common is what their blocks have in common. That is all of resharding.
+tp and ep hold a box of a tensor, ZeRO a range of the flattened tensor, and both together a range of
+a box. Each of these is a few blocks (boxes that are contiguous in the flattened tensor), and the
+overlap of two pieces is the overlap of their blocks. Resharding needs nothing else.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-Block = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins and its size, along each dim
+Block = tuple[tuple[int, ...], tuple[int, ...]]  # its begin and size, along each dim
 
 
 @dataclass(frozen=True)
 class Place:
-    """A part of a named tensor of the whole model: a range of a box of it.
+    """A part of a named tensor of the whole model: a range of a box in it.
 
     shape: of the whole tensor. offset, size: the box, along each dim. start, stop: the range, in
-    elements of the box flattened.
+    elements of the flattened box.
     """
 
     name: str
@@ -40,7 +40,8 @@ class Place:
             raise ValueError(f"{self} is no part of a tensor of shape {list(self.shape)}")
 
     def __str__(self) -> str:
-        """The name alone for all of a tensor, else with its part: w[0:4, 0:8] or w[0:4][3:9]."""
+        """Return the name alone for a whole tensor, else with its part: w[0:4, 0:8] or
+        w[0:4][3:9]."""
         text = self.name
         if self.size != self.shape:
             box = (f"{begin}:{begin + size}" for begin, size in zip(self.offset, self.size))
@@ -55,20 +56,20 @@ class Place:
 
     @property
     def where(self) -> tuple:
-        """Place(name, shape, *where) is this one again."""
+        """Return the fields such that Place(name, shape, *where) is this place."""
         return self.offset, self.size, self.start, self.stop
 
     def blocks(self) -> Iterator[Block]:
-        """Boxes of the whole tensor that, one after the other, are this part: 2 d - 1 at most."""
+        """Yield the boxes of the whole tensor that form this part, in order: at most 2 d - 1."""
         for begin, size in blocks(self.size, self.start, self.stop):
             yield tuple(a + b for a, b in zip(self.offset, begin)), size
 
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """What a rank holds of a tensor: the place, and a tensor with so many elements, of any shape.
+    """A rank's part of a tensor: its place, and a tensor with as many elements, of any shape.
 
-    A piece is a view: what is loaded into it is in the model.
+    A piece is a view: loading into it changes the model.
     """
 
     place: Place
@@ -82,11 +83,11 @@ class Piece:
             )
 
     def blocks(self) -> Iterator[tuple[Block, Tensor]]:
-        """The blocks of its place, each with the view of the tensor that is it."""
+        """Yield the blocks of its place, each with the matching view of the tensor."""
         at = 0
         for begin, size in self.place.blocks():
             numel = math.prod(size)
-            if numel == self.tensor.numel():  # also where it cannot be flattened without a copy
+            if numel == self.tensor.numel():  # also if it cannot be flattened without a copy
                 yield (begin, size), self.tensor.view(size)
             else:
                 yield (begin, size), self.tensor.view(-1)[at : at + numel].view(size)
@@ -94,14 +95,14 @@ class Piece:
 
 
 def piece(name: str, tensor: Tensor, shape=None, offset=None) -> Piece:
-    """All of a tensor; or, of one with this `shape`, the box that begins at `offset`."""
+    """Return a piece for a whole tensor, or for a box at `offset` of a tensor with this `shape`."""
     shape = tuple(tensor.shape if shape is None else shape)
     offset = tuple((0,) * len(shape) if offset is None else offset)
     return Piece(Place(name, shape, offset, tuple(tensor.shape), 0, tensor.numel()), tensor)
 
 
 def blocks(size: tuple[int, ...], start: int, stop: int) -> Iterator[Block]:
-    """A range of a flattened box as boxes in it: the end of a row, whole rows, a row's beginning.
+    """Yield a range of a flattened box as boxes: the end of a row, whole rows, a row's beginning.
 
     blocks((3, 4), 2, 11): row 0 from 2 on, row 1 whole, row 2 up to 3.
     """
@@ -132,7 +133,7 @@ def in_row(number: int, size: tuple[int, ...], start: int, stop: int) -> Iterato
 
 
 def common(one: Block, other: Block) -> Block | None:
-    """The block that two blocks share, or None."""
+    """Return the block that two blocks share, or None."""
     begin = tuple(map(max, one[0], other[0]))
     end = [min(a + n, b + m) for a, n, b, m in zip(*one, *other)]
     size = tuple(e - b for e, b in zip(end, begin))
@@ -140,7 +141,7 @@ def common(one: Block, other: Block) -> Block | None:
 
 
 def inside(block: Block, of: Block) -> tuple[slice, ...]:
-    """Where `block` lies in a tensor that is the block `of`."""
+    """Return the position of `block` in a tensor that is the block `of`."""
     return tuple(slice(b - o, b - o + n) for b, n, o in zip(*block, of[0]))
 
 
@@ -149,7 +150,7 @@ def meet(one: Place, other: Place) -> bool:
 
 
 def copy_common(target: Piece, source: Piece) -> None:
-    """Give `target` what `source` has of it, cast to its dtype."""
+    """Copy the overlap from `source` to `target`, cast to its dtype."""
     for block, into in target.blocks():
         for other, out_of in source.blocks():
             if shared := common(block, other):

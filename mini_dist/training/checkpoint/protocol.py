@@ -1,10 +1,10 @@
-"""What a checkpoint asks of the models that it saves. Nothing else of a strategy is known here.
+"""The interface of models that can be saved; checkpoints know nothing else of a strategy.
 
-Any module can be saved. One that a strategy has changed says so by these attributes:
+Any module can be saved. A module that a strategy has changed has these attributes:
 
-    Wrapped        `module` is the one whose names and buffers count
+    Wrapped        `module` is the module whose names and buffers count
     Sharded        ZeRO: `units` hold shards of parameters, and it has their optimizer
-    CutModule      tensor parallelism: `sharding.cuts` names the parameters that are parts
+    CutModule      tensor parallelism: `sharding.cuts` names the sharded parameters
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ class Wrapped(Protocol):
 
 
 class ShardedUnit(Protocol):
-    """Parameters that are flattened together and shared out in equal parts (zero.Unit)."""
+    """Parameters that are flattened together and sharded in equal parts (zero.Unit)."""
 
     shard: Tensor  # [L/n], what the optimizer steps
     parameters: list[Tensor]
 
     def parameters_in_shard(self) -> Iterator[tuple[Tensor, slice, slice]]:
-        """(parameter, range of its flattened elements, the same as a range of `shard`)."""
+        """Yield (parameter, range of its flattened elements, the matching range of `shard`)."""
 
 
 class TierLike(Protocol):
-    """Where shards and optimizer states are between steps: on the device, the host, in files."""
+    """The place of shards and optimizer states between steps: device, host or files."""
 
     def fetched(self, shard: Tensor, states: dict) -> AbstractContextManager:
-        """Inside, shard and states have their values in memory."""
+        """Load the values of shard and states into memory inside `with`."""
 
 
 class Sharded(Wrapped, Protocol):
-    """A model whose parameters this rank steps in part only (zero.ZeRO1 and those after it)."""
+    """A model of whose parameters this rank steps only a part (zero.ZeRO1 and its subclasses)."""
 
     units: list[ShardedUnit]
     optimizer: torch.optim.Optimizer
@@ -49,7 +49,7 @@ class Sharded(Wrapped, Protocol):
 
 
 class CutLike(Protocol):
-    """Of a parameter: it is part number `part` of `parts` equal ones along `dim`."""
+    """How a parameter is sharded: it is part number `part` of `parts` equal ones along `dim`."""
 
     dim: int
     part: int
@@ -57,10 +57,10 @@ class CutLike(Protocol):
 
 
 class ShardingLike(Protocol):
-    cuts: dict[str, CutLike]  # by parameter name; what is not there is whole
+    cuts: dict[str, CutLike]  # by parameter name; all others are whole
 
 
 class CutModule(Protocol):
-    """A module whose matrices are cut over ranks (tensor_parallel.shard_model)."""
+    """A module whose matrices are sharded over ranks (tensor_parallel.shard_model)."""
 
     sharding: ShardingLike

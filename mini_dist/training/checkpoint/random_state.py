@@ -13,7 +13,7 @@ from .pieces import Piece, piece
 
 
 def random_pieces(group) -> list[Piece]:
-    """The state of this rank's generators, as tensors: they are nobody else's."""
+    """Return the state of this rank's generators, as tensors that belong to this rank alone."""
     return [piece(f"rank {group.rank()}/{kind}", t) for kind, t in random_state().items()]
 
 
@@ -22,7 +22,8 @@ def kind_of(piece: Piece) -> str:
 
 
 def random_state() -> dict[str, Tensor]:
-    """torch's, NumPy's and Python's own; float64 holds their 32-bit words and their one float."""
+    """Return torch's, NumPy's and Python's state; float64 holds their 32-bit words and one
+    float."""
     _, words, *rest = np.random.get_state()
     _, state, gauss = random.getstate()
     generators = {

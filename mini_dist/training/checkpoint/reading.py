@@ -1,7 +1,8 @@
-"""Find the checkpoint to resume from, whole and checked, and load from it what a rank asks for.
+"""Find the checkpoint to resume from, complete and checked, and load a rank's part of it.
 
-Nothing older is ever taken in silence, and nothing is loaded that is not what was saved: a warning
-and `Saved.refused` name what was passed over, and where nothing whole is left, CheckpointError.
+It never silently uses an older one, and loads nothing that differs from what was saved: a warning
+and `Saved.refused` name what was skipped, and if nothing complete is left, it raises
+CheckpointError.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from .pieces import Piece, copy_common, meet
 
 @dataclass
 class Saved:
-    """A checkpoint that is whole.
+    """A complete checkpoint.
 
-    step: as saved. extra: as given to `save`. world_size: of the ranks that wrote it. refused: what
-    would have been taken before it, and why not: of each step, of "latest" if it cannot be read,
-    and of folders with a name that no save gives.
+    step: as saved. extra: as given to `save`. world_size: the number of ranks that wrote it.
+    refused: what was skipped, and why: newer steps, "latest" if it cannot be read, and folders
+    whose names no save gives.
     """
 
     folder: Path
@@ -49,11 +50,11 @@ class Saved:
     tensors: dict = field(repr=False)
 
     def load(self, pieces: list[Piece], group) -> None:
-        """Fill the pieces of every rank, however they are cut, casting to their dtype.
+        """Fill the pieces of every rank, whatever the sharding, casting to their dtype.
 
-        Raises ValueError on all ranks, with nothing changed, for a tensor that the checkpoint does
-        not have or has in another shape, and for one that no rank asks for (states, whose names
-        have a "/", may be left). Raises CheckpointError on all ranks if one cannot read.
+        Raises ValueError on all ranks, without changes, for a tensor that the checkpoint lacks or
+        has in another shape, and for one that no rank asks for (states, whose names have a "/", may
+        be left out). Raises CheckpointError on all ranks if one cannot read.
         """
         wanted = {piece.place.name for piece in pieces}
         raise_first(tell_all(self.unlike(pieces), group), ValueError)
@@ -64,7 +65,7 @@ class Saved:
                 f"{self.folder.name} is of another model: it has {left[0]} "
                 f"{self.tensors[left[0]]['shape']}, which this model lacks"
             )
-        # (together: nobody writes to this directory while others read)
+        # (together: no rank writes to this directory while others read)
         together(lambda: self.fill(pieces), group, "read")
 
     def unlike(self, pieces: list[Piece]) -> str | None:
@@ -85,7 +86,7 @@ class Saved:
 
     @torch.no_grad()
     def fill(self, pieces: list[Piece]) -> None:
-        """Copy what each stored piece has of these; only the pages that are needed are read."""
+        """Copy the overlap of each stored piece with these; only the needed pages are read."""
         files = {}
         for piece in pieces:
             about = self.tensors[piece.place.name]
@@ -98,7 +99,7 @@ class Saved:
 
     @cached_property
     def states(self) -> dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]:
-        """What was saved of each parameter besides itself, as exp_avg: shape and dtype."""
+        """Return shape and dtype of each parameter's saved states, such as exp_avg."""
         states = {}
         for name, about in self.tensors.items():
             owner, slash, key = name.rpartition("/")
@@ -109,12 +110,12 @@ class Saved:
 
 @checks_kinds
 def find(directory: str | Path, group, step: int | None = None) -> Saved | None:
-    """The checkpoint that `latest` names, or if that is not whole the newest one before it that
-    is; None if there are none at all. All ranks of the group call it: each checks a share of the
-    files. It only reads.
+    """Find the checkpoint that `latest` names, or, if it is not complete, the newest complete one
+    before it; None if there is none at all. All ranks of the group call it: each checks a share of
+    the files. It only reads.
 
-    step: this one and no other. Warns of each that is passed over, see `Saved.refused`. Raises
-    CheckpointError if there are some, but none is whole.
+    step: only this one. Warns of each that is skipped, see `Saved.refused`. Raises
+    CheckpointError if there are some, but none is complete.
     """
     directory = Path(directory)
     first = group.rank() == 0
@@ -126,7 +127,7 @@ def find(directory: str | Path, group, step: int | None = None) -> Saved | None:
             folder = directory / name
             manifest, problem = check(folder, number, seal, group)
             if problem is None:
-                if problems and seal is None:  # what is taken may be an older save of this step
+                if problems and seal is None:  # the one used may be an older save of this step
                     refused[number] = problems[names[0]]
                 tell(directory, refused, number, group)
                 fields = {key: manifest[key] for key in ("step", "extra", "world_size", "tensors")}
@@ -153,7 +154,7 @@ def called(what: int | str) -> str:
 
 
 def to_try(directory: Path, step: int | None) -> tuple[list, list]:
-    """([step, seal, folders that may be it] of each in order, [what is passed over, why] of each).
+    """Return, in order, [step, seal, folders that may contain it], and all [skipped name, why].
 
     step: only this one.
     """
@@ -171,7 +172,7 @@ def to_try(directory: Path, step: int | None) -> tuple[list, list]:
         step, by_hand = latest.step, latest.seals[latest.step] is None
         if step not in there:
             refused = {step: "latest names it, but it is gone"}
-        elif not by_hand:  # a save wrote it: what is newer, it would list
+        elif not by_hand:  # written by a save, which would list newer ones
             for number in set(steps).difference(latest.seals, latest.left):
                 if number > step and there[number] != [f"{folder_name(number)}.writing"]:
                     refused[number] = "it is newer than latest, which does not list it"
@@ -184,8 +185,9 @@ def to_try(directory: Path, step: int | None) -> tuple[list, list]:
 
 
 def folders(directory: Path) -> dict[int, list[str]]:
-    """Of each step, the folders that may be its checkpoint. Besides the one of its name: one whose
-    save was killed before it got that name, and one that had it before (see files.rename)."""
+    """Return, for each step, the folders that may be its checkpoint. Besides the folder of that
+    name: one whose save was killed before the rename, and one that it replaced (see
+    files.rename)."""
     there: dict[int, list[str]] = {}
     for kind in ("", ".writing", ".replaced"):
         for path in sorted(directory.glob(f"step-*{kind}")):
@@ -196,8 +198,8 @@ def folders(directory: Path) -> dict[int, list[str]]:
 
 
 def strangers(directory: Path, there: dict[int, list[str]]) -> dict[str, tuple[int, str]]:
-    """Checkpoints under a name that no save gives, as of a folder that was renamed: their steps,
-    and why they are not taken."""
+    """Return checkpoints under a name that no save gives, such as a renamed folder: their steps,
+    and why they are not used."""
     known = {name for names in there.values() for name in names}
     found = {}
     for path in sorted(directory.glob("*")):
@@ -210,13 +212,13 @@ def strangers(directory: Path, there: dict[int, list[str]]) -> dict[str, tuple[i
     return found
 
 
-# --- whether it is whole -------------------------------------------------------------------------
+# --- whether it is complete ----------------------------------------------------------------------
 
 
 def check(folder: Path, step: int, seal: str | None, group) -> tuple[dict | None, str | None]:
-    """(the manifest, None), or on all ranks (None, what the first of them finds wrong)."""
+    """Return (the manifest, None), or on all ranks (None, the first problem found)."""
     manifest, problem = read_manifest(folder, step, seal)
-    for share in (damage, missing):  # (how large the tensors are is known when the files are)
+    for share in (damage, missing):  # (the tensors' sizes are known once the files are checked)
         problem = problem or share(folder, manifest, group)
         problems = [p for p in tell_all(problem, group) if p]
         if problems:
@@ -225,7 +227,7 @@ def check(folder: Path, step: int, seal: str | None, group) -> tuple[dict | None
 
 
 def damage(folder: Path, manifest: dict, group) -> str | None:
-    """What is wrong with this rank's share of the files."""
+    """Return what is wrong with this rank's share of the files."""
     for name in sorted(manifest["files"])[group.rank() :: group.size()]:
         about, path = manifest["files"][name], folder / name
         try:
@@ -241,13 +243,13 @@ def damage(folder: Path, manifest: dict, group) -> str | None:
             return f"{name} is missing"
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
-        except Exception as error:  # whatever safetensors says
+        except Exception as error:  # whatever safetensors raises
             return f"{name} cannot be read: {error}"
     return None
 
 
 def unlike_manifest(path: Path, manifest: dict) -> str | None:
-    """Whether the file holds other tensors than the manifest says."""
+    """Return whether the file holds other tensors than the manifest lists."""
     expected = {}
     for name, about in manifest["tensors"].items():
         for (file, *_), place in zip(about["pieces"], stored_places(name, about)):
@@ -263,7 +265,7 @@ def unlike_manifest(path: Path, manifest: dict) -> str | None:
 
 
 def missing(folder: Path, manifest: dict, group) -> str | None:
-    """Whether the pieces leave something out, of this rank's share of the tensors."""
+    """Check, for this rank's share of the tensors, whether the pieces leave a gap."""
     share = sorted(manifest["tensors"])[group.rank() :: group.size()]
     try:
         check_whole({name: manifest["tensors"][name] for name in share})

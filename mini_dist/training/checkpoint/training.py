@@ -1,19 +1,19 @@
-"""What there is to save of a training, and what a training loop needs for it:
+"""What has to be saved of a training run, and what a training loop needs for it:
 
     training = Training(model, optimizer, group)
     saved = training.resume("checkpoints")               # None: there is nothing yet
     for step in range(saved.step if saved else 0, steps):
         train_step(model, optimizer, batches.batch(step))
         if (step + 1) % 100 == 0:
-            training.save("checkpoints", step + 1)       # so many steps are done
+            training.save("checkpoints", step + 1)       # the number of completed steps
 
-That is: parameters and buffers, what the optimizer keeps of each parameter (AdamW: exp_avg,
+Saved are parameters and buffers, the optimizer's state of each parameter (AdamW: exp_avg,
 exp_avg_sq, step; SGD: momentum_buffer), each rank's random generators, and the number of steps. The
-position in the data follows from that number (see data.py). Learning rates and the like are the
-program's own; what it wants to find again besides goes into `extra`.
+position in the data follows from that number (see data.py). Learning rates and other settings
+belong to the program; anything else that it needs after a restart goes into `extra`.
 
-`resume` and `save` take the directory's lock: as long as the Training is there, no other process
-can save into it. To look into a directory in which somebody trains, `find(directory, group)` needs
+`resume` and `save` take the directory's lock: as long as the Training exists, no other process can
+save into it. To read a directory while another process trains there, `find(directory, group)` needs
 no lock: `find(...).load(Training(model, (), group).pieces(), group)`.
 """
 
@@ -40,22 +40,22 @@ from .protocol import ShardedUnit
 from .random_state import kind_of, random_pieces, set_random_state
 from .reading import Saved, find
 
-COUNTS = ("step", "mu_product")  # optimizer states that are one number, whatever the parameter
+COUNTS = ("step", "mu_product")  # optimizer states that are one number for any parameter
 WHOLE = slice(None)
 EXTRA = {"optimizers": [str], "extra": dict}  # what a Training saves besides tensors
 
 
 @checks_kinds
 class Training:
-    """The state of a training as this rank has it, to be saved and resumed.
+    """The state of a training run on this rank, to be saved and resumed.
 
-    models: a module, what a data-parallel strategy made of it, or all those that this rank trains.
-        What ZeRO has sharded and tensor_parallel has cut is saved as it is (see protocol.py).
+    models: a module, a module wrapped by a data-parallel strategy, or all modules of this rank.
+        Parameters sharded by ZeRO and tensor_parallel are saved as they are (see protocol.py).
     optimizers: theirs; a ZeRO brings its own.
-    names: what a parameter is called in the whole model, where its module says otherwise.
-    background: write while the training goes on, see `save`. All ranks of `group` make one.
+    names: names of parameters in the whole model, where they differ from those in the module.
+    background: write during training, see `save`. All ranks of `group` make one.
 
-    Raises ValueError for an optimizer of parameters that no model has.
+    Raises ValueError for an optimizer of parameters that are in no model.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Training:
         self.pending: Background | None = None
         self.locks: dict[Path, Lock] = {}
         if background:
-            # In a group of its own it can speak while the training speaks in others.
+            # Its own group can communicate while the training uses others.
             members = dist.get_process_group_ranks(group)
             self.group = dist.new_group(members, use_local_synchronization=True)
         shards = [unit.shard for model in self.models for unit in getattr(model, "units", ())]
@@ -96,11 +96,11 @@ class Training:
         extra: dict | None = None,
         keep: int | None = 2,
     ) -> None:
-        """Write the training as it is after `step` steps; every rank calls it. See `files.save`.
+        """Save the training's state after `step` steps; every rank calls it. See `files.save`.
 
         In the background: copy what this rank has to write and return. The next save and `resume`
-        wait until that is on the disk, and the program may: `wait`. Errors come then, and at the
-        latest when the function that was launched has returned, or the program ends.
+        wait until it is on the disk, and a program can: `wait`. Errors are raised then, or at the
+        latest when the launched function has returned or the program ends.
         """
         check_numbers(step, keep)
         self.wait()
@@ -123,7 +123,7 @@ class Training:
             pending.result()
 
     def lock(self, directory: str | Path) -> None:
-        """Raises CheckpointError on all ranks if another process may save there."""
+        """Take the lock. Raises CheckpointError on all ranks if another process may save there."""
         directory = Path(directory)
         if self.group.rank() == 0 and directory not in self.locks:
             self.locks[directory] = Lock(directory)
@@ -137,10 +137,10 @@ class Training:
         *,
         check: Callable[[dict], None] | None = None,
     ) -> Saved | None:
-        """Load the newest checkpoint that is whole (see `find`); None if there is none yet.
+        """Load the newest complete checkpoint (see `find`); None if there is none yet.
 
-        Whoever saved it may have cut the model otherwise, on other ranks. Random generators go on
-        where they were if the number of ranks is the same; else ranks keep what they began with.
+        Other ranks, with another sharding, may have saved it. Random generators continue where
+        they were if the number of ranks is the same; otherwise ranks keep their current ones.
         check: called with the saved `extra` before anything is loaded; may raise.
         """
         self.wait()
@@ -176,8 +176,8 @@ class Training:
     # --- what there is ---
 
     def held(self) -> dict[Tensor, list[tuple[slice, Piece]]]:
-        """Each tensor of this rank with its pieces, and where they are in it: of a parameter all of
-        it, of a ZeRO's shard the parts of the parameters that lie in it."""
+        """Return each tensor of this rank with its pieces and their slices: all of a parameter, or
+        the parts of parameters that are in a ZeRO shard."""
         places = self.places()
         held, sharded = {}, set()
         for model in self.models:
@@ -190,12 +190,12 @@ class Training:
         return held
 
     def places(self) -> dict[Tensor, Place]:
-        """Where each parameter and buffer belongs in the whole model: all of one, or the box that
-        tp has cut. Of two models that have it the first says what it is called."""
+        """Return each parameter's and buffer's place in the whole model: all of a tensor, or the
+        box that tp gave this rank. If two models have it, the first one names it."""
         places = {}
         for model in self.models:
-            module = getattr(model, "module", model)  # without what a strategy wraps round it
-            saved = module.state_dict(keep_vars=True).keys()  # (looks at no values)
+            module = getattr(model, "module", model)  # without the strategy's wrapper
+            saved = module.state_dict(keep_vars=True).keys()  # (reads no values)
             buffers = [(name, b) for name, b in module.named_buffers() if name in saved]
             cuts = module.sharding.cuts if hasattr(module, "sharding") else {}
             for name, tensor in [*module.named_parameters(), *buffers]:
@@ -208,7 +208,7 @@ class Training:
         return places
 
     def pieces(self) -> list[Piece]:
-        """All tensors and their optimizer states; a state is cut as what it belongs to."""
+        """Return all tensors and their optimizer states; a state is sharded like its parameter."""
         held = self.held()
         pieces = [part for parts in held.values() for _, part in parts]
         for tensor, key, value in self.states():
@@ -234,20 +234,20 @@ class Training:
                         yield tensor, key, torch.as_tensor(value)
 
     def make_states(self, saved: Saved) -> None:
-        """Give the optimizers the states that were saved: the right shapes, to be filled."""
+        """Give the optimizers the saved states, with the right shapes, to be filled."""
         held = self.held()
         for optimizer in self.optimizers:
             for tensor in stepped(optimizer):
                 states = optimizer.state[tensor]
                 states.clear()
-                for _, part in held[tensor][:1]:  # (none in a shard that is mere padding)
+                for _, part in held[tensor][:1]:  # (none in a shard of padding only)
                     for key, (shape, dtype) in saved.states.get(part.place.name, {}).items():
                         count = is_count(key, shape, part.place.shape)
                         like = torch.zeros((), dtype=dtype) if count else tensor.detach()
                         states[key] = torch.zeros_like(like)
 
     def fetched(self) -> ExitStack:
-        """Inside, what a ZeRO has offloaded to files is in memory."""
+        """Load what a ZeRO has offloaded to files into memory inside `with`."""
         stack = ExitStack()
         for model in self.models:
             for unit in getattr(model, "units", ()):
@@ -262,7 +262,7 @@ class Training:
 def pieces_of_shard(
     unit: ShardedUnit, places: dict[Tensor, Place]
 ) -> Iterator[tuple[slice, Piece]]:
-    """Which parts of which parameters a unit's shard is; the padding is none."""
+    """Return the parts of parameters that are in a unit's shard; padding belongs to none."""
     for parameter, of_parameter, in_shard in unit.parameters_in_shard():
         if of_parameter.start < of_parameter.stop:
             place = replace(places[parameter], start=of_parameter.start, stop=of_parameter.stop)
@@ -279,7 +279,7 @@ def is_count(key: str, shape, of) -> bool:
 
 
 def load(saved: Saved, pieces: list[Piece], generators: list[Piece], group) -> None:
-    """Fill the pieces; what several parameters have to share must be the same for all of them."""
+    """Fill the pieces; a value that several parameters share must be the same for all."""
     apart = [replace(p, tensor=p.tensor.clone()) if not p.place.shape else p for p in pieces]
     saved.load(apart + generators, group)
     shared: dict[Tensor, Piece] = {}

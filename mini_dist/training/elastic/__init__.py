@@ -1,10 +1,10 @@
-"""A training that goes on when ranks die, and takes in those that come.
+"""Training that continues when ranks die, and takes in new ranks.
 
     def train(group):
         step, data = 0, load_text()
         while step < steps:
             try:
-                model, training = build(group)                 # for so many ranks as there are now
+                model, training = build(group)                 # for the current number of ranks
                 step = catch_up(training, step, group)         # DP; copies.restore with ZeRO
                 while step < steps:
                     ...
@@ -13,12 +13,12 @@
 
     launch(train, 4, elastic=True)
 
-ideas.py         to be read: who has come furthest, and whose share of a batch is how large
-detectors.py     is it dead, or only late? A fixed timeout, and phi accrual
-taking_over.py   state from those who have it to those who need it, however it is cut
-copies.py        each rank keeps a copy of its neighbour's shards, for the day that it dies
+ideas.py         read first: which rank has completed most, and how to divide a batch
+detectors.py     is a rank dead, or only late? A fixed timeout, and phi accrual
+taking_over.py   state from ranks that have it to ranks that need it, for any sharding
+copies.py        each rank keeps a copy of its neighbor's shards, in case the neighbor dies
 
-Under them: ranks/elastic.py and ranks/membership.py, who tell of deaths and make new groups.
+They use ranks/elastic.py and ranks/membership.py, which report deaths and make new groups.
 """
 
 from mini_dist.ranks.elastic import Elastic

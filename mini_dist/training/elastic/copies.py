@@ -1,8 +1,8 @@
-"""Each rank keeps a copy of its neighbour's shards in memory, for the day that the neighbour dies.
+"""Each rank keeps a copy of its neighbor's shards in memory, in case the neighbor dies.
 
-With ZeRO no two ranks hold the same: what a dead one held is gone. The last checkpoint has it, as
-it was some minutes ago. Here the next rank has it, as it was `keep` ago: memory for time
-(checkpoints in the memory of other machines: Wang et al. 2023, Gemini, section 4).
+With ZeRO no two ranks hold the same, so a dead rank's shards are lost. The last checkpoint has them
+as they were some minutes ago. Here the next rank has them as they were at the last `keep`: it costs
+memory and saves time (checkpoints in other machines' memory: Wang et al. 2023, Gemini, section 4).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from mini_dist.ranks.membership import numbers
 from ..checkpoint import Piece, Place, Training
 from .taking_over import DTYPES, Offered, take_over
 
-NOTHING = 2**62  # the step of who has kept nothing
+NOTHING = 2**62  # the step of a rank that has kept nothing
 
 
 class ShardCopies:
-    """What this rank has kept, of itself and of the rank before it, at the last two steps that it
-    kept: a rank may die while some have the newer one and others do not."""
+    """This rank's copies of its own pieces and of the previous rank's, at the last two steps at
+    which it kept any: when a rank dies, some ranks may have the newer copy and others not."""
 
     def __init__(self):
         self.kept: dict[int, dict[int, list[Piece]]] = {}  # step -> a rank's number -> its pieces
 
     def keep(self, training: Training, step: int, group) -> None:
-        """Copy what this rank has of the training, and give a copy to the next rank; every rank
-        calls it. It sends 12 bytes for each parameter of its shard, with AdamW in float32."""
+        """Copy this rank's part of the training, and send a copy to the next rank; every rank calls
+        it. It sends 12 bytes per parameter of its shard, with AdamW in float32."""
         with training.fetched():
             mine = [Piece(p.place, p.tensor.detach().cpu().clone()) for p in training.pieces()]
         members, rank, size = numbers(group), group.rank(), group.size()
@@ -42,10 +42,10 @@ class ShardCopies:
         self.kept = {**dict(sorted(self.kept.items())[-1:]), step: kept}
 
     def restore(self, training: Training, group) -> int:
-        """Fill the training from what those who are there have kept; returns the step, which is the
-        newest that all of them have; 0 and nothing changed if nobody has kept anything.
+        """Fill the training from the survivors' copies; return the step, the newest that all of
+        them have, or 0, without changes, if no rank has kept anything.
 
-        Raises LookupError, on all ranks, if two neighbours are gone.
+        Raises LookupError, on all ranks, if two neighbors are gone.
         """
         newest = torch.tensor(max(self.kept, default=NOTHING))
         step = int(all_reduce(newest, group, op="min"))
@@ -66,7 +66,7 @@ class ShardCopies:
 
 @recorded
 def pass_on(pieces: list[Piece], to: int, source: int, group) -> list[Piece]:
-    """Send these pieces while receiving the others': what they are, then all values as bytes."""
+    """Send these pieces while receiving others: first descriptions, then all values as bytes."""
     about = [[p.place.name, p.place.shape, *p.place.where, str(p.tensor.dtype)] for p in pieces]
     head = as_bytes(torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8))
     body = torch.cat([as_bytes(p.tensor) for p in pieces])

@@ -1,10 +1,10 @@
-"""Is it dead, or only late? Who hears a sign of life every so often has to decide.
+"""Is a rank dead, or only late? A rank that receives regular heartbeats has to decide.
 
-A detector cannot be both quick and never wrong: a rank on a busy machine is silent as a dead one
-is. `FixedTimeout` has one number for that. `PhiAccrual` learns from the beats that came how long a
-silence is unusual, and gives a degree of suspicion (Hayashibara et al. 2004, "The phi accrual
-failure detector", section 4). `patience` is the shortest timeout that would have been wrong no
-more often than allowed.
+A detector cannot be both quick and always right: a rank on a busy machine is as silent as a dead
+one. `FixedTimeout` uses one number. `PhiAccrual` learns from earlier heartbeats which silence is
+unusual, and returns a degree of suspicion (Hayashibara et al. 2004, "The phi accrual
+failure detector", section 4). `patience` is the shortest timeout with at most the allowed rate of
+false alarms.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import NamedTuple
 
 from mini_dist.plan.fields import checks_kinds
 
-NEVER = 1e-300  # a probability that is as good as none: phi of it is 300
+NEVER = 1e-300  # a probability that is as good as zero: its phi is 300
 
 
 @checks_kinds
 def patience(silences: Sequence[float], allowed: float) -> float:
-    """The shortest timeout that at most this share of the silences has exceeded: one of them.
+    """Return the shortest timeout, one of the silences, that at most this share of them exceeded.
 
-    silences: seconds between two signs of life of a rank that was alive. Raises ValueError for no
+    silences: seconds between two heartbeats of a rank that was alive. Raises ValueError for no
     silence, and for a share that is not from 0 to below 1.
     """
     check_silences(silences, allowed)
@@ -44,25 +44,26 @@ def check_silences(silences: Sequence[float], allowed: float) -> None:
 @checks_kinds
 @dataclass
 class FixedTimeout:
-    """Dead is who has been silent for longer than this."""
+    """Suspect a rank that has been silent for longer than this."""
 
     seconds: float
 
     def heard(self, silence: float) -> None:
-        """A sign of life, after so many seconds."""
+        """Note a heartbeat, this many seconds after the last."""
 
     def timeout(self) -> float:
-        """Seconds of silence from which on it suspects."""
+        """Return the seconds of silence after which it suspects the rank."""
         return self.seconds
 
 
 @checks_kinds
 class PhiAccrual:
-    """Dead is whose silence has a probability below 10^-phi, if silences are normal.
+    """Suspect a rank whose silence has a probability below 10^-phi, for normally distributed
+    silences.
 
-    window: how many of the last silences it goes by. first: the mean of them before any, and
-    least: their smallest standard deviation, without which a rank that was regular for long would
-    be suspected at its first hiccup; both in seconds.
+    window: how many of the last silences count. first: their mean before there are any; least: the
+    smallest standard deviation, without which a long-regular rank would be suspected at its first
+    delay; both in seconds.
     """
 
     def __init__(self, phi: float, first: float, least: float | None = None, window: int = 100):
@@ -81,20 +82,20 @@ class PhiAccrual:
         return fmean(self.silences), max(pstdev(self.silences), self.least)
 
     def phi(self, silence: float) -> float:
-        """-log10 of the probability that a rank which is alive is silent for longer than this."""
+        """Return -log10 of the probability that a live rank is silent for longer than this."""
         mean, deviation = self.mean_and_deviation()
         later = math.erfc((silence - mean) / deviation / math.sqrt(2)) / 2
         return -math.log10(max(later, NEVER))
 
     def timeout(self) -> float:
-        """Seconds of silence at which phi reaches the threshold."""
+        """Return the seconds of silence at which phi reaches the threshold."""
         mean, deviation = self.mean_and_deviation()
         return mean - deviation * NormalDist().inv_cdf(max(10**-self.threshold, NEVER))
 
 
 class Judged(NamedTuple):
-    """false_alarms: of so many `beats`; detection: seconds from a death to the suspicion, if it
-    strikes right after a beat, on the mean."""
+    """false_alarms: among this many `beats`; detection: mean seconds from a death right after a
+    heartbeat to the suspicion."""
 
     beats: int
     false_alarms: int
@@ -102,8 +103,8 @@ class Judged(NamedTuple):
 
 
 def judged(detector, silences: Sequence[float]) -> Judged:
-    """What a detector makes of a rank that was alive all the time, and how soon it would have
-    noticed its death."""
+    """Evaluate a detector on a rank that was always alive: its false alarms, and how soon it would
+    have noticed a death."""
     alarms, timeouts = 0, []
     for silence in silences:
         timeouts.append(detector.timeout())

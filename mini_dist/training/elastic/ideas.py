@@ -1,7 +1,7 @@
-"""What ranks have to agree on when their number has changed: where to go on, and who takes what.
+"""What ranks must agree on after their number has changed: which state, and who takes which rows.
 
-    furthest, rebuild   one may have finished a step that the others have not: its state is taken
-    shares, rows_of     a batch stays as large as it was, and is cut for those who are there
+    furthest, rebuild   a rank may have finished a step that others have not: copy its state
+    shares, rows_of     the batch keeps its size and is split among the ranks that are left
 
 Legend: B samples of a batch, n ranks.
 """
@@ -19,20 +19,21 @@ from mini_dist.collectives.messages import Members
 
 
 def furthest(step: int, group) -> tuple[int, int]:
-    """The rank that has done the most steps (of several the first), and how many.
+    """Return the rank that has completed the most steps (the first of equals), and its step count.
 
-    When a rank dies, some may have the sum of all gradients already and step, while others wait for
-    it in vain. Who has stepped has done so with everybody's gradient, that of the dead, too.
+    When a rank dies, some ranks may already have the sum of all gradients and take the step, while
+    others wait for it in vain. A rank that took the step used every gradient, the dead rank's
+    included.
     """
     steps = all_gather(torch.tensor([step]), group)
     return int(steps.argmax()), int(steps.max())
 
 
 def rebuild(state: Tensor, step: int, dead: Collection[int], group):
-    """After some ranks died: those who are left as a group, the state, and how many steps it has.
+    """Return the surviving ranks as a group, the state, and the number of steps it has taken.
 
-    Every rank that is not dead calls it. Of the old group's connections those among the living are
-    used, as MPI's MPIX_Comm_shrink does (where they cannot be, `regroup` makes new ones).
+    Call it on every surviving rank. It reuses the old group's connections between them,
+    as MPI's MPIX_Comm_shrink does (where that is impossible, `regroup` opens new ones).
     """
     alive = [rank for rank in range(group.size()) if rank not in dead]
     there = Members(group, alive)
@@ -42,15 +43,15 @@ def rebuild(state: Tensor, step: int, dead: Collection[int], group):
 
 
 def shares(batch_size: int, seconds: Sequence[float]) -> list[int]:
-    """How many samples each device takes, so that the slowest is done as early as can be.
+    """Return how many samples each device takes so that the slowest finishes as early as possible.
 
-    seconds: what one sample takes on each device. Sample after sample goes to the device that would
-    be done with it first (of several the first), which is optimal for samples that are alike.
-    Raises ValueError for a time that is not above 0, and for no device.
+    seconds: time per sample on each device. Each sample goes to the device that would finish it
+    first (the first of equals), which is optimal for samples of equal cost.
+    Raises ValueError for a time that is not above 0, and for an empty list.
     """
     check_seconds(seconds)
     taken = [0] * len(seconds)
-    done = [(each, device) for device, each in enumerate(seconds)]  # with one sample more
+    done = [(each, device) for device, each in enumerate(seconds)]  # after one more sample
     heapq.heapify(done)
     for _ in range(batch_size):
         _, device = done[0]
@@ -67,6 +68,6 @@ def check_seconds(seconds: Sequence[float]) -> None:
 
 
 def rows_of(rank: int, taken: Sequence[int]) -> slice:
-    """Which rows of the batch are this rank's, if each takes so many: one after the other."""
+    """Return this rank's rows of the batch, if rank i takes the next `taken[i]` rows."""
     first = sum(taken[:rank])
     return slice(first, first + taken[rank])

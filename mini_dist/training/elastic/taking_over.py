@@ -1,7 +1,7 @@
-"""State from those who have it to those who need it, over messages, however it is cut on each side.
+"""Send state from ranks that have it to ranks that need it, for any sharding on either side.
 
-What a checkpoint does by files (checkpoint/reading.py), among ranks that are alive: pieces say
-which part of which tensor they are, and each goes to whoever has something in common with it.
+This does among live ranks what a checkpoint does with files (checkpoint/reading.py): pieces say
+which part of which tensor they are, and each goes to every rank with an overlapping piece.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtyp
 
 
 class Offered:
-    """What the ranks of a group offer together; to `checkpoint.training.load` it is a checkpoint.
+    """What the ranks of a group offer together; `checkpoint.training.load` treats it as a
+    checkpoint.
 
-    mine: this rank's pieces, which may be none. Every rank of the group makes one.
+    mine: this rank's pieces, possibly none. Every rank of the group makes one.
     """
 
     def __init__(self, mine: Sequence[Piece], group):
@@ -38,7 +39,7 @@ class Offered:
 
     @property
     def states(self) -> dict:
-        """Of each parameter what the optimizers keep of it: shape and dtype, as Saved.states."""
+        """Return shape and dtype of each parameter's optimizer states, as Saved.states."""
         found: dict = {}
         for theirs in self.everyones:
             for place, dtype in theirs:
@@ -48,9 +49,9 @@ class Offered:
         return found
 
     def load(self, pieces: list[Piece], group) -> None:
-        """Fill these pieces when all is there: a rank that dies on the way leaves no mixture.
+        """Fill these pieces after all have arrived: if a rank dies meanwhile, no mixture is left.
 
-        Raises LookupError on all ranks if nobody has some part of them.
+        Raises LookupError on all ranks if no rank has some part of them.
         """
         self.check(pieces)
         rank, arrived = group.rank(), []
@@ -96,10 +97,10 @@ class Offered:
 
 
 def take_over(training: Training, offered: Offered) -> None:
-    """Give this training what the ranks offer: parameters, buffers and optimizer states.
+    """Load parameters, buffers and optimizer states from the ranks into this training.
 
-    Raises LookupError, on all ranks, if a part of them is nowhere. Whatever is raised before all
-    has arrived, the training is as it was.
+    Raises LookupError, on all ranks, if a part of them is nowhere. If anything is raised before all
+    parts have arrived, the training is unchanged.
     """
     before = [(optimizer, dict(optimizer.state)) for optimizer in training.optimizers]
     before = [(o, {tensor: dict(kept) for tensor, kept in states.items()}) for o, states in before]
@@ -118,9 +119,10 @@ def take_over(training: Training, offered: Offered) -> None:
 
 
 def catch_up(training: Training, step: int, group) -> int:
-    """Where all ranks have all of the state (data parallel): take that of who has come furthest.
+    """Copy the state from the rank that has completed the most steps, if every rank holds the full
+    state (plain data parallelism).
 
-    step: how many this rank has done; 0 for one that has just come. Returns how many are done, on
+    step: this rank's completed steps; 0 for a new rank. Returns the completed steps, equal on
     all ranks. Every rank of the group calls it, at the start and after each change.
     """
     root, step = furthest(step, group)

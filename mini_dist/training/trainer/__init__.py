@@ -6,18 +6,18 @@
     python -m mini_dist.training.trainer recipe.json           # the recipe as JSON, on this machine
     torchrun --nproc-per-node 4 -m mini_dist.training.trainer recipe.json
 
-A checkpoint is written every `save_every` steps, and a run begins at the newest whole one that its
-directory has: so to go on after a crash is to start again, and `train_on_ranks(restarts=3)` does.
-It has the recipe in it: a run of another recipe does not go on there, unless it is told what has
-been `changed` (`--changed learning_rate` on the command line).
+A checkpoint is written every `save_every` steps, and a run begins at the newest complete checkpoint
+in its directory. So to continue after a crash, start again; `train_on_ranks(restarts=3)` does so.
+The checkpoint contains the recipe: a run with another recipe does not continue from it unless it is
+told what has `changed` (`--changed learning_rate` on the command line).
 
 Read in this order:
-    recipe.py      all that decides a run
+    recipe.py      everything that determines a run
     loop.py        train: the training loop, on each rank
-    resuming.py    checkpoints of a run: the newest that fits, and who wrote it
-    metering.py    what came of a step: loss, speed, bytes
-    monitor.py     a long run watched: a line a step, alerts, how long it will take
-    on_ranks.py    the ranks that the recipe asks for, started again after a crash
+    resuming.py    checkpoints of a run: the newest that fits, and its recipe
+    metering.py    the result of a step: loss, speed, bytes
+    monitor.py     watching a long run: one line per step, alerts, the remaining time
+    on_ranks.py    launches the ranks of the recipe, and restarts them after a crash
     __main__.py    the command line
 """
 
@@ -29,7 +29,7 @@ __all__ = ["Metrics", "Recipe", "train", "train_on_ranks"]
 
 
 def __getattr__(name: str):
-    if name == "train":  # the one that needs torch, which takes a second to load
+    if name == "train":  # the only one that needs torch, which takes a second to load
         from .loop import train
 
         return train

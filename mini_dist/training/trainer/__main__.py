@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         log=given.log,
         timeout=float("inf"),
     ).results[0]
-    if os.environ.get("RANK", "0") != "0":  # one of torchrun's ranks is enough to say it
+    if os.environ.get("RANK", "0") != "0":  # only one of torchrun's ranks prints it
         return 0
     if not history:
         print(f"{recipe.checkpoints} is already at step {recipe.steps} or beyond: raise steps")

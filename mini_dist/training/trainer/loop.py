@@ -1,4 +1,4 @@
-"""The training loop, as each rank runs it."""
+"""The training loop, as it runs on each rank."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def train(
 ) -> list[Metrics]:
     """Train on the ranks of `group`, from the newest checkpoint if there is one.
 
-    changed: what may be other than in the recipe of that checkpoint, as "learning_rate", "batch",
-        "model.dropout", "model" for all of it, "all". Without being named may change: steps,
+    changed: what may differ from the recipe of that checkpoint, such as "learning_rate", "batch",
+        "model.dropout", "model" for all of it, "all". These may always differ: steps,
         save_every, checkpoints, machine, and the layout if a step still has as many sequences.
-    log: a file to which rank 0 appends a line of JSON a step (see monitor.py).
-    Returns the metrics of the steps that this call made. Raises ValueError for a layout that does
+    log: a file to which rank 0 appends one line of JSON per step (see monitor.py).
+    Returns the metrics of this call's steps. Raises ValueError for a layout that does
     not fit the group or the model, for a text with bytes outside the vocabulary, and for a
     checkpoint of another recipe.
     """
-    # The model, cut as the layout says, and this rank's part of the data.
+    # The model, sharded by the layout, and this rank's part of the data.
     adamw = partial(torch.optim.AdamW, lr=recipe.learning_rate, weight_decay=recipe.weight_decay)
     precision = precision_of(recipe)
     model = parallelize(
@@ -54,7 +54,7 @@ def train(
         device=device_of(group),
     )
 
-    # Go on after the newest checkpoint, if there is one.
+    # Continue after the newest checkpoint, if there is one.
     if recipe.checkpoints:
         checkpoints = RunCheckpoints(recipe, text, model, precision.scaler, group)
     else:
@@ -84,6 +84,7 @@ def precision_of(recipe: Recipe) -> Precision:
 
 
 def progress(first: int, steps: int, group) -> Iterable[int]:
-    """The numbers of the steps, with a bar in a terminal; in a cell, prints come at the end."""
+    """Yield the step numbers, with a progress bar in a terminal; in a cell, prints come at the
+    end."""
     watched = group.rank() == 0 and sys.stderr.isatty()
     return tqdm(range(first, steps), initial=first, disable=not watched)

@@ -1,4 +1,4 @@
-"""What came of a step, read from clock, ledger and memory around it."""
+"""The result of a step, read from the clock, the ledger and the memory around it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .recipe import Recipe
 
 @dataclass(frozen=True)
 class Metrics:
-    """What came of one step. bytes_sent: by this rank, over each axis of the mesh; empty in a group
-    that records nothing."""
+    """The result of one step. bytes_sent: by this rank, over each axis of the mesh; empty in a
+    group that records nothing."""
 
     step: int
     loss: float
@@ -28,12 +28,12 @@ class Metrics:
 
 
 def number(value: Tensor) -> float:
-    """The value of a tensor [], nan where it has no storage."""
+    """Return the value of a tensor [], nan if it has no storage."""
     return math.nan if value.is_meta else value.item()
 
 
 class Meter:
-    """Reads clock, ledger and memory around a step."""
+    """Reads the clock, the ledger and the memory around a step."""
 
     def __init__(self, recipe: Recipe, group):
         self.recipe, self.recorder = recipe, getattr(group, "recorder", None)
@@ -68,7 +68,8 @@ class Meter:
         return model_flops(self.recipe.model, self.recipe.layout.global_batch_size) / seconds / peak
 
     def bytes_sent(self) -> dict[str, int]:
-        """Every message of our strategies is a send: one row each in the rank's ledger."""
+        """Count sent bytes: every message of our strategies is a send, one row in the rank's
+        ledger."""
         sent: dict[str, int] = {}
         noted = self.recorder.comms[self.noted :] if self.recorder else ()
         for op, group, _, nbytes, *_ in noted:

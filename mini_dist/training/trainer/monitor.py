@@ -1,13 +1,13 @@
-"""A run that is watched while it goes: a line a step into a file, a line to read, and alerts.
+"""Watch a run: one line per step into a file, one line to read, and alerts.
 
     monitor = Monitor("runs/first/metrics.jsonl", steps=1000)
-    monitor.write(metrics)                  # after each step; prints what there is to say
+    monitor.write(metrics)                  # after each step; prints progress and alerts
     python -m mini_dist.training.trainer recipe.json --log runs/first/metrics.jsonl
-    tail -f runs/first/metrics.jsonl        # from wherever one is
+    tail -f runs/first/metrics.jsonl        # from anywhere
 
-Each line is whole JSON and is on its way to the disk when `write` returns: what a run has done by
-the time it dies can be read. A run that goes on appends; of a step that was done twice the later
-line counts (`read`).
+Each line is complete JSON and is on its way to the disk when `write` returns, so the log survives
+the death of the run. A resumed run appends; if a step was done twice, the later line counts
+(`read`).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from statistics import median
 
 from .metering import Metrics
 
-WINDOW = 20  # steps that "usual" is the median of
-LEAST = 5  # steps before which nothing is usual yet
+WINDOW = 20  # "usual" is the median of this many steps
+LEAST = 5  # before this many steps nothing is usual yet
 SPIKE = 2.0  # times the usual loss
-SLOW = 0.7  # of the usual tokens a second, in three steps one after the other
+SLOW = 0.7  # times the usual tokens per second, in three consecutive steps
 
 
 class Monitor:
-    """Writes each step's Metrics, says how far the run is, and what looks wrong.
+    """Write each step's Metrics, and report progress and problems.
 
-    path: of the file; None writes none. steps: of the whole run. every: print a line so often; 0
-    prints alerts only. tensorboard: a folder for its event files, if the package is installed.
-    Raises ImportError in one sentence if it is not.
+    path: of the file; None writes none. steps: of the whole run. every: steps between two printed
+    lines; 0 prints alerts only. tensorboard: a folder for its event files, if the package is
+    installed. Raises ImportError in one sentence if it is not.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class Monitor:
         self.is_slow = False
 
     def write(self, metrics: Metrics) -> list[str]:
-        """Note one step; returns the alerts that it raises, which are printed, too."""
+        """Note one step; return and print its alerts."""
         alerts = self.alerts(metrics)
         if self.file:
             line = {**dataclasses.asdict(metrics), "alerts": alerts}
-            for name in ("loss", "norm"):  # JSON has no nan; the alert says it
+            for name in ("loss", "norm"):  # JSON has no nan; the alert reports it
                 if line[name] is not None and not math.isfinite(line[name]):
                     line[name] = None
             self.file.write(json.dumps(line, allow_nan=False) + "\n")
@@ -64,7 +64,7 @@ class Monitor:
                     self.writer.add_scalar(name, getattr(metrics, name), metrics.step)
         self.seconds.append(metrics.seconds)
         if not any(alert.startswith(("nan", "spike")) for alert in alerts):
-            self.losses.append(metrics.loss)  # (else the unusual would become usual)
+            self.losses.append(metrics.loss)  # (otherwise the unusual would become usual)
         self.speeds.append(metrics.tokens_per_second)
         done = metrics.step + 1
         if alerts or self.every and (done % self.every == 0 or done == self.steps):
@@ -72,7 +72,7 @@ class Monitor:
         return alerts
 
     def alerts(self, metrics: Metrics) -> list[str]:
-        """What is unusual about this step, beside those before it."""
+        """Return what is unusual about this step, compared with earlier ones."""
         found = []
         if not math.isfinite(metrics.loss):
             found.append(f"nan: the loss is {metrics.loss}")
@@ -121,8 +121,8 @@ def tensorboard_writer(folder: str):
 
 
 def read(path: str | Path) -> list[dict]:
-    """The steps in a monitor's file, in order, each as it was done last. A last line that was cut
-    off by a crash is left out."""
+    """Return the steps in a monitor's file, in order, each with its last result. A last line that
+    was cut off by a crash is skipped."""
     steps = {}
     for line in Path(path).read_text(encoding="utf-8").splitlines():
         try:

@@ -1,4 +1,4 @@
-"""A recipe on the ranks that its layout asks for, started again after a crash."""
+"""Run a recipe on the ranks of its layout, and restart it after a crash."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .recipe import Recipe
 
 
 def run_recipe(recipe: Recipe, changed: Iterable[str], log: str | None, group) -> list:
-    """`train`, imported on the ranks: the process that starts them needs no torch."""
+    """Run `train`, imported on the ranks: the process that starts them does not need torch."""
     from .loop import train
 
     return train(recipe, group, changed=changed, log=log)
@@ -27,9 +27,9 @@ def train_on_ranks(
     timeout: float = 600,
     **options,
 ) -> Run:
-    """`launch` the recipe on the ranks that its layout asks for.
+    """Launch the recipe on the ranks of its layout.
 
-    restarts: after a failure begin again, from the newest checkpoint, so many times. changed, log:
+    restarts: how often to restart from the newest checkpoint after a failure. changed, log:
     see `train`. options: of `launch`. Raises what `launch` raises when no restart is left, and
     ValueError for restarts without checkpoints.
     """

@@ -1,4 +1,4 @@
-"""A recipe: all that decides a training run, as plain data."""
+"""A recipe: everything that determines a training run, as plain data."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ PRECISIONS = ("float32", "bfloat16", "float16")
 @checks_kinds
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides a training run; plain data, so that a file can hold it.
+    """Everything that determines a training run, as plain data that a file can hold.
 
     text: a file to learn from; None for the course's own (load_text). learning_rate rises linearly
-    for `warmup` steps and stays. machine: a name that calculators.hardware knows, for the MFU.
-    Raises ValueError in one sentence for a value that cannot be.
+    for `warmup` steps and stays constant. machine: a name in calculators.hardware, for the MFU.
+    Raises ValueError in one sentence for an invalid value.
     """
 
     model: ModelConfig
@@ -65,7 +65,7 @@ class Recipe:
 
     @staticmethod
     def from_json(text: str) -> Recipe:
-        """Read what `to_json` wrote; fields left out have their defaults. Raises ValueError."""
+        """Read the output of `to_json`; missing fields get their defaults. Raises ValueError."""
         fields = _checked("recipe", json.loads(text), Recipe)
         for name, kind in (("model", ModelConfig), ("layout", Layout)):
             fields[name] = kind(**_checked(name, fields.get(name, {}), kind))
@@ -76,7 +76,7 @@ class Recipe:
 
 
 def _checked(name: str, value: object, kind: type) -> dict:
-    """The value, if it is a JSON object with fields of `kind` only; ValueError names the rest."""
+    """Return the value if it is a JSON object with fields of `kind` only; else raise ValueError."""
     if not isinstance(value, dict):
         raise ValueError(f"{name}={value!r} is no JSON object: give one, such as {{}}")
     known = [field.name for field in dataclasses.fields(kind)]

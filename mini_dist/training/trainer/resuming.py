@@ -1,4 +1,4 @@
-"""Checkpoints of a run: it goes on from the newest whole one, if that is of the same recipe."""
+"""Checkpoints of a run: it continues from the newest complete one if the recipe is the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .recipe import Recipe
 
 
 class NoCheckpoints:
-    """For a recipe that names no directory."""
+    """For a recipe without a directory."""
 
     def resume(self, changed: Iterable[str]) -> int:
         return 0
@@ -26,7 +26,7 @@ class NoCheckpoints:
 class RunCheckpoints:
     """The checkpoints in the directory that the recipe names.
 
-    text: the bytes to learn from. scaler: of the losses, with float16; its scale is saved, too.
+    text: the bytes to learn from. scaler: of the losses, with float16; its scale is saved as well.
     """
 
     def __init__(self, recipe: Recipe, text: Tensor, model, scaler: LossScaler | None, group):
@@ -37,9 +37,9 @@ class RunCheckpoints:
         )
 
     def resume(self, changed: Iterable[str]) -> int:
-        """Load the newest whole checkpoint; returns how many steps it has behind it, or 0.
+        """Load the newest complete checkpoint; return its number of completed steps, or 0.
 
-        Raises ValueError if it is of another recipe, but for what is named as `changed`.
+        Raises ValueError if its recipe differs in anything not named in `changed`.
         """
         changed = [changed] if isinstance(changed, str) else list(changed)
         known = ["all", "model", *self.decides]
@@ -58,22 +58,22 @@ class RunCheckpoints:
         return saved.step
 
     def save(self, steps: int) -> None:
-        """After so many steps."""
+        """Save after this many completed steps."""
         extra = {"recipe": self.decides}
         if self.scaler:
             extra["scaler"] = [self.scaler.scale, self.scaler.good_steps]
         self.training.save(self.directory, steps, extra)
 
 
-# What may be another when a run goes on: it changes how long, where and how fast, not what.
+# What may differ when a run continues: these change how long, where and how fast, not what.
 MAY_CHANGE = ("steps", "save_every", "checkpoints", "machine")
 
 
 def decides(recipe: Recipe, text: Tensor) -> dict:
-    """What a step's loss depends on, by name.
+    """Return everything that a step's loss depends on, by name.
 
-    `text` counts for what is in it, wherever it lies, and of the layout the batch alone: the rest
-    of a layout decides how a step is computed, not what.
+    `text` counts by its contents, not its path. Of the layout only the batch counts: the rest
+    determines how a step is computed, not what.
     """
     fields = {k: v for k, v in dataclasses.asdict(recipe).items() if k not in MAY_CHANGE}
     model, _layout = fields.pop("model"), fields.pop("layout")
@@ -86,7 +86,7 @@ def decides(recipe: Recipe, text: Tensor) -> dict:
 
 
 def check_same(directory: str, extra: dict, decides: dict, changed: Iterable[str]) -> None:
-    """Raise ValueError if a checkpoint's recipe differs in what is not named as `changed`."""
+    """Raise ValueError if a checkpoint's recipe differs in anything not named in `changed`."""
     if "all" in changed:
         return
     saved = extra.get("recipe")

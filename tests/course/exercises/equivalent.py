@@ -13,7 +13,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "`before: list[list[Action]] = [[] for _ in computations]` after the next": "neither uses the other",
         "`for i, action in enumerate(computations):` after the next": "zip reads the lists when they are filled",
         "`for source, source_kind, _ in needs(schedule, action):` after the next": "neither uses the other",
-        'arguments 0 and 1 swapped in `before[max(0, i - early)].append(Action(stage, f"RECV_{source_kind}", micro))`': "of max; those of Action are refused",
+        'arguments 0 and 1 swapped in `before[max(0, i - early)].append(Action(stage, f"RECV_{source_kind}", micro))`': "of max; Action's are refused",
         '-1 for 0 in `before[max(0, i - early)].append(Action(stage, f"RECV_{source_kind}", micro))`': "early is 0 here",
         'Add as operator in `before[max(0, i - early)].append(Action(stage, f"RECV_{source_kind}", micro))`': "early is 0 here",
     },
@@ -39,7 +39,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "`hooks = []` after the next": "a function may name what is there when it is called",
         "1 for 0 in `parts: list[Tensor] = [torch.empty(0)] * len(units)`": "nobody reads what holds the place",
         "`hooks += [p.register_post_accumulate_grad_hook(hook) for p in unit]` done twice": "the second hook finds that the gradients have gone",
-        "`for parameter in unit:` after the next": "the gradients go a moment later, and those of one unit only are there",
+        "`for parameter in unit:` after the next": "the gradients go a moment later, and only one unit's are there",
         "`handle.remove()` done twice": "what is removed stays removed",
     },
     "cache_bytes": {
@@ -49,7 +49,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "arguments 0 and 1 swapped in `on_a_device = max(kv_heads // tp, 1)`": "the largest of two in either order",
     },
     "combine": {
-        "without the last keyword in `as_they_came[dispatched.by_expert] = torch.arange(len(answers), device=answers.device)`": "device=: on these ranks all tensors are the CPU's, where new ones are made, too",
+        "without the last keyword in `as_they_came[dispatched.by_expert] = torch.arange(len(answers), device=answers.device)`": "device=: on these ranks all tensors are on the CPU, where new ones are made as well",
     },
     "compose": {
         'turned round in `tokens = all_reduce((targets != IGNORE_INDEX).sum(), mesh["dp", "cp"])`': "the group of two axes is the same in whatever order they are named",
@@ -67,10 +67,10 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         'turned round in `averaged = Bucketed(stage, mesh["dp", "cp"])`': "a group of several axes has no order of axes",
         "`averaged = Bucketed(stage, mesh['dp', 'cp'])` after the next": "neither uses the other",
         "`schedule = build(layout.schedule, layout.pp, layout.num_micro_batches)` after the next": "neither uses the other",
-        "GtE as comparison in `if layout.tp > 1:`": "what is done for tp is right for tp = 1, too",
-        "0 for 1 in `if layout.tp > 1:`": "what is done for tp is right for tp = 1, too",
-        "0 for 1 in `if layout.cp > 1:`": "what is done for cp is right for cp = 1, too",
-        "GtE as comparison in `if layout.cp > 1:`": "what is done for cp is right for cp = 1, too",
+        "GtE as comparison in `if layout.tp > 1:`": "what is done for tp is also right for tp = 1",
+        "0 for 1 in `if layout.tp > 1:`": "what is done for tp is also right for tp = 1",
+        "0 for 1 in `if layout.cp > 1:`": "what is done for cp is also right for cp = 1",
+        "GtE as comparison in `if layout.cp > 1:`": "what is done for cp is also right for cp = 1",
         "without list in `whole = list(stage.parameters())`": "it is gone through once",
         "`weight[0] = n * layout.num_micro_batches / tokens` after the next": "neither uses the other",
         "arguments 0 and 1 swapped in `p.grad *= min(1.0, 0.5 / (norm.item() + 1e-6))`": "min takes the smaller one either way",
@@ -103,13 +103,13 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "1 for 2 in `grows = [max(mine) > 2 * min(mine) for mine in held]`": "what a healthy rank holds is the same to the byte after each step",
     },
     "diagnoses": {
-        "turned round in `\"D\": ('swapped group order', (1, 2)),  # ranks speak in two groups, and not all in the same order`": "the order of the ranks at fault says nothing",
+        "turned round in `\"D\": ('swapped group order', (1, 2)),  # ranks communicate in two groups, but not all in the same order`": "the order of the ranks at fault says nothing",
     },
     "dispatch": {
         "`theirs = all_to_all(counts, group).view(group.size(), -1)` after the next": "neither uses the other",
         "`sent = counts.view(group.size(), -1).sum(1).tolist()` after the next": "neither uses the other",
         "`arrived = all_to_all_with_gradient(x, group, sent, received)` after the next": "neither uses the other",
-        "without the last keyword in `local = torch.arange(theirs.shape[1], device=x.device).repeat(group.size())  # 0 1 0 1 ...`": "device=: on these ranks all tensors are the CPU's, where new ones are made, too",
+        "without the last keyword in `local = torch.arange(theirs.shape[1], device=x.device).repeat(group.size())  # 0 1 0 1 ...`": "device=: on these ranks all tensors are on the CPU, where new ones are made as well",
     },
     "doubling_all_reduce": {
         "`if rank >= m:` left out": "runs only where the number of ranks is no power of two, which the task does not ask for",
@@ -207,7 +207,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     },
     "place_tokens": {
         "`table = table + free[:max(needed - len(table), 0)]` after the next": "neither uses the other",
-        "arguments 0 and 1 swapped in `table = table + free[: max(needed - len(table), 0)]  # it may have blocks in reserve`": "the larger of two, in any order",
+        "arguments 0 and 1 swapped in `table = table + free[: max(needed - len(table), 0)]  # the table may already have spare blocks`": "the larger of two, in any order",
     },
     "ring_all_gather": {
         "`after, before = ((rank + 1) % size, (rank - 1) % size)` after the next": "neither uses the other",
@@ -229,7 +229,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "`rank, size = (group.rank(), group.size())` after the next": "neither uses the other",
     },
     "round_by_lot": {
-        "without the last keyword in `lot = torch.rand(x.shape, generator=lots, dtype=x.dtype, device=x.device)  # each its own`": "there is only the CPU here",
+        "without the last keyword in `lot = torch.rand(x.shape, generator=lots, dtype=x.dtype, device=x.device)  # drawn independently`": "there is only the CPU here",
     },
     "scaled_step": {
         "`if not norm.isfinite():` after the next": "of a step that is skipped nobody reads the gradients",
@@ -278,8 +278,8 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     },
     "top_k_with_feedback": {
         "`everyones = all_gather(places.int(), group)` after the next": "neither uses the other",
-        "-1 for 0 in `mean = torch.zeros_like(x).index_add(0, everyones, values) / group.size()`": "the only dim is the last one, too",
-        "-1 for 0 in `return mean, whole.index_fill(0, places, 0.0)`": "the only dim is the last one, too",
+        "-1 for 0 in `mean = torch.zeros_like(x).index_add(0, everyones, values) / group.size()`": "the only dim is also the last one",
+        "-1 for 0 in `return mean, whole.index_fill(0, places, 0.0)`": "the only dim is also the last one",
     },
     "vocab_parallel_cross_entropy": {
         'without .detach() in `highest = collectives.all_reduce(mine.detach(), group, op="max")`': "the collectives have no gradient by themselves",
@@ -291,12 +291,12 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "`free -= missing(text)` after the next": "neither uses the other",
     },
     "zigzag": {
-        "`check_divides(2 * size, seq_len, 'seq_len', by=two_chunks_each)` left out": "lengths that cannot be cut are not asked for; .view refuses them, too",
+        "`check_divides(2 * size, seq_len, 'seq_len', by=two_chunks_each)` left out": "no case has lengths that cannot be cut; .view also refuses them",
         "`check_divides(2 * size, seq_len, 'seq_len', by=two_chunks_each)` done twice": "a check that raises or does nothing",
-        "`check_divides(2 * size, seq_len, 'seq_len', by=two_chunks_each)` after the next": "lengths that cannot be cut are not asked for; .view refuses them, too",
+        "`check_divides(2 * size, seq_len, 'seq_len', by=two_chunks_each)` after the next": "no case has lengths that cannot be cut; .view also refuses them",
         'without the last keyword in `check_divides(2 * size, seq_len, "seq_len", by=two_chunks_each)`': "in the words of an error that is not asked for",
         'Div as operator in `two_chunks_each = f"2*cp={2 * size} (zig-zag gives each rank two chunks)"`': "in the words of an error that is not asked for",
-        '1 for 2 in `check_divides(2 * size, seq_len, "seq_len", by=two_chunks_each)`': "lengths that cannot be cut are not asked for; .view refuses them, too",
+        '1 for 2 in `check_divides(2 * size, seq_len, "seq_len", by=two_chunks_each)`': "no case has lengths that cannot be cut; .view also refuses them",
         '3 for 2 in `two_chunks_each = f"2*cp={2 * size} (zig-zag gives each rank two chunks)"`': "in the words of an error that is not asked for",
         '1 for 2 in `two_chunks_each = f"2*cp={2 * size} (zig-zag gives each rank two chunks)"`': "in the words of an error that is not asked for",
     },

@@ -240,7 +240,7 @@ def leaves_a_gap(seq_len, size):
     return torch.stack([torch.cat([chunks[r], chunks[2 * size - 1 - r]]) for r in range(size)])
 
 
-@fresh.wrong("zigzag", "by which it could see the judge at work")
+@fresh.wrong("zigzag", "which lets it see the judge at work")
 def looks_for_what_is_wanted(seq_len, size):
     return sys._getframe(2).f_locals["expected"]
 

@@ -182,13 +182,13 @@ def by_torchs_sgd(before, now, momentum, lr, beta, group):
 # ---- 19: round_by_lot, top_k_with_feedback -------------------------------------------------------
 
 
-@fresh.wrong("round_by_lot", "the lots of the first once more")
+@fresh.wrong("round_by_lot", "the first call's numbers again")
 def begins_again_in_each_call(x, lots):
     again = torch.Generator().manual_seed(lots.initial_seed())
     return (x + torch.rand(x.shape, generator=again, dtype=x.dtype)).floor()
 
 
-@fresh.wrong("round_by_lot", "any may come")
+@fresh.wrong("round_by_lot", "allow any")
 def only_of_matrices(x, lots):
     if x.dim() != 2:
         x = x.reshape(-1, 1)
@@ -661,7 +661,7 @@ def divides_by_key_value_heads(config, tokens, bytes_a_number, tp):
     )
 
 
-@fresh.wrong("cache_bytes", "a head is not cut")
+@fresh.wrong("cache_bytes", "heads are not split")
 def cuts_heads(config, tokens, bytes_a_number, tp):
     return count(config, tokens, bytes_a_number, tp, heads_on=lambda kv, tp: kv / tp)
 

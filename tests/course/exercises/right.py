@@ -61,7 +61,7 @@ def ring_all_reduce(x, group):
 
 def doubling_all_reduce(x, group):
     rank, size, distance = group.rank(), group.size(), 1
-    x = x.clone()  # one rank returns a new tensor, too
+    x = x.clone()  # one rank also returns a new tensor
     while distance < size:
         x = x + exchange(x, rank ^ distance, rank ^ distance, group)
         distance *= 2

@@ -124,7 +124,7 @@ WRONG = {
     "wide": (in_dtype(torch.float32, [torch.bfloat16]), "x is bfloat16, and you send float32"),
     "barrier": (with_a_barrier, "A barrier moves nothing"),
     "librarys_barrier": (with_the_librarys_barrier, "A barrier moves nothing"),
-    "length": (tells_its_length_first, "nobody has to tell it"),
+    "length": (tells_its_length_first, "so do not send it"),
     "dropped": (drops_the_handle, "is still under way"),
     "no_wait_for_send": (forgets_to_wait_for_its_send, "a send of it is still under way"),
     "no_wait_for_recv": (does_not_wait_for_what_comes, "a recv of it is still under way"),

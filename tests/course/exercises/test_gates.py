@@ -157,7 +157,7 @@ def test_a_printed_solution_does_the_asked_work_itself(name):
 
 
 def global_names(code) -> set[str]:
-    """What a function, and all that is defined in it, looks up outside of itself."""
+    """Return the global names that a function, and all functions inside it, look up."""
     own = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
     return own.union(*(global_names(c) for c in code.co_consts if isinstance(c, type(code))))
 

@@ -298,7 +298,7 @@ def views_them_flat(parameters, group):
         p.grad = star_broadcast(mean, 0, group).view_as(p)
 
 
-@wrong("had a gradient has none any more")
+@wrong("had a gradient no longer has one")
 def takes_them_away(parameters, group):
     for p in with_gradient(parameters):
         average(p, group)

@@ -328,7 +328,7 @@ def only_for_float(x, group):
     return solutions.ring_reduce_scatter(x.double(), group)
 
 
-@reduce_scatter("one tensor is asked for")
+@reduce_scatter("return one tensor")
 def returns_all_chunks(x, group):
     chunks = list(x.tensor_split(group.size()))
     chunks[group.rank()] = solutions.ring_reduce_scatter(x, group)
@@ -356,7 +356,7 @@ def adds_in_float32(x, group):
     return solutions.ring_reduce_scatter(x.float(), group).to(x.dtype)
 
 
-@reduce_scatter("one tensor is asked for")
+@reduce_scatter("return one tensor")
 def returns_a_pair(x, group):
     return solutions.ring_reduce_scatter(x, group), group.rank()
 
@@ -426,7 +426,7 @@ def passes_on_everything(x, group):
     for _ in range(size - 1):
         came = exchange(so_far, after, before, group)
         so_far = torch.cat([came, x])
-    parts = so_far.split(len(x))  # the oldest first: that of rank r+1
+    parts = so_far.split(len(x))  # the oldest first: rank r+1's
     return torch.cat([parts[(r - rank - 1) % size] for r in range(size)])
 
 
@@ -478,7 +478,7 @@ def the_librarys_front_door(x, group):
     return all_gather(x, group, algorithm="doubling")
 
 
-@gather("one tensor is asked for")
+@gather("return one tensor")
 def returns_a_list(x, group):
     return list(gather_with(x, group).split(len(x)))
 
@@ -559,7 +559,7 @@ def only_for_vectors(x, group):
     return whole
 
 
-@gather("one tensor is asked for")
+@gather("return one tensor")
 def returns_a_number(x, group):
     return float(gather_with(x, group).sum())
 
@@ -650,7 +650,7 @@ def only_half(x, group):
     return solutions.ring_reduce_scatter(x, group)
 
 
-@reduce("chunks are in another order")
+@reduce("chunks are not in x's order")
 def chunks_in_another_order(x, group):
     return whole_sum_by_ring(x, group).roll(len(x) // group.size())
 
@@ -692,7 +692,7 @@ def down_the_line_and_up_again(x, group):
     return total
 
 
-@reduce("only send to your neighbour")
+@reduce("only send to your neighbor")
 def scatters_to_everyone_directly(x, group):
     rank, size, after, before = neighbours(group)
     chunks = x.tensor_split(size)
@@ -820,7 +820,7 @@ def all_to_all_in_order_of_arrival(x, group):
     return all_to_all_with(x, group, place=lambda rank, k, size: k)
 
 
-@to_all("at place s of rank d")
+@to_all("at index s of rank d")
 def puts_parts_at_the_receivers_place(x, group):
     return all_to_all_with(x, group, place=lambda rank, k, size: (rank + k) % size)
 
@@ -830,7 +830,7 @@ def leaves_one_out(x, group):
     return all_to_all_with(x, group, rounds=-1)
 
 
-@to_all("at place s of rank d")
+@to_all("at index s of rank d")
 def forgets_its_own(x, group):
     rank, size = group.rank(), group.size()
     out = list(all_to_all_with(x, group).tensor_split(size))

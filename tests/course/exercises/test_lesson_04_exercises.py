@@ -91,7 +91,7 @@ def sends_x_instead_of_the_sum(x, group):
     return total
 
 
-@doubling("random numbers of float64: Each rank adds in another order, so the last bits differ")
+@doubling("random numbers of float64: Each rank adds in its own order, so the last bits differ")
 def partners_go_round_a_ring(x, group):
     rank, size, distance = group.rank(), group.size(), 1
     total = x.clone()

@@ -92,7 +92,7 @@ def forgets_to_put_it_back(parameters, bucket_bytes, group):
         mean(flatten(bucket), group)
 
 
-@buckets_wrong("the last bucket is sent, too")
+@buckets_wrong("the last bucket is sent as well")
 def leaves_the_last_bucket(parameters, bucket_bytes, group):
     for bucket in make_buckets(with_gradient(parameters), bucket_bytes)[:-1]:
         unflatten(mean(flatten(bucket), group), bucket)
@@ -416,7 +416,7 @@ def waits_for_the_future_in_the_hook(loss, buckets, sender, group):
     overlap(AFTER, leave, loss, buckets)
 
 
-@overlap_wrong("buckets are still under way")
+@overlap_wrong("buckets are still in flight")
 def never_waits(loss, buckets, sender, group):
     def leave(bucket):
         future = sender.submit(mean, flatten(bucket), group)

@@ -53,12 +53,12 @@ def keeps_everything(block, x):
     return block(x)
 
 
-@forgotten("throw the same dice")
+@forgotten("draw the same random numbers")
 def the_lessons_own(block, x):
     return Node.apply(block, x)
 
 
-@forgotten("perhaps those of forward once more")
+@forgotten("perhaps forward's numbers once more")
 def does_not_put_the_dice_back(block, x):
     class Careless(Node):
         @staticmethod
@@ -69,7 +69,7 @@ def does_not_put_the_dice_back(block, x):
     return Careless.apply(block, x)
 
 
-@forgotten("no seed is to be set")
+@forgotten("do not set a seed")
 def sets_a_seed(block, x):
     class Seeded(Node):
         @staticmethod
@@ -153,7 +153,7 @@ def does_not_detach(block, x):
     return Attached.apply(block, x)
 
 
-@forgotten("Another output than block(x)")
+@forgotten("The output is not block(x)")
 def normalizes_in_forward(block, x):
     return Node.apply(block, x / x.norm())
 
@@ -243,7 +243,7 @@ def keeps_a_list_of_its_own(block, x):
     return Listed.apply(block, x)
 
 
-@forgotten("What one use of a block keeps must not be the next one's")
+@forgotten("Each use of a block must save its own state")
 def keeps_the_dice_with_the_block(block, x):
     class Shared(Node):
         @staticmethod
@@ -429,7 +429,7 @@ def count(scaler):
 
 
 def finish(parameters, optimizer, scaler, max_norm):
-    """What comes when the gradients are averaged and unscaled: right."""
+    """Average the gradients, unscale them, and continue: right."""
     if not norm_of(parameters).isfinite():
         skip(scaler)
         return
@@ -450,7 +450,7 @@ def each_asks_its_own(parameters, optimizer, scaler, max_norm, group):
     count(scaler)
 
 
-@wrong_step("the others wait for its all-reduce for ever")
+@wrong_step("the others wait for its all-reduce forever")
 def leaves_the_others_alone(parameters, optimizer, scaler, max_norm, group):
     parameters = list(parameters)
     if not norm_of(parameters).isfinite():
@@ -470,7 +470,7 @@ def asks_for_inf_only(parameters, optimizer, scaler, max_norm, group):
     count(scaler)
 
 
-@wrong_step("not even one with zeros")
+@wrong_step("not even one of zeros")
 def steps_with_zeros(parameters, optimizer, scaler, max_norm, group):
     parameters = list(parameters)
     averaged(parameters, scaler, group)
@@ -498,7 +498,7 @@ def clips_before_it_unscales(parameters, optimizer, scaler, max_norm, group):
     count(scaler)
 
 
-@wrong_step("still those of the scaled loss")
+@wrong_step("still belong to the scaled loss")
 def never_unscales(parameters, optimizer, scaler, max_norm, group):
     parameters = list(parameters)
     for p in parameters:

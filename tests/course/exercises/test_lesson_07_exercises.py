@@ -34,7 +34,7 @@ def steps_the_whole_with_its_part(flat, gradient, update, group):
     return all_gather(update(flat, reduce_scatter(gradient, group, op="mean")), group)
 
 
-@wrong_step("an all-reduce hands everyone the whole gradient")
+@wrong_step("an all-reduce gives every rank the whole gradient")
 def all_reduces_the_gradient(flat, gradient, update, group):
     mean = all_reduce(gradient, group, op="mean", algorithm="ring")
     mine = [x.chunk(group.size())[group.rank()] for x in (flat, mean)]

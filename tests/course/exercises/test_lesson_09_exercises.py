@@ -544,7 +544,7 @@ def subtracts_nothing(logits, targets, group):
     return cross_entropy(logits, targets, group, highest=zero)
 
 
-@loss("fewer than three numbers a token")
+@loss("fewer than three numbers per token")
 def sends_no_maximum(logits, targets, group):
     return cross_entropy(logits, targets, group, highest=torch.zeros(()))
 

@@ -47,7 +47,7 @@ def gathers_for_a_use_that_is_alike(x, norm, up, down, bias, group):
     return ops.reduce_scatter(inside(entered, up, down), group, dim=1) + bias
 
 
-@swap("The bias is there once a rank")
+@swap("The bias is added once per rank")
 def bias_before_the_sum(x, norm, up, down, bias, group):
     entered = ops.all_gather(norm(x), group, dim=1)
     return ops.reduce_scatter(inside(entered, up, down) + bias, group, dim=1)

@@ -54,7 +54,7 @@ def adds_the_logarithms(a, b):
     return Partial(library.Partial(*solutions.merge(a, b)).out, a.lse + b.lse)
 
 
-@wrong_merge("larger one only")
+@wrong_merge("covers only the larger one")
 def keeps_the_larger_lse(a, b):
     return Partial(solutions.merge(a, b).out, torch.maximum(a.lse, b.lse))
 
@@ -124,7 +124,7 @@ def in_float32(a, b):
     return Partial(*(tensor.double() for tensor in solutions.merge(of_a, of_b)))
 
 
-@wrong_merge("is returned in it, too")
+@wrong_merge("the dtype of a and b")
 def returns_float32(a, b):
     return Partial(*(tensor.float() for tensor in solutions.merge(a, b)))
 
@@ -211,7 +211,7 @@ def attends_to_what_arrives(total, q, kv, block, kernel, group):
     return add_block(total, q, came, block, kernel), came
 
 
-@wrong_step("turns the other way")
+@wrong_step("runs the other way")
 def sends_to_the_rank_before(total, q, kv, block, kernel, group):
     after, before = neighbours(group)
     arriving = torch.empty_like(kv)

@@ -48,7 +48,7 @@ def one_at_a_time(p, m):
     return [[f"{r}{kind}{k}" for k in range(m) for kind in "FB"] for r in range(p)]
 
 
-@gpipe("and micro-batch have changed places")
+@gpipe("and micro-batch are swapped")
 def micro_batch_before_stage(p, m):
     return [[f"{k}{kind}{r}" for kind in "FB" for k in range(m)] for r in range(p)]
 
@@ -68,7 +68,7 @@ def forgets_all_backwards(p, m):
     return [forwards(r, m) for r in range(p)]
 
 
-@gpipe("with one stage a rank that is the rank")
+@gpipe("with one stage per rank, that is the rank")
 def same_list_for_all(p, m):
     return [forwards(0, m) + backwards(0, m) for _ in range(p)]
 
@@ -93,12 +93,12 @@ def each_rank_in_another_order(p, m):
     return [forwards(r, m)[:: 1 - 2 * (r % 2)] + backwards(r, m) for r in range(p)]
 
 
-@gpipe("The micro-batches are 1 to 8, asked for are 0 to 7: counting starts at 0")
+@gpipe("The micro-batches are 1 to 8, but should be 0 to 7: counting starts at 0")
 def counts_from_one(p, m):
     return [[f"{r}{kind}{k + 1}" for kind in "FB" for k in range(m)] for r in range(p)]
 
 
-@gpipe("The micro-batches are 0 to 8, asked for are 0 to 7")
+@gpipe("The micro-batches are 0 to 8, but should be 0 to 7")
 def one_micro_batch_too_many(p, m):
     return [forwards(r, m + 1) + backwards(r, m + 1) for r in range(p)]
 
@@ -130,12 +130,12 @@ def another_of_the_library(p, m):
     return library.one_f_one_b(p, m)
 
 
-@gpipe("the pipeline is turned round")
+@gpipe("the pipeline is reversed")
 def mirrored(p, m):
     return [forwards(p - 1 - r, m) + backwards(p - 1 - r, m) for r in range(p)]
 
 
-@gpipe("others, played by the simulator: 5 ranks, 1 micro-batches: ")
+@gpipe("other cases, in the simulator: 5 ranks, 1 micro-batches: ")
 def only_up_to_4_ranks(p, m):
     return taking_turns(p, m, lambda rank: m if p < 5 else 0)[: max(4, p - 1)]
 
@@ -211,7 +211,7 @@ def no_cooldown(p, m):
     return lists
 
 
-@one_f_one_b("The micro-batches are 0 to 10, asked for are 0 to 7")
+@one_f_one_b("The micro-batches are 0 to 10, but should be 0 to 7")
 def forwards_beyond_the_last(p, m):
     lists = []
     for r in range(p):
@@ -263,17 +263,17 @@ def by_the_librarys_interleaved(p, m):
     return library.interleaved(p, m, chunks=1)
 
 
-@one_f_one_b("others, played by the simulator: ")
+@one_f_one_b("other cases, in the simulator: ")
 def right_only_with_few_micro_batches_or_many(p, m):
     return taking_turns(p, m, lambda rank: p - 1 - rank if m in (1, 8) else rank * 0 + p)
 
 
-@one_f_one_b("others, played by the simulator: 5 ranks, 7 micro-batches: Rank 0 holds only 4")
+@one_f_one_b("other cases, in the simulator: 5 ranks, 7 micro-batches: Rank 0 holds only 4")
 def right_up_to_four_ranks(p, m):
     return taking_turns(p, m, lambda rank: min(3, p - 1 - rank) if m > 4 else p - 1 - rank)
 
 
-@one_f_one_b("the pipeline is turned round")
+@one_f_one_b("the pipeline is reversed")
 def mirrored_1f1b(p, m):
     return taking_turns(p, m, lambda rank: p - 1 - rank) and [
         [a.replace(str(r), str(p - 1 - r), 1) for a in actions]
@@ -373,7 +373,7 @@ def receives_after_use(schedule):
     return lists
 
 
-@messages("the next rank waits for a result that is long ready")
+@messages("the next rank waits for a result that is already ready")
 def sends_after_the_next_computation(schedule):
     """Only where that can run: in the warm-up of the first rank."""
     lists = added(schedule)
@@ -404,7 +404,7 @@ def another_pass_of_the_library(schedule):
     return library.fuse_communication(Schedule("", added(schedule)))
 
 
-@messages("others, played by the simulator: ")
+@messages("other cases, in the simulator: ")
 def assumes_that_neighbours_are_one_rank_apart(schedule):
     def near(schedule, stage, rank):
         return abs(schedule.rank_of.get(stage, rank) - rank) == 1
@@ -412,7 +412,7 @@ def assumes_that_neighbours_are_one_rank_apart(schedule):
     return added(schedule, skip=near)
 
 
-@messages("others, played by the simulator: ")
+@messages("other cases, in the simulator: ")
 def takes_the_rank_for_the_stage_modulo_the_ranks(schedule):
     if schedule.stages_of[0] in ((0, 3), (0, 7)):  # a V
         return added(schedule)

@@ -73,7 +73,7 @@ def gathers_the_rows(x, counts, group):
     return rows, Dispatched(lengths, lengths, torch.arange(len(rows)), counts.tolist())
 
 
-@there("which lives on rank")
+@there("which is on rank")
 def deals_the_experts_out_like_cards(x, counts, group):
     """Expert e on rank e % n."""
     n = group.size()
@@ -344,7 +344,7 @@ def sorts_once_more(answers, dispatched, group):
     )
 
 
-@back("not at the place of its row")
+@back("not at the index of its row")
 def turns_each_ranks_answers_round(answers, dispatched, group):
     parts = solutions.combine(answers, dispatched, group).split(dispatched.sent)
     return torch.cat([part.flip(0) for part in parts])
@@ -520,7 +520,7 @@ def of_the_weights(decision, group):
     return len(visits) * (visits / visits.sum() * taken.mean(0)).sum(), visits
 
 
-@balance("the visits are not those of all ranks")
+@balance("the visits, [E], do not count all ranks")
 def returns_its_own_visits(decision, group):
     return solutions.balance_loss(decision, group)[0], counted(decision)
 

@@ -53,7 +53,7 @@ def dp_before_pp(pp, dp, cp, tp):
     return {**groups, "tp": groups["dp"], "dp": groups["tp"]}
 
 
-@groups_wrong("every rank is in exactly one group")
+@groups_wrong("every rank must be in exactly one group")
 def only_the_first_group(pp, dp, cp, tp):
     return {k: v[:1] for k, v in solutions.groups_of_ranks(pp, dp, cp, tp).items()}
 
@@ -88,13 +88,13 @@ def with_strides(pp, dp, cp, tp, strides):
     }
 
 
-@groups_wrong("Along pp every rank is in exactly one group: rank 120 does not exist")
+@groups_wrong("Along pp, every rank must be in exactly one group: rank 120 does not exist")
 def with_a_stride_of_two_for_tp(pp, dp, cp, tp):
     strides = {"pp": 2 * cp * tp if dp > 1 else cp * tp, "dp": cp * tp, "cp": tp, "tp": 1}
     return with_strides(pp, dp, cp, tp, strides)
 
 
-@groups_wrong("every rank is in exactly one group")
+@groups_wrong("every rank must be in exactly one group")
 def counting_tp_as_two(pp, dp, cp, tp):
     strides = {"pp": dp * cp * 2, "dp": cp * 2, "cp": 2, "tp": 1}
     return with_strides(pp, dp, cp, tp, strides)
@@ -279,7 +279,7 @@ LINES = {
         "a norm below 0.5 is left as it is",
         ("min(1.0, 0.5 / (norm.item() + 1e-6))", "0.5 / (norm.item() + 1e-6)"),
     ),
-    "swapped": ("Loss and norm have changed places", ("return loss, norm", "return norm, loss")),
+    "swapped": ("Loss and norm are swapped", ("return loss, norm", "return norm, loss")),
     "nothing from step": (
         "Step returned a NoneType",
         ("        return loss, norm", "        pass"),

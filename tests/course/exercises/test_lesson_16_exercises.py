@@ -25,7 +25,7 @@ WRONG = {
         "Patient A: give (disease, rank or ranks), first",
     ),
     "a rank as text": (wrong(B=("wrong dtype", "3")), "a rank as a number, such as 3"),
-    "ranks as text": (wrong(D=("swapped group order", "12")), "or several as (0, 3)"),
+    "ranks as text": (wrong(D=("swapped group order", "12")), "or several ranks as (0, 3)"),
     "no rank at all": (wrong(C=("diverged weights", None)), "not None"),
     "a list for a disease": (wrong(A=(["uneven batches"], 1)), "with one of"),
     "an error": (lambda: RIGHT["F"], "Your function raised KeyError"),
@@ -37,7 +37,7 @@ WRONG = {
     "no rank": (wrong(E="skipped collective"), "Patient E: give (disease, rank or ranks)"),
     "A: the symptom for the cause": (
         wrong(A=("skipped collective", 1)),
-        "does not have skipped collective. Somebody has returned",
+        "does not have skipped collective. A rank has returned",
     ),
     "A: one that waits": (wrong(A=("uneven batches", 0)), "has uneven batches, but not there"),
     "B: took any disagreement for a skipped one": (
@@ -45,14 +45,20 @@ WRONG = {
         "The shapes that met are equal; read what stands before the brackets",
     ),
     "B: the rank that noticed": (wrong(B=("wrong dtype", 0)), "has wrong dtype, but not there"),
-    "C: what does not fail": (wrong(C=("uneven batches", 1)), "should have alike after each step"),
+    "C: what does not fail": (
+        wrong(C=("uneven batches", 1)),
+        "should be equal on all ranks after each step",
+    ),
     "C: another rank": (wrong(C=("diverged weights", 0)), "but not there"),
     "D: took any wait for uneven batches": (
         wrong(D=("uneven batches", 2)),
-        "nobody has returned, and no two ranks disagree",
+        "no rank has returned, and no two ranks disagree",
     ),
     "D: one rank alone": (wrong(D=("swapped group order", 1)), "but not there"),
-    "D: neighbours": (wrong(D=("swapped group order", (0, 1))), "who waits for whom: it is a ring"),
+    "D: neighbours": (
+        wrong(D=("swapped group order", (0, 1))),
+        "which rank waits for which: a ring",
+    ),
     "D: all": (wrong(D=("swapped group order", (0, 1, 2, 3))), "but not there"),
     "E: another number of elements": (
         wrong(E=("wrong dtype", 2)),

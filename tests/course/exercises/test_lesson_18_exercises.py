@@ -95,7 +95,7 @@ def waits_for_those_who_have_left(table, update, num_workers, bound, group):
     return server(table, update, num_workers, group, may_go)
 
 
-@wrong_server("Who has not begun has begun 0")
+@wrong_server("A worker that has begun no step counts as 0")
 def waits_until_all_have_begun(table, update, num_workers, bound, group):
     def may_go(steps, worker, there):
         return bound is None or (len(steps) == there and bounded(bound)(steps, worker, there))
@@ -103,7 +103,7 @@ def waits_until_all_have_begun(table, update, num_workers, bound, group):
     return server(table, update, num_workers, group, may_go)
 
 
-@wrong_server("Who has left is waited")
+@wrong_server("Nobody waits for a worker that has left")
 def remembers_the_steps_of_those_who_have_left(table, update, num_workers, bound, group):
     def may_go(steps, worker, there):
         return bounded(bound)(steps, worker, max(there, len(steps)))
@@ -111,7 +111,7 @@ def remembers_the_steps_of_those_who_have_left(table, update, num_workers, bound
     return server(table, update, num_workers, group, may_go, forgets=False)
 
 
-@wrong_server("or its leaving, may be what it waited for")
+@wrong_server("or for that worker to leave")
 def does_not_look_again_when_one_leaves(table, update, num_workers, bound, group):
     def looks(kind):
         return kind != LEAVE
@@ -229,7 +229,7 @@ def pushes_nothing_too(gradient, tokens, num_servers, group):
         push(gradient[mine], mine // num_servers, number, group)
 
 
-@wrong_push("row r lies on server r % k")
+@wrong_push("row r is on server r % k")
 def forgets_to_divide(gradient, tokens, num_servers, group):
     rows = tokens.unique()
     for number in range(num_servers):
@@ -266,7 +266,7 @@ def heavy_ball(before, now, momentum, lr, beta, group):
     return before - lr * momentum, momentum
 
 
-@wrong_outer("The sign is turned round")
+@wrong_outer("The sign is wrong")
 def the_other_way(before, now, momentum, lr, beta, group):
     change = all_reduce(now - before, group, op="mean")
     momentum = beta * momentum + change
@@ -286,7 +286,7 @@ def looks_back(before, now, momentum, lr, beta, group):
     return before - lr * (change + beta * momentum), beta * momentum + change
 
 
-@wrong_outer("lr belongs into the step")
+@wrong_outer("lr belongs in the step")
 def lr_in_the_momentum(before, now, momentum, lr, beta, group):
     change = all_reduce(before - now, group, op="mean")
     momentum = beta * momentum + lr * change

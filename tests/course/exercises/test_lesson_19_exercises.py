@@ -48,37 +48,37 @@ def cuts_off(x, lots):
     return x.int().to(x.dtype)
 
 
-@wrong_lot("One lot for all")
+@wrong_lot("Each element needs its own random number")
 def one_lot(x, lots):
     return (x + torch.rand(1, generator=lots, dtype=x.dtype)).floor()
 
 
-@wrong_lot("Elements share a lot")
+@wrong_lot("Elements share random numbers")
 def a_lot_a_row(x, lots):
     return (x + torch.rand(len(x), 1, generator=lots, dtype=x.dtype)).floor()
 
 
-@wrong_lot("Elements share a lot")
+@wrong_lot("Elements share random numbers")
 def a_lot_for_two_columns(x, lots):
     lot = torch.rand(x.shape, generator=lots, dtype=x.dtype)
     lot[:, 3] = lot[:, 2]
     return (x + lot).floor()
 
 
-@wrong_lot("Elements share a lot")
+@wrong_lot("Elements share random numbers")
 def a_lot_and_what_it_lacks_to_one(x, lots):
     lot = torch.rand(x.shape, generator=lots, dtype=x.dtype)
     lot[:, 5] = 1 - lot[:, 4]
     return (x + lot).floor()
 
 
-@wrong_lot("On the average this is not x")
+@wrong_lot("The average of this is not x")
 def a_coin(x, lots):
     up = torch.rand(x.shape, generator=lots) < 0.5
     return torch.where(up, x.ceil(), x.floor())
 
 
-@wrong_lot("On the average this is not x")
+@wrong_lot("The average of this is not x")
 def the_other_way_round(x, lots):
     up = torch.rand(x.shape, generator=lots, dtype=x.dtype) > x - x.floor()
     return torch.where(up, x.ceil(), x.floor())
@@ -94,17 +94,17 @@ def rounds_the_sum_with_the_lot(x, lots):
     return (x + 2 * torch.rand(x.shape, generator=lots, dtype=x.dtype) - 1).round()
 
 
-@wrong_lot("These are no whole numbers")
+@wrong_lot("These are not integers")
 def forgets_the_floor(x, lots):
     return x + torch.rand(x.shape, generator=lots, dtype=x.dtype)
 
 
-@wrong_lot("The lots come from elsewhere")
+@wrong_lot("These numbers come from elsewhere")
 def draws_from_the_common_generator(x, lots):
     return (x + torch.rand(x.shape, dtype=x.dtype)).floor()
 
 
-@wrong_lot("The lots come from elsewhere")
+@wrong_lot("These numbers come from elsewhere")
 def seeds_its_own(x, lots):
     mine = torch.Generator().manual_seed(3)
     return (x + torch.rand(x.shape, generator=mine, dtype=x.dtype)).floor()
@@ -171,7 +171,7 @@ def sends_a_mask(x, error, k, group):
     return all_reduce(mine, group, op="mean"), whole - mine
 
 
-@wrong_top("places of topk are int64")
+@wrong_top("indices of topk are int64")
 def sends_long_places(x, error, k, group):
     whole, places = chosen(x, error, k)
     everyones, values = all_gather(places, group), all_gather(whole[places], group)
@@ -200,20 +200,20 @@ def divides_by_those_who_sent(x, error, k, group):
     return total / counts.clamp(min=1), whole.index_fill(0, places, 0.0)
 
 
-@wrong_top("of x + error, not of x")
+@wrong_top("keep x + error, not x")
 def keeps_what_is_left_of_x(x, error, k, group):
     whole, places = chosen(x, error, k)
     return gathered(x, whole, places, group), x.index_fill(0, places, 0.0)
 
 
-@wrong_top("of x + error, not of x")
+@wrong_top("keep x + error, not x")
 def subtracts_what_was_sent_from_x(x, error, k, group):
     whole, places = chosen(x, error, k)
     sent = torch.zeros_like(x).index_copy(0, places, whole[places])
     return gathered(x, whole, places, group), x - sent
 
 
-@wrong_top("Places travel as int32")
+@wrong_top("Send indices as int32")
 def sends_short_places(x, error, k, group):
     whole, places = chosen(x, error, k)
     everyones = all_gather(places.short(), group).int() & 0xFFFF
@@ -241,7 +241,7 @@ def keeps_what_was_sent(x, error, k, group):
     return gathered(x, whole, places, group), whole
 
 
-@wrong_top("several ranks may meet")
+@wrong_top("which ranks may share")
 def overwrites_where_ranks_meet(x, error, k, group):
     whole, places = chosen(x, error, k)
     everyones, values = all_gather(places.int(), group), all_gather(whole[places], group)
@@ -367,14 +367,14 @@ def sends_it_whole(x, q, group):
     return mean, mean.T @ orthonormal(mean @ q)
 
 
-@wrong_power("Both products must be of all ranks")
+@wrong_power("Both products must cover all ranks")
 def keeps_its_own_p(x, q, group):
     p = orthonormal(x @ q)
     q = all_reduce(x.T @ p, group, op="mean")
     return p @ q.T, q
 
 
-@wrong_power("Both products must be of all ranks")
+@wrong_power("Both products must cover all ranks")
 def keeps_its_own_q(x, q, group):
     p = orthonormal(all_reduce(x @ q, group))
     q = x.T @ p

@@ -19,14 +19,14 @@ right_read, right_place = Right("read_ahead"), Right("offsets")
 # ---- read ahead ---------------------------------------------------------------------------------
 
 
-@wrong_read("Nothing hides")
+@wrong_read("Nothing is hidden")
 def waits_at_once(x, layers, load):
     for number, layer in enumerate(layers):
         x = layer(x, load(number).wait())
     return x
 
 
-@wrong_read("is to be on its way, before this layer computes")
+@wrong_read("begin to load the next one, before this layer computes")
 def asks_two_layers_at_a_time(x, layers, load):
     for first in range(0, len(layers), 2):
         pair = [load(n) for n in range(first, min(first + 2, len(layers)))]
@@ -76,7 +76,7 @@ def asks_again(x, layers, load):
     return x
 
 
-@wrong_read("no layers have no first one")
+@wrong_read("an empty list has no first layer")
 def goes_one_too_far(x, layers, load):
     arriving = load(0)
     for number, layer in enumerate(layers):
@@ -86,7 +86,7 @@ def goes_one_too_far(x, layers, load):
     return x
 
 
-@wrong_read("no layers have no first one")
+@wrong_read("an empty list has no first layer")
 def forgets_that_there_may_be_none(x, layers, load):
     arriving = load(0)
     for number, layer in enumerate(layers):
@@ -207,7 +207,7 @@ def lowest_places(tensors, order):
     return [place[number] for number in range(len(tensors))]
 
 
-@wrong_place("Each tensor has memory of its own")
+@wrong_place("Each tensor has its own memory")
 def one_after_the_other(tensors):
     places, end = [], 0
     for size, _, _ in tensors:
@@ -231,23 +231,23 @@ def looks_at_begins_only(tensors):
     return [place[number] for number in range(len(tensors))]
 
 
-@wrong_place("in which the tensors begin")
+@wrong_place("when the tensors begin")
 def in_the_order_of_birth(tensors):
     return lowest_places(tensors, range(len(tensors)))
 
 
-@wrong_place("with the smallest first")
+@wrong_place("the smallest tensor comes first")
 def the_smallest_first(tensors):
     return lowest_places(tensors, sorted(range(len(tensors)), key=lambda i: tensors[i][0]))
 
 
-@wrong_place("with the longest life first")
+@wrong_place("the longest life comes first")
 def the_longest_life_first(tensors):
     lives = sorted(range(len(tensors)), key=lambda i: tensors[i][1] - tensors[i][2])
     return lowest_places(tensors, lives)
 
 
-@wrong_place("only the last end looked at")
+@wrong_place("look only at the last end")
 def never_in_a_gap(tensors):
     place = {}
     for number in sorted(range(len(tensors)), key=lambda i: -tensors[i][0]):

@@ -71,7 +71,7 @@ def takes_rank_0_for_the_healthy_one(record):
 
 @wrong("how many samples has each in a step?")
 def looks_at_times_first(record):
-    """Who has fewer samples than the others waits, and a straggler seems to be about."""
+    """A rank with fewer samples than the others waits, and looks like a straggler."""
     went = record.went
     if not record.waiting and max(p["waiting"] for p in went.seconds) > 0.1 * went.step[0]:
         return "straggler", min(range(record.size), key=lambda r: went.seconds[r]["waiting"])

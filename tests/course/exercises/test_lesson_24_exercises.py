@@ -38,14 +38,14 @@ def one_in_reserve(table, free, written, new, block_size):
     return table, places_of(table, written, new, block_size)
 
 
-@placed("Not every new token has a place")
+@placed("Not every new token has its own slot")
 def one_too_few(table, free, written, new, block_size):
     needed = (written + new) // block_size
     table = table + free[: max(0, needed - len(table))]
     return table, places_of(table * 9, written, new, block_size)
 
 
-@placed("A block was taken that somebody has")
+@placed("A block was taken that is in use")
 def counts_up(table, free, written, new, block_size):
     needed = -(-(written + new) // block_size)
     while len(table) < needed:
@@ -53,33 +53,33 @@ def counts_up(table, free, written, new, block_size):
     return table, places_of(table, written, new, block_size)
 
 
-@placed("A block was taken that somebody has")
+@placed("A block was taken that is in use")
 def the_first_one_again_and_again(table, free, written, new, block_size):
     needed = -(-(written + new) // block_size)
     table = table + [free[0]] * (needed - len(table))
     return table, places_of(table, written, new, block_size)
 
 
-@placed("A block was taken that somebody has")
+@placed("A block was taken that is in use")
 def a_new_table(table, free, written, new, block_size):
     table = free[: -(-(written + new) // block_size)]
     return table, places_of(table, written, new, block_size)
 
 
-@placed("Not every new token has a place")
+@placed("Not every new token has its own slot")
 def positions_are_places(table, free, written, new, block_size):
     table = table + free[: -(-(written + new) // block_size) - len(table)]
     return table, list(range(written, written + new))
 
 
-@placed("The texts are others")
+@placed("The texts are wrong")
 def backwards_in_its_block(table, free, written, new, block_size):
     table = table + free[: -(-(written + new) // block_size) - len(table)]
     places = places_of(table, written, new, block_size)
     return table, [p // block_size * block_size + block_size - 1 - p % block_size for p in places]
 
 
-@placed("Not every new token has a place")
+@placed("Not every new token has its own slot")
 def only_the_last(table, free, written, new, block_size):
     table = table + free[: -(-(written + new) // block_size) - len(table)]
     return table, places_of(table, written, new, block_size)[-1:]
@@ -96,13 +96,13 @@ def a_number(table, free, written, new, block_size):
     return table, table[-1]
 
 
-@placed("In the places stands a tuple, ")
+@placed("In the places there is a tuple, ")
 def block_and_offset(table, free, written, new, block_size):
     table = table + free[: -(-(written + new) // block_size) - len(table)]
     return table, [divmod(i, block_size) for i in range(written, written + new)]
 
 
-@placed("In the table stands a float, ")
+@placed("In the table there is a float, ")
 def half_a_block(table, free, written, new, block_size):
     return [*table, *map(float, free[:1])], list(range(new))
 
@@ -183,12 +183,12 @@ def the_first_leaves(running, waiting, free, block_size):
     return leave, []
 
 
-@chosen("The blocks do not suffice")
+@chosen("There are too few blocks")
 def nobody_leaves(running, waiting, free, block_size):
     return [], []
 
 
-@chosen("More leave than must")
+@chosen("More leave than necessary")
 def forgets_what_they_give_back(running, waiting, free, block_size):
     stay, leave, come = list(running), [], []
     while sum(missing(t, block_size) for t in stay) > free:
@@ -202,7 +202,7 @@ def forgets_what_they_give_back(running, waiting, free, block_size):
     return leave, come
 
 
-@chosen("Somebody comes in while another has to leave")
+@chosen("A text comes in while another has to leave")
 def comes_although_one_left(running, waiting, free, block_size):
     stay, leave, come = list(running), [], []
     while sum(missing(t, block_size) for t in stay) > free:
@@ -231,12 +231,12 @@ def let_in(running, waiting, free, block_size, stops):
     return leave, come
 
 
-@chosen("Somebody comes in before another")
+@chosen("A text comes in before another")
 def whoever_fits(running, waiting, free, block_size):
     return let_in(running, waiting, free, block_size, stops=False)
 
 
-@chosen("Somebody waits for whom there is room")
+@chosen("A text waits although there is room")
 def one_at_a_time(running, waiting, free, block_size):
     leave, come = let_in(running, waiting, free, block_size, stops=True)
     return leave, come[:1]
@@ -254,7 +254,7 @@ def forgets_those_that_run(running, waiting, free, block_size):
     return leave, come
 
 
-@chosen("The blocks do not suffice")
+@chosen("There are too few blocks")
 def one_block_each(running, waiting, free, block_size):
     stay, leave = list(running), []
     while sum(t.tokens % block_size == 0 for t in stay) > free:
@@ -274,13 +274,13 @@ def numbers(running, waiting, free, block_size):
     return 0, 1
 
 
-@chosen("A name stands in a list twice")
+@chosen("A name is in a list twice")
 def each_name_twice(running, waiting, free, block_size):
     leave, come = solutions.who_runs(running, waiting, free, block_size)
     return leave * 2, come
 
 
-@chosen("Somebody leaves who does not run")
+@chosen("A text leaves that does not run")
 def who_waits_leaves(running, waiting, free, block_size):
     return [text.name for text in waiting[:1]], []
 
@@ -379,7 +379,7 @@ def sizes(config):
     return layers, heads, kv, config.get("head_dim", width // heads)
 
 
-@counted("Half of it: keys and values")
+@counted("This is half of it")
 def keys_only(config, tokens, bytes_a_number, tp):
     layers, _, kv, head_dim = sizes(config)
     return layers * max(kv // tp, 1) * head_dim * tokens * bytes_a_number
@@ -398,7 +398,7 @@ def width_over_heads(config, tokens, bytes_a_number, tp):
     return 2 * layers * max(kv // tp, 1) * (width // heads) * tokens * bytes_a_number
 
 
-@counted("at least one of them whole")
+@counted("at least one whole head")
 def a_head_is_cut(config, tokens, bytes_a_number, tp):
     layers, _, kv, head_dim = sizes(config)
     return int(2 * layers * kv / tp * head_dim * tokens * bytes_a_number)

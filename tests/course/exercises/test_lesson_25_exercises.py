@@ -24,12 +24,12 @@ right_timeout, right_shares, right_group = Right("patience"), Right("shares"), R
 # -- a timeout that is seldom wrong ---------------------------------------------------------------
 
 
-@wrong_timeout("longer than it need be")
+@wrong_timeout("longer than necessary")
 def the_longest(silences, allowed):
     return max(silences)
 
 
-@wrong_timeout("longer than it need be")
+@wrong_timeout("longer than necessary")
 def no_alarm_where_one_is_allowed(silences, allowed):
     return sorted(silences)[-1 - max(0, math.floor(allowed * len(silences)) - 1)]
 
@@ -44,7 +44,7 @@ def rounds_the_share_up(silences, allowed):
     return sorted(silences)[len(silences) - 1 - math.ceil(allowed * len(silences))]
 
 
-@wrong_timeout("longer than it need be")
+@wrong_timeout("longer than necessary")
 def as_long_is_an_alarm(silences, allowed):
     most = allowed * len(silences)
     for timeout in sorted(silences):
@@ -53,12 +53,12 @@ def as_long_is_an_alarm(silences, allowed):
     return max(silences)
 
 
-@wrong_timeout("longer than it need be")
+@wrong_timeout("longer than necessary")
 def the_mean(silences, allowed):
     return sum(silences) / len(silences)
 
 
-@wrong_timeout("longer than it need be")
+@wrong_timeout("longer than necessary")
 def forgets_to_sort(silences, allowed):
     return silences[len(silences) - 1 - math.floor(allowed * len(silences))]
 
@@ -68,7 +68,7 @@ def returns_alarms(silences, allowed):
     return [each for each in silences if each > 1]
 
 
-@wrong_timeout("longer than it need be")
+@wrong_timeout("longer than necessary")
 def between_two(silences, allowed):
     ordered = sorted(silences)
     at = len(ordered) - 1 - math.floor(allowed * len(ordered))
@@ -138,7 +138,7 @@ def forgets_the_rest(batch_size, seconds):
     return [int(batch_size * speed / sum(speeds)) for speed in speeds]
 
 
-@wrong_shares("s can be had")
+@wrong_shares("s is possible")
 def in_proportion_the_largest_remainders_up(batch_size, seconds):
     wanted = [batch_size / each / sum(1 / other for other in seconds) for each in seconds]
     shares = [int(each + 1e-9) for each in wanted]
@@ -147,14 +147,14 @@ def in_proportion_the_largest_remainders_up(batch_size, seconds):
     return shares
 
 
-@wrong_shares("s can be had")
+@wrong_shares("s is possible")
 def the_rest_to_the_first(batch_size, seconds):
     shares = forgets_the_rest(batch_size, seconds)
     shares[0] += batch_size - sum(shares)
     return shares
 
 
-@wrong_shares("s can be had")
+@wrong_shares("s is possible")
 def looks_at_who_is_free_now(batch_size, seconds):
     taken = [0] * len(seconds)
     for _ in range(batch_size):
@@ -236,7 +236,7 @@ def takes_the_mean(state, step, dead, group):
     return there, all_reduce(state, there, op="mean"), int(steps.max())
 
 
-@wrong_group("the most. Whoever has done it")
+@wrong_group("the most. A rank that did this step")
 def goes_back_to_the_fewest(state, step, dead, group):
     there = living(dead, group)
     steps = all_gather(torch.tensor([step]), there)

@@ -72,7 +72,7 @@ def stays_flat(x, hosts, group):
     return solutions.all_reduce_on_hosts(x.flatten(), hosts, group)
 
 
-@wrong_all_reduce("the ring between hosts is for the ranks that have the same chunk")
+@wrong_all_reduce("the ring between hosts joins the ranks that have the same chunk")
 def leaves_out_the_other_hosts(x, hosts, group):
     inside, _ = levels(hosts, group)
     chunk = ring_reduce_scatter(x.flatten(), inside)
@@ -132,7 +132,7 @@ def all_gather_by_hand(x, hosts, group):
     return torch.cat(parts).view(x.shape)
 
 
-@wrong_order("Turned round")
+@wrong_order("Reversed")
 def busiest_outermost(axes, sent, ranks_per_host):
     return tuple(sorted(axes, key=sent.get, reverse=True))
 
@@ -152,7 +152,7 @@ def most_sent_for_its_size_innermost(axes, sent, ranks_per_host):
     return tuple(sorted(axes, key=lambda axis: sent[axis] / axes[axis]))
 
 
-@wrong_order("Turned round")
+@wrong_order("Reversed")
 def as_they_come(axes, sent, ranks_per_host):
     return tuple(axes)
 
@@ -215,7 +215,7 @@ def by_recursion(axes, sent, ranks_per_host):
     return best((), set(axes))[1]
 
 
-@wrong_places("Some places send wrongly only because")
+@wrong_places("Some ranks send wrongly only because")
 def the_first_that_send_wrongly(traffic):
     n = len(traffic)
     after = [row.index(max(row)) for row in traffic]
@@ -241,7 +241,7 @@ def finds_one(traffic):
     return found and found[0]
 
 
-@wrong_places("the smaller place first")
+@wrong_places("put the smaller index first")
 def the_larger_first(traffic):
     found = solutions.find_exchanged(traffic)
     return found and found[::-1]

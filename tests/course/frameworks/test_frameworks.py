@@ -32,7 +32,7 @@ def reference() -> dict[str, dict]:
 
 
 def fresh(fn):
-    """What a function that is decorated with `kept` gives here; skips where it cannot run."""
+    """Return the result of a function that is decorated with `kept`; skip if it cannot run."""
     for module in fn.needs:
         if not is_installed(module):
             pytest.skip(f"{module} is not installed ({fn.how})")
@@ -80,7 +80,7 @@ def test_deepspeed_trains_the_same_and_sends_what_its_settings_say(reference):
 
 
 def test_the_exercise_says_what_deepspeed_sends():
-    """Each of `knobs`, beside the formula that the check of lesson 22 has for its oracle."""
+    """Compare each of `knobs` with the formula that is the oracle of lesson 22's check."""
     apart = ("use_multi_rank_bucket_allreduce", False)
     scattered = ("reduce_scatter", False)
     limit = "stage3_param_persistence_threshold"

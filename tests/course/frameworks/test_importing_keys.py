@@ -1,4 +1,4 @@
-"""The keys that importers know are those of the installed frameworks."""
+"""The importers know exactly the keys of the installed frameworks."""
 
 import ast
 import dataclasses

@@ -1,4 +1,4 @@
-"""What is kept of transformers is what it builds: `pip install transformers` beside the course.
+"""What is stored of transformers equals what it builds: `pip install transformers` to check.
 
 `python tools/keep.py in_transformers` writes the counts anew, in a minute or two.
 """

@@ -7,7 +7,7 @@ from mini_dist.course.grade import judge
 
 
 class OnlyData(judge.Reader):
-    """What is no data is refused before it is looked up."""
+    """Anything that is not data is refused before it is looked up."""
 
     def find_class(self, module, name):
         judge.only_data("pickle.find_class", (module, name))

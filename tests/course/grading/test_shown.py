@@ -1,4 +1,4 @@
-"""What a notebook shows is cut while it comes in, whatever kind of flood it is."""
+"""A notebook's output is cut while it comes in, whatever kind of flood it is."""
 
 import nbformat
 import pytest

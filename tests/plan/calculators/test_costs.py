@@ -161,7 +161,7 @@ def play(op, algorithm, n, shards):
                 ranks.round([(r, 0, all_shards, "add")])
             for r in range(1, n):
                 ranks.round([(0, r, all_shards, "replace")])
-        elif algorithm == "stars":  # shard s is that of root places[s]
+        elif algorithm == "stars":  # shard s belongs to root places[s]
             places = [s * n // len(shards) for s in all_shards]
             others, k = [r for r in range(n) if r not in places], len(places)
             rounds = [[(p, places[s - j], s) for s, p in enumerate(places)] for j in range(1, k)]

@@ -1,4 +1,4 @@
-"""Compressed gradients in the calculators: the bytes are those of the library, and links decide."""
+"""Compressed gradients in the calculators: same bytes as the library, and links decide."""
 
 import pytest
 import torch
@@ -130,7 +130,7 @@ def test_zero_sends_its_units_in_int8():
 
 
 def test_zero_gathers_8_bits_and_scatters_4_as_the_library_sends_them():
-    """Lesson 19's formula for `Quantized(8, 4)`: (n-1)/n (bits/8 + 4/256) bytes an element."""
+    """Lesson 19's formula for `Quantized(8, 4)`: (n-1)/n (bits/8 + 4/256) bytes per element."""
     compression = Compression("int8", gradient_bits=4)
     how = compressed_units(framework("fsdp"), Layout(dp=4, zero=3), compression)
     for op, each in (("gather", how.unit_gather_bytes), ("scatter", how.unit_scatter_bytes)):

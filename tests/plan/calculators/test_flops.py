@@ -25,7 +25,7 @@ from mini_dist.plan.config import ModelConfig
 def test_hardware_and_model_flops_are_the_megatron_formulas(heads, h, layers):
     """Narayanan et al. 2021 equation 3 (full recompute) and Korthikanti et al. 2022 equation 7."""
     config, B, s, V = gpt(heads, h, layers), 7, 2048, 51200
-    # V / 16 beside 96, but V / 12 beside 72: logits are not recomputed.
+    # V / 16 against 96, but V / 12 against 72: logits are not recomputed.
     hardware_flops = 96 * B * s * layers * h**2 * (1 + s / (6 * h) + V / (16 * layers * h))
     flops = 72 * B * s * layers * h**2 * (1 + s / (6 * h) + V / (12 * layers * h))
     assert step_flops(config, B, "full").total == pytest.approx(hardware_flops, rel=1e-12)
@@ -130,7 +130,7 @@ HF = hardware("h100-hf")
 
 @pytest.mark.parametrize("nodes", [2, 4, 8, 16, 32, 64])
 def test_the_timed_collectives_come_out_as_they_were_timed(nodes):
-    """256 MB over all devices of so many nodes: within a tenth, and an all-reduce no slower."""
+    """256 MB over all devices of several nodes: within a tenth, and an all-reduce no slower."""
     rates = {count: rates for count, *rates in HF.by_nodes}
     size = nodes * HF.devices_per_node
     for op, times, rate in (

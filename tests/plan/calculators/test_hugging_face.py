@@ -1,7 +1,7 @@
 """config.json of families with more than Llama has: parameters as in the released files.
 
 Counts are the sums of the released safetensors' tensors (Hugging Face's "Model size", to the last
-digit); Llama 4's is by hand, since its files have the vision part, too.
+digit); Llama 4's is computed by hand, since its files also contain the vision part.
 """
 
 import pytest
@@ -157,7 +157,7 @@ def test_a_length_that_is_given_need_not_stand_in_the_file():
 
 
 def test_a_model_of_more_parts_says_what_to_give_instead():
-    """What the sentence proposes is read."""
+    """The proposed fix can be read."""
     parts = [
         ({"model_type": "gemma3"}, {}),
         ({"model_type": "gemma3"}, GEMMA_3_4B),

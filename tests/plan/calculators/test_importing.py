@@ -53,7 +53,7 @@ def random_layout(dice: random.Random) -> Layout | None:
 
 
 def random_layouts(count: int, seed: int, config, experts: tuple[int, ...] = (1,)) -> list[Layout]:
-    """So many different layouts in which the model can be run."""
+    """Return this many different layouts in which the model can run."""
     dice, found = random.Random(seed), {}
     while len(found) < count:
         layout = random_layout(dice)

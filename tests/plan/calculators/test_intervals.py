@@ -1,4 +1,4 @@
-"""The interval beside a prediction: which kind of step it is, and that it contains the guess."""
+"""The interval of a prediction: which kind of step it is, and that it contains the guess."""
 
 import pytest
 

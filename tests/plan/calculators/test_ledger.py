@@ -242,7 +242,7 @@ def test_a_pipeline_holds_and_sends_what_the_calculators_say(name, chunks, size,
         pp=size, micro_batch_size=2, num_micro_batches=m, schedule=name, num_chunks=chunks
     )
     for rank in range(size):
-        # messages between stages; beside them the last stage tells everyone the losses, numbers
+        # messages between stages; in addition the last stage sends all ranks the losses, numbers
         messages = [c for c in run.ledger.leaves(rank=rank) if c.nbytes > 8 * m]
         sent = sum(comm.sent for comm in messages)
         assert sent == step_volume(config, layout, "course", pp_rank=rank)["pp"]

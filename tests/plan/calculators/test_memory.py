@@ -196,7 +196,7 @@ def test_the_fullest_rank_is_found_without_asking_all():
 
 
 class Alive(TorchDispatchMode):
-    """Bytes of the tensors that were made since, now and at most; inside of DTensors, too."""
+    """Return the bytes of tensors made since, now and at the peak, including inside DTensors."""
 
     def __init__(self):
         super().__init__()

@@ -1,7 +1,7 @@
 """Memory of whole runs under `parallelize`, strategies combined: what is predicted is what is held.
 
 At these sizes, 4 layers of width 128 over 2 x 64 tokens in float32, a tensor of the model has tens
-to hundreds of KiB. What the calculator leaves out (indices, masks, losses, step counters) has
+to hundreds of KiB. The calculator leaves out indices, masks, losses and step counters, which have
 hundreds of bytes to a few KiB, so a difference is a tensor that was forgotten or counted twice.
 """
 

@@ -1,4 +1,4 @@
-"""What crosses the network is priced there: which groups do, and that a slower one takes longer."""
+"""Traffic over the network is priced: which groups cause it, and a slower network takes longer."""
 
 import itertools
 

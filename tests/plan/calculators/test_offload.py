@@ -1,4 +1,4 @@
-"""What goes to the host costs its way there."""
+"""Offloading to the host costs time on the link."""
 
 import pytest
 

@@ -165,7 +165,7 @@ def test_on_98304_devices_most_layouts_cost_no_waterfall_and_no_step(monkeypatch
         counted(name, getattr(planner, name))
     found = plan("deepseek-v3", "h100", 98_304, 98_304 * 4096)
     tried = len(found.candidates) + len(found.dropped)
-    # (Experts that tp cuts, and whole ones that ep spreads over tp, too: 15,339 layouts.)
+    # (Experts that tp shards, and whole ones that ep also spreads over tp: 15,339 layouts.)
     assert found.best.layout.world_size == 98_304 and tried < 12_000
     # A waterfall only where the model states alone would fit, a time only where that fits, or
     # nearly; and once more for the first of them.

@@ -29,7 +29,7 @@ def test_a_judgement_is_of_what_the_rule_allows_and_of_what_fits(rule):
 
 
 def test_what_never_fits_is_said():
-    """16 bytes a parameter of 8 billion are more than 80 GB, whatever the micro-batch."""
+    """16 bytes per parameter of 8 billion are more than 80 GB, whatever the micro-batch."""
     rule = Rule("DDP for everything", "nobody", "llama3-8b", 8, M, {"dp": [8], "zero": [0]})
     found = judge(rule)
     assert (found.best, found.times, found.fitting) == (None, None, 0)

@@ -1,4 +1,4 @@
-"""What serving costs: formulas beside the library's own caches and published numbers."""
+"""The costs of serving: formulas against the library's own caches and published numbers."""
 
 import math
 from statistics import median

@@ -1,7 +1,7 @@
 """Options that another option switches off: each is refused in a sentence, or documented.
 
-A search toggles every option of a class alone and beside each other option. If the second changes
-nothing any more of what the calculators say, the pair must be in DOCUMENTED with its reason.
+A search toggles every option of a class alone and together with each other option. If the second
+no longer changes any result of the calculators, the pair must be in DOCUMENTED with its reason.
 """
 
 import dataclasses

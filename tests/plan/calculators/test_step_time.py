@@ -250,7 +250,7 @@ def test_clusters_average_their_shards_and_train_like_one_of_them_alone():
     for line in step_time(config, alone, slow).breakdown:
         assert apart[line.name] == line.value, line.name
     average, numel = apart["average over dp"], num_parameters(config)
-    # 4 bytes a number of an eighth of the model, between ranks that stand 8 apart
+    # 4 bytes per number of an eighth of the model, between ranks that are 8 apart
     shard = collective_seconds(slow, "all_reduce", 4 * numel / 8, 2, 8, 16)
     assert average == pytest.approx(shard / 20, rel=0.02)
     whole = step_time(

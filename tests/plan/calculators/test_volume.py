@@ -36,7 +36,7 @@ def test_zero_2_and_3_pay_for_every_micro_batch():
 def test_tp_sends_8_b_s_h_a_layer_and_10_if_backward_gathers_again(
     sequence_parallel, keeps_gathered, passes
 ):
-    """Narayanan et al. 2021 section 2.3: 8 b s h (t - 1) / t elements a layer and micro-batch;
+    """Narayanan et al. 2021 section 2.3: 8 b s h (t - 1) / t elements per layer and micro-batch;
     Korthikanti et al. 2022 section 4.2.2: "an extra all-gather" for each of the two regions."""
     layout = Layout(tp=8, sequence_parallel=sequence_parallel, micro_batch_size=2)
     how = FRAMEWORKS["megatron-core"].replace(keeps_gathered=keeps_gathered)

@@ -285,7 +285,7 @@ def test_of_two_trainings_in_one_directory_the_second_is_told_who_is_there(tmp_p
 
 
 def second_on_all_ranks(directory, marker, group):
-    """Two ranks, of which only the first can see that somebody else has the directory."""
+    """Two ranks; only the first can see that another process has the directory."""
     from mini_dist.training.checkpoint import lock
 
     lock.PATIENCE = 0.2
@@ -330,7 +330,7 @@ def test_who_only_reads_cannot_pass_for_a_training(tmp_path, monkeypatch):
 
 
 def test_the_lock_is_its_owners_alone(tmp_path):
-    """Whoever may open a file may lock it: 0600, in a folder of 0700 if the lock made it."""
+    """Anyone who can open a file can lock it: 0600, in a folder of 0700 if the lock made it."""
     mine, shared = tmp_path / "mine", tmp_path / "shared"
     shared.mkdir(0o755)
     (shared / "lock").touch()

@@ -30,7 +30,7 @@ def whole(scale=1):
 
 
 def part(tensor, pieces, number):
-    """(start, stop) of one of so many even parts, the last ones perhaps empty."""
+    """Return (start, stop) of one of several even parts, the last ones perhaps empty."""
     each = -(-tensor.numel() // pieces)
     return min(number * each, tensor.numel()), min((number + 1) * each, tensor.numel())
 
@@ -522,7 +522,7 @@ def flips(directory, sizes, group):
 
 
 def test_every_byte_of_every_file_is_watched(two):
-    """Also those of headers and of the manifest."""
+    """Flip bytes of headers and of the manifest as well."""
     sizes = {path: path.stat().st_size for path in sorted(two.glob("step-00000010/*"))}
     (found,) = {tuple(each) for each in launch(flips, 2, (str(two), sizes)).results}
     assert len(found) >= 20 * len(sizes) and set(found) == {5}

@@ -444,7 +444,7 @@ def test_an_error_in_the_background_is_raised_when_waited_for(tmp_path):
     launch(background_failure, 2, (str(tmp_path / "file"),))
 
 
-# --- beside production ---------------------------------------------------------------------------
+# --- compared with production --------------------------------------------------------------------
 
 
 LARGER = CONFIG.replace(d_model=128, d_ffn=512, num_heads=4)
