@@ -219,7 +219,7 @@ def take_world(kind: tuple, size: int, device: str, hosts: Hosts | None, timeout
 
 
 class OneAtATime:
-    """One run at a time in a process: two would share its cores."""
+    """Allow one run at a time in a process: two would share its cores."""
 
     def __init__(self):
         self.lock, self.holder = threading.Lock(), None
@@ -239,7 +239,7 @@ ZYGOTES: dict[tuple[str, bool], ZygoteHandle] = {}
 
 
 def forget_zygotes() -> None:
-    """A fork of this process lets go of its zygotes, which end when nobody holds them."""
+    """Let a fork of this process release its zygotes, which end when no process holds them."""
     global LOCK
     LOCK = OneAtATime()
     for zygote in ZYGOTES.values():
@@ -263,7 +263,7 @@ def get_zygote(start: str, network: bool) -> ZygoteHandle:
 
 @contextlib.contextmanager
 def uninterrupted():
-    """Whoever interrupts twice shall not interrupt the clearing up."""
+    """Ignore further interrupts while a run is cleared up."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -295,7 +295,7 @@ def working_directory() -> str:
 
 
 def warn_if_open(zygote: ZygoteHandle, deadline: float) -> None:
-    """Once, before the first job, where somebody else is on the host who could reach the ranks."""
+    """Warn once, before the first job, if other people on the host could reach the ranks."""
     while not zygote.has_told and time.monotonic() < deadline:  # (it tells before it loads torch)
         zygote.read_answers()
     why, zygote.open = zygote.open, None

@@ -27,7 +27,7 @@ from .transport import Frames, from_frames, receive, send, to_frames
 
 @dataclass
 class Job:
-    """What the parent sends to every rank, beside (fn, args, kwargs)."""
+    """What the parent sends to every rank in addition to (fn, args, kwargs)."""
 
     seed: int
     memory: bool
@@ -42,7 +42,7 @@ class Job:
 
 @dataclass
 class Report:
-    """What a rank sends back, beside its result."""
+    """What a rank sends back in addition to its result."""
 
     outcome: str  # returned, raised, or absent: it could not even join the others
     error: Failure | None = None
@@ -52,7 +52,7 @@ class Report:
 
 @dataclass
 class Failure:
-    """An exception that has travelled: the parent, who has the cell's source, adds the lines."""
+    """An exception of a rank. The parent, which has the cell's source, adds the lines."""
 
     type: str
     message: str
@@ -147,7 +147,7 @@ def redirect_output(pipe: int) -> list:
 
 
 def get_ready(rank: int, device: str, directory: str):
-    """Let torch.distributed know of groups with the ledger in front; this rank's recorder."""
+    """Register groups that keep a ledger with torch.distributed; return this rank's recorder."""
     import torch
 
     from .devices import device_of_rank, is_shared
@@ -214,7 +214,7 @@ def display(*objects, **_) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Forked ranks share one parent's generators: unseeded, they would draw the same numbers."""
+    """Seed all generators. Forked ranks inherit one state and would draw the same numbers."""
     import numpy
     import torch
 
@@ -230,7 +230,7 @@ LONG = 10_000  # characters of a message
 
 
 def describe(error: BaseException) -> Failure:
-    """Whatever it is and however long the chain of its causes: a Failure that can travel."""
+    """Return a Failure that can be sent, whatever the exception and its chain of causes are."""
     chain, seen = [error], {id(error)}
     while (because := cause_of(chain[-1])) is not None and id(because) not in seen:  # (a circle)
         chain.append(because)
@@ -271,6 +271,6 @@ def failure(error: BaseException, depth: int = 3) -> Failure:
 
 
 def sendable(text: str) -> str:
-    """What any terminal can show: half of a surrogate pair is no character."""
+    """Return text that any terminal can show: half of a surrogate pair is no character."""
     text = text if len(text) <= LONG else f"{text[:LONG]} [... {len(text) - LONG:,} more]"
     return text.encode("utf-8", "backslashreplace").decode()

@@ -13,7 +13,7 @@ from .zygote_handle import LOOK, ZygoteDied, ZygoteHandle
 def take(
     zygote: ZygoteHandle, size: int, device: str, hosts: Hosts | None, deadline: float
 ) -> World:
-    """The world on standby if it fits and is whole, else a new one."""
+    """Return the world on standby if it fits and is whole, else a new one."""
     if zygote.standby:  # the zygote answers in order: before this, what has died of it
         zygote.request(ping=True)
         zygote.answered = False

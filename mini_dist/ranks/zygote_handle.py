@@ -49,7 +49,7 @@ class ZygoteHandle:
         self.secluded = sys.platform == "linux" and not network
         self.edits = {file: last_edit(file) for file in (*ROOTS, *PACKAGE.glob("ranks/**/*.py"))}
         with contextlib.ExitStack() as if_it_fails:
-            self.directory, self.lock = make_directory()  # (the zygote holds the lock, too)
+            self.directory, self.lock = make_directory()  # The zygote also holds the lock.
             if_it_fails.callback(remove_directory, self.directory)
             if_it_fails.callback(os.close, self.lock)
             self.log = if_it_fails.enter_context(open(f"{self.directory}/{LOG}", "w+"))
@@ -74,8 +74,8 @@ class ZygoteHandle:
         return self.control.fileno() != -1 and self.process.poll() is None
 
     def current(self) -> bool:
-        """Whether the code that the zygote has loaded is still what is on disk, and its folder is
-        still there: a rank may have removed it."""
+        """Whether the files that the zygote has loaded are unchanged and its folder still exists (a
+        rank may have removed it)."""
         edited = any(last_edit(file) != when for file, when in self.edits.items())
         return not edited and os.path.isdir(self.directory)
 
@@ -143,7 +143,7 @@ class ZygoteHandle:
         )
 
     def close(self) -> None:
-        """End the zygote, if it is not dead yet, and its ranks: it takes its leave at EOF."""
+        """End the zygote, if it is still alive, and its ranks: it leaves at EOF."""
         if self.control.fileno() == -1:
             return
         if self.owner == os.getpid() and self.is_stopped():
@@ -159,12 +159,12 @@ class ZygoteHandle:
 
 
 def rank_environment() -> dict[str, str]:
-    """The parent's environment; gloo is held to the loopback interface."""
+    """Return the parent's environment, with gloo restricted to the loopback interface."""
     return {**os.environ, "GLOO_SOCKET_IFNAME": LOOPBACK}
 
 
 def last_edit(file: Path) -> int | None:
-    """When a file was last changed, in ns; None if it is gone."""
+    """Return when a file was last changed, in ns; None if it is gone."""
     try:
         return file.stat().st_mtime_ns
     except OSError:

@@ -933,7 +933,7 @@ def fail_in_a_step(folder, how, stage, options, group):
     [
         ("nothing comes", "could not be read, it ended after 0 bytes"),
         ("an error", "could not be read, Input/output error"),
-        ("vanished", "is gone: somebody has removed or cut it off"),
+        ("vanished", "is gone: it was removed or truncated"),
     ],
 )
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What every right answer has to bear: a tour of more trials, all in one process.
+"""What every right answer has to pass: a tour of further trials, all in one process.
 
 The first stop is a case that was right, made harder in several ways at once (ways.py). Then come
 the other cases, each in a group of other ranks in another order, and the first one again. Each
@@ -53,9 +53,9 @@ ALL_DIGITS = 1.0471975511965976  # a third of pi: times this, a number needs all
 
 @dataclass
 class Stop:
-    """One trial more: of which case, by which ranks of the world, in the order of their numbers in
-    the group, and in which way the function is called; `factor`: beside the library's, with the
-    numbers times this."""
+    """One more trial: the case, the ranks of the world in the order of their numbers in the group,
+    and the ways in which the function is called. With `factor` the numbers are multiplied by it and
+    the result is compared with the library's."""
 
     case: object
     members: list[int]
@@ -75,7 +75,7 @@ class Stop:
         return result
 
     def mistake(self, came: list, hint: str) -> str:
-        """The hint if what came of it on all ranks is not right; else ""."""
+        """Return the hint if the results of all ranks are not right; else ""."""
         of_members = [came[member] for member in self.members]
         if self.factor is not None:
             return next(filter(None, of_members), "")
@@ -86,7 +86,7 @@ class Stop:
 
 
 def unlike_the_librarys(trial: Callable, fn: Callable, case, group, facts: Facts, factor) -> str:
-    """The hint if on this rank other tensors come of it than of the library's function; else ""."""
+    """Return the hint if the tensors on this rank differ from the library's; else ""."""
     expected, found = (
         list(tensors_in(trial(ways.Scaled(each, facts, factor), case, group)))
         for each in (facts.solution, fn)
@@ -145,7 +145,7 @@ ANYONE = (
 
 
 class Shuffled(Wrapped):
-    """What may come from any source comes from the ranks of `sources`, one after the other."""
+    """Each receive from any source takes the message of the next rank in `sources`."""
 
     def __init__(self, fn: Callable, facts: Facts, sources: dict[int, list[int]]):
         super().__init__(fn, facts)
@@ -168,8 +168,8 @@ class Shuffled(Wrapped):
 
 
 def orders(run: Run) -> list[dict[int, list[int]]]:
-    """Two orders in which messages could have come, low ranks first and high ranks first: of each
-    rank that received from any source where several send, the senders. None if there is none."""
+    """Return two orders in which messages could have arrived, low ranks first and high ranks first:
+    {receiver: senders} for each rank that received from any source while several ranks sent."""
     leaves, low, high = list(run.ledger.leaves()), {}, {}
     for rank in {comm.rank for comm in leaves if comm.op == "recv_anysource"}:
         sent = Counter(comm.rank for comm in leaves if comm.op == "send" and rank in comm.sent_to)
@@ -184,8 +184,8 @@ def orders(run: Run) -> list[dict[int, list[int]]]:
 
 
 def depends_on_luck(trial: Callable, fn: Callable, case, run: Run, facts: Facts) -> bool:
-    """Whether another result comes if the messages come in another order. (Where a run does not
-    end in that order, it could not have come about.)"""
+    """Whether the result changes if the messages arrive in another order. (A run that does not end
+    in that order shows that the order was impossible.)"""
     for sources in orders(run):
         try:
             args = (Shuffled(fn, facts, sources), case)
@@ -275,6 +275,6 @@ def is_busy() -> bool:
 
 
 def told(error: RankError) -> str:
-    """What a rank has complained of, if that is why the run has failed."""
+    """Return the complaint of a rank, if that is why the run failed."""
     complaints = [f.message for f in error.failures.values() if f.type == "Complaint"]
     return complaints[0] if complaints else ""

@@ -1,9 +1,10 @@
 """How an exercise is judged: run it on ranks, measure, and say the one thing that helps most.
 
 An exercise is a function of the learner's. Right values are not enough: a ring that passes whole
-tensors round gives the right sum, too. So the ledger of the run is judged with the values: bytes,
-rounds, who sent to whom, and whether the learner's own code did the work (watch.py). What is right
-so far is tried once more in harder ways, the same for all exercises (adversities.py).
+tensors round also gives the right sum. So the judge looks at values and at the ledger: bytes,
+rounds, which rank sent to which, and whether the learner's own code did the work (watch.py). An
+answer that is right so far is tried again in harder ways, which are the same for all exercises
+(adversities.py).
 
 An exercise brings four things: its cases, a trial that calls the learner's function on a rank, a
 `Measured` that puts what came of it beside what should have come, and its hints.
@@ -38,7 +39,7 @@ class CheckFailed(AssertionError):
 
 @dataclass
 class Line:
-    """One thing that was measured, beside what was expected; "" where nothing was."""
+    """One measurement and the value that was expected; "" where there is none."""
 
     what: str
     measured: object
@@ -68,13 +69,13 @@ def yes(what: str, ok: bool) -> Line:
 
 
 def are_two(came: object, *kinds: type) -> bool:
-    """Whether a function has returned two things, of these kinds, in a tuple or a list."""
+    """Whether a function returned a tuple or list of two things of these kinds."""
     two = isinstance(came, (tuple, list)) and len(came) == 2
     return two and all(map(isinstance, came, kinds))
 
 
 def too_few_bytes(sent: int, wanted: int) -> str:
-    """The hint for a run that is right to the eye and cheaper than it can be."""
+    """Return the hint for a run that looks right and sent fewer bytes than it needs."""
     return (
         f"Only {sent:,} bytes were sent where {wanted:,} are needed: numbers travel in the dtype "
         "that they were given in. In 16 bits they lose digits, though these may not show it."
@@ -121,8 +122,8 @@ class Verdict:
 
 
 class Measured:
-    """What came of one case. An exercise says in `lines` what is looked at, and in `mistake`, which
-    is asked where a line is not right, what helps most."""
+    """The results of one case. An exercise lists its measurements in `lines`; if one of them is not
+    right, `mistake` returns the hint that helps most."""
 
     def __init__(self, case, run: Run):
         self.case, self.run, self.results = case, run, run.results
@@ -130,7 +131,7 @@ class Measured:
         self.measure()
 
     def measure(self) -> None:
-        """What `lines` and `mistake` both need."""
+        """Compute what both `lines` and `mistake` need."""
 
     def lines(self) -> list[Line]:
         raise NotImplementedError
@@ -140,17 +141,17 @@ class Measured:
 
     @staticmethod
     def raised(error: str) -> str:
-        """What an exception means in this exercise, where it says more than itself; else ""."""
+        """Return what an exception means in this exercise; "" if its own text is enough."""
         return ""
 
     @property
     def sent(self) -> int:
-        """Bytes, by all ranks."""
+        """The bytes that all ranks sent."""
         return self.run.ledger.total_bytes()
 
     @property
     def backend(self) -> list[str]:
-        """What torch.distributed was asked for beside messages."""
+        """The operations of torch.distributed that were called, except messages."""
         messages = ("send", "recv", "recv_anysource")
         return sorted({c.op for c in self.run.ledger.leaves() if c.op not in messages})
 
@@ -159,21 +160,21 @@ class Measured:
         return line("calls of the backend's collectives", ", ".join(found) or "none", "none")
 
     def of_the_backend(self, instead: str) -> str:
-        """The hint for who has asked it for more than messages."""
+        """Return the hint for an answer that called more than messages."""
         if self.barriers:
             return NO_BARRIER
         return f"The work is done by the backend's own {' and '.join(self.backend)}. {instead}"
 
     @property
     def barriers(self) -> int:
-        """How often a rank stopped at one, the backend's or ours."""
+        """How often a rank stopped at a barrier, the backend's or ours."""
         return sum(comm.op == "barrier" for comm in self.run.ledger.comms)
 
 
 class Exercise:
     """`check.NAME`: call it with the learner's function; ask it for a hint, a skeleton, a solution.
 
-    solution: the library's function that does this; who calls it has not written it. trial: what a
+    solution: the library's function that does this; an answer may not call it. trial: what a
     rank runs, (fn, case, group) -> its result. cases: pairs (world_size, case); the lines of the
     first are shown, of the others what is not right. refuses: functions of the library that do some
     of the asked work. answer: what `.solution()` shows, where it is not `solution`. changes: names
@@ -247,7 +248,7 @@ class Exercise:
         return Verdict(self.name, WRONG if hint else RIGHT, lines, hint)
 
     def made_before(self, fn: Callable) -> Verdict | None:
-        """The verdict on what can be no answer, or hands back what an earlier cell has made."""
+        """Return the verdict on what cannot be an answer or returns what an earlier cell made."""
         if hint := mistake_of_form(fn, self._answer[-1]):
             return Verdict(self.name, WRONG, hint=hint)
         name = made_before(fn, self._makes)
@@ -267,11 +268,11 @@ class Exercise:
             )
             return Verdict(self.name, LIBRARY, lines, note)
         names = ", ".join(sorted(used))
-        note = f"The work is done by the library's {names}: write that part, too."
+        note = f"The work is done by the library's {names}: write that part yourself."
         return Verdict(self.name, WRONG, lines, note)
 
     def _only_here(self, passed: list, size: int, case) -> str:
-        """Which cases before were right, and which one is not."""
+        """Say which cases before were right and which one is not."""
         alone = all(size == 1 for size, _ in self._cases)  # ranks play no part
         where = str(case) if alone else f"{'one rank' if size == 1 else ranks(size)}, {case}"
         seen = [str(before) if alone else ranks(len(run.results)) for before, run in passed]
@@ -293,12 +294,12 @@ class Exercise:
         show_to_paste(*self._answer, name=self.name)
 
     def answer(self) -> str:
-        """What `solution` shows."""
+        """Return what `solution` shows."""
         return to_paste(*self._answer, name=self.name)
 
 
 def watched(trial: Callable, fn: Callable, case, refuses: set[Callable], group) -> tuple:
-    """On a rank: what came of the trial, and which of `refuses` the learner's code has called."""
+    """Return the result of the trial on this rank, and which of `refuses` the learner called."""
     stays_inside(fn)
     with calls_of(refuses) as called, handles_kept():
         result = trial(lambda *args, **kwargs: learners(fn, *args, **kwargs), case, group)
@@ -318,7 +319,7 @@ LENGTH = re.compile(r"(?:send|recv)\(\w+\[(\d+)\]")  # of a message, as a RankEr
 
 
 def advice(error: RankError) -> str:
-    """What the usual failures mean."""
+    """Return what a usual failure means."""
     text = str(error)
     if "ellipsis" in text:
         return "a gap of the skeleton, ..., is still in your function.\n"

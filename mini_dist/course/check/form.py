@@ -1,4 +1,4 @@
-"""What is seen of an answer before it runs: its arguments, and names that look at the judge."""
+"""Checks of an answer before it runs: its arguments, and names that look at the judge."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOOKS_AROUND = {"_getframe", "currentframe", "f_back", "f_locals", "setprofile",
 
 
 def mistake_of_form(fn: Callable, solution: Callable) -> str:
-    """The hint for a function that cannot be an answer; "" if it can. It is called with all the
+    """Return the hint for a function that cannot be an answer; "" if it can. It must accept all
     arguments of `solution` that have no default."""
     parameters = inspect.signature(inspect.unwrap(solution)).parameters.values()
     names = [p.name for p in parameters if p.default is p.empty]
@@ -29,8 +29,8 @@ def mistake_of_form(fn: Callable, solution: Callable) -> str:
 
 
 def stays_inside(fn: Callable) -> None:
-    """Raise Complaint for a function that names what looks around it (on a rank: elsewhere a grader
-    does not open the learner's function)."""
+    """Raise Complaint for a function that uses names with which it can look around (on a rank; a
+    grader does not open the learner's function elsewhere)."""
     code = getattr(inspect.unwrap(fn), "__code__", None)
     if found := sorted(LOOKS_AROUND & {*(words_in(code) if code else ())}):
         raise Complaint(

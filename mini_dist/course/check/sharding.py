@@ -123,7 +123,7 @@ class OneAllReduce(Measured):
         return [
             line("collectives", told or "none", "all_reduce over tp"),
             Line("its bytes, B D 4 / dp", told_bytes, nbytes, told_bytes == nbytes and alone),
-            line("weights cut over tp", f"{self.held} of 2", "2 of 2"),
+            line("weights sharded over tp", f"{self.held} of 2", "2 of 2"),
         ]
 
     def mistake(self) -> str:

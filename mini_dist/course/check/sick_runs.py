@@ -88,7 +88,7 @@ class Record:
 
     def __repr__(self) -> str:
         done = ", ".join(str(len(steps)) for steps in self.steps)
-        lines = [f"{self.size} ranks, which came to the end of {done} steps"]
+        lines = [f"{self.size} ranks, which completed {done} steps"]
         for rank, what in sorted(self.waiting.items()):
             lines.append(f"  rank {rank} waits in {what}")
         return "\n".join(lines if self.waiting else [*lines, repr(self.went)])

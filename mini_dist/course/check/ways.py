@@ -1,4 +1,4 @@
-"""The ways in which a tour calls the learner's function (adversities.py): each a hardship.
+"""The ways in which a tour calls the learner's function (adversities.py), each harder than usual.
 
 What a way finds by itself it tells by raising `Complaint`, in the words of a hint.
 """
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # (torch has no
 
 
 class Complaint(Exception):
-    """What an adversity has seen on a rank, in the words of a hint."""
+    """A mistake that a way has seen on a rank, in the words of a hint."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Facts:
 
     @property
     def gives_tensors(self) -> bool:
-        """It may: a parameter is not annotated, or as one that may be or hold tensors."""
+        """Whether a parameter has no annotation, or one that allows tensors."""
         return bool({str(p.annotation) for p in self.parameters} - {"int", "Schedule"})
 
 
@@ -53,7 +53,7 @@ class Wrapped:
     facts: Facts
 
     def named(self, args: tuple, kwargs: dict) -> dict[str, object]:
-        """The arguments by the names that the library's function has for them."""
+        """Return the arguments by their names in the library's function."""
         return {**dict(zip((p.name for p in self.facts.parameters), args)), **kwargs}
 
     def with_others(self, args: tuple, kwargs: dict, other: Callable):
@@ -68,8 +68,8 @@ def groups_in(args: tuple, kwargs: dict) -> list:
 
 
 class Late(Wrapped):
-    """The last rank comes when the others have been waiting for it, and what the first one sends
-    takes its time."""
+    """The last rank arrives after the others have waited for it, and the messages of the first are
+    slow."""
 
     SECONDS, A_MESSAGE = 0.02, 0.002
 
@@ -92,7 +92,7 @@ class Late(Wrapped):
 
 
 class Once(Wrapped):
-    """An argument that may be any Iterable is one that can be gone through only once."""
+    """An argument that may be any Iterable can be iterated only once."""
 
     HINT = (
         "Right with a list of {names}. Any Iterable may come, as model.parameters() is one: it can "
@@ -111,7 +111,7 @@ class Once(Wrapped):
 
 
 def unseen(function: Callable) -> Callable:
-    """What it makes is none of the learner's, where a trial notes what is made."""
+    """Call without counting what is made here as the learner's, in trials that note it."""
 
     @functools.wraps(function)
     def call(*args):
@@ -122,7 +122,7 @@ def unseen(function: Callable) -> Callable:
 
 
 class Strided(Wrapped):
-    """Tensors whose elements do not lie side by side in memory."""
+    """Tensors whose elements are not contiguous in memory."""
 
     HINT = (
         "Right with tensors that are contiguous, not with others: a part of a larger tensor or a "
@@ -139,8 +139,8 @@ class Strided(Wrapped):
 
 @unseen
 def strided(value):
-    """The same numbers in another order in memory, or with gaps; only of plain tensors, also in a
-    named tuple, not of weights or what has a graph behind it."""
+    """Return the same numbers in another order in memory, or with gaps. Only plain tensors change,
+    also in a named tuple; weights and tensors with a graph do not."""
     if hasattr(value, "_fields"):
         return type(value)(*map(strided, value))
     if not isinstance(value, Tensor) or value.requires_grad or value.dim() == 0:
@@ -151,7 +151,7 @@ def strided(value):
 
 
 class Careful(Wrapped):
-    """Looks at what was given before and after, at what is still under way, and calls twice."""
+    """Compare the arguments before and after, look for unfinished work, and call twice."""
 
     def __call__(self, *args, **kwargs):
         given = self.named(args, kwargs)
@@ -176,7 +176,7 @@ class Careful(Wrapped):
 
 
 def nothing_under_way(group=None) -> None:
-    """Raise Complaint if anything that was begun has not been waited for."""
+    """Raise Complaint if the call started something and did not wait for it."""
     recorder = getattr(group, "recorder", None)
     open_ = [row for row in (recorder.comms if recorder else []) if row[6] is None]
     if open_:
@@ -188,7 +188,7 @@ def nothing_under_way(group=None) -> None:
 
 @dataclass
 class Photograph:
-    """The numbers of an argument's tensors, those of their gradients, and the number of hooks."""
+    """Return the numbers of an argument's tensors and gradients, and how many hooks they have."""
 
     tensors: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)
@@ -221,7 +221,7 @@ def hooks_of(tensors: Iterable[Tensor]) -> int:
 
 
 def storages(value) -> set[int]:
-    """Where the numbers of its tensors are."""
+    """Return the addresses of its tensors."""
     return {tensor.untyped_storage().data_ptr() for tensor in tensors_in(value) if tensor.numel()}
 
 
@@ -247,7 +247,7 @@ def tensors_in(value) -> Iterable[Tensor]:
 
 
 class Quiet(Wrapped):
-    """First without gradients, as in an evaluation: the same must come of it."""
+    """Call it first without gradients, as an evaluation does; the result must be the same."""
 
     def __call__(self, *args, **kwargs):
         needs = [isinstance(v, Tensor) and v.requires_grad for v in (*args, *kwargs.values())]
@@ -273,7 +273,7 @@ def cut_off(value):
 
 @dataclass
 class Scaled(Wrapped):
-    """Other numbers: what is given, times a factor, which leaves alike what was alike."""
+    """Multiply all given numbers by one factor, so that equal numbers stay equal."""
 
     factor: float = 1.0
 
@@ -309,7 +309,7 @@ def near(a: Tensor, b: Tensor) -> bool:
 
 
 class Left(Wrapped):
-    """Notes the memory of all tensors that one call is given, makes and returns."""
+    """Note the memory of all tensors that one call is given, makes and returns."""
 
     def __call__(self, *args, **kwargs):
         from .measures import Alive, storages  # (which import the engine)
@@ -323,7 +323,7 @@ class Left(Wrapped):
         return result
 
     def left(self) -> str:
-        """The hint if any of it is there when the trial is over, and its result has gone."""
+        """Return the hint if some of it still exists when the trial and its result are gone."""
         left = 1 if hasattr(self, "alive") else 0
         until = time.monotonic() + 2.0  # a backend lets go of what it has sent a little later
         while left and time.monotonic() < until:
@@ -337,8 +337,8 @@ class Left(Wrapped):
 
 
 def same(a, b) -> bool:
-    """Whether two results say the same, up to rounding. Two types are two results, save that an
-    int may be a float: a list is no tuple here, as both came from one and the same trial."""
+    """Whether two results of one trial are equal up to rounding. Their types must be equal, except
+    that an int may be a float."""
     if a is None:
         return b is None
     if isinstance(a, float) or isinstance(b, float):

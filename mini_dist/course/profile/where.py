@@ -43,7 +43,7 @@ class Went:
             most = max(whom, key=whom.get, default=None)
             ms = [f"{1e3 * parts[part]:.1f}" for part in PARTS]
             rows.append((rank, *ms, f"{1e3 * self.step[rank]:.1f}", "" if most is None else most))
-        return Table(["rank", *PARTS, "step", "most for"], rows, "ms per step")
+        return Table(["rank", *PARTS, "step", "most time"], rows, "ms per step")
 
     def __repr__(self) -> str:
         return repr(self.table())

@@ -104,7 +104,7 @@ class FileStore:
             what = "is gone" if found is None else f"has {found:,} bytes of {wanted:,}"
             raise OffloadError.about(
                 errno.ENOENT if found is None else errno.EIO,
-                f"{path} {what}: somebody has removed or cut it off",
+                f"{path} {what}: it was removed or truncated",
                 "Nothing was changed; put the file back and call again, or go back to the last "
                 "checkpoint",
             )
