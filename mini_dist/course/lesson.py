@@ -102,6 +102,7 @@ def _free(node) -> set[str]:
     return {n.id for n in names} - made
 
 
+@functools.cache
 def _imported(module) -> dict[str, tuple[str, str]]:
     """Return name -> (module, name there), from the module's import lines; "" for `import ...`."""
     found = {}

@@ -815,7 +815,7 @@ def sends_its_own_part(x, group):
     return all_to_all_with(x, group, part=lambda rank, to: rank)
 
 
-@to_all("in the order in which they came")
+@to_all("in order of arrival")
 def all_to_all_in_order_of_arrival(x, group):
     return all_to_all_with(x, group, place=lambda rank, k, size: k)
 
