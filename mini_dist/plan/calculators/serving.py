@@ -23,10 +23,11 @@ from typing import NamedTuple
 from ..config import ModelConfig
 from ..fields import at_least, checks_kinds, nearest_divisor, whole, whole_number
 from .collective_time import collective_seconds
+from .devices import FLASH_FORWARD, KERNEL_SECONDS, Device
 from .flops import forward_flops, score_flops
 from .kernels import stream_seconds
 from .lines import Breakdown, Line
-from .machines import FLASH_FORWARD, KERNEL_SECONDS, Device, Hardware, hardware
+from .machines import Hardware, hardware
 from .models import model
 from .parameters import Weight, layer_weights, num_parameters, outer_weights
 
