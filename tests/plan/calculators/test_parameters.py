@@ -323,4 +323,6 @@ def test_files_that_are_no_config_say_so(tmp_path):
 def test_an_unknown_model_names_its_neighbours():
     with pytest.raises(ValueError, match="'llama3-7b' is not known: did you mean .*llama3-8b"):
         model("llama3-7b")
+    with pytest.raises(ValueError, match="did you mean llama4-scout"):
+        model("llama4-maverick")
     assert set(PUBLISHED) < set(MODELS)
