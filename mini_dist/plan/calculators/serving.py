@@ -7,9 +7,9 @@
 
 A decode step reads all weights, and the keys and values of all tokens so far, for one new token a
 sequence: memory decides its time. Prefill uses a weight for every token of the prompt: arithmetic
-decides. The constants are those of training (machines.py). One choice was made with the numbers
-below in view: products are not counted in waves of tiles. With waves, the first token after a
-prompt of 128 came out up to four times too late.
+decides. The constants are those of training (devices.py, machines.py). One choice was made with the
+numbers below in view: products are not counted in waves of tiles. With waves, the first token after
+a prompt of 128 came out up to four times too late.
 
 Letters: B sequences, T tokens, D model, N heads, K kv heads, H head dim, E experts, L layers.
 """
@@ -251,7 +251,7 @@ def _matrices(server: Server, tokens: int, logits: int) -> list[Line]:
         one = max(read, arithmetic) + KERNEL_SECONDS
         seconds[weight.kind] = seconds.get(weight.kind, 0.0) + product.times * one
     formula = "the slower of reading it and of its FLOPs"
-    return [Line(kind, value, "s", formula, "machines.py") for kind, value in seconds.items()]
+    return [Line(kind, value, "s", formula, "devices.py") for kind, value in seconds.items()]
 
 
 def _traffic(server: Server, tokens: int) -> Line:

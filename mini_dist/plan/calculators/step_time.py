@@ -5,8 +5,9 @@
     pipeline   = m micro-batches on the slowest stage + the bubble of the schedule
     step       = pipeline + gradients that backward does not hide + optimizer
 
-All constants stand in machines.py and frameworks.py, with their sources.  Those of kernels and
-links come from timings of single kernels and collectives; chosen.py lists those that do not.
+All constants stand in devices.py, machines.py and frameworks.py, with their sources.  Those of
+kernels and links come from timings of single kernels and collectives; chosen.py lists those that
+do not.
 `step_time` says low ... high besides its best guess (intervals.py).
 """
 
