@@ -6,7 +6,9 @@ Sources.  [acc] stas00/ml-engineering, compute/accelerator (vendors' datasheets,
 [mamf] the same, "maximum achievable matmul FLOPS": the best GEMM found by search; [simumax]
 MooreThreads/SimuMax, configs/system: single kernels and collectives timed on an A100-PCIe and a
 B200 node; [scaling-book] jax-ml/scaling-book, TPUs; [sheet] the vendor's datasheet; [driver] what
-nvidia-smi or PyTorch printed, in a public issue; [here] measured on this machine.
+nvidia-smi or PyTorch printed, in a public issue; [here] measured on this machine. [copy] The
+vendor's document as public repositories and manuals repeat it: we compared copies in November 2026
+and could not open the document itself.
 
 Vendors like to print peaks for matrices of which half is zero. Every peak here is the dense one.
 The constants of kernels come from timings of single kernels. Constants that were chosen with whole
@@ -175,8 +177,7 @@ B200 = Device(
     3432.5 * T,
     source="[acc] [mamf] [simumax]",
 )
-# The rack's GPUs are clocked higher than the B200. What they sustain of their best GEMM: as the
-# B200 does, assumed.
+# We assume that it sustains the same share of its best GEMM as the B200.
 GB200 = Device(
     "GB200",
     2500 * T,
@@ -186,14 +187,14 @@ GB200 = Device(
     1125 / 1745 * 1822 * T,
     peak_flops_fp8=5000 * T,
     gemm_flops_fp8=3615.6 * T,
-    source="[acc] [mamf] GB200 NVL72 datasheet",
+    source="[acc] [mamf]",
 )
-# Export versions. A800 and H800 compute as the A100 and H100 do, over slower NVLink (NVIDIA's
-# statement of November 2022; DeepSeek-AI 2025, arXiv:2505.09343, section 4).
-A800 = A100_80.replace(name="A800 SXM 80GB", source="as the A100: NVIDIA, November 2022")
+# Export versions. A800 and H800 compute at the rates of the A100 and H100, over slower NVLink
+# (NVIDIA's statement of November 2022 [copy]; DeepSeek-AI 2025, arXiv:2505.09343).
+A800 = A100_80.replace(name="A800 SXM 80GB", source="as the A100: NVIDIA, November 2022 [copy]")
 H800 = H100.replace(name="H800 SXM", source="as the H100: arXiv:2505.09343")
-# NVIDIA has no public page for the H20. These figures are those of the HGX H20 that resellers and
-# Hugging Face (huggingface.co/hardware/h20: 96 GB, 148 TFLOP/s) print alike.
+# We found no page of NVIDIA's for the H20. Several third-party tables of the HGX H20 agree on these
+# figures, and so does huggingface.co/hardware/h20 (96 GB, 148 TFLOP/s).
 H20 = Device(
     "H20 SXM",
     148 * T,
@@ -202,7 +203,7 @@ H20 = Device(
     4.0 * T,
     cores=78,
     peak_flops_fp8=296 * T,
-    source="HGX H20, as resellers print it",
+    source="[copy] HGX H20",
 )
 MI300X = Device(
     "MI300X", 1300 * T, 668.4 * T, 192 * GB, 5.3 * T, peak_flops_fp8=2610 * T, source="[acc] [mamf]"
@@ -210,18 +211,16 @@ MI300X = Device(
 L40S = Device(
     "L40S", 362 * T, None, 48 * GB, 0.864 * T, peak_flops_fp8=733 * T, source="[acc] [sheet]"
 )
-# L4: 242 and 485 TFLOP/s with sparsity. Its 23,034 MiB, and the A10G's 23,028: nvidia-smi in
-# modal-labs/modal-client PR 2797.
+# Its datasheet prints 242 (bf16) and 485 TFLOP/s (fp8) with sparsity. nvidia-smi reports 23,034 MiB
+# here and 23,028 on the A10G (modal-labs/modal-client PR 2797).
 L4 = Device(
-    "L4", 121 * T, None, 22.5 * GIB, 0.3 * T, peak_flops_fp8=242.5 * T, source="[sheet] [driver]"
+    "L4", 121 * T, None, 22.5 * GIB, 0.3 * T, peak_flops_fp8=242.5 * T, source="[copy] [driver]"
 )
-# The card that AWS has had built: 70 TFLOP/s, not the 125 of the A10.
-A10G = Device(
-    "A10G", 70 * T, None, 22.5 * GIB, 0.6 * T, cores=80, source="A10G datasheet (AWS) [driver]"
-)
-# 16-bit products that add in fp32, as training needs: sums in fp16 would go twice as fast. Sources:
-# appendix A of the Ada and of the RTX Blackwell white paper; PyTorch's "total capacity" in
-# ali-vilab/VGen issue 104 and Wan-Video/Wan2.1 issue 465.
+# The card is made for AWS: its datasheet prints 70 TFLOP/s, or 140 with sparsity. An A10 has 125.
+A10G = Device("A10G", 70 * T, None, 22.5 * GIB, 0.6 * T, cores=80, source="[copy] [driver]")
+# These rates are for sums in fp32, which training needs. Sums in fp16 are twice as fast on GeForce
+# cards. Copies of NVIDIA's Ada and RTX Blackwell white papers give the rates. PyTorch's "total
+# capacity" is printed in ali-vilab/VGen issue 104 and Wan-Video/Wan2.1 issue 465.
 RTX_4090 = Device(
     "RTX 4090",
     165.2 * T,
@@ -230,7 +229,7 @@ RTX_4090 = Device(
     1.008 * T,
     cores=128,
     peak_flops_fp8=330.3 * T,
-    source="[sheet] [driver]",
+    source="[copy] [driver]",
 )
 RTX_5090 = Device(
     "RTX 5090",
@@ -240,20 +239,21 @@ RTX_5090 = Device(
     1.792 * T,
     cores=170,
     peak_flops_fp8=419 * T,
-    source="[sheet] [driver]",
+    source="[copy] [driver]",
 )
-# fp16. PyTorch sees 14.74 GiB on Colab and Kaggle.
-T4 = Device("T4", 65 * T, None, 14.74 * GIB, 0.32 * T, cores=40, source="[sheet] [driver]")
-# fp16.
+# T4 and V100 compute in fp16. PyTorch sees 14.74 GiB on Colab's T4. Copies give 320 GB/s, and one
+# says 300.
+T4 = Device("T4", 65 * T, None, 14.74 * GIB, 0.32 * T, cores=40, source="[copy] [driver]")
 V100 = Device("V100 SXM 32GB", 125 * T, None, 31.7 * GIB, 0.9 * T, cores=80, source="[sheet]")
 TPU_V4 = Device("TPU v4", 275 * T, None, 32 * GIB, 1.2 * T, source="[acc] [scaling-book]")
 TPU_V5P = Device("TPU v5p", 459 * T, None, 95 * GB, 2.76 * T, source="[acc] [scaling-book]")
 TPU_V5E = Device("TPU v5e", 197 * T, None, 16 * GB, 0.82 * T, source="[acc] [scaling-book]")
 # Google's page "TPU v6e" (read November 2026). It lists int8 at twice bf16, and no fp8.
 TPU_V6E = Device("TPU v6e", 918 * T, None, 32 * GB, 1.638 * T, source="[sheet] [scaling-book]")
-# The 910B3 of the Atlas 800T A2. Other 910Bs differ: Huawei's guide gives the 910B2 376 TFLOP/s.
+# The 910B3 of the Atlas 800T A2, fp16. Huawei's guide gives 376 TFLOP/s for the 910B2, and other
+# 910Bs have less.
 ASCEND_910B = Device(
-    "Ascend 910B3", 313 * T, None, 64 * GB, 1.6 * T, source="Atlas 800T A2 user guide"
+    "Ascend 910B3", 313 * T, None, 64 * GB, 1.6 * T, source="[copy] Atlas 800T A2 user guide"
 )
 # Two cores of a shared machine, float32 (there is no bf16 unit).
 LAPTOP = Device(

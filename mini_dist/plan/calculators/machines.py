@@ -2,8 +2,8 @@
 
 Everything is data that one may edit: `hardware("h100").replace(devices_per_node=4)`.
 
-Sources.  devices.py explains [acc], [simumax], [scaling-book], [sheet] and [here]; [hf] Hugging
-Face's Ultra-Scale Playbook, 256 MB messages; [aws] EC2's instance types, November 2026.
+Sources.  devices.py explains [acc], [simumax], [scaling-book], [sheet], [copy] and [here]; [hf]
+Hugging Face's Ultra-Scale Playbook, 256 MB messages; [aws] EC2's instance types.
 
 The constants of links stand in this file, and come from timings of single collectives.  What was
 chosen with whole runs in view is listed in chosen.py.
@@ -248,20 +248,22 @@ HARDWARE = {
         host_bandwidth=900e9 / 2 / 2,
         host_memory_bandwidth=512e9 / 2,
         host_memory_bytes=480e9 / 2,
-        source="GB200 NVL72 datasheet",
+        source="[acc] [copy] GB200 NVL72",
     ),
     # NVLink of 400 GB/s in both directions. Network and host: as in DGX A100, assumed.
-    "a800": Hardware("a800", A800, 8, 200 * GB, 25 * GB, source="NVIDIA, November 2022"),
-    # DeepSeek-AI 2025 (arXiv:2505.09343), section 4: NVLink cut to 400 GB/s in both directions, and
-    # 8 x 400 Gb/s a node. Host: as in DGX H100, assumed.
+    "a800": Hardware("a800", A800, 8, 200 * GB, 25 * GB, source="[copy] NVIDIA, November 2022"),
+    # DeepSeek-AI 2025 (arXiv:2505.09343): NVLink cut from 900 to 400 GB/s in both directions, and
+    # 8 x 400 Gb/s per node. Their V3 report measures 160 GB/s over NVLink. Host: as in DGX H100,
+    # assumed.
     "h800": Hardware("h800", H800, 8, 200 * GB, 50 * GB, **NEW_HOST, source="arXiv:2505.09343"),
     # NVLink as the H100's; network and host: as in DGX H100, assumed.
-    "h20": Hardware("h20", H20, 8, 450 * GB, 50 * GB, **NEW_HOST, source="as the device"),
+    "h20": Hardware("h20", H20, 8, 450 * GB, 50 * GB, **NEW_HOST, source="[copy] HGX H20"),
     "mi300x": Hardware("mi300x", MI300X, 8, 448 * GB, 50 * GB, source="[acc]"),
     # PCIe 4 x16 and one 100 Gb/s port for four cards.
     "l40s": Hardware("l40s", L40S, 4, 32 * GB, 3.1 * GB, source="[sheet]"),
-    # g4dn.12xlarge: 4, 50 Gb/s, 192 GiB, 900 GB. (Kaggle rents two: devices_per_node=2.) The
-    # hosts' memory bandwidth is not published: the DGX A100's, assumed, here and in the next two.
+    # g4dn.12xlarge has 4 GPUs, 50 Gb/s, 192 GiB and 900 GB. (For Kaggle's two T4s, replace
+    # devices_per_node by 2.) AWS publishes no bandwidth of the hosts' memory: we assume the share
+    # of a DGX A100 here and in the next two machines.
     "t4": Hardware(
         "t4",
         T4,
@@ -273,7 +275,7 @@ HARDWARE = {
         file_bytes=900e9 / 4,
         source="[aws]",
     ),
-    # g6.48xlarge and g5.48xlarge: 8, 100 Gb/s, 768 GiB, disks of 7.52 and 7.6 TB.
+    # g6.48xlarge and g5.48xlarge have 8 GPUs, 100 Gb/s, 768 GiB, and disks of 7.52 and 7.6 TB.
     "l4": Hardware(
         "l4",
         L4,
@@ -313,7 +315,7 @@ HARDWARE = {
         host_memory_bytes=512e9 / 8,
         file_bytes=4 * 1.92e12 / 8,
         file_bandwidth=1e9 / 2,  # SATA: assumed
-        source="DGX-1 datasheet",
+        source="[copy] DGX-1 datasheet",
     ),
     # 16 a node, 1.5 TB and 30 TB (DGX-2 datasheet: 8 drives of 3.84 TB), 8 x 100 Gb/s InfiniBand;
     # NVMe of the whole node as ZeRO-Infinity states it, 28 GB/s (Rajbhandari et al. 2021).
@@ -355,7 +357,7 @@ HARDWARE = {
         7 * 56 * GB / 2,
         25 * GB,
         host_memory_bandwidth=4 * 8 * 25.6e9 / 8,
-        source="Atlas 800T A2 user guide (Huawei, EDOC1100317202)",
+        source="[copy] Atlas 800T A2 user guide (Huawei, EDOC1100317202)",
     ),
     "laptop": Hardware("laptop", LAPTOP, 4, 2 * GB, 0.1 * GB, 1e-4, 1e-3, source="[here], rough"),
     # The cluster of the playbook's sweep, with its timings of collectives [hf].

@@ -141,8 +141,10 @@ MODELS = {
         embedding_norm=True,
         tied_embedding=True,
     ),
-    # The files config.json and model.safetensors.index.json of the named checkpoints on Hugging
-    # Face, as of November 2026. Of a checkpoint that also sees pictures: the language model.
+    # Sizes from here on are those of config.json beside the named checkpoints on Hugging Face, read
+    # in copies in November 2026. test_parameters.py checks that they give exactly the number of
+    # parameters in the released files. If a checkpoint also sees pictures, the preset is its
+    # language model.
     # Qwen2.5-7B and -72B (September 2024).
     "qwen2.5-7b": _llama(28, 3584, 28, 4, 18944, 152064, 4096, qkv_bias=True),
     "qwen2.5-72b": _llama(80, 8192, 64, 8, 29568, 152064, 4096, qkv_bias=True),
