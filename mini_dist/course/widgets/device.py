@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from mini_dist.plan.calculators import hardware
-from mini_dist.plan.calculators.machines import Device, Hardware
+from mini_dist.plan.calculators.devices import Device
+from mini_dist.plan.calculators.machines import Hardware
 
 from ..lab import real
 

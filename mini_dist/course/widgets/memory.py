@@ -23,9 +23,13 @@ from .explorer import Explorer
 
 MODELS = (
     *("gpt2-xl", "llama3-8b", "llama3-70b", "llama3-405b", "gpt3-175b", "bloom-176b"),
-    *("mixtral-8x7b", "deepseek-v3"),
+    *("mixtral-8x7b", "deepseek-v3", "qwen2.5-7b", "qwen3-32b", "qwen3-235b-a22b"),
+    *("gpt-oss-120b", "glm-4.5", "kimi-k2", "llama4-scout", "gemma3-27b"),
 )
-GPUS = ("a100-40", "a100-80", "h100", "h200", "b200", "mi300x", MINE)
+GPUS = (
+    *("v100", "rtx-4090", "rtx-5090", "l40s", "a100-40", "a100-80", "a800"),
+    *("h20", "h800", "h100", "h200", "b200", "gb200", "mi300x", "ascend-910b", MINE),
+)
 PROGRAMS = ("megatron-core", "fsdp", "nanotron", "megatron-deepspeed")
 STATES = ("parameters", "gradients", "optimizer", "unsharded parameters")
 STATE, ACTIVATION, MOMENT, OUTSIDE = "#3182bd", "#fd8d3c", "#9e9ac8", "#bdbdbd"

@@ -48,7 +48,7 @@ PUBLISHED = {
     "llama3-70b": (15e12, "Llama 3 model card: over 15 T"),
     "llama3-405b": (15.6e12, "Llama 3 herd 2024, section 1"),
 }
-KEYS = {  # of the sources that machines.py states
+KEYS = {  # of the sources that devices.py states
     "[acc]": "stas00/ml-engineering, accelerators",
     "[mamf]": "its best measured matrix products",
     "[sheet]": "NVIDIA's datasheet",

@@ -26,9 +26,13 @@ from .explorer import Explorer
 
 MODELS = (
     *("llama3-8b", "llama3-70b", "llama3-405b", "gpt3-175b", "bloom-176b"),
-    *("mixtral-8x7b", "deepseek-v3"),
+    *("mixtral-8x7b", "deepseek-v3", "qwen2.5-72b", "qwen3-32b", "gpt-oss-120b"),
+    *("glm-4.5", "kimi-k2"),
 )
-GPUS = ("a100-80", "h100", "h100-hf", "h200", "b200", MINE)
+GPUS = (
+    *("v100", "a100-80", "a800", "h20", "h800", "h100", "h100-hf", "h200"),
+    *("b200", "gb200", "mi300x", "ascend-910b", MINE),
+)
 TP = (1, 2, 4, 8)
 PP = (1, 2, 4, 8, 16, 32)
 TOKENS = {f"{size} Mi": size * 2**20 for size in (1, 2, 4, 8, 16, 32)}

@@ -21,7 +21,11 @@ from . import page
 from .device import MINE, START, controls, machine_of, shown_if_mine
 from .explorer import Explorer
 
-GPUS = ("l40s", "a100-40", "a100-80", "h100", "h200", "b200", MINE)
+GPUS = (
+    *("t4", "l4", "a10g", "rtx-4090", "rtx-5090", "l40s"),
+    *("v100", "a100-40", "a100-80", "h20", "h100", "h200", "b200", "gb200", "mi300x"),
+    *("ascend-910b", "tpu-v6e", MINE),
+)
 WEIGHTS = {"16 bits": 2, "8 bits": 1, "4 bits": 0.5}
 CACHE = {"16 bits": 2, "8 bits": 1}
 

@@ -7,9 +7,11 @@
 Read in this order:
     lines.py       an itemized answer: name, value, unit, formula, source
     parameters.py  every weight of a model, once
-    models.py      GPT-2 to DeepSeek-V3 by name, and Hugging Face's config.json
+    presets.py     models by name, GPT-2 to Kimi K2
+    models.py      by name, or from Hugging Face's config.json
     flops.py       the work, and how long 6 P T takes
-    machines.py    datasheets and measurements
+    devices.py     datasheets and measurements
+    machines.py    devices in nodes, nodes in a network
     links.py       a link, and how long a message takes
     rounds.py      stars, trees, rings, doublings: who sends how much, and how long it takes
     costs.py       rounds, bytes and seconds of each collective algorithm
@@ -40,6 +42,7 @@ Read in this order:
 from ..config import Layout, ModelConfig
 from .activations import kept_of_layer
 from .compression import Compression, pays_below
+from .devices import Device
 from .export import (
     deepspeed_json,
     layout_source,
@@ -55,7 +58,7 @@ from .from_torchtitan import from_torchtitan
 from .importing import Imported
 from .layouts import Search, short
 from .lines import Breakdown, Line, readable
-from .machines import HARDWARE, Device, Hardware, hardware
+from .machines import HARDWARE, Hardware, hardware
 from .memory import (
     device_memory,
     layer_activations,
@@ -64,7 +67,7 @@ from .memory import (
     peak_memory,
     rank_memory,
 )
-from .models import MODELS, from_hugging_face, model
+from .models import from_hugging_face, model
 from .offload import (
     Largest,
     file_memory,
@@ -82,6 +85,7 @@ from .parameters import (
 )
 from .planner import plan
 from .plans import Candidate, Plan
+from .presets import MODELS
 from .step_time import StepTime, step_time
 from .volume import crossing_tokens, small_messages, step_volume
 

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .devices import FLASH_2_HOPPER
 from .frameworks import CUDA_OUTSIDE, FRAGMENTATION, FRAMEWORKS, LAUNCHES
 from .intervals import ACROSS_NODES, IN_A_NODE
-from .machines import FLASH_2_HOPPER, HOST_ADAM_FRACTION, SLOWED
+from .machines import HOST_ADAM_FRACTION, SLOWED
 from .published import LIMITED, MPT
 
 HALF, WHOLE = "read on a declared half", "chosen on the whole table"

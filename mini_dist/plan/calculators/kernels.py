@@ -13,17 +13,10 @@ from typing import NamedTuple
 from ..config import Layout, ModelConfig
 from .activations import tokens_of_micro_batch
 from .collective_time import collective_seconds, message_seconds, worst_place
+from .devices import FLASH_BACKWARD, FLASH_FORWARD, GEMM_FILL, KERNEL_SECONDS, Device
 from .flops import score_flops
 from .frameworks import Framework
-from .machines import (
-    FLASH_BACKWARD,
-    FLASH_FORWARD,
-    GEMM_FILL,
-    KERNEL_SECONDS,
-    SLOWED,
-    Device,
-    Hardware,
-)
+from .machines import SLOWED, Hardware
 from .parameters import every_second, layer_weights
 
 

@@ -1,15 +1,12 @@
-"""Machines: datasheet peaks, the best measurements, and the links between them.
+"""Machines: the devices of devices.py in nodes, and the links between them.
 
 Everything is data that you may edit: `hardware("h100").replace(devices_per_node=4)`.
 
-Sources.  [acc] stas00/ml-engineering, compute/accelerator (vendors' datasheets, collected);
-[mamf] the same, "maximum achievable matmul FLOPS": the best GEMM found by search; [simumax]
-MooreThreads/SimuMax, configs/system: single kernels and collectives timed on an A100-PCIe and a
-B200 node; [scaling-book] jax-ml/scaling-book, TPUs; [sheet] the vendor's datasheet; [hf] Hugging
-Face's Ultra-Scale Playbook, 256 MB messages; [here] measured on this machine.
+Sources.  devices.py explains [acc], [simumax], [scaling-book], [sheet], [copy] and [here]; [hf]
+Hugging Face's Ultra-Scale Playbook, 256 MB messages; [aws] EC2's instance types.
 
-This file has the constants of kernels and links, which come from timings of single kernels
-or single collectives.  chosen.py lists the constants that were chosen with whole runs in view.
+This file has the constants of links, which come from timings of single collectives. chosen.py lists
+the constants that were chosen with whole runs in view.
 """
 
 from __future__ import annotations
@@ -20,27 +17,36 @@ import math
 from dataclasses import dataclass
 
 from ..fields import checks_kinds
+from .devices import (
+    A10G,
+    A100_40,
+    A100_80,
+    A800,
+    ASCEND_910B,
+    B200,
+    GB,
+    GB200,
+    H20,
+    H100,
+    H200,
+    H800,
+    L4,
+    L40S,
+    LAPTOP,
+    MI300X,
+    RTX_4090,
+    RTX_5090,
+    T4,
+    TPU_V4,
+    TPU_V5E,
+    TPU_V5P,
+    TPU_V6E,
+    V100,
+    Device,
+    is_number,
+)
 from .links import Hierarchy, Link
 
-# Without a measured GEMM ceiling: the median of [mamf]'s bf16 ratios, measured / datasheet
-# (0.51 ... 0.97).
-ASSUMED_GEMM_FRACTION = 0.786
-# And where nobody timed the shapes of training: the A100's, H100's and B200's ratios of those to
-# the best shape are 0.95, 0.87 and 0.64 (the hotter the chip, the less it sustains).
-ASSUMED_SUSTAINED_FRACTION = 0.85
-# Large GEMMs lose K / (K + 180), filling and draining a tile: read off [simumax]'s A100 timings
-# at K = 512 ... 8192.
-GEMM_FILL = 180
-# [simumax] causal attention kernels at head dim 128, FLOP/s of the half that is computed over the
-# sustained GEMM rate: A100 0.79 forward, 0.65 backward; B200 0.96, 0.80.  Nearer the A100's.
-FLASH_FORWARD, FLASH_BACKWARD = 0.80, 0.68
-# FlashAttention 2, written for the A100's instructions, gets 35 % of an H100's datasheet forward
-# (Shah et al. 2024, arXiv:2407.08608, abstract); backward as much less as above: assumed.
-FLASH_2_HOPPER = 0.35
-# [simumax] streaming kernels get 0.75 (A100) and 0.67 (B200) of the datasheet's bandwidth.
-STREAM_FRACTION = 0.72
-# A kernel's own start and end on the device: assumed.
-KERNEL_SECONDS = 5e-6
 # NCCL in a node, share of the datasheet's rate: [simumax] on B200 0.74 for all-reduce, 0.67 for
 # all-gather and reduce-scatter, 0.60 for all-to-all; reports of nccl-tests on 8 x A100 say 230-235
 # of 300 GB/s for all-reduce (not timed here).  A plain send: assumed.
@@ -71,72 +77,11 @@ PROTOCOLS = ((0.47, 2.7 / 8, 0.25), (1.9, 4.0 / 8, 0.92), (3.4, 9.6 / 8, 1.0))
 # gets of the memory: chosen on DeepSpeed's CPU-Adam on a DGX-2 (`CPU_ADAM` in offload.py), which
 # gets 0.43 with 4 and with 10 billion parameters and 0.50 with one.
 HOST_ADAM_FRACTION = 0.43
-PCIE_4, PCIE_5 = 32e9, 64e9
+PCIE_3, PCIE_4, PCIE_5 = 16e9, 32e9, 64e9
 DDR4_HOST, DDR5_HOST = 2 * 8 * 25.6e9 / 8, 2 * 8 * 38.4e9 / 8
 # One device's share of the host's memory and of the disks in the node: 2 TB, and 8 drives of
 # 3.84 TB (DGX A100 640GB and DGX H100 datasheets). What a drive reads or writes: assumed.
 HOST_BYTES, FILE_BYTES, FILE_BANDWIDTH = 2e12 / 8, 30.7e12 / 8, 3e9
-
-
-@checks_kinds
-@dataclass(frozen=True)
-class Device:
-    """One accelerator."""
-
-    name: str
-    peak_flops: float  # dense bf16, FLOP/s: the datasheet
-    gemm_flops: float | None  # the best GEMM measured, FLOP/s; None: nobody did
-    memory_bytes: float  # what the driver reports, a little below the name
-    memory_bandwidth: float  # bytes/s: the datasheet
-    sustained_flops: float | None = None  # large GEMMs of training, FLOP/s; None: nobody timed them
-    cores: int | None = None  # multiprocessors, each with one 128 x 256 tile; None: no such grid
-    peak_flops_fp8: float | None = None
-    gemm_flops_fp8: float | None = None  # the best GEMM measured in fp8
-    flash_2_flops: float | None = None  # FlashAttention 2 forward, where later ones are faster
-    source: str = ""
-
-    def __post_init__(self):
-        for field in (
-            "peak_flops",
-            "gemm_flops",
-            "memory_bytes",
-            "memory_bandwidth",
-            "cores",
-            "sustained_flops",
-            "peak_flops_fp8",
-            "gemm_flops_fp8",
-            "flash_2_flops",
-        ):
-            value = getattr(self, field)
-            if value is not None and not (_is_number(value) and value > 0):
-                raise ValueError(
-                    f"{field}={value!r} of device {self.name!r} is not above 0: give "
-                    "it in FLOP/s, bytes or bytes/s."
-                )
-
-    @property
-    def gemm_ceiling(self) -> float:
-        return self.gemm_flops or ASSUMED_GEMM_FRACTION * self.peak_flops
-
-    @property
-    def gemm_rate(self) -> float:
-        """FLOP/s of a large GEMM in the middle of a long run: the roof of the time model."""
-        return self.sustained_flops or ASSUMED_SUSTAINED_FRACTION * self.gemm_ceiling
-
-    @property
-    def gemm_rate_fp8(self) -> float:
-        """The same in fp8: the ceiling, sustained as much as in bf16 (assumed)."""
-        if self.peak_flops_fp8 is None:
-            raise ValueError(f"device {self.name!r} has no peak_flops_fp8: give it, or fp8=False.")
-        ceiling = self.gemm_flops_fp8 or ASSUMED_GEMM_FRACTION * self.peak_flops_fp8
-        return ceiling * self.gemm_rate / self.gemm_ceiling
-
-    @property
-    def stream_bandwidth(self) -> float:
-        return STREAM_FRACTION * self.memory_bandwidth
-
-    def replace(self, **changes) -> Device:
-        return dataclasses.replace(self, **changes)
 
 
 @checks_kinds
@@ -169,14 +114,14 @@ class Hardware:
             *("host_bandwidth", "host_memory_bandwidth", "host_memory_bytes", "file_bandwidth"),
         ):
             value = getattr(self, field)
-            if not _is_number(value) or value <= 0:
+            if not is_number(value) or value <= 0:
                 raise ValueError(
                     f"{field}={value!r} of {self.name!r} is not above 0: give "
                     f"{_UNITS.get(field, 'bytes/s')}."
                 )
         for field in ("node_latency", "network_latency", "dollars_per_hour", "file_bytes"):
             value = getattr(self, field)
-            if value is not None and (not _is_number(value) or value < 0):
+            if value is not None and (not is_number(value) or value < 0):
                 raise ValueError(
                     f"{field}={value!r} of {self.name!r} is negative or no number: give 0 or more."
                 )
@@ -272,91 +217,12 @@ def hardware(name: str | Hardware) -> Hardware:
     )
 
 
-def _is_number(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-T, GB = 1e12, 1e9
-GIB = 2**30
-# Name, datasheet, best GEMM, memory, bandwidth, GEMMs of training, multiprocessors.
-# A100 training GEMMs: 0.775 of the datasheet on a PCIe card whose best is 0.811 [simumax], that
-# share of the SXM's best; the profiled weight gradients of Qi et al. 2023 table 9 are 238-251.
-A100_40 = Device(
-    "A100 SXM 40GB",
-    312 * T,
-    271.2 * T,
-    39.4 * GIB,
-    1.555 * T,
-    259 * T,
-    108,
-    source="[sheet] [mamf] [simumax]",
-)
-A100_80 = Device(
-    "A100 SXM 80GB",
-    312 * T,
-    271.2 * T,
-    79.2 * GIB,
-    2.039 * T,
-    259 * T,
-    108,
-    source="[acc] [mamf] [simumax]",
-)
-# 0.70 of the datasheet, a population average rather than one machine's timing [simumax].
-H100 = Device(
-    "H100 SXM",
-    989 * T,
-    794.5 * T,
-    79.6 * GIB,
-    3.35 * T,
-    692 * T,
-    132,
-    1979 * T,
-    1402.6 * T,
-    FLASH_2_HOPPER * 989 * T,
-    source="[acc] [mamf] [simumax]",
-)
-H200 = Device(
-    "H200 SXM",
-    989 * T,
-    794.5 * T,
-    141 * GB,
-    4.8 * T,
-    692 * T,
-    132,
-    1979 * T,
-    1453.4 * T,
-    FLASH_2_HOPPER * 989 * T,
-    source="[acc] [mamf] [simumax]",
-)
-# 0.49-0.51 of the datasheet for 4096 x 8192 x 57344 and the like, timed on a node [simumax].
-B200 = Device(
-    "B200 SXM",
-    2250 * T,
-    1745 * T,
-    180 * GB,
-    8.0 * T,
-    1125 * T,
-    148,
-    4500 * T,
-    3432.5 * T,
-    source="[acc] [mamf] [simumax]",
-)
-MI300X = Device(
-    "MI300X", 1300 * T, 668.4 * T, 192 * GB, 5.3 * T, peak_flops_fp8=2610 * T, source="[acc] [mamf]"
-)
-L40S = Device(
-    "L40S", 362 * T, None, 48 * GB, 0.864 * T, peak_flops_fp8=733 * T, source="[acc] [sheet]"
-)
-V100 = Device("V100 SXM 32GB", 125 * T, None, 31.7 * GIB, 0.9 * T, cores=80, source="[sheet]")
-TPU_V4 = Device("TPU v4", 275 * T, None, 32 * GIB, 1.2 * T, source="[acc] [scaling-book]")
-TPU_V5P = Device("TPU v5p", 459 * T, None, 95 * GB, 2.76 * T, source="[acc] [scaling-book]")
-TPU_V5E = Device("TPU v5e", 197 * T, None, 16 * GB, 0.82 * T, source="[acc] [scaling-book]")
-# Two cores of a shared machine, float32 (there is no bf16 unit).
-LAPTOP = Device(
-    "2 CPU cores", 0.15 * T, 0.1 * T, 24 * GIB, 20 * GB, 0.08 * T, source="[here], rough"
-)
-
 NEW_HOST = {"host_bandwidth": PCIE_5, "host_memory_bandwidth": DDR5_HOST}
+WORKSTATION = {
+    "host_memory_bytes": 64e9,
+    "file_bytes": 0.5e12,
+    "source": "arXiv:2512.15306; network, host and disk assumed",
+}
 
 HARDWARE = {
     # 8 x 200 Gb/s InfiniBand a node (DGX A100; Selene, Narayanan et al. 2021 section 5).
@@ -370,9 +236,87 @@ HARDWARE = {
     "h100": Hardware("h100", H100, 8, 450 * GB, 50 * GB, **NEW_HOST, source="DGX H100 datasheet"),
     "h200": Hardware("h200", H200, 8, 450 * GB, 50 * GB, **NEW_HOST, source="DGX H200 datasheet"),
     "b200": Hardware("b200", B200, 8, 900 * GB, 50 * GB, **NEW_HOST, source="DGX B200 datasheet"),
+    # One NVLink domain of 72, and a ConnectX-7 for each GPU (MLCommons inference 6.1, Crusoe's
+    # GB200 system) at 400 Gb/s as in DGX H100. Two GPUs share a Grace CPU: 900 GB/s of NVLink-C2C
+    # in both directions, 480 GB of LPDDR5X at 512 GB/s. Disks: as in DGX H100, assumed.
+    "gb200": Hardware(
+        "gb200",
+        GB200,
+        72,
+        900 * GB,
+        50 * GB,
+        host_bandwidth=900e9 / 2 / 2,
+        host_memory_bandwidth=512e9 / 2,
+        host_memory_bytes=480e9 / 2,
+        source="[acc] [copy] GB200 NVL72",
+    ),
+    # NVLink of 400 GB/s in both directions. Network and host: as in DGX A100, assumed.
+    "a800": Hardware("a800", A800, 8, 200 * GB, 25 * GB, source="[copy] NVIDIA, November 2022"),
+    # DeepSeek-AI 2025 (arXiv:2505.09343): NVLink cut from 900 to 400 GB/s in both directions, and
+    # 8 x 400 Gb/s per node. Their V3 report measures 160 GB/s over NVLink. Host: as in DGX H100,
+    # assumed.
+    "h800": Hardware("h800", H800, 8, 200 * GB, 50 * GB, **NEW_HOST, source="arXiv:2505.09343"),
+    # NVLink as the H100's; network and host: as in DGX H100, assumed.
+    "h20": Hardware("h20", H20, 8, 450 * GB, 50 * GB, **NEW_HOST, source="[copy] HGX H20"),
     "mi300x": Hardware("mi300x", MI300X, 8, 448 * GB, 50 * GB, source="[acc]"),
     # PCIe 4 x16 and one 100 Gb/s port for four cards.
     "l40s": Hardware("l40s", L40S, 4, 32 * GB, 3.1 * GB, source="[sheet]"),
+    # g4dn.12xlarge has 4 GPUs, 50 Gb/s, 192 GiB and 900 GB. (For Kaggle's two T4s, replace
+    # devices_per_node by 2.) AWS publishes no bandwidth of the hosts' memory: we assume the share
+    # of a DGX A100 here and in the next two machines.
+    "t4": Hardware(
+        "t4",
+        T4,
+        4,
+        PCIE_3,
+        6.25 * GB / 4,
+        host_bandwidth=PCIE_3,
+        host_memory_bytes=192 * 2**30 / 4,
+        file_bytes=900e9 / 4,
+        source="[aws]",
+    ),
+    # g6.48xlarge and g5.48xlarge have 8 GPUs, 100 Gb/s, 768 GiB, and disks of 7.52 and 7.6 TB.
+    "l4": Hardware(
+        "l4",
+        L4,
+        8,
+        PCIE_4,
+        12.5 * GB / 8,
+        host_memory_bytes=768 * 2**30 / 8,
+        file_bytes=7.52e12 / 8,
+        source="[aws]",
+    ),
+    "a10g": Hardware(
+        "a10g",
+        A10G,
+        8,
+        PCIE_4,
+        12.5 * GB / 8,
+        host_memory_bytes=768 * 2**30 / 8,
+        file_bytes=7.6e12 / 8,
+        source="[aws]",
+    ),
+    # A workstation of four cards, as in LLMQ (arXiv:2512.15306). Assumed: full PCIe lanes for each
+    # card, 10 Gb/s Ethernet, 64 GB of host memory and half a TB of disk for each card.
+    "rtx-4090": Hardware("rtx-4090", RTX_4090, 4, PCIE_4, 1.25 * GB / 4, **WORKSTATION),
+    "rtx-5090": Hardware(
+        "rtx-5090", RTX_5090, 4, PCIE_5, 1.25 * GB / 4, **WORKSTATION | {"host_bandwidth": PCIE_5}
+    ),
+    # DGX-1: six NVLinks a GPU in a hybrid cube mesh, 4 x 100 Gb/s InfiniBand, 512 GB of DDR4-2133
+    # on two sockets of four channels, four SSDs of 1.92 TB. (dgx-2, below, has 16 behind switches.)
+    "v100": Hardware(
+        "v100",
+        V100,
+        8,
+        150 * GB,
+        6.25 * GB,
+        host_bandwidth=PCIE_3,
+        host_memory_bandwidth=2 * 4 * 17.1e9 / 8,
+        host_memory_bytes=512e9 / 8,
+        file_bytes=4 * 1.92e12 / 8,
+        file_bandwidth=1e9 / 2,  # SATA: assumed
+        source="[copy] DGX-1 datasheet",
+    ),
     # 16 a node, 1.5 TB and 30 TB (DGX-2 datasheet: 8 drives of 3.84 TB), 8 x 100 Gb/s InfiniBand;
     # NVMe of the whole node as ZeRO-Infinity states it, 28 GB/s (Rajbhandari et al. 2021).
     "dgx-2": Hardware(
@@ -393,6 +337,28 @@ HARDWARE = {
     "tpu-v4": Hardware("tpu-v4", TPU_V4, 64, 2 * 45 * GB, 6.25 * GB, source="[scaling-book]"),
     "tpu-v5p": Hardware("tpu-v5p", TPU_V5P, 64, 2 * 90 * GB, 6.25 * GB, source="[scaling-book]"),
     "tpu-v5e": Hardware("tpu-v5e", TPU_V5E, 16, 2 * 45 * GB, 3.1 * GB, source="[scaling-book]"),
+    # Google's page "TPU v6e" (November 2026): 8 chips and 1,536 GiB a host, PCIe 5.
+    "tpu-v6e": Hardware(
+        "tpu-v6e",
+        TPU_V6E,
+        16,
+        2 * 90 * GB,
+        12.5 * GB,
+        host_bandwidth=32e9,
+        host_memory_bytes=1536 * 2**30 / 8,
+        source="[sheet] [scaling-book]",
+    ),
+    # 8 NPUs, each linked to each of the others (7 links of 56 GB/s, which we take to be both
+    # directions together: assumed), a 200 Gb/s RoCE port for each, four sockets of 8 channels.
+    "ascend-910b": Hardware(
+        "ascend-910b",
+        ASCEND_910B,
+        8,
+        7 * 56 * GB / 2,
+        25 * GB,
+        host_memory_bandwidth=4 * 8 * 25.6e9 / 8,
+        source="[copy] Atlas 800T A2 user guide (Huawei, EDOC1100317202)",
+    ),
     "laptop": Hardware("laptop", LAPTOP, 4, 2 * GB, 0.1 * GB, 1e-4, 1e-3, source="[here], rough"),
     # The cluster of the playbook's sweep, with its timings of collectives [hf].
     "h100-hf": Hardware(

@@ -7,9 +7,9 @@
 
 A decode step reads all weights, and the keys and values of all tokens so far, for one new token per
 sequence, so memory decides its time. Prefill uses a weight for every token of the prompt, so
-arithmetic decides. The constants are those for training (machines.py). One choice was made with the
-numbers below in view: products are not counted in waves of tiles. With waves, the first token after
-a prompt of 128 came out up to four times too late.
+arithmetic decides. The constants are those for training (devices.py, machines.py). One choice was
+made with the numbers below in view: products are not counted in waves of tiles. With waves, the
+first token after a prompt of 128 came out up to four times too late.
 
 Letters: B sequences, T tokens, D model, N heads, K kv heads, H head dim, E experts, L layers.
 """
@@ -23,10 +23,11 @@ from typing import NamedTuple
 from ..config import ModelConfig
 from ..fields import at_least, checks_kinds, nearest_divisor, whole, whole_number
 from .collective_time import collective_seconds
+from .devices import FLASH_FORWARD, KERNEL_SECONDS, Device
 from .flops import forward_flops, score_flops
 from .kernels import stream_seconds
 from .lines import Breakdown, Line
-from .machines import FLASH_FORWARD, KERNEL_SECONDS, Device, Hardware, hardware
+from .machines import Hardware, hardware
 from .models import model
 from .parameters import Weight, layer_weights, num_parameters, outer_weights
 
@@ -250,7 +251,7 @@ def _matrices(server: Server, tokens: int, logits: int) -> list[Line]:
         one = max(read, arithmetic) + KERNEL_SECONDS
         seconds[weight.kind] = seconds.get(weight.kind, 0.0) + product.times * one
     formula = "the slower of reading it and of its FLOPs"
-    return [Line(kind, value, "s", formula, "machines.py") for kind, value in seconds.items()]
+    return [Line(kind, value, "s", formula, "devices.py") for kind, value in seconds.items()]
 
 
 def _traffic(server: Server, tokens: int) -> Line:

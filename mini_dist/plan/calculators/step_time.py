@@ -5,9 +5,9 @@
     pipeline   = m micro-batches on the slowest stage + the bubble of the schedule
     step       = pipeline + gradients that backward does not hide + optimizer
 
-All constants are in machines.py and frameworks.py, with their sources.  The constants of kernels
-and links come from timings of single kernels and collectives; chosen.py lists the exceptions.
-`step_time` gives low ... high as well as its best guess (intervals.py).
+All constants are in devices.py, machines.py and frameworks.py, with their sources.  The constants
+of kernels and links come from timings of single kernels and collectives; chosen.py lists the
+exceptions.  `step_time` gives low ... high as well as its best guess (intervals.py).
 """
 
 from __future__ import annotations

@@ -109,6 +109,23 @@ def test_a_measured_ceiling_is_below_the_datasheet_s(name):
     assert device.source
 
 
+def test_no_peak_counts_the_zeros_of_sparse_matrices():
+    """Multipliers of 8 bits are twice as many: a factor of 4 or 1 would mix dense with sparse."""
+    devices = [machine.device for machine in HARDWARE.values() if machine.device.peak_flops_fp8]
+    assert len(devices) > 8
+    for device in devices:
+        assert device.peak_flops_fp8 == pytest.approx(2 * device.peak_flops, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("rtx4090", "rtx-4090"), ("gb200-nvl72", "gb200"), ("ascend910b", "ascend-910b")],
+)
+def test_an_unknown_machine_names_its_neighbours(name, nearest):
+    with pytest.raises(ValueError, match=f"did you mean {nearest}"):
+        hardware(name)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

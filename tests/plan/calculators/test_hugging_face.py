@@ -10,6 +10,7 @@ from mini_dist.plan.calculators import (
     Layout,
     from_hugging_face,
     megatron_arguments,
+    model,
     num_active_parameters,
     num_parameters,
     parameter_counts,
@@ -128,6 +129,21 @@ def test_a_size_that_is_left_out_is_the_default_of_its_family_and_is_named():
     assert (config.windowed_layers, config.window) == (40, 1024)
     with pytest.warns(UserWarning, match="vocab_size=262208, num_attention_heads=8, num_key_value"):
         assert num_parameters(from_hugging_face(GEMMA_3_4B, 4096)) == 3_880_263_168
+
+
+@pytest.mark.filterwarnings("ignore:config.json leaves out")
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("gpt-oss-20b", RELEASED["gpt-oss-20b"][0]),
+        ("gpt-oss-120b", RELEASED["gpt-oss-120b"][0]),
+        ("llama4-scout", SCOUT),
+        ("gemma3-4b", GEMMA_3_4B),
+        ("gemma3-12b", GEMMA_3_12B),
+    ],
+)
+def test_a_preset_is_what_its_config_says(name, settings):
+    assert from_hugging_face(settings, model(name).seq_len) == model(name)
 
 
 def test_keys_that_a_family_does_not_have_are_not_read():

@@ -14,6 +14,31 @@ from mini_dist.plan.calculators import (
 )
 from mini_dist.plan.config import Layout, ModelConfig
 
+
+def vision_of_gemma_3(D):
+    """SigLIP at 896 pixels (27 layers of 1152), and the projector to width D: biases on linears."""
+    W, F = 1152, 4304
+    linears = 4 * (W * W + W) + (W * F + F) + (F * W + W)
+    tower = (14 * 14 * 3 * W + W) + (896 // 14) ** 2 * W + 27 * (linears + 4 * W) + 2 * W
+    return tower + W * D + W
+
+
+def vision_of_llama_4(D):
+    """34 layers of 1408 at 336 pixels, an adapter that takes 4 patches at once, the projector."""
+    W, F, A = 1408, 5632, 4096
+    linears = 4 * (W * W + W) + (W * F + F) + (F * W + W)
+    tower = 14 * 14 * 3 * W + W + ((336 // 14) ** 2 + 1) * W + 34 * (linears + 4 * W) + 4 * W
+    return tower + 4 * W * A + A * A + A * D
+
+
+def one_more_token_of_glm():
+    """Layer 92: a layer with experts, both inputs' norms and projection, and its own two ends."""
+    D, F, V, queries, keys = 5120, 1536, 151552, 96 * 128, 8 * 128
+    attention = 2 * D * queries + 2 * D * keys + queries + 2 * keys + 2 * 128
+    layer = attention + (160 + 1) * 3 * D * F + 160 * D + 160 + 2 * D
+    return layer + 2 * D * D + 3 * D + 2 * V * D
+
+
 # As the released checkpoints have them (their model cards, or the sum over their weight files).
 PUBLISHED = {
     "gpt2": 124_439_808,
@@ -30,6 +55,24 @@ PUBLISHED = {
     "bloom-176b": 176_247_271_424,
     # 671,026,419,200 with the router's 58 * 256 balance offsets, which no gradient trains
     "deepseek-v3": 671_026_419_200 - 58 * 256,
+    # Half the bytes of bf16 that model.safetensors.index.json says.
+    "qwen2.5-7b": 15_231_233_024 // 2,
+    "qwen2.5-72b": 145_412_407_296 // 2,
+    "qwen3-8b": 16_381_470_720 // 2,
+    "qwen3-32b": 65_524_246_528 // 2,
+    "qwen3-30b-a3b": 61_064_245_248 // 2,
+    "qwen3-235b-a22b": 470_187_269_120 // 2,
+    # The sum over the weight files, four-bit ones counted as numbers.
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    # And without what a preset leaves out: the router's offsets, the module that predicts one more
+    # token, the part that sees pictures.
+    "kimi-k2": 1_026_408_232_448 - 60 * 384,
+    "glm-4.5": 358_337_791_296 - one_more_token_of_glm() - 89 * 160,
+    "llama4-scout": 108_641_793_536 - vision_of_llama_4(5120),
+    "gemma3-4b": 4_300_079_472 - vision_of_gemma_3(2560),
+    "gemma3-12b": 12_187_325_040 - vision_of_gemma_3(3840),
+    "gemma3-27b": 27_432_406_640 - vision_of_gemma_3(5376),
 }
 
 
@@ -51,6 +94,29 @@ def test_active_parameters_leave_out_the_experts_a_token_does_not_visit():
     assert num_parameters(config) - num_active_parameters(config) == 32 * 6 * one_expert
     assert round(num_active_parameters(model("deepseek-v3")) / 1e9, 1) == 37.6  # "37B activated"
     assert num_active_parameters(model("gpt2")) == num_parameters(model("gpt2"))
+
+
+@pytest.mark.parametrize(
+    ("name", "ends", "printed", "digits"),
+    [  # ends: how many of embedding and head the model's report leaves out
+        ("gpt-oss-20b", 1, 3.61, 2),
+        ("gpt-oss-120b", 1, 5.13, 2),
+        ("qwen3-235b-a22b", 0, 22, None),
+        ("glm-4.5", 2, 32, None),
+        ("llama4-scout", 0, 17, None),
+    ],
+)
+def test_active_parameters_are_those_of_the_report(name, ends, printed, digits):
+    config = model(name)
+    active = num_active_parameters(config) - ends * config.vocab_size * config.d_model
+    assert round(active / 1e9, digits) == printed
+
+
+@pytest.mark.parametrize(("size", "printed"), [(4, 3209), (12, 10_759), (27, 25_600)])
+def test_gemma_3_has_the_parameters_of_its_report_besides_the_embedding(size, printed):
+    """Gemma 3 technical report, table 1, in millions."""
+    counts = parameter_counts(model(f"gemma3-{size}b"))
+    assert round((counts.total - counts["embedding"]) / 1e6) == printed
 
 
 CUTS = [
@@ -257,4 +323,6 @@ def test_files_that_are_no_config_say_so(tmp_path):
 def test_an_unknown_model_names_its_neighbours():
     with pytest.raises(ValueError, match="'llama3-7b' is not known: did you mean .*llama3-8b"):
         model("llama3-7b")
+    with pytest.raises(ValueError, match="did you mean llama4-scout"):
+        model("llama4-maverick")
     assert set(PUBLISHED) < set(MODELS)

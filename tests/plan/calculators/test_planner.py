@@ -439,3 +439,20 @@ def test_what_a_framework_cannot_say_is_refused(call, says):
     with pytest.raises(ValueError) as error:
         call(model("llama3-8b"))
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "machine"),
+    [
+        ("qwen2.5-7b", "t4"),
+        ("qwen3-8b", "rtx-5090"),
+        ("glm-4.5", "gb200"),  # nodes of 72
+        ("gpt-oss-20b", "ascend-910b"),
+    ],
+)
+def test_two_nodes_of_any_machine_are_planned_for(name, machine):
+    size = 2 * hardware(machine).devices_per_node
+    search = Search((1,), zero=(1, 3), max_pp=8, num_simulated=0)
+    best = plan(name, machine, size, size * 2**15, search=search).best
+    assert best.layout.world_size == size and 0 < best.time.seconds
+    assert best.device_bytes < hardware(machine).device.memory_bytes

@@ -93,7 +93,7 @@ def test_windows_are_read_as_transformers_reads_them(more, windows):
 
 
 def test_a_text_without_windows_is_its_tokens():
-    for name in MODELS:
+    for name in [name for name, config in MODELS.items() if not config.windowed_layers]:
         assert kv_bytes_a_text(name, 1000) == 1000 * kv_bytes_a_token(name).total
 
 

@@ -17,9 +17,9 @@ from mini_dist.plan.calculators import (
 )
 from mini_dist.plan.calculators.bubble import bubble_seconds
 from mini_dist.plan.calculators.collective_time import collective_seconds
+from mini_dist.plan.calculators.devices import KERNEL_SECONDS
 from mini_dist.plan.calculators.frameworks import FRAMEWORKS, framework
 from mini_dist.plan.calculators.kernels import LayerPiece, gemm_seconds, layer_time, stream_seconds
-from mini_dist.plan.calculators.machines import KERNEL_SECONDS
 from mini_dist.plan.calculators.parameters import copies, parameters_of_rank
 from mini_dist.plan.calculators.published import (
     ZERO_BUBBLE_RATES,
