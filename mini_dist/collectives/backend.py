@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mini_dist.ranks.ledger.group import RecordingGroup
+from mini_dist.ranks.older_torch import with_former_names
 
 from . import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 
@@ -49,6 +50,7 @@ def own_backend(
 SUMS = ("SUM", "AVG")
 
 
+@with_former_names
 class OwnGroup(RecordingGroup):
     """torch fills the tensors that it is given; our functions return new ones."""
 
@@ -78,9 +80,6 @@ class OwnGroup(RecordingGroup):
         output.view(-1).copy_(result.flatten())
         if reduction == "AVG":
             output /= self.size()
-
-    _allgather_base = all_gather_single  # (torch before 2.13)
-    _reduce_scatter_base = reduce_scatter_single
 
 
 def reduction(opts) -> str:

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from .ledger.group import RecordingGroup
 from .ledger.recording import Recorder
+from .older_torch import collective_of
 
 BACKEND = "mini_dist_without_storage"
 META = torch.device("meta")
@@ -41,12 +42,6 @@ aten = torch.ops.aten
 MAY_MIX = {aten.copy_, aten._to_copy}
 INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 ASK_FOR_VALUES = {aten._local_scalar_dense, aten.equal, aten.is_nonzero, aten.nonzero}
-# FakeProcessGroup still has the names that torch used before 2.13.
-OLDER_NAMES = {
-    "all_gather_single": "_allgather_base",
-    "reduce_scatter_single": "_reduce_scatter_base",
-    "all_to_all_single": "alltoall_base",
-}
 
 
 class DeviceMismatch(RuntimeError):
@@ -114,7 +109,7 @@ class Silent:
         self.fake = fake
 
     def __getattr__(self, method: str):
-        return getattr(self.fake, OLDER_NAMES.get(method, method))
+        return collective_of(self.fake, method)
 
     def recv(self, tensors, source: int, tag: int):
         for tensor in tensors:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # (not in torch.distributed)
 
 from ..connections import refuse_strangers, sockets_here
+from ..older_torch import collective_of, with_former_names
 from ..threads import threads_that_do_not_interrupt
 from .recording import Recorder, end
 from .staged import Staged
@@ -66,6 +67,7 @@ class RecordedWork(dist._Work):
     _source_rank = source_rank
 
 
+@with_former_names
 class RecordingGroup(dist.ProcessGroup):
     """gloo (and NCCL, where each rank has a GPU) with a recorder in front.
 
@@ -188,7 +190,7 @@ class RecordingGroup(dist.ProcessGroup):
                 waits=waits,
             )
         try:
-            work = getattr(self.inner, method)(*args, opts)
+            work = collective_of(self.inner, method)(*args, opts)
         except RuntimeError as error:
             raise explained(error, self.recorder) from error
         if work is None:
@@ -285,13 +287,6 @@ class RecordingGroup(dist.ProcessGroup):
     def barrier(self, opts=None):
         opts = opts or dist.BarrierOptions()
         return self._collective("barrier", "barrier", [], [], opts)
-
-    # torch before 2.13 calls these by their older names
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
 
     def getBackendName(self) -> str:  # (torch's own name for it)
         return BACKEND
