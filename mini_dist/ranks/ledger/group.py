@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # (not in torch.distributed)
 
 from ..connections import refuse_strangers, sockets_here
-from ..older_torch import collective_of, with_former_names
+from ..older_torch import as_today, silent_gloo, with_former_names
 from ..threads import threads_that_do_not_interrupt
 from .recording import Recorder, end
 from .staged import Staged
@@ -102,7 +102,7 @@ class RecordingGroup(dist.ProcessGroup):
 
         def make_gloo():
             before = sockets_here()
-            with threads_that_do_not_interrupt():
+            with threads_that_do_not_interrupt(), silent_gloo():
                 gloo = dist.ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
             refuse_strangers(sockets_here() - before)
             return gloo
@@ -124,6 +124,7 @@ class RecordingGroup(dist.ProcessGroup):
                 group._register_backend(torch.device(kind), backend_type, backend)
             group._set_default_backend(kinds.GLOO)
             group._set_group_name(options.group_id)
+        self.inner = as_today(self.inner)
         if self.is_staged:
             self.inner = Staged(self.inner, device.type)
 
@@ -190,7 +191,7 @@ class RecordingGroup(dist.ProcessGroup):
                 waits=waits,
             )
         try:
-            work = collective_of(self.inner, method)(*args, opts)
+            work = getattr(self.inner, method)(*args, opts)
         except RuntimeError as error:
             raise explained(error, self.recorder) from error
         if work is None:
