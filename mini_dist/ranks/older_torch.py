@@ -130,11 +130,12 @@ class DividingWork:
         self.work, self.sums, self.number = work, sums, number
 
     def wait(self, timeout=timedelta(0)) -> bool:
-        done = self.work.wait(timeout) if timeout else self.work.wait()
-        sums, self.sums = self.sums, []  # Divide only once: a caller may wait twice.
-        for tensor in sums:
-            tensor /= self.number
-        return done
+        if self.sums:  # Only once: gloo's own second wait would bring the sums back.
+            self.work.wait(*([timeout] if timeout else []))
+            for tensor in self.sums:
+                tensor /= self.number
+            self.sums = []
+        return True
 
     def is_completed(self) -> bool:
         return not self.sums and self.work.is_completed()
