@@ -41,7 +41,9 @@ def main() -> None:
     elif command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
         meant = f" (did you mean {near[0]}?)" if near else ""
-        print(f"mini-dist has no command {command!r}{meant}: {', '.join(COMMANDS)}", file=sys.stderr)
+        print(
+            f"mini-dist has no command {command!r}{meant}: {', '.join(COMMANDS)}", file=sys.stderr
+        )
         sys.exit(2)
     else:
         if command == "lab":

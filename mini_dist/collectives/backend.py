@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mini_dist.ranks.ledger.group import RecordingGroup
-from mini_dist.ranks.older_torch import with_former_names
 
 from . import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 
@@ -50,7 +49,6 @@ def own_backend(
 SUMS = ("SUM", "AVG")
 
 
-@with_former_names
 class OwnGroup(RecordingGroup):
     """torch fills the tensors that it is given; our functions return new ones."""
 

@@ -168,3 +168,10 @@ def gradients_of(given: Sequence[Tensor] | tuple[list[Tensor]]) -> list[Tensor]:
     last use. An older torch passes the gradients one by one and keeps them until backward returns.
     """
     return given[0] if isinstance(given[0], list) else list(given)
+
+
+# ---- kernels -------------------------------------------------------------------------------------
+
+# Whether torch's fused attention for CPUs takes fewer key/value heads than query heads. In torch
+# 2.8 it reads and writes beyond their end, and the process aborts.
+KERNEL_SHARES_HEADS = not IS_OLDER

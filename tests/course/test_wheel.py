@@ -71,7 +71,11 @@ def run(*command, **how):
 def test_the_wheel_holds_every_notebook_lesson_and_figure_once(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert len(names) == len(set(names))
-    for folder, pattern in {"notebooks": "*.ipynb", "lessons": "*.md", "lessons/figures": "*"}.items():
+    for folder, pattern in {
+        "notebooks": "*.ipynb",
+        "lessons": "*.md",
+        "lessons/figures": "*",
+    }.items():
         for path in (ROOT / folder).glob(pattern):
             if path.is_file():
                 assert f"mini_dist/shipped/{path.relative_to(ROOT)}" in names
@@ -150,7 +154,9 @@ def test_the_first_lesson_runs_where_only_the_wheel_is(installed, learner_s, req
     path = learner_s / "work" / LESSON
     if not request.config.getoption("long"):
         notebook = json.loads(path.read_text())
-        launches = [n for n, cell in enumerate(notebook["cells"]) if "launch(" in str(cell["source"])]
+        launches = [
+            n for n, cell in enumerate(notebook["cells"]) if "launch(" in str(cell["source"])
+        ]
         notebook["cells"] = notebook["cells"][: launches[0] + 1]
         path.write_text(json.dumps(notebook))
     began = time.monotonic()

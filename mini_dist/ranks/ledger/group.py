@@ -75,6 +75,10 @@ class RecordingGroup(dist.ProcessGroup):
     what carries the messages of tensors on each kind of device.
     """
 
+    def __init_subclass__(cls, **more):
+        super().__init_subclass__(**more)
+        with_former_names(cls)
+
     def __init__(self, options, recorder: Recorder, device: torch.device, shared: bool):
         rank, size = options.group_rank, options.group_size
         super().__init__(rank, size)
