@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 import zipfile
 from pathlib import Path
@@ -159,7 +158,6 @@ def test_the_first_lesson_runs_where_only_the_wheel_is(installed, learner_s, req
         ]
         notebook["cells"] = notebook["cells"][: launches[0] + 1]
         path.write_text(json.dumps(notebook))
-    began = time.monotonic()
     run(str(installed / "python"), "-m", "papermill", "--cwd", "work", str(path), "out.ipynb")
-    outputs = [cell["outputs"] for cell in json.loads(Path("out.ipynb").read_text())["cells"][1:]]
-    assert "hello, I am rank 3 of 4" in str(outputs), f"nothing after {time.monotonic() - began} s"
+    outputs = [cell.get("outputs") for cell in json.loads(Path("out.ipynb").read_text())["cells"]]
+    assert "hello, I am rank 3 of 4" in str(outputs)

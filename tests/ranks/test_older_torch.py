@@ -1,4 +1,4 @@
-"""What torch 2.8 does wrong or loudly is right and silent here. (Run on it: weekly.yml, job torch.)"""
+"""What torch 2.8 does wrong or loudly is right and silent here. (weekly.yml runs this on it.)"""
 
 import warnings
 
@@ -55,6 +55,6 @@ def test_a_rank_in_its_place_sorts_by_the_place_and_is_an_int_otherwise(order):
     placed = [InPlace(rank) for rank in order]
     for place, rank in enumerate(placed):
         rank.place = place
-    assert sorted(reversed(placed)) == order
+    assert sorted(placed[::-1]) == order
     assert [rank < 3 for rank in placed] == [rank < 3 for rank in order]
     assert {rank: rank for rank in placed}.keys() == {*order}
