@@ -15,6 +15,7 @@ from inspect import signature
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 # Methods of a process group: the name since torch 2.13, and the name before.
@@ -168,6 +169,14 @@ def gradients_of(given: Sequence[Tensor] | tuple[list[Tensor]]) -> list[Tensor]:
     last use. An older torch passes the gradients one by one and keeps them until backward returns.
     """
     return given[0] if isinstance(given[0], list) else list(given)
+
+
+def gradient_edge(output: Tensor) -> GradientEdge:
+    """Return the place in the graph where backward of `output` begins, without the tensor.
+
+    In torch 2.8 backward cannot begin at an autograd.Function of Python; at a view of it, it can.
+    """
+    return get_gradient_edge(output.view_as(output) if IS_OLDER else output)
 
 
 # ---- kernels -------------------------------------------------------------------------------------
