@@ -30,14 +30,11 @@ SITE_INSTALLED := $(VENV)/.installed-site
 
 .PHONY: lab update test test-all notebooks site site-tools check everywhere frameworks torchtitan
 
-# As the default address, not as an argument: then the one printed leads there too, which is what
-# WSL2 and remote machines have.
 lab: $(INSTALLED)
-	@$(BIN)/python -m mini_dist.course.working_copy --once
-	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/work/00_start_here.ipynb $(LAB_ARGS)
+	$(BIN)/python -m mini_dist lab $(LAB_ARGS)
 
 update: $(INSTALLED)
-	@$(BIN)/python -m mini_dist.course.working_copy
+	@$(BIN)/python -m mini_dist update
 
 # Three parts, all run, one status: the library with two workers, then the tests that need the
 # machine to themselves, then the notebooks with two workers. SAMPLE takes of each test with many

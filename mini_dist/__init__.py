@@ -22,6 +22,8 @@ import importlib
 
 from .ranks.launch import RankError, RankTimeout, launch  # This needs no torch.
 
+__version__ = "0.1.0"
+
 _MODULES = {
     "calculators": "plan.calculators",
     "check": "course.check",

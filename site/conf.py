@@ -86,7 +86,7 @@ toc_object_entries = False  # Each page would list every object, and the build w
 def write_library(app):
     """A page for each room of mini_dist, and for each module and package in a room."""
     folder = HERE / "library"
-    rooms = [room.name for room in pkgutil.iter_modules(mini_dist.__path__)]
+    rooms = [room.name for room in pkgutil.iter_modules(mini_dist.__path__) if room.ispkg]
     inside = [(room, [f"{mini_dist.__path__[0]}/{room}"]) for room in rooms]
     names = [f"{room}.{each.name}" for room, path in inside for each in pkgutil.iter_modules(path)]
     pages = {name: f"# {name}\n\n" for name in sorted([*rooms, *names])}

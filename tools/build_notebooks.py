@@ -34,6 +34,20 @@ STAMP = "mini_dist"  # our key in a notebook's metadata
 SETTINGS = {"build": 1, "cell_timeout_s": 60, "notebook_limit_s": 90}  # part of every stamp
 KERNELSPEC = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 
+# Where the course is on GitHub, as "owner/name". Once maintainers set it, lesson 00 begins with a
+# badge for Colab and a cell that installs the course where it is not. "" leaves both out.
+REPOSITORY = ""
+COLAB = "https://colab.research.google.com"
+BADGE = (
+    f"[![Open in Colab]({COLAB}/assets/colab-badge.svg)]"
+    f"({COLAB}/github/{{repository}}/blob/main/notebooks/00_start_here.ipynb)"
+)
+INSTALL = """\
+import importlib.util
+
+if importlib.util.find_spec("mini_dist") is None:  # On Colab and Kaggle, which have torch already.
+    %pip install --quiet --no-deps git+https://github.com/{repository} cloudpickle safetensors"""
+
 
 class BuildError(Exception):
     """A lesson that cannot become a notebook, and why."""
@@ -96,6 +110,14 @@ def relink(markdown, lesson, root):
     return re.sub(r"\]\(([\w./-]+)\.md((?:#[^)]*)?)\)", to_notebook, markdown)
 
 
+def front_door(lesson):
+    """What the first lesson's notebook begins with, for people who open it on Colab or Kaggle."""
+    if not REPOSITORY or lesson.stem != "00_start_here":
+        return []
+    badge = nbformat.v4.new_markdown_cell(BADGE.format(repository=REPOSITORY))
+    return [badge, nbformat.v4.new_code_cell(INSTALL.format(repository=REPOSITORY))]
+
+
 def convert(lesson, root):
     """A lesson as a notebook without outputs, stamped."""
     text, links = lesson.read_text(encoding="utf-8"), navigation(lesson, root)
@@ -106,6 +128,7 @@ def convert(lesson, root):
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = relink(cell.source, lesson, root)
+    notebook.cells[:0] = front_door(lesson)
     if links:
         notebook.cells.append(nbformat.v4.new_markdown_cell(f"---\n{links}"))
     for index, cell in enumerate(notebook.cells):

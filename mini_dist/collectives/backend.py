@@ -79,9 +79,6 @@ class OwnGroup(RecordingGroup):
         if reduction == "AVG":
             output /= self.size()
 
-    _allgather_base = all_gather_single  # (torch before 2.13)
-    _reduce_scatter_base = reduce_scatter_single
-
 
 def reduction(opts) -> str:
     return "SUM" if opts is None else opts.reduceOp.__getstate__()[0].name

@@ -202,12 +202,13 @@ def host_by_host(group) -> dist.ProcessGroup:
     import torch.distributed as dist
 
     from mini_dist.ranks.hosts import hosts_of
+    from mini_dist.ranks.older_torch import new_group
 
     hosts, members = hosts_of(group), dist.get_process_group_ranks(group)
     order = sorted(range(group.size()), key=lambda rank: hosts[rank])
     if order == list(range(group.size())):
         return group
-    return dist.new_group([members[rank] for rank in order], sort_ranks=False)
+    return new_group([members[rank] for rank in order])
 
 
 def megatron_order(order: str, **sizes: int) -> dict[str, int]:
@@ -264,9 +265,11 @@ class Mesh:
         else:
             import torch.distributed as dist
 
+            from mini_dist.ranks.older_torch import new_group
+
             members = dist.get_process_group_ranks(self.group)
-            made = dist.new_group(  # (host by host, world ranks need not rise along an axis)
-                [members[rank] for rank in mine], use_local_synchronization=True, sort_ranks=False
+            made = new_group(  # (host by host, world ranks need not rise along an axis)
+                [members[rank] for rank in mine], use_local_synchronization=True
             )
         if hasattr(self.group, "recorder"):  # so that the ledger can name the axis
             self.group.recorder.axes[made.group_name] = "*".join(axes)

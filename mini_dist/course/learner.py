@@ -1,6 +1,6 @@
 """What a learner has done: lessons opened, guesses made, exercises right. One file, kept here.
 
-    mini_dist.progress()             # shows it, and says where the file is
+    mini_dist.progress()             # shows it, and says where the file is (mini-dist progress)
     mini_dist.progress(keep=False)   # forgets it, and keeps nothing from now on
 
 Only a notebook of the course that a person has opened keeps anything: tests, nbval, papermill and
@@ -284,3 +284,7 @@ def forget(record: dict) -> None:
 
 def begin_again(record: dict) -> None:
     record.pop("off", None)
+
+
+if __name__ == "__main__":
+    print(progress())

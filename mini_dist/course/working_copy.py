@@ -1,10 +1,11 @@
 """Make and update a learner's own copy of the course's notebooks.
 
-    python -m mini_dist.course.working_copy         # update work/ from notebooks/ (make update)
-    python -m mini_dist.course.working_copy --once  # make work/ if it is not there (make lab)
+    mini-dist update                                # bring what is new into work/ (make update)
+    python -m mini_dist.course.working_copy --once  # make work/ if it is not there (mini-dist lab)
 
-The notebooks of the course change with each release, and JupyterLab writes into every notebook that
-it opens. So a learner opens a copy, the *working copy*. A file in it, `.shipped.json`, holds a hash
+The notebooks of the course come with the checkout or, after `pip install`, with the package. They
+change with each release, and JupyterLab writes into every notebook that it opens. So a learner
+opens a copy, the *working copy*, in the current folder. A file in it, `.shipped.json`, holds a hash
 of each notebook as it was shipped. When the course brings a new version of a notebook, the hash
 tells which of three cases holds:
 
@@ -14,6 +15,9 @@ tells which of three cases holds:
 
 A notebook counts as changed if its cells differ, in their text, number or order. Outputs do not
 count, so a notebook that was only run takes the new version.
+
+Notebooks link to `../docs/` and show figures of `../lessons/figures/`. A checkout has both there.
+Elsewhere both are put beside the working copy, by the same three cases.
 """
 
 from __future__ import annotations
@@ -29,10 +33,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-NOTEBOOKS = ROOT / "notebooks"
-WORK = ROOT / "work"
+PACKAGE = Path(__file__).resolve().parents[1]
+IS_INSTALLED = (PACKAGE / "shipped").is_dir()  # a wheel; pyproject.toml says what it takes along
+COURSE = PACKAGE / "shipped" if IS_INSTALLED else PACKAGE.parent
+NOTEBOOKS = COURSE / "notebooks"
+WORK = Path("work")
 MANIFEST = ".shipped.json"
+LINKED = ("docs", "lessons/figures")  # folders of the course to which notebooks link
 NEW = "-new"  # after the stem of a new version, next to a notebook that the learner has changed
 
 
@@ -47,6 +54,16 @@ def notebooks(folder: Path = NOTEBOOKS) -> list[str]:
     """
     found = sorted(path.relative_to(folder) for path in folder.rglob("*.ipynb"))
     return [name.as_posix() for name in found if belongs(folder / name, name)]
+
+
+def beside(shipped: Path, work: Path) -> list[str]:
+    """What notebooks link to, as "../docs/glossary.md"; nothing where both have the same folder."""
+    course = shipped.parent
+    if course.resolve() == work.parent.resolve():
+        return []
+    found = sorted(path for folder in LINKED for path in (course / folder).rglob("*.*"))
+    names = [path.relative_to(course).as_posix() for path in found if path.is_file()]
+    return [f"../{name}" for name in names if "__pycache__" not in name]
 
 
 def belongs(path: Path, name: Path) -> bool:
@@ -111,6 +128,7 @@ def update(shipped: Path, work: Path, committed: dict[str, bytes] | None = None)
         raise ValueError(f"{shipped} holds no notebook of the course: give the folder notebooks/.")
     if work.exists() and not work.is_dir():
         raise ValueError(f"{work} is not a folder: move it away, or give another one with --work.")
+    names += beside(shipped, work)
     known, done = read_manifest(work), Update(work)
     for name in names:
         new, mine = (shipped / name).read_bytes(), work / name
@@ -217,7 +235,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.once and (options.work / MANIFEST).exists():
         if found := news(options.shipped, options.work):
-            print(f"{len(found)} notebooks have a new version. `make update` takes them.")
+            command = "mini-dist update" if IS_INSTALLED else "make update"
+            print(f"{len(found)} notebooks have a new version. `{command}` takes them.")
         return 0
     try:
         done = update(options.shipped, options.work, changed_in_place(options.shipped))
@@ -225,7 +244,8 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     if options.once:
-        print(f"{options.work.name}/ is yours: {len(done.added)} notebooks. Work in this folder.")
+        added = [name for name in done.added if name.endswith(".ipynb")]
+        print(f"{options.work.name}/ is yours: {len(added)} notebooks. Work in this folder.")
     else:
         print(done)
     return 0

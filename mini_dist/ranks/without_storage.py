@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from .ledger.group import RecordingGroup
 from .ledger.recording import Recorder
+from .older_torch import as_today, fake_group
 
 BACKEND = "mini_dist_without_storage"
 META = torch.device("meta")
@@ -41,12 +42,6 @@ aten = torch.ops.aten
 MAY_MIX = {aten.copy_, aten._to_copy}
 INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 ASK_FOR_VALUES = {aten._local_scalar_dense, aten.equal, aten.is_nonzero, aten.nonzero}
-# FakeProcessGroup still has the names that torch used before 2.13.
-OLDER_NAMES = {
-    "all_gather_single": "_allgather_base",
-    "reduce_scatter_single": "_reduce_scatter_base",
-    "all_to_all_single": "alltoall_base",
-}
 
 
 class DeviceMismatch(RuntimeError):
@@ -95,26 +90,24 @@ class StoragelessGroup(RecordingGroup):
     """A RecordingGroup that writes everything down and sends nothing."""
 
     def connect(self, options, members, device: torch.device) -> None:
-        from torch.testing._internal.distributed import fake_pg
-
         kind = dist.ProcessGroup.BackendType.CUSTOM
-        fake = fake_pg.FakeProcessGroup._create_internal(options.group_rank, options.group_size)
+        fake = fake_group(options.group_rank, options.group_size)
         for each in (device, torch.device("cpu")):
             self._register_backend(each, kind, fake)
         self._set_default_backend(kind)
         self._set_group_name(options.group_id)
-        self.inner = Silent(fake)
-        self.carriers = {device.type: fake.name(), "cpu": fake.name()}
+        self.inner = Silent(as_today(fake))
+        self.carriers = {device.type: "fake", "cpu": "fake"}
 
 
 class Silent:
-    """torch's fake process group under the names by which RecordingGroup calls an inner group."""
+    """torch's fake process group, whose messages from others are zeros."""
 
     def __init__(self, fake):
         self.fake = fake
 
     def __getattr__(self, method: str):
-        return getattr(self.fake, OLDER_NAMES.get(method, method))
+        return getattr(self.fake, method)
 
     def recv(self, tensors, source: int, tag: int):
         for tensor in tensors:

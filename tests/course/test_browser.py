@@ -68,8 +68,6 @@ def lab(tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("lab")
     working_copy.update(ROOT / "notebooks", tmp_path / "work")  # as make lab does
     notebook_of_explorers(tmp_path / "work/explorers.ipynb")
-    if (ROOT / "lessons/figures").exists():
-        shutil.copytree(ROOT / "lessons/figures", tmp_path / "lessons/figures")
     settings = tmp_path / "config/lab/user-settings/@jupyterlab/apputils-extension"
     settings.mkdir(parents=True)
     (settings / "notification.jupyterlab-settings").write_text('{"fetchNews": "false"}')

@@ -251,6 +251,22 @@ def test_a_traceback_names_files_without_this_machines_folders(course):
     assert sys.base_prefix not in traceback
 
 
+def test_with_an_address_lesson_00_begins_with_a_cell_that_installs_only_what_is_missing(
+    monkeypatch,
+):
+    lesson = ROOT / "lessons/00_start_here.md"
+    before = tool.convert(lesson, ROOT)
+    monkeypatch.setattr(tool, "REPOSITORY", "somebody/a_course")
+    badge, install, *rest = tool.convert(lesson, ROOT).cells
+    assert [cell.source for cell in rest] == [cell.source for cell in before.cells]
+    assert "/github/somebody/a_course/blob/main/notebooks/00_start_here.ipynb)" in badge.source
+    assert "--no-deps git+https://github.com/somebody/a_course " in install.source
+    ran, here = [], install.source.replace("%pip install", "ran.append(1) #")
+    exec(here, {"ran": ran})
+    exec(here.replace('"mini_dist"', '"not_installed_anywhere"'), {"ran": ran})
+    assert ran == [1], "only where the course is not installed"
+
+
 def test_an_edited_lesson_is_stale_and_the_build_brings_it_back(course):
     (course / "lessons/02_second.md").write_text(SECOND.replace("x = 1", "x = 2"))
     assert list(whys(course)) == ["02_second.ipynb"]

@@ -44,7 +44,7 @@ RESULTS = {  # dataclasses that only the library fills in
     *("Move", "Placed", "Plan", "Progress", "Row", "Saved", "StepTime", "Block"),
     *("Batch", "Cost", "Dropped", "StageMessage", "VirtualArrival", "PublishedRun", "StageTime"),
     *("Took", "Weight", "SavedTensor", "HostReport", "MemoryBlock", "BlockProducts", "Stage"),
-    "TimedStep",
+    *("TimedStep", "Finding"),
 }
 # What runs for every message, or for every tensor of a layer, where a check would be felt.
 HOT = {

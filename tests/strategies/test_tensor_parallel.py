@@ -16,6 +16,7 @@ from mini_dist.plan.calculators import step_volume
 from mini_dist.plan.calculators.frameworks import FRAMEWORKS
 from mini_dist.plan.calculators.memory import layer_activations
 from mini_dist.ranks.ledger.memory import held
+from mini_dist.ranks.older_torch import IS_OLDER
 from mini_dist.strategies.grad_norm import clip_, grad_norm
 from mini_dist.strategies.tensor_parallel import (
     GPT_PLAN,
@@ -250,6 +251,8 @@ def by_autograd(x, parameters, group, pair):
 @pairs
 def test_backward_lets_go_of_x_before_dx_is_made(pair):
     """Two tensors of the size of x at once, where autograd alone needs four."""
+    if IS_OLDER and pair.gathers_again:
+        pytest.skip("torch before 2.13 keeps every dy until backward returns")
 
     def job(group):
         rows, D, peaks = 2**12, 64, []  # x, put together, is 1 MiB; weights and ys are small

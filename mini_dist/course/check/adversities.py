@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from mini_dist.collectives import all_reduce
 from mini_dist.ranks.launch import RankError, RankTimeout, Run, launch
+from mini_dist.ranks.older_torch import new_group
 from mini_dist.ranks.rank import seed_everything
 
 from . import ways
@@ -116,8 +117,8 @@ def on_tour(trial: Callable, fn: Callable, stops: list[Stop], facts: Facts, worl
     """
     groups, judges, came = {tuple(range(world.size())): world}, {}, []
     for key in dict.fromkeys(tuple(stop.members) for stop in stops):  # all ranks make all of them
-        groups[key] = groups.get(key) or dist.new_group(list(key), sort_ranks=False)
-        judges[key] = dist.new_group(list(key), sort_ranks=False)
+        groups[key] = groups.get(key) or new_group(key)
+        judges[key] = new_group(key)
     for stop in stops:
         came.append(None)
         if world.rank() in stop.members:

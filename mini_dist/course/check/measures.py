@@ -80,11 +80,19 @@ class Alive(TorchDispatchMode):
 
     def storages(self) -> dict[int, int]:
         """Return the existing storages -> bytes."""
-        alive = ((place, ref()) for place, ref in list(self.made.items()))
+        alive = ((place, referred_to(ref)) for place, ref in list(self.made.items()))
         return {place: storage.nbytes() for place, storage in alive if storage is not None}
 
     def nbytes(self) -> int:
         return sum(self.storages().values())
+
+
+def referred_to(reference: weakref.ref):
+    """The storage behind a weak reference, or None if it is gone."""
+    storage = reference()
+    if storage is not None:
+        storage._fix_weakref()  # torch asks for it, and 2.8 warns where it is missing
+    return storage
 
 
 def storages(value) -> list:

@@ -20,7 +20,7 @@ from mini_dist.model import recompute
 from mini_dist.model.recompute import SavedBytes, recomputed
 
 from .engine import Exercise, Line, Measured, line, yes
-from .measures import Alive, close
+from .measures import Alive, close, referred_to
 from .watch import functions_of
 from .zero import at_most
 
@@ -78,7 +78,9 @@ def seen(fn: Callable, case: Block) -> Seen:
         out = x
         for _ in range(case.times):
             out = fn(block, out)
-        places = {storage.data_ptr() for ref in inside if (storage := ref()) is not None}
+        there = [storage for ref in inside if (storage := referred_to(ref)) is not None]
+        places = {storage.data_ptr() for storage in there}
+        del there
         kept, in_forward = saved.now, runs[0]
         held = alive.nbytes() - out.untyped_storage().nbytes()
     torch.rand(())  # as the next block would

@@ -24,12 +24,13 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from .. import working_copy
 from . import sandbox
 from .alike import normalised
 from .grading import Record, fingerprint, grade
 from .printable import printable
 from .report import alike, folder_of, overview, page, score, write_csv
-from .sandbox import COURSE, Limits, Slot
+from .sandbox import Limits, Slot
 from .submissions import Lesson, find, lessons
 
 CORES_A_NOTEBOOK = 2
@@ -60,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     memory, disk = (int(gb * 2**30) for gb in (options.memory, options.disk))
     limits = Limits(options.timeout, options.cell, memory, disk)
     try:
-        known = lessons(COURSE / "notebooks")
+        known = lessons(working_copy.NOTEBOOKS)
         submissions = find(options.submissions, options.learner)
         counted = chosen(known, options.lessons)
         apart = may_run(options.without_sandbox)

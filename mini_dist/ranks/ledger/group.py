@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # (not in torch.distributed)
 
 from ..connections import refuse_strangers, sockets_here
+from ..older_torch import as_today, silent_gloo, with_former_names
 from ..threads import threads_that_do_not_interrupt
 from .recording import Recorder, end
 from .staged import Staged
@@ -66,12 +67,17 @@ class RecordedWork(dist._Work):
     _source_rank = source_rank
 
 
+@with_former_names
 class RecordingGroup(dist.ProcessGroup):
     """gloo (and NCCL, if each rank has a GPU) with a recorder in front.
 
     `ranks`: the world ranks of its members; `device`: where this rank's tensors belong; `carriers`:
     what carries the messages of tensors on each kind of device.
     """
+
+    def __init_subclass__(cls, **more):
+        super().__init_subclass__(**more)
+        with_former_names(cls)
 
     def __init__(self, options, recorder: Recorder, device: torch.device, shared: bool):
         rank, size = options.group_rank, options.group_size
@@ -100,7 +106,7 @@ class RecordingGroup(dist.ProcessGroup):
 
         def make_gloo():
             before = sockets_here()
-            with threads_that_do_not_interrupt():
+            with threads_that_do_not_interrupt(), silent_gloo():
                 gloo = dist.ProcessGroupGloo(options.store, rank, size, timeout=options.timeout)
             refuse_strangers(sockets_here() - before)
             return gloo
@@ -122,6 +128,7 @@ class RecordingGroup(dist.ProcessGroup):
                 group._register_backend(torch.device(kind), backend_type, backend)
             group._set_default_backend(kinds.GLOO)
             group._set_group_name(options.group_id)
+        self.inner = as_today(self.inner)
         if self.is_staged:
             self.inner = Staged(self.inner, device.type)
 
@@ -290,13 +297,6 @@ class RecordingGroup(dist.ProcessGroup):
     def barrier(self, opts=None):
         opts = opts or dist.BarrierOptions()
         return self._collective("barrier", "barrier", [], [], opts)
-
-    # torch before 2.13 calls these by their older names
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
 
     def getBackendName(self) -> str:  # (torch's own name for it)
         return BACKEND

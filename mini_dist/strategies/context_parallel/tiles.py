@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mini_dist.model.digits import at_least_float32
+from mini_dist.ranks.older_torch import KERNEL_SHARES_HEADS
 
 from .ideas import Partial, merge
 
@@ -124,6 +125,8 @@ def fused_attend(
 
     We call it by its internal name because the public function does not return the lse.
     """
+    if heads_are_spread(q, k):
+        k, v = spread(k, q), spread(v, q)
     attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = attend(q, k, v, 0.0, causal is True, attn_mask=mask(q, k, causal), scale=scale)
     return Partial(at_least_float32(out), lse)
@@ -133,7 +136,16 @@ def fused_attend_backward(d_out, q, k, v, out, lse, causal, scale=None):
     """Compute `attend_backward` with the same kernel's backward."""
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     how = {"attn_mask": mask(q, k, causal), "scale": scale}
-    return backward(d_out, q, k, v, out, lse, 0.0, causal is True, **how)
+    if not heads_are_spread(q, k):
+        return backward(d_out, q, k, v, out, lse, 0.0, causal is True, **how)
+    keys, values = spread(k, q), spread(v, q)
+    d_q, d_k, d_v = backward(d_out, q, keys, values, out, lse, 0.0, causal is True, **how)
+    return d_q, gather_heads(d_k, k), gather_heads(d_v, v)
+
+
+def heads_are_spread(q: Tensor, k: Tensor) -> bool:
+    """Whether the kernel needs a copy of each key/value head for every query head that reads it."""
+    return not KERNEL_SHARES_HEADS and k.shape[1] < q.shape[1]
 
 
 def mask(q: Tensor, k: Tensor, causal: bool | Tensor) -> Tensor | None:

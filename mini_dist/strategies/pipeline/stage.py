@@ -20,9 +20,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from mini_dist.plan.fields import checks_kinds
+from mini_dist.ranks.older_torch import gradient_edge
 
 from .split_backward import PutOff, WeightGradient
 from .weight_versions import Versions
@@ -88,7 +89,7 @@ class Stage:
         later: list[WeightGradient] = []
         with PutOff(later) if split else nullcontext():
             output = self._function(version)(*inputs)
-        return output.detach(), Held(inputs, get_gradient_edge(output), later, version)
+        return output.detach(), Held(inputs, gradient_edge(output), later, version)
 
     def run_again(self, micro: int) -> None:
         """Run a forward again, before `backward`, if `recompute` dropped its graph."""

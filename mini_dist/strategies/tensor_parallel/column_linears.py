@@ -27,6 +27,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from mini_dist.ranks.older_torch import gradients_of
+
 from .ideas import SEQUENCE, TENSOR, Pair
 
 # As SEQUENCE, but a rank saves only its part of x, and gathers all of it once more when
@@ -69,7 +71,8 @@ class ColumnLinears(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dys):
+    def backward(ctx, *dys):
+        dys = gradients_of(dys)
         x, *weights = ctx.saved_tensors
         needs_dx, _, _, *needed = ctx.needs_input_grad
         if ctx.pair.gathers_again:
