@@ -65,6 +65,7 @@ def launch(
     network: bool = False,
     hosts: Hosts | None = None,
     elastic: bool | Elastic = False,
+    simulate: str | object | None = None,
 ) -> Run:
     """Call `fn(*args, group, **kwargs)` in `world_size` fresh processes and collect the results.
 
@@ -90,6 +91,8 @@ def launch(
     would have taken.
     elastic: a rank that dies does not end the others, which get RanksChanged and may `regroup`
     (membership.py); its result is None, and Run.lost tells of it. Not under torchrun.
+    simulate: a machine of the planner, such as "h100". The ranks run without storage, in a few
+    processes, and the run's times, bytes and memory are that machine's (simulation/simulate.py).
 
     Raises RankError if a rank fails, RankTimeout after `timeout`, ValueError or TypeError for
     arguments that cannot work.
@@ -111,6 +114,11 @@ def launch(
             "launch was called inside a rank: ranks cannot start ranks of their own. "
             "Call it from the notebook or the script, with as many ranks as all of it needs."
         )
+    if simulate is not None:
+        from .simulation.simulate import simulate as on
+
+        how = dict(timeout=timeout, seed=seed, start=start, quiet=quiet)
+        return on(launch, fn, world_size, args, kwargs or {}, simulate, **how)
     start = start or ("fork" if sys.platform == "linux" else "spawn")
     check_arguments(world_size, args, kwargs, seed, start)
     check_hosts(hosts, world_size, start, network)

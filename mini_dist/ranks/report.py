@@ -38,6 +38,14 @@ class Run:
     def world_size(self) -> int:
         return len(self.results)
 
+    @property
+    def peak_memory(self) -> list[int]:
+        """The most bytes that each rank held at once. Raises ValueError if the run was launched
+        without memory=True."""
+        if not self.ledger.memory or self.ledger.memory[0] is None:
+            raise ValueError("this run does not record memory: launch(..., memory=True)")
+        return [record.peak_bytes() for record in self.ledger.memory]
+
     def __repr__(self) -> str:
         lines = [self.title()]
         lines += [f"  rank {rank}  {short(result)}" for rank, result in enumerate(self.results)]
@@ -55,6 +63,28 @@ class Run:
         carriers = " and ".join(self.ledger.carriers()) or "nothing sent"
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         return f"{ranks} on {self.device}, {carriers}"
+
+
+@dataclass
+class SimulatedRun(Run):
+    """What came back from launch(..., simulate=...): a Run whose times are virtual.
+
+    seconds: from the start of the function to its end on the last rank. device: the machine.
+    steps: (start, end) of each training step of rank 0, in seconds. spans: what each rank computed,
+    and when it waited (ranks/simulation/player.py).
+    """
+
+    steps: list[tuple[float, float]] = field(default_factory=list)
+    spans: list = field(default_factory=list)
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step: the mean of all but the first, if there are several."""
+        lengths = [end - start for start, end in self.steps]
+        return sum(lengths[1:]) / len(lengths[1:]) if len(lengths) > 1 else lengths[0]
+
+    def title(self) -> str:
+        return f"{super().title()}, simulated: {self.seconds:.4g} s"
 
 
 def short(result: Any) -> str:

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from .ledger.counting import kernel_of
 from .ledger.group import RecordingGroup
 from .ledger.recording import Recorder
 
@@ -40,6 +41,8 @@ aten = torch.ops.aten
 # Operations that a GPU allows on tensors of two devices: a copy, and indices from the host.
 MAY_MIX = {aten.copy_, aten._to_copy}
 INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+CHANGE_SHAPE = {aten.resize_, aten.resize_as_, aten.set_, aten.squeeze_, aten.unsqueeze_, aten.t_}
+CHANGE_SHAPE |= {aten.transpose_, aten.swapaxes_, aten.as_strided_}
 ASK_FOR_VALUES = {aten._local_scalar_dense, aten.equal, aten.is_nonzero, aten.nonzero}
 # FakeProcessGroup still has the names that torch used before 2.13.
 OLDER_NAMES = {
@@ -58,9 +61,12 @@ class NoValue(RuntimeError):
 
 
 @contextmanager
-def without_storage(rank: int, world_size: int) -> Iterator[RecordingGroup]:
+def without_storage(
+    rank: int, world_size: int, record: bool = False
+) -> Iterator[RecordingGroup]:
     """Be rank `rank` of `world_size` ranks whose tensors, on `group.device`, have no storage.
 
+    record: note every kernel, and the bytes that the tensors would hold.
     Raises RuntimeError if this process is in a world of torch.distributed already, DeviceMismatch
     and NoValue as above.
     """
@@ -77,8 +83,8 @@ def without_storage(rank: int, world_size: int) -> Iterator[RecordingGroup]:
     dist.init_process_group(BACKEND, store=FakeStore(), rank=rank, world_size=world_size)
     try:
         group = dist.group.WORLD
-        group.recorder.start(memory=False)
-        with OneDevice():
+        group.recorder.start(memory=record, count=record)
+        with OneDevice(group.recorder.counter, group.recorder.memory):
             yield group
         group.recorder.stop()
     finally:
@@ -88,6 +94,7 @@ def without_storage(rank: int, world_size: int) -> Iterator[RecordingGroup]:
 def make_group(options, _) -> RecordingGroup:
     world = dist.group.WORLD  # None while the first group is made
     recorder = Recorder() if world is None else world.recorder
+    recorder.is_simulated = True
     return StoragelessGroup(options, recorder, META, shared=False)
 
 
@@ -124,14 +131,62 @@ class Silent:
 
 class OneDevice(TorchDispatchMode):
     """Inside, operations are as strict about devices as on a GPU, and copies to the host have no
-    storage either."""
+    storage either.
+
+    torch computes the shapes of many meta operations in Python, which takes up to a millisecond.
+    A model repeats its operations, so `outcomes` remembers what came of each signature.
+
+    counter, memory: the recorders of a run that notes its kernels and its bytes. This mode calls
+    them, since each mode more on the stack would cost as much as the operation.
+    """
+
+    def __init__(self, counter=None, memory=None, outcomes: dict | None = None) -> None:
+        super().__init__()
+        self.counter, self.memory = counter, memory
+        self.outcomes: dict[tuple, Outcome] = {} if outcomes is None else outcomes
+        if counter and memory:  # The counter of a real run enters a mode in each thread, too.
+            counter.mode_of_thread = lambda: OneDevice(counter, None, self.outcomes)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs, name = kwargs or {}, func.overloadpacket
+        kwargs = kwargs or {}
         if torch.is_inference_mode_enabled():  # there, operations arrive that are made of others
             with self:
                 if (out := func.decompose(*args, **kwargs)) is not NotImplemented:
                     return out
+        try:
+            key = (func, *map(signature, args), *map(signature, kwargs.items()))
+            outcome = self.outcomes.get(key)
+        except TypeError:  # an argument that has no signature
+            key = outcome = None
+        if outcome is None:
+            result = self.first(func, args, kwargs)
+            outcome = Outcome.of(func, args, result)
+            if key is not None and outcome.repeats:
+                self.outcomes[key] = outcome
+        else:
+            result = outcome.again(args)
+        if self.counter:
+            self.record(func, args, kwargs, result, outcome)
+        return result
+
+    def record(self, func, args, kwargs, result, outcome: Outcome) -> None:
+        counter = self.counter
+        if self.memory:
+            self.memory.see_all(args, kwargs, result)
+        counter.host.operators += 1
+        if func.is_view or func.namespace != "aten":
+            return
+        if counter.coming:
+            counter.read(args, kwargs)
+        if outcome.kernel is None:
+            kernel = kernel_of(func, args, kwargs, result, "", 0.0)
+            outcome.kernel = kernel or False
+        if outcome.kernel:
+            counter.note(outcome.kernel._replace(phase=counter.phases.now))
+
+    def first(self, func, args, kwargs):
+        """Check an operation and let torch work out the shape of its result."""
+        name = func.overloadpacket
         compared = (args[0], args[2:]) if name in INDEXED else (args, kwargs)
         tensors = [each for each in tree_leaves(compared) if isinstance(each, Tensor)]
         if not any(tensor.is_meta for tensor in tensors):
@@ -151,6 +206,62 @@ class OneDevice(TorchDispatchMode):
             length = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
             return torch.empty(length, dtype=torch.int64, device=META)
         return func(*args, **kwargs)
+
+
+PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+VALUES = (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def signature(value):
+    """What the result's shape can depend on. Raises TypeError for what is more than that."""
+    kind = type(value)
+    if kind in PLAIN:
+        if not value.is_meta:
+            raise TypeError("a tensor with values")
+        return value.shape, value.stride(), value.dtype
+    if kind in (list, tuple) or kind is torch.Size:
+        return tuple(map(signature, value))
+    if value is None or kind in VALUES:
+        return kind, value
+    raise TypeError(f"{kind.__name__} has no signature")
+
+
+class Outcome:
+    """What came of an operation: an argument again, or new tensors of known shapes."""
+
+    __slots__ = ("repeats", "argument", "outputs", "is_one", "kernel")
+
+    def __init__(self):
+        self.repeats, self.argument, self.outputs, self.is_one = False, None, None, True
+        self.kernel = None  # the Kernel, or False for an operation that costs nothing
+
+    @classmethod
+    def of(cls, func, args, result) -> Outcome:
+        """repeats: the same signature will have the same outcome."""
+        outcome = cls()
+        if func._schema.is_mutable:
+            same = [n for n, each in enumerate(args) if each is result]
+            if same and func.overloadpacket not in CHANGE_SHAPE:
+                outcome.repeats, outcome.argument = True, same[0]
+            return outcome
+        outcome.is_one = not isinstance(result, tuple)
+        outputs = (result,) if outcome.is_one else result
+        if func.is_view or not all(type(each) is Tensor and each.is_meta for each in outputs):
+            return outcome
+        given = {t.untyped_storage()._cdata for t in tree_leaves(args) if isinstance(t, Tensor)}
+        if not any(each.untyped_storage()._cdata in given for each in outputs):
+            outcome.repeats = True
+            outcome.outputs = [(each.shape, each.stride(), each.dtype) for each in outputs]
+        return outcome
+
+    def again(self, args):
+        if self.argument is not None:
+            return args[self.argument]
+        made = [
+            torch.empty_strided(shape, stride, dtype=dtype, device=META)
+            for shape, stride, dtype in self.outputs
+        ]
+        return made[0] if self.is_one else tuple(made)
 
 
 def who_asked() -> str:

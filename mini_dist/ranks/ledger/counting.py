@@ -16,6 +16,7 @@ import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -146,25 +147,25 @@ class Counter:
         self._threads, self._tasks = itertools.count(1), itertools.count()
         self._submit = ThreadPoolExecutor.submit
         self._phase = ""
+        self.mode_of_thread = lambda: KernelMode(self)
         self.coming: dict[int, list] = {}  # storage that a native collective is filling -> its row
 
-    def __enter__(self) -> Counter:
+    @contextmanager
+    def hooks(self):
+        """Beside the mode: hooks that tell of other threads and of the optimizer."""
         self._line.number = 0
-        self._mode = KernelMode(self)
-        self._mode.__enter__()
         counter = self
 
         def submit(pool, function, /, *args, **kwargs):
             return counter._hand_over(pool, function, args, kwargs)
 
         ThreadPoolExecutor.submit = submit
-        self._hook = register_optimizer_step_post_hook(lambda *_: self.note(Updated()))
-        return self
-
-    def __exit__(self, *_) -> None:
-        ThreadPoolExecutor.submit = self._submit
-        self._hook.remove()
-        self._mode.__exit__(None, None, None)
+        hook = register_optimizer_step_post_hook(lambda *_: self.note(Updated()))
+        try:
+            yield
+        finally:
+            ThreadPoolExecutor.submit = self._submit
+            hook.remove()
 
     def note(self, event) -> None:
         self.host.stop()
@@ -181,7 +182,7 @@ class Counter:
     def begin(self, row: list, tag: int, filled=()) -> None:
         self.note((Begin, row, tag))
         for tensor in filled:
-            self.coming[tensor.untyped_storage().data_ptr()] = row
+            self.coming[tensor.untyped_storage()._cdata] = row
 
     def wait(self, row: list) -> None:
         self.coming = {place: other for place, other in self.coming.items() if other is not row}
@@ -191,7 +192,7 @@ class Counter:
         """Who reads what a collective fills has waited for it: in C++, as DDP's reducer does."""
         for tensor in tree_leaves(arguments):
             if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
-                if row := self.coming.get(tensor.untyped_storage().data_ptr()):
+                if row := self.coming.get(tensor.untyped_storage()._cdata):
                     self.wait(row)
 
     def _hand_over(self, pool, function, args, kwargs):
@@ -203,7 +204,7 @@ class Counter:
                 self._line.number = next(self._threads)
             self.note(Take(task))
             try:
-                with KernelMode(self):
+                with self.mode_of_thread():
                     return function(*args, **kwargs)
             finally:
                 self.note(Done(task))

@@ -27,9 +27,10 @@ class MemoryRecorder(TorchDispatchMode):
 
     Born in forward: an activation. A Module's parameter, its gradient, an optimizer's state: that,
     whatever it was born as. All else is "other": inputs, temporaries of backward, flat buffers.
+    counts_meta: count a tensor without storage with the bytes that it stands for.
     """
 
-    def __init__(self, phases):
+    def __init__(self, phases, counts_meta: bool = False):
         super().__init__()
         self.events: list[tuple[float, str, int, int]] = []  # time, phase, serial, change in bytes
         self.kinds: dict[int, str] = {}
@@ -37,13 +38,17 @@ class MemoryRecorder(TorchDispatchMode):
         self._serials: dict[int, tuple[int, weakref.ref]] = {}  # id of a live storage -> serial
         self._sizes: list[int] = []  # by serial
         self._known = WeakIdKeyDictionary()  # parameters
+        self.counts_meta = counts_meta
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        for value in tree_leaves((args, kwargs, result)):
+        self.see_all(args, kwargs, result)
+        return result
+
+    def see_all(self, *values) -> None:
+        for value in tree_leaves(values):
             if isinstance(value, torch.Tensor):
                 self.see(value)
-        return result
 
     def see(self, tensor: torch.Tensor, kind: str | None = None) -> None:
         """Note this tensor's storage if it is new or has changed size, and its kind if known."""
@@ -51,7 +56,7 @@ class MemoryRecorder(TorchDispatchMode):
             tensor = getattr(tensor, "_local_tensor", None)  # a DTensor's share of this rank
             if tensor is None:
                 return
-        if tensor.layout is not torch.strided or tensor.is_meta:
+        if tensor.layout is not torch.strided or (tensor.is_meta and not self.counts_meta):
             return
         storage = tensor.untyped_storage()
         known = self._serials.get(id(storage))
@@ -107,7 +112,8 @@ class MemoryRecorder(TorchDispatchMode):
                 self.see(value, "optimizer state")
 
     @contextmanager
-    def recording(self):
+    def hooks(self):
+        """Beside the mode: hooks that tell what is a parameter, a gradient or a state."""
         forward_hook = torch.nn.modules.module.register_module_forward_pre_hook(self._see_module)
         step_hook = register_optimizer_step_post_hook(self._see_optimizer)
         resize = torch.UntypedStorage.resize_
@@ -121,8 +127,7 @@ class MemoryRecorder(TorchDispatchMode):
 
         torch.UntypedStorage.resize_ = resize_
         try:
-            with self:
-                yield
+            yield
         finally:
             torch.UntypedStorage.resize_ = resize
             forward_hook.remove()

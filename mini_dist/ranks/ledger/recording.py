@@ -11,6 +11,7 @@ import inspect
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 
@@ -35,6 +36,8 @@ class Recorder:
         self._uplink = None
         self.thread, self.main = Thread(), threading.get_ident()
         self.membership = None  # of an elastic run (ranks/membership.py)
+        self._watching = ExitStack()
+        self.is_simulated = False  # the rank's tensors have no storage (ranks/without_storage.py)
         self.unfinished: list[Callable] = []  # what goes on behind the rank's function, to wait for
 
     def start(self, memory: bool, count: bool = False, hosts: list[int] | None = None) -> None:
@@ -42,14 +45,19 @@ class Recorder:
         self.comms, self.phases, self.memory = [], Phases(), None
         self.main = threading.get_ident()
         self.phases.watch()
+        enter = self._watching.enter_context
         if memory:
-            self.memory = MemoryRecorder(self.phases)
-            self._recording = self.memory.recording()
-            self._recording.__enter__()
+            self.memory = MemoryRecorder(self.phases, self.is_simulated)
+            enter(self.memory.hooks())
+        if memory and not self.is_simulated:
+            enter(self.memory)
         if count:
-            from .counting import Counter
+            from .counting import Counter, KernelMode
 
-            self.counter = Counter(self.phases).__enter__()
+            self.counter = Counter(self.phases)
+            enter(self.counter.hooks())
+            if not self.is_simulated:
+                enter(KernelMode(self.counter))
         self._wire, self.hosts = wire_bytes(), hosts
         # An emulated host's eth0, if there is one, is the real machine's.
         self._uplink = uplink_counters() if hosts and is_on_a_host() else None
@@ -60,15 +68,12 @@ class Recorder:
         while self.unfinished:
             self.unfinished.pop()()
         self.stopped = time.time()
-        if self.counter:
-            self.counter.__exit__()
+        self._watching.close()
         now = wire_bytes()
         self._wire = now and (now[0] - self._wire[0], now[1] - self._wire[1])
         if self._uplink:
             self._uplink = self._uplink, uplink_counters()
         self.phases.unwatch()
-        if self.memory:
-            self._recording.__exit__(None, None, None)
 
     def export(self) -> dict:
         """Everything written down, as plain data."""

@@ -6,8 +6,9 @@ import heapq
 from collections import defaultdict
 from typing import NamedTuple
 
-from mini_dist.ranks.ledger import Ledger
-from mini_dist.ranks.ledger.counting import (
+from ..ledger import Ledger
+from .native import native_op
+from ..ledger.counting import (
     Begin,
     Done,
     Give,
@@ -49,6 +50,8 @@ class Player:
 
     def __init__(self, ledger: Ledger, machine) -> None:
         self.machine = machine
+        # How much of a collective's time the device loses for the kernels beside it.
+        self.slowed = getattr(machine, "slowed", 0.0)
         self.events: dict[Line, list] = {Line(rank, 0): [] for rank in range(len(ledger.programs))}
         for rank, program in enumerate(ledger.programs):
             for thread, event in program:
@@ -60,6 +63,7 @@ class Player:
         self.clock = dict.fromkeys(self.events, 0.0)
         self.ends: dict[tuple, float] = {}  # when something was over, as far as that is known
         self.waiting: dict[tuple, list[Line]] = defaultdict(list)
+        self.starts: dict[tuple[int, int], float] = {}  # (rank, comm) -> when its bytes start
         self.sides: dict[tuple, dict] = defaultdict(dict)  # begun so far: rank -> (comm, moment)
         self.numbers: dict[tuple, int] = defaultdict(int)
         self.unwaited: dict[int, list] = defaultdict(list)  # native collectives of a rank
@@ -187,17 +191,20 @@ class Player:
             ways = [("out", source, link), ("in", target, link)]
             seconds = self.machine.message_seconds(comm.nbytes, source, target)
         else:
-            ways = [("collective", rank) for rank in comm.group]
-            gathered = comm.op in ("all_gather", "gather", "scatter")
+            # Each group has a stream of its own, as NCCL's communicators have.
+            ways = [("collective", rank, comm.group) for rank in comm.group]
+            op = native_op(comm.op) or comm.op
+            gathered = comm.op != "begin_all_gather_" and op in ("all_gather", "gather", "scatter")
             nbytes = comm.nbytes * (len(comm.group) if gathered else 1)
-            seconds = self.machine.collective_seconds(comm.op, nbytes, comm.group)
-            busy = self.machine.busy_seconds(comm.op, nbytes)
+            seconds = self.machine.collective_seconds(op, nbytes, comm.group)
+            busy = self.machine.busy_seconds(op, nbytes) + self.slowed * seconds
         start = max(begun, *(self.way_free[way] for way in ways))
         for way in ways:
             self.way_free[way] = start + seconds
         for rank in sides if busy else ():
             heapq.heappush(self.carried[rank], (start, busy))
         for rank, (number, _) in sides.items():
+            self.starts[rank, number] = start
             self.over((rank, number), start + seconds)
         row, peer = (ends[0], ends[1]) if ends else (comm.group[0], None)
         self.spans.append(Span(row, "message", comm.op, start, start + seconds, peer))

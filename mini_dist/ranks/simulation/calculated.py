@@ -10,7 +10,7 @@ from mini_dist.plan.calculators.collective_time import collective_seconds
 from mini_dist.plan.calculators.kernels import gemm_seconds
 from mini_dist.plan.calculators.links import Link
 from mini_dist.plan.calculators.machines import FLASH_BACKWARD, FLASH_FORWARD, KERNEL_SECONDS
-from mini_dist.ranks.ledger.counting import Host, Kernel
+from ..ledger.counting import Host, Kernel
 
 # float32 products on tensor cores run as TF32, at half the rate of bf16 (A100: 156 of 312 TFLOP/s;
 # H100: 494.5 of 989).
@@ -25,10 +25,12 @@ class CalculatedMachine:
 
     wider: as if every side of every matrix were that many times longer: bytes grow with its
     square, FLOPs with its cube. So a small run shows what a large model of that program would do.
+    slowed: share of a collective's time that the kernels beside it lose (calculators.machines.SLOWED).
     """
 
     machine: Hardware
     wider: float = 1.0
+    slowed: float = 0.0
 
     @property
     def peak_flops(self) -> float:

@@ -1,0 +1,1 @@
+"""Play what ranks did in virtual time, on a machine that is not here."""

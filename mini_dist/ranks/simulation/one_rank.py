@@ -1,0 +1,61 @@
+"""What one rank of any world does, recorded in a process of this machine.
+
+A worker (a rank of an ordinary launch) leaves its own world and becomes one rank of the simulated
+world after another: its tensors have shapes and no storage, its groups send nothing.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from ..rank import seed_everything
+from ..without_storage import without_storage
+
+aten = torch.ops.aten
+
+
+def run_ranks(call: tuple, ranks: list[list[int]], world_size: int, seed: int, group) -> list:
+    """Be each of `ranks[worker]` in turn; return (export of the recorder, result) of each.
+
+    call: (fn, args, kwargs). group: of the workers.
+    """
+    mine = ranks[group.rank()]
+    group.recorder.phases.unwatch()  # the simulated ranks have recorders of their own
+    dist.destroy_process_group()
+    fn, args, kwargs = call
+    found = []
+    for rank in mine:
+        seed_everything(seed + rank)
+        with without_storage(rank, world_size, record=True) as simulated, fused():
+            result = fn(*args, simulated, **kwargs)
+        found.append((simulated.recorder.export(), result))
+    return found
+
+
+@contextmanager
+def fused():
+    """Inside, attention is the fused kernel. torch has none for the meta device and would compute
+    all scores, so we call the CPU's, which saves the same tensors as a GPU's."""
+    by_torch = functional.scaled_dot_product_attention
+
+    def attend(q, *args, **kwargs):
+        return fused_attention(q, *args, **kwargs) if q.is_meta else by_torch(q, *args, **kwargs)
+
+    functional.scaled_dot_product_attention = attend
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = by_torch
+
+
+def fused_attention(
+    q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.where(attn_mask, 0.0, -torch.inf).to(q.dtype)
+    attend = aten._scaled_dot_product_flash_attention_for_cpu
+    return attend(q, k, v, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
