@@ -66,6 +66,7 @@ def launch(
     hosts: Hosts | None = None,
     elastic: bool | Elastic = False,
     simulate: str | object | None = None,
+    ranks: str | None = None,
 ) -> Run:
     """Call `fn(*args, group, **kwargs)` in `world_size` fresh processes and collect the results.
 
@@ -93,6 +94,7 @@ def launch(
     (membership.py); its result is None, and Run.lost tells of it. Not under torchrun.
     simulate: a machine of the planner, such as "h100". The ranks run without storage, in a few
     processes, and the run's times, bytes and memory are that machine's (simulation/simulate.py).
+    ranks: of a simulated world: "all", or "kinds", one rank of each kind; None: all of up to 8.
 
     Raises RankError if a rank fails, RankTimeout after `timeout`, ValueError or TypeError for
     arguments that cannot work.
@@ -118,7 +120,7 @@ def launch(
         from .simulation.simulate import simulate as on
 
         how = dict(timeout=timeout, seed=seed, start=start, quiet=quiet)
-        return on(launch, fn, world_size, args, kwargs or {}, simulate, **how)
+        return on(launch, fn, world_size, args, kwargs or {}, simulate, ranks, **how)
     start = start or ("fork" if sys.platform == "linux" else "spawn")
     check_arguments(world_size, args, kwargs, seed, start)
     check_hosts(hosts, world_size, start, network)

@@ -44,7 +44,9 @@ class Run:
         without memory=True."""
         if not self.ledger.memory or self.ledger.memory[0] is None:
             raise ValueError("this run does not record memory: launch(..., memory=True)")
-        return [record.peak_bytes() for record in self.ledger.memory]
+        peaks = [record.peak_bytes() for record in self.ledger.memory]
+        kinds = getattr(self.ledger, "kinds", None)  # of a simulated run (simulation/by_kind.py)
+        return [peaks[kinds.of(rank)] for rank in range(self.world_size)] if kinds else peaks
 
     def __repr__(self) -> str:
         lines = [self.title()]

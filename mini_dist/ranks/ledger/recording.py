@@ -36,6 +36,7 @@ class Recorder:
         self._uplink = None
         self.thread, self.main = Thread(), threading.get_ident()
         self.membership = None  # of an elastic run (ranks/membership.py)
+        self.shortcut: Callable | None = None  # of a large simulated world (simulation/shortcut.py)
         self._watching = ExitStack()
         self.is_simulated = False  # the rank's tensors have no storage (ranks/without_storage.py)
         self.unfinished: list[Callable] = []  # what goes on behind the rank's function, to wait for
@@ -148,6 +149,10 @@ def recorded(function, alike: bool = False):
         recorder = getattr(group, "recorder", None)
         if recorder is None:
             return function(*args, **kwargs)
+        if alike and recorder.shortcut:
+            result = recorder.shortcut(function, args, kwargs, group)
+            if result is not NotImplemented:
+                return result
         first = args[0] if args else kwargs[names[0]]
         inputs = first if isinstance(first, (list, tuple)) else [first]
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]

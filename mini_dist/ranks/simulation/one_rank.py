@@ -7,6 +7,7 @@ world after another: its tensors have shapes and no storage, its groups send not
 from __future__ import annotations
 
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,26 +15,41 @@ from torch.nn import functional
 
 from ..rank import seed_everything
 from ..without_storage import without_storage
+from .kinds import what_it_did
+from .shortcut import Shortcut
 
 aten = torch.ops.aten
 
 
-def run_ranks(call: tuple, ranks: list[list[int]], world_size: int, seed: int, group) -> list:
-    """Be each of `ranks[worker]` in turn; return (export of the recorder, result) of each.
+def run_ranks(call: tuple, jobs: list[list], world_size: int, seed: int, group) -> list:
+    """Be each rank of this worker's jobs in turn; return what is asked for of each.
 
-    call: (fn, args, kwargs). group: of the workers.
+    call: (fn, args, kwargs). jobs: for each worker its list of Job. group: of the workers.
     """
-    mine = ranks[group.rank()]
+    mine = jobs[group.rank()]
     group.recorder.phases.unwatch()  # the simulated ranks have recorders of their own
     dist.destroy_process_group()
     fn, args, kwargs = call
     found = []
-    for rank in mine:
-        seed_everything(seed + rank)
-        with without_storage(rank, world_size, record=True) as simulated, fused():
+    for job in mine:
+        seed_everything(seed + job.rank)
+        with without_storage(job.rank, world_size, record=True) as simulated, fused():
+            if job.shortcut:
+                simulated.recorder.shortcut = Shortcut(simulated.recorder)
             result = fn(*args, simulated, **kwargs)
-        found.append((simulated.recorder.export(), result))
+        export = simulated.recorder.export()
+        did = what_it_did(job.rank, export) if job.shortcut else ""
+        found.append((did, export, result) if job.keep else (did, None, None))
     return found
+
+
+class Job(NamedTuple):
+    """A rank to be. shortcut: note collectives without their messages. keep: return all that it
+    did, and not only a digest."""
+
+    rank: int
+    shortcut: bool = False
+    keep: bool = True
 
 
 @contextmanager

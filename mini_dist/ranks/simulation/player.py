@@ -6,7 +6,7 @@ import heapq
 from collections import defaultdict
 from typing import NamedTuple
 
-from ..ledger import Ledger
+from ..ledger import Comm, Ledger
 from .native import native_op
 from ..ledger.counting import (
     Begin,
@@ -167,32 +167,42 @@ class Player:
         rank, comm = line.rank, self.comms[line.rank][event.comm]
         if comm.op == "recv_anysource":
             raise ValueError("a receive from any source has no other side that replay could know.")
-        if comm.op in ("send", "recv"):
-            (peer,) = comm.peers
-            ends = (rank, peer) if comm.op == "send" else (peer, rank)
-            name, needed = (comm.group, ends, event.tag), 2
-        else:
-            ends, name, needed = None, (comm.group,), len(comm.group)
+        if comm.op not in ("send", "recv"):
             self.unwaited[rank].append(event.comm)
+        name, ends, needed = self.sides_of(rank, comm, event.tag)
         # between two ranks those with the same name stay in order, and so do a group's collectives
-        key = (*name, self.numbers[rank, name])
-        self.numbers[rank, name] += 1
+        side = (rank, comm.op == "recv")
+        key = (*name, self.numbers[side, name])
+        self.numbers[side, name] += 1
         sides = self.sides[key]
-        sides[rank] = (event.comm, self.clock[line])
+        sides[side] = (event.comm, self.clock[line])
         if len(sides) == needed:
             self.takes_place(comm, ends, self.sides.pop(key))
+
+    def sides_of(self, rank: int, comm: Comm, tag: int) -> tuple[tuple, tuple | None, int]:
+        """The name under which the sides of a communication meet, (sender, receiver) of a message,
+        and how many sides there are."""
+        if comm.op not in ("send", "recv"):
+            return (comm.group,), None, len(comm.group)
+        (peer,) = comm.peers
+        ends = (rank, peer) if comm.op == "send" else (peer, rank)
+        return (comm.group, ends, tag), ends, 2
+
+    def link_of(self, comm: Comm, source: int, target: int) -> tuple[object, float]:
+        """The link that carries a message, and for how long."""
+        seconds = self.machine.message_seconds(comm.nbytes, source, target)
+        return self.machine.link(source, target), seconds
 
     def takes_place(self, comm, ends: tuple[int, int] | None, sides: dict) -> None:
         begun = max(moment for _, moment in sides.values())
         if ends:
             source, target = ends
             busy = self.machine.busy_seconds("message", comm.nbytes)
-            link = self.machine.link(source, target)
+            link, seconds = self.link_of(comm, source, target)
             ways = [("out", source, link), ("in", target, link)]
-            seconds = self.machine.message_seconds(comm.nbytes, source, target)
         else:
             # Each group has a stream of its own, as NCCL's communicators have.
-            ways = [("collective", rank, comm.group) for rank in comm.group]
+            ways = [("collective", rank, comm.group) for rank, _ in sides]
             op = native_op(comm.op) or comm.op
             gathered = comm.op != "begin_all_gather_" and op in ("all_gather", "gather", "scatter")
             nbytes = comm.nbytes * (len(comm.group) if gathered else 1)
@@ -201,12 +211,12 @@ class Player:
         start = max(begun, *(self.way_free[way] for way in ways))
         for way in ways:
             self.way_free[way] = start + seconds
-        for rank in sides if busy else ():
+        for rank, _ in sides if busy else ():
             heapq.heappush(self.carried[rank], (start, busy))
-        for rank, (number, _) in sides.items():
+        for (rank, _), (number, _) in sides.items():
             self.starts[rank, number] = start
             self.over((rank, number), start + seconds)
-        row, peer = (ends[0], ends[1]) if ends else (comm.group[0], None)
+        row, peer = (ends[0], ends[1]) if ends else (min(sides)[0], None)
         self.spans.append(Span(row, "message", comm.op, start, start + seconds, peer))
 
     # -- what came of it --

@@ -1,49 +1,105 @@
-"""`launch(fn, world_size=1024, simulate="h100")`: the same function at the size it is for."""
+"""`launch(fn, world_size=1024, simulate="h100")`: the same function at the size it is for.
+
+Each rank's function runs in a process of this machine, on tensors that have shapes and no storage,
+over groups that send nothing (one_rank.py). Its kernels, messages and bytes are recorded as in a
+real run. Then all ranks are played in virtual time (player.py): kernels take the planner's
+rooflines, messages its links (calculated.py), and a collective takes the time of the machine's own
+library (native.py).
+
+In a world of up to ALL_RANKS ranks every rank is run, and the ledger is that of a real run, message
+by message. In a larger one, a rank of each kind is run (kinds.py) and stands for the others.
+"""
 
 from __future__ import annotations
 
 import os
+import random
+import warnings
 
 from mini_dist.plan.calculators import Hardware, hardware
 from mini_dist.plan.calculators.machines import SLOWED
 
 from ..ledger import Ledger
 from ..report import SimulatedRun
+from .by_kind import LedgerByKind, PlayerByKind
 from .calculated import CalculatedMachine
+from .kinds import Kinds, axes_of
 from .native import as_native
-from .one_rank import run_ranks
+from .one_rank import Job, run_ranks
 from .player import Player
 
+ALL_RANKS = 8
 
-def simulate(launch, fn, world_size, args, kwargs, machine: Hardware | str, **options):
-    """Run each rank without storage, then play all of them in virtual time."""
+
+def simulate(launch, fn, world_size, args, kwargs, machine, ranks=None, **options) -> SimulatedRun:
+    """Run ranks without storage, then play the world in virtual time.
+
+    launch: starts the workers. machine: a name of the planner's, or a Hardware. ranks: "all", or
+    "kinds"; None: all of a small world.
+    Raises ValueError for a machine that is not known, RankError for what the function raises.
+    """
     machine = hardware(machine)
-    workers = min(os.cpu_count() or 1, world_size)
-    dealt = [list(range(worker, world_size, workers)) for worker in range(workers)]
-    seed = options.pop("seed")
-    run = launch(run_ranks, workers, ((fn, args, kwargs), dealt, world_size, seed), **options)
-    found = {rank: each for mine, back in zip(dealt, run.results) for rank, each in zip(mine, back)}
-    found = [found[rank] for rank in range(world_size)]
-    ledger = Ledger.from_ranks([export for export, _ in found])
-    player = play(ledger, machine)
-    return SimulatedRun(
-        results=[result for _, result in found],
-        outputs=[""] * world_size,
-        ledger=ledger,
-        seconds=player.end(),
-        device=machine.name,
-        steps=player.steps(),
-        spans=player.spans,
-    )
+    ranks = ranks or ("all" if world_size <= ALL_RANKS else "kinds")
+    world = World(launch, (fn, args, kwargs), world_size, options.pop("seed"), options)
+    if ranks == "all":
+        found = world.run([Job(rank) for rank in range(world_size)])
+        ledger = Ledger.from_ranks([export for _, export, _ in found])
+        return played(Player, ledger, machine, [result for *_, result in found])
+    kinds, found = find_kinds(world)
+    ledger = LedgerByKind.of(kinds, [export for _, export, _ in found])
+    results = [found[kinds.of(rank)][2] for rank in range(world_size)]
+    return played(PlayerByKind, ledger, machine, results)
 
 
-def play(ledger: Ledger, machine: Hardware) -> Player:
+class World:
+    """Runs some ranks of a world in as many processes as there are cores."""
+
+    def __init__(self, launch, call, world_size, seed, options) -> None:
+        self.launch, self.call, self.size = launch, call, world_size
+        self.seed, self.options = seed, options
+
+    def run(self, jobs: list[Job]) -> list[tuple]:
+        """(digest, export, result) of each job; see run_ranks."""
+        workers = min(os.cpu_count() or 1, len(jobs))
+        dealt = [jobs[worker::workers] for worker in range(workers)]
+        args = (self.call, dealt, self.size, self.seed)
+        back = self.launch(run_ranks, workers, args, **self.options).results
+        return [back[n % workers][n // workers] for n in range(len(jobs))]
+
+
+def find_kinds(world: World) -> tuple[Kinds, list[tuple]]:
+    """The kinds of ranks, and what the first rank of each did. Warns if a second one differs."""
+    ((did_0, export, result),) = world.run([Job(0, shortcut=True)])
+    groups, names = export["groups"], export["axes"]
+    axes = axes_of(groups, names, world.size)
+    probes = sorted({i * axis.stride for axis in axes for i in axis.probes()} - {0})
+    first = world.run([Job(rank, shortcut=True) for rank in probes])
+    known = dict(zip([0, *probes], [(did_0, export, result), *first]))
+    did = {rank: each[0] for rank, each in known.items()}
+    parts = [axis.parts({i: did[i * axis.stride] for i in axis.probes()}) for axis in axes]
+    kinds = Kinds(axes, parts)
+    seconds = kinds.another(random.Random(world.seed))
+    new = [rank for rank in kinds.firsts() if rank not in known]
+    checks = [rank for rank in seconds if rank is not None and rank not in known]
+    jobs = [Job(rank, True) for rank in new] + [Job(rank, True, keep=False) for rank in checks]
+    known |= dict(zip([*new, *checks], world.run(jobs) if jobs else []))
+    for one, other in zip(kinds.firsts(), seconds):
+        if other is not None and known[one][0] != known[other][0]:
+            warnings.warn(
+                f"rank {other} did something else than rank {one}, which stands for it: "
+                'give ranks="all" where the world is small enough',
+                stacklevel=4,
+            )
+    return kinds, [known[rank] for rank in kinds.firsts()]
+
+
+def played(make_player, ledger: Ledger, machine: Hardware, results: list) -> SimulatedRun:
     """Play the ledger's programs on the machine, and give its records their virtual times."""
     comms = [[] for _ in ledger.programs]
     for comm in ledger.comms:
         comms[comm.rank].append(comm)
     ledger.programs = [as_native(*each) for each in zip(ledger.programs, comms)]
-    player = Player(ledger, CalculatedMachine(machine, slowed=SLOWED))
+    player = make_player(ledger, CalculatedMachine(machine, slowed=SLOWED))
     player.play()
     for rank, mine in enumerate(comms):
         for number, comm in enumerate(mine):
@@ -51,4 +107,12 @@ def play(ledger: Ledger, machine: Hardware) -> Player:
                 comm.start, comm.end = player.starts[rank, number], player.ends[rank, number]
             elif comm.parent is not None:
                 comm.start, comm.end = comm.parent.start, comm.parent.end
-    return player
+    return SimulatedRun(
+        results=results,
+        outputs=[""] * len(results),
+        ledger=ledger,
+        seconds=player.end(),
+        device=machine.name,
+        steps=player.steps(),
+        spans=player.spans,
+    )

@@ -1,0 +1,131 @@
+"""Which ranks of a large world do the same: found by what they do.
+
+The groups of rank 0 say how the world is laid out: an axis joins ranks that stand `stride` apart.
+Along each axis we run the ranks at index 0, 1, the middle and the end, and compare what they did.
+An axis along which all four did the same makes no difference. The others cut the world into kinds,
+and one rank of each kind stands for all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from dataclasses import dataclass
+
+from ..ledger.counting import Begin, Host, Kernel
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis of the world: rank // stride % size is a rank's index along it."""
+
+    name: str
+    stride: int
+    size: int
+
+    def probes(self) -> list[int]:
+        """Indices that are looked at: the first, the second, the middle, the last."""
+        return sorted({0, min(1, self.size - 1), self.size // 2, self.size - 1})
+
+    def parts(self, did: dict[int, str]) -> list[range]:
+        """Cut the indices into those that do the same. did: index of a probe -> what it did."""
+        first, second, middle, last = (did[i] for i in self.four())
+        n = self.size
+        if first == second == middle == last:
+            return [range(n)]
+        if n > 3 and second == middle:
+            inner = range(0 if first == second else 1, n if last == middle else n - 1)
+            return [*map(one, range(inner.start)), inner, *map(one, range(inner.stop, n))]
+        return [one(index) for index in range(n)]
+
+    def four(self) -> tuple[int, int, int, int]:
+        return 0, min(1, self.size - 1), self.size // 2, self.size - 1
+
+
+def one(index: int) -> range:
+    return range(index, index + 1)
+
+
+def axes_of(groups: dict[str, list[int]], names: dict[str, str], world_size: int) -> list[Axis]:
+    """The axes that rank 0's groups tell of, innermost first; together they are the whole world."""
+    found = [Axis("", 1, 1)]
+    for name, ranks in groups.items():
+        stride = ranks[1] - ranks[0] if len(ranks) > 1 else 0
+        even = stride > 0 and ranks == list(range(0, len(ranks) * stride, stride))
+        if even and len(ranks) < world_size and "*" not in names.get(name, "*"):
+            found.append(Axis(names[name], stride, len(ranks)))
+    axes, inside = [], 1
+    for axis in sorted(found, key=lambda axis: (axis.stride, -axis.size)):
+        if axis.stride == inside and axis.size > 1:
+            axes.append(axis)
+            inside *= axis.size
+    if world_size % inside:
+        return [Axis("world", 1, world_size)]
+    if inside < world_size:
+        axes.append(Axis("world", inside, world_size // inside))
+    return axes
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """The kinds of ranks of a world. parts: for each axis, innermost first, its indices in parts
+    that do the same."""
+
+    axes: list[Axis]
+    parts: list[list[range]]
+
+    def firsts(self) -> list[int]:
+        """The first rank of each kind."""
+        return [rank for rank, _ in self.members()]
+
+    def members(self):
+        """For each kind its first rank, and the indices of its ranks along each axis."""
+        for parts in itertools.product(*reversed(self.parts)):
+            parts = parts[::-1]
+            yield sum(p.start * a.stride for p, a in zip(parts, self.axes)), parts
+
+    def sizes(self) -> list[int]:
+        sizes = []
+        for _, parts in self.members():
+            size = 1
+            for part in parts:
+                size *= len(part)
+            sizes.append(size)
+        return sizes
+
+    def another(self, draw) -> list[int | None]:
+        """For each kind a rank other than its first, drawn at random; None where there is none."""
+        found = []
+        for first, parts in self.members():
+            rank = sum(draw.choice(p) * a.stride for p, a in zip(parts, self.axes))
+            if rank == first:
+                rank = sum(p[-1] * a.stride for p, a in zip(parts, self.axes))
+            found.append(rank if rank != first else None)
+        return found
+
+    def of(self, rank: int) -> int:
+        """The number of the kind that this rank is of."""
+        number = 0
+        for axis, parts in zip(reversed(self.axes), reversed(self.parts)):
+            index = rank // axis.stride % axis.size
+            number = number * len(parts) + next(i for i, p in enumerate(parts) if index in p)
+        return number
+
+
+def what_it_did(rank: int, export: dict) -> str:
+    """A digest of a rank's program: kernels by their costs, communications by axis, bytes and the
+    distance to the peer, and the peak of its memory."""
+    digest = hashlib.sha256(str(export["memory"].peak_bytes()).encode())
+    for thread, event in export["program"]:
+        if isinstance(event, Begin):
+            op, name, dtype, nbytes, detail, *_ = export["comms"][event.comm]
+            members = export["groups"][name]
+            if op in ("send", "recv"):
+                detail = (detail - members.index(rank)) % len(members)
+            axis = export["axes"].get(name, "")
+            event = (op, axis, dtype, nbytes, detail, len(members), event.tag)
+        elif isinstance(event, Kernel):
+            event = event.signature
+        if not isinstance(event, Host):
+            digest.update(f"{thread} {event}".encode())
+    return digest.hexdigest()
