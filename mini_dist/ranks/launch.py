@@ -67,6 +67,7 @@ def launch(
     elastic: bool | Elastic = False,
     simulate: str | object | None = None,
     ranks: str | None = None,
+    pretend: dict | None = None,
 ) -> Run:
     """Call `fn(*args, group, **kwargs)` in `world_size` fresh processes and collect the results.
 
@@ -95,6 +96,8 @@ def launch(
     simulate: a machine of the planner, such as "h100". The ranks run without storage, in a few
     processes, and the run's times, bytes and memory are that machine's (simulation/simulate.py).
     ranks: of a simulated world: "all", or "kinds", one rank of each kind; None: all of up to 8.
+    pretend: in a simulated run no value exists. Where the function asks for one, on a line with one
+    of these names, it gets that value: {"loss": 5.0}.
 
     Raises RankError if a rank fails, RankTimeout after `timeout`, ValueError or TypeError for
     arguments that cannot work.
@@ -119,8 +122,17 @@ def launch(
     if simulate is not None:
         from .simulation.simulate import simulate as on
 
+        if hosts or elastic or device:
+            raise ValueError(
+                "simulate does not go with hosts, elastic or device: the simulated machine has its "
+                "own devices and links"
+            )
+        check_world(world_size, args, kwargs, seed)
+        check_call(fn, args, kwargs or {})
         how = dict(timeout=timeout, seed=seed, start=start, quiet=quiet)
-        return on(launch, fn, world_size, args, kwargs or {}, simulate, ranks, **how)
+        return on(launch, fn, world_size, args, kwargs or {}, simulate, ranks, pretend, **how)
+    if ranks is not None or pretend is not None:
+        raise ValueError('ranks and pretend are of simulated runs: give simulate="h100" as well')
     start = start or ("fork" if sys.platform == "linux" else "spawn")
     check_arguments(world_size, args, kwargs, seed, start)
     check_hosts(hosts, world_size, start, network)
@@ -322,14 +334,21 @@ def inside_a_rank() -> bool:
 
 
 def check_arguments(world_size, args, kwargs, seed, start) -> None:
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1, not {brief(world_size)}")
+    check_world(world_size, args, kwargs, seed)
     most = max(RANKS_PER_CORE * (os.cpu_count() or 1), count_gpus())
     if world_size > most:
         raise ValueError(
             f"world_size={brief(world_size)} is too many for this machine: its {os.cpu_count()} "
-            f"cores can share at most {most} ranks ({RANKS_PER_CORE} a core). Use {most} or fewer."
+            f"cores can share at most {most} ranks ({RANKS_PER_CORE} a core). Use {most} or fewer, "
+            'or simulate="h100".'
         )
+    if start not in ("fork", "spawn"):
+        raise ValueError(f'start must be "fork" or "spawn", not {start!r}')
+
+
+def check_world(world_size, args, kwargs, seed) -> None:
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, not {brief(world_size)}")
     if not isinstance(args, (tuple, list)):
         raise TypeError(
             f"args must be a tuple of arguments, not {brief(args)}; did you mean ({brief(args)},)?"
@@ -341,8 +360,6 @@ def check_arguments(world_size, args, kwargs, seed, start) -> None:
             f"seed must be from 0 to 2**64 - 1 - world_size, as torch's generators take it for "
             f"each rank, not {brief(seed)}"
         )
-    if start not in ("fork", "spawn"):
-        raise ValueError(f'start must be "fork" or "spawn", not {start!r}')
 
 
 def check_hosts(hosts, world_size: int, start: str, network: bool) -> None:

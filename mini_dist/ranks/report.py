@@ -35,6 +35,11 @@ class Run:
     lost: list[Lost] = field(default_factory=list)
 
     @property
+    def shown(self) -> int:
+        """How many ranks' results are shown."""
+        return self.world_size
+
+    @property
     def world_size(self) -> int:
         return len(self.results)
 
@@ -50,13 +55,14 @@ class Run:
 
     def __repr__(self) -> str:
         lines = [self.title()]
-        lines += [f"  rank {rank}  {short(result)}" for rank, result in enumerate(self.results)]
+        some = enumerate(self.results[: self.shown])
+        lines += [f"  rank {rank}  {short(result)}" for rank, result in some]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         rows = [
             (rank, Markup(f"<code>{escaped(short(result))}</code>"))
-            for rank, result in enumerate(self.results)
+            for rank, result in enumerate(self.results[: self.shown])
         ]
         table = html_table(rows, ["rank", "returned"], sides=["right", "left"])
         return f"<div>{escaped(self.title())}{table}</div>"
@@ -67,7 +73,7 @@ class Run:
         return f"{ranks} on {self.device}, {carriers}"
 
 
-@dataclass
+@dataclass(repr=False)
 class SimulatedRun(Run):
     """What came back from launch(..., simulate=...): a Run whose times are virtual.
 
@@ -86,7 +92,13 @@ class SimulatedRun(Run):
         return sum(lengths[1:]) / len(lengths[1:]) if len(lengths) > 1 else lengths[0]
 
     def title(self) -> str:
-        return f"{super().title()}, simulated: {self.seconds:.4g} s"
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size:,} ranks"
+        most = max(self.peak_memory) / 1e9
+        return f"{ranks} on {self.device}, simulated: {self.seconds:.4g} s, at most {most:.3g} GB"
+
+    @property
+    def shown(self) -> int:
+        return 16
 
 
 def short(result: Any) -> str:

@@ -19,6 +19,8 @@ the program, torch's own kernels for the meta device check most operations, but 
 
 from __future__ import annotations
 
+import linecache
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,10 +30,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from .ledger.counting import kernel_of
 from .ledger.group import RecordingGroup
+from .ledger.memory import tensors_in
 from .ledger.recording import Recorder
 
 BACKEND = "mini_dist_without_storage"
@@ -62,11 +64,12 @@ class NoValue(RuntimeError):
 
 @contextmanager
 def without_storage(
-    rank: int, world_size: int, record: bool = False
+    rank: int, world_size: int, record: bool = False, pretend: dict | None = None
 ) -> Iterator[RecordingGroup]:
     """Be rank `rank` of `world_size` ranks whose tensors, on `group.device`, have no storage.
 
-    record: note every kernel, and the bytes that the tensors would hold.
+    record: note every kernel, and the bytes that the tensors would hold. pretend: name -> the value
+    that a program gets where it asks for one on a line with that name, as {"loss": 5.0}.
     Raises RuntimeError if this process is in a world of torch.distributed already, DeviceMismatch
     and NoValue as above.
     """
@@ -84,7 +87,7 @@ def without_storage(
     try:
         group = dist.group.WORLD
         group.recorder.start(memory=record, count=record)
-        with OneDevice(group.recorder.counter, group.recorder.memory):
+        with OneDevice(group.recorder.counter, group.recorder.memory, pretend):
             yield group
         group.recorder.stop()
     finally:
@@ -140,12 +143,12 @@ class OneDevice(TorchDispatchMode):
     them, since each mode more on the stack would cost as much as the operation.
     """
 
-    def __init__(self, counter=None, memory=None, outcomes: dict | None = None) -> None:
+    def __init__(self, counter=None, memory=None, pretend=None, outcomes=None) -> None:
         super().__init__()
-        self.counter, self.memory = counter, memory
+        self.counter, self.memory, self.pretend = counter, memory, pretend or {}
         self.outcomes: dict[tuple, Outcome] = {} if outcomes is None else outcomes
         if counter and memory:  # The counter of a real run enters a mode in each thread, too.
-            counter.mode_of_thread = lambda: OneDevice(counter, None, self.outcomes)
+            counter.mode_of_thread = lambda: OneDevice(counter, None, pretend, self.outcomes)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -188,7 +191,7 @@ class OneDevice(TorchDispatchMode):
         """Check an operation and let torch work out the shape of its result."""
         name = func.overloadpacket
         compared = (args[0], args[2:]) if name in INDEXED else (args, kwargs)
-        tensors = [each for each in tree_leaves(compared) if isinstance(each, Tensor)]
+        tensors = list(tensors_in(compared))
         if not any(tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)
         on_host = [tensor for tensor in tensors if not tensor.is_meta and tensor.dim()]
@@ -199,13 +202,25 @@ class OneDevice(TorchDispatchMode):
                 "device=group.device, or from a tensor that is there"
             )
         if name in ASK_FOR_VALUES or (name is aten.copy_ and not args[0].is_meta):
-            raise NoValue(f"{who_asked()}: {func} asks for values, but the tensor has no storage")
+            return self.pretended(func)
         if name is aten._to_copy:  # whatever the device is called, there is nothing to copy
             kwargs = {**kwargs, "device": META, "pin_memory": False}
         if name is aten.bincount:  # (torch has no meta kernel for it)
             length = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
             return torch.empty(length, dtype=torch.int64, device=META)
         return func(*args, **kwargs)
+
+
+    def pretended(self, func):
+        """The value that the caller has stated for this line; NoValue if there is none."""
+        where, line = who_asked(), line_that_asked()
+        for name, value in self.pretend.items():
+            if re.search(rf"\b{re.escape(name)}\b", line):
+                return value
+        raise NoValue(
+            f"{where}: `{line}` asks for a value ({func}), but the tensor has no storage. State the "
+            'value by a name on that line: launch(..., pretend={"loss": 5.0}), or leave the line out'
+        )
 
 
 PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -248,7 +263,7 @@ class Outcome:
         outputs = (result,) if outcome.is_one else result
         if func.is_view or not all(type(each) is Tensor and each.is_meta for each in outputs):
             return outcome
-        given = {t.untyped_storage()._cdata for t in tree_leaves(args) if isinstance(t, Tensor)}
+        given = {each.untyped_storage()._cdata for each in tensors_in(args)}
         if not any(each.untyped_storage()._cdata in given for each in outputs):
             outcome.repeats = True
             outcome.outputs = [(each.shape, each.stride(), each.dtype) for each in outputs]
@@ -266,7 +281,17 @@ class Outcome:
 
 def who_asked() -> str:
     """File and line of the innermost frame that is neither torch's nor this file's."""
+    frame = frame_that_asked()
+    return f"{frame.f_code.co_filename}, line {frame.f_lineno}"
+
+
+def line_that_asked() -> str:
+    frame = frame_that_asked()
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+
+
+def frame_that_asked():
     torch_home, frame = str(Path(torch.__file__).parent), sys._getframe(1)
     while frame.f_back and frame.f_code.co_filename.startswith((torch_home, __file__)):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}, line {frame.f_lineno}"
+    return frame

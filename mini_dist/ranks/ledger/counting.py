@@ -22,8 +22,9 @@ from typing import NamedTuple
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from .memory import tensors_in
 
 aten = torch.ops.aten
 
@@ -66,6 +67,18 @@ class Begin(NamedTuple):
 
 class Wait(NamedTuple):
     """Here the program goes on only when that communication is over."""
+
+    comm: int
+
+
+class Enter(NamedTuple):
+    """A collective of ours begins; noted in simulated runs only. `comm`: index in the ledger."""
+
+    comm: int
+
+
+class Leave(NamedTuple):
+    """And returns."""
 
     comm: int
 
@@ -188,10 +201,16 @@ class Counter:
         self.coming = {place: other for place, other in self.coming.items() if other is not row}
         self.note((Wait, row))
 
+    def enter(self, row: list) -> None:
+        self.note((Enter, row))
+
+    def leave(self, row: list) -> None:
+        self.note((Leave, row))
+
     def read(self, *arguments) -> None:
         """Who reads what a collective fills has waited for it: in C++, as DDP's reducer does."""
-        for tensor in tree_leaves(arguments):
-            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
+        for tensor in tensors_in(arguments):
+            if tensor.layout == torch.strided:
                 if row := self.coming.get(tensor.untyped_storage()._cdata):
                     self.wait(row)
 
@@ -273,10 +292,10 @@ ATTENTION = {  # products of all scores with a head's vectors: the kernel makes 
 def kernel_of(function, args, kwargs, result, phase: str, seconds: float) -> Kernel | None:
     """What a call costs; None if nothing. Scalars stay on the host, as in torch's optimizers."""
     packet = function.overloadpacket
-    written = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+    written = list(tensors_in((result,)))
     if packet in FREE or not any(t.numel() > 1 for t in written):
         return None
-    read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    read = list(tensors_in((args, kwargs)))
     nbytes = sum(t.nbytes for t in (*read, *written))
     name, itemsize = packet.__name__, written[0].element_size()
     if name in ATTENTION:

@@ -162,9 +162,14 @@ def recorded(function, alike: bool = False):
                 words = call_in_words(name, group, row[2], tensors[0].shape)
                 recorder.flight.begin(*words, waits=False)
         outer, thread.parent = thread.parent, len(recorder.comms) - 1
+        marks = alike and recorder.is_simulated and recorder.counter
+        if marks:
+            recorder.counter.enter(row)
         try:
             return function(*args, **kwargs)
         finally:
+            if marks:
+                recorder.counter.leave(row)
             thread.parent = outer
             end(row)
 

@@ -30,6 +30,8 @@ class LedgerByKind(Ledger):
         for number, (rank, export) in enumerate(zip(kinds.firsts(), exports)):
             for comm in read_rank(rank, export):
                 comm.rank = number
+                if comm.axis.startswith("ranks "):  # other ranks of this kind have other groups
+                    comm.axis = f"a group of {len(comm.group)}"
                 comms.append(comm)
         return cls(
             comms,

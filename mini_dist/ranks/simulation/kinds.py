@@ -11,8 +11,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..ledger.counting import Begin, Host, Kernel
+
+
+ALIKE = 0.01  # a round number: costs that differ by less are those of one kind of rank
 
 
 @dataclass(frozen=True)
@@ -27,14 +31,15 @@ class Axis:
         """Indices that are looked at: the first, the second, the middle, the last."""
         return sorted({0, min(1, self.size - 1), self.size // 2, self.size - 1})
 
-    def parts(self, did: dict[int, str]) -> list[range]:
+    def parts(self, did: dict[int, Did]) -> list[range]:
         """Cut the indices into those that do the same. did: index of a probe -> what it did."""
         first, second, middle, last = (did[i] for i in self.four())
         n = self.size
-        if first == second == middle == last:
+        if all(first.alike(other) for other in (second, middle, last)):
             return [range(n)]
-        if n > 3 and second == middle:
-            inner = range(0 if first == second else 1, n if last == middle else n - 1)
+        if n > 3 and second.alike(middle):
+            begin = 0 if first.alike(second) else 1
+            inner = range(begin, n if last.alike(middle) else n - 1)
             return [*map(one, range(inner.start)), inner, *map(one, range(inner.stop, n))]
         return [one(index) for index in range(n)]
 
@@ -112,20 +117,37 @@ class Kinds:
         return number
 
 
-def what_it_did(rank: int, export: dict) -> str:
-    """A digest of a rank's program: kernels by their costs, communications by axis, bytes and the
-    distance to the peer, and the peak of its memory."""
-    digest = hashlib.sha256(str(export["memory"].peak_bytes()).encode())
+class Did(NamedTuple):
+    """What a rank did, in short. order: a digest of its operations and of whom it spoke to, in
+    order, without sizes. costs: FLOPs, bytes that kernels touched, bytes sent, peak of memory."""
+
+    order: str
+    costs: tuple[float, ...]
+
+    def alike(self, other: Did) -> bool:
+        """The same operations in the same order, and all costs within ALIKE of each other. (ZeRO
+        cuts flat buffers, so the shards of two ranks hold parts of different parameters.)"""
+        return self.order == other.order and all(
+            abs(a - b) <= ALIKE * max(a, b) for a, b in zip(self.costs, other.costs)
+        )
+
+
+def what_it_did(rank: int, export: dict) -> Did:
+    digest = hashlib.sha256()
+    flops = touched = sent = 0
     for thread, event in export["program"]:
         if isinstance(event, Begin):
             op, name, dtype, nbytes, detail, *_ = export["comms"][event.comm]
             members = export["groups"][name]
             if op in ("send", "recv"):
                 detail = (detail - members.index(rank)) % len(members)
+            sent += nbytes
             axis = export["axes"].get(name, "")
-            event = (op, axis, dtype, nbytes, detail, len(members), event.tag)
+            detail = detail if isinstance(detail, int) else ""
+            event = (op, axis, dtype, detail, len(members), event.tag)
         elif isinstance(event, Kernel):
-            event = event.signature
+            flops, touched = flops + event.flops, touched + event.nbytes
+            event = event.name
         if not isinstance(event, Host):
             digest.update(f"{thread} {event}".encode())
-    return digest.hexdigest()
+    return Did(digest.hexdigest(), (flops, touched, sent, export["memory"].peak_bytes()))

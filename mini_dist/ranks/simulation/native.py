@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 
 from ..ledger import Comm
-from ..ledger.counting import Begin, Kernel, Wait
+from ..ledger.counting import Begin, Enter, Leave, Wait
 
 OPS = "all_reduce all_gather reduce_scatter all_to_all broadcast reduce gather scatter barrier"
 ALGORITHMS = (
@@ -30,40 +30,41 @@ def native_op(name: str) -> str | None:
 def as_native(program: list[tuple], comms: list[Comm]) -> list[tuple]:
     """The events of one rank, with each collective of ours as one event instead of its messages.
 
-    program: (thread, event) in order. comms: the rank's communications, which `Begin` and `Wait`
-    name by index. The kernels inside a collective are dropped, because its time includes them.
+    program: (thread, event) in order. comms: the rank's communications, which events name by
+    index. What a collective computes inside is dropped, because its time includes that.
     """
     index = {id(comm): number for number, comm in enumerate(comms)}
-    outer = [whole(comm) for comm in comms]
-    waits_left: dict[int, int] = {}  # id of a collective -> its messages that are not over yet
-    for comm in outer:
-        if comm is not None:
-            waits_left[id(comm)] = waits_left.get(id(comm), 0) + 1
-    begun, inside, found = set(), {}, []  # inside: thread -> the collective that it is in
+    whole = [outermost(comm) for comm in comms]
+    sends = {id(whole[n]) for n, comm in enumerate(comms) if comm.is_leaf and whole[n] is not comm}
+    inside: dict[int, Comm] = {}  # thread -> the collective that it is in
+    found = []
     for thread, event in program:
         kind = type(event)
-        if kind is Kernel and thread in inside:
-            continue
-        comm = outer[event.comm] if kind in (Begin, Wait) else None
-        if comm is None:
-            found.append((thread, event))
-        elif kind is Begin and id(comm) not in begun:
-            begun.add(id(comm))
-            found.append((thread, Begin(index[id(comm)], 0)))
-            if not comm.op.startswith("begin_"):
+        comm = whole[event.comm] if kind in COMMUNICATION else None
+        number = index.get(id(comm))
+        if kind is Enter:
+            if comm is comms[event.comm]:
                 inside[thread] = comm
-        elif kind is Wait:
-            waits_left[id(comm)] -= 1
-            found.append((thread, Wait(index[id(comm)])))
-            if waits_left[id(comm)] == 0 and inside.get(thread) is comm:
+                if id(comm) in sends:
+                    found.append((thread, Begin(number, 0)))
+        elif kind is Leave:
+            if comm is comms[event.comm]:
                 del inside[thread]
+                if id(comm) in sends and not comm.op.startswith("begin_"):
+                    found.append((thread, Wait(number)))
+        elif thread not in inside:
+            # The messages of a collective in flight are waited for later.
+            found.append((thread, Wait(number) if kind is Wait and id(comm) in sends else event))
     return found
 
 
-def whole(comm: Comm) -> Comm | None:
-    """The outermost collective that this message is part of and that NCCL has, too."""
-    found = None
+COMMUNICATION = (Begin, Wait, Enter, Leave)
+
+
+def outermost(comm: Comm) -> Comm:
+    """The outermost collective that this one is part of and that NCCL has, too; else itself."""
+    found = comm
     for each in comm.within():
         if each is not comm and native_op(each.op):
             found = each
-    return found if comm.is_leaf else None
+    return found

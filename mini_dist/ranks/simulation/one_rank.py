@@ -6,7 +6,8 @@ world after another: its tensors have shapes and no storage, its groups send not
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
 from typing import NamedTuple
 
 import torch
@@ -22,24 +23,26 @@ aten = torch.ops.aten
 
 
 def run_ranks(call: tuple, jobs: list[list], world_size: int, seed: int, group) -> list:
-    """Be each rank of this worker's jobs in turn; return what is asked for of each.
+    """Be each rank of this worker's jobs in turn; return of each what it did in short, and
+    all of it: what its recorder exports, (its result, what it printed).
 
-    call: (fn, args, kwargs). jobs: for each worker its list of Job. group: of the workers.
+    call: (fn, args, kwargs, pretend). jobs: for each worker its list of Job. group: of the workers.
     """
     mine = jobs[group.rank()]
     group.recorder.phases.unwatch()  # the simulated ranks have recorders of their own
     dist.destroy_process_group()
-    fn, args, kwargs = call
+    fn, args, kwargs, pretend = call
     found = []
     for job in mine:
         seed_everything(seed + job.rank)
-        with without_storage(job.rank, world_size, record=True) as simulated, fused():
+        with without_storage(job.rank, world_size, True, pretend) as simulated, fused():
             if job.shortcut:
                 simulated.recorder.shortcut = Shortcut(simulated.recorder)
-            result = fn(*args, simulated, **kwargs)
+            with as_that_rank(job.rank, world_size), redirect_stdout(StringIO()) as printed:
+                result = fn(*args, simulated, **kwargs)
         export = simulated.recorder.export()
-        did = what_it_did(job.rank, export) if job.shortcut else ""
-        found.append((did, export, result) if job.keep else (did, None, None))
+        did = what_it_did(job.rank, export) if job.shortcut else None
+        found.append((did, export, (result, printed.getvalue())) if job.keep else (did, None, None))
     return found
 
 
@@ -50,6 +53,17 @@ class Job(NamedTuple):
     rank: int
     shortcut: bool = False
     keep: bool = True
+
+
+@contextmanager
+def as_that_rank(rank: int, world_size: int):
+    """Tell which rank of the simulated world raised: the launch knows only the worker's number."""
+    try:
+        yield
+    except Exception as error:
+        if hasattr(error, "add_note"):  # (Python 3.11)
+            error.add_note(f"(as rank {rank} of the {world_size:,} simulated ranks)")
+        raise
 
 
 @contextmanager

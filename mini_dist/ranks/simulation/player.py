@@ -71,7 +71,7 @@ class Player:
         self.carried: list[list] = [[] for _ in ledger.programs]  # messages' begin, device's work
         self.way_free: dict[tuple, float] = defaultdict(float)
         self.begins = [begins(self.events[Line(rank, 0)]) for rank in range(len(ledger.programs))]
-        self.phases: list[list[tuple[float, bool]]] = [[] for _ in ledger.programs]
+        self.phases: list[list[tuple[float, bool, str]]] = [[] for _ in ledger.programs]
         self.spans: list[Span] = []
         self.ready: list[tuple[float, Line]] = []
 
@@ -131,7 +131,8 @@ class Player:
                     if not self.wait(line, (rank, comm)):
                         return False
                 self.unwaited[rank].clear()
-            self.phases[rank].append((self.clock[line], self.begins[rank][self.place[line]]))
+            is_first = self.begins[rank][self.place[line]]
+            self.phases[rank].append((self.clock[line], is_first, event.name))
         return True
 
     def compute(self, line: Line, seconds: float) -> float:
@@ -226,8 +227,12 @@ class Player:
 
     def steps(self) -> list[tuple[float, float]]:
         """Rank 0's steps, each up to what follows its optimizer; what went before has none."""
-        starts = [moment for moment, is_first in self.phases[0] if is_first] or [0.0]
+        starts = [moment for moment, is_first, _ in self.phases[0] if is_first] or [0.0]
         return list(zip(starts, [*starts[1:], self.end()]))
+
+    def phase_changes(self) -> list[list[tuple[float, str]]]:
+        """For each rank, when which phase began."""
+        return [[(moment, name) for moment, _, name in phases] for phases in self.phases]
 
     def flops_of_a_step(self) -> float:
         """Counted FLOPs of the last step, all ranks together."""

@@ -20,7 +20,7 @@ from mini_dist.plan.calculators import Hardware, hardware
 from mini_dist.plan.calculators.machines import SLOWED
 
 from ..ledger import Ledger
-from ..report import SimulatedRun
+from ..report import SimulatedRun, print_outputs
 from .by_kind import LedgerByKind, PlayerByKind
 from .calculated import CalculatedMachine
 from .kinds import Kinds, axes_of
@@ -31,24 +31,34 @@ from .player import Player
 ALL_RANKS = 8
 
 
-def simulate(launch, fn, world_size, args, kwargs, machine, ranks=None, **options) -> SimulatedRun:
+def simulate(
+    launch, fn, world_size, args, kwargs, machine, ranks=None, pretend=None, **options
+) -> SimulatedRun:
     """Run ranks without storage, then play the world in virtual time.
 
     launch: starts the workers. machine: a name of the planner's, or a Hardware. ranks: "all", or
-    "kinds"; None: all of a small world.
+    "kinds"; None: all of a small world. pretend: values that the function may ask for, by name.
     Raises ValueError for a machine that is not known, RankError for what the function raises.
     """
     machine = hardware(machine)
     ranks = ranks or ("all" if world_size <= ALL_RANKS else "kinds")
-    world = World(launch, (fn, args, kwargs), world_size, options.pop("seed"), options)
+    if ranks not in ("all", "kinds"):
+        raise ValueError(f'ranks={ranks!r}: give "all", or "kinds" (one rank of each kind)')
+    world = World(launch, (fn, args, kwargs, pretend), world_size, options.pop("seed"), options)
     if ranks == "all":
         found = world.run([Job(rank) for rank in range(world_size)])
         ledger = Ledger.from_ranks([export for _, export, _ in found])
-        return played(Player, ledger, machine, [result for *_, result in found])
-    kinds, found = find_kinds(world)
-    ledger = LedgerByKind.of(kinds, [export for _, export, _ in found])
-    results = [found[kinds.of(rank)][2] for rank in range(world_size)]
-    return played(PlayerByKind, ledger, machine, results)
+        run = played(Player, ledger, machine)
+        back = [each for *_, each in found]
+    else:
+        kinds, found = find_kinds(world)
+        ledger = LedgerByKind.of(kinds, [export for _, export, _ in found])
+        run = played(PlayerByKind, ledger, machine)
+        back = [found[kinds.of(rank)][2] for rank in range(world_size)]
+    run.results, run.outputs = map(list, zip(*back))
+    if not options["quiet"] and ranks == "all":
+        print_outputs(run.outputs)
+    return run
 
 
 class World:
@@ -84,7 +94,7 @@ def find_kinds(world: World) -> tuple[Kinds, list[tuple]]:
     jobs = [Job(rank, True) for rank in new] + [Job(rank, True, keep=False) for rank in checks]
     known |= dict(zip([*new, *checks], world.run(jobs) if jobs else []))
     for one, other in zip(kinds.firsts(), seconds):
-        if other is not None and known[one][0] != known[other][0]:
+        if other is not None and not known[one][0].alike(known[other][0]):
             warnings.warn(
                 f"rank {other} did something else than rank {one}, which stands for it: "
                 'give ranks="all" where the world is small enough',
@@ -93,7 +103,7 @@ def find_kinds(world: World) -> tuple[Kinds, list[tuple]]:
     return kinds, [known[rank] for rank in kinds.firsts()]
 
 
-def played(make_player, ledger: Ledger, machine: Hardware, results: list) -> SimulatedRun:
+def played(make_player, ledger: Ledger, machine: Hardware) -> SimulatedRun:
     """Play the ledger's programs on the machine, and give its records their virtual times."""
     comms = [[] for _ in ledger.programs]
     for comm in ledger.comms:
@@ -107,9 +117,11 @@ def played(make_player, ledger: Ledger, machine: Hardware, results: list) -> Sim
                 comm.start, comm.end = player.starts[rank, number], player.ends[rank, number]
             elif comm.parent is not None:
                 comm.start, comm.end = comm.parent.start, comm.parent.end
+    ledger.phases = player.phase_changes()
+    ledger.span = [(0.0, player.end())] * len(comms)
     return SimulatedRun(
-        results=results,
-        outputs=[""] * len(results),
+        results=[],
+        outputs=[],
         ledger=ledger,
         seconds=player.end(),
         device=machine.name,
