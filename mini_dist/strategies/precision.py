@@ -24,6 +24,7 @@ from torch import Tensor
 
 from mini_dist.collectives import all_reduce
 from mini_dist.plan.fields import checks_kinds
+from mini_dist.ranks.autocast import AutocastWithoutStorage
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -114,10 +115,9 @@ class Precision:
         return 1.0 if self.scaler is None else self.scaler.scale
 
     def autocast(self, device_type: str):
-        """Inside, torch picks each operation's dtype: 16 bits for products of matrices. (torch has
-        no autocast for the meta device: there every dtype stays as it is.)"""
-        if device_type == "meta":
-            return nullcontext()
+        """Inside, torch picks each operation's dtype: 16 bits for products of matrices."""
+        if device_type == "meta":  # torch has no autocast there
+            return nullcontext() if self.dtype is None else AutocastWithoutStorage(self.dtype)
         return torch.autocast(device_type, self.dtype, enabled=self.dtype is not None)
 
 

@@ -6,7 +6,7 @@ world after another: its tensors have shapes and no storage, its groups send not
 
 from __future__ import annotations
 
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from io import StringIO
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from ..autocast import AutocastWithoutStorage
 from ..rank import seed_everything
 from ..without_storage import without_storage
 from .kinds import what_it_did
@@ -35,7 +36,7 @@ def run_ranks(call: tuple, jobs: list[list], world_size: int, seed: int, group) 
     found = []
     for job in mine:
         seed_everything(seed + job.rank)
-        with without_storage(job.rank, world_size, True, pretend) as simulated, fused():
+        with without_storage(job.rank, world_size, True, pretend) as simulated, what_torch_lacks():
             if job.shortcut:
                 simulated.recorder.shortcut = Shortcut(simulated.recorder)
             with as_that_rank(job.rank, world_size), redirect_stdout(StringIO()) as printed:
@@ -67,19 +68,25 @@ def as_that_rank(rank: int, world_size: int):
 
 
 @contextmanager
-def fused():
-    """Inside, attention is the fused kernel. torch has none for the meta device and would compute
-    all scores, so we call the CPU's, which saves the same tensors as a GPU's."""
-    by_torch = functional.scaled_dot_product_attention
+def what_torch_lacks():
+    """Inside, two functions of torch work without storage: fused attention (torch would compute
+    all scores, so we call the CPU's kernel, which saves the same tensors as a GPU's) and autocast.
+    """
+    attention, autocast = functional.scaled_dot_product_attention, torch.autocast
 
     def attend(q, *args, **kwargs):
-        return fused_attention(q, *args, **kwargs) if q.is_meta else by_torch(q, *args, **kwargs)
+        return fused_attention(q, *args, **kwargs) if q.is_meta else attention(q, *args, **kwargs)
 
-    functional.scaled_dot_product_attention = attend
+    def cast(device_type, dtype=torch.bfloat16, enabled=True, **options):
+        if device_type != "meta":
+            return autocast(device_type, dtype=dtype, enabled=enabled, **options)
+        return AutocastWithoutStorage(dtype) if enabled else nullcontext()
+
+    functional.scaled_dot_product_attention, torch.autocast = attend, cast
     try:
         yield
     finally:
-        functional.scaled_dot_product_attention = by_torch
+        functional.scaled_dot_product_attention, torch.autocast = attention, autocast
 
 
 def fused_attention(
