@@ -174,18 +174,19 @@ class OneDevice(TorchDispatchMode):
 
     def record(self, func, args, kwargs, result, outcome: Outcome) -> None:
         counter = self.counter
-        if self.memory:
-            self.memory.see_all(args, kwargs, result)
-        counter.host.operators += 1
+        if self.memory and not func.is_view and outcome.argument is None:
+            self.memory.see_all((result,))  # (no other operation makes a storage)
         if func.is_view or func.namespace != "aten":
             return
         if counter.coming:
             counter.read(args, kwargs)
-        if outcome.kernel is None:
-            kernel = kernel_of(func, args, kwargs, result, "", 0.0)
-            outcome.kernel = kernel or False
-        if outcome.kernel:
-            counter.note(outcome.kernel._replace(phase=counter.phases.now))
+        phase = counter.phases.now
+        kernel = outcome.kernels.get(phase)
+        if kernel is None:
+            kernel = kernel_of(func, args, kwargs, result, phase, 0.0) or False
+            outcome.kernels[phase] = kernel
+        if kernel:
+            counter.note(kernel)
 
     def first(self, func, args, kwargs):
         """Check an operation and let torch work out the shape of its result."""
@@ -244,11 +245,11 @@ def signature(value):
 class Outcome:
     """What came of an operation: an argument again, or new tensors of known shapes."""
 
-    __slots__ = ("repeats", "argument", "outputs", "is_one", "kernel")
+    __slots__ = ("repeats", "argument", "outputs", "is_one", "kernels")
 
     def __init__(self):
         self.repeats, self.argument, self.outputs, self.is_one = False, None, None, True
-        self.kernel = None  # the Kernel, or False for an operation that costs nothing
+        self.kernels = {}  # phase -> the Kernel, or False for an operation that costs nothing
 
     @classmethod
     def of(cls, func, args, result) -> Outcome:

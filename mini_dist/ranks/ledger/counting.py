@@ -149,11 +149,12 @@ class HostClock(threading.local):
 class Counter:
     """One rank's programs, a line a thread: 0 is the main thread, others work in its pools.
 
+    times_host: note what the host took between two events; no use in a simulated run.
     `rows`: (thread, event), in the order in which they happened.
     """
 
-    def __init__(self, phases) -> None:
-        self.phases = phases
+    def __init__(self, phases, times_host: bool = True) -> None:
+        self.phases, self.times_host = phases, times_host
         self.rows: list[tuple[int, object]] = []
         self._line = threading.local()  # this thread's number
         self.host = HostClock()
@@ -181,16 +182,19 @@ class Counter:
             hook.remove()
 
     def note(self, event) -> None:
-        self.host.stop()
+        if self.times_host:
+            self.host.stop()
         line = getattr(self._line, "number", 0)  # autograd's own threads work for the main one
-        changes = line == 0 and self.phases.now != self._phase
-        if changes or not isinstance(event, Kernel):
+        now = self.phases.now
+        changes = line == 0 and now != self._phase
+        if self.times_host and (changes or not isinstance(event, Kernel)):
             self.rows.append((line, self.host.read()))
         if changes:
-            self._phase = self.phases.now
-            self.rows.append((0, Phase(self._phase)))
+            self._phase = now
+            self.rows.append((0, Phase(now)))
         self.rows.append((line, event))
-        self.host.start()
+        if self.times_host:
+            self.host.start()
 
     def begin(self, row: list, tag: int, filled=()) -> None:
         self.note((Begin, row, tag))

@@ -55,7 +55,7 @@ class Recorder:
         if count:
             from .counting import Counter, KernelMode
 
-            self.counter = Counter(self.phases)
+            self.counter = Counter(self.phases, times_host=not self.is_simulated)
             enter(self.counter.hooks())
             if not self.is_simulated:
                 enter(KernelMode(self.counter))

@@ -1,9 +1,10 @@
 """Which ranks of a large world do the same: found by what they do.
 
 The groups of rank 0 say how the world is laid out: an axis joins ranks that stand `stride` apart.
-Along each axis we run the ranks at index 0, 1, the middle and the end, and compare what they did.
-An axis along which all four did the same makes no difference. The others cut the world into kinds,
-and one rank of each kind stands for all of them.
+Along each axis we run the ranks at index 0, 1 and the end, and compare what they did. An axis along
+which all three did the same makes no difference, and along another only the first rank may differ.
+Else each index is a kind of its own. One rank of each kind stands for all of them. Of each kind a
+second rank is run, drawn at random, because these are guesses.
 """
 
 from __future__ import annotations
@@ -28,23 +29,19 @@ class Axis:
     size: int
 
     def probes(self) -> list[int]:
-        """Indices that are looked at: the first, the second, the middle, the last."""
-        return sorted({0, min(1, self.size - 1), self.size // 2, self.size - 1})
+        """The indices that are looked at."""
+        return sorted(set(self.three()))
 
     def parts(self, did: dict[int, Did]) -> list[range]:
         """Cut the indices into those that do the same. did: index of a probe -> what it did."""
-        first, second, middle, last = (did[i] for i in self.four())
+        first, second, last = (did[i] for i in self.three())
         n = self.size
-        if all(first.alike(other) for other in (second, middle, last)):
-            return [range(n)]
-        if n > 3 and second.alike(middle):
-            begin = 0 if first.alike(second) else 1
-            inner = range(begin, n if last.alike(middle) else n - 1)
-            return [*map(one, range(inner.start)), inner, *map(one, range(inner.stop, n))]
+        if second.alike(last):
+            return [range(n)] if first.alike(second) else [one(0), range(1, n)]
         return [one(index) for index in range(n)]
 
-    def four(self) -> tuple[int, int, int, int]:
-        return 0, min(1, self.size - 1), self.size // 2, self.size - 1
+    def three(self) -> tuple[int, int, int]:
+        return 0, min(1, self.size - 1), self.size - 1
 
 
 def one(index: int) -> range:
@@ -98,10 +95,15 @@ class Kinds:
             sizes.append(size)
         return sizes
 
-    def another(self, draw) -> list[int | None]:
-        """For each kind a rank other than its first, drawn at random; None where there is none."""
+    def another(self, draw, known) -> list[int | None]:
+        """For each kind a rank other than its first: one that is known already, or drawn at random;
+        None where there is none."""
         found = []
-        for first, parts in self.members():
+        for number, (first, parts) in enumerate(self.members()):
+            also = [rank for rank in known if rank != first and self.of(rank) == number]
+            if also:
+                found.append(also[-1])
+                continue
             rank = sum(draw.choice(p) * a.stride for p, a in zip(parts, self.axes))
             if rank == first:
                 rank = sum(p[-1] * a.stride for p, a in zip(parts, self.axes))

@@ -88,7 +88,7 @@ def find_kinds(world: World) -> tuple[Kinds, list[tuple]]:
     did = {rank: each[0] for rank, each in known.items()}
     parts = [axis.parts({i: did[i * axis.stride] for i in axis.probes()}) for axis in axes]
     kinds = Kinds(axes, parts)
-    seconds = kinds.another(random.Random(world.seed))
+    seconds = kinds.another(random.Random(world.seed), known)
     new = [rank for rank in kinds.firsts() if rank not in known]
     checks = [rank for rank in seconds if rank is not None and rank not in known]
     jobs = [Job(rank, True) for rank in new] + [Job(rank, True, keep=False) for rank in checks]
