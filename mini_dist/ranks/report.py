@@ -79,11 +79,12 @@ class SimulatedRun(Run):
 
     seconds: from the start of the function to its end on the last rank. device: the machine.
     steps: (start, end) of each training step of rank 0, in seconds. spans: what each rank computed,
-    and when it waited (ranks/simulation/player.py).
+    and when it waited (ranks/simulation/player.py). costs: what each rank that was run took here.
     """
 
     steps: list[tuple[float, float]] = field(default_factory=list)
     spans: list = field(default_factory=list)
+    costs: list = field(default_factory=list)
 
     @property
     def step_seconds(self) -> float:

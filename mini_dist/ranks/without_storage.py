@@ -211,7 +211,6 @@ class OneDevice(TorchDispatchMode):
             return torch.empty(length, dtype=torch.int64, device=META)
         return func(*args, **kwargs)
 
-
     def pretended(self, func):
         """The value that the caller has stated for this line; NoValue if there is none."""
         where, line = who_asked(), line_that_asked()

@@ -18,8 +18,9 @@ of a run can be held against the clock (benchmarks/replay.py).
 """
 
 from mini_dist.ranks.simulation.calculated import CalculatedMachine
-from .measured import MeasuredMachine, measure_here
 from mini_dist.ranks.simulation.player import Player, Span
+
+from .measured import MeasuredMachine, measure_here
 from .replays import Replay, elsewhere, replay
 
 __all__ = [

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from mini_dist.plan.calculators import Hardware, hardware, readable
 from mini_dist.plan.tables import Table
 from mini_dist.ranks.ledger import Ledger
-
 from mini_dist.ranks.simulation.calculated import CalculatedMachine
 from mini_dist.ranks.simulation.player import Player, Span
 

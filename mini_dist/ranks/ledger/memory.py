@@ -60,7 +60,12 @@ class MemoryRecorder(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         known = self._serials.get(id(storage))
-        if known and not kind and known[1]() is storage and self._sizes[known[0]] == storage.nbytes():
+        if (
+            known
+            and not kind
+            and known[1]() is storage
+            and self._sizes[known[0]] == storage.nbytes()
+        ):
             return
         if known is None or known[1]() is not storage:
             serial = len(self._sizes)

@@ -10,6 +10,7 @@ from mini_dist.plan.calculators.collective_time import collective_seconds
 from mini_dist.plan.calculators.kernels import gemm_seconds
 from mini_dist.plan.calculators.links import Link
 from mini_dist.plan.calculators.machines import FLASH_BACKWARD, FLASH_FORWARD, KERNEL_SECONDS
+
 from ..ledger.counting import Host, Kernel
 
 # float32 products on tensor cores run as TF32, at half the rate of bf16 (A100: 156 of 312 TFLOP/s;

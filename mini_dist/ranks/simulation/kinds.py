@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from ..ledger.counting import Begin, Host, Kernel
 
-
 ALIKE = 0.01  # a round number: costs that differ by less are those of one kind of rank
 
 

@@ -6,6 +6,9 @@ world after another: its tensors have shapes and no storage, its groups send not
 
 from __future__ import annotations
 
+import gc
+import resource
+import time
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from io import StringIO
 from typing import NamedTuple
@@ -25,7 +28,7 @@ aten = torch.ops.aten
 
 def run_ranks(call: tuple, jobs: list[list], world_size: int, seed: int, group) -> list:
     """Be each rank of this worker's jobs in turn; return of each what it did in short, and
-    all of it: what its recorder exports, (its result, what it printed).
+    all of it: what its recorder exports, (its result, what it printed); and what it took here.
 
     call: (fn, args, kwargs, pretend). jobs: for each worker its list of Job. group: of the workers.
     """
@@ -35,6 +38,8 @@ def run_ranks(call: tuple, jobs: list[list], world_size: int, seed: int, group) 
     fn, args, kwargs, pretend = call
     found = []
     for job in mine:
+        gc.collect()  # what the last rank left must not be counted as this one's
+        began = time.process_time()
         seed_everything(seed + job.rank)
         with without_storage(job.rank, world_size, True, pretend) as simulated, what_torch_lacks():
             if job.shortcut:
@@ -43,8 +48,17 @@ def run_ranks(call: tuple, jobs: list[list], world_size: int, seed: int, group) 
                 result = fn(*args, simulated, **kwargs)
         export = simulated.recorder.export()
         did = what_it_did(job.rank, export) if job.shortcut else None
-        found.append((did, export, (result, printed.getvalue())) if job.keep else (did, None, None))
+        kept = (export, (result, printed.getvalue())) if job.keep else (None, None)
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        found.append((did, *kept, Cost(time.process_time() - began, most)))
     return found
+
+
+class Cost(NamedTuple):
+    """What a simulated rank took on this machine: CPU seconds, and the memory of its process."""
+
+    seconds: float
+    resident_bytes: int
 
 
 class Job(NamedTuple):

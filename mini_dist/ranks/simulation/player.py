@@ -7,7 +7,6 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from ..ledger import Comm, Ledger
-from .native import native_op
 from ..ledger.counting import (
     Begin,
     Done,
@@ -21,6 +20,7 @@ from ..ledger.counting import (
     Updated,
     Wait,
 )
+from .native import native_op
 
 
 class Span(NamedTuple):

@@ -47,15 +47,16 @@ def simulate(
     world = World(launch, (fn, args, kwargs, pretend), world_size, options.pop("seed"), options)
     if ranks == "all":
         found = world.run([Job(rank) for rank in range(world_size)])
-        ledger = Ledger.from_ranks([export for _, export, _ in found])
+        ledger = Ledger.from_ranks([export for _, export, *_ in found])
         run = played(Player, ledger, machine)
-        back = [each for *_, each in found]
+        back = [each[2] for each in found]
     else:
         kinds, found = find_kinds(world)
-        ledger = LedgerByKind.of(kinds, [export for _, export, _ in found])
+        ledger = LedgerByKind.of(kinds, [export for _, export, *_ in found])
         run = played(PlayerByKind, ledger, machine)
         back = [found[kinds.of(rank)][2] for rank in range(world_size)]
     run.results, run.outputs = map(list, zip(*back))
+    run.costs = world.costs
     if not options["quiet"] and ranks == "all":
         print_outputs(run.outputs)
     return run
@@ -67,24 +68,28 @@ class World:
     def __init__(self, launch, call, world_size, seed, options) -> None:
         self.launch, self.call, self.size = launch, call, world_size
         self.seed, self.options = seed, options
+        self.costs = []
 
     def run(self, jobs: list[Job]) -> list[tuple]:
-        """(digest, export, result) of each job; see run_ranks."""
+        """What run_ranks returns of each job."""
         workers = min(os.cpu_count() or 1, len(jobs))
         dealt = [jobs[worker::workers] for worker in range(workers)]
         args = (self.call, dealt, self.size, self.seed)
         back = self.launch(run_ranks, workers, args, **self.options).results
-        return [back[n % workers][n // workers] for n in range(len(jobs))]
+        found = [back[n % workers][n // workers] for n in range(len(jobs))]
+        self.costs += [cost for *_, cost in found]
+        return found
 
 
 def find_kinds(world: World) -> tuple[Kinds, list[tuple]]:
     """The kinds of ranks, and what the first rank of each did. Warns if a second one differs."""
-    ((did_0, export, result),) = world.run([Job(0, shortcut=True)])
+    (zero,) = world.run([Job(0, shortcut=True)])
+    export = zero[1]
     groups, names = export["groups"], export["axes"]
     axes = axes_of(groups, names, world.size)
     probes = sorted({i * axis.stride for axis in axes for i in axis.probes()} - {0})
     first = world.run([Job(rank, shortcut=True) for rank in probes])
-    known = dict(zip([0, *probes], [(did_0, export, result), *first]))
+    known = dict(zip([0, *probes], [zero, *first]))
     did = {rank: each[0] for rank, each in known.items()}
     parts = [axis.parts({i: did[i * axis.stride] for i in axis.probes()}) for axis in axes]
     kinds = Kinds(axes, parts)
