@@ -218,8 +218,8 @@ class OneDevice(TorchDispatchMode):
             if re.search(rf"\b{re.escape(name)}\b", line):
                 return value
         raise NoValue(
-            f"{where}: `{line}` asks for a value ({func}), but the tensor has no storage. State the "
-            'value by a name on that line: launch(..., pretend={"loss": 5.0}), or leave the line out'
+            f"{where}: `{line}` asks for a value ({func}), but the tensor has no storage. State "
+            'it by a name on that line: launch(..., pretend={"loss": 5.0}), or leave the line out'
         )
 
 

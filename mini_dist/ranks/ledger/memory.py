@@ -60,14 +60,10 @@ class MemoryRecorder(TorchDispatchMode):
             return
         storage = tensor.untyped_storage()
         known = self._serials.get(id(storage))
-        if (
-            known
-            and not kind
-            and known[1]() is storage
-            and self._sizes[known[0]] == storage.nbytes()
-        ):
+        is_known = known is not None and known[1]() is storage
+        if is_known and not kind and self._sizes[known[0]] == storage.nbytes():
             return
-        if known is None or known[1]() is not storage:
+        if not is_known:
             serial = len(self._sizes)
             key = id(storage)
             reference = weakref.ref(storage, lambda _: self._gone(key, serial))

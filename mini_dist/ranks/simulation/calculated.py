@@ -26,7 +26,7 @@ class CalculatedMachine:
 
     wider: as if every side of every matrix were that many times longer: bytes grow with its
     square, FLOPs with its cube. So a small run shows what a large model of that program would do.
-    slowed: share of a collective's time that the kernels beside it lose (calculators.machines.SLOWED).
+    slowed: how much longer kernels take beside a collective, as a share of its time (SLOWED).
     """
 
     machine: Hardware

@@ -43,7 +43,7 @@ class Shortcut:
         return self.recorder.begin(op, self.name_of(group), tensors, detail, carrier="NCCL")
 
     def name_of(self, group) -> str:
-        """The group's name; some members of a group (collectives.messages.Members) get their own."""
+        """The group's name. Some members of a group (messages.Members) get one of their own."""
         if not hasattr(group, "whole"):
             return group.name
         whole = self.name_of(group.whole)
