@@ -64,12 +64,17 @@ class NoValue(RuntimeError):
 
 @contextmanager
 def without_storage(
-    rank: int, world_size: int, record: bool = False, pretend: dict | None = None
+    rank: int,
+    world_size: int,
+    record: bool = False,
+    pretend: dict | None = None,
+    outcomes: dict | None = None,
 ) -> Iterator[RecordingGroup]:
     """Be rank `rank` of `world_size` ranks whose tensors, on `group.device`, have no storage.
 
     record: note every kernel, and the bytes that the tensors would hold. pretend: name -> the value
-    that a program gets where it asks for one on a line with that name, as {"loss": 5.0}.
+    that a program gets where it asks for one on a line with that name, as {"loss": 5.0}. outcomes:
+    what operations gave on the last rank that this process was, so that this one need not find out.
     Raises RuntimeError if this process is in a world of torch.distributed already, DeviceMismatch
     and NoValue as above.
     """
@@ -87,7 +92,7 @@ def without_storage(
     try:
         group = dist.group.WORLD
         group.recorder.start(memory=record, count=record)
-        with OneDevice(group.recorder.counter, group.recorder.memory, pretend):
+        with OneDevice(group.recorder.counter, group.recorder.memory, pretend, outcomes):
             yield group
         group.recorder.stop()
     finally:
@@ -174,8 +179,10 @@ class OneDevice(TorchDispatchMode):
 
     def record(self, func, args, kwargs, result, outcome: Outcome) -> None:
         counter = self.counter
-        if self.memory and not func.is_view and outcome.argument is None:
-            self.memory.see_all((result,))  # (no other operation makes a storage)
+        if self.memory and not outcome.repeats:  # Its arguments may come from outside.
+            self.memory.see_all(args, kwargs, (result,))
+        elif self.memory and outcome.argument is None:
+            self.memory.see_all((result,))
         if func.is_view or func.namespace != "aten":
             return
         if counter.coming:

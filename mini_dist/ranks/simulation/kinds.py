@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -134,7 +135,7 @@ class Did(NamedTuple):
 
 
 def what_it_did(rank: int, export: dict) -> Did:
-    digest = hashlib.sha256()
+    digests = defaultdict(hashlib.sha256)  # of each thread: between threads, order is chance
     flops = touched = sent = 0
     for thread, event in export["program"]:
         if isinstance(event, Begin):
@@ -150,5 +151,6 @@ def what_it_did(rank: int, export: dict) -> Did:
             flops, touched = flops + event.flops, touched + event.nbytes
             event = event.name
         if not isinstance(event, Host):
-            digest.update(f"{thread} {event}".encode())
-    return Did(digest.hexdigest(), (flops, touched, sent, export["memory"].peak_bytes()))
+            digests[thread].update(str(event).encode())
+    order = " ".join(digests[thread].hexdigest() for thread in sorted(digests))
+    return Did(order, (flops, touched, sent, export["memory"].peak_bytes()))

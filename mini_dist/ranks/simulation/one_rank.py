@@ -36,12 +36,13 @@ def run_ranks(call: tuple, jobs: list[list], world_size: int, seed: int, group) 
     group.recorder.phases.unwatch()  # the simulated ranks have recorders of their own
     dist.destroy_process_group()
     fn, args, kwargs, pretend = call
-    found = []
+    found, outcomes = [], {}
     for job in mine:
         gc.collect()  # what the last rank left must not be counted as this one's
         began = time.process_time()
         seed_everything(seed + job.rank)
-        with without_storage(job.rank, world_size, True, pretend) as simulated, what_torch_lacks():
+        rank = without_storage(job.rank, world_size, True, pretend, outcomes)
+        with rank as simulated, what_torch_lacks():
             if job.shortcut:
                 simulated.recorder.shortcut = Shortcut(simulated.recorder)
             with as_that_rank(job.rank, world_size), redirect_stdout(StringIO()) as printed:
