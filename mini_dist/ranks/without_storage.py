@@ -29,6 +29,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .ledger.counting import kernel_of
@@ -131,10 +132,32 @@ class Silent:
     def __getattr__(self, method: str):
         return getattr(self.fake, OLDER_NAMES.get(method, method))
 
+    def allreduce(self, tensors, options):
+        self.fake.allreduce(tensors, options)
+        return DoneWork(tensors)
+
     def recv(self, tensors, source: int, tag: int):
         for tensor in tensors:
             tensor.zero_()  # what arrives on the host is alike in every run
         return self.fake.recv(tensors, source, tag)
+
+
+class DoneWork(dist._Work):
+    """The handle of an all-reduce. DDP takes the reduced tensors from its future."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.future = torch.futures.Future()
+        self.future.set_result(tensors)
+
+    def wait(self, timeout=None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future:
+        return self.future
 
 
 class OneDevice(TorchDispatchMode):
@@ -152,6 +175,7 @@ class OneDevice(TorchDispatchMode):
         super().__init__()
         self.counter, self.memory, self.pretend = counter, memory, pretend or {}
         self.outcomes: dict[tuple, Outcome] = {} if outcomes is None else outcomes
+        self.under_way: dict[int, tuple] = {}  # storage that a collective fills -> (group, row)
         if counter and memory:  # The counter of a real run enters a mode in each thread, too.
             counter.mode_of_thread = lambda: OneDevice(counter, None, pretend, self.outcomes)
 
@@ -161,6 +185,8 @@ class OneDevice(TorchDispatchMode):
             with self:
                 if (out := func.decompose(*args, **kwargs)) is not NotImplemented:
                     return out
+        if func.namespace == "_c10d_functional":
+            return self.collective(func, args, kwargs)
         try:
             key = (func, *map(signature, args), *map(signature, kwargs.items()))
             outcome = self.outcomes.get(key)
@@ -175,6 +201,26 @@ class OneDevice(TorchDispatchMode):
             result = outcome.again(args)
         if self.counter:
             self.record(func, args, kwargs, result, outcome)
+        return result
+
+    def collective(self, func, args, kwargs):
+        """A collective of DTensor: on the meta device, torch would not hand it to the group."""
+        result, name = func(*args, **kwargs), func.overloadpacket.__name__
+        if name == "wait_tensor":
+            group, row = self.under_way.pop(args[0].untyped_storage()._cdata, (None, None))
+            if row:
+                group.recorder.waits(row)
+            return result
+        op = FUNCTIONAL.get(name)
+        if op is None:
+            return result
+        group, x = _resolve_process_group(args[-1]), args[0]
+        detail = args[1] if op == "broadcast" else None
+        if op == "all_to_all":
+            row_bytes = x[:1].nbytes if len(x) else 0
+            detail = tuple([row_bytes * rows for rows in splits] for splits in (args[2], args[1]))
+        row = group.recorder.begin(op, group.name, [x], detail, carrier="NCCL")
+        self.under_way[result.untyped_storage()._cdata] = group, row
         return result
 
     def record(self, func, args, kwargs, result, outcome: Outcome) -> None:
@@ -230,6 +276,14 @@ class OneDevice(TorchDispatchMode):
         )
 
 
+FUNCTIONAL = {
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+}
 PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 VALUES = (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 

@@ -132,15 +132,16 @@ def test_the_ledger_is_that_of_a_real_run_message_by_message(both):
             assert simulated == real and real, (name, rank)
 
 
-THREADED = {"tp", "recompute"}  # Overlapped: what is alive depends on how far its sender has come
+# Ring attention has a fused kernel on a CPU only; on a simulated GPU it goes tile by tile.
+IN_TILES = {"cp", "ring attention"}
 
 
 def test_the_peak_of_memory_is_that_of_a_real_run(both):
     for rank in range(both[0].world_size):
         for (name, _, real), (_, _, simulated) in zip(*(of_each(run, rank) for run in both)):
-            # A placeholder of a pipeline has the shape of an activation and 4 bytes.
-            slack = 0.01 * real if name in THREADED else 4
-            assert abs(simulated - real) <= slack, (name, rank, real, simulated)
+            # Numbers that a real run counts, such as targets, are a few bytes on the host.
+            slack = 0.01 if name in IN_TILES else 2e-4
+            assert simulated == pytest.approx(real, rel=slack), (name, rank)
 
 
 # ---- one rank of each kind -----------------------------------------------------------------------

@@ -9,9 +9,10 @@ from __future__ import annotations
 import gc
 import resource
 import time
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from io import StringIO
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -84,8 +85,8 @@ def as_that_rank(rank: int, world_size: int):
 
 @contextmanager
 def what_torch_lacks():
-    """Inside, two functions of torch work without storage: fused attention (torch would compute
-    all scores, so we call the CPU's kernel, which saves the same tensors as a GPU's) and autocast.
+    """Inside, torch has for tensors without storage what it has for those of a GPU: fused attention
+    (we call the CPU's kernel, which saves the same tensors), autocast, and a module of the device.
     """
     attention, autocast = functional.scaled_dot_product_attention, torch.autocast
 
@@ -97,11 +98,30 @@ def what_torch_lacks():
             return autocast(device_type, dtype=dtype, enabled=enabled, **options)
         return AutocastWithoutStorage(dtype) if enabled else nullcontext()
 
-    functional.scaled_dot_product_attention, torch.autocast = attend, cast
-    try:
+    replaced = [
+        (functional, "scaled_dot_product_attention", attend),
+        (torch, "autocast", cast),
+        (torch, "meta", DeviceModule()),
+        # DDP compares the shapes on all ranks, which it has received as values.
+        (torch.nn.parallel.distributed, "_verify_param_shape_across_processes", lambda *_: None),
+    ]
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    replaced.append((FSDPParamGroup, "_validate_no_meta_params", lambda self: None))
+    with ExitStack() as stack:
+        for module, name, ours in replaced:
+            stack.enter_context(mock.patch.object(module, name, ours, create=True))
         yield
-    finally:
-        functional.scaled_dot_product_attention, torch.autocast = attention, autocast
+
+
+class DeviceModule:
+    """What FSDP2 and DTensor ask torch.cuda for, such as its streams; the CPU's do nothing."""
+
+    def __getattr__(self, name: str):
+        return getattr(torch.cpu, name)
+
+    def current_device(self) -> int:
+        return 0
 
 
 def fused_attention(
