@@ -121,14 +121,15 @@ class Kinds:
 
 class Did(NamedTuple):
     """What a rank did, in short. order: a digest of its operations and of whom it spoke to, in
-    order, without sizes. costs: FLOPs, bytes that kernels touched, bytes sent, peak of memory."""
+    order, without sizes; between backward and the next forward, without kernels. costs: FLOPs, bytes that kernels touched, bytes sent, peak of memory."""
 
     order: str
     costs: tuple[float, ...]
 
     def alike(self, other: Did) -> bool:
-        """The same operations in the same order, and all costs within ALIKE of each other. (ZeRO
-        cuts flat buffers, so the shards of two ranks hold parts of different parameters.)"""
+        """The same operations in the same order, and all costs within ALIKE of each other. ZeRO
+        cuts flat buffers, so two ranks' shards hold parts of different numbers of parameters: in
+        the optimizer's step ranks may differ by some small kernels and still be of one kind."""
         return self.order == other.order and all(
             abs(a - b) <= ALIKE * max(a, b) for a, b in zip(self.costs, other.costs)
         )
@@ -149,6 +150,8 @@ def what_it_did(rank: int, export: dict) -> Did:
             event = (op, axis, dtype, detail, len(members), event.tag)
         elif isinstance(event, Kernel):
             flops, touched = flops + event.flops, touched + event.nbytes
+            if event.phase == "step":
+                continue
             event = event.name
         if not isinstance(event, Host):
             digests[thread].update(str(event).encode())

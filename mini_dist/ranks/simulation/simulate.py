@@ -83,21 +83,23 @@ class World:
 
 def find_kinds(world: World) -> tuple[Kinds, list[tuple]]:
     """The kinds of ranks, and what the first rank of each did. Warns if a second one differs."""
-    (zero,) = world.run([Job(0, shortcut=True)])
-    export = zero[1]
-    groups, names = export["groups"], export["axes"]
-    axes = axes_of(groups, names, world.size)
-    probes = sorted({i * axis.stride for axis in axes for i in axis.probes()} - {0})
-    first = world.run([Job(rank, shortcut=True) for rank in probes])
-    known = dict(zip([0, *probes], [zero, *first]))
+    known = {}
+
+    def learn(jobs: list[Job]) -> None:
+        known.update(zip([job.rank for job in jobs], world.run(jobs) if jobs else []))
+
+    learn([Job(rank, shortcut=True) for rank in range(min(2, world.size))])  # 1 is a probe, too
+    export = known[0][1]
+    axes = axes_of(export["groups"], export["axes"], world.size)
+    probes = {i * axis.stride for axis in axes for i in axis.probes()}
+    learn([Job(rank, shortcut=True) for rank in sorted(probes - set(known))])
     did = {rank: each[0] for rank, each in known.items()}
     parts = [axis.parts({i: did[i * axis.stride] for i in axis.probes()}) for axis in axes]
     kinds = Kinds(axes, parts)
     seconds = kinds.another(random.Random(world.seed), known)
     new = [rank for rank in kinds.firsts() if rank not in known]
     checks = [rank for rank in seconds if rank is not None and rank not in known]
-    jobs = [Job(rank, True) for rank in new] + [Job(rank, True, keep=False) for rank in checks]
-    known |= dict(zip([*new, *checks], world.run(jobs) if jobs else []))
+    learn([Job(rank, True) for rank in new] + [Job(rank, True, keep=False) for rank in checks])
     for one, other in zip(kinds.firsts(), seconds):
         if other is not None and not known[one][0].alike(known[other][0]):
             warnings.warn(
@@ -118,6 +120,7 @@ def played(make_player, ledger: Ledger, machine: Hardware) -> SimulatedRun:
     player.play()
     for rank, mine in enumerate(comms):
         for number, comm in enumerate(mine):
+            comm.carrier = comm.carrier and "NCCL"
             if (rank, number) in player.starts:
                 comm.start, comm.end = player.starts[rank, number], player.ends[rank, number]
             elif comm.parent is not None:
