@@ -120,8 +120,12 @@ class Kinds:
 
 
 class Did(NamedTuple):
-    """What a rank did, in short. order: a digest of its operations and of whom it spoke to, in
-    order, without sizes; between backward and the next forward, without kernels. costs: FLOPs, bytes that kernels touched, bytes sent, peak of memory."""
+    """What a rank did, in short.
+
+    order: a digest of its operations and of whom it spoke to, in order, without sizes; between
+    backward and the next forward, without kernels. costs: FLOPs, bytes that kernels touched, bytes
+    sent, peak of memory.
+    """
 
     order: str
     costs: tuple[float, ...]
