@@ -45,7 +45,8 @@ class LedgerByKind(Ledger):
 
     @property
     def row_names(self) -> list[str]:
-        return [f"{size} as rank {r}" for r, size in zip(self.kinds.firsts(), self.kinds.sizes())]
+        both = zip(self.kinds.firsts(), self.kinds.sizes())
+        return [f"rank {rank} ({size} alike)" for rank, size in both]
 
     def leaves(self, op=None, axis=None, phase=None, rank=None) -> Iterator[Comm]:
         """Of each kind's first rank. rank: of the world."""
