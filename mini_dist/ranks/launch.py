@@ -91,8 +91,9 @@ def launch(
     would have taken.
     elastic: a rank that dies does not end the others, which get RanksChanged and may `regroup`
     (membership.py); its result is None, and Run.lost tells of it. Not under torchrun.
-    simulate: a machine of the planner, such as "h100", or a Hardware of your own. The ranks run without storage, in a few
-    processes, and the run's times, bytes and memory are that machine's (simulation/simulate.py).
+    simulate: a machine of the planner, such as "h100", or a Hardware of your own. The ranks run
+    without storage, in a few processes of this machine, and the run's times, bytes and memory are
+    those of the machine that was named (simulation/simulate.py).
     ranks: of a simulated world: "all", or "kinds", one rank of each kind; None: all of up to 8.
     pretend: in a simulated run no value exists. Where the function asks for one, on a line with one
     of these names, it gets that value: {"loss": 5.0}.

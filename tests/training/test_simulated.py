@@ -29,7 +29,7 @@ from mini_dist.training.all_axes import parallelize
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that no rank imports pytest
 
-SMALL = ModelConfig(vocab_size=64, seq_len=16, d_model=32, num_layers=4, num_heads=4)
+SMALL = ModelConfig(vocab_size=64, seq_len=16, d_model=32, num_layers=4, num_heads=8)
 TEXT = torch.arange(4000) % 64
 
 
