@@ -66,6 +66,7 @@ def launch(
     simulate: str | object | None = None,
     ranks: str | None = None,
     pretend: dict | None = None,
+    host_us: float = 0.0,
 ) -> Run:
     """Call `fn(*args, group, **kwargs)` in `world_size` fresh processes and collect the results.
 
@@ -97,6 +98,7 @@ def launch(
     ranks: of a simulated world: "all", or "kinds", one rank of each kind; None: all of up to 8.
     pretend: in a simulated run no value exists. Where the function asks for one, on a line with one
     of these names, it gets that value: {"loss": 5.0}.
+    host_us: in a simulated run, the microseconds that the host takes to launch a kernel.
 
     Raises RankError if a rank fails, RankTimeout after `timeout`, ValueError or TypeError for
     arguments that cannot work.
@@ -128,10 +130,13 @@ def launch(
             )
         check_world(world_size, args, kwargs, seed)
         check_call(fn, args, kwargs or {})
-        how = dict(timeout=timeout, seed=seed, start=start, quiet=quiet)
-        return on(launch, fn, world_size, args, kwargs or {}, simulate, ranks, pretend, **how)
-    if ranks is not None or pretend is not None:
-        raise ValueError('ranks and pretend are of simulated runs: give simulate="h100" as well')
+        how = dict(ranks=ranks, pretend=pretend, host_us=host_us)
+        how |= dict(timeout=timeout, seed=seed, start=start, quiet=quiet)
+        return on(launch, fn, world_size, args, kwargs or {}, simulate, **how)
+    if ranks is not None or pretend is not None or host_us:
+        raise ValueError(
+            'ranks, pretend and host_us are of simulated runs: give simulate="h100" as well'
+        )
     start = start or ("fork" if sys.platform == "linux" else "spawn")
     check_arguments(world_size, args, kwargs, seed, start)
     check_hosts(hosts, world_size, start, network)

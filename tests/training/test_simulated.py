@@ -218,6 +218,20 @@ def test_autocast_halves_the_time_of_products():
     assert products[0] == pytest.approx(2 * products[1], rel=0.1)
 
 
+def many_kernels(group):
+    x = torch.ones(8, device=group.device)
+    for _ in range(99):
+        x = x + 1
+
+
+def test_a_slow_host_sets_the_pace():
+    at_once, slow = (launch(many_kernels, 1, simulate="h100", host_us=us) for us in (0.0, 50.0))
+    assert (
+        slow.seconds == pytest.approx(100 * 50e-6, rel=0.01)
+        and at_once.seconds < 0.2 * slow.seconds
+    )
+
+
 # ---- values do not exist -------------------------------------------------------------------------
 
 

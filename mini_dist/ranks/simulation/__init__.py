@@ -14,7 +14,8 @@ Read in this order:
     calculated.py  how long a kernel and a message take, by the planner's rooflines and links
 
 What it cannot know: values (`pretend` states those that a program asks for), what a compiler would
-fuse (every operator of torch is a kernel, as in eager mode), and the time of the host. torch's
+fuse (every operator of torch is a kernel, as in eager mode), and how fast the host launches kernels
+(at once, unless `host_us` says otherwise). torch's
 DistributedDataParallel stops in its C++ reducer, which reads a map of used parameters on the host,
 and torch's pipelining stops where a stage asks another one for the shapes it will send.
 """

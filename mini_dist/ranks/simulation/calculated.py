@@ -27,11 +27,13 @@ class CalculatedMachine:
     wider: as if every side of every matrix were that many times longer: bytes grow with its
     square, FLOPs with its cube. So a small run shows what a large model of that program would do.
     slowed: how much longer kernels take beside a collective, as a share of its time (SLOWED).
+    launch_seconds: what the host takes for each kernel; it runs ahead and never waits for one.
     """
 
     machine: Hardware
     wider: float = 1.0
     slowed: float = 0.0
+    launch_seconds: float = 0.0
 
     @property
     def peak_flops(self) -> float:

@@ -52,6 +52,8 @@ class Player:
         self.machine = machine
         # How much of a collective's time the device loses for the kernels beside it.
         self.slowed = getattr(machine, "slowed", 0.0)
+        self.launch_seconds = getattr(machine, "launch_seconds", 0.0)
+        self.launched: dict[Line, float] = defaultdict(float)  # when the host is done with the last
         self.events: dict[Line, list] = {Line(rank, 0): [] for rank in range(len(ledger.programs))}
         for rank, program in enumerate(ledger.programs):
             for thread, event in program:
@@ -106,6 +108,9 @@ class Player:
             if seconds := self.machine.host_seconds(event):
                 self.compute(line, seconds)
         elif isinstance(event, (Kernel, Stated)):
+            if self.launch_seconds:  # a kernel starts when the host has launched it
+                self.launched[line] += self.launch_seconds
+                self.clock[line] = max(self.clock[line], self.launched[line])
             stated = isinstance(event, Stated)
             start = self.compute(
                 line, event.seconds if stated else self.machine.kernel_seconds(event)

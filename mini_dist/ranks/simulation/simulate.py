@@ -16,7 +16,7 @@ import os
 import random
 import warnings
 
-from mini_dist.plan.calculators import Hardware, hardware
+from mini_dist.plan.calculators import hardware
 from mini_dist.plan.calculators.machines import SLOWED
 
 from ..ledger import Ledger
@@ -32,15 +32,16 @@ ALL_RANKS = 8
 
 
 def simulate(
-    launch, fn, world_size, args, kwargs, machine, ranks=None, pretend=None, **options
+    launch, fn, world_size, args, kwargs, machine, ranks=None, pretend=None, host_us=0.0, **options
 ) -> SimulatedRun:
     """Run ranks without storage, then play the world in virtual time.
 
     launch: starts the workers. machine: a name of the planner's, or a Hardware. ranks: "all", or
     "kinds"; None: all of a small world. pretend: values that the function may ask for, by name.
+    host_us: microseconds that the host takes to launch a kernel.
     Raises ValueError for a machine that is not known, RankError for what the function raises.
     """
-    machine = hardware(machine)
+    machine = CalculatedMachine(hardware(machine), slowed=SLOWED, launch_seconds=1e-6 * host_us)
     ranks = ranks or ("all" if world_size <= ALL_RANKS else "kinds")
     if ranks not in ("all", "kinds"):
         raise ValueError(f'ranks={ranks!r}: give "all", or "kinds" (one rank of each kind)')
@@ -110,13 +111,13 @@ def find_kinds(world: World) -> tuple[Kinds, list[tuple]]:
     return kinds, [known[rank] for rank in kinds.firsts()]
 
 
-def played(make_player, ledger: Ledger, machine: Hardware) -> SimulatedRun:
+def played(make_player, ledger: Ledger, machine: CalculatedMachine) -> SimulatedRun:
     """Play the ledger's programs on the machine, and give its records their virtual times."""
     comms = [[] for _ in ledger.programs]
     for comm in ledger.comms:
         comms[comm.rank].append(comm)
     ledger.programs = [as_native(*each) for each in zip(ledger.programs, comms)]
-    player = make_player(ledger, CalculatedMachine(machine, slowed=SLOWED))
+    player = make_player(ledger, machine)
     player.play()
     for rank, mine in enumerate(comms):
         for number, comm in enumerate(mine):
@@ -132,7 +133,7 @@ def played(make_player, ledger: Ledger, machine: Hardware) -> SimulatedRun:
         outputs=[],
         ledger=ledger,
         seconds=player.end(),
-        device=machine.name,
+        device=machine.machine.name,
         steps=player.steps(),
         spans=player.spans,
     )
