@@ -388,7 +388,8 @@ BELOW_COURSE = ("serving", "training", "strategies", "collectives", "model", "ra
 # Where a device is called by its name, and why.
 NAMED = {
     "ranks/devices.py": "decides where tensors belong",
-    "ranks/launch.py": "refuses what NCCL cannot do, and waits for GPU memory to be free",
+    "ranks/arguments.py": "refuses what NCCL cannot do",
+    "ranks/launch.py": "waits for GPU memory to be free",
     "ranks/rank.py": "a rank on a GPU makes it the current one",
     "ranks/torchrun.py": "as rank.py",
     "ranks/transport.py": "results come back to the parent on the host",
