@@ -142,7 +142,7 @@ def test_the_peak_of_memory_is_that_of_a_real_run(both):
     for rank in range(both[0].world_size):
         for (name, _, real), (_, _, simulated) in zip(*(of_each(run, rank) for run in both)):
             # Numbers that a real run counts, such as targets, are a few bytes on the host.
-            slack = 0.01 if name in IN_TILES else 2e-4
+            slack = 0.02 if name in IN_TILES else 2e-4
             assert simulated == pytest.approx(real, rel=slack), (name, rank)
 
 
