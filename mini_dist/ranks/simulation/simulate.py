@@ -29,6 +29,7 @@ from .one_rank import Job, run_ranks
 from .player import Player
 
 ALL_RANKS = 8
+MOST_KINDS = 512  # each takes a run, of a second or so
 
 
 def simulate(
@@ -97,6 +98,11 @@ def find_kinds(world: World) -> tuple[Kinds, list[tuple]]:
     did = {rank: each[0] for rank, each in known.items()}
     parts = [axis.parts({i: did[i * axis.stride] for i in axis.probes()}) for axis in axes]
     kinds = Kinds(axes, parts)
+    if (number := len(kinds.firsts())) > MOST_KINDS:
+        raise ValueError(
+            f"this function does something else on each of {number:,} kinds of ranks, more than "
+            f"the {MOST_KINDS} that a simulation runs: give fewer ranks"
+        )
     seconds = kinds.another(random.Random(world.seed), known)
     new = [rank for rank in kinds.firsts() if rank not in known]
     checks = [rank for rank in seconds if rank is not None and rank not in known]
