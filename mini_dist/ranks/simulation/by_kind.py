@@ -16,6 +16,15 @@ from .kinds import Kinds
 from .player import Player
 
 
+def spread_over_the_group(comm: Comm, rank: int) -> None:
+    """Count the mean of what the group's ranks send. The chain of a broadcast ends at some rank,
+    which sends nothing, and it may be of one kind with the others."""
+    n, place = len(comm.group), comm.group.index(rank)
+    mean = comm.nbytes * (n - 1) // n
+    comm.sent_to = {comm.group[(place + 1) % n]: mean}
+    comm.received_from = {comm.group[place - 1]: mean}
+
+
 @dataclass
 class LedgerByKind(Ledger):
     """The ledger of one rank of each kind. `rank` of a Comm, and the index in each list, is the
@@ -30,6 +39,8 @@ class LedgerByKind(Ledger):
         for number, (rank, export) in enumerate(zip(kinds.firsts(), exports)):
             for comm in read_rank(rank, export):
                 comm.rank = number
+                if comm.op in ("broadcast", "reduce"):
+                    spread_over_the_group(comm, rank)
                 if comm.axis.startswith("ranks "):  # other ranks of this kind have other groups
                     comm.axis = f"a group of {len(comm.group)}"
                 comms.append(comm)
