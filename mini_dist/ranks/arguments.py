@@ -15,7 +15,6 @@ LAST_SEED = 2**64 - 1  # of torch's generators
 
 
 def check_arguments(world_size, args, kwargs, seed, start) -> None:
-    check_world(world_size, args, kwargs, seed)
     most = max(RANKS_PER_CORE * (os.cpu_count() or 1), count_gpus())
     if world_size > most:
         raise ValueError(
@@ -23,6 +22,7 @@ def check_arguments(world_size, args, kwargs, seed, start) -> None:
             f"cores can share at most {most} ranks ({RANKS_PER_CORE} a core). Use {most} or fewer, "
             'or simulate="h100".'
         )
+    check_world(world_size, args, kwargs, seed)
     if start not in ("fork", "spawn"):
         raise ValueError(f'start must be "fork" or "spawn", not {start!r}')
 
