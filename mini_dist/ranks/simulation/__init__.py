@@ -13,9 +13,10 @@ Read in this order:
     by_kind.py     the same where one rank of each kind stands for others
     calculated.py  how long a kernel and a message take, by the planner's rooflines and links
 
-What it cannot know: values (`pretend` states those that a program asks for), what a compiler would
-fuse (every operator of torch is a kernel, as in eager mode), and how fast the host launches kernels
-(at once, unless `host_us` says otherwise). torch's
-DistributedDataParallel stops in its C++ reducer, which reads a map of used parameters on the host,
-and torch's pipelining stops where a stage asks another one for the shapes it will send.
+What a simulation does not know:
+    values         `pretend` states those that a program asks for
+    fusion         every operator of torch is a kernel, as in eager mode
+    the host       kernels are launched at once, unless `host_us` says how long a launch takes
+    DDP of torch   its C++ reducer reads a map of used parameters on the host, and stops
+    torch's pipelining stops, too: a stage asks another one for the shapes that it will send
 """
