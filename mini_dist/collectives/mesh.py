@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from mini_dist.plan.fields import checks_kinds
@@ -99,6 +100,11 @@ class Grid:
                 number, index[axis] = divmod(number, size)
         return index
 
+    @cached_property
+    def all_coordinates(self) -> list[dict[str, int]]:
+        """Of every rank; kept, because a mesh of 98,304 ranks asks for them once for each axis."""
+        return [self.coordinates(rank) for rank in range(self.size)]
+
     def groups(self, *axes: str) -> list[list[int]]:
         """Return the lists of ranks that differ in these axes only, each in rank order.
 
@@ -110,8 +116,7 @@ class Grid:
         view = self.check(*axes)
         others = [axis for axis in view if axis not in axes]
         lists: dict[tuple, list[int]] = {}
-        for rank in range(self.size):
-            index = self.coordinates(rank)
+        for rank, index in enumerate(self.all_coordinates):
             lists.setdefault(tuple(index[axis] for axis in others), []).append(rank)
         return list(lists.values())
 

@@ -25,7 +25,7 @@ class TokenLoss(NamedTuple):
 
     def mean(self) -> Tensor:
         """Return total / num_tokens. Raises ValueError for zero tokens, where it would be nan."""
-        if not self.num_tokens:
+        if not self.num_tokens.is_meta and not self.num_tokens:
             raise ValueError(
                 f"no target counts (all are IGNORE_INDEX={IGNORE_INDEX}), so there is no mean "
                 "loss. If other ranks have tokens, divide `total` by the number of tokens over "

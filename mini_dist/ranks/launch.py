@@ -16,7 +16,6 @@ when a rank dies: the parent's side and the rank's).
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import signal
 import sys
@@ -28,6 +27,7 @@ from collections.abc import Callable
 
 from mini_dist.plan.fields import checks_kinds
 
+from .arguments import check_arguments, check_call, check_hosts, check_world, only_gloo
 from .devices import choose_device, count_gpus
 from .diagnose import RankError, RankInterrupt, RankTimeout, brief, cannot_run, explain
 from .elastic import Elastic, ElasticRun, as_elastic
@@ -44,8 +44,6 @@ from .zygote_handle import ZygoteDied, ZygoteHandle, rank_environment
 
 __all__ = ["RankError", "RankInterrupt", "RankTimeout", "Run", "launch"]
 
-RANKS_PER_CORE = 16
-LAST_SEED = 2**64 - 1  # of torch's generators
 FOR_EVER = 1e9  # seconds; an int may be too large for a float
 
 
@@ -66,6 +64,10 @@ def launch(
     network: bool = False,
     hosts: Hosts | None = None,
     elastic: bool | Elastic = False,
+    simulate: str | object | None = None,
+    ranks: str | None = None,
+    pretend: dict | None = None,
+    host_us: float = 0.0,
 ) -> Run:
     """Call `fn(*args, group, **kwargs)` in `world_size` fresh processes and collect the results.
 
@@ -91,6 +93,13 @@ def launch(
     would have taken.
     elastic: a rank that dies does not end the others, which get RanksChanged and may `regroup`
     (membership.py); its result is None, and Run.lost tells of it. Not under torchrun.
+    simulate: a machine of the planner, such as "h100", or a Hardware of your own. The ranks run
+    without storage, in a few processes of this machine, and the run's times, bytes and memory are
+    those of the machine that was named (simulation/simulate.py).
+    ranks: of a simulated world: "all", or "kinds", one rank of each kind; None: all of up to 8.
+    pretend: in a simulated run no value exists. Where the function asks for one, on a line with one
+    of these names, it gets that value: {"loss": 5.0}.
+    host_us: in a simulated run, the microseconds that the host takes to launch a kernel.
 
     Raises RankError if a rank fails, RankTimeout after `timeout`, ValueError or TypeError for
     arguments that cannot work.
@@ -111,6 +120,23 @@ def launch(
         raise RuntimeError(
             "launch was called inside a rank: ranks cannot start ranks of their own. "
             "Call it from the notebook or the script, with as many ranks as all of it needs."
+        )
+    if simulate is not None:
+        from .simulation.simulate import simulate as on
+
+        if hosts or elastic or device:
+            raise ValueError(
+                "simulate does not go with hosts, elastic or device: the simulated machine has its "
+                "own devices and links"
+            )
+        check_world(world_size, args, kwargs, seed)
+        check_call(fn, args, kwargs or {})
+        how = dict(ranks=ranks, pretend=pretend, host_us=host_us)
+        how |= dict(timeout=timeout, seed=seed, start=start, quiet=quiet)
+        return on(launch, fn, world_size, args, kwargs or {}, simulate, **how)
+    if ranks is not None or pretend is not None or host_us:
+        raise ValueError(
+            'ranks, pretend and host_us are of simulated runs: give simulate="h100" as well'
         )
     start = start or ("fork" if sys.platform == "linux" else "spawn")
     check_arguments(world_size, args, kwargs, seed, start)
@@ -312,74 +338,6 @@ def warn_if_open(zygote: ZygoteHandle, deadline: float) -> None:
 def inside_a_rank() -> bool:
     dist = sys.modules.get("torch.distributed")
     return bool(dist and dist.is_initialized() and hasattr(dist.group.WORLD, "recorder"))
-
-
-def check_arguments(world_size, args, kwargs, seed, start) -> None:
-    if world_size < 1:
-        raise ValueError(f"world_size must be at least 1, not {brief(world_size)}")
-    most = max(RANKS_PER_CORE * (os.cpu_count() or 1), count_gpus())
-    if world_size > most:
-        raise ValueError(
-            f"world_size={brief(world_size)} is too many for this machine: its {os.cpu_count()} "
-            f"cores can share at most {most} ranks ({RANKS_PER_CORE} a core). Use {most} or fewer."
-        )
-    if not isinstance(args, (tuple, list)):
-        raise TypeError(
-            f"args must be a tuple of arguments, not {brief(args)}; did you mean ({brief(args)},)?"
-        )
-    if kwargs is not None and not isinstance(kwargs, dict):
-        raise TypeError(f"kwargs must be a dict of arguments by name, not {brief(kwargs)}")
-    if not 0 <= seed <= LAST_SEED - world_size:
-        raise ValueError(
-            f"seed must be from 0 to 2**64 - 1 - world_size, as torch's generators take it for "
-            f"each rank, not {brief(seed)}"
-        )
-    if start not in ("fork", "spawn"):
-        raise ValueError(f'start must be "fork" or "spawn", not {start!r}')
-
-
-def check_hosts(hosts, world_size: int, start: str, network: bool) -> None:
-    if hosts is None:
-        return
-    if not isinstance(hosts, Hosts):
-        raise TypeError(f"hosts must be Hosts(number, uplink=...), not {brief(hosts)}")
-    hosts.places(world_size)
-    if network:
-        raise ValueError(
-            "hosts of ours lead nowhere else: give either hosts=... or network=True, not both"
-        )
-    if start == "spawn" and sys.platform == "linux":
-        raise ValueError('ranks on hosts are forked: give no start, or start="fork"')
-
-
-def only_gloo(asked: str | None, chosen: str, option: str) -> str:
-    """The device of a run whose messages gloo has to carry. Raises ValueError for device="cuda"."""
-    if asked != "cuda":
-        return "cpu" if chosen == "cuda" else chosen
-    why = {
-        "hosts": "NCCL does not use the cables between our hosts",
-        "elastic": "NCCL cannot go on without a rank that died",
-    }
-    raise ValueError(
-        f'device="cuda" does not go with {option}=...: {why[option]}; give "cpu", or "cuda:0", '
-        "where gloo carries the messages of all ranks on one GPU"
-    )
-
-
-def check_call(fn, args, kwargs) -> None:
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # some builtins have none
-        return
-    try:
-        signature.bind(*args, "the group", **kwargs)
-    except TypeError as error:
-        given = ", ".join([*(f"args[{i}]" for i in range(len(args))), "group"])
-        name = getattr(fn, "__name__", "fn")
-        raise TypeError(
-            f"{name}{signature} cannot take what launch passes to it, {name}({given}): {error}. "
-            "The process group is the last positional argument."
-        ) from None
 
 
 def warm_up() -> None:

@@ -35,18 +35,34 @@ class Run:
     lost: list[Lost] = field(default_factory=list)
 
     @property
+    def shown(self) -> int:
+        """How many ranks' results are shown."""
+        return self.world_size
+
+    @property
     def world_size(self) -> int:
         return len(self.results)
 
+    @property
+    def peak_memory(self) -> list[int]:
+        """The most bytes that each rank held at once. Raises ValueError if the run was launched
+        without memory=True."""
+        if not self.ledger.memory or self.ledger.memory[0] is None:
+            raise ValueError("this run does not record memory: launch(..., memory=True)")
+        peaks = [record.peak_bytes() for record in self.ledger.memory]
+        kinds = getattr(self.ledger, "kinds", None)  # of a simulated run (simulation/by_kind.py)
+        return [peaks[kinds.of(rank)] for rank in range(self.world_size)] if kinds else peaks
+
     def __repr__(self) -> str:
         lines = [self.title()]
-        lines += [f"  rank {rank}  {short(result)}" for rank, result in enumerate(self.results)]
+        some = enumerate(self.results[: self.shown])
+        lines += [f"  rank {rank}  {short(result)}" for rank, result in some]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         rows = [
             (rank, Markup(f"<code>{escaped(short(result))}</code>"))
-            for rank, result in enumerate(self.results)
+            for rank, result in enumerate(self.results[: self.shown])
         ]
         table = html_table(rows, ["rank", "returned"], sides=["right", "left"])
         return f"<div>{escaped(self.title())}{table}</div>"
@@ -55,6 +71,35 @@ class Run:
         carriers = " and ".join(self.ledger.carriers()) or "nothing sent"
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
         return f"{ranks} on {self.device}, {carriers}"
+
+
+@dataclass(repr=False)
+class SimulatedRun(Run):
+    """What came back from launch(..., simulate=...): a Run whose times are virtual.
+
+    seconds: from the start of the function to its end on the last rank. device: the machine.
+    steps: (start, end) of each training step of rank 0, in seconds. spans: what each rank computed,
+    and when it waited (ranks/simulation/player.py). costs: what each rank that was run took here.
+    """
+
+    steps: list[tuple[float, float]] = field(default_factory=list)
+    spans: list = field(default_factory=list)
+    costs: list = field(default_factory=list)
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step: the mean of all but the first, if there are several."""
+        lengths = [end - start for start, end in self.steps]
+        return sum(lengths[1:]) / len(lengths[1:]) if len(lengths) > 1 else lengths[0]
+
+    def title(self) -> str:
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size:,} ranks"
+        most = max(self.peak_memory) / 1e9
+        return f"{ranks} on {self.device}, simulated: {self.seconds:.4g} s, at most {most:.3g} GB"
+
+    @property
+    def shown(self) -> int:
+        return 16
 
 
 def short(result: Any) -> str:

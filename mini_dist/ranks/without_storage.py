@@ -19,6 +19,8 @@ the program, torch's own kernels for the meta device check most operations, but 
 
 from __future__ import annotations
 
+import linecache
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,10 +29,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from .ledger.counting import kernel_of
 from .ledger.group import RecordingGroup
+from .ledger.memory import tensors_in
 from .ledger.recording import Recorder
 from .older_torch import as_today, fake_group
 
@@ -41,6 +45,8 @@ aten = torch.ops.aten
 # Operations that a GPU allows on tensors of two devices: a copy, and indices from the host.
 MAY_MIX = {aten.copy_, aten._to_copy}
 INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+CHANGE_SHAPE = {aten.resize_, aten.resize_as_, aten.set_, aten.squeeze_, aten.unsqueeze_, aten.t_}
+CHANGE_SHAPE |= {aten.transpose_, aten.swapaxes_, aten.as_strided_}
 ASK_FOR_VALUES = {aten._local_scalar_dense, aten.equal, aten.is_nonzero, aten.nonzero}
 
 
@@ -53,9 +59,18 @@ class NoValue(RuntimeError):
 
 
 @contextmanager
-def without_storage(rank: int, world_size: int) -> Iterator[RecordingGroup]:
+def without_storage(
+    rank: int,
+    world_size: int,
+    record: bool = False,
+    pretend: dict | None = None,
+    outcomes: dict | None = None,
+) -> Iterator[RecordingGroup]:
     """Be rank `rank` of `world_size` ranks whose tensors, on `group.device`, have no storage.
 
+    record: note every kernel, and the bytes that the tensors would hold. pretend: name -> the value
+    that a program gets where it asks for one on a line with that name, as {"loss": 5.0}. outcomes:
+    what operations gave on the last rank that this process was, so that this one need not find out.
     Raises RuntimeError if this process is in a world of torch.distributed already, DeviceMismatch
     and NoValue as above.
     """
@@ -72,8 +87,8 @@ def without_storage(rank: int, world_size: int) -> Iterator[RecordingGroup]:
     dist.init_process_group(BACKEND, store=FakeStore(), rank=rank, world_size=world_size)
     try:
         group = dist.group.WORLD
-        group.recorder.start(memory=False)
-        with OneDevice():
+        group.recorder.start(memory=record, count=record)
+        with OneDevice(group.recorder.counter, group.recorder.memory, pretend, outcomes):
             yield group
         group.recorder.stop()
     finally:
@@ -83,6 +98,7 @@ def without_storage(rank: int, world_size: int) -> Iterator[RecordingGroup]:
 def make_group(options, _) -> RecordingGroup:
     world = dist.group.WORLD  # None while the first group is made
     recorder = Recorder() if world is None else world.recorder
+    recorder.is_simulated = True
     return StoragelessGroup(options, recorder, META, shared=False)
 
 
@@ -109,24 +125,120 @@ class Silent:
     def __getattr__(self, method: str):
         return getattr(self.fake, method)
 
+    def allreduce(self, tensors, options):
+        self.fake.allreduce(tensors, options)
+        return DoneWork(tensors)
+
     def recv(self, tensors, source: int, tag: int):
         for tensor in tensors:
             tensor.zero_()  # what arrives on the host is alike in every run
         return self.fake.recv(tensors, source, tag)
 
 
+class DoneWork(dist._Work):
+    """The handle of an all-reduce. DDP takes the reduced tensors from its future."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.future = torch.futures.Future()
+        self.future.set_result(tensors)
+
+    def wait(self, timeout=None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future:
+        return self.future
+
+
 class OneDevice(TorchDispatchMode):
     """Inside, operations are as strict about devices as on a GPU, and copies to the host have no
-    storage either."""
+    storage either.
+
+    torch computes the shapes of many meta operations in Python, which takes up to a millisecond.
+    A model repeats its operations, so `outcomes` remembers what came of each signature.
+
+    counter, memory: the recorders of a run that notes its kernels and its bytes. This mode calls
+    them, since each mode more on the stack would cost as much as the operation.
+    """
+
+    def __init__(self, counter=None, memory=None, pretend=None, outcomes=None) -> None:
+        super().__init__()
+        self.counter, self.memory, self.pretend = counter, memory, pretend or {}
+        self.outcomes: dict[tuple, Outcome] = {} if outcomes is None else outcomes
+        self.under_way: dict[int, tuple] = {}  # storage that a collective fills -> (group, row)
+        if counter and memory:  # The counter of a real run enters a mode in each thread, too.
+            counter.mode_of_thread = lambda: OneDevice(counter, None, pretend, self.outcomes)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs, name = kwargs or {}, func.overloadpacket
+        kwargs = kwargs or {}
         if torch.is_inference_mode_enabled():  # there, operations arrive that are made of others
             with self:
                 if (out := func.decompose(*args, **kwargs)) is not NotImplemented:
                     return out
+        if func.namespace == "_c10d_functional":
+            return self.collective(func, args, kwargs)
+        try:
+            key = (func, *map(signature, args), *map(signature, kwargs.items()))
+            outcome = self.outcomes.get(key)
+        except TypeError:  # an argument that has no signature
+            key = outcome = None
+        if outcome is None:
+            result = self.first(func, args, kwargs)
+            outcome = Outcome.of(func, args, result)
+            if key is not None and outcome.repeats:
+                self.outcomes[key] = outcome
+        else:
+            result = outcome.again(args)
+        if self.counter:
+            self.record(func, args, kwargs, result, outcome)
+        return result
+
+    def collective(self, func, args, kwargs):
+        """A collective of DTensor: on the meta device, torch would not hand it to the group."""
+        result, name = func(*args, **kwargs), func.overloadpacket.__name__
+        if name == "wait_tensor":
+            group, row = self.under_way.pop(args[0].untyped_storage()._cdata, (None, None))
+            if row:
+                group.recorder.waits(row)
+            return result
+        op = FUNCTIONAL.get(name)
+        if op is None:
+            return result
+        group, x = _resolve_process_group(args[-1]), args[0]
+        detail = args[1] if op == "broadcast" else None
+        if op == "all_to_all":
+            row_bytes = x[:1].nbytes if len(x) else 0
+            detail = tuple([row_bytes * rows for rows in splits] for splits in (args[2], args[1]))
+        row = group.recorder.begin(op, group.name, [x], detail, carrier="NCCL")
+        self.under_way[result.untyped_storage()._cdata] = group, row
+        return result
+
+    def record(self, func, args, kwargs, result, outcome: Outcome) -> None:
+        counter = self.counter
+        if self.memory and not outcome.repeats:  # Its arguments may come from outside.
+            self.memory.see_all(args, kwargs, (result,))
+        elif self.memory and outcome.argument is None:
+            self.memory.see_all((result,))
+        if func.is_view or func.namespace != "aten":
+            return
+        if counter.coming:
+            counter.read(args, kwargs)
+        phase = counter.phases.now
+        kernel = outcome.kernels.get(phase)
+        if kernel is None:
+            kernel = kernel_of(func, args, kwargs, result, phase, 0.0) or False
+            outcome.kernels[phase] = kernel
+        if kernel:
+            counter.note(kernel)
+
+    def first(self, func, args, kwargs):
+        """Check an operation and let torch work out the shape of its result."""
+        name = func.overloadpacket
         compared = (args[0], args[2:]) if name in INDEXED else (args, kwargs)
-        tensors = [each for each in tree_leaves(compared) if isinstance(each, Tensor)]
+        tensors = list(tensors_in(compared))
         if not any(tensor.is_meta for tensor in tensors):
             return func(*args, **kwargs)
         on_host = [tensor for tensor in tensors if not tensor.is_meta and tensor.dim()]
@@ -137,7 +249,7 @@ class OneDevice(TorchDispatchMode):
                 "device=group.device, or from a tensor that is there"
             )
         if name in ASK_FOR_VALUES or (name is aten.copy_ and not args[0].is_meta):
-            raise NoValue(f"{who_asked()}: {func} asks for values, but the tensor has no storage")
+            return self.pretended(func)
         if name is aten._to_copy:  # whatever the device is called, there is nothing to copy
             kwargs = {**kwargs, "device": META, "pin_memory": False}
         if name is aten.bincount:  # (torch has no meta kernel for it)
@@ -145,10 +257,95 @@ class OneDevice(TorchDispatchMode):
             return torch.empty(length, dtype=torch.int64, device=META)
         return func(*args, **kwargs)
 
+    def pretended(self, func):
+        """The value that the caller has stated for this line; NoValue if there is none."""
+        where, line = who_asked(), line_that_asked()
+        for name, value in self.pretend.items():
+            if re.search(rf"\b{re.escape(name)}\b", line):
+                return value
+        raise NoValue(
+            f"{where}: `{line}` asks for a value ({func}), but the tensor has no storage. State "
+            'it by a name on that line: launch(..., pretend={"loss": 5.0}), or leave the line out'
+        )
+
+
+FUNCTIONAL = {
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+}
+PLAIN = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+VALUES = (int, float, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
+def signature(value):
+    """What the result's shape can depend on. Raises TypeError for what is more than that."""
+    kind = type(value)
+    if kind in PLAIN:
+        if not value.is_meta:
+            raise TypeError("a tensor with values")
+        return value.shape, value.stride(), value.dtype
+    if kind in (list, tuple) or kind is torch.Size:
+        return tuple(map(signature, value))
+    if value is None or kind in VALUES:
+        return kind, value
+    raise TypeError(f"{kind.__name__} has no signature")
+
+
+class Outcome:
+    """What came of an operation: an argument again, or new tensors of known shapes."""
+
+    __slots__ = ("repeats", "argument", "outputs", "is_one", "kernels")
+
+    def __init__(self):
+        self.repeats, self.argument, self.outputs, self.is_one = False, None, None, True
+        self.kernels = {}  # phase -> the Kernel, or False for an operation that costs nothing
+
+    @classmethod
+    def of(cls, func, args, result) -> Outcome:
+        """repeats: the same signature will have the same outcome."""
+        outcome = cls()
+        if func._schema.is_mutable:
+            same = [n for n, each in enumerate(args) if each is result]
+            if same and func.overloadpacket not in CHANGE_SHAPE:
+                outcome.repeats, outcome.argument = True, same[0]
+            return outcome
+        outcome.is_one = not isinstance(result, tuple)
+        outputs = (result,) if outcome.is_one else result
+        if func.is_view or not all(type(each) is Tensor and each.is_meta for each in outputs):
+            return outcome
+        given = {each.untyped_storage()._cdata for each in tensors_in(args)}
+        if not any(each.untyped_storage()._cdata in given for each in outputs):
+            outcome.repeats = True
+            outcome.outputs = [(each.shape, each.stride(), each.dtype) for each in outputs]
+        return outcome
+
+    def again(self, args):
+        if self.argument is not None:
+            return args[self.argument]
+        made = [
+            torch.empty_strided(shape, stride, dtype=dtype, device=META)
+            for shape, stride, dtype in self.outputs
+        ]
+        return made[0] if self.is_one else tuple(made)
+
 
 def who_asked() -> str:
     """File and line of the innermost frame that is neither torch's nor this file's."""
+    frame = frame_that_asked()
+    return f"{frame.f_code.co_filename}, line {frame.f_lineno}"
+
+
+def line_that_asked() -> str:
+    frame = frame_that_asked()
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+
+
+def frame_that_asked():
     torch_home, frame = str(Path(torch.__file__).parent), sys._getframe(1)
     while frame.f_back and frame.f_code.co_filename.startswith((torch_home, __file__)):
         frame = frame.f_back
-    return f"{frame.f_code.co_filename}, line {frame.f_lineno}"
+    return frame

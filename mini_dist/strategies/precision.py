@@ -24,6 +24,7 @@ from torch import Tensor
 
 from mini_dist.collectives import all_reduce
 from mini_dist.plan.fields import checks_kinds
+from mini_dist.ranks.autocast import AutocastWithoutStorage
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -116,10 +117,9 @@ class Precision:
         return 1.0 if self.scaler is None else self.scaler.scale
 
     def autocast(self, device_type: str):
-        """Let torch pick each operation's dtype inside `with`: 16 bits for matrix products. (torch
-        has no autocast for the meta device, so there every dtype stays the same.)"""
-        if device_type == "meta":
-            return nullcontext()
+        """Let torch pick each operation's dtype inside `with`: 16 bits for matrix products."""
+        if device_type == "meta":  # torch has no autocast there
+            return nullcontext() if self.dtype is None else AutocastWithoutStorage(self.dtype)
         return torch.autocast(device_type, self.dtype, enabled=self.dtype is not None)
 
 

@@ -129,6 +129,7 @@ def count_tokens(model: Trainable, micro_batches: Iterable[tuple[Tensor, Tensor]
     none."""
     if any(targets.is_meta for _, targets in micro_batches):  # no values: all of them count
         size = 1 if model.group is None else model.group.size()
+        over_ranks(model, torch.zeros((), dtype=torch.int64, device="meta"))  # for the ledger
         return torch.tensor(size * sum(targets.numel() for _, targets in micro_batches))
     here = sum(int((targets != IGNORE_INDEX).sum()) for _, targets in micro_batches)
     tokens = over_ranks(model, torch.tensor(here, device=next(model.parameters()).device))

@@ -17,9 +17,12 @@ UNITS = [(1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")]
 def timeline(ledger: Ledger, title: str = "") -> Drawing:
     """Draw what each rank did when: the phases of its training below, its communication above.
 
+    ledger: of a run, or the run itself. Of a large simulated run, draw a row for each kind of rank.
     Communications that overlap in time are stacked. Time is milliseconds from the first start.
     """
+    ledger = getattr(ledger, "ledger", ledger)
     size = len(ledger.span)
+    names = getattr(ledger, "row_names", [f"rank {rank}" for rank in range(size)])
     began = min(start for start, _ in ledger.span)
     ended = max(end for _, end in ledger.span)
     last = 1e3 * (ended - began)
@@ -29,7 +32,7 @@ def timeline(ledger: Ledger, title: str = "") -> Drawing:
     panel = Panel(
         WIDEST, 90 + 68 * size, (0, last), (size - 0.7, -0.75), title=title, xlabel="ms",
         xticks=numbered(round_places(0, last, 9)),
-        yticks={rank: f"rank {rank}" for rank in range(size)},
+        yticks=dict(enumerate(names)),
         legend={phase: PHASE_COLORS[phase] for phase in PHASE_COLORS if phase in phases} | colors,
     )  # fmt: skip
     for rank in range(size):

@@ -17,9 +17,10 @@ measured, as all other rates are, and no card carries its messages (`measure_her
 of a run can be compared with the clock (benchmarks/replay.py).
 """
 
-from .calculated import CalculatedMachine
+from mini_dist.ranks.simulation.calculated import CalculatedMachine
+from mini_dist.ranks.simulation.player import Player, Span
+
 from .measured import MeasuredMachine, measure_here
-from .player import Player, Span
 from .replays import Replay, elsewhere, replay
 
 __all__ = [

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from mini_dist.plan.calculators import Hardware, hardware, readable
 from mini_dist.plan.tables import Table
 from mini_dist.ranks.ledger import Ledger
-
-from .calculated import CalculatedMachine
-from .player import Player, Span
+from mini_dist.ranks.simulation.calculated import CalculatedMachine
+from mini_dist.ranks.simulation.player import Player, Span
 
 SLOW_NETWORK = 1.25e9  # bytes/s a device: 10 Gb/s Ethernet
 

@@ -7,7 +7,7 @@ Here the parameters are inputs of the graph's node, so their gradients arrive as
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MethodType
 
@@ -115,6 +115,14 @@ def forward_recomputed(
     return out
 
 
+@contextmanager
+def all_of(contexts):
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
 class Surroundings:
     """What a computation depends on besides its arguments: random state and autocast."""
 
@@ -124,8 +132,10 @@ class Surroundings:
         self.on_gpu = inputs[0].is_cuda
         if self.on_gpu:
             self.gpu_random = torch.cuda.get_rng_state(self.device)
-        self.autocast = nullcontext
-        if not inputs[0].is_meta:  # torch has no autocast there
+        if inputs[0].is_meta:  # there autocast is a function mode (ranks/autocast.py)
+            modes = torch.overrides._get_current_function_mode_stack()
+            self.autocast = partial(all_of, modes)
+        else:
             kind = self.device.type
             is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
             self.autocast = partial(torch.autocast, kind, dtype, enabled=is_on)

@@ -216,13 +216,14 @@ def nothing(time: float) -> dict:
 
 def read_rank(rank: int, export: dict) -> list[Comm]:
     comms: list[Comm] = []
+    groups = {name: tuple(members) for name, members in export["groups"].items()}
     for op, name, dtype, nbytes, detail, start, end, phase, parent, own, carrier in export["comms"]:
-        members = export["groups"][name]
+        members = groups[name]
         comm = Comm(
             rank=rank,
             op=op,
             axis=export["axes"].get(name) or f"ranks {','.join(map(str, members))}",
-            group=tuple(members),
+            group=members,
             dtype=dtype,
             nbytes=nbytes,
             start=start,

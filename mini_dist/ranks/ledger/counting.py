@@ -16,13 +16,15 @@ import math
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from .memory import tensors_in
 
 aten = torch.ops.aten
 
@@ -65,6 +67,18 @@ class Begin(NamedTuple):
 
 class Wait(NamedTuple):
     """Wait: the program continues when that communication is over."""
+
+    comm: int
+
+
+class Enter(NamedTuple):
+    """A collective of ours begins; noted in simulated runs only. `comm`: index in the ledger."""
+
+    comm: int
+
+
+class Leave(NamedTuple):
+    """And returns."""
 
     comm: int
 
@@ -135,64 +149,74 @@ class HostClock(threading.local):
 class Counter:
     """One rank's programs, one line per thread: 0 is the main thread, others work in its pools.
 
+    times_host: note what the host took between two events; no use in a simulated run.
     `rows`: (thread, event), in the order in which they happened.
     """
 
-    def __init__(self, phases) -> None:
-        self.phases = phases
+    def __init__(self, phases, times_host: bool = True) -> None:
+        self.phases, self.times_host = phases, times_host
         self.rows: list[tuple[int, object]] = []
         self._line = threading.local()  # this thread's number
         self.host = HostClock()
         self._threads, self._tasks = itertools.count(1), itertools.count()
         self._submit = ThreadPoolExecutor.submit
         self._phase = ""
+        self.mode_of_thread = lambda: KernelMode(self)
         self.coming: dict[int, list] = {}  # storage that a native collective is filling -> its row
 
-    def __enter__(self) -> Counter:
+    @contextmanager
+    def hooks(self):
+        """Beside the mode: hooks that tell of other threads and of the optimizer."""
         self._line.number = 0
-        self._mode = KernelMode(self)
-        self._mode.__enter__()
         counter = self
 
         def submit(pool, function, /, *args, **kwargs):
             return counter._hand_over(pool, function, args, kwargs)
 
         ThreadPoolExecutor.submit = submit
-        self._hook = register_optimizer_step_post_hook(lambda *_: self.note(Updated()))
-        return self
-
-    def __exit__(self, *_) -> None:
-        ThreadPoolExecutor.submit = self._submit
-        self._hook.remove()
-        self._mode.__exit__(None, None, None)
+        hook = register_optimizer_step_post_hook(lambda *_: self.note(Updated()))
+        try:
+            yield
+        finally:
+            ThreadPoolExecutor.submit = self._submit
+            hook.remove()
 
     def note(self, event) -> None:
-        self.host.stop()
+        if self.times_host:
+            self.host.stop()
         line = getattr(self._line, "number", 0)  # autograd's own threads work for the main one
-        changes = line == 0 and self.phases.now != self._phase
-        if changes or not isinstance(event, Kernel):
+        now = self.phases.now
+        changes = line == 0 and now != self._phase
+        if self.times_host and (changes or not isinstance(event, Kernel)):
             self.rows.append((line, self.host.read()))
         if changes:
-            self._phase = self.phases.now
-            self.rows.append((0, Phase(self._phase)))
+            self._phase = now
+            self.rows.append((0, Phase(now)))
         self.rows.append((line, event))
-        self.host.start()
+        if self.times_host:
+            self.host.start()
 
     def begin(self, row: list, tag: int, filled=()) -> None:
         self.note((Begin, row, tag))
         for tensor in filled:
-            self.coming[tensor.untyped_storage().data_ptr()] = row
+            self.coming[tensor.untyped_storage()._cdata] = row
 
     def wait(self, row: list) -> None:
         self.coming = {place: other for place, other in self.coming.items() if other is not row}
         self.note((Wait, row))
 
+    def enter(self, row: list) -> None:
+        self.note((Enter, row))
+
+    def leave(self, row: list) -> None:
+        self.note((Leave, row))
+
     def read(self, *arguments) -> None:
         """Count reading what a collective fills as waiting for it: in C++, as DDP's reducer
         does."""
-        for tensor in tree_leaves(arguments):
-            if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided:
-                if row := self.coming.get(tensor.untyped_storage().data_ptr()):
+        for tensor in tensors_in(arguments):
+            if tensor.layout == torch.strided:
+                if row := self.coming.get(tensor.untyped_storage()._cdata):
                     self.wait(row)
 
     def _hand_over(self, pool, function, args, kwargs):
@@ -204,7 +228,7 @@ class Counter:
                 self._line.number = next(self._threads)
             self.note(Take(task))
             try:
-                with KernelMode(self):
+                with self.mode_of_thread():
                     return function(*args, **kwargs)
             finally:
                 self.note(Done(task))
@@ -273,10 +297,10 @@ ATTENTION = {  # products of all scores with a head's vectors: the kernel comput
 def kernel_of(function, args, kwargs, result, phase: str, seconds: float) -> Kernel | None:
     """Return what a call costs; None if nothing. Scalars stay on the host, as in optimizers."""
     packet = function.overloadpacket
-    written = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+    written = list(tensors_in((result,)))
     if packet in FREE or not any(t.numel() > 1 for t in written):
         return None
-    read = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    read = list(tensors_in((args, kwargs)))
     nbytes = sum(t.nbytes for t in (*read, *written))
     name, itemsize = packet.__name__, written[0].element_size()
     if name in ATTENTION:

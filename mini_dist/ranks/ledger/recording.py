@@ -11,6 +11,7 @@ import inspect
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 
@@ -35,6 +36,9 @@ class Recorder:
         self._uplink = None
         self.thread, self.main = Thread(), threading.get_ident()
         self.membership = None  # of an elastic run (ranks/membership.py)
+        self.shortcut: Callable | None = None  # of a large simulated world (simulation/shortcut.py)
+        self._watching = ExitStack()
+        self.is_simulated = False  # the rank's tensors have no storage (ranks/without_storage.py)
         self.unfinished: list[Callable] = []  # work that outlives the rank's function, to wait for
 
     def start(self, memory: bool, count: bool = False, hosts: list[int] | None = None) -> None:
@@ -42,14 +46,19 @@ class Recorder:
         self.comms, self.phases, self.memory = [], Phases(), None
         self.main = threading.get_ident()
         self.phases.watch()
+        enter = self._watching.enter_context
         if memory:
-            self.memory = MemoryRecorder(self.phases)
-            self._recording = self.memory.recording()
-            self._recording.__enter__()
+            self.memory = MemoryRecorder(self.phases, self.is_simulated)
+            enter(self.memory.hooks())
+        if memory and not self.is_simulated:
+            enter(self.memory)
         if count:
-            from .counting import Counter
+            from .counting import Counter, KernelMode
 
-            self.counter = Counter(self.phases).__enter__()
+            self.counter = Counter(self.phases, times_host=not self.is_simulated)
+            enter(self.counter.hooks())
+            if not self.is_simulated:
+                enter(KernelMode(self.counter))
         self._wire, self.hosts = wire_bytes(), hosts
         # An emulated host's eth0, if there is one, is the real machine's.
         self._uplink = uplink_counters() if hosts and is_on_a_host() else None
@@ -60,15 +69,12 @@ class Recorder:
         while self.unfinished:
             self.unfinished.pop()()
         self.stopped = time.time()
-        if self.counter:
-            self.counter.__exit__()
+        self._watching.close()
         now = wire_bytes()
         self._wire = now and (now[0] - self._wire[0], now[1] - self._wire[1])
         if self._uplink:
             self._uplink = self._uplink, uplink_counters()
         self.phases.unwatch()
-        if self.memory:
-            self._recording.__exit__(None, None, None)
 
     def export(self) -> dict:
         """Return everything recorded, as plain data."""
@@ -144,6 +150,10 @@ def recorded(function, alike: bool = False):
         recorder = getattr(group, "recorder", None)
         if recorder is None:
             return function(*args, **kwargs)
+        if alike and recorder.shortcut:
+            result = recorder.shortcut(function, args, kwargs, group)
+            if result is not NotImplemented:
+                return result
         first = args[0] if args else kwargs[names[0]]
         inputs = first if isinstance(first, (list, tuple)) else [first]
         tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
@@ -153,9 +163,14 @@ def recorded(function, alike: bool = False):
                 words = call_in_words(name, group, row[2], tensors[0].shape)
                 recorder.flight.begin(*words, waits=False)
         outer, thread.parent = thread.parent, len(recorder.comms) - 1
+        marks = alike and recorder.is_simulated and recorder.counter
+        if marks:
+            recorder.counter.enter(row)
         try:
             return function(*args, **kwargs)
         finally:
+            if marks:
+                recorder.counter.leave(row)
             thread.parent = outer
             end(row)
 

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from mini_dist.collectives import all_gather
+from mini_dist.collectives import all_gather, device_of
 
 from .dropout import SequenceCutDropout, share_random_state
 from .ideas import TENSOR, Pair
@@ -90,11 +90,11 @@ def check_equal(model: nn.Module, group) -> None:
     """Raise ValueError if the ranks' models differ, because their shards would not form one
     model."""
     parameters = list(model.parameters())
-    if group.size() == 1 or not parameters or parameters[0].is_meta:
-        return
+    if group.size() == 1 or not parameters or parameters[0].device.type != device_of(group).type:
+        return  # (a model of shapes only)
     sums = torch.stack([p.detach().double().sum() for p in parameters]).sum().reshape(1)
     everyones = all_gather(sums.to(parameters[0].device), group)
-    if not bool((everyones == everyones[0]).all()):
+    if not sums.is_meta and not bool((everyones == everyones[0]).all()):
         raise ValueError(
             "the ranks' models differ, and their pieces would not fit: make them from one seed"
         )

@@ -120,7 +120,7 @@ class ParallelModel(Trainable):
             {number: WithAutocast(self.part_of(number), self.precision) for number in self.stages},
             self.mesh["pp"],
             loss_fn=self.weighted_loss,
-            activation=torch.empty(shape, device="meta"),
+            activation=torch.empty((), device="meta").expand(shape),  # a shape, and no memory
             shared=shared_parameter(self.stages, schedule.num_stages),
         )
 

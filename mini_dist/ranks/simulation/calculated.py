@@ -10,7 +10,8 @@ from mini_dist.plan.calculators.collective_time import collective_seconds
 from mini_dist.plan.calculators.devices import FLASH_BACKWARD, FLASH_FORWARD, KERNEL_SECONDS
 from mini_dist.plan.calculators.kernels import gemm_seconds
 from mini_dist.plan.calculators.links import Link
-from mini_dist.ranks.ledger.counting import Host, Kernel
+
+from ..ledger.counting import Host, Kernel
 
 # float32 products on tensor cores run as TF32, at half the rate of bf16 (A100: 156 of 312 TFLOP/s;
 # H100: 494.5 of 989).
@@ -25,10 +26,14 @@ class CalculatedMachine:
 
     wider: as if every side of every matrix were that many times longer: bytes grow with its
     square, FLOPs with its cube. So a small run shows what a large model of that program would do.
+    slowed: how much longer kernels take beside a collective, as a share of its time (SLOWED).
+    launch_seconds: what the host takes for each kernel; it runs ahead and never waits for one.
     """
 
     machine: Hardware
     wider: float = 1.0
+    slowed: float = 0.0
+    launch_seconds: float = 0.0
 
     @property
     def peak_flops(self) -> float:

@@ -6,8 +6,8 @@ import heapq
 from collections import defaultdict
 from typing import NamedTuple
 
-from mini_dist.ranks.ledger import Ledger
-from mini_dist.ranks.ledger.counting import (
+from ..ledger import Comm, Ledger
+from ..ledger.counting import (
     Begin,
     Done,
     Give,
@@ -20,6 +20,7 @@ from mini_dist.ranks.ledger.counting import (
     Updated,
     Wait,
 )
+from .native import native_op
 
 
 class Span(NamedTuple):
@@ -49,6 +50,10 @@ class Player:
 
     def __init__(self, ledger: Ledger, machine) -> None:
         self.machine = machine
+        # How much of a collective's time the device loses for the kernels beside it.
+        self.slowed = getattr(machine, "slowed", 0.0)
+        self.launch_seconds = getattr(machine, "launch_seconds", 0.0)
+        self.launched: dict[Line, float] = defaultdict(float)  # when the host is done with the last
         self.events: dict[Line, list] = {Line(rank, 0): [] for rank in range(len(ledger.programs))}
         for rank, program in enumerate(ledger.programs):
             for thread, event in program:
@@ -60,6 +65,7 @@ class Player:
         self.clock = dict.fromkeys(self.events, 0.0)
         self.ends: dict[tuple, float] = {}  # when something was over, as far as that is known
         self.waiting: dict[tuple, list[Line]] = defaultdict(list)
+        self.starts: dict[tuple[int, int], float] = {}  # (rank, comm) -> when its bytes start
         self.sides: dict[tuple, dict] = defaultdict(dict)  # begun so far: rank -> (comm, moment)
         self.numbers: dict[tuple, int] = defaultdict(int)
         self.unwaited: dict[int, list] = defaultdict(list)  # native collectives of a rank
@@ -67,7 +73,7 @@ class Player:
         self.carried: list[list] = [[] for _ in ledger.programs]  # messages' begin, device's work
         self.way_free: dict[tuple, float] = defaultdict(float)
         self.begins = [begins(self.events[Line(rank, 0)]) for rank in range(len(ledger.programs))]
-        self.phases: list[list[tuple[float, bool]]] = [[] for _ in ledger.programs]
+        self.phases: list[list[tuple[float, bool, str]]] = [[] for _ in ledger.programs]
         self.spans: list[Span] = []
         self.ready: list[tuple[float, Line]] = []
 
@@ -102,6 +108,9 @@ class Player:
             if seconds := self.machine.host_seconds(event):
                 self.compute(line, seconds)
         elif isinstance(event, (Kernel, Stated)):
+            if self.launch_seconds:  # a kernel starts when the host has launched it
+                self.launched[line] += self.launch_seconds
+                self.clock[line] = max(self.clock[line], self.launched[line])
             stated = isinstance(event, Stated)
             start = self.compute(
                 line, event.seconds if stated else self.machine.kernel_seconds(event)
@@ -127,7 +136,8 @@ class Player:
                     if not self.wait(line, (rank, comm)):
                         return False
                 self.unwaited[rank].clear()
-            self.phases[rank].append((self.clock[line], self.begins[rank][self.place[line]]))
+            is_first = self.begins[rank][self.place[line]]
+            self.phases[rank].append((self.clock[line], is_first, event.name))
         return True
 
     def compute(self, line: Line, seconds: float) -> float:
@@ -163,43 +173,56 @@ class Player:
         rank, comm = line.rank, self.comms[line.rank][event.comm]
         if comm.op == "recv_anysource":
             raise ValueError("a receive from any source has no other side that replay could know.")
-        if comm.op in ("send", "recv"):
-            (peer,) = comm.peers
-            ends = (rank, peer) if comm.op == "send" else (peer, rank)
-            name, needed = (comm.group, ends, event.tag), 2
-        else:
-            ends, name, needed = None, (comm.group,), len(comm.group)
+        if comm.op not in ("send", "recv"):
             self.unwaited[rank].append(event.comm)
+        name, ends, needed = self.sides_of(rank, comm, event.tag)
         # between two ranks those with the same name stay in order, and so do a group's collectives
-        key = (*name, self.numbers[rank, name])
-        self.numbers[rank, name] += 1
+        side = (rank, comm.op == "recv")
+        key = (*name, self.numbers[side, name])
+        self.numbers[side, name] += 1
         sides = self.sides[key]
-        sides[rank] = (event.comm, self.clock[line])
+        sides[side] = (event.comm, self.clock[line])
         if len(sides) == needed:
             self.takes_place(comm, ends, self.sides.pop(key))
+
+    def sides_of(self, rank: int, comm: Comm, tag: int) -> tuple[tuple, tuple | None, int]:
+        """The name under which the sides of a communication meet, (sender, receiver) of a message,
+        and how many sides there are."""
+        if comm.op not in ("send", "recv"):
+            return (comm.group,), None, len(comm.group)
+        (peer,) = comm.peers
+        ends = (rank, peer) if comm.op == "send" else (peer, rank)
+        return (comm.group, ends, tag), ends, 2
+
+    def link_of(self, comm: Comm, source: int, target: int) -> tuple[object, float]:
+        """The link that carries a message, and for how long."""
+        seconds = self.machine.message_seconds(comm.nbytes, source, target)
+        return self.machine.link(source, target), seconds
 
     def takes_place(self, comm, ends: tuple[int, int] | None, sides: dict) -> None:
         begun = max(moment for _, moment in sides.values())
         if ends:
             source, target = ends
             busy = self.machine.busy_seconds("message", comm.nbytes)
-            link = self.machine.link(source, target)
+            link, seconds = self.link_of(comm, source, target)
             ways = [("out", source, link), ("in", target, link)]
-            seconds = self.machine.message_seconds(comm.nbytes, source, target)
         else:
-            ways = [("collective", rank) for rank in comm.group]
-            gathered = comm.op in ("all_gather", "gather", "scatter")
+            # Each group has a stream of its own, as NCCL's communicators have.
+            ways = [("collective", rank, comm.group) for rank, _ in sides]
+            op = native_op(comm.op) or comm.op
+            gathered = comm.op != "begin_all_gather_" and op in ("all_gather", "gather", "scatter")
             nbytes = comm.nbytes * (len(comm.group) if gathered else 1)
-            seconds = self.machine.collective_seconds(comm.op, nbytes, comm.group)
-            busy = self.machine.busy_seconds(comm.op, nbytes)
+            seconds = self.machine.collective_seconds(op, nbytes, comm.group)
+            busy = self.machine.busy_seconds(op, nbytes) + self.slowed * seconds
         start = max(begun, *(self.way_free[way] for way in ways))
         for way in ways:
             self.way_free[way] = start + seconds
-        for rank in sides if busy else ():
+        for rank, _ in sides if busy else ():
             heapq.heappush(self.carried[rank], (start, busy))
-        for rank, (number, _) in sides.items():
+        for (rank, _), (number, _) in sides.items():
+            self.starts[rank, number] = start
             self.over((rank, number), start + seconds)
-        row, peer = (ends[0], ends[1]) if ends else (comm.group[0], None)
+        row, peer = (ends[0], ends[1]) if ends else (min(sides)[0], None)
         self.spans.append(Span(row, "message", comm.op, start, start + seconds, peer))
 
     # -- what came of it --
@@ -209,8 +232,12 @@ class Player:
 
     def steps(self) -> list[tuple[float, float]]:
         """Rank 0's steps, each up to what follows its optimizer; what went before has none."""
-        starts = [moment for moment, is_first in self.phases[0] if is_first] or [0.0]
+        starts = [moment for moment, is_first, _ in self.phases[0] if is_first] or [0.0]
         return list(zip(starts, [*starts[1:], self.end()]))
+
+    def phase_changes(self) -> list[list[tuple[float, str]]]:
+        """For each rank, when which phase began."""
+        return [[(moment, name) for moment, _, name in phases] for phases in self.phases]
 
     def flops_of_a_step(self) -> float:
         """Counted FLOPs of the last step, all ranks together."""

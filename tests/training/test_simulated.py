@@ -1,0 +1,263 @@
+"""A simulated run is the real run without its values: the same bytes, the same memory."""
+
+import gc
+import math
+import sys
+from collections.abc import Callable
+
+import cloudpickle
+import pytest
+import torch
+from torch.nn import functional
+
+from mini_dist import GPT, Layout, launch
+from mini_dist.collectives import all_reduce, exchange, ring_all_reduce
+from mini_dist.model.data import Batches
+from mini_dist.plan.calculators import hardware
+from mini_dist.plan.calculators.collective_time import collective_seconds
+from mini_dist.plan.config import ModelConfig
+from mini_dist.ranks.diagnose import RankError
+from mini_dist.ranks.ledger.memory import MemoryRecord
+from mini_dist.ranks.simulation.kinds import Axis, axes_of
+from mini_dist.strategies import compression as K
+from mini_dist.strategies.context_parallel import make_attention, positions_here
+from mini_dist.strategies.data_parallel import Bucketed, Naive, ring_mean
+from mini_dist.strategies.precision import Precision
+from mini_dist.strategies.train import split, train_step
+from mini_dist.strategies.zero import ZeRO1, ZeRO2, ZeRO3
+from mini_dist.training.all_axes import parallelize
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that no rank imports pytest
+
+SMALL = ModelConfig(vocab_size=64, seq_len=16, d_model=32, num_layers=4, num_heads=8)
+TEXT = torch.arange(4000) % 64
+
+
+def adamw(tensors):
+    return torch.optim.AdamW(tensors, lr=1e-2)
+
+
+def batch_of(group, rows=4):
+    return Batches(TEXT, rows, SMALL.seq_len, device=group.device).batch(0)
+
+
+def wrapped(kind, *options, **named) -> Callable:
+    def train(group):
+        model = kind(GPT(SMALL, device=group.device), group, *options, **named)
+        optimizer = getattr(model, "optimizer", None) or adamw(model.parameters())
+        for _ in range(2):
+            train_step(model, optimizer, split(*batch_of(group), 2), max_norm=1.0)
+
+    return train
+
+
+def on_all_axes(**axes) -> Callable:
+    def train(group):
+        dp = group.size() // math.prod(axes.get(axis, 1) for axis in ("pp", "cp", "tp"))
+        cut = Layout(num_micro_batches=4, dp=dp, **axes)
+        model = parallelize(SMALL, cut, group, adamw)
+        model.step(*batch_of(group, 4), max_norm=1.0)
+
+    return train
+
+
+def in_context(form) -> Callable:
+    def train(group):
+        model = GPT(SMALL, device=group.device, attention=make_attention(group, form))
+        positions = positions_here(SMALL.seq_len, group).to(group.device)
+        inputs = batch_of(group)[0][:, : SMALL.seq_len // group.size()]
+        model(inputs, positions).sum().backward()
+
+    return train
+
+
+CHUNKS = {"interleaved": 2, "dualpipe_v": 2}
+STRATEGIES = {kind.__name__: wrapped(kind) for kind in (Naive, Bucketed)}
+STRATEGIES |= {stage.__name__: wrapped(stage, adamw) for stage in (ZeRO1, ZeRO2, ZeRO3)}
+STRATEGIES |= {
+    "ring mean": wrapped(Bucketed, ring_mean),
+    "half": wrapped(Bucketed, K.half()),
+    "tp": on_all_axes(tp=4),
+    "sp, zero": on_all_axes(tp=2, sequence_parallel=True, zero=1),
+    "cp": on_all_axes(cp=2, zero=3),
+    "recompute": on_all_axes(tp=2, recompute="full"),
+    "ring attention": in_context("ring"),
+    "ulysses": in_context("ulysses"),
+}
+STRATEGIES |= {
+    name: on_all_axes(pp=2, schedule=name, num_chunks=CHUNKS.get(name, 1))
+    for name in ("1f1b", "interleaved", "zb_h2", "dualpipe_v")
+}
+
+
+def all_of_them(group) -> list[tuple[int, int]]:
+    """Train by each strategy in turn; where each one's records end in the ledger and the memory."""
+    ends = []
+    for train in STRATEGIES.values():
+        train(group)
+        gc.collect()
+        ends.append((len(group.recorder.comms), len(group.recorder.memory.events)))
+    return ends
+
+
+def pytest_generate_tests(metafunc):
+    if "both" in metafunc.fixturenames:
+        sizes = [4, 8] if metafunc.config.getoption("long") else [4]
+        metafunc.parametrize("both", sizes, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
+def both(request):
+    """The same function on this many ranks, run and simulated."""
+    how = dict(world_size=request.param, timeout=300)
+    return launch(all_of_them, memory=True, **how), launch(all_of_them, simulate="h100", **how)
+
+
+def of_each(run, rank: int):
+    """For each strategy its rows in the ledger, and the most bytes that the rank held."""
+    comms = [comm for comm in run.ledger.comms if comm.rank == rank]
+    events, done, seen, held = run.ledger.memory[rank].events, 0, 0, 0
+    for name, (comm, event) in zip(STRATEGIES, run.results[rank]):
+        rows = [
+            # A sender thread's phase is that of the main thread at the moment.
+            (c.op, c.axis, c.dtype, c.nbytes, c.phase if c.own_thread else "", c.sent_to)
+            for c in comms[done:comm]
+        ]
+        mine = MemoryRecord(events[seen:event], [])
+        yield name, rows, held + mine.peak_bytes()
+        done, seen, held = comm, event, held + sum(mine.live().values())
+
+
+def test_the_ledger_is_that_of_a_real_run_message_by_message(both):
+    for rank in range(both[0].world_size):
+        for (name, real, _), (_, simulated, _) in zip(*(of_each(run, rank) for run in both)):
+            assert simulated == real and real, (name, rank)
+
+
+# Ring attention has a fused kernel on a CPU only; on a simulated GPU it goes tile by tile.
+IN_TILES = {"cp", "ring attention"}
+
+
+def test_the_peak_of_memory_is_that_of_a_real_run(both):
+    for rank in range(both[0].world_size):
+        for (name, _, real), (_, _, simulated) in zip(*(of_each(run, rank) for run in both)):
+            # Numbers that a real run counts, such as targets, are a few bytes on the host.
+            slack = 0.02 if name in IN_TILES else 2e-4
+            assert simulated == pytest.approx(real, rel=slack), (name, rank)
+
+
+# ---- one rank of each kind -----------------------------------------------------------------------
+
+
+def test_a_rank_of_each_kind_stands_for_the_others():
+    """The same step by all ranks and by kinds: the same seconds, bytes and memory."""
+    train = on_all_axes(pp=2, tp=2, sequence_parallel=True, zero=1)
+    every, few = (
+        launch(train, 8, simulate="h100", ranks=ranks, timeout=300) for ranks in ("all", "kinds")
+    )
+    assert few.seconds == pytest.approx(every.seconds, rel=1e-3)
+    assert few.peak_memory == every.peak_memory
+    assert len(few.ledger.kinds.firsts()) < 8
+    for axis in ("pp", "dp"):
+        assert few.ledger.total_bytes(axis=axis) == every.ledger.total_bytes(axis=axis)
+
+
+def test_axes_are_read_off_the_groups_of_rank_0():
+    groups = {"0": list(range(24)), "a": [0, 1], "b": [0, 2, 4, 6], "c": [0, 2], "d": [0, 8, 16]}
+    names = {"0": "world", "a": "tp", "b": "dp", "c": "ep", "d": "pp"}
+    axes = [Axis("tp", 1, 2), Axis("dp", 2, 4), Axis("pp", 8, 3)]
+    assert axes_of(groups, names, 24) == axes
+
+
+def different(group):
+    """Rank 5 of 32 does what no other rank does."""
+    x = torch.ones(8, 8, device=group.device)
+    for _ in range(3 if group.rank() == 0 else 1):
+        x = x @ x
+    all_reduce(x, group)
+
+
+def test_a_root_is_a_kind_of_its_own():
+    run = launch(different, 32, simulate="h100")
+    assert run.ledger.kinds.firsts() == [0, 1] and run.ledger.kinds.sizes() == [1, 31]
+
+
+# ---- virtual time --------------------------------------------------------------------------------
+
+
+def by_hand_and_by_name(group):
+    x = torch.ones(1 << 20, device=group.device)
+    exchange(x, (group.rank() + 1) % 4, (group.rank() - 1) % 4, group)
+    ring_all_reduce(x, group)
+
+
+def test_messages_take_the_links_time_and_collectives_that_of_the_machines_library():
+    run = launch(by_hand_and_by_name, 4, simulate="h100")
+    h100 = hardware("h100")
+    took = {comm.op: comm.end - comm.start for comm in run.ledger.calls(rank=0)}
+    assert took["send"] == pytest.approx(h100.node_link("send").seconds(4 << 20))
+    assert took["ring_all_reduce"] == pytest.approx(
+        collective_seconds(h100, "all_reduce", 4 << 20, 4)
+    )
+    assert run.ledger.total_bytes() == 4 * ((4 << 20) + 2 * 3 * (1 << 20))
+
+
+def in_bf16(dtype, group):
+    x = torch.ones(4096, 4096, device=group.device)
+    weight = torch.nn.Parameter(torch.ones_like(x))
+    with Precision(dtype).autocast(group.device.type):
+        y = functional.linear(x, weight)
+    (y.float() ** 2).sum().backward()
+    return str(y.dtype), str(weight.grad.dtype)
+
+
+def test_autocast_halves_the_time_of_products():
+    full, half = (launch(in_bf16, 1, (d,), simulate="h100") for d in (None, torch.bfloat16))
+    assert half.results == [("torch.bfloat16", "torch.float32")]
+    products = [sum(s.end - s.start for s in r.spans if s.kind == "product") for r in (full, half)]
+    assert products[0] == pytest.approx(2 * products[1], rel=0.1)
+
+
+def many_kernels(group):
+    x = torch.ones(8, device=group.device)
+    for _ in range(99):
+        x = x + 1
+
+
+def test_a_slow_host_sets_the_pace():
+    at_once, slow = (launch(many_kernels, 1, simulate="h100", host_us=us) for us in (0.0, 50.0))
+    assert (
+        slow.seconds == pytest.approx(100 * 50e-6, rel=0.01)
+        and at_once.seconds < 0.2 * slow.seconds
+    )
+
+
+# ---- values do not exist -------------------------------------------------------------------------
+
+
+def asks(group):
+    loss = torch.ones(3, device=group.device).sum()
+    print("rank", group.rank())
+    return loss.item()
+
+
+def test_who_asks_for_a_value_is_told_the_line_and_what_helps():
+    with pytest.raises(RankError, match=r"line \d+: `return loss.item\(\)` .*pretend="):
+        launch(asks, 2, simulate="h100", quiet=True)
+    run = launch(asks, 2, simulate="h100", pretend={"loss": 5.0}, quiet=True)
+    assert run.results == [5.0, 5.0] and run.outputs == ["rank 0\n", "rank 1\n"]
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        (dict(simulate="h1000"), "did you mean h100"),
+        (dict(simulate="h100", ranks="some"), "ranks='some'"),
+        (dict(simulate="h100", device="cpu"), "does not go with"),
+        (dict(ranks="all"), "are of simulated runs"),
+        (dict(simulate="h100", world_size=0), "at least 1"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        launch(asks, **wrong)
