@@ -106,6 +106,7 @@ class Membership:
         # (No threading.Thread: the number of those shows whether a rank waits alone.)
         _thread.start_new_thread(self.listen, ())
         if beat:
+            self.ask("beat")  # now: a rank that stops before its first beat would never be missed
             _thread.start_new_thread(self.beat, (beat,))
 
     # -- the wire -----------------------------------------------------------------------------
@@ -116,8 +117,8 @@ class Membership:
 
     def beat(self, seconds: float) -> None:
         while True:
-            self.ask("beat")
             time.sleep(seconds)
+            self.ask("beat")
 
     def listen(self) -> None:
         """Read the parent's messages in order: a group, then perhaps that it is over."""

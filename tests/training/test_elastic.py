@@ -121,6 +121,18 @@ def stops(group):
         return news.lost[0].rank, news.lost[0].how.split(" for ")[0]
 
 
+def stops_at_once(group):
+    if group.rank() == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return stops(group)
+
+
+def test_a_rank_that_stops_in_its_first_line_has_sent_a_heartbeat_and_is_missed():
+    for _ in range(2):  # the second time all modules are loaded, and the line comes sooner
+        run = launch(stops_at_once, 3, elastic=Elastic(beat=0.5, silence=1.5))
+        assert run.results == [(2, "was silent")] * 2 + [None]
+
+
 def test_who_is_silent_is_dead_and_is_killed_for_it():
     run = launch(stops, 3, elastic=Elastic(silence=5.0))
     assert run.results == [(2, "was silent")] * 2 + [None]

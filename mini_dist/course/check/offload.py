@@ -232,7 +232,7 @@ def step_of_a_model() -> list[tuple[int, int, int]]:
     model, tokens = GPT(config), torch.zeros(2, 17, dtype=torch.long)
     optimizer = torch.optim.AdamW(model.parameters())
     recorder = MemoryRecorder(Phases())
-    with recorder.recording():
+    with recorder.hooks(), recorder:
         token_loss(model(tokens[:, :-1]), tokens[:, 1:]).mean().backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -90,7 +90,7 @@ def metered(runs: dict, group) -> list[tuple]:
         axes = {tuple(recorder.groups[name]): axis for name, axis in named}
         gc.collect()
         memory = MemoryRecorder(recorder.phases)
-        with memory.recording():
+        with memory.hooks(), memory:
             train(*args, Meter(group, steps=2), group)
         rows.append((losses, meter.marks, memory.export().peak_bytes(), axes))
         gc.collect()

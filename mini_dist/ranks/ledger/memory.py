@@ -117,7 +117,7 @@ class MemoryRecorder(TorchDispatchMode):
 
     @contextmanager
     def hooks(self):
-        """Beside the mode: hooks that tell what is a parameter, a gradient or a state."""
+        """Add hooks inside `with` that tell parameters, gradients and optimizer states."""
         forward_hook = torch.nn.modules.module.register_module_forward_pre_hook(self._see_module)
         step_hook = register_optimizer_step_post_hook(self._see_optimizer)
         resize = torch.UntypedStorage.resize_
