@@ -343,7 +343,8 @@ def test_each_rank_computes_with_one_thread():
 
 
 def test_edits_are_seen_at_the_next_call(tmp_path):
-    """To a module of the learner, to mini_dist, and to what the zygote itself has loaded."""
+    """To a module of the learner, to what the zygote has loaded because a rank had imported it, and
+    to what it loads at its start. A rank finds loaded what the one before has imported."""
     copy = tmp_path / "mini_dist"
     shutil.copytree(ROOT / "mini_dist", copy, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "theirs.py").write_text("value = 'old'\n")
@@ -359,28 +360,36 @@ def test_edits_are_seen_at_the_next_call(tmp_path):
         assert Path(mini_dist.__file__).parent.parent == Path(sys.path[0])
         def look(group):
             import theirs
-            import mini_dist.plan.config, mini_dist.ranks.report
+            was_there = "mini_dist.model.loss" in sys.modules
+            import mini_dist.model.loss, mini_dist.ranks.report
             edited = lambda module: hasattr(module, "EDITED_BY_THE_TEST")
-            return theirs.value, edited(mini_dist.plan.config), edited(mini_dist.ranks.report)
+            both = edited(mini_dist.model.loss), edited(mini_dist.ranks.report)
+            return theirs.value, was_there, *both
 
-        print(launch(look, 2, quiet=True).results)
+        def edit(module):
+            with open(sys.modules[module].__file__, "a") as file:
+                file.write("\\nEDITED_BY_THE_TEST = 1\\n")
+
+        print(launch(look, 1, quiet=True).results)
         first = ZYGOTES["fork", False].process.pid
+        print(launch(look, 1, quiet=True).results)  # a rank that had begun before the other's end
         Path(sys.path[0], "theirs.py").write_text("value = 'newer'\\n")
-        with open(mini_dist.plan.config.__file__, "a") as file:
-            file.write("\\nEDITED_BY_THE_TEST = 1\\n")
-        print(launch(look, 2, quiet=True).results)
+        print(launch(look, 1, quiet=True).results)
         assert ZYGOTES["fork", False].process.pid == first  # no reason to start another
-        with open(sys.modules["mini_dist.ranks.report"].__file__, "a") as file:
-            file.write("\\nEDITED_BY_THE_TEST = 1\\n")
-        print(launch(look, 2, quiet=True).results)
+        edit("mini_dist.model.loss")
+        print(launch(look, 1, quiet=True).results)
         assert ZYGOTES["fork", False].process.pid != first
-        """).replace("import mini_dist\n", "import mini_dist, mini_dist.plan.config\n", 1)
+        edit("mini_dist.ranks.report")
+        print(launch(look, 1, quiet=True).results)
+        """).replace("import mini_dist\n", "import mini_dist, mini_dist.model.loss\n", 1)
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.splitlines() == [
-        "[('old', False, False), ('old', False, False)]",
-        "[('newer', True, False), ('newer', True, False)]",
-        "[('newer', True, True), ('newer', True, True)]",
+        "[('old', False, False, False)]",
+        "[('old', True, False, False)]",
+        "[('newer', True, False, False)]",
+        "[('newer', False, True, False)]",
+        "[('newer', False, True, True)]",
     ], done.stderr
 
 

@@ -123,27 +123,6 @@ def test_a_rank_whose_launch_has_ended_before_it_could_start_is_not_started():
         assert zygote.hung_up(there.fileno())
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each rank loads torch itself")
-def test_what_a_rank_has_imported_the_next_ones_find_loaded_until_it_is_edited(tmp_path):
-    """In a copy of the package, of which a file may change."""
-    shutil.copytree(ROOT / "mini_dist", tmp_path / "mini_dist")
-    code = f"""
-import importlib, pathlib, sys
-import mini_dist
-room = "mini_dist.strategies.data_parallel.ideas"
-def job(group):
-    was_there = room in sys.modules
-    return was_there, hasattr(importlib.import_module(room), "EDITED")
-print([mini_dist.launch(job, 2).results for _ in range(3)][::2])
-with open(pathlib.Path({str(tmp_path)!r}, *room.split(".")).with_suffix(".py"), "a") as file:
-    file.write("\\nEDITED = 1\\n")
-print(mini_dist.launch(job, 2).results)
-"""
-    first, later = [(False, False)] * 2, [(True, False)] * 2
-    told = run(code, [tmp_path], tmp_path).splitlines()
-    assert told == [str([first, later]), str([(False, True)] * 2)]
-
-
 def test_no_module_of_the_library_starts_a_thread_or_computes_with_tensors_when_it_is_imported():
     """The zygote loads any of them and then forks: that needs a process with one thread."""
     code = """

@@ -762,7 +762,7 @@ def test_a_file_that_is_gone_or_cut_off_is_named_before_anything_is_read(tmp_pat
     store, x = FileStore(tmp_path), torch.randn(100)
     store.write("x", x)
     os.truncate(tmp_path / "x", 8)
-    with pytest.raises(OffloadError, match="/x has 8 bytes of 400: somebody .* cut it off"):
+    with pytest.raises(OffloadError, match="/x has 8 bytes of 400: it was removed or truncated"):
         store.read("x", x)
     (tmp_path / "x").unlink()
     with pytest.raises(OffloadError, match="/x is gone"):

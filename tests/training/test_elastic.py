@@ -139,6 +139,11 @@ def test_who_is_silent_is_dead_and_is_killed_for_it():
     assert "was killed for it" in run.lost[0].how
 
 
+def stops_later(group):
+    time.sleep(1.0)  # of which a detector hears some heartbeats
+    return stops(group)
+
+
 def test_a_detector_of_its_own_hears_the_beats_of_each_rank_and_decides():
     made = []
 
@@ -147,7 +152,7 @@ def test_a_detector_of_its_own_hears_the_beats_of_each_rank_and_decides():
             super().__init__(100, first=0.5, least=0.25)
             made.append(self)
 
-    run = launch(stops, 3, elastic=Elastic(silence=Phi))
+    run = launch(stops_later, 3, elastic=Elastic(silence=Phi))
     assert run.results == [(2, "was silent")] * 2 + [None]
     assert len(made) == 3 and all(each.silences for each in made)
     assert float(run.lost[0].how.split()[3]) >= min(each.timeout() for each in made) - 0.1 > 5

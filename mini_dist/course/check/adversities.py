@@ -271,8 +271,8 @@ def once_started(function: Callable, size: int, args: tuple, seconds: float = SE
 
 
 def is_busy() -> bool:
-    """Whether in the last minute more than twice as many threads as there are cores wanted one."""
-    return hasattr(os, "getloadavg") and os.getloadavg()[0] > 2 * (os.cpu_count() or 1)
+    """Whether in the last minute four threads or more wanted each core."""
+    return hasattr(os, "getloadavg") and os.getloadavg()[0] >= 4 * (os.cpu_count() or 1)
 
 
 def told(error: RankError) -> str:

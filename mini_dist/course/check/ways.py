@@ -249,6 +249,11 @@ def tensors_in(value) -> Iterable[Tensor]:
 class Quiet(Wrapped):
     """Call it first without gradients, as an evaluation does; the result must be the same."""
 
+    HINT = (
+        "Right where inputs need gradients. Under torch.no_grad(), or with inputs that need none, "
+        "{}. What is returned must not depend on that."
+    )
+
     def __call__(self, *args, **kwargs):
         needs = [isinstance(v, Tensor) and v.requires_grad for v in (*args, *kwargs.values())]
         if not any(needs) or not self.facts.again:
@@ -256,14 +261,14 @@ class Quiet(Wrapped):
         found = []
         for grad in (False, True):
             with torch.random.fork_rng([]), torch.set_grad_enabled(grad):
-                found.append(self.with_others(args, kwargs, lambda name, value: cut_off(value)))
+                try:
+                    found.append(self.with_others(args, kwargs, lambda name, value: cut_off(value)))
+                except RuntimeError as error:
+                    raise Complaint(self.HINT.format(f"it raises {error}")) from error
         result = self.fn(*args, **kwargs)
         for quiet in found:
             if not same(*(list(map(cut_off, tensors_in(each))) for each in (quiet, result))):
-                raise Complaint(
-                    "Right where inputs need gradients. Under torch.no_grad(), or with inputs that "
-                    "need none, another result comes: what is returned must not depend on that."
-                )
+                raise Complaint(self.HINT.format("the result is another one"))
         return result
 
 

@@ -435,7 +435,8 @@ right_copy, right_reduce = Right("copy"), Right("differentiable_all_reduce")
 @right_copy
 def copy_with_a_hook(x, group):
     y = x.view_as(x)
-    y.register_hook(lambda dy: all_reduce(dy, group))
+    if y.requires_grad:
+        y.register_hook(lambda dy: all_reduce(dy, group))
     return y
 
 

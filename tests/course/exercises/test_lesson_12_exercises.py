@@ -315,7 +315,7 @@ def nothing(schedule):
     return schedule.ranks
 
 
-@messages("Nobody waits for W")
+@messages("No rank waits for W")
 def sends_the_weight_gradients_too(schedule):
     lists = added(schedule)
     return [
