@@ -17,6 +17,7 @@ import pytest
 
 from mini_dist import Layout, ModelConfig
 from mini_dist.course.lab import FOLDER, Choice, Flag, Number
+from mini_dist.plan.calculators import MODELS
 from mini_dist.plan.calculators import small_messages
 
 LABS = Path(__file__).resolve().parents[2] / "lessons/labs"
@@ -174,9 +175,7 @@ CASES = {
             dict(model="llama2-70b", machine="b200", num_gpus=16384, batch_mtokens=64),
             dict(model="mixtral-8x7b"),
             dict(model="deepseek-v3", num_gpus=1),  # fits in no layout
-            *(dict(model=f"llama2-{size}") for size in ("7b", "13b")),
-            *(dict(model=f"llama3-{size}") for size in ("8b", "70b", "405b")),
-            *(dict(model=f"{name}b") for name in ("gpt3-175", "bloom-176")),
+            *(dict(model=name) for name in MODELS if not name.startswith(("gpt2", "mixtral"))),
         ],
         {},
     ),

@@ -446,7 +446,8 @@ def in_one_reused_buffer(loss, units, group):
         p.grad = None
         waiting[number].discard(p)
         if not waiting[number]:
-            parts[number] = reduce_scatter(buffer / group.size(), group)
+            whole = buffer[: sum(p.numel() for p in units[number])]
+            parts[number] = reduce_scatter(whole / group.size(), group)
 
     hooks = [p.register_post_accumulate_grad_hook(arrived) for p in place]
     loss.backward()

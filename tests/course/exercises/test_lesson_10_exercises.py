@@ -100,7 +100,7 @@ def gathers_in_float32(x, norm, up, down, bias, group):
     return ops.reduce_scatter(inside(entered, up, down), group, dim=1) + bias
 
 
-@swap("There is a barrier")
+@swap("A barrier moves nothing")
 def waits_for_all(x, norm, up, down, bias, group):
     collectives.barrier(group)
     return sequence(x, norm, up, down, bias, group)
