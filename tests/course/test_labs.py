@@ -17,8 +17,7 @@ import pytest
 
 from mini_dist import Layout, ModelConfig
 from mini_dist.course.lab import FOLDER, Choice, Flag, Number
-from mini_dist.plan.calculators import MODELS
-from mini_dist.plan.calculators import small_messages
+from mini_dist.plan.calculators import MODELS, small_messages
 
 LABS = Path(__file__).resolve().parents[2] / "lessons/labs"
 
