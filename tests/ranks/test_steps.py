@@ -1,6 +1,7 @@
 """steps: the schedule of a run, from what waited for what."""
 
 import sys
+from functools import partial
 
 import cloudpickle
 import pytest
@@ -53,19 +54,22 @@ def test_the_rounds_of_a_run_are_those_of_the_formula(fn, formula, algorithm, si
     assert count_rounds(ledger_of(fn, size)) == formula(96, size, algorithm).rounds
 
 
-def ring_from_anyone(x, group):
-    """Three hops to the next rank, each received from whoever sends: only one does."""
-    for _ in range(3):
-        arrived = torch.empty_like(x)
-        handle = group.recv_anysource([arrived], 0)
-        group.send([x], (group.rank() + 1) % group.size(), 0).wait()
+def ring_from_anyone(lengths, x, group):
+    """Three hops to the next rank, received from any source unless the message is empty."""
+    rank, size = group.rank(), group.size()
+    for length in lengths:
+        sent, arrived = torch.ones(length), torch.empty(length)
+        if length:
+            handle = group.recv_anysource([arrived], 0)
+        else:
+            handle = group.recv([arrived], (rank - 1) % size, 0)
+        group.send([sent], (rank + 1) % size, 0).wait()
         handle.wait()
-        x = arrived
-    return x
 
 
-def test_a_message_received_from_any_source_is_one_all_the_same():
-    ledger = ledger_of(ring_from_anyone)
+@pytest.mark.parametrize("lengths", [(24, 24, 24), (1, 0, 1), (0, 1, 0)])
+def test_a_message_received_from_any_source_is_one_all_the_same(lengths):
+    ledger = ledger_of(partial(ring_from_anyone, lengths))
     assert count_rounds(ledger) == 3
     hops = [(0, 1), (1, 2), (2, 3), (3, 0)]
     assert [[(m.source, m.target) for m in step] for step in steps(ledger)] == [hops] * 3

@@ -34,8 +34,9 @@ class Message:
 
 
 def messages(ledger: Ledger) -> list[Message]:
-    """Match every send with its receive. Between two ranks of a group messages stay in order; a
-    receive from any source matches the first send to its rank that no other receive names."""
+    """Match every send with its receive. Between two ranks of a group messages stay in order. A
+    receive from any source matches the first send of its size to its rank that no other receive
+    names."""
     waiting = defaultdict(deque)
     for comm in ledger.leaves():
         if comm.op in ("recv", "recv_anysource"):
@@ -45,9 +46,11 @@ def messages(ledger: Ledger) -> list[Message]:
     for comm in sorted(ledger.leaves(), key=lambda comm: comm.start):
         if comm.op == "send":
             (target,) = comm.sent_to
-            named, any_source = ((comm.group, who, target) for who in (comm.rank, None))
-            if receives := waiting[named] or waiting[any_source]:
-                found.append(Message(comm, receives.popleft()))
+            queues = [waiting[comm.group, who, target] for who in (comm.rank, None)]
+            for receives in queues:
+                if receives and receives[0].nbytes == comm.nbytes:
+                    found.append(Message(comm, receives.popleft()))
+                    break
     return found
 
 

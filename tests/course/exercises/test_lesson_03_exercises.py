@@ -1190,18 +1190,8 @@ def test_a_wrong_way_to_send_is_named(name, way):
     assert says in verdict.hint
 
 
-# Chunks may be empty there, and gloo receives nothing empty from any source: the answer names the
-# source then, and the ledger counts receives of both kinds in one round as two rounds.
-BOTH_KINDS = pytest.mark.xfail(reason="rounds of both kinds of receives are counted apart")
-
-
-def mark_of(name, swap):
-    both = name == "ring_reduce_scatter" and swap is swaps.from_any_source
-    return [BOTH_KINDS] if both else []
-
-
 SWAPPED = [
-    pytest.param(name, swap, id=f"{name}-{swap.__name__}", marks=mark_of(name, swap))
+    pytest.param(name, swap, id=f"{name}-{swap.__name__}")
     for name in swaps.SOLUTIONS
     for swap in swaps.RIGHT
     if swap is not swaps.from_any_source or name.startswith("ring")
