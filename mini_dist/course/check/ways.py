@@ -177,8 +177,13 @@ class Careful(Wrapped):
 
 def nothing_under_way(group=None) -> None:
     """Raise Complaint if the call started something and did not wait for it."""
-    recorder = getattr(group, "recorder", None)
-    open_ = [row for row in (recorder.comms if recorder else []) if row[6] is None]
+    recorder, open_ = getattr(group, "recorder", None), []
+    until = time.monotonic() + Late.SECONDS / 2  # gloo's thread notes an end once it has the GIL
+    while time.monotonic() < until:
+        open_ = [row for row in (recorder.comms if recorder else []) if row[6] is None]
+        if not open_:
+            return
+        time.sleep(0.002)
     if open_:
         raise Complaint(
             f"When your function returns, a {open_[0][0]} of it is still under way: keep what "
