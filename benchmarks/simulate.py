@@ -1,20 +1,21 @@
-"""Simulated steps beside the planner's and beside published runs, and what simulating costs.
+"""Compare simulated steps with the planner's and with published ones, and measure their cost.
 
     python benchmarks/simulate.py [--json FILE] [--long]
 
-The function that is simulated is ours: a GPT cut by `parallelize`, in bf16, of kernels that nobody
-has fused, with tp's collectives in the open. The published runs are of Megatron-LM, which fuses
-norms, activations, rotary positions and the optimizer, and hides some of tp's collectives behind
-matrices. In 2021 and 2022 its attention wrote all scores to memory; ours doesn't, so those rows say
-less. No constant of the simulation was chosen on these rows: it has none of its own.
+The simulated function is ours: a GPT sharded by `parallelize`, in bf16, with unfused kernels, and
+with tp's collectives not overlapped. The published runs are Megatron-LM's, which fuses norms,
+activations, rotary positions and the optimizer, and hides some of tp's collectives behind matrix
+products. In 2021 and 2022 its attention wrote all scores to memory. Ours does not, so those rows
+say less. The simulation has no constants of its own, so none was chosen on these rows.
 
-First come the tables: seconds simulated, the planner's, published. Then the rows with bars.
-CPU seconds are those of all ranks that were run, on whatever else this machine was doing.
+The tables come first: seconds simulated, planned, published. Then come the rows with bars, in
+seconds of the whole call of `launch` on this machine.
 """
 
 import random
 import statistics
 import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -29,7 +30,6 @@ from mini_dist.plan.calculators.published import korthikanti_2022, megatron_2021
 from mini_dist.plan.calculators.step_time import step_time
 from mini_dist.plan.config import Layout
 
-CORES = 2
 LLAMA_70B = Layout(
     pp=8, dp=16, tp=8, sequence_parallel=True, zero=1,
     num_micro_batches=16, schedule="interleaved", num_chunks=2,
@@ -52,6 +52,7 @@ def simulated(config, layout, machine):
 
 
 def cpu_seconds(run) -> float:
+    """CPU seconds of all ranks that ran."""
     return sum(cost.seconds for cost in run.costs)
 
 
@@ -77,7 +78,7 @@ def simumax():
 
 
 def compare(run) -> tuple[float, float]:
-    """(simulated, planned) seconds of a step, printed beside the published ones."""
+    """Print simulated, planned and published seconds of a step; return the first two."""
     config = run.config.replace(dropout=0.0)
     ours = simulated(config, run.layout, run.machine)
     planned = step_time(run.config, run.layout, run.machine, run.how).seconds
@@ -119,7 +120,7 @@ def tables(long: bool) -> None:
         for name, each in zip(("simulated", "planner"), zip(*rows)):
             which = "fused attention, as ours" if fused else "attention that makes scores"
             print(f"{len(rows)} rows with {which}: mean error, {name}: {statistics.mean(each):.1%}")
-    print("\nrandom layouts of Llama 3, 4 layers a stage: simulated, planner")
+    print("\nrandom layouts of Llama 3, 4 layers per stage: simulated, planner")
     for name, config, layout in random_layouts(200 if long else 4):
         ours = simulated(config, layout, "h100").step_seconds
         planned = step_time(config, layout, "h100").seconds
@@ -129,12 +130,14 @@ def tables(long: bool) -> None:
 
 
 def curve():
-    """8B, of which 4 layers, on more and more replicas of tp 8."""
+    """Four layers of 8B, tp 8, on more and more replicas."""
     config = model("llama3-8b").replace(num_layers=4)
     for dp in (1, 8, 64, 512, 4096, 12_288):
         run = simulated(config, Layout(tp=8, dp=dp, sequence_parallel=True, zero=1), "h100")
         most = max(cost.resident_bytes for cost in run.costs) / 1e9
-        cost = f"{cpu_seconds(run):6.1f} CPU s, {len(run.costs)} ranks run, {most:.2f} GB a process"
+        cost = (
+            f"{cpu_seconds(run):6.1f} CPU s, {len(run.costs)} ranks run, {most:.2f} GB per process"
+        )
         print(f"{8 * dp:7,} ranks: {cost}, a step of {run.step_seconds:.3f} s", flush=True)
 
 
@@ -154,13 +157,15 @@ def cases(long: bool):
         )  # fmt: skip
         jobs["405B on 16,384"] = (model("llama3-405b"), wide, 60)
     for name, (config, layout, seconds) in jobs.items():
+        began = time.perf_counter()
         run = simulated(config, layout, "h100")
+        took = time.perf_counter() - began
         print(run.title(), f"a step of {run.step_seconds:.3f} s;",
-              f"planner {step_time(config, layout).seconds:.3f} s", flush=True)  # fmt: skip
-        took = cpu_seconds(run) / CORES
+              f"planner {step_time(config, layout).seconds:.3f} s;",
+              f"{cpu_seconds(run):.1f} CPU s", flush=True)  # fmt: skip
         most = max(cost.resident_bytes for cost in run.costs) / 1e9
-        yield Case(f"{name}: CPU s / {CORES}", lambda took=took: took, seconds, 1.0, "s", 1, 0)
-        yield Case(f"{name}: GB a process", lambda most=most: most, 2, 1.0, "GB", 1, 0)
+        yield Case(f"{name}: seconds", lambda took=took: took, seconds, 1.0, "s", 1, 0)
+        yield Case(f"{name}: GB per process", lambda most=most: most, 2, 1.0, "GB", 1, 0)
 
 
 if __name__ == "__main__":

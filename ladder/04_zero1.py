@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Unit:
-    """The parameters and gradients of one layer, of which this rank updates 1/n, its shard."""
+    """The parameters and gradients of one layer. This rank updates 1/n of them, its shard."""
 
     def __init__(self, layer, group):
         self.group, self.parameters = group, list(layer.parameters())
@@ -104,7 +104,7 @@ def train(device, group):
 
 
 def run(rank, size, url):
-    """Join the other ranks, train, and print the losses beside those of one process."""
+    """Join the other ranks, train, and print the losses and the losses of one process."""
     torch.set_num_threads(1)  # The ranks share this machine's cores.
     on_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", size))  # one each
     device = f"cuda:{rank % torch.cuda.device_count()}" if on_gpus else "cpu"

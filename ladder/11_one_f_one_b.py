@@ -99,7 +99,7 @@ def train(device, group):
 
 
 def run(rank, size, url):
-    """Join the other ranks, train, and print the losses beside those of one process."""
+    """Join the other ranks, train, and print the losses and the losses of one process."""
     torch.set_num_threads(1)  # The ranks share this machine's cores.
     on_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", size))  # one each
     device = f"cuda:{rank % torch.cuda.device_count()}" if on_gpus else "cpu"
