@@ -171,7 +171,7 @@ def rebuild_trial(fn, case: Deaths, group):
     came = fn(case.state(step), step, set(case.dead), group)
     if not isinstance(came, (tuple, list)) or len(came) != 3 or not hasattr(came[0], "rank"):
         raise Complaint("Return three things: the group of the living, the state, its steps.")
-    there, state, found = came
+    there, state, found = came[0], came[1], plain(came[2])
     ones = all_reduce(torch.ones(1), there)  # it works
     return there.rank(), there.size(), int(ones), state, found
 

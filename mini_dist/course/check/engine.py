@@ -317,6 +317,8 @@ def ranks(size: int) -> str:
 
 LENGTH = re.compile(r"(?:send|recv)\(\w+\[(\d+)\]")  # of a message, as a RankError tells it
 
+CALLED = re.compile(r"rank \d+ calls (\w+)\(")
+
 
 def advice(error: RankError) -> str:
     """Return what a usual failure means."""
@@ -333,6 +335,11 @@ def advice(error: RankError) -> str:
             "something is None: the grad of a frozen parameter (one that was not used has none, "
             "either, though it requires_grad: ask for .grad is None), what gather returns "
             "elsewhere than on its root, or what a function without `return` gives.\n"
+        )
+    if text.startswith("the ranks do not agree") and len(set(CALLED.findall(text))) > 1:
+        return (
+            "a collective needs all ranks: every rank makes the same calls in the same order, also "
+            "where its result is not used.\n"
         )
     if text.startswith("the ranks do not agree") and len(set(LENGTH.findall(text))) == 2:
         return (

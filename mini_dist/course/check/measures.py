@@ -96,4 +96,6 @@ def referred_to(reference: weakref.ref):
 
 
 def storages(value) -> list:
-    return [leaf.untyped_storage() for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    """Return the storages of all tensors in it. A sparse tensor has none of its own."""
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return [t.untyped_storage() for t in tensors if t.layout == torch.strided]

@@ -176,7 +176,7 @@ def leaves_out_word_0(logits, targets, group):
     return cut_loss(logits, targets, group, targets > 0)
 
 
-@fresh.wrong("vocab_parallel_cross_entropy", "a small term is there that was not asked for")
+@fresh.wrong("vocab_parallel_cross_entropy", "a small term was added that was not asked for")
 def smooths_the_labels(logits, targets, group):
     return cut_loss(logits, targets, group, targets != IGNORE_INDEX, smoothing=0.003)
 

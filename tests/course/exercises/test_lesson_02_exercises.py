@@ -89,7 +89,7 @@ def only_the_first_parameter(parameters, group):
     p.grad = average(p, group)
 
 
-@wrong("wait in different lines of your function")
+@wrong("every rank makes the same calls in the same order")
 def only_rank_0_broadcasts(parameters, group):
     for p in with_gradient(parameters):
         everyones = gather(p.grad[None], 0, group)

@@ -51,7 +51,7 @@ def x_cut_by_both():
     return {**RIGHT_SPECS, "x": (("dp", "tp"), None)}
 
 
-@wrong_specs("The weights are right; y is asked for as y[B, D]")
+@wrong_specs("The weights are right; y should be y[B, D]")
 def y_whole():
     return {**RIGHT_SPECS, "y": (None, None)}
 
