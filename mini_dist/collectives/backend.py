@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mini_dist.ranks.ledger.group import RecordingGroup
+from mini_dist.ranks.ledger.group import DoneWork, RecordingGroup
 
 from . import ring_all_gather, ring_all_reduce, ring_reduce_scatter
 
@@ -82,21 +81,3 @@ class OwnGroup(RecordingGroup):
 
 def reduction(opts) -> str:
     return "SUM" if opts is None else opts.reduceOp.__getstate__()[0].name
-
-
-class DoneWork(dist._Work):
-    """The handle of an operation that is already complete."""
-
-    def __init__(self, result):
-        super().__init__()
-        self.future = torch.futures.Future()
-        self.future.set_result(result)
-
-    def wait(self, timeout=None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def get_future(self) -> torch.futures.Future:
-        return self.future

@@ -33,7 +33,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .ledger.counting import kernel_of
-from .ledger.group import RecordingGroup
+from .ledger.group import DoneWork, RecordingGroup
 from .ledger.memory import tensors_in
 from .ledger.recording import Recorder
 from .older_torch import as_today, fake_group
@@ -133,24 +133,6 @@ class Silent:
         for tensor in tensors:
             tensor.zero_()  # what arrives on the host is alike in every run
         return self.fake.recv(tensors, source, tag)
-
-
-class DoneWork(dist._Work):
-    """The handle of an all-reduce. DDP takes the reduced tensors from its future."""
-
-    def __init__(self, tensors):
-        super().__init__()
-        self.future = torch.futures.Future()
-        self.future.set_result(tensors)
-
-    def wait(self, timeout=None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def get_future(self) -> torch.futures.Future:
-        return self.future
 
 
 class OneDevice(TorchDispatchMode):

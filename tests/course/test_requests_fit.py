@@ -17,7 +17,7 @@ def test_it_says_what_the_calculator_says():
     server = Server("llama3-70b", "h100", 4)
     mine = answer(server, 32, 2048, 512)
     assert f"{largest_batch(server, 2560):,} requests of 2,560 tokens fit" in explorer.html
-    assert f"{mine.tokens_a_second:,.0f} tokens a second and GPU" in explorer.html
+    assert f"{mine.tokens_a_second:,.0f} tokens per second and GPU" in explorer.html
     assert f"${mine.dollars(2.5):.2f} for a million" in explorer.html
     assert repr(explorer.picture).startswith(f"{largest_batch(server, 2560):,} requests")
 

@@ -55,7 +55,7 @@ def render(
     mine = answer(server, batch, prompt, new)
     said = (
         f"{points[-1][0]:,} requests of {prompt + new:,} tokens fit on {tp} x "
-        f"{server.machine.device.name}. {batch} at once: {mine.tokens_a_second:,.0f} tokens a "
+        f"{server.machine.device.name}. {batch} at once: {mine.tokens_a_second:,.0f} tokens per "
         f"second and GPU, the first after {readable(mine.first_token, 's')}, the next after "
         f"{readable(mine.next_token, 's')}, ${mine.dollars(dollars_an_hour):.2f} for a million."
     )
@@ -68,7 +68,7 @@ def render(
          f"${each.dollars(dollars_an_hour):.2f}")
         for many, each in points
     ]  # fmt: skip
-    head = ("at once", "tokens a second and GPU", "next token", "a million tokens")
+    head = ("at once", "tokens per second and GPU", "next token", "a million tokens")
     return picture, html + page.table(rows, head)
 
 
@@ -99,14 +99,14 @@ def draw(server: Server, tokens: int, batch: int, points, mine) -> Drawing:
         420, 260, (low, high), (min(ys) - 0.3, max(ys) + 0.3), xlabel="ms to the next token",
         xticks={log10(mark): f"{mark:,}" for mark in marks if low < log10(mark) < high},
         yticks={float(k): f"{10**k:,}" for k in range(6) if min(ys) - 0.3 < k < max(ys) + 0.3},
-        title="tokens a second and GPU; all but the last: twice the batch",
+        title="tokens per second and GPU; all but the last: twice the batch",
     )  # fmt: skip
     right.line(zip(xs, ys), "#756bb1")
     for x, y in zip(xs, ys):
         right.dot(x, y, "#756bb1", 3)
     right.dot(log10(1e3 * mine.next_token), log10(mine.tokens_a_second), "#de2d26", 5)
     said = f"{points[-1][0]:,} requests of {tokens:,} tokens fit; {batch}: "
-    return Drawing([left, right], f"{said}{mine.tokens_a_second:,.0f} tokens a second and GPU")
+    return Drawing([left, right], f"{said}{mine.tokens_a_second:,.0f} tokens per second and GPU")
 
 
 def requests_fit(**start) -> Explorer:

@@ -173,7 +173,7 @@ def draw(title: str, both: dict, scaling: str, num_gpus: int) -> Drawing:
     powers = [10**k for k in range(3, 10) if low < log2(10**k) < high]
     colors = {STRONG: "#3182bd", WEAK: "#e6550d"}
     left = Panel(
-        390, 300, (ends[0] - 0.3, ends[1] + 0.6), (low, high), title="tokens a second",
+        390, 300, (ends[0] - 0.3, ends[1] + 0.6), (low, high), title="tokens per second",
         xlabel="GPUs", xticks={log2(n): f"{n:,}" for n in SIZES[::3]},
         yticks={log2(n): readable(n) for n in powers},
         legend={kind.split(":")[0]: colors[kind] for kind in both} | {"ideal": "#969696"},

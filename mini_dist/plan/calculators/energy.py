@@ -18,7 +18,7 @@ def energy(tokens_per_second: float, devices: int, watts: float, pue: float = 1.
         "energy",
         (
             Line("power", power, "W", f"{devices:,} devices * {watts:g} W * {pue:g}", "stated"),
-            Line("for a token", power / tokens_per_second, "J", "power / tokens a second"),
+            Line("for a token", power / tokens_per_second, "J", "power / tokens per second"),
         ),
     )
 
@@ -35,7 +35,7 @@ def price(tokens_per_second: float, devices: int, dollars_per_hour: float) -> Br
                 "for a million tokens",
                 1e6 * second / tokens_per_second,
                 "dollars",
-                "1e6 * rent / tokens a second",
+                "1e6 * rent / tokens per second",
             ),
         ),
     )

@@ -123,7 +123,7 @@ def _experts(said: dict, has_experts: bool, tp: int, replicas: int) -> tuple[int
     if etp < tp and not said.get("sequence-parallel"):
         raise ValueError(
             f"tensor-model-parallel-size={tp} with experts needs sequence-parallel, says "
-            "Megatron-LM: give that, too."
+            "Megatron-LM: give that as well."
         )
     ranks = replicas * tp // etp
     if ranks % ep:
@@ -148,7 +148,7 @@ def _chunks(said: dict, pp: int) -> int:
     if each is not None:
         if layers is None:
             raise ValueError(
-                f"num-layers-per-virtual-pipeline-stage={each} needs num-layers: give it, too."
+                f"num-layers-per-virtual-pipeline-stage={each} needs num-layers: give it as well."
             )
         ends = sum(
             said.get(f"account-for-{end}-in-pipeline-split", False) for end in ("embedding", "loss")
@@ -242,7 +242,9 @@ def _recompute(said: dict, num_stages: int, cannot_say: list[str]) -> dict:
             )
         return {"recompute": "full"}
     if "num-layers" not in said:
-        raise ValueError(f"recompute-num-layers={count} of a stage needs num-layers: give it, too.")
+        raise ValueError(
+            f"recompute-num-layers={count} of a stage needs num-layers: give it as well."
+        )
     of_stage = -(-said["num-layers"] // num_stages)
     ways = range(1, of_stage + 1)
     every = min(ways, key=lambda every: abs(-(-of_stage // every) - count))

@@ -67,6 +67,24 @@ class RecordedWork(dist._Work):
     _source_rank = source_rank
 
 
+class DoneWork(dist._Work):
+    """The handle of an operation that is already complete. DDP takes the result from its future."""
+
+    def __init__(self, result):
+        super().__init__()
+        self.future = torch.futures.Future()
+        self.future.set_result(result)
+
+    def wait(self, timeout=None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future:
+        return self.future
+
+
 @with_former_names
 class RecordingGroup(dist.ProcessGroup):
     """gloo (and NCCL, if each rank has a GPU) with a recorder in front.
