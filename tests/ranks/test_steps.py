@@ -6,6 +6,7 @@ from functools import partial
 import cloudpickle
 import pytest
 import torch
+import torch.distributed as dist
 
 from mini_dist import launch
 from mini_dist.collectives import (
@@ -73,6 +74,23 @@ def test_a_message_received_from_any_source_is_one_all_the_same(lengths):
     assert count_rounds(ledger) == 3
     hops = [(0, 1), (1, 2), (2, 3), (3, 0)]
     assert [[(m.source, m.target) for m in step] for step in steps(ledger)] == [hops] * 3
+
+
+def in_two_groups(x, group):
+    """Rank 0 begins to receive one number in a second group, then 1000 in the first; these come
+    first."""
+    other = dist.new_group([0, 1])
+    if group.rank() == 0:
+        one, many = torch.empty(1), torch.empty(1000)
+        handles = other.recv([one], 1, 0), group.recv([many], 1, 0)
+        return [handle.wait() for handle in handles]
+    group.send([torch.ones(1000)], 0, 0).wait()
+    other.send([torch.ones(1)], 0, 0).wait()
+
+
+def test_groups_of_the_same_ranks_do_not_take_each_other_s_messages():
+    found = messages(ledger_of(in_two_groups, 2))
+    assert [(m.send.nbytes, m.recv.nbytes) for m in found] == [(4000, 4000), (4, 4)]
 
 
 def test_in_each_step_of_a_ring_everyone_sends_to_the_next():

@@ -34,23 +34,22 @@ class Message:
 
 
 def messages(ledger: Ledger) -> list[Message]:
-    """Match every send with its receive. Between two ranks of a group messages stay in order. A
-    receive from any source matches the first send of its size to its rank that no other receive
-    names."""
+    """Match every send with its receive: the first of its size that names the sender, or else the
+    first of its size from any source. Between two ranks messages stay in the order in which they
+    were begun, but two groups of the same ranks do not wait for each other, so the size counts."""
     waiting = defaultdict(deque)
-    for comm in ledger.leaves():
+    in_order = sorted(ledger.leaves(), key=lambda comm: comm.start)
+    for comm in in_order:
         if comm.op in ("recv", "recv_anysource"):
             source = next(iter(comm.received_from), None)
-            waiting[comm.group, source, comm.rank].append(comm)
+            waiting[comm.group, source, comm.rank, comm.nbytes].append(comm)
     found = []
-    for comm in sorted(ledger.leaves(), key=lambda comm: comm.start):
+    for comm in in_order:
         if comm.op == "send":
             (target,) = comm.sent_to
-            queues = [waiting[comm.group, who, target] for who in (comm.rank, None)]
-            for receives in queues:
-                if receives and receives[0].nbytes == comm.nbytes:
-                    found.append(Message(comm, receives.popleft()))
-                    break
+            queues = [waiting[comm.group, who, target, comm.nbytes] for who in (comm.rank, None)]
+            if receives := queues[0] or queues[1]:
+                found.append(Message(comm, receives.popleft()))
     return found
 
 
