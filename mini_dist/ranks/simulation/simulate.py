@@ -77,7 +77,7 @@ class World:
         workers = min(os.cpu_count() or 1, len(jobs))
         dealt = [jobs[worker::workers] for worker in range(workers)]
         args = (self.call, dealt, self.size, self.seed)
-        back = self.launch(run_ranks, workers, args, **self.options).results
+        back = self.launch(run_ranks, workers, args, device="cpu", **self.options).results
         found = [back[n % workers][n // workers] for n in range(len(jobs))]
         self.costs += [cost for *_, cost in found]
         return found
