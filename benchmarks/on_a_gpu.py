@@ -45,14 +45,14 @@ def products(device):
 
 
 def attentions(device):
-    for batch, heads, length, size in [(8, 12, 1024, 64), (2, 32, 4096, 128), (1, 8, 32768, 128)]:
-        shape = (batch, heads, length, size)
+    shapes = [(8, 12, 1024, 64), (2, 32, 4096, 128), (1, 8, 32768, 128)]
+    for shape, dtype in [*((shape, BF16) for shape in shapes), (shapes[0], torch.float32)]:
         q, k, v = (
-            torch.randn(shape, device=device, dtype=BF16, requires_grad=True) for _ in range(3)
+            torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)
         )
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         seed = torch.ones_like(out)
-        name = "attention " + " x ".join(map(str, shape))
+        name = "attention " + " x ".join(map(str, shape)) + ", float32" * (dtype != BF16)
 
         def forward(q=q, k=k, v=v):
             with torch.no_grad():

@@ -62,6 +62,8 @@ class Device:
     peak_flops_fp8: float | None = None
     gemm_flops_fp8: float | None = None  # the best GEMM measured in fp8
     flash_2_flops: float | None = None  # FlashAttention 2 forward, where later ones are faster
+    # Products in float32 without TF32: the datasheet. Without it, the simulation takes TF32's rate.
+    peak_flops_fp32: float | None = None
     source: str = ""
 
     def __post_init__(self):
@@ -74,6 +76,7 @@ class Device:
             "sustained_flops",
             "peak_flops_fp8",
             "gemm_flops_fp8",
+            "peak_flops_fp32",
             "flash_2_flops",
         ):
             value = getattr(self, field)
@@ -125,6 +128,7 @@ A100_40 = Device(
     1.555 * T,
     259 * T,
     108,
+    peak_flops_fp32=19.5 * T,
     source="[sheet] [mamf] [simumax]",
 )
 A100_80 = Device(
@@ -135,6 +139,7 @@ A100_80 = Device(
     2.039 * T,
     259 * T,
     108,
+    peak_flops_fp32=19.5 * T,
     source="[acc] [mamf] [simumax]",
 )
 # 0.70 of the datasheet, a population average rather than one machine's timing [simumax].
@@ -149,6 +154,7 @@ H100 = Device(
     1979 * T,
     1402.6 * T,
     FLASH_2_HOPPER * 989 * T,
+    peak_flops_fp32=67 * T,
     source="[acc] [mamf] [simumax]",
 )
 H200 = Device(
@@ -162,6 +168,7 @@ H200 = Device(
     1979 * T,
     1453.4 * T,
     FLASH_2_HOPPER * 989 * T,
+    peak_flops_fp32=67 * T,
     source="[acc] [mamf] [simumax]",
 )
 # 0.49-0.51 of the datasheet for 4096 x 8192 x 57344 and the like, timed on a node [simumax].
@@ -203,18 +210,40 @@ H20 = Device(
     4.0 * T,
     cores=78,
     peak_flops_fp8=296 * T,
+    peak_flops_fp32=44 * T,
     source="[copy] HGX H20",
 )
 MI300X = Device(
-    "MI300X", 1300 * T, 668.4 * T, 192 * GB, 5.3 * T, peak_flops_fp8=2610 * T, source="[acc] [mamf]"
+    "MI300X",
+    1300 * T,
+    668.4 * T,
+    192 * GB,
+    5.3 * T,
+    peak_flops_fp8=2610 * T,
+    peak_flops_fp32=163.4 * T,
+    source="[acc] [mamf]",
 )
 L40S = Device(
-    "L40S", 362 * T, None, 48 * GB, 0.864 * T, peak_flops_fp8=733 * T, source="[acc] [sheet]"
+    "L40S",
+    362 * T,
+    None,
+    48 * GB,
+    0.864 * T,
+    peak_flops_fp8=733 * T,
+    peak_flops_fp32=91.6 * T,
+    source="[acc] [sheet]",
 )
 # Its datasheet prints 242 (bf16) and 485 TFLOP/s (fp8) with sparsity. nvidia-smi reports 23,034 MiB
 # here and 23,028 on the A10G (modal-labs/modal-client PR 2797).
 L4 = Device(
-    "L4", 121 * T, None, 22.5 * GIB, 0.3 * T, peak_flops_fp8=242.5 * T, source="[copy] [driver]"
+    "L4",
+    121 * T,
+    None,
+    22.5 * GIB,
+    0.3 * T,
+    peak_flops_fp8=242.5 * T,
+    peak_flops_fp32=30.3 * T,
+    source="[copy] [driver]",
 )
 # The card is made for AWS: its datasheet prints 70 TFLOP/s, or 140 with sparsity. An A10 has 125.
 A10G = Device("A10G", 70 * T, None, 22.5 * GIB, 0.6 * T, cores=80, source="[copy] [driver]")
@@ -229,6 +258,7 @@ RTX_4090 = Device(
     1.008 * T,
     cores=128,
     peak_flops_fp8=330.3 * T,
+    peak_flops_fp32=82.6 * T,
     source="[copy] [driver]",
 )
 RTX_5090 = Device(
@@ -239,12 +269,31 @@ RTX_5090 = Device(
     1.792 * T,
     cores=170,
     peak_flops_fp8=419 * T,
+    peak_flops_fp32=104.8 * T,
     source="[copy] [driver]",
 )
 # T4 and V100 compute in fp16. PyTorch sees 14.74 GiB on Colab's T4. Copies give 320 GB/s, and one
 # says 300.
-T4 = Device("T4", 65 * T, None, 14.74 * GIB, 0.32 * T, cores=40, source="[copy] [driver]")
-V100 = Device("V100 SXM 32GB", 125 * T, None, 31.7 * GIB, 0.9 * T, cores=80, source="[sheet]")
+T4 = Device(
+    "T4",
+    65 * T,
+    None,
+    14.74 * GIB,
+    0.32 * T,
+    cores=40,
+    peak_flops_fp32=8.1 * T,
+    source="[copy] [driver]",
+)
+V100 = Device(
+    "V100 SXM 32GB",
+    125 * T,
+    None,
+    31.7 * GIB,
+    0.9 * T,
+    cores=80,
+    peak_flops_fp32=15.7 * T,
+    source="[sheet]",
+)
 TPU_V4 = Device("TPU v4", 275 * T, None, 32 * GIB, 1.2 * T, source="[acc] [scaling-book]")
 TPU_V5P = Device("TPU v5p", 459 * T, None, 95 * GB, 2.76 * T, source="[acc] [scaling-book]")
 TPU_V5E = Device("TPU v5e", 197 * T, None, 16 * GB, 0.82 * T, source="[acc] [scaling-book]")
@@ -257,5 +306,12 @@ ASCEND_910B = Device(
 )
 # Two cores of a shared machine, float32 (there is no bf16 unit).
 LAPTOP = Device(
-    "2 CPU cores", 0.15 * T, 0.1 * T, 24 * GIB, 20 * GB, 0.08 * T, source="[here], rough"
+    "2 CPU cores",
+    0.15 * T,
+    0.1 * T,
+    24 * GIB,
+    20 * GB,
+    0.08 * T,
+    peak_flops_fp32=0.15 * T,
+    source="[here], rough",
 )

@@ -22,15 +22,24 @@ from .parameters import every_second, layer_weights
 
 def gemm_seconds(device: Device, m: float, n: float, k: float, fp8: bool = False) -> float:
     """Time a GEMM [m, k] x [k, n] in bf16 (or from fp8 to bf16): the slower of arithmetic and
-    memory.
+    memory. A GEMM without elements, of an expert that got no token, only costs its launch."""
+    moved = (1 if fp8 else 2) * (m * k + k * n) + 2 * m * n
+    computed = gemm_arithmetic_seconds(device, m, n, k, fp8)
+    return max(computed, moved / device.stream_bandwidth) + KERNEL_SECONDS
 
-    The arithmetic is done in waves of one 128 x 256 tile per multiprocessor: the last wave takes as
-    long as a full one.  Filling and draining costs GEMM_FILL of the inner dimension.  A GEMM
-    without elements, of an expert that got no token, only costs its launch.
+
+def gemm_arithmetic_seconds(
+    device: Device, m: float, n: float, k: float, fp8: bool = False, slower: float = 1.0
+) -> float:
+    """Time the arithmetic of a GEMM. slower: how many times as long as in 16 bits a product takes.
+
+    It is done in waves of one 128 x 256 tile per multiprocessor: the last wave takes as long as a
+    full one. Filling and draining a tile takes as long as GEMM_FILL of the inner dimension in 16
+    bits, and no longer where the products are slower.
     """
     if not m * n * k:
-        return KERNEL_SECONDS
-    rate = (device.gemm_rate_fp8 if fp8 else device.gemm_rate) * k / (k + GEMM_FILL)
+        return 0.0
+    rate = (device.gemm_rate_fp8 if fp8 else device.gemm_rate) * k / (slower * k + GEMM_FILL)
     if device.cores:  # lying or standing tiles, whichever are fewer; thin matrices have thin tiles
         tiles = min(
             math.ceil(rows / 128) * math.ceil(columns / 256) for rows, columns in ((m, n), (n, m))
@@ -38,8 +47,7 @@ def gemm_seconds(device: Device, m: float, n: float, k: float, fp8: bool = False
         waves = math.ceil(tiles / device.cores)
         padded = waves * device.cores * min(m, 128) * min(n, 256)
         rate *= min(1.0, m * n / padded)
-    moved = (1 if fp8 else 2) * (m * k + k * n) + 2 * m * n
-    return max(2 * m * n * k / rate, moved / device.stream_bandwidth) + KERNEL_SECONDS
+    return 2 * m * n * k / rate
 
 
 def stream_seconds(device: Device, num_bytes: float) -> float:

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils.flop_counter import flop_registry
@@ -37,7 +38,7 @@ class Kernel(NamedTuple):
     flops: float  # of a product or attention, all scores counted; otherwise 0
     nbytes: int  # of the tensors read and written
     shape: tuple[int, ...]  # of a product: (batch, m, n, k)
-    itemsize: int
+    arithmetic: str  # of a product or attention: 16 bits, tf32 or fp32
     causal: bool
     phase: str
     seconds: float  # CPU time of this thread, measured: for `replay.measure_here` only
@@ -284,6 +285,7 @@ class KernelMode(TorchDispatchMode):
 
 FREE = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten._unsafe_view}
 FREE |= {aten._local_scalar_dense, aten.promote_types, aten.set_, aten.resize_}
+OVERWRITE = {aten.copy_, aten.zero_, aten.fill_, aten.normal_, aten.uniform_}  # and do not read
 ATTENTION = {  # products of all scores with a head's vectors: the kernel computes scores twice
     "_scaled_dot_product_flash_attention_for_cpu": 2,
     "_scaled_dot_product_flash_attention_for_cpu_backward": 5,
@@ -301,19 +303,29 @@ def kernel_of(function, args, kwargs, result, phase: str, seconds: float) -> Ker
     if packet in FREE or not any(t.numel() > 1 for t in written):
         return None
     read = list(tensors_in((args, kwargs)))
-    nbytes = sum(t.nbytes for t in (*read, *written))
-    name, itemsize = packet.__name__, written[0].element_size()
+    moved = {id(t): t for t in read}  # x + x reads x once
+    if packet in OVERWRITE:
+        del moved[id(args[0])]
+    nbytes = sum(t.nbytes for t in (*moved.values(), *written))
+    name, arithmetic = packet.__name__, arithmetic_of(written[0])
     if name in ATTENTION:
         q, k = read[1:3] if name.endswith("backward") else read[:2]  # backward: its gradient first
         *batch, queries, head = q.shape
         flops = 2 * ATTENTION[name] * math.prod(batch) * queries * k.shape[-2] * head
         causal = any(value is True for value in (*args, *kwargs.values()))
-        return Kernel(name, "attention", flops, nbytes, (), itemsize, causal, phase, seconds)
+        return Kernel(name, "attention", flops, nbytes, (), arithmetic, causal, phase, seconds)
     if packet in flop_registry:
         flops = flop_registry[packet](*args, **kwargs, out_val=result)
         shape = product_shape(name, args)
-        return Kernel(name, "product", flops, nbytes, shape, itemsize, False, phase, seconds)
-    return Kernel(name, "stream", 0, nbytes, (), itemsize, False, phase, seconds)
+        return Kernel(name, "product", flops, nbytes, shape, arithmetic, False, phase, seconds)
+    return Kernel(name, "stream", 0, nbytes, (), "", False, phase, seconds)
+
+
+def arithmetic_of(result: Tensor) -> str:
+    """Return what a product is computed in. torch takes TF32 only where a program asks for it."""
+    if result.element_size() <= 2:
+        return "16 bits"
+    return "fp32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def product_shape(name: str, args) -> tuple[int, ...]:

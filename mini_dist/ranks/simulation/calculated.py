@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from mini_dist.plan.calculators import Hardware
 from mini_dist.plan.calculators.collective_time import collective_seconds
 from mini_dist.plan.calculators.devices import FLASH_BACKWARD, FLASH_FORWARD, KERNEL_SECONDS
-from mini_dist.plan.calculators.kernels import gemm_seconds
+from mini_dist.plan.calculators.kernels import gemm_arithmetic_seconds
 from mini_dist.plan.calculators.links import Link
 
 from ..ledger.counting import Host, Kernel
 
-# float32 products on tensor cores run as TF32, at half the rate of bf16 (A100: 156 of 312 TFLOP/s;
-# H100: 494.5 of 989).
-SLOWER_IN_FP32 = 2
+TF32 = 2  # times as long as bf16 (A100: 156 of 312 TFLOP/s; H100: 494.5 of 989)
 
 NATIVE = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")  # others: as one message
 
@@ -42,19 +40,25 @@ class CalculatedMachine:
     def kernel_seconds(self, kernel: Kernel) -> float:
         device, w = self.machine.device, self.wider
         nbytes, flops = w**2 * kernel.nbytes, w**3 * kernel.flops
-        slower = SLOWER_IN_FP32 if kernel.itemsize >= 4 else 1
+        slower, moved = self.slower(kernel.arithmetic), nbytes / device.stream_bandwidth
         if kernel.kind == "product" and kernel.shape:
             batch, m, n, k = kernel.shape
-            one = gemm_seconds(device, w * m, w * n, w * k) - KERNEL_SECONDS
-            return slower * batch * one + KERNEL_SECONDS
+            one = gemm_arithmetic_seconds(device, w * m, w * n, w * k, slower=slower)
+            return max(batch * one, moved) + KERNEL_SECONDS
         if kernel.kind == "attention":
             speed = FLASH_BACKWARD if kernel.name.endswith("backward") else FLASH_FORWARD
             computed = flops / 2 if kernel.causal else flops
-            moved = nbytes / device.stream_bandwidth
             return max(slower * computed / (speed * device.gemm_rate), moved) + KERNEL_SECONDS
         # On a GPU torch's optimizers update all tensors in a few kernels ("foreach").
         start = 0.0 if kernel.phase == "step" else KERNEL_SECONDS
-        return max(slower * flops / device.gemm_rate, nbytes / device.stream_bandwidth) + start
+        return max(slower * flops / device.gemm_rate, moved) + start
+
+    def slower(self, arithmetic: str) -> float:
+        """How many times as long as in 16 bits a product takes."""
+        device = self.machine.device
+        if arithmetic == "fp32" and device.peak_flops_fp32:
+            return device.peak_flops / device.peak_flops_fp32
+        return 1 if arithmetic == "16 bits" else TF32
 
     def host_seconds(self, host: Host) -> float:
         return 0.0

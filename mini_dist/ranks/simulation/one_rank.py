@@ -86,12 +86,20 @@ def as_that_rank(rank: int, world_size: int):
 @contextmanager
 def what_torch_lacks():
     """Inside, torch has for tensors without storage what it has for those of a GPU: fused attention
-    (we call the CPU's kernel, which saves the same tensors), autocast, and a module of the device.
+    (we call the CPU's kernel, which saves the same tensors) and norm, autocast, and a module of the
+    device.
     """
     attention, autocast = functional.scaled_dot_product_attention, torch.autocast
+    rms_norm = functional.rms_norm
 
     def attend(q, *args, **kwargs):
         return fused_attention(q, *args, **kwargs) if q.is_meta else attention(q, *args, **kwargs)
+
+    def norm(x, normalized_shape, weight=None, eps=None):
+        if not x.is_meta:
+            return rms_norm(x, normalized_shape, weight, eps)
+        # On a GPU it is one kernel (torch 2.9), which moves and keeps what layer_norm's does.
+        return functional.layer_norm(x, normalized_shape, weight)
 
     def cast(device_type, dtype=torch.bfloat16, enabled=True, **options):
         if device_type != "meta":
@@ -100,6 +108,7 @@ def what_torch_lacks():
 
     replaced = [
         (functional, "scaled_dot_product_attention", attend),
+        (functional, "rms_norm", norm),
         (torch, "autocast", cast),
         (torch, "meta", DeviceModule()),
         # DDP compares the shapes on all ranks, which it has received as values.
