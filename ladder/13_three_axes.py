@@ -54,7 +54,8 @@ class Block(nn.Module):
 
 def train(device, group):
     """Return this rank's share of the loss of every step, and what the rank sent and holds."""
-    mesh = torch.arange(group.size()).view(-1, 2, 2)  # the ranks as [dp, pp, tp]
+    cuts = (2, 2) if group.size() >= 4 else (1, 1)
+    mesh = torch.arange(group.size()).view(-1, *cuts)  # the ranks as [dp, pp, tp]
     axes = [mesh.movedim(axis, -1).flatten(0, 1).tolist() for axis in (0, 1, 1, 2)]
     replicas, down, up, slices = (dist.new_subgroups_by_enumeration(axis)[0] for axis in axes)
     (dp, stages, tp), stage = mesh.shape, down.rank()
@@ -110,8 +111,7 @@ def train(device, group):
                 mean.lerp_(p.grad, 0.1)
                 square.lerp_(p.grad**2, 0.1)
                 p -= 0.01 * mean / (square.sqrt() + 1e-8)
-    P = sum(p.numel() for p in parameters)
-    X = B // dp * S * D  # what passes from layer to layer
+    P, X = sum(p.numel() for p in parameters), B // dp * S * D  # X passes from layer to layer
     sent = (2 - first - last) * X + 8 * (tp - 1) * len(blocks) * X // tp + 2 * (dp - 1) * P // dp
     return losses, {
         "bytes sent per step": 4 * sent,

@@ -235,11 +235,20 @@ def sdpa_attention(
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor | None = None, dropout: float = 0.0
 ) -> Tensor:
     """Attend with torch's fused kernel, which stores no scores (Dao et al. 2022)."""
+    k, v = heads_for_kernel(q, k, v)
     # without positions no mask is needed, and the kernel skips everything above the diagonal
     mask = None if positions is None else may_see(q, positions)
     return functional.scaled_dot_product_attention(
         q, k, v, mask, dropout, is_causal=mask is None, enable_gqa=True
     )
+
+
+def heads_for_kernel(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values as torch's fused kernel takes them: on CUDA in float32 with a copy for
+    every query head that reads them. Otherwise torch 2.11 there stores all scores."""
+    if q.is_cuda and q.dtype == torch.float32 and k.shape[1] < q.shape[1]:
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    return k, v
 
 
 ATTENTIONS = {"explicit": explicit_attention, "sdpa": sdpa_attention}

@@ -38,13 +38,27 @@ def peak_of_steps(config, layout, group):
     return torch.cuda.max_memory_allocated()
 
 
+def on_cuda(config, layout):
+    """Bytes by which CUDA differs from the CPU, whose kernels the calculator knows (torch 2.11,
+    float32): cuBLAS's workspaces, and what kernels keep for the backward of a layer."""
+    x = 4 * layout.micro_batch_size * config.seq_len * config.d_model  # bytes of [B, S, D]
+    layers = config.num_layers if layout.recompute == "none" else 0
+    more = 2 * (32 << 20)  # one workspace for forward's thread, one for backward's, on Hopper
+    more -= layers * x  # attention writes its result token by token: no copy of it is kept
+    if config.norm == "rmsnorm":
+        more -= (2 * layers + 1) * x  # one kernel, which keeps its input only
+    if config.num_kv_heads != config.num_heads:  # keys and values are copied for every query head
+        more += 2 * layers * x * (1 - config.num_kv_heads / config.num_heads)
+    return more
+
+
 @pytest.mark.parametrize("name", MEMORY)
 def test_memory_is_what_the_allocator_counts(name, figure):
     config, layout = MEMORY[name]
     (measured,) = launch(peak_of_steps, 1, (config, layout), device="cuda").results
-    predicted = peak_memory(config, layout, "course").total
+    predicted = peak_memory(config, layout, "course").total + on_cuda(config, layout)
     figure(f"memory, {name}", {"measured": measured, "predicted": predicted})
-    assert predicted == pytest.approx(measured, rel=0.03)
+    assert predicted == pytest.approx(measured, rel=0.01)
 
 
 TIMED = {

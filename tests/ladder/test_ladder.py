@@ -206,6 +206,11 @@ def test_losses_are_those_of_one_process(rung, size, one_process):
     assert [sum(share) for share in zip(*shares)] == pytest.approx(expected, abs=1e-5)
 
 
+def test_three_axes_of_one_rank_are_one_process(one_process):
+    ((losses, *_),) = launch(train_rung, 1, (13,)).results
+    assert losses == pytest.approx(one_process[0], abs=1e-5)
+
+
 @pytest.mark.parametrize(("rung", "size"), CASES)
 def test_each_rank_sends_the_bytes_of_the_formula(rung, size):
     for rank, (trained, _) in enumerate(run_of(size).results):

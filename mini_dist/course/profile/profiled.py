@@ -60,10 +60,10 @@ def span_of(kinds: dict[str, str], on_a_gpu: bool):
     def span(event) -> Span | None:
         start, end = 1e-9 * event.start_ns(), 1e-9 * (event.start_ns() + event.duration_ns())
         place = start, end, 0 if on_a_gpu else event.start_thread_id() - 1
-        if event.is_user_annotation():
-            kind = kinds.get(event.name())
-            return kind and Span(event.name(), kind, *place)
         is_kernel = event.device_type().name == "CUDA"
+        if event.is_user_annotation():  # a GPU repeats each around its kernels
+            kind = None if is_kernel else kinds.get(event.name())
+            return kind and Span(event.name(), kind, *place)
         if is_kernel if on_a_gpu else event.name().startswith("aten::"):
             return Span(event.name(), "compute", *place)
         return None

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mini_dist.collectives import ops
+from mini_dist.model.gpt import heads_for_kernel
 from mini_dist.plan.fields import checks_kinds
 
 from .placement import check_heads, positions_of_ranks
@@ -39,6 +40,7 @@ def ulysses_attention(
     positions = positions_of_ranks(placement, q.shape[-2] * size, size)
     order = positions.flatten().argsort()  # sorts the tokens, which arrive rank by rank
     q, k, v = (heads_for_tokens(x, group)[:, :, order] for x in (q, k, v))  # [B, N/cp, S, H]
+    k, v = heads_for_kernel(q, k, v)
     out = functional.scaled_dot_product_attention(
         q, k, v, is_causal=causal, scale=scale, enable_gqa=True
     )
