@@ -58,7 +58,7 @@ def test_memory_is_what_the_allocator_counts(name, figure):
     (measured,) = launch(peak_of_steps, 1, (config, layout), device="cuda").results
     predicted = peak_memory(config, layout, "course").total + on_cuda(config, layout)
     figure(f"memory, {name}", {"measured": measured, "predicted": predicted})
-    assert predicted == pytest.approx(measured, rel=0.01)
+    assert predicted == pytest.approx(measured, rel=0.02)
 
 
 TIMED = {

@@ -2,8 +2,7 @@
 
 torch.profiler and the ledger use the same clock, the host's time since 1970, so both fit on one
 timeline. (Clocks of different hosts differ: `python -m mini_dist.training.preflight`
-says by how much.) On a GPU, its kernels count as computing. We have never run that part: we had no
-GPU.
+says by how much.) On a GPU, its kernels count as computing.
 """
 
 from __future__ import annotations
