@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-# Batch, sequence, model, heads, head dim, vocabulary, layers: shapes in comments use these letters.
+# Batch, sequence, width, heads, head dim, vocabulary, layers. b, s, h: this rank's B, S, N.
 B, S, D, N, H, V, L = 16, 16, 32, 4, 8, 128, 8
 TEXT = b"Every rank holds a part of the model, and together the ranks hold all of it. " * 3
 ROWS = torch.tensor(list(TEXT)).unfold(0, S + 1, 1)  # [rows, S + 1]: one token per byte
@@ -23,10 +23,10 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
         self.up, self.down = nn.Linear(D, 4 * D, bias=False), nn.Linear(4 * D, D, bias=False)
 
-    def forward(self, x):  # [B, S, D] -> [B, S, D]
+    def forward(self, x):  # [b, s, D] -> [b, s, D]
         y = self.norm1(x)
-        qkv = self.qkv(y).unflatten(-1, (-1, 3, H))  # [B, S, N, 3, H]
-        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # [B, N, S, H] each
+        qkv = self.qkv(y).unflatten(-1, (-1, 3, H))  # [b, s, h, 3, H]
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # [b, h, s, H] each
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = self.out(y.transpose(1, 2).flatten(2))
         x = x + y
@@ -54,10 +54,11 @@ def ring_all_reduce(x, group):
 
 
 def train(device, group):
-    """Return this rank's share of the loss of every step, and what the rank sent and holds."""
+    """Return this rank's part of the loss of every step, and what it sends and holds."""
     rank, size = group.rank(), group.size()
-    torch.manual_seed(0)  # All ranks begin with the same parameters.
-    blocks = [Block() for _ in range(L - 3)]
+    assert B % size == 0, f"{size} ranks cannot share {B} rows equally"
+    torch.manual_seed(0)  # All ranks draw the same parameters.
+    blocks = [Block() for _ in range(L - 3)]  # The other 3: embedding, norm, head.
     model = nn.Sequential(nn.Embedding(V, D), *blocks, nn.RMSNorm(D), nn.Linear(D, V, bias=False))
     parameters = list(model.to(device).parameters())
     means, squares = ([torch.zeros_like(p) for p in parameters] for _ in range(2))
@@ -70,15 +71,15 @@ def train(device, group):
         loss.backward()
         losses.append(loss.item())
         for p in parameters:
-            ring_all_reduce(p.grad, group)  # Each loss was divided by n, so no mean.
-        with torch.no_grad():  # Adam, without its correction of the first steps.
+            ring_all_reduce(p.grad, group)  # The sum of (means / n) is the mean over all.
+        with torch.no_grad():  # Adam without bias correction.
             for p, mean, square in zip(parameters, means, squares):
                 mean.lerp_(p.grad, 0.1)
                 square.lerp_(p.grad**2, 0.1)
                 p -= 0.01 * mean / (square.sqrt() + 1e-8)
     P = sum(p.numel() for p in parameters)
     return losses, {
-        "bytes sent per step": 4 * 2 * (size - 1) * P // size,  # an all-reduce of P elements
+        "bytes sent per step": 4 * 2 * (size - 1) * P // size,  # float32; a ring sends 2 (n-1)/n P
         "parameters": P,
         "gradients": sum(p.grad.numel() for p in parameters),
         "optimizer": sum(state.numel() for state in means + squares),
@@ -86,13 +87,14 @@ def train(device, group):
 
 
 def run(rank, size, url):
-    """Join the other ranks, train, and print the losses and the losses of one process."""
+    """Join the other ranks at `url` and train. Rank 0 prints the losses beside rung 0's."""
     torch.set_num_threads(1)  # The ranks share this machine's cores.
     on_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", size))  # one each
     device = f"cuda:{rank % torch.cuda.device_count()}" if on_gpus else "cpu"
     dist.init_process_group("cpu:gloo" + ",cuda:nccl" * on_gpus, url, rank=rank, world_size=size)
     reports = [None] * size
-    dist.all_gather_object(reports, train(device, dist.group.WORLD))
+    report = train(device, dist.group.WORLD)
+    dist.all_gather_object(reports, report)
     dist.destroy_process_group()
     if rank == 0:
         rung_0 = os.path.join(os.path.dirname(__file__), "00_one_process.py")

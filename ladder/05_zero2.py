@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-# Batch, sequence, model, heads, head dim, vocabulary, layers: shapes in comments use these letters.
+# Batch, sequence, width, heads, head dim, vocabulary, layers. b, s, h: this rank's B, S, N.
 B, S, D, N, H, V, L = 16, 16, 32, 4, 8, 128, 8
 TEXT = b"Every rank holds a part of the model, and together the ranks hold all of it. " * 3
 ROWS = torch.tensor(list(TEXT)).unfold(0, S + 1, 1)  # [rows, S + 1]: one token per byte
@@ -23,10 +23,10 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
         self.up, self.down = nn.Linear(D, 4 * D, bias=False), nn.Linear(4 * D, D, bias=False)
 
-    def forward(self, x):  # [B, S, D] -> [B, S, D]
+    def forward(self, x):  # [b, s, D] -> [b, s, D]
         y = self.norm1(x)
-        qkv = self.qkv(y).unflatten(-1, (-1, 3, H))  # [B, S, N, 3, H]
-        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # [B, N, S, H] each
+        qkv = self.qkv(y).unflatten(-1, (-1, 3, H))  # [b, s, h, 3, H]
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # [b, h, s, H] each
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = self.out(y.transpose(1, 2).flatten(2))
         x = x + y
@@ -36,41 +36,42 @@ class Block(nn.Module):
 
 
 class Unit:
-    """The parameters of one layer. This rank updates 1/n of them, its shard."""
+    """One layer: its U parameters. This rank updates U/n of them."""
 
     def __init__(self, layer, group):
         self.group, self.parameters = group, list(layer.parameters())
         sizes = [p.numel() for p in self.parameters]
-        self.flat = torch.cat([p.data.flatten() for p in self.parameters])  # [P]
+        self.flat = torch.cat([p.data.flatten() for p in self.parameters])  # [U]
         for p, data in zip(self.parameters, self.flat.split(sizes)):
-            p.data = data.view_as(p)  # The layer now works on `flat`.
+            p.data = data.view_as(p)  # The layer's weights are now parts of `flat`.
         self.hooks = [p.register_post_accumulate_grad_hook(self.ready) for p in self.parameters]
         self.missing = len(self.parameters)
-        self.shard = self.flat.chunk(group.size())[group.rank()]  # [P/n], a view of `flat`
-        self.shard.grad = torch.empty_like(self.shard)
+        self.shard = self.flat.chunk(group.size())[group.rank()]  # [U/n], a view of `flat`
+        self.shard.grad = torch.empty_like(self.shard)  # [U/n], summed over the ranks
 
     def ready(self, _):
-        """Sum and free the layer's gradients when the last one is there."""
+        """Sum and free the layer's gradients when they are complete."""
         self.missing -= 1
         if self.missing == 0:
-            whole = torch.cat([p.grad.flatten() for p in self.parameters])  # [P]
+            whole = torch.cat([p.grad.flatten() for p in self.parameters])  # [U]
             for p in self.parameters:
                 p.grad = None
             # No overlap here: backward waits, so that only one layer's gradients exist at a time.
-            parts = list(whole.chunk(self.group.size()))
+            parts = list(whole.chunk(self.group.size()))  # Rank r gets the sum of every part r.
             dist.reduce_scatter(self.shard.grad, parts, group=self.group)
             self.missing = len(self.parameters)
 
     def gather(self):
-        """Collect the shards that the other ranks have updated."""
+        """Fill `flat` with the shards that the other ranks have updated."""
         dist.all_gather(list(self.flat.chunk(self.group.size())), self.shard, group=self.group)
 
 
 def train(device, group):
-    """Return this rank's share of the loss of every step, and what the rank sent and holds."""
+    """Return this rank's part of the loss of every step, and what it sends and holds."""
     rank, size = group.rank(), group.size()
-    torch.manual_seed(0)  # All ranks begin with the same parameters.
-    blocks = [Block() for _ in range(L - 3)]
+    assert B % size == 0, f"{size} ranks cannot share {B} rows equally"
+    torch.manual_seed(0)  # All ranks draw the same parameters.
+    blocks = [Block() for _ in range(L - 3)]  # The other 3: embedding, norm, head.
     model = nn.Sequential(nn.Embedding(V, D), *blocks, nn.RMSNorm(D), nn.Linear(D, V, bias=False))
     parameters = list(model.to(device).parameters())
     units = [Unit(layer, group) for layer in model]
@@ -83,7 +84,7 @@ def train(device, group):
         loss = functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()) / size
         loss.backward()
         losses.append(loss.item())
-        with torch.no_grad():  # Adam, without its correction of the first steps.
+        with torch.no_grad():  # Adam without bias correction; p is this rank's shard of a layer.
             for p, mean, square in zip(shards, means, squares):
                 mean.lerp_(p.grad, 0.1)
                 square.lerp_(p.grad**2, 0.1)
@@ -92,10 +93,10 @@ def train(device, group):
             unit.gather()
     for unit in units:
         for hook in unit.hooks:
-            hook.remove()  # A hook that stays keeps the group, whose threads can abort the exit.
+            hook.remove()  # Else they keep the group alive, and its threads can crash at exit.
     P = sum(p.numel() for p in parameters)
     return losses, {
-        "bytes sent per step": 4 * 2 * (size - 1) * P // size,  # an all-reduce of P elements
+        "bytes sent per step": 4 * 2 * (size - 1) * P // size,  # reduce-scatter, all-gather
         "parameters": P,
         "gradients": sum(p.grad.numel() for p in parameters + shards if p.grad is not None),
         "optimizer": sum(state.numel() for state in means + squares),
@@ -103,13 +104,14 @@ def train(device, group):
 
 
 def run(rank, size, url):
-    """Join the other ranks, train, and print the losses and the losses of one process."""
+    """Join the other ranks at `url` and train. Rank 0 prints the losses beside rung 0's."""
     torch.set_num_threads(1)  # The ranks share this machine's cores.
     on_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", size))  # one each
     device = f"cuda:{rank % torch.cuda.device_count()}" if on_gpus else "cpu"
     dist.init_process_group("cpu:gloo" + ",cuda:nccl" * on_gpus, url, rank=rank, world_size=size)
     reports = [None] * size
-    dist.all_gather_object(reports, train(device, dist.group.WORLD))
+    report = train(device, dist.group.WORLD)
+    dist.all_gather_object(reports, report)
     dist.destroy_process_group()
     if rank == 0:
         rung_0 = os.path.join(os.path.dirname(__file__), "00_one_process.py")

@@ -1,4 +1,4 @@
-"""Rung 7, from rung 1: each rank holds a slice of every matrix, and the ranks sum activations."""
+"""Rung 7, from rung 1: each rank has a slice of each block matrix; the ranks sum activations."""
 
 import os
 import runpy
@@ -10,16 +10,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-# Batch, sequence, model, heads, head dim, vocabulary, layers: shapes in comments use these letters.
+# Batch, sequence, width, heads, head dim, vocabulary, layers. b, s, h: this rank's B, S, N.
 B, S, D, N, H, V, L = 16, 16, 32, 4, 8, 128, 8
 TEXT = b"Every rank holds a part of the model, and together the ranks hold all of it. " * 3
 ROWS = torch.tensor(list(TEXT)).unfold(0, S + 1, 1)  # [rows, S + 1]: one token per byte
 
 
 def all_reduce(x, group):
-    """Sum x over the group. To autograd this is a copy of x, so gradients pass it unchanged."""
+    """Sum x over the group. To autograd it is a copy: each term gets the gradient of the sum."""
     total = x.clone()
-    dist.all_reduce(total.data, group=group)
+    dist.all_reduce(total.data, group=group)  # `.data` hides this from autograd.
     return total
 
 
@@ -38,11 +38,11 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
         self.up, self.down = nn.Linear(D, 4 * D, bias=False), nn.Linear(4 * D, D, bias=False)
 
-    def forward(self, x):  # [B, S, D] -> [B, S, D]
+    def forward(self, x):  # [b, s, D] -> [b, s, D]
         y = self.norm1(x)
-        y.register_hook(lambda dy: all_reduce(dy, self.group))  # Every rank used y, so sum dy.
-        qkv = self.qkv(y).unflatten(-1, (-1, 3, H))  # [B, S, N/tp, 3, H]
-        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # [B, N/tp, S, H] each
+        y.register_hook(lambda dy: all_reduce(dy, self.group))  # Add the dy of all ranks' heads.
+        qkv = self.qkv(y).unflatten(-1, (-1, 3, H))  # [b, S, h, 3, H]
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # [b, h, S, H] each
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = self.out(y.transpose(1, 2).flatten(2))
         x = x + all_reduce(y, self.group)
@@ -53,9 +53,10 @@ class Block(nn.Module):
 
 
 def train(device, group):
-    """Return this rank's share of the loss of every step, and what the rank sent and holds."""
+    """Return the loss of every step (0 except on rank 0), and what this rank sends and holds."""
     rank, size = group.rank(), group.size()
-    torch.manual_seed(0)  # All ranks begin with the same parameters.
+    assert N % size == 0, f"{size} ranks cannot share {N} heads equally"
+    torch.manual_seed(0)  # All ranks draw the same parameters.
     blocks = [shard(Block(), group) for _ in range(L - 3)]
     model = nn.Sequential(nn.Embedding(V, D), *blocks, nn.RMSNorm(D), nn.Linear(D, V, bias=False))
     parameters = list(model.to(device).parameters())
@@ -67,14 +68,15 @@ def train(device, group):
         model.zero_grad()
         loss = functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
         loss.backward()
-        losses.append(loss.item() if rank == 0 else 0.0)  # All ranks know all of it.
-        with torch.no_grad():  # Adam, without its correction of the first steps.
+        losses.append(loss.item() if rank == 0 else 0.0)  # All have it; run() adds them up.
+        with torch.no_grad():  # Adam without bias correction.
             for p, mean, square in zip(parameters, means, squares):
                 mean.lerp_(p.grad, 0.1)
                 square.lerp_(p.grad**2, 0.1)
                 p -= 0.01 * mean / (square.sqrt() + 1e-8)
     P = sum(p.numel() for p in parameters)
     return losses, {
+        # Each block calls all_reduce on [B, S, D] four times: twice in forward, twice in backward.
         "bytes sent per step": 4 * 2 * (size - 1) * (4 * len(blocks) * B * S * D) // size,
         "parameters": P,
         "gradients": sum(p.grad.numel() for p in parameters),
@@ -83,13 +85,14 @@ def train(device, group):
 
 
 def run(rank, size, url):
-    """Join the other ranks, train, and print the losses and the losses of one process."""
+    """Join the other ranks at `url` and train. Rank 0 prints the losses beside rung 0's."""
     torch.set_num_threads(1)  # The ranks share this machine's cores.
     on_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", size))  # one each
     device = f"cuda:{rank % torch.cuda.device_count()}" if on_gpus else "cpu"
     dist.init_process_group("cpu:gloo" + ",cuda:nccl" * on_gpus, url, rank=rank, world_size=size)
     reports = [None] * size
-    dist.all_gather_object(reports, train(device, dist.group.WORLD))
+    report = train(device, dist.group.WORLD)
+    dist.all_gather_object(reports, report)
     dist.destroy_process_group()
     if rank == 0:
         rung_0 = os.path.join(os.path.dirname(__file__), "00_one_process.py")

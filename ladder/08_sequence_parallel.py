@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-# Batch, sequence, model, heads, head dim, vocabulary, layers: shapes in comments use these letters.
+# Batch, sequence, width, heads, head dim, vocabulary, layers. b, s, h: this rank's B, S, N.
 B, S, D, N, H, V, L = 16, 16, 32, 4, 8, 128, 8
 TEXT = b"Every rank holds a part of the model, and together the ranks hold all of it. " * 3
 ROWS = torch.tensor(list(TEXT)).unfold(0, S + 1, 1)  # [rows, S + 1]: one token per byte
@@ -29,13 +29,13 @@ class Communicate(torch.autograd.Function):
         return ctx.back(gradient, ctx.group), None, None, None
 
 
-def all_gather(x, group):  # [B, S/tp, D] -> [B, S, D]
+def all_gather(x, group):  # [B, S/n, D] -> [B, S, D]
     parts = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(parts, x.contiguous(), group=group)
     return torch.cat(parts, dim=1)
 
 
-def reduce_scatter(x, group):  # [B, S, D] -> [B, S/tp, D]
+def reduce_scatter(x, group):  # [B, S, D] -> [B, S/n, D]
     parts = [part.contiguous() for part in x.chunk(group.size(), dim=1)]
     total = torch.empty_like(parts[0])
     dist.reduce_scatter(total, parts, group=group)
@@ -57,10 +57,10 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
         self.up, self.down = nn.Linear(D, 4 * D, bias=False), nn.Linear(4 * D, D, bias=False)
 
-    def forward(self, x):  # [B, S/tp, D] -> [B, S/tp, D]
+    def forward(self, x):  # [b, s, D] -> [b, s, D]
         y = Communicate.apply(self.norm1(x), all_gather, reduce_scatter, self.group)
-        qkv = self.qkv(y).unflatten(-1, (-1, 3, H))  # [B, S, N/tp, 3, H]
-        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # [B, N/tp, S, H] each
+        qkv = self.qkv(y).unflatten(-1, (-1, 3, H))  # [b, S, h, 3, H]
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # [b, h, S, H] each
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = self.out(y.transpose(1, 2).flatten(2))
         x = x + Communicate.apply(y, reduce_scatter, all_gather, self.group)
@@ -70,9 +70,10 @@ class Block(nn.Module):
 
 
 def train(device, group):
-    """Return this rank's share of the loss of every step, and what the rank sent and holds."""
+    """Return this rank's part of the loss of every step, and what it sends and holds."""
     rank, size = group.rank(), group.size()
-    torch.manual_seed(0)  # All ranks begin with the same parameters.
+    assert N % size == 0, f"{size} ranks cannot share {N} heads equally"
+    torch.manual_seed(0)  # All ranks draw the same parameters.
     blocks = [shard(Block(), group) for _ in range(L - 3)]
     model = nn.Sequential(nn.Embedding(V, D), *blocks, nn.RMSNorm(D), nn.Linear(D, V, bias=False))
     parameters = list(model.to(device).parameters())
@@ -83,14 +84,14 @@ def train(device, group):
     for step in range(10):
         here = slice(S // size * rank, S // size * (rank + 1) + 1)
         rows = ROWS[B * step : B * (step + 1), here].to(device)
-        tokens, targets = rows[:, :-1], rows[:, 1:]  # [B, S/tp]
+        tokens, targets = rows[:, :-1], rows[:, 1:]  # [B, S/n]
         model.zero_grad()
         loss = functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten()) / size
         loss.backward()
         losses.append(loss.item())
         for p in whole:  # Each rank used them for its own tokens only.
             dist.all_reduce(p.grad, group=group)
-        with torch.no_grad():  # Adam, without its correction of the first steps.
+        with torch.no_grad():  # Adam without bias correction.
             for p, mean, square in zip(parameters, means, squares):
                 mean.lerp_(p.grad, 0.1)
                 square.lerp_(p.grad**2, 0.1)
@@ -106,13 +107,14 @@ def train(device, group):
 
 
 def run(rank, size, url):
-    """Join the other ranks, train, and print the losses and the losses of one process."""
+    """Join the other ranks at `url` and train. Rank 0 prints the losses beside rung 0's."""
     torch.set_num_threads(1)  # The ranks share this machine's cores.
     on_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", size))  # one each
     device = f"cuda:{rank % torch.cuda.device_count()}" if on_gpus else "cpu"
     dist.init_process_group("cpu:gloo" + ",cuda:nccl" * on_gpus, url, rank=rank, world_size=size)
     reports = [None] * size
-    dist.all_gather_object(reports, train(device, dist.group.WORLD))
+    report = train(device, dist.group.WORLD)
+    dist.all_gather_object(reports, report)
     dist.destroy_process_group()
     if rank == 0:
         rung_0 = os.path.join(os.path.dirname(__file__), "00_one_process.py")

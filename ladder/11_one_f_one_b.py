@@ -1,4 +1,4 @@
-"""Rung 11, from rung 10: each backward starts as early as it can (1F1B)."""
+"""Rung 11, from rung 10: one forward, one backward (1F1B): fewer micro-batches wait in memory."""
 
 import os
 import runpy
@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-# Batch, sequence, model, heads, head dim, vocabulary, layers, micro-batches: letters of shapes.
-B, S, D, N, H, V, L, M = 16, 16, 32, 4, 8, 128, 8, 8
+# Batch, sequence, width, heads, head dim, vocabulary, layers. b, s, h: this rank's B, S, N.
+B, S, D, N, H, V, L, M = 16, 16, 32, 4, 8, 128, 8, 8  # M micro-batches
 TEXT = b"Every rank holds a part of the model, and together the ranks hold all of it. " * 3
 ROWS = torch.tensor(list(TEXT)).unfold(0, S + 1, 1)  # [rows, S + 1]: one token per byte
 
@@ -23,10 +23,10 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(D, 3 * D, bias=False), nn.Linear(D, D, bias=False)
         self.up, self.down = nn.Linear(D, 4 * D, bias=False), nn.Linear(4 * D, D, bias=False)
 
-    def forward(self, x):  # [B, S, D] -> [B, S, D]
+    def forward(self, x):  # [b, s, D] -> [b, s, D]
         y = self.norm1(x)
-        qkv = self.qkv(y).unflatten(-1, (-1, 3, H))  # [B, S, N, 3, H]
-        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # [B, N, S, H] each
+        qkv = self.qkv(y).unflatten(-1, (-1, 3, H))  # [b, s, h, 3, H]
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # [b, h, s, H] each
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = self.out(y.transpose(1, 2).flatten(2))
         x = x + y
@@ -36,27 +36,29 @@ class Block(nn.Module):
 
 
 def train(device, group):
-    """Return this rank's share of the loss of every step, and what the rank sent and holds."""
+    """Return this rank's part of the loss of every step, and what it sends and holds."""
     stage, stages = group.rank(), group.size()
-    down, up = group, dist.new_group()  # Two, because NCCL runs a group's messages in order.
+    # NCCL runs a group's messages one by one: two ranks that send to each other would deadlock.
+    down, up = group, dist.new_group()
     first, last = stage == 0, stage == stages - 1
-    torch.manual_seed(0)  # All ranks begin with the same parameters.
-    blocks = [Block() for _ in range(L - 3)]
+    assert L % stages == 0, f"{stages} stages cannot share {L} layers equally"
+    torch.manual_seed(0)  # All ranks draw the same parameters.
+    blocks = [Block() for _ in range(L - 3)]  # The other 3: embedding, norm, head.
     model = nn.Sequential(nn.Embedding(V, D), *blocks, nn.RMSNorm(D), nn.Linear(D, V, bias=False))
     model = model[L // stages * stage : L // stages * (stage + 1)]  # Only this rank's layers.
-    blocks = [layer for layer in model if layer in blocks]  # The others are freed.
+    del blocks  # This frees the layers of the other stages.
     parameters = list(model.to(device).parameters())
     means, squares = ([torch.zeros_like(p) for p in parameters] for _ in range(2))
     losses, saved, counts, sends = [], [], [], []
 
-    def receive(source, group):
+    def receive(source, way):
         x = torch.empty(B // M, S, D, device=device)
-        dist.recv(x, group=group, group_src=source)
+        dist.recv(x, group=way, group_src=source)
         return x
 
     def forward(micro):
         x = tokens[micro] if first else receive(stage - 1, down).requires_grad_()
-        y = model(x)  # [B/M, S, D]
+        y = model(x)  # [B/M, S, D], on the last stage [B/M, S, V]
         if last:
             y = functional.cross_entropy(y.flatten(0, 1), targets[micro].flatten()) / M
             losses[-1] += y.item()
@@ -66,8 +68,8 @@ def train(device, group):
         counts.append(len(saved))
 
     def backward():
-        x, y = saved.pop(0)
-        y.backward(None if last else receive(stage + 1, up))
+        x, y = saved.pop(0)  # The oldest first: messages arrive in order.
+        y.backward(None if last else receive(stage + 1, up))  # gradient of y; a loss needs none
         if not first:
             sends.append(dist.isend(x.grad, group=up, group_dst=stage - 1))
 
@@ -76,21 +78,21 @@ def train(device, group):
         tokens, targets = rows[:, :-1].chunk(M), rows[:, 1:].chunk(M)  # [B/M, S] each
         model.zero_grad()
         losses.append(0.0)
-        warmup = stages - 1 - stage  # This many forwards are ahead of the backwards.
-        for micro in range(M + warmup):
-            if micro < M:
-                forward(micro)
-            if micro >= warmup:
+        warmup = stages - 1 - stage  # forwards before it begins to alternate
+        for turn in range(M + warmup):
+            if turn < M:
+                forward(turn)
+            if turn >= warmup:
                 backward()
         while sends:
             sends.pop().wait()
-        with torch.no_grad():  # Adam, without its correction of the first steps.
+        with torch.no_grad():  # Adam without bias correction.
             for p, mean, square in zip(parameters, means, squares):
                 mean.lerp_(p.grad, 0.1)
                 square.lerp_(p.grad**2, 0.1)
                 p -= 0.01 * mean / (square.sqrt() + 1e-8)
     return losses, {
-        "bytes sent per step": 4 * B * S * D * (2 - first - last),
+        "bytes sent per step": 4 * B * S * D * (2 - first - last),  # activations, gradients
         "micro-batches saved": max(counts),
         "parameters": sum(p.numel() for p in parameters),
         "gradients": sum(p.grad.numel() for p in parameters),
@@ -99,13 +101,14 @@ def train(device, group):
 
 
 def run(rank, size, url):
-    """Join the other ranks, train, and print the losses and the losses of one process."""
+    """Join the other ranks at `url` and train. Rank 0 prints the losses beside rung 0's."""
     torch.set_num_threads(1)  # The ranks share this machine's cores.
     on_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", size))  # one each
     device = f"cuda:{rank % torch.cuda.device_count()}" if on_gpus else "cpu"
     dist.init_process_group("cpu:gloo" + ",cuda:nccl" * on_gpus, url, rank=rank, world_size=size)
     reports = [None] * size
-    dist.all_gather_object(reports, train(device, dist.group.WORLD))
+    report = train(device, dist.group.WORLD)
+    dist.all_gather_object(reports, report)
     dist.destroy_process_group()
     if rank == 0:
         rung_0 = os.path.join(os.path.dirname(__file__), "00_one_process.py")

@@ -1,6 +1,6 @@
-"""List the rungs with `python ladder`; show what changes from rung 3 to rung 4 with `ladder 3 4`.
+"""List the rungs with `python ladder`; explain rung 4 and its changes with `python ladder 3 4`.
 
-The first line of a rung says which rung it builds on and what it teaches.
+The first line of a rung says which rung it builds on and what it teaches; README.md explains it.
 """
 
 import difflib
@@ -52,13 +52,22 @@ def list_rungs(rungs: dict[int, Rung]) -> str:
     return "\n".join(rows)
 
 
+def read_ideas() -> dict[int, str]:
+    """Read what README.md says of each rung, by number."""
+    _, *parts = re.split(
+        r"^## Rung (\d+)\n", Path(__file__).with_name("README.md").read_text(), flags=re.M
+    )
+    return {int(number): text.strip() for number, text in zip(parts[::2], parts[1::2])}
+
+
 def show_diff(before: Rung, after: Rung, colored: bool) -> str:
     colors = {"-": RED, "+": GREEN, "@": CYAN} if colored else {}
     lines = [
         f"{colors[line[0]]}{line}{PLAIN}" if line[0] in colors else line
         for line in diff(before, after, context=2)
     ]
-    return "\n".join([f"{before.name} -> {after.name}", *lines])
+    idea = read_ideas().get(int(after.name[:2]), after.lesson)
+    return "\n".join([f"{before.name} -> {after.name}", "", idea, "", *lines])
 
 
 def main(arguments: list[str]) -> str:

@@ -69,6 +69,7 @@ CASES = {
         ],
         dict(num_updates=1000),
     ),
+    "claims": ({}, [dict(quiz=0), dict(quiz=10**6, guesses="TTFF TTFF-F")], {}),
     "collectives_cost": (
         dict(num_bytes=1024, world_size=2, repeats=1),
         [

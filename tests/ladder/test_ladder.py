@@ -310,6 +310,13 @@ def test_a_rung_changes_few_lines_of_an_earlier_one(number):
     assert sum(LADDER["changes"](RUNGS[base], RUNGS[number])) <= 60
 
 
+def test_the_readme_explains_each_rung_and_the_diff_begins_with_it():
+    ideas = LADDER["read_ideas"]()
+    assert sorted(ideas) == sorted(RUNGS)[1:]
+    shown = LADDER["show_diff"](RUNGS[3], RUNGS[4], colored=False)
+    assert shown.index(ideas[4]) < shown.index("+class Unit:")
+
+
 @pytest.mark.parametrize("number", range(14))
 def test_a_rung_imports_torch_and_the_standard_library_only(number):
     for node in ast.walk(ast.parse("\n".join(RUNGS[number].lines))):
