@@ -31,7 +31,7 @@ def test_the_words_of_a_lesson_are_in_the_glossary(lesson):
     for words, translation in words_of(lesson):
         for word in words.split(","):
             assert word.strip() in WORDS, f"{word.strip()!r} is not in docs/glossary.md"
-            known = re.sub(r" \([^)]*[\u4e00-\u9fff][^)]*\)", "", WORDS[word.strip()][1])  # or older
+            known = re.sub(r" \([^)]*[\u4e00-\u9fff][^)]*\)", "", WORDS[word.strip()][1])
             assert translation in known, f"{word.strip()}: {translation} here, {known} there"
 
 
