@@ -53,7 +53,7 @@ def train(device, group):
         loss.backward()
         losses.append(loss.item())
         for p in parameters:
-            dist.all_reduce(p.grad, group=group)  # The sum of (means / n) is the mean over all.
+            dist.all_reduce(p.grad, group=group)  # Losses were divided by n: a sum will do.
         with torch.no_grad():  # Adam without bias correction.
             for p, mean, square in zip(parameters, means, squares):
                 mean.lerp_(p.grad, 0.1)

@@ -17,7 +17,7 @@ ROWS = torch.tensor(list(TEXT)).unfold(0, S + 1, 1)  # [rows, S + 1]: one token 
 
 
 def all_reduce(x, group):
-    """Sum x over the group. To autograd it is a copy: each term gets the gradient of the sum."""
+    """Sum x over the group. Autograd sees the clone: a term gets the gradient of its sum."""
     total = x.clone()
     dist.all_reduce(total.data, group=group)  # `.data` hides this from autograd.
     return total
@@ -41,8 +41,8 @@ class Block(nn.Module):
     def forward(self, x):  # [b, s, D] -> [b, s, D]
         y = self.norm1(x)
         y.register_hook(lambda dy: all_reduce(dy, self.group))  # Add the dy of all ranks' heads.
-        qkv = self.qkv(y).unflatten(-1, (-1, 3, H))  # [b, S, h, 3, H]
-        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # [b, h, S, H] each
+        qkv = self.qkv(y).unflatten(-1, (-1, 3, H))  # [B, S, h, 3, H]
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # [B, h, S, H] each
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = self.out(y.transpose(1, 2).flatten(2))
         x = x + all_reduce(y, self.group)

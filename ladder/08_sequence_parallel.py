@@ -59,8 +59,8 @@ class Block(nn.Module):
 
     def forward(self, x):  # [b, s, D] -> [b, s, D]
         y = Communicate.apply(self.norm1(x), all_gather, reduce_scatter, self.group)
-        qkv = self.qkv(y).unflatten(-1, (-1, 3, H))  # [b, S, h, 3, H]
-        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # [b, h, S, H] each
+        qkv = self.qkv(y).unflatten(-1, (-1, 3, H))  # [B, S, h, 3, H]
+        q, k, v = qkv.permute(3, 0, 2, 1, 4)  # [B, h, S, H] each
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         y = self.out(y.transpose(1, 2).flatten(2))
         x = x + Communicate.apply(y, reduce_scatter, all_gather, self.group)

@@ -392,6 +392,7 @@ NAMED = {
     "ranks/launch.py": "waits for GPU memory to be free",
     "ranks/rank.py": "a rank on a GPU makes it the current one",
     "ranks/torchrun.py": "as rank.py",
+    "ranks/simulation/simulate.py": "ranks without storage run on the host",
     "ranks/transport.py": "results come back to the parent on the host",
     "ranks/without_storage.py": "registers the group for tensors on the host, too",
     "ranks/ledger/group.py": "gloo and NCCL are registered for a kind of device each",

@@ -211,11 +211,12 @@ def in_bf16(dtype, group):
     return str(y.dtype), str(weight.grad.dtype)
 
 
-def test_autocast_halves_the_time_of_products():
+def test_autocast_takes_products_to_the_tensor_cores():
     full, half = (launch(in_bf16, 1, (d,), simulate="h100") for d in (None, torch.bfloat16))
     assert half.results == [("torch.bfloat16", "torch.float32")]
     products = [sum(s.end - s.start for s in r.spans if s.kind == "product") for r in (full, half)]
-    assert products[0] == pytest.approx(2 * products[1], rel=0.1)
+    slower = 989 / 67  # float32, without TF32; a tile is filled as fast
+    assert 0.8 * slower < products[0] / products[1] < slower
 
 
 def many_kernels(group):

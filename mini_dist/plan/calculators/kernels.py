@@ -23,6 +23,8 @@ from .parameters import every_second, layer_weights
 def gemm_seconds(device: Device, m: float, n: float, k: float, fp8: bool = False) -> float:
     """Time a GEMM [m, k] x [k, n] in bf16 (or from fp8 to bf16): the slower of arithmetic and
     memory. A GEMM without elements, of an expert that got no token, only costs its launch."""
+    if not m * n * k:
+        return KERNEL_SECONDS
     moved = (1 if fp8 else 2) * (m * k + k * n) + 2 * m * n
     computed = gemm_arithmetic_seconds(device, m, n, k, fp8)
     return max(computed, moved / device.stream_bandwidth) + KERNEL_SECONDS
