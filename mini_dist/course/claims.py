@@ -26,51 +26,59 @@ CLAIMS = (
         "Many summaries shift the stages by one. ZeRO-2 adds the gradients, ZeRO-3 the parameters.",
     ),
     Claim(
-        "With Adam in mixed precision, n ranks and P parameters, ZeRO-1 holds 2P + 14P/n bytes per "
-        "rank, and ZeRO-2 holds 4P + 12P/n.",
-        "Both formulas are right, but swapped.",
+        "With Adam in mixed precision, n ranks and P parameters, ZeRO-1 holds 2P + 14P/n bytes "
+        "per rank, and ZeRO-2 holds 4P + 12P/n.",
+        "The formulas are swapped. It looks plausible, because each is right for the other stage.",
     ),
     Claim(
         "ZeRO is model parallelism: each rank computes with its shard of the weights.",
-        "The weights are sharded, but only in storage. Each rank gathers a whole layer before it "
-        "computes, and computes it for its own samples.",
+        "The weights are sharded, but only in storage. Each rank gathers a whole layer and "
+        "applies it to its own samples.",
     ),
     Claim(
-        "ZeRO-3 sends three times as many bytes as data parallelism.",
-        "It gathers the parameters twice and scatters the gradients once. But an all-reduce is a "
-        "reduce-scatter and an all-gather, so data parallelism sends two of the three already.",
+        "ZeRO-1 sends no more bytes than data parallelism.",
+        "It sounds too good, because it saves memory. But a reduce-scatter and an all-gather "
+        "are what an all-reduce consists of.",
     ),
     Claim(
-        "Below 10B parameters plain data parallelism is enough; from 10B to 100B combine tensor "
-        "and pipeline parallelism; above that use all three.",
-        "A rule of thumb without batch, memory and optimizer. Plain data parallelism holds all 16 "
-        "bytes per parameter on every GPU.",
+        "In a step with one micro-batch, ZeRO-3 sends at most 1.5 times as many bytes as data "
+        "parallelism.",
+        "It gathers the parameters twice and scatters the gradients once, which sounds like "
+        "three times. But data parallelism sends two of the three already. (The root unit is "
+        "gathered only once here, so the factor is a bit smaller.)",
+    ),
+    Claim(
+        "Below 10B parameters, plain data parallelism fits on 80 GB GPUs.",
+        "Every GPU holds all model states: 16 to 18 bytes per parameter with Adam, and the "
+        "activations.",
     ),
     Claim(
         "Full recomputation of activations costs about a third more computation.",
         "It repeats the forward pass, which is a third of forward and backward together.",
     ),
     Claim(
-        "With tensor parallelism over 8 GPUs, each saves an eighth of the activations.",
-        "The inputs of the regions and the norms stay whole on every rank. Sequence parallelism "
-        "shards them as well.",
+        "With tensor parallelism over 8 GPUs, each GPU stores one eighth of the activations.",
+        "The inputs of the attention and MLP regions and of the norms stay whole on every rank. "
+        "Sequence parallelism shards them as well.",
     ),
     Claim(
         "DDP broadcasts the parameters in every step, so that the ranks stay equal.",
-        "It does so once, at the start. After that, equal gradients keep the ranks equal.",
+        "It does so once, at the start. After that, equal gradients keep the ranks equal. (The "
+        "few bytes tell the other ranks how rank 0 has sorted its buckets.)",
     ),
     Claim(
-        "Gradient accumulation makes DDP send less.",
-        "Only inside `no_sync`. Without it, DDP averages the gradients of every micro-batch.",
+        "Without `no_sync`, four micro-batches make DDP send about four times the bytes of one.",
+        "Many expect accumulation to save messages. But DDP averages in every backward, unless "
+        "`no_sync` holds it back.",
     ),
     Claim(
-        "In a ring all-reduce, a rank of a large group sends about as many bytes as a rank of a "
-        "small one.",
+        "In a ring all-reduce, no rank sends more than twice the tensor, however many ranks "
+        "there are.",
         "It sounds wrong, because there are more ranks to reach. But each rank sends 2(n-1)/n "
-        "times the tensor, which stays below 2.",
+        "times the tensor.",
     ),
     Claim(
-        "An all-gather of a tensor costs as many bytes as an all-reduce of it.",
+        "A ring all-reduce of a tensor sends twice the bytes of a ring all-gather of it.",
         "Every rank ends up with the whole tensor in both. But an all-reduce has to add first.",
     ),
     Claim(
@@ -79,83 +87,103 @@ CLAIMS = (
         "other GPUs in every forward, and adds their gradients on one of them.",
     ),
     Claim(
-        "If you set all but the largest 1 % of the gradients to zero, an all-reduce sends 1 % of "
-        "the bytes.",
+        "If you set all but the largest 1 % of the gradients to zero, an all-reduce sends 1 % "
+        "of the bytes.",
         "The zeros are sent as well. Sending less takes indices and values.",
     ),
     Claim(
-        "Casting gradients to 16 bits halves the time of every all-reduce.",
+        "Casting gradients from 32 to 16 bits halves the time of every all-reduce.",
         "It halves the bytes. A small message is all latency.",
     ),
     Claim(
-        "Megatron's sequence parallelism sends more than tensor parallelism alone.",
-        "The paper counts as many bytes as an all-reduce has: a reduce-scatter and an all-gather. "
-        "But backward gathers the inputs once more instead of saving them (lesson 10).",
+        "Megatron-core's sequence parallelism sends 25 % more bytes than tensor parallelism alone.",
+        "A reduce-scatter and an all-gather send what an all-reduce sends. But Megatron-core "
+        "(0.16.1) saves only a shard of each region's input and gathers it again in backward, "
+        "beside a matrix product (lesson 10).",
     ),
     Claim(
         "Pipeline parallelism is a form of model parallelism.",
-        "Some texts keep the words apart. Each rank holds other layers, so the model is split.",
+        "Some texts keep the words apart. Each rank computes only its own layers, for every "
+        "sample. (ZeRO-3 splits the storage, too, but not the computation.)",
     ),
     Claim(
-        "1F1B has a smaller bubble than GPipe.",
-        "1F1B saves memory. With equal stages its bubble is GPipe's.",
+        "With equally many micro-batches, 1F1B has a smaller bubble than GPipe.",
+        "1F1B saves memory. That allows more micro-batches, and these shrink the bubble.",
     ),
     Claim(
-        "Interleaving v chunks per rank divides the bubble by v and multiplies the messages.",
+        "With more micro-batches, 1F1B's bubble shrinks, and the largest number in flight stays "
+        "the number of stages.",
+        "One expects to pay for the smaller bubble with memory. GPipe does.",
+    ),
+    Claim(
+        "Interleaving two chunks per rank halves the idle time and more than doubles the messages.",
         "It sounds like a free lunch, so some doubt it. The price is in the messages.",
     ),
     Claim(
-        "An H100 is 1.5 times as fast as an A100 in dense bf16.",
+        "An H100 multiplies dense bf16 matrices 1.5 times as fast as an A100.",
         "The ratio of the memory bandwidths is close to that.",
     ),
     Claim(
         "More GPUs can never give more than proportional speed.",
-        "In most cases they do not. But freed memory can allow a better layout.",
+        "Speedup is usually below proportional. But with more GPUs a layout can fit that was "
+        "too large before.",
     ),
     Claim(
-        "On an H100, PyTorch multiplies float32 matrices in TF32 by default.",
-        "It did on the A100 until PyTorch 1.12. Since then TF32 has to be asked for.",
+        "On an H100, PyTorch does not use TF32 for float32 matrix products unless a program "
+        "asks for it.",
+        "It did by default from PyTorch 1.7 to 1.11. Since 1.12 a program has to ask.",
     ),
     Claim(
-        "Cutting off the fraction when gradients are quantized is harmless if they are scaled "
-        "first.",
-        "The error of one step is small. But it always points to zero, so it adds up.",
+        "When scaled gradients are truncated to integers, the errors average out over the "
+        "steps, as they do with rounding.",
+        "The error of one step is as small as a code. But it always points to zero, so it adds "
+        "up where gradients keep their sign.",
     ),
     Claim(
-        "In a hand-written checkpoint, it is enough that backward recomputes the output and calls "
-        "`output.backward(gradient)`.",
-        "The parameters inside do get their gradients. What came before the block gets none, "
-        "unless the input was detached and asked for its gradient.",
+        "Adding 0.001 to a bf16 weight of 1 changes nothing.",
+        "0.001 is well inside the range of bf16. But next to 1 its numbers are 1/128 apart, and "
+        "the sum is rounded back.",
+    ),
+    Claim(
+        "A hand-written checkpoint's backward may recompute from `x.detach()`, call "
+        "`output.backward(gradient)` and return `None` for x.",
+        "The block's own parameters get gradients, so it seems to work. Earlier layers get "
+        "none, unless the detached input asks for its gradient and backward returns it.",
     ),
     Claim(
         "The statement `torch.autocast('cpu', enabled=True)` turns autocast on.",
-        "It makes a context manager and drops it. Only `with` enters it.",
+        "It makes a context manager and drops it. Only `with`, or its use as a decorator, "
+        "enters it.",
     ),
     Claim(
         "bf16 has more digits than fp16.",
         "It has more *range*. Of its 16 bits, eight are the exponent.",
     ),
     Claim(
-        "If each rank averages over its own tokens, the mean over the ranks is the mean over all "
-        "tokens.",
-        "It is, as long as all ranks have equally many.",
+        "If each rank averages over its own tokens, the mean over the ranks is the mean over "
+        "all tokens.",
+        "That holds only if all ranks have the same number of tokens.",
     ),
     Claim(
-        "The result of an all-reduce can depend on the algorithm, even without any error.",
+        "Two correct all-reduce algorithms can give different bits for the same input.",
         "Addition is associative on paper. In floating point the order of the terms matters.",
     ),
     Claim(
-        'A DeepSpeed config with "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4 and '
-        '"gradient_accumulation_steps": 2 runs under `--num_gpus 4`.',
-        "Each number looks reasonable. Their product has to be the batch.",
+        'A DeepSpeed config with "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4 '
+        'and "gradient_accumulation_steps": 2 runs under `--num_gpus 4`.',
+        "Each number looks reasonable. Their product with the number of GPUs has to be the batch.",
     ),
     Claim(
-        "Ring attention sends keys and values; queries stay where they are.",
-        "One could send the queries instead. Then partial results would have to travel as well.",
+        "In ring attention as published (Liu et al. 2023), keys and values travel, and queries "
+        "stay where they are.",
+        "An implementation could send the queries instead. Then partial results would have to "
+        "travel as well.",
     ),
     Claim(
-        "An incremental checkpoint, which saves only what has changed, saves most of the bytes.",
-        "It does for files. Under Adam every parameter and both moments change in every step.",
+        "For a dense model that is fully trained with Adam, a checkpoint of only the changed "
+        "numbers is much smaller than a full one.",
+        "That works for ordinary files, for LoRA, and for tables of which few rows are used. "
+        "Here nearly every parameter and every moment changes in each step.",
     ),
 )
 

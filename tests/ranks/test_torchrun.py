@@ -68,4 +68,4 @@ def test_a_fault_under_torchrun_ends_every_rank_with_a_sentence_and_within_its_t
 def test_a_rank_that_is_only_late_is_waited_for():
     said, ended = ends("late", 200)
     assert [code for code, _ in ended.values()] == [0, 0] and "Rank" not in said
-    assert ended[1][1] > 20
+    assert ended[1][1] >= 20
