@@ -20,9 +20,9 @@ In four of the six models the peak differs by 67 to 70 MB: cuBLAS's two workspac
 a simulation does not have. Small models are slower than simulated because the attention of a head
 of 64 takes twice the roofline's time. In float32 a weight's gradient has fewer tiles than the GPU
 has multiprocessors; cuBLAS divides the inner dimension, which the planner's formula does not know.
-The H100's column is the code's of that day after this comparison had found three errors in it
-(float32 taken for TF32, a tensor that is read twice counted twice, RMS norm as ten kernels), with
-the same measured times.
+The H100 was measured before this comparison found three errors in the simulation: float32 counted
+as TF32, a tensor that is read twice counted twice, RMS norm as ten kernels. The H100's column
+compares those times with the corrected simulation.
 """
 
 import argparse
@@ -212,7 +212,7 @@ def compare(machine: str) -> dict:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write every figure there, too")
+    parser.add_argument("--json", type=Path, help="a file for all figures")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("this compares with a GPU, and torch sees none here")

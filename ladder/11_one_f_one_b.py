@@ -101,7 +101,7 @@ def train(device, group):
 
 
 def run(rank, size, url):
-    """Join the other ranks at `url` and train. Rank 0 prints the losses beside rung 0's."""
+    """Join the other ranks at `url` and train. Rank 0 prints the losses next to rung 0's."""
     torch.set_num_threads(1)  # The ranks share this machine's cores.
     on_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", size))  # one each
     device = f"cuda:{rank % torch.cuda.device_count()}" if on_gpus else "cpu"

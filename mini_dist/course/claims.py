@@ -99,12 +99,12 @@ CLAIMS = (
         "Megatron-core's sequence parallelism sends 25 % more bytes than tensor parallelism alone.",
         "A reduce-scatter and an all-gather send what an all-reduce sends. But Megatron-core "
         "(0.16.1) saves only a shard of each region's input and gathers it again in backward, "
-        "beside a matrix product (lesson 10).",
+        "while a matrix product runs (lesson 10).",
     ),
     Claim(
         "Pipeline parallelism is a form of model parallelism.",
-        "Some texts keep the words apart. Each rank computes only its own layers, for every "
-        "sample. (ZeRO-3 splits the storage, too, but not the computation.)",
+        "Some texts use the words for different things. Each rank computes only its own layers, "
+        "for every sample. (ZeRO-3 splits the storage, too, but not the computation.)",
     ),
     Claim(
         "With equally many micro-batches, 1F1B has a smaller bubble than GPipe.",

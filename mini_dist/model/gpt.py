@@ -245,7 +245,7 @@ def sdpa_attention(
 
 def heads_for_kernel(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return keys and values as torch's fused kernel takes them: on CUDA in float32 with a copy for
-    every query head that reads them. Otherwise torch 2.11 there stores all scores."""
+    every query head that reads them. Without the copies, torch 2.11 stores all scores there."""
     if q.is_cuda and q.dtype == torch.float32 and k.shape[1] < q.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     return k, v

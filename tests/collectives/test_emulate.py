@@ -121,3 +121,5 @@ def test_a_measured_timeline_starts_at_zero_and_keeps_the_stated_lengths():
     timeline = Timeline.of_run(schedule, run.results)
     assert min(spans[0].start for spans in timeline.spans) == 0
     assert timeline.busy == pytest.approx(simulate(schedule, times).busy)
+    last = max(span.end for spans in run.results for span in spans)  # by the clock of all ranks
+    assert last >= simulate(schedule, times).makespan

@@ -6,7 +6,7 @@ real run. Then all ranks are played in virtual time (player.py): kernels take th
 rooflines, messages its links (calculated.py), and a collective takes the time of the machine's own
 library (native.py).
 
-In a world of up to ALL_RANKS ranks every rank is run, and the ledger is that of a real run, message
+In a world of up to ALL_RANKS ranks every rank is run, and the ledger equals a real run's, message
 by message. In a larger one, a rank of each kind is run (kinds.py) and stands for the others.
 """
 
