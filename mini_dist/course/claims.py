@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
+from mini_dist.plan.fields import checks_kinds
 from mini_dist.plan.tables import Table
 
 DRAWN = 10  # claims of a quiz
@@ -188,6 +189,7 @@ CLAIMS = (
 )
 
 
+@checks_kinds
 class Quiz:
     """Ask claims, and keep what decided them.
 
