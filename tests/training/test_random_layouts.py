@@ -156,6 +156,7 @@ def random_layout(draw, config):
                 recompute_every=1 if recompute == "none" else draw.choice((1, 2)),
                 micro_batch_size=micro_batch_size,
                 num_micro_batches=per_replica // micro_batch_size,
+                etp=draw.choice((None, 1, 2)) if config.num_experts else None,
             )
             group = SimpleNamespace(size=lambda size=layout.world_size: size)
             check_fits(config, layout, group, FULL)

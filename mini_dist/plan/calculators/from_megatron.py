@@ -29,7 +29,8 @@ CHOICES = {
     "recompute-method": ("uniform", "block"),
     "data-parallel-sharding-strategy": tuple(SHARDED),
 }
-READ = {*NUMBERS, *FLAGS, *CHOICES}
+ATTENTION = ["core_attn"]  # what selective recomputes unless recompute-modules says otherwise
+READ = {*NUMBERS, *FLAGS, *CHOICES, "recompute-modules"}
 GONE = {  # Megatron-LM's own terms for some, and other programs' terms
     "batch-size": "micro-batch-size",
     "model-parallel-size": "tensor-model-parallel-size",
@@ -48,6 +49,9 @@ CANNOT_SAY = {
     "num-distributed-optimizer-instances": "it shards in parts of dp, a Layout over all of it",
     "tp-comm-overlap": "it is the Framework's: overlaps_tensor=True",
     "overlap-moe-expert-parallel-comm": "messages of ep behind computation are not modelled",
+    "fine-grained-activation-offloading": "activations stay on the device in a Layout",
+    "cpu-offloading-num-layers": "activations stay on the device in a Layout",
+    "use-tp-pp-dp-mapping": "ranks of one pipeline are neighbors, in a Layout those of dp are",
 }
 SLIP = 0.86  # above this similarity an unknown name is a misspelt known one
 
@@ -226,6 +230,11 @@ def _zero(said: dict, pp: int, cannot_say: list[str]) -> int:
 
 def _recompute(said: dict, num_stages: int, cannot_say: list[str]) -> dict:
     kind = "selective" if said.get("recompute-activations") else said.get("recompute-granularity")
+    modules = said.get("recompute-modules", ATTENTION)
+    if kind == "selective" and modules != ATTENTION:
+        cannot_say.append(
+            f"recompute-modules={' '.join(modules)}: a Layout's selective recomputes core_attn."
+        )
     if kind != "full":
         return {"recompute": kind or "none"}
     method, count = said.get("recompute-method"), said.get("recompute-num-layers", 1)
@@ -296,6 +305,8 @@ def _value(name: str, values: list[str]) -> object:
                 f"{'the argument' if values[0].lower() in ('false', '0') else 'that'} out."
             )
         return True
+    if name == "recompute-modules":  # written as words, or as one list in brackets
+        return sorted(" ".join(values).strip("[]").split())
     if len(values) != 1:
         raise ValueError(f"--{name} takes one value, not {values}: give one.")
     if "$" in values[0]:

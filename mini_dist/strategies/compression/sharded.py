@@ -40,10 +40,10 @@ from .ideas import BLOCK, dequantize, quantize
 class Quantized:
     """How a ZeRO stage sends its units: bits per parameter (qwZ) and per gradient (qgZ).
 
-    Each is 8 or 4, or None for no compression. by_hosts: send as little as possible between hosts,
-    which `launch(hosts=...)` defines and which must have equal sizes. Raises ValueError for other
-    bits and other hosts. Gradients that are not finite raise FloatingPointError: no code stands for
-    them.
+    Each is 8 or 4, or None for no compression. seed: of the lots by which gradients are rounded.
+    by_hosts: send as little as possible between hosts, which `launch(hosts=...)` defines and which
+    must have equal sizes. Raises ValueError for other bits and other hosts. Gradients that are not
+    finite raise FloatingPointError: no code stands for them.
     """
 
     def __init__(

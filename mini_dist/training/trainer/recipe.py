@@ -18,7 +18,8 @@ class Recipe:
     """Everything that determines a training run, as plain data that a file can hold.
 
     text: a file to learn from; None for the course's own (load_text). learning_rate rises linearly
-    for `warmup` steps and stays constant. machine: a name in calculators.hardware, for the MFU.
+    for `warmup` steps and stays constant. checkpoints: a directory for them; one is saved after
+    every `save_every` steps. machine: a name in calculators.hardware, for the MFU.
     Raises ValueError in one sentence for an invalid value.
     """
 

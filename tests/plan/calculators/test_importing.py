@@ -256,6 +256,48 @@ def test_megatron_s_own_layouts_of_experts_are_read(arguments, layout):
     assert not found.cannot_say
 
 
+# More of that folder (Megatron-LM, June to November 2026): what else they ask for, and what a
+# Layout cannot say of it.
+MORE_OF_MEGATRON = [
+    ("--recompute-granularity selective", ()),
+    ("--recompute-granularity selective --recompute-modules core_attn", ()),
+    (
+        "--recompute-granularity selective --recompute-modules [moe_act]",
+        ("recompute-modules=moe_act: a Layout's selective recomputes core_attn.",),
+    ),
+    (
+        "--recompute-granularity selective "
+        "--recompute-modules '[layernorm mla_up_proj mlp moe_act]' "
+        "--fine-grained-activation-offloading",
+        (
+            "fine-grained-activation-offloading: activations stay on the device in a Layout.",
+            "recompute-modules=layernorm mla_up_proj mlp moe_act: a Layout's selective recomputes "
+            "core_attn.",
+        ),
+    ),
+    (
+        "--use-tp-pp-dp-mapping",
+        (
+            "use-tp-pp-dp-mapping: ranks of one pipeline are neighbors, in a Layout those of dp "
+            "are.",
+        ),
+    ),
+    (
+        "--pipeline-model-parallel-layout Et*3|(tt|)*6mL",
+        ("pipeline-model-parallel-layout: stages are laid out by hand, and a Layout cuts evenly.",),
+    ),
+]
+
+
+@pytest.mark.parametrize("more, cannot_say", MORE_OF_MEGATRON)
+def test_what_megatron_s_own_configs_ask_beyond_a_layout_is_named(more, cannot_say):
+    _, arguments, layout = MEGATRON_EXPERTS[-1]
+    found = from_megatron(f"{arguments} --sequence-parallel {more}", world_size=8)
+    recompute = "selective" if "selective" in more else "none"
+    assert found.layout == Layout(**layout, sequence_parallel=True, recompute=recompute)
+    assert sorted(found.cannot_say) == sorted(cannot_say)
+
+
 # torchtitan, models/qwen3_5/config_registry.py (May 2026): its models with experts, the largest
 # one last: (tensor, expert, pipeline degree, local batch, ranks).
 QWEN = [(2, 4, 2, 2, 8), (2, 8, 1, 4, 8), (4, 8, 1, 4, 16), (8, 16, 1, 4, 64)]
