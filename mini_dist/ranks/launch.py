@@ -68,6 +68,8 @@ def launch(
     ranks: str | None = None,
     pretend: dict | None = None,
     host_us: float = 0.0,
+    stragglers: dict | None = None,
+    slow_links: dict | None = None,
 ) -> Run:
     """Call `fn(*args, group, **kwargs)` in `world_size` fresh processes and collect the results.
 
@@ -100,6 +102,8 @@ def launch(
     pretend: in a simulated run no value exists. Where the function asks for one, on a line with one
     of these names, it gets that value: {"loss": 5.0}.
     host_us: in a simulated run, the microseconds that the host takes to launch a kernel.
+    stragglers, slow_links: in a simulated run, ranks whose kernels take longer, or whose nodes'
+    messages to other nodes do, and how many times as long: {5: 1.5}.
 
     Raises RankError if a rank fails, RankTimeout after `timeout`, ValueError or TypeError for
     arguments that cannot work.
@@ -132,11 +136,13 @@ def launch(
         check_world(world_size, args, kwargs, seed)
         check_call(fn, args, kwargs or {})
         how = dict(ranks=ranks, pretend=pretend, host_us=host_us)
+        how |= dict(stragglers=stragglers, slow_links=slow_links)
         how |= dict(timeout=timeout, seed=seed, start=start, quiet=quiet)
         return on(launch, fn, world_size, args, kwargs or {}, simulate, **how)
-    if ranks is not None or pretend is not None or host_us:
+    if ranks is not None or pretend is not None or host_us or stragglers or slow_links:
         raise ValueError(
-            'ranks, pretend and host_us are of simulated runs: give simulate="h100" as well'
+            "ranks, pretend, host_us, stragglers and slow_links are of simulated runs: give "
+            'simulate="h100" as well'
         )
     start = start or ("fork" if sys.platform == "linux" else "spawn")
     check_arguments(world_size, args, kwargs, seed, start)

@@ -235,6 +235,32 @@ def test_a_slow_host_sets_the_pace():
     )
 
 
+def averages(group):
+    x = torch.ones(1 << 24, device=group.device)  # 64 MB
+    for _ in range(4):
+        x = all_reduce(x * 2 + 1, group)
+
+
+@pytest.mark.parametrize("size", [4, 1024])
+def test_a_straggler_delays_all_by_what_it_takes_longer(size):
+    """All wait for it in each all-reduce, wherever among the ranks it stands."""
+    alone = launch(averages, 1, simulate="h100").seconds
+    plain = launch(averages, size, simulate="h100").seconds
+    for rank in (0, size // 2 - 1, size - 1):
+        slow = launch(averages, size, simulate="h100", stragglers={rank: 3.0}).seconds
+        assert slow - plain == pytest.approx(2 * alone, rel=0.05)
+
+
+def test_a_slow_link_slows_what_leaves_its_node_and_nothing_else():
+    def seconds(size, **slow):
+        return launch(averages, size, simulate="h100", **slow).seconds
+
+    assert seconds(4, slow_links={3: 4.0}) == seconds(4)  # four ranks of one node
+    alone, plain, slow = seconds(1), seconds(64), seconds(64, slow_links={20: 4.0})
+    assert 3 < (slow - alone) / (plain - alone) < 4  # its bytes take four times as long
+    assert seconds(64, slow_links={18: 4.0}) == pytest.approx(slow, rel=1e-9)  # the same node
+
+
 # ---- values do not exist -------------------------------------------------------------------------
 
 
@@ -258,6 +284,10 @@ def test_who_asks_for_a_value_is_told_the_line_and_what_helps():
         (dict(simulate="h100", ranks="some"), "ranks='some'"),
         (dict(simulate="h100", device="cpu"), "does not go with"),
         (dict(ranks="all"), "are of simulated runs"),
+        (dict(stragglers={0: 2.0}), "are of simulated runs"),
+        (dict(simulate="h100", stragglers={4: 2.0}), "names rank 4: there are 0 to 3"),
+        (dict(simulate="h100", slow_links={0: 0.5}), r"slow_links\[0\]=0.5 is too small"),
+        (dict(simulate="h100", stragglers=[1]), "is no dict: give ranks and factors"),
         (dict(simulate="h100", world_size=0), "at least 1"),
     ],
 )

@@ -92,6 +92,9 @@ class PlayerByKind(Player):
         self.kinds, self.firsts = ledger.kinds, ledger.kinds.firsts()
         self.met: dict[tuple, tuple] = {}  # group -> the kinds of its ranks
 
+    def world_rank(self, rank: int) -> int:
+        return self.firsts[rank]
+
     def kinds_in(self, group: tuple[int, ...]) -> tuple[int, ...]:
         if group not in self.met:
             self.met[group] = tuple(sorted({self.kinds.of(rank) for rank in group}))

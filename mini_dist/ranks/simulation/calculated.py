@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from mini_dist.plan.calculators import Hardware
 from mini_dist.plan.calculators.collective_time import collective_seconds
@@ -26,12 +27,21 @@ class CalculatedMachine:
     square, FLOPs with its cube. So a small run shows what a large model of that program would do.
     slowed: how much longer kernels take beside a collective, as a share of its time (SLOWED).
     launch_seconds: what the host takes for each kernel; it runs ahead and never waits for one.
+    stragglers: rank -> how many times as long its kernels take. slow_links: rank -> how many times
+    as long what its node sends to other nodes, or gets from them, takes; a collective goes on at
+    the pace of its slowest link.
     """
 
     machine: Hardware
     wider: float = 1.0
     slowed: float = 0.0
     launch_seconds: float = 0.0
+    stragglers: Mapping[int, float] = field(default_factory=dict)
+    slow_links: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self):
+        size = self.machine.devices_per_node
+        self.slow_nodes = {rank // size: factor for rank, factor in self.slow_links.items()}
 
     @property
     def peak_flops(self) -> float:
@@ -70,7 +80,21 @@ class CalculatedMachine:
         size = self.machine.devices_per_node
         if source // size == target // size:
             return self.machine.node_link("send")
-        return self.machine.network_link()
+        return self.between_nodes((source, target)).network_link()
+
+    def between_nodes(self, ranks: tuple[int, ...]) -> Hardware:
+        """The machine as these ranks see its network: that of the slowest of their nodes."""
+        if not self.slow_nodes:
+            return self.machine
+        nodes = {rank // self.machine.devices_per_node for rank in ranks}
+        factor = max(self.slow_nodes.get(node, 1.0) for node in nodes)
+        return self.machine.replace(
+            network_bandwidth=self.machine.network_bandwidth / factor,
+            by_nodes=tuple(
+                (count, *(rate / factor if count > 1 else rate for rate in rates))
+                for count, *rates in self.machine.by_nodes
+            ),
+        )
 
     def message_seconds(self, nbytes: int, source: int, target: int) -> float:
         return self.link(source, target).seconds(self.wider**2 * nbytes)
@@ -80,7 +104,7 @@ class CalculatedMachine:
         nbytes *= self.wider**2
         stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
         if op in NATIVE:
-            return collective_seconds(self.machine, op, nbytes, len(ranks), stride)
+            return collective_seconds(self.between_nodes(ranks), op, nbytes, len(ranks), stride)
         far = max(ranks, key=lambda rank: rank // self.machine.devices_per_node)
         rounds = math.ceil(math.log2(len(ranks))) if len(ranks) > 1 else 0
         return self.link(ranks[0], far).seconds(nbytes if op != "barrier" else 0, rounds)

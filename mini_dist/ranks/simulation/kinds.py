@@ -4,7 +4,8 @@ The groups of rank 0 say how the world is laid out: an axis joins ranks that sta
 Along each axis we run the ranks at index 0, 1 and the end, and compare what they did. An axis along
 which all three did the same makes no difference, and along another only the first rank may differ.
 Else each index is a kind of its own. One rank of each kind stands for all of them. Of each kind a
-second rank is run, drawn at random, because these are guesses.
+second rank is run, drawn at random, because these are guesses. A rank that is asked to be slow is
+of a kind of its own.
 """
 
 from __future__ import annotations
@@ -42,6 +43,20 @@ class Axis:
 
     def three(self) -> tuple[int, int, int]:
         return 0, min(1, self.size - 1), self.size - 1
+
+
+def apart(parts: list[range], index: int) -> list[range]:
+    """Cut the parts so that this index has one of its own."""
+    pieces = [
+        piece
+        for part in parts
+        for piece in (
+            (range(part.start, index), one(index), range(index + 1, part.stop))
+            if index in part
+            else (part,)
+        )
+    ]
+    return [piece for piece in pieces if piece]
 
 
 def one(index: int) -> range:

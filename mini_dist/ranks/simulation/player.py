@@ -53,6 +53,7 @@ class Player:
         # How much of a collective's time the device loses for the kernels beside it.
         self.slowed = getattr(machine, "slowed", 0.0)
         self.launch_seconds = getattr(machine, "launch_seconds", 0.0)
+        self.stragglers = getattr(machine, "stragglers", {})
         self.launched: dict[Line, float] = defaultdict(float)  # when the host is done with the last
         self.events: dict[Line, list] = {Line(rank, 0): [] for rank in range(len(ledger.programs))}
         for rank, program in enumerate(ledger.programs):
@@ -112,9 +113,10 @@ class Player:
                 self.launched[line] += self.launch_seconds
                 self.clock[line] = max(self.clock[line], self.launched[line])
             stated = isinstance(event, Stated)
-            start = self.compute(
-                line, event.seconds if stated else self.machine.kernel_seconds(event)
-            )
+            seconds = event.seconds if stated else self.machine.kernel_seconds(event)
+            if self.stragglers:
+                seconds *= self.stragglers.get(self.world_rank(rank), 1.0)
+            start = self.compute(line, seconds)
             kind = "stated" if stated else event.kind
             self.spans.append(Span(rank, kind, event.name, start, self.clock[line]))
         elif isinstance(event, Begin):
@@ -139,6 +141,9 @@ class Player:
             is_first = self.begins[rank][self.place[line]]
             self.phases[rank].append((self.clock[line], is_first, event.name))
         return True
+
+    def world_rank(self, rank: int) -> int:
+        return rank
 
     def compute(self, line: Line, seconds: float) -> float:
         """Move this line on by that much work of its device, and return when it began.

@@ -18,12 +18,13 @@ import warnings
 
 from mini_dist.plan.calculators import hardware
 from mini_dist.plan.calculators.machines import SLOWED
+from mini_dist.plan.fields import at_least, whole
 
 from ..ledger import Ledger
 from ..report import SimulatedRun, print_outputs
 from .by_kind import LedgerByKind, PlayerByKind
 from .calculated import CalculatedMachine
-from .kinds import Kinds, axes_of
+from .kinds import Kinds, apart, axes_of
 from .native import as_native
 from .one_rank import Job, run_ranks
 from .player import Player
@@ -33,16 +34,34 @@ MOST_KINDS = 512  # each takes a run, of a second or so
 
 
 def simulate(
-    launch, fn, world_size, args, kwargs, machine, ranks=None, pretend=None, host_us=0.0, **options
+    launch,
+    fn,
+    world_size,
+    args,
+    kwargs,
+    machine,
+    ranks=None,
+    pretend=None,
+    host_us=0.0,
+    stragglers=None,
+    slow_links=None,
+    **options,
 ) -> SimulatedRun:
     """Run ranks without storage, then play the world in virtual time.
 
     launch: starts the workers. machine: a name of the planner's, or a Hardware. ranks: "all", or
     "kinds"; None: all of a small world. pretend: values that the function may ask for, by name.
-    host_us: microseconds that the host takes to launch a kernel.
+    host_us: microseconds that the host takes to launch a kernel. stragglers, slow_links: rank ->
+    how many times as long its kernels take, or its node's messages to other nodes.
     Raises ValueError for a machine that is not known, RankError for what the function raises.
     """
-    machine = CalculatedMachine(hardware(machine), slowed=SLOWED, launch_seconds=1e-6 * host_us)
+    slow = {
+        name: slow_ranks(name, given, world_size)
+        for name, given in (("stragglers", stragglers), ("slow_links", slow_links))
+    }
+    machine = CalculatedMachine(
+        hardware(machine), slowed=SLOWED, launch_seconds=1e-6 * host_us, **slow
+    )
     ranks = ranks or ("all" if world_size <= ALL_RANKS else "kinds")
     if ranks not in ("all", "kinds"):
         raise ValueError(f'ranks={ranks!r}: give "all", or "kinds" (one rank of each kind)')
@@ -53,7 +72,7 @@ def simulate(
         run = played(Player, ledger, machine)
         back = [each[2] for each in found]
     else:
-        kinds, found = find_kinds(world)
+        kinds, found = find_kinds(world, {*slow["stragglers"], *slow["slow_links"]})
         ledger = LedgerByKind.of(kinds, [export for _, export, *_ in found])
         run = played(PlayerByKind, ledger, machine)
         back = [found[kinds.of(rank)][2] for rank in range(world_size)]
@@ -83,8 +102,22 @@ class World:
         return found
 
 
-def find_kinds(world: World) -> tuple[Kinds, list[tuple]]:
-    """The kinds of ranks, and what the first rank of each did. Warns if a second one differs."""
+def slow_ranks(name: str, given: dict | None, world_size: int) -> dict[int, float]:
+    """The argument, checked: {rank: factor}."""
+    if not isinstance(given or {}, dict):
+        raise ValueError(f"{name}={given!r} is no dict: give ranks and factors, such as {{5: 1.5}}")
+    for rank, factor in (given or {}).items():
+        if not 0 <= whole(f"a rank of {name}", rank, 0) < world_size:
+            raise ValueError(f"{name} names rank {rank}: there are 0 to {world_size - 1}")
+        at_least(f"{name}[{rank}]", factor, 1, "how many times as long it takes")
+    return dict(given or {})
+
+
+def find_kinds(world: World, slow: set[int]) -> tuple[Kinds, list[tuple]]:
+    """The kinds of ranks, and what the first rank of each did. Warns if a second one differs.
+
+    slow: ranks that are of a kind of their own, because they are to take longer.
+    """
     known = {}
 
     def learn(jobs: list[Job]) -> None:
@@ -97,6 +130,8 @@ def find_kinds(world: World) -> tuple[Kinds, list[tuple]]:
     learn([Job(rank, shortcut=True) for rank in sorted(probes - set(known))])
     did = {rank: each[0] for rank, each in known.items()}
     parts = [axis.parts({i: did[i * axis.stride] for i in axis.probes()}) for axis in axes]
+    for rank in slow:
+        parts = [apart(each, rank // axis.stride % axis.size) for each, axis in zip(parts, axes)]
     kinds = Kinds(axes, parts)
     if (number := len(kinds.firsts())) > MOST_KINDS:
         raise ValueError(
