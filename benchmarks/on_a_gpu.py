@@ -1,12 +1,12 @@
 """Compare what the simulation and the planner say of a GPU with a GPU.
 
-    python benchmarks/on_a_gpu.py [--json FILE]
+    python benchmarks/on_a_gpu.py [--json FILE] [--long]
 
 One function runs twice: on this machine's GPU (`device="cuda"`), and on the same kind of GPU that
-is not here (`simulate=`). Three tables: kernels by themselves, training steps in seconds, and the
-peak memory of the same steps. Kernels are timed by CUDA events, the median of REPEATS after a
-warm-up, with the second-level cache overwritten before each; steps by the host's clock between two
-synchronizations, the median of STEPS. A GPU that the planner does not know is refused.
+is not here (`simulate=`). Rows: kernels by themselves, training steps, and the peak memory of the
+same steps. Kernels are timed by CUDA events, the median of REPEATS after a warm-up, with the
+second-level cache overwritten before each; steps by the host's clock between two synchronizations,
+the median of STEPS. A GPU that the planner does not know is refused. `--long` adds nothing.
 
 Simulated / measured - 1 in November 2026, torch 2.11 (no constant was chosen on these rows):
 
@@ -25,14 +25,13 @@ as TF32, a tensor that is read twice counted twice, RMS norm as ten kernels. The
 compares those times with the corrected simulation.
 """
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from pathlib import Path
 
 import torch
+from _form import Case, main
 from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -185,43 +184,37 @@ def a_launch(group):
     return (time.perf_counter() - began) / 2000
 
 
-def show(head, rows):
-    print(f"\n{head}: measured, simulated")
-    for name, measured, simulated in rows:
-        print(f"{name:44} {measured:12.6g} {simulated:12.6g} {simulated / measured - 1:+7.1%}")
-    print(f"mean error {statistics.mean(abs(ours / real - 1) for _, real, ours in rows):.1%}")
-
-
-def compare(machine: str) -> dict:
-    (found,) = launch(seconds_of_kernels, 1, device="cuda", timeout=300).results
-    rows = [(name, took, simulated_kernel(name, machine)) for name, took in found.items()]
-    show("seconds of a kernel", rows)
-    (host,) = launch(a_launch, 1, device="cuda").results
-    print(f"the host launches a kernel in {1e6 * host:.2f} us")
-    seconds, memory = [], []
-    for name, (config, rows_, dtype) in CONFIGS.items():
-        job = (config, rows_, dtype)
-        ((took, peak),) = launch(steps_on_a_gpu, 1, job, device="cuda", timeout=300).results
-        run = launch(two_steps, 1, job, simulate=machine, host_us=1e6 * host, timeout=300)
-        seconds.append((name, took, run.step_seconds))
-        memory.append((name, float(peak), float(run.peak_memory[0])))
-    show("seconds of a step", seconds)
-    show("bytes of a step's peak", memory)
-    return {"kernels": rows, "host_us": 1e6 * host, "steps": seconds, "memory": memory}
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="a file for all figures")
-    options = parser.parse_args()
+def the_machine() -> str:
+    """The planner's name of this GPU; ends the program where there is none or it has none."""
     if not torch.cuda.is_available():
         sys.exit("this compares with a GPU, and torch sees none here")
     gpu = torch.cuda.get_device_name()
     known = {"H100": "h100", "H200": "h200", "A100": "a100"}
-    machine = next((ours for theirs, ours in known.items() if theirs in gpu), None)
-    if machine is None:
-        sys.exit(f"the planner does not know {gpu!r}; it knows {', '.join(known)}")
-    print(f"{gpu}, torch {torch.__version__}")
-    figures = {"gpu": gpu, "torch": torch.__version__} | compare(machine)
-    if options.json:
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+    for theirs, ours in known.items():
+        if theirs in gpu:
+            return ours
+    sys.exit(f"the planner does not know {gpu!r}; it knows {', '.join(known)}")
+
+
+def row(name: str, simulated: float, measured: float, unit: str) -> Case:
+    return Case(name, lambda: simulated, measured, None, unit, 1, 0)
+
+
+def cases(long: bool):
+    machine = the_machine()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: simulated, measured")
+    (found,) = launch(seconds_of_kernels, 1, device="cuda", timeout=300).results
+    for name, took in found.items():
+        yield row(name, 1e6 * simulated_kernel(name, machine), 1e6 * took, "us")
+    (host,) = launch(a_launch, 1, device="cuda").results
+    print(f"the host launches a kernel in {1e6 * host:.2f} us")
+    for name, (config, rows, dtype) in CONFIGS.items():
+        job = (config, rows, dtype)
+        ((took, peak),) = launch(steps_on_a_gpu, 1, job, device="cuda", timeout=300).results
+        run = launch(two_steps, 1, job, simulate=machine, host_us=1e6 * host, timeout=300)
+        yield row(f"{name}: a step", 1e3 * run.step_seconds, 1e3 * took, "ms")
+        yield row(f"{name}: peak memory", run.peak_memory[0], float(peak), "bytes")
+
+
+if __name__ == "__main__":
+    sys.exit(main(cases, __doc__))

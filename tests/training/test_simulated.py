@@ -3,7 +3,9 @@
 import gc
 import math
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import cloudpickle
 import pytest
@@ -17,6 +19,7 @@ from mini_dist.plan.calculators import hardware
 from mini_dist.plan.calculators.collective_time import collective_seconds
 from mini_dist.plan.config import ModelConfig
 from mini_dist.ranks.diagnose import RankError
+from mini_dist.ranks.ledger.counting import Kernel
 from mini_dist.ranks.ledger.memory import MemoryRecord
 from mini_dist.ranks.simulation.kinds import Axis, axes_of
 from mini_dist.strategies import compression as K
@@ -233,6 +236,30 @@ def test_a_slow_host_sets_the_pace():
         slow.seconds == pytest.approx(100 * 50e-6, rel=0.01)
         and at_once.seconds < 0.2 * slow.seconds
     )
+
+
+def hands_over(group):
+    """Another thread computes what forward asked for, when the optimizer's step has begun."""
+    layer, late = torch.nn.Linear(4, 4, device=group.device), threading.Event()
+    optimizer, pool = torch.optim.SGD(layer.parameters()), ThreadPoolExecutor(1)
+
+    class Asks(torch.nn.Module):
+        def forward(self, x):
+            self.asked = pool.submit(lambda: late.wait() and all_reduce(x * 2, group))
+            return layer(x)
+
+    asks = Asks()
+    asks(torch.ones(2, 4, device=group.device)).sum().backward()
+    optimizer.step()
+    late.set()
+    asks.asked.result()
+
+
+def test_what_another_thread_does_late_belongs_to_the_phase_that_asked_for_it():
+    run = launch(hands_over, 2, simulate="h100")
+    assert {comm.phase for comm in run.ledger.comms} == {"forward"}
+    events = [event for thread, event in run.ledger.programs[0] if thread]
+    assert {event.phase for event in events if isinstance(event, Kernel)} == {"forward"}
 
 
 def averages(group):

@@ -318,6 +318,7 @@ def ranks(size: int) -> str:
 LENGTH = re.compile(r"(?:send|recv)\(\w+\[(\d+)\]")  # of a message, as a RankError tells it
 
 CALLED = re.compile(r"rank \d+ calls (\w+)\(")
+MESSAGE = {"send", "recv"}
 
 
 def advice(error: RankError) -> str:
@@ -336,7 +337,8 @@ def advice(error: RankError) -> str:
             "either, though it requires_grad: ask for .grad is None), what gather returns "
             "elsewhere than on its root, or what a function without `return` gives.\n"
         )
-    if text.startswith("the ranks do not agree") and len(set(CALLED.findall(text))) > 1:
+    called = set(CALLED.findall(text))  # a send and a receive are two sides of one operation
+    if text.startswith("the ranks do not agree") and len(called) > 1 and called != MESSAGE:
         return (
             "a collective needs all ranks: every rank makes the same calls in the same order, also "
             "where its result is not used.\n"

@@ -222,14 +222,14 @@ class Counter:
 
     def _hand_over(self, pool, function, args, kwargs):
         """Submit a task so that its start, its kernels and its waiters are recorded."""
-        task = next(self._tasks)
+        task, phase = next(self._tasks), self.phases.now
 
         def run():
             if not hasattr(self._line, "number"):
                 self._line.number = next(self._threads)
             self.note(Take(task))
             try:
-                with self.mode_of_thread():
+                with self.phases.during(phase), self.mode_of_thread():
                     return function(*args, **kwargs)
             finally:
                 self.note(Done(task))

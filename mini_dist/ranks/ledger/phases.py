@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from contextlib import contextmanager
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -12,12 +14,15 @@ class Phases:
     """Which phase of training a rank is in: setup, forward, backward or step.
 
     Forward is inside any Module's forward; backward is inside autograd's engine; step is from the
-    end of backward, through the optimizer, to the next forward. `set` names a phase by hand.
+    end of backward, through the optimizer, to the next forward. `set` names a phase by hand. What
+    another thread does for the rank belongs to the phase in which it was asked to (`during`), not
+    to the one that the rank has reached meanwhile.
     """
 
     def __init__(self):
         self.changes: list[tuple[float, str]] = []
         self._depth = 0
+        self._asked = threading.local()  # `phase`: of the task that this thread works on
         self._hooks = []
         self.set("setup")
 
@@ -25,8 +30,19 @@ class Phases:
         self.current = phase
         self.changes.append((time.time(), phase))
 
+    @contextmanager
+    def during(self, phase: str):
+        """Work for what was asked for in this phase, in another thread."""
+        self._asked.phase = phase
+        try:
+            yield
+        finally:
+            del self._asked.phase
+
     @property
     def now(self) -> str:
+        if phase := getattr(self._asked, "phase", None):
+            return phase
         in_engine = torch._C._current_graph_task_id() != -1
         return "backward" if in_engine else self.current
 
