@@ -316,9 +316,11 @@ class Outcome:
 
 
 def who_asked() -> str:
-    """File and line of the innermost frame that is neither torch's nor this file's."""
+    """File and line of the innermost frame that is neither torch's nor this file's. A cell has no
+    file; RankError names it beside its frames."""
     frame = frame_that_asked()
-    return f"{frame.f_code.co_filename}, line {frame.f_lineno}"
+    file = frame.f_code.co_filename
+    return f"{file}, line {frame.f_lineno}" if Path(file).exists() else f"line {frame.f_lineno}"
 
 
 def line_that_asked() -> str:

@@ -106,6 +106,19 @@ CASES = {
         ],
         {},
     ),
+    "simulated_scaling": (
+        dict(model_name="gpt2", num_gpus=8, sequences=8),
+        [
+            dict(strategy="naive", num_gpus=1, sequences=1, machine="l40s"),
+            dict(strategy="bucketed", num_gpus=16_384, sequences=65_536, slow_network=100),
+            dict(strategy="zero 1", num_gpus=64, sequences=64, straggler=100, machine="a100-80"),
+            dict(strategy="zero 2", model_name="gpt2-medium", machine="b200"),
+            dict(strategy="zero 3", model_name="gpt2-large", machine="h100", straggler=1),
+            dict(strategy="overlapped", model_name="gpt2-xl", slow_network=1),
+            dict(strategy="zero 3", model_name="llama3-8b"),
+        ],
+        {},
+    ),
     "elastic_run": (
         dict(world_size=2, steps=2, deaths=1, first_death=1, replaced=0),
         [

@@ -1,6 +1,7 @@
 """A simulated run is the real run without its values: the same bytes, the same memory."""
 
 import gc
+import linecache
 import math
 import sys
 import threading
@@ -302,6 +303,22 @@ def test_who_asks_for_a_value_is_told_the_line_and_what_helps():
         launch(asks, 2, simulate="h100", quiet=True)
     run = launch(asks, 2, simulate="h100", pretend={"loss": 5.0}, quiet=True)
     assert run.results == [5.0, 5.0] and run.outputs == ["rank 0\n", "rank 1\n"]
+
+
+def test_a_cell_s_line_is_known_though_no_file_holds_it():
+    """As IPython does: it compiles the cell under a name and gives linecache the text."""
+    loss = "    loss = torch.ones(3, device=group.device)\n"
+    text = f"def stops(group):\n{loss}    return loss.sum().item()\n"
+    linecache.cache["<cell 7>"] = (len(text), None, text.splitlines(True), "<cell 7>")
+    cell = {"__name__": "__main__", "torch": torch}
+    exec(compile(text, "<cell 7>", "exec"), cell)
+    try:
+        run = launch(cell["stops"], 2, simulate="h100", pretend={"loss": 5.0})
+        assert run.results == [5.0, 5.0]
+        with pytest.raises(RankError, match=r"NoValue: line 3: `return loss.sum\(\).item\(\)`"):
+            launch(cell["stops"], 2, simulate="h100")
+    finally:
+        del linecache.cache["<cell 7>"]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from .engine import CheckFailed, Exercise, Verdict
 _FILES = (
     "all_axes",
     "asynchronous",
+    "at_scale",
     "clinic",
     "collectives",
     "compression",

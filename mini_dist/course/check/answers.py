@@ -5,6 +5,7 @@ there. The others' answers are the library's own functions; `.solution()` prints
 import itertools
 
 import torch
+import torch.distributed as dist
 
 from mini_dist import collectives
 from mini_dist.collectives import (
@@ -244,3 +245,25 @@ def deepspeed_bytes(zero, sizes, k, n):
         numbers = (k if stage == 2 else 1) * reduced * total
         numbers += total if stage else 0
     return 4 * (n - 1) * numbers
+
+
+def gradients_at_scale(model, batches, loss_of, group):
+    *earlier, last = batches
+    for batch in earlier:
+        (loss_of(model, batch) / len(batches)).backward()
+    under_way = {}
+
+    def leave(p):
+        under_way[p] = dist.all_reduce(p.grad, group=group, async_op=True)
+
+    trained = [p for p in model.parameters() if p.requires_grad]
+    hooks = [p.register_post_accumulate_grad_hook(leave) for p in trained]
+    (loss_of(model, last) / len(batches)).backward()
+    for hook in hooks:
+        hook.remove()
+    for p in trained:
+        if p.grad is not None and p not in under_way:  # the last micro-batch did not use it
+            leave(p)
+    for p, work in under_way.items():
+        work.wait()
+        p.grad /= group.size()

@@ -45,13 +45,17 @@ def timeline(ledger: Ledger, title: str = "") -> Drawing:
                 panel.box(left, rank - 0.17, right, rank + 0.17, color)
         lanes: list[float] = []  # when each lane above the phases is free again
         least = last / 1500  # so that a short message is seen at all
+        boxes = {op: [] for op in ops}  # of one color: a path of the drawing, and not a thousand
         for comm in ledger.calls(rank=rank):
             lane = next((i for i, free in enumerate(lanes) if free <= comm.start), len(lanes))
             lanes[lane : lane + 1] = [comm.end]
             middle = rank - 0.25 - 0.13 * min(lane, 3)
             left = 1e3 * (comm.start - began)
             right = left + max(1e3 * (comm.end - comm.start), least)
-            panel.box(left, middle - 0.055, right, middle + 0.055, colors[comm.op])
+            boxes[comm.op].append((left, middle - 0.055, right, middle + 0.055))
+        for op, places in boxes.items():
+            for place in places:
+                panel.box(*place, colors[op])
     return Drawing([panel], f"timeline of {size} ranks over {last:.0f} ms")
 
 

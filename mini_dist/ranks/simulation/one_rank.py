@@ -7,6 +7,7 @@ world after another: its tensors have shapes and no storage, its groups send not
 from __future__ import annotations
 
 import gc
+import linecache
 import resource
 import time
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
@@ -31,12 +32,15 @@ def run_ranks(call: tuple, jobs: list[list], world_size: int, seed: int, group) 
     """Be each rank of this worker's jobs in turn; return of each what it did in short, and
     all of it: what its recorder exports, (its result, what it printed); and what it took here.
 
-    call: (fn, args, kwargs, pretend). jobs: for each worker its list of Job. group: of the workers.
+    call: (fn, args, kwargs, pretend, cells): `cells` are the sources that no file holds, in which
+    the names of `pretend` are looked for. jobs: for each worker its list of Job. group: of the
+    workers.
     """
     mine = jobs[group.rank()]
     group.recorder.phases.unwatch()  # the simulated ranks have recorders of their own
     dist.destroy_process_group()
-    fn, args, kwargs, pretend = call
+    fn, args, kwargs, pretend, cells = call
+    linecache.cache.update(cells)
     found, outcomes = [], {}
     for job in mine:
         gc.collect()  # what the last rank left must not be counted as this one's

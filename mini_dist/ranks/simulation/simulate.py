@@ -12,6 +12,7 @@ by message. In a larger one, a rank of each kind is run (kinds.py) and stands fo
 
 from __future__ import annotations
 
+import linecache
 import os
 import random
 import warnings
@@ -65,7 +66,8 @@ def simulate(
     ranks = ranks or ("all" if world_size <= ALL_RANKS else "kinds")
     if ranks not in ("all", "kinds"):
         raise ValueError(f'ranks={ranks!r}: give "all", or "kinds" (one rank of each kind)')
-    world = World(launch, (fn, args, kwargs, pretend), world_size, options.pop("seed"), options)
+    call = fn, args, kwargs, pretend, sources_of_cells()
+    world = World(launch, call, world_size, options.pop("seed"), options)
     if ranks == "all":
         found = world.run([Job(rank) for rank in range(world_size)])
         ledger = Ledger.from_ranks([export for _, export, *_ in found])
@@ -100,6 +102,15 @@ class World:
         found = [back[n % workers][n // workers] for n in range(len(jobs))]
         self.costs += [cost for *_, cost in found]
         return found
+
+
+def sources_of_cells() -> dict[str, tuple]:
+    """linecache's entries that were not read from a file: the cells of a notebook."""
+    return {
+        name: entry
+        for name, entry in linecache.cache.items()
+        if len(entry) == 4 and entry[1] is None
+    }
 
 
 def slow_ranks(name: str, given: dict | None, world_size: int) -> dict[int, float]:

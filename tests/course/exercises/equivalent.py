@@ -155,6 +155,13 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "arguments 0 and 1 swapped in `check_sizes(num_ranks, num_micro_batches)`": "sizes below 1 are not asked about",
         "`forwards = [Action(rank, 'F', micro) for micro in range(num_micro_batches)]` after the next": "neither uses the other",
     },
+    "gradients_at_scale": {
+        "`for batch in earlier:` after the next": "neither uses the other",
+        "`under_way = {}` after the next": "a function may name what is there when it is called",
+        "`for hook in hooks:` after the next": "the gradients that are left have no hook to call",
+        "`hook.remove()` done twice": "what is removed stays removed",
+        "`work.wait()` done twice": "what is over needs no waiting for",
+    },
     "groups_of_ranks": {
         "`sizes = {'pp': pp, 'dp': dp, 'cp': cp, 'tp': tp}` after the next": "neither uses the other",
         "without list in `groups[axis] = list(lists.values())`": "any collection of groups will do",

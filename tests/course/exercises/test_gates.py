@@ -128,6 +128,7 @@ MAY_USE = {
     "split_sizes",
     "order_on_hosts": "Grid uplink_bytes",
     "find_exchanged": "",
+    "gradients_at_scale": "",
     "deepspeed_bytes": "",
     "rebuild": "all_gather broadcast Members",
     "patience": "check_silences",
