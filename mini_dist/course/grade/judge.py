@@ -51,20 +51,29 @@ DATA = {
 }
 
 
+SIMULATED = {  # where the records are defined that a simulated rank returns
+    "mini_dist.ranks.ledger.counting",
+    "mini_dist.ranks.ledger.memory",
+    "mini_dist.ranks.simulation.kinds",
+    "mini_dist.ranks.simulation.one_rank",
+}
+
+
 class NotData(pickle.UnpicklingError):
     """A rank has answered with something that is more than data."""
 
 
 def is_data(module: str, name: str) -> bool:
-    """Whether a pickle from a rank may name this: types of plain data, torch's dtypes, and the
-    records that trials of mini_dist.course.check return."""
+    """Whether a pickle from a rank may name this: types of plain data, torch's dtypes, the records
+    that trials of mini_dist.course.check return, and those of a simulated rank."""
     if (module, name) in DATA:
         return True
     found = getattr(sys.modules.get(module), name, None) if "." not in name else None
     if module == "torch":
         return type(found) is type(sys.modules["torch"].float32)
     record = dataclasses.is_dataclass(found) or isinstance(found, type) and issubclass(found, tuple)
-    return module.startswith("mini_dist.course.check.") and isinstance(found, type) and record
+    known = module.startswith("mini_dist.course.check.") or module in SIMULATED
+    return known and isinstance(found, type) and record
 
 
 def only_data(event: str, args: tuple) -> None:
