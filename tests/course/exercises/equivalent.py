@@ -216,6 +216,9 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "`table = table + free[:max(needed - len(table), 0)]` after the next": "neither uses the other",
         "arguments 0 and 1 swapped in `table = table + free[: max(needed - len(table), 0)]  # the table may already have spare blocks`": "the larger of two, in any order",
     },
+    "rebuild": {
+        "without int in `root = int(steps.argmax())`": "a tensor of one whole number is an index, too",
+    },
     "ring_all_gather": {
         "`after, before = ((rank + 1) % size, (rank - 1) % size)` after the next": "neither uses the other",
         "`parts[rank].copy_(x)` done twice": "the same part to the same place",
@@ -298,6 +301,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "`free -= missing(text)` after the next": "neither uses the other",
     },
     "zigzag": {
+        "`two_chunks_each = f'2*cp={2 * size} (zig-zag gives each rank two chunks)'` of the first call": "the words of an error",
         "`check_divides(2 * size, seq_len, 'seq_len', by=two_chunks_each)` left out": "no case has lengths that cannot be cut; .view also refuses them",
         "`check_divides(2 * size, seq_len, 'seq_len', by=two_chunks_each)` done twice": "a check that raises or does nothing",
         "`check_divides(2 * size, seq_len, 'seq_len', by=two_chunks_each)` after the next": "no case has lengths that cannot be cut; .view also refuses them",

@@ -296,14 +296,13 @@ def main(arguments=None) -> int:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     known = check.exercises()
-    chosen, dice = options.exercises or sorted(known), random.Random(options.seed)
-    work = []
+    chosen, work = options.exercises or sorted(known), []
     for name in chosen:
         every = mutants(known[name].answer())
-        some = (
-            every if options.sample is None else dice.sample(every, min(options.sample, len(every)))
-        )
-        work += [(name, mutant) for mutant in some]
+        if options.sample is not None:  # a new exercise draws no others for those that were there
+            dice = random.Random(f"{options.seed} {name}")
+            every = dice.sample(every, min(options.sample, len(every)))
+        work += [(name, mutant) for mutant in every]
     rows, survivors = {name: [0, 0] for name in chosen}, []
     start = time.monotonic()
     for name, mutant in tqdm(work, unit="mutant"):
