@@ -74,16 +74,12 @@ class Shortcut:
     def all_gather(self, x, group, given):
         self.done("all_gather", x, group)
         dim, sizes = given.get("dim", 0), given.get("sizes")
-        shape = list(x.shape)
-        shape[dim] = sum(sizes) if sizes else group.size() * shape[dim]
-        return x.new_zeros(shape) if x.is_cpu else x.new_empty(shape)
+        return rows_along(x, dim, sum(sizes) if sizes else group.size() * x.shape[dim])
 
     def reduce_scatter(self, x, group, given):
         self.done("reduce_scatter", x, group)
         dim, n, rank = given.get("dim", 0), group.size(), group.rank()
-        shape = list(x.shape)
-        shape[dim] = shape[dim] // n + (rank < shape[dim] % n)
-        return x.new_empty(shape)
+        return rows_along(x, dim, x.shape[dim] // n + (rank < x.shape[dim] % n))
 
     def all_to_all(self, x, group, given):
         n, row = group.size(), x[:1].nbytes if len(x) else 0
@@ -124,6 +120,17 @@ class Begun:
         if self.row is not None:
             self.recorder.waits(self.row)
         return self.result
+
+
+def rows_along(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """Return a tensor like x with this length along `dim`, which is outermost in memory.
+
+    Our rings return such tensors. An operator that needs another order copies it, and that copy
+    is a kernel. (Our algorithms for small messages sometimes return another order.)
+    """
+    shape = [length, *x.movedim(dim, 0).shape[1:]]
+    rows = x.new_zeros(shape) if x.is_cpu else x.new_empty(shape)
+    return rows.movedim(0, dim)
 
 
 def like(x: torch.Tensor) -> torch.Tensor:
