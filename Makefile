@@ -36,10 +36,12 @@ lab: $(INSTALLED)
 update: $(INSTALLED)
 	@$(BIN)/python -m mini_dist update
 
-# Three parts, all run, one status: the library with two workers, then the tests that need the
-# machine to themselves, then the notebooks with two workers. SAMPLE takes of each test with many
-# cases a part, another one after each commit; `make test-all` runs every case.
+# Three parts, all run, one status: the library, then the tests that need the machine to themselves,
+# then the notebooks. SAMPLE takes an eighth of the cases of each test, and another eighth after
+# each commit; `make test-all` runs every case. A third of the time tests wait (for deadlines, for
+# ranks that sleep), so three workers keep two cores busy.
 PYTEST := $(BIN)/python -m pytest
+WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 SAMPLE := --sample
 PART ?= library notebooks
 LIBRARY := $(if $(filter library,$(PART)),tests,$(patsubst %,tests/%,$(filter-out notebooks,$(PART))))
@@ -47,12 +49,12 @@ test: $(INSTALLED)
 	@$(BIN)/python -m compileall -q mini_dist tests  # Or each rank does it anew where Python may not.
 	@status=0; \
 	if [ -n "$(LIBRARY)" ]; then \
-	  $(PYTEST) -n 2 --dist loadfile -m "not alone" $(SAMPLE) --durations 20 $(LIBRARY) || status=1; \
+	  $(PYTEST) $(WORKERS) -m "not alone" $(SAMPLE) --durations 20 $(LIBRARY) || status=1; \
 	  alone=$$(grep -rl --include=*.py mark.alone $(LIBRARY)); \
 	  if [ -n "$$alone" ]; then $(PYTEST) -m alone $(SAMPLE) $$alone || status=1; fi; \
 	fi; \
 	if [ -n "$(filter notebooks,$(PART))" ]; then \
-	  $(PYTEST) -n 2 --dist loadfile $(NBVAL) notebooks || status=1; \
+	  $(PYTEST) $(WORKERS) $(NBVAL) notebooks || status=1; \
 	fi; \
 	exit $$status
 

@@ -51,9 +51,15 @@ def pytest_addoption(parser):
 
 # ---- a sample of the cases -----------------------------------------------------------------------
 
-FEW = 3  # Cases of one test that always run.
-SHARE = 4  # Beyond that, one case in four runs.
-COSTLY = 8  # Of a test marked `sampled`, whose cases take seconds, one case in eight runs.
+SHARE = 8  # Of the cases of a test, one in eight runs, and at least one.
+# Files that take longest, the longest first: workers that begin with these end together. (Left to
+# itself, xdist begins with the files that have the most tests, and the longest one came last.)
+LONGEST = (
+    *("test_site", "test_mutants", "test_ledger", "test_trainer", "test_simulated", "test_grade"),
+    *("test_gates", "test_lesson_18_exercises", "test_zero", "test_train", "test_all_axes"),
+    *("test_lessons", "test_launch", "test_torchrun", "test_hosts", "test_faults", "test_lesson"),
+    *("test_browser", "test_elsewhere", "test_training", "test_crash", "test_sweep"),
+)
 
 
 def seed_of(config) -> str:
@@ -72,6 +78,8 @@ def pytest_report_header(config):
 
 def pytest_collection_modifyitems(config, items):
     """With --sample, keep every test but only a part of its cases, chosen by the seed."""
+    rank = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
     if not config.getoption("sample"):
         return
     seed, cases = seed_of(config), {}
@@ -81,21 +89,9 @@ def pytest_collection_modifyitems(config, items):
     left_out = set()
     for alike in cases.values():
         alike.sort(key=lambda item: md5(f"{seed} {item.name}".encode()).digest())
-        left_out.update(alike[num_kept(alike) :])
+        left_out.update(alike[-(-len(alike) // SHARE) :])
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
-
-
-def num_kept(alike: list) -> int:
-    """Of the cases of one test, how many run."""
-    if is_costly(alike[0]):
-        return -(-len(alike) // COSTLY)
-    return min(len(alike), max(FEW, -(-len(alike) // SHARE)))
-
-
-def is_costly(item) -> bool:
-    answers = item.path.match("tests/course/exercises/test_lesson_*.py")
-    return bool(answers or item.get_closest_marker("sampled"))
 
 
 # ---- notebooks -----------------------------------------------------------------------------------

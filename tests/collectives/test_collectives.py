@@ -166,7 +166,6 @@ PRODUCT_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, 
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.sampled
 def test_a_product_is_the_same_to_the_last_bit_on_all_ranks_and_close_to_the_exact_one(size):
     """Test complex numbers, where a b and b a may round differently; for bool it is "all"."""
 
@@ -208,7 +207,6 @@ def test_all_to_all_equals_torch_with_even_and_uneven_splits(size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.sampled
 def test_floats_agree_to_rounding_and_to_the_last_bit_between_ranks_and_runs(size):
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.complex64)
 
@@ -229,7 +227,6 @@ def test_floats_agree_to_rounding_and_to_the_last_bit_between_ranks_and_runs(siz
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [3, 4, 7])
-@pytest.mark.sampled
 def test_the_order_of_each_sum_is_the_documented_one(size, dtype):
     def job(group):
         x = values(group.rank(), 100, dtype)

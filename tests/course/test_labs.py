@@ -274,7 +274,6 @@ def test_a_lab_that_papermill_runs_without_a_folder_writes_below_the_current_one
 
 
 @pytest.mark.parametrize("lab, values", EACH)
-@pytest.mark.sampled
 def test_a_lab_runs_and_writes_its_result(lab, values, tmp_path):
     run(lab, tmp_path, **values)
     record = json.loads((tmp_path / "result.json").read_text())
@@ -319,7 +318,6 @@ GRIDS = [
 
 
 @pytest.mark.parametrize("sizes", GRIDS, ids=str)
-@pytest.mark.sampled
 def test_train_3d_predicts_every_byte_that_a_dense_model_sends(sizes, tmp_path):
     names, _ = run("train_3d", tmp_path, until="rows", **CASES["train_3d"][0] | dict(sizes))
     assert names["predicted"] == names["measured"]
@@ -367,15 +365,9 @@ def test_train_3d_with_nothing_left_to_train_says_what_to_raise(tmp_path):
     "job",
     [
         dict(num_gpus=8),  # the states are on the host: a time without that gave -0.014
-        pytest.param(
-            # of the slow network's layouts the search simulates ten, and misses this one
-            dict(num_gpus=16, machine="a100-80", model="llama3-70b", batch_mtokens=4),
-            marks=pytest.mark.sampled,
-        ),
-        pytest.param(
-            dict(num_gpus=16, machine="b200", model="gpt3-175b", batch_mtokens=4),
-            marks=pytest.mark.sampled,
-        ),
+        # of the slow network's layouts the search simulates ten, and misses this one
+        dict(num_gpus=16, machine="a100-80", model="llama3-70b", batch_mtokens=4),
+        dict(num_gpus=16, machine="b200", model="gpt3-175b", batch_mtokens=4),
     ],
 )
 def test_plan_sweep_times_a_plan_as_the_planner_did_and_regrets_nothing_below_zero(job, tmp_path):

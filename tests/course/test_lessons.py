@@ -523,4 +523,4 @@ def test_a_sample_keeps_every_test_and_another_seed_keeps_other_cases(tmp_path):
 
     first, again, other = chosen("a"), chosen("a"), chosen("b")
     assert first == again != other
-    assert len(first) == len(other) == 8 + 1  # a quarter of 30 cases, and the test without cases
+    assert len(first) == len(other) == 4 + 1  # an eighth of 30 cases, and the test without cases

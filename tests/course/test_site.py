@@ -25,7 +25,6 @@ MISSING = [
 ]
 
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)} here (make site)"),
     pytest.mark.skipif(
         not (ROOT / "site/node_modules/pyodide").exists(),

@@ -229,7 +229,6 @@ def test_each_recipe_names_who_states_it_and_each_key_its_source():
         assert all(html.count(key) == 2 for key in keys)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("model", needs.MODELS)
 @pytest.mark.parametrize("gpu", needs.GPUS)
 def test_every_choice_can_be_drawn(model, gpu):

@@ -35,7 +35,6 @@ def gradients(model, seed=0):
     return [parameter.grad for parameter in model.parameters()], torch.rand(())
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("attention", ["sdpa", "explicit"])

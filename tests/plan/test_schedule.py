@@ -166,6 +166,31 @@ def test_the_sizes_that_a_refusal_proposes_work_and_none_between_them_does():
     assert interleaved(4, 10).num_micro_batches == 10  # two rounds of five: no multiple of p
 
 
+def test_every_round_size_that_leaves_no_round_below_p_runs_with_the_same_bubble():
+    """Llama 3, section 3.3.2: any m, for one size of a round or another."""
+    for p, m, v in itertools.product(range(1, 6), range(1, 20), (1, 2, 3)):
+        least = min(p, m)
+        for size in range(1, m + 2):
+            rounds = [len(range(start, min(start + size, m))) for start in range(0, m, size)]
+            if size <= m and min(rounds) >= least:
+                schedule = interleaved(p, m, v, per_round=size)
+                assert simulate(schedule).bubble == pytest.approx(
+                    (p - 1) / (v * m + p - 1) if m >= p else simulate(interleaved(p, m, v)).bubble
+                )
+            else:
+                with pytest.raises(ScheduleError) as refused:
+                    interleaved(p, m, v, per_round=size)
+                works = int(str(refused.value).split("per_round=")[2].split()[0])
+                interleaved(p, m, v, per_round=works)
+    assert interleaved(4, 8, 2, per_round=4) == interleaved(4, 8, 2)
+
+
+def test_larger_rounds_hide_messages_and_hold_more():
+    rounds = [simulate(interleaved(4, 16, 2, size), Times(comm=0.25)) for size in (4, 8, 16)]
+    assert rounds[0].makespan > rounds[1].makespan >= rounds[2].makespan
+    assert [timeline.peak_in_flight[0] for timeline in rounds] == [11, 15, 23]
+
+
 # --- bubbles ----------------------------------------------------------------------------------
 
 

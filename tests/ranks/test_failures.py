@@ -172,7 +172,6 @@ NEXT = inspect.getsource(assert_next_launch_is_warm_and_right)
 
 
 @each_fault
-@pytest.mark.sampled
 def test_fault_in_a_plain_process(fault):
     with pytest.raises(RankError) as caught:
         launch(fault, 2, quiet=True, timeout=PATIENCE)
@@ -183,7 +182,6 @@ def test_fault_in_a_plain_process(fault):
 
 
 @each_fault
-@pytest.mark.sampled
 def test_fault_in_a_notebook(fault, notebook):
     name = fault.__name__
     cell = notebook.try_to_run(
@@ -755,7 +753,6 @@ def number(count: int) -> bytes:
     return count.to_bytes(8, "little", signed=True)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     "junk",
     [

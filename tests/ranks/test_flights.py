@@ -25,7 +25,6 @@ def seconds(ledger, link, **how):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("size, ranks_per_node", [(3, 1), (4, 2), (8, 4)])
-@pytest.mark.sampled
 def test_a_played_all_reduce_takes_the_rounds_and_seconds_of_the_formula(
     algorithm, size, ranks_per_node
 ):

@@ -74,7 +74,6 @@ def call(name, shapes, group):
         getattr(collectives, name[5:])(x, group)
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", [*THEIRS, *(f"ours {name}" for name in (*OURS, *ROOTED))])
 def test_as_many_elements_in_another_shape_do_not_agree(name):
     with pytest.raises(RankError) as error:

@@ -36,7 +36,6 @@ def ledger_of(fn, size=4):
     return launch(on_numbers, size, (fn,), quiet=True).ledger
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize(
     "fn, formula, algorithm",

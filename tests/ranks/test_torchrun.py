@@ -54,7 +54,6 @@ def ends(fault, timeout):
     return done.stderr, {int(rank): (int(code), float(took)) for rank, code, took in told}
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_under_torchrun_ends_every_rank_with_a_sentence_and_within_its_time(fault):
     timeout, soonest, *sentences = FAULTS[fault]

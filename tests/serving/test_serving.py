@@ -399,7 +399,6 @@ def test_samples_share_their_prompt_and_copy_the_block_they_write_into():
 # ---- the engine ----------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled
 @models
 @policies
 def test_every_path_gives_the_tokens_of_the_model_without_a_cache(config, policy):
@@ -626,7 +625,6 @@ ROTARY, LEARNED, ONE_KV_HEAD = list(MODELS)[:3]
         (4, ONE_KV_HEAD, "swap", 0.0),
     ],
 )
-@pytest.mark.sampled
 def test_ranks_give_the_same_tokens_and_send_two_all_reduces_a_layer(
     size, name, preempt, temperature
 ):

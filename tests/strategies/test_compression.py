@@ -92,7 +92,6 @@ def expected(name, size):
     return sum(sent) / size, sent
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", [name for name in MEANS if "int8" not in name])
 @pytest.mark.parametrize("size", SIZES)
 def test_the_mean_of_what_each_rank_sent_is_on_all_ranks(name, size):
@@ -119,7 +118,6 @@ def bytes_a_rank(name, size):
     }[name]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", MEANS)
 @pytest.mark.parametrize("size", SIZES)
 def test_what_travels_is_what_the_docstring_says(name, size):
@@ -362,7 +360,6 @@ def trained(wrapper, name, group):
 
 
 @pytest.mark.parametrize("name", REDUCES)
-@pytest.mark.sampled
 def test_every_wrapper_keeps_ranks_equal_and_a_state_for_each_bucket(name):
     for wrapper in (Naive, Bucketed, Overlapped):
         results = launch(trained, 2, (wrapper, name)).results

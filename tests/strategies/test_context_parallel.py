@@ -308,7 +308,6 @@ def cut_attention(ways, kv_heads, causal, group):
     return results
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kv_heads", [4, 8])
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -476,7 +475,6 @@ BOTH = [(form, placement) for form in FORMS for placement in PLACEMENTS]
     [(1, GROUPED), (2, CONFIG), (2, GROUPED), (4, CONFIG), (4, GROUPED), (4, LEARNED)],
     ids=["1-gqa", "2-mha", "2-gqa", "4-mha", "4-gqa", "4-learned"],
 )
-@pytest.mark.sampled
 def test_training_equals_one_process(size, config):
     """Logits, gradients at the embedding, every weight's gradient, losses and weights: float64."""
     first, losses, weights = train_whole(config, "float64 AdamW")
@@ -816,7 +814,6 @@ def expected_with(scale, return_lse):
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("scale", [None, 0.2, 1.7])
 @pytest.mark.parametrize("size", [1, 3, 4])
-@pytest.mark.sampled
 def test_any_scale_and_the_log_sum_exp_with_its_gradient(size, scale, return_lse):
     """In all forms and kernels; Ulysses has no log-sum-exp, torch's attention keeps it."""
     ways = [

@@ -83,7 +83,6 @@ def oracle():
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sampled
 def test_training_equals_one_process(kind, size, accumulation, oracle):
     run = launch(train, size, (kind, accumulation))
     for rank in range(size):
@@ -213,7 +212,6 @@ def by_page_and_engine(dtype, bucket_bytes, group):
     return pages, (gradients(engine(Bucketed)), gradients(engine(Overlapped)))
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("bucket_bytes", [1, 3000, 1 << 20])
 def test_page_and_engine_send_the_same_in_the_same_order_and_find_the_same_bits(size, bucket_bytes):
@@ -295,7 +293,6 @@ def emulated(kind, slow, group):
 @pytest.mark.parametrize("slow", [None, 1])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.sampled
 def test_the_hidden_time_is_the_predicted_one(size, kind, slow):
     """A bucket leaves when the slowest rank has it and the one before has arrived. Naive and
     Bucketed hide nothing; Overlapped all but what is left when backward has ended."""

@@ -494,7 +494,6 @@ DEEP = dict(num_layers=16, d_model=64, num_heads=4, seq_len=32)
         (3, {"num_layers": 4, "d_model": 128}, 2, 2, 2),
     ],
 )
-@pytest.mark.sampled
 def test_a_whole_step_peaks_as_the_calculator_says(stage, changes, sequences, m, size):
     """Device and host within 1 % (two ranks: 2 %), at different moments of the step."""
     config = ModelConfig(**changes)
@@ -529,7 +528,6 @@ def experts_apart(config, ep, steps, group):
 
 
 @pytest.mark.parametrize("ep", [2, 1])
-@pytest.mark.sampled
 def test_experts_are_shared_among_fewer_ranks_on_the_host_too(ep):
     config = ModelConfig(**DEEP | {"num_layers": 4, "num_experts": 4, "top_k": 2})
     how = framework("course").replace(**COURSE_AWAY)
@@ -927,7 +925,6 @@ def fail_in_a_step(folder, how, stage, options, group):
     return said, as_before, len(model.units), same
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("how", "what"),
     [

@@ -137,7 +137,6 @@ def oracle():
 @sizes
 @pairs
 @models
-@pytest.mark.sampled
 def test_training_equals_one_process(config, pair, size, oracle):
     """Logits, losses, norms, every gradient, and the weights after 5 clipped steps of AdamW."""
     seen, gradients, weights = oracle[config]
@@ -188,7 +187,6 @@ def through(make, pair, group):
 @pytest.mark.parametrize("part", ["ffn", "attn", "block"])
 @pairs
 @sizes
-@pytest.mark.sampled
 def test_the_gradient_of_the_input_equals_one_process(size, pair, part):
     def make(model):
         block = model.blocks[0]
@@ -362,7 +360,6 @@ def in_and_out(config, on_meta, group):
 @pytest.mark.parametrize("on_meta", [False, True])
 @models
 @sizes
-@pytest.mark.sampled
 def test_a_full_state_dict_comes_out_as_it_went_in(size, config, on_meta):
     assert all(launch(in_and_out, size, (config, on_meta)).results)
 
@@ -452,7 +449,6 @@ def forward_backward(config, pair, group):
 
 @pytest.mark.parametrize("pair, passes", [(RING, 8), (SEQUENCE, 8), (SEQUENCE_AGAIN, 10)])
 @sizes
-@pytest.mark.sampled
 def test_bytes_a_rank_a_block_are_the_papers(size, pair, passes):
     """8 (t-1)/t BSD (Shoeybi et al. 2019, section 3), and an all-gather more for each region
     where backward gathers again (Korthikanti et al. 2022, section 4.2.2)."""
@@ -634,7 +630,6 @@ def test_the_terms_add_up_to_the_papers_table():
 
 @pytest.mark.parametrize("name", PAIRS)
 @sizes
-@pytest.mark.sampled
 def test_activations_of_a_layer_are_the_papers(size, name):
     """In bfloat16, as the paper counts, within 3 %. torch's dropout on a CPU keeps its mask in the
     dtype of x, so m = 2. The paper leaves out the statistics of two LayerNorms, two numbers per
@@ -649,7 +644,6 @@ def test_activations_of_a_layer_are_the_papers(size, name):
 
 @pytest.mark.parametrize("name", PAIRS)
 @sizes
-@pytest.mark.sampled
 def test_activations_of_a_layer_are_the_calculators(size, name):
     """In float32, with the course's own list of what is kept; within 3 % for the same reason."""
     how = FRAMEWORKS["course"].replace(flash_attention=False, keeps_gathered=name == "SP")

@@ -109,7 +109,6 @@ def test_a_model_alone_trains_as_plain_torch_does():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sampled
 def test_ranks_train_the_model_of_one_process(kind, size):
     """Accumulated or not, clipped or not, recomputed or not; with unlike numbers of tokens."""
     run = launch(train, size, (kind, CASES))
@@ -134,7 +133,6 @@ def train_sharded(stage, cases, group):
 
 
 @pytest.mark.parametrize(("stage", "size"), [(1, 2), (2, 3), (3, 2), (3, 4)])
-@pytest.mark.sampled
 def test_the_same_step_trains_a_sharded_model(stage, size):
     """Losses and norms of five steps in float64: a parameter that went astray would show."""
     for found in launch(train_sharded, size, (stage, CASES)).results:
@@ -180,7 +178,6 @@ def test_adamw_makes_steps_of_rounding_noise():
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.sampled
 def test_a_step_sends_two_models_less_two_parts_and_two_numbers(kind, size):
     """However many micro-batches, recomputed or not; clipping and the norm cost nothing here."""
     run = launch(train, size, (kind, CASES))

@@ -89,7 +89,6 @@ def in_pieces(length, op, group):
     return torch.equal(x, before), fast, torch.cat(pieces).view(x.shape)
 
 
-@pytest.mark.sampled
 @EVERY_MAP
 @pytest.mark.parametrize("op", ["sum", "max"])
 def test_in_pieces_a_hierarchy_gives_the_bits_of_the_page_piece_by_piece(size, hosts, op):
@@ -230,7 +229,6 @@ def flights_of_both(messages, group):
 
 
 @EVERY_MAP
-@pytest.mark.sampled
 def test_collectives_in_flight_by_hosts_give_the_same_for_half_of_the_uplink(size, hosts):
     ours, theirs = (launch(flights_of_both, size, (m,), hosts=hosts) for m in (by_hosts, in_flight))
     for one, other in zip(ours.results, theirs.results):
@@ -242,7 +240,6 @@ def test_collectives_in_flight_by_hosts_give_the_same_for_half_of_the_uplink(siz
 
 
 @pytest.mark.parametrize("size, columns", [(1, 1), (4, 2), (6, 3), (6, 2), (8, 2)])
-@pytest.mark.sampled
 def test_a_torus_sums_and_keeps_both_of_its_axes_busy(size, columns):
     def job(length, group):
         return collectives.torus_all_reduce(values(group.rank(), length), group, columns)
@@ -361,7 +358,6 @@ def step_and_bytes(kind, k, size, hosts):
 
 @pytest.mark.parametrize("where", ["neighbours", "3 hosts, any map"])
 @pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.sampled
 def test_what_each_strategy_sends_out_of_a_host_is_the_formula(k, where):
     """N: bytes of the model; the root, which is gathered once a backward, is counted apart."""
     size, hosts = MAPS[where]

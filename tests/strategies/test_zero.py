@@ -92,7 +92,6 @@ def oracle():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.sampled
 def test_training_equals_one_process(stage, size, oracle):
     """With and without accumulation and clipping, on all ranks."""
     for results in launch(train_all_cases, size, (stage,)).results:
@@ -259,7 +258,6 @@ def from_a_list(stage, way, group):
 @pytest.mark.parametrize("way", ["a list", "units"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("stage", [ZeRO1, ZeRO2])
-@pytest.mark.sampled
 def test_a_list_of_parameters_is_trained_as_by_one_process(stage, size, way):
     """As one would pass them to torch's ZeroRedundancyOptimizer; lists as units are groups with
     settings of their own."""
@@ -285,7 +283,6 @@ def as_it_is(gpt):
 
 @pytest.mark.parametrize("k, prepare", [(1, as_it_is), (3, as_it_is), (3, full)])
 @pytest.mark.parametrize("n", [3, 4])
-@pytest.mark.sampled
 def test_bytes_a_step_are_the_papers(k, n, prepare):
     """Rajbhandari et al. 2020, section 7, counted with micro-batches; the root as stated.
     Recomputation adds none; clipping adds the all-reduce of one number."""

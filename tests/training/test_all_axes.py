@@ -93,7 +93,6 @@ CASES = [(case, False) for case in LAYOUTS] + [(case, True) for case in TIED]
 @pytest.mark.parametrize(
     ("case", "tied"), CASES, ids=[name_of(case) + " tied" * tied for case, tied in CASES]
 )
-@pytest.mark.sampled
 def test_every_layout_trains_what_one_process_trains(case, tied):
     layout, config = layout_of(**case), ModelConfig(**DENSE, tied_embedding=tied)
     expected = oracle(config, layout.global_batch_size)
@@ -134,7 +133,6 @@ def test_with_experts_too(case):
 
 
 @pytest.mark.parametrize("case", SPANNING_TP, ids=name_of)
-@pytest.mark.sampled
 def test_with_experts_that_span_tp(case):
     check_with_experts(case)
 
@@ -252,7 +250,6 @@ def bytes_of_a_step(config, layout):
     ],
     ids=name_of,
 )
-@pytest.mark.sampled
 def test_bytes_by_axis_equal_the_calculators(case):
     layout, config = layout_of(**case), ModelConfig(**DENSE)
     measured, pp_ranks = bytes_of_a_step(config, layout)

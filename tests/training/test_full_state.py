@@ -87,7 +87,6 @@ def whole_in_every_way(config, group):
 
 @pytest.mark.parametrize("config", [CONFIG, CONFIG.replace(tied_embedding=False), EXPERTS])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.sampled
 def test_every_strategy_gives_the_model_that_went_in(size, config):
     launch(whole_in_every_way, size, (config,))
 
@@ -167,7 +166,6 @@ def on_a_grid(config, layout, group):
 
 
 @pytest.mark.parametrize("config, layout", GRIDS)
-@pytest.mark.sampled
 def test_what_parallelize_returns_before_and_after_a_step(config, layout):
     """The step equals one process's on all replicas' rows: values, not just names."""
     _, state = launch(on_a_grid, layout.world_size, (config, layout)).results[0]

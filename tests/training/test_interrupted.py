@@ -202,7 +202,6 @@ def train_in_all_ways(make, name, ways, group):
     return [train(make, name, way, group) for way in (None, *ways)]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("name", [*LISTED, *LAYOUTS])
 def test_the_next_step_is_as_if_nothing_had_been_raised(name):
     make = listed if name in LISTED else laid_out
@@ -230,7 +229,6 @@ def break_off_on_rank_0(make, name, way, group):
 SENDERS = ["naive", "overlapped", "zero 1 qgZ", "zero 2", "zero 3 qgZ", "zero 3 behind"]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", [*SENDERS, "tp", "cp", "ep", "ep zero 3"])
 def test_a_rank_that_repeats_a_step_alone_is_told_so_at_once(name, way):

@@ -123,3 +123,22 @@ def test_the_trainer_writes_it_and_goes_on_in_the_same_file(tmp_path):
     more = Recipe(config, steps=5, save_every=1, checkpoints=str(tmp_path / "run"))
     train_on_ranks(more, log=log, quiet=True)
     assert [line["step"] for line in read(log)] == [0, 1, 2, 3, 4]
+
+
+def test_prometheus_reads_the_last_step(tmp_path):
+    from prometheus_client.parser import text_string_to_metric_families
+
+    monitor = Monitor(None, 10, every=0, prometheus=tmp_path / "run.prom")
+    for number in range(3):
+        monitor.write(metrics(number, loss=5.0 - number))
+    read = text_string_to_metric_families((tmp_path / "run.prom").read_text())
+    samples = {(s.name, *s.labels.values()): s.value for family in read for s in family.samples}
+    assert samples["mini_dist_step",] == 2
+    assert samples["mini_dist_loss",] == 3.0
+    assert samples["mini_dist_sent_bytes", "dp"] == 8
+    assert ("mini_dist_mfu",) not in samples  # the peak of this machine is not known
+
+
+def test_a_nan_is_a_number_for_prometheus(tmp_path):
+    Monitor(None, 10, every=0, prometheus=tmp_path / "x.prom").write(metrics(0, loss=NAN))
+    assert "mini_dist_loss NaN" in (tmp_path / "x.prom").read_text()

@@ -192,7 +192,6 @@ def test_what_was_found_is_one_process_now(walk, tmp_path):
     same_as_one_process(*FOUND[walk], tmp_path)
 
 
-@pytest.mark.sampled
 def test_a_training_goes_from_layout_to_layout_and_is_one_process(number, tmp_path):
     draw = random.Random(number)
     name = draw.choice(list(CONFIGS))

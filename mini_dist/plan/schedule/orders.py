@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from ..fields import checks_kinds
 from .action import Action, Schedule, ScheduleError
-from .sizes import check_sizes, round_size
+from .sizes import check_rounds, check_sizes, round_size
 
 
 @checks_kinds(error=ScheduleError)
@@ -82,17 +82,23 @@ def in_turn(
 
 
 @checks_kinds(error=ScheduleError)
-def interleaved(num_ranks: int, num_micro_batches: int, chunks: int = 2) -> Schedule:
-    """1F1B with v thin stages a rank, stage c·p + r on rank r: the bubble shrinks v times.
+def interleaved(
+    num_ranks: int, num_micro_batches: int, chunks: int = 2, per_round: int | None = None
+) -> Schedule:
+    """Return 1F1B with v thin stages per rank, stage c·p + r on rank r: the bubble shrinks v times.
 
     It costs (vp-1)/(p-1) times the messages, which is more than v, and more activations in flight.
-    Its demand on m: the micro-batches pass the chunks in rounds of at least p (fewer only if m is
-    less). Megatron-LM wants m to be a multiple of p; here, as in PyTorch, m has to be a multiple of
-    its number of rounds, max(1, m // p). So any m <= p + p - 1 is fine, and any multiple of p; with
-    p = 4, m = 10 is two rounds of 5, m = 9 is refused.
+    The micro-batches pass the chunks in rounds of at least p (fewer only if m is less). `per_round`
+    is the size of a round; the last round may be smaller (Llama 3, section 3.3.2: N; Megatron-core:
+    microbatch_group_size_per_vp_stage). Without it the rounds are equal, as in PyTorch: m has to be
+    a multiple of their number, max(1, m // p). With p = 4, m = 10 is two rounds of 5, and m = 9 is
+    refused; with per_round=5 it is a round of 5 and one of 4. Raises ScheduleError.
     """
     check_sizes(num_ranks, num_micro_batches, chunks)
-    size = round_size(num_ranks, num_micro_batches)
+    if per_round is None:
+        size = round_size(num_ranks, num_micro_batches)
+    else:
+        size = check_rounds(num_ranks, num_micro_batches, per_round)
     ranks = []
     for rank in range(num_ranks):
         forwards, backwards = looped(rank, num_ranks, num_micro_batches, chunks, size)
@@ -104,7 +110,7 @@ def interleaved(num_ranks: int, num_micro_batches: int, chunks: int = 2) -> Sche
 def looped(
     rank: int, num_ranks: int, num_micro_batches: int, chunks: int, size: int
 ) -> tuple[list[Action], list[Action]]:
-    """The order in which a rank's chunks see the micro-batches: a round of `size`, chunk by chunk.
+    """Return the order in which a rank's chunks see the micro-batches: rounds, chunk by chunk.
 
     Forwards take the chunks upwards, backwards downwards.
     """
@@ -112,7 +118,7 @@ def looped(
     for start in range(0, num_micro_batches, size):
         for chunk in range(chunks):
             up, down = chunk * num_ranks + rank, (chunks - 1 - chunk) * num_ranks + rank
-            for micro in range(start, start + size):
+            for micro in range(start, min(start + size, num_micro_batches)):
                 forwards.append(Action(up, "F", micro))
                 backwards.append(Action(down, "B", micro))
     return forwards, backwards

@@ -34,6 +34,25 @@ def round_size(num_ranks: int, num_micro_batches: int) -> int:
     return num_micro_batches // rounds
 
 
+def check_rounds(num_ranks: int, num_micro_batches: int, per_round: int) -> int:
+    """Return `per_round` if every round has at least as many micro-batches as there are ranks."""
+    whole("per_round", per_round, error=ScheduleError)
+    fewest = min(num_ranks, num_micro_batches)
+
+    def smallest_round(size: int) -> int:
+        return min(size, num_micro_batches % size or size)
+
+    if per_round > num_micro_batches or smallest_round(per_round) < fewest:
+        works = [n for n in range(1, num_micro_batches + 1) if smallest_round(n) >= fewest]
+        nearest = min(works, key=lambda n: abs(n - per_round))
+        raise ScheduleError(
+            f"per_round={per_round}: each round of interleaved 1F1B on {num_ranks} ranks needs at "
+            f"least {fewest} of the {num_micro_batches} micro-batches, the last round as well; "
+            f"per_round={nearest} would work"
+        )
+    return per_round
+
+
 def enough_for_dualpipe(num_ranks: int, num_micro_batches: int) -> None:
     if num_micro_batches < 2 * num_ranks:
         raise ScheduleError(

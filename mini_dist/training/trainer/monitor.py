@@ -4,6 +4,7 @@
     monitor.write(metrics)                  # after each step; prints progress and alerts
     python -m mini_dist.training.trainer recipe.json --log runs/first/metrics.jsonl
     tail -f runs/first/metrics.jsonl        # from anywhere
+    Monitor(None, 1000, prometheus="/var/lib/node_exporter/mini_dist.prom")  # for a dashboard
 
 Each line is complete JSON and is on its way to the disk when `write` returns, so the log survives
 the death of the run. A resumed run appends; if a step was done twice, the later line counts
@@ -26,19 +27,34 @@ LEAST = 5  # before this many steps nothing is usual yet
 SPIKE = 2.0  # times the usual loss
 SLOW = 0.7  # times the usual tokens per second, in three consecutive steps
 
+GAUGES = {  # fields of Metrics that Prometheus gets, and what its page says of them
+    "step": "Number of the last step, from 0.",
+    "loss": "Loss of the last step.",
+    "norm": "Norm of the gradients of the last step.",
+    "tokens_per_second": "Tokens per second of the whole job.",
+    "mfu": "Model FLOPs of the last step, as a share of the machine's peak.",
+    "held_bytes": "Bytes of tensors that the rank holds after the step.",
+}
+
 
 class Monitor:
     """Write each step's Metrics, and report progress and problems.
 
     path: of the file; None writes none. steps: of the whole run. every: steps between two printed
     lines; 0 prints alerts only. tensorboard: a folder for its event files, if the package is
-    installed. Raises ImportError in one sentence if it is not.
+    installed. Raises ImportError in one sentence if it is not. prometheus: a file that always has
+    the last step in Prometheus's text format (`write_prometheus`).
     """
 
     def __init__(
-        self, path: str | Path | None, steps: int, every: int = 10, tensorboard: str | None = None
+        self,
+        path: str | Path | None,
+        steps: int,
+        every: int = 10,
+        tensorboard: str | None = None,
+        prometheus: str | Path | None = None,
     ):
-        self.steps, self.every = steps, every
+        self.steps, self.every, self.prometheus = steps, every, prometheus
         self.file = None
         if path is not None:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -62,6 +78,8 @@ class Monitor:
             for name in ("loss", "norm", "tokens_per_second", "mfu", "held_bytes"):
                 if getattr(metrics, name) is not None:
                     self.writer.add_scalar(name, getattr(metrics, name), metrics.step)
+        if self.prometheus:
+            write_prometheus(metrics, self.prometheus)
         self.seconds.append(metrics.seconds)
         if not any(alert.startswith(("nan", "spike")) for alert in alerts):
             self.losses.append(metrics.loss)  # (otherwise the unusual would become usual)
@@ -107,6 +125,30 @@ class Monitor:
 def clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+
+
+def write_prometheus(metrics: Metrics, path: str | Path) -> None:
+    """Replace `path` by the step's numbers in Prometheus's text format, one gauge for each.
+
+    Prometheus's node_exporter serves every `*.prom` file of one folder (its textfile collector).
+    Raises ImportError in one sentence if prometheus_client is not installed.
+    """
+    try:
+        from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
+    except ImportError:
+        raise ImportError(
+            f"prometheus={str(path)!r} needs the package prometheus-client, which JupyterLab "
+            "brings: pip install prometheus-client, or leave it out."
+        ) from None
+    registry = CollectorRegistry()
+    for name, meaning in GAUGES.items():
+        if (value := getattr(metrics, name)) is not None:
+            Gauge(f"mini_dist_{name}", meaning, registry=registry).set(value)
+    meaning = "Bytes that the rank sent in the step."
+    sent = Gauge("mini_dist_sent_bytes", meaning, ["axis"], registry=registry)
+    for axis, num_bytes in metrics.bytes_sent.items():
+        sent.labels(axis).set(num_bytes)
+    write_to_textfile(str(path), registry)
 
 
 def tensorboard_writer(folder: str):

@@ -14,7 +14,6 @@ RIGHT = [each for module in MODULES for each in module.fresh.right_answers]
 
 
 @pytest.mark.parametrize("name, fn, says", WRONG, ids=[f"{n}-{f.__name__}" for n, f, _ in WRONG])
-@pytest.mark.sampled
 def test_a_fresh_wrong_answer_is_refused(name, fn, says):
     verdict = check.exercises()[name].judge(fn)
     assert verdict.state == "wrong", verdict
@@ -22,7 +21,6 @@ def test_a_fresh_wrong_answer_is_refused(name, fn, says):
 
 
 @pytest.mark.parametrize("name, fn", RIGHT, ids=[f"{n}-{f.__name__}" for n, f in RIGHT])
-@pytest.mark.sampled
 def test_a_fresh_right_answer_is_accepted(name, fn):
     verdict = check.exercises()[name].judge(fn)
     assert verdict.state == "right", verdict

@@ -71,7 +71,6 @@ def test_every_exercise_is_in_one_notebook_and_has_a_solution():
 
 
 @each_notebook
-@pytest.mark.sampled
 def test_as_shipped_the_exercise_cells_pass(notebook, monkeypatch):
     monkeypatch.delenv("MINI_DIST_STRICT", raising=False)
     assert {verdict.state for verdict in run(exercise_cells(notebook))} == {"still the library's"}
@@ -173,7 +172,6 @@ OTHERS = sorted(name for name in vars(right) if name in check.exercises())
 
 
 @pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.sampled
 def test_another_right_answer_is_right(name):
     assert check.exercises()[name].judge(getattr(right, name)).state == "right"
 
@@ -194,7 +192,6 @@ def of_the_world(name: str) -> str:
 @pytest.mark.parametrize(
     "name", [n for n in sorted(check.exercises()) if "WORLD" in of_the_world(n)]
 )
-@pytest.mark.sampled
 def test_who_speaks_to_the_world_instead_of_the_group_is_refused(name):
     cell = {"__name__": "__main__"}
     exec(of_the_world(name), cell)
@@ -203,7 +200,6 @@ def test_who_speaks_to_the_world_instead_of_the_group_is_refused(name):
 
 
 @each_notebook
-@pytest.mark.sampled
 def test_with_solutions_a_grader_passes_them(notebook, monkeypatch):
     """Also one that takes plain data only from the ranks (mini_dist.course.grade)."""
     monkeypatch.setenv("MINI_DIST_STRICT", "1")
@@ -213,7 +209,6 @@ def test_with_solutions_a_grader_passes_them(notebook, monkeypatch):
 
 
 @each_notebook
-@pytest.mark.sampled
 def test_as_shipped_a_grader_refuses_each_of_them(notebook, monkeypatch):
     monkeypatch.setenv("MINI_DIST_STRICT", "1")
     cells = exercise_cells(notebook)
@@ -302,7 +297,6 @@ USES = [
 
 
 @pytest.mark.parametrize("name, answer, program", USES)
-@pytest.mark.sampled
 def test_a_right_answer_runs_the_later_cells_that_use_it(name, answer, program):
     names = {"__name__": "exercise cells", name: answer}
     exec(compile(program, f"<cells that use {name}>", "exec"), names)

@@ -25,7 +25,6 @@ def cells_of(notebook, **kinds):
     ]
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("path", WITH_EXERCISES, ids=lambda path: path.stem)
 def test_every_exercise_gets_a_cell_for_the_answer_and_one_that_checks_it(path):
     shipped = nbformat.read(path, as_version=4)

@@ -128,7 +128,6 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("changes", "sequences", "m"), SHAPES)
-@pytest.mark.sampled
 def test_the_course_s_gpt_holds_and_peaks_as_predicted(changes, sequences, m):
     """States to the byte (but for a step counter a tensor), peaks within 3 % (seen: 1 %)."""
     config = ModelConfig(**changes)
@@ -185,7 +184,6 @@ ZERO_SENDS = ("begin_reduce_scatter", "begin_all_gather_")
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("size", "m"), [(2, 1), (2, 3), (4, 2)])
-@pytest.mark.sampled
 def test_zero_holds_and_sends_what_the_calculators_say(stage, size, m):
     """Bytes exactly (n divides the sizes: nothing is padded), states but for a step counter,
     peaks within 3 % (seen: 2 %)."""

@@ -100,7 +100,6 @@ def bar(name):
 
 
 @pytest.mark.parametrize("name", RUNS)
-@pytest.mark.sampled
 def test_the_peak_is_predicted_on_every_rank(name):
     for pp_rank, *_, peak in measured(name):
         assert predicted(name, pp_rank).total == pytest.approx(peak, rel=bar(name))

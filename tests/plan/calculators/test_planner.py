@@ -49,7 +49,6 @@ def test_every_candidate_fits_and_the_dropped_do_not(big):
 
 @pytest.mark.parametrize("how", FRAMEWORKS)
 @pytest.mark.parametrize("name", ["llama3-70b", "deepseek-v3", "gpt2"])
-@pytest.mark.sampled
 def test_the_states_of_all_layouts_at_once_are_those_of_each_and_a_floor_of_its_peak(name, how):
     config = model(name)
     every = list(layouts(config, 128, 1024, Search((1, 4), max_tp=8, max_pp=8, max_cp=2)))
@@ -184,7 +183,6 @@ def test_on_98304_devices_most_layouts_cost_no_waterfall_and_no_step(monkeypatch
         ("deepseek-v3", "h200", 256),
     ],
 )
-@pytest.mark.sampled
 def test_the_fastest_of_each_cut_are_those_of_the_whole_search(name, machine, size):
     search = Search((1, 2), zero=(1, 3), max_pp=16, recompute_every=(1, 2), num_simulated=0)
     whole, part = (

@@ -200,7 +200,6 @@ def switched_off(make, toggles):
 
 
 @pytest.mark.parametrize("name", CLASSES)
-@pytest.mark.sampled
 def test_no_option_switches_another_off_in_silence(name):
     assert switched_off(*CLASSES[name]) == DOCUMENTED.get(name, set())
 

@@ -136,7 +136,6 @@ def test_faster_matrices_make_no_step_slower(name, chunks, m, simulate):
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("name", ["gpt2", "deepseek-v3"])
-@pytest.mark.sampled
 def test_the_peak_is_that_of_the_fullest_rank(how, schedule, chunks, recompute, name):
     if name == "deepseek-v3" and FRAMEWORKS[how].own_runs:
         return  # latent attention is none of this library's

@@ -116,7 +116,6 @@ def fetch_all(directory, group):
 
 
 @pytest.mark.parametrize("saved_as, ranks", [("alike", 3), *[(layout, 2) for layout in LAYOUTS]])
-@pytest.mark.sampled
 def test_what_is_saved_in_one_layout_is_loaded_in_any_other_bit_by_bit(saved_as, ranks, tmp_path):
     launch(store, ranks, (str(tmp_path), saved_as, 5))
     for size in (1, 4):
@@ -417,7 +416,6 @@ WHY = {
 
 
 @pytest.mark.parametrize("damage", WHY, ids=lambda damage: damage.__name__)
-@pytest.mark.sampled
 def test_what_is_not_whole_is_refused_in_a_sentence_and_the_one_before_used(damage, two):
     damage(two)
     step, told = loaded_step(two)
@@ -491,7 +489,6 @@ FORGED = {
 
 
 @pytest.mark.parametrize("name", FORGED)
-@pytest.mark.sampled
 def test_a_manifest_that_no_save_writes_is_refused_though_its_seal_is_right(name, two):
     change, why = FORGED[name]
     (two / "latest").write_text("step-00000010\n")  # by hand: no seal there that would tell
@@ -501,7 +498,6 @@ def test_a_manifest_that_no_save_writes_is_refused_though_its_seal_is_right(name
 
 
 @pytest.mark.parametrize("text", ["null", "[]", '"text"', "1", "{}", '{"sha256": 1}', "\x00", "{"])
-@pytest.mark.sampled
 def test_a_manifest_of_anything_else_is_refused(text, two):
     newest(two, "manifest.json").write_text(text)
     assert loaded_step(two)[0] == 5
@@ -589,7 +585,6 @@ def test_a_newest_checkpoint_that_is_gone_is_named_and_the_newest_whole_one_take
 
 @pytest.mark.parametrize("without_latest", [False, True])
 @pytest.mark.parametrize("name", ["step-00000010.bak", "step-00000011", "step-10", "best"])
-@pytest.mark.sampled
 def test_a_newest_checkpoint_under_another_name_is_named(name, without_latest, two):
     (two / "step-00000010").rename(two / name)
     if without_latest:
@@ -642,7 +637,6 @@ def test_an_older_save_of_the_same_step_is_not_taken_for_the_newer(two):
 
 
 @pytest.mark.parametrize("how", ["directory", "link", "pipe", "empty", "binary", "short name"])
-@pytest.mark.sampled
 def test_a_latest_that_is_no_list_of_names_is_told(how, two):
     latest = two / "latest"
     latest.unlink()

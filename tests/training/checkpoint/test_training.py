@@ -111,7 +111,6 @@ def resumed(tmp_path, before, after, oracle):
     ],
     ids=lambda layout: "-".join(map(str, layout)),
 )
-@pytest.mark.sampled
 def test_resumed_in_another_layout_losses_go_on_as_if_never_stopped(
     before, after, tmp_path, oracle
 ):
@@ -162,7 +161,6 @@ def train_grid(directory, config, layout, until, group):
     ],
     ids=["dense", "dense back", "experts", "experts back", "experts that span tp"],
 )
-@pytest.mark.sampled
 def test_all_axes_can_be_exchanged_for_others(config, before, after, tmp_path):
     """Tied embedding on two stages, one kv head on two ranks, experts, each of them saved once."""
     alone, before, after = GRIDS["one process"], GRIDS[before], GRIDS[after]
@@ -183,7 +181,6 @@ DROPOUT = {"config": CONFIG.replace(dropout=0.2), "dtype": torch.float32}
 
 @pytest.mark.parametrize("strategy", ["dp", "zero1", "zero3"])
 @pytest.mark.parametrize("optimizer", [adamw, sgd])
-@pytest.mark.sampled
 def test_resumed_on_the_same_ranks_losses_are_the_same_bit_by_bit(strategy, optimizer, tmp_path):
     """In float32 and with dropout: parameters, states and generators are all as they were."""
     how = {**DROPOUT, "optimizer": optimizer}
