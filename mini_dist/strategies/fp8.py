@@ -30,8 +30,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 def as_fp8(x: Tensor, scale: Tensor | float = 1.0, dtype: torch.dtype = E4M3) -> Tensor:
     """Return x as fp8 holds it: times scale, rounded, divided by scale. Same shape, float32.
 
-    Numbers that do not fit become the largest of the format (hardware casts saturate like this
-    when asked to; a plain cast in PyTorch makes them nan).
+    Numbers that do not fit become the largest of the format. (A plain cast in PyTorch 2.13 makes
+    them inf in E5M2.)
     """
     most = torch.finfo(dtype).max
     return (x.float() * scale).clamp(-most, most).to(dtype).float() / scale
@@ -91,6 +91,8 @@ class DelayedScale:
 
 @checks_kinds
 def fp8_matmul(x: Tensor, w: Tensor, rounded: Callable[[Tensor], Tensor] = per_tensor) -> Tensor:
-    """Multiply x [..., K] by w [N, K], both rounded: [..., N] float32. Both are rounded along K, the
-    dim that is summed, so a block's scale is the same for a whole part of the sum."""
+    """Multiply x [..., K] by w [N, K], both rounded along K, the dim that is summed.
+
+    Returns [..., N] float32.
+    """
     return rounded(x) @ rounded(w).T
