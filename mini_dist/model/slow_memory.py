@@ -7,13 +7,15 @@ traffic.
 
     memory = SlowMemory(q=q, k=k, v=v, out=torch.zeros_like(q))        # each [rows, H]
     tiled_attention(memory, tile=32)
-    memory.loaded, memory.stored, memory["out"]                        # bytes, bytes, [rows, H]
+    memory["out"], memory.moved                                        # [rows, H], bytes
 
 Letters: N rows of q, k and v, H head dim, M numbers that fit into the fast memory. (The papers
 call H d.)
 """
 
 from __future__ import annotations
+
+from collections import Counter
 
 import torch
 from torch import Tensor
@@ -24,27 +26,31 @@ from mini_dist.plan.fields import checks_kinds
 class SlowMemory:
     """Hold whole tensors, and count the bytes of rows that are copied out of them and into them.
 
-    Raises ValueError for a name or rows that are not there.
+    loaded, stored: name of a tensor -> bytes. Raises ValueError for a name or rows that are not
+    there.
     """
 
     def __init__(self, **tensors: Tensor) -> None:
         self._tensors = tensors
-        self.loaded = self.stored = 0  # bytes
+        self.loaded, self.stored = Counter(), Counter()
+
+    @property
+    def moved(self) -> int:
+        """All bytes, in both directions."""
+        return self.loaded.total() + self.stored.total()
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a whole tensor without counting: for the program around the kernel."""
-        if name not in self._tensors:
-            raise ValueError(f"{name!r} is not in memory: there are {', '.join(self._tensors)}.")
-        return self._tensors[name]
+        return self._whole(name)
 
     def num_rows(self, name: str) -> int:
-        return len(self[name])
+        return len(self._whole(name))
 
     @checks_kinds
     def load(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
         """Copy rows first to last - 1 (default: all) into fast memory: a new tensor."""
         rows = self._rows(name, first, self.num_rows(name) if last is None else last).clone()
-        self.loaded += rows.nbytes
+        self.loaded[name] += rows.nbytes
         return rows
 
     @checks_kinds
@@ -57,7 +63,7 @@ class SlowMemory:
                 f"{list(rows.shape)} and {rows.dtype}."
             )
         place.copy_(rows)
-        self.stored += rows.nbytes
+        self.stored[name] += rows.nbytes
 
     def _rows(self, name: str, first: int, last: int) -> Tensor:
         if not 0 <= first < last <= self.num_rows(name):
@@ -65,7 +71,12 @@ class SlowMemory:
                 f"{name} has rows 0 to {self.num_rows(name) - 1}: there are no rows "
                 f"{first} to {last - 1}."
             )
-        return self[name][first:last]
+        return self._whole(name)[first:last]
+
+    def _whole(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            raise ValueError(f"{name!r} is not in memory: there are {', '.join(self._tensors)}.")
+        return self._tensors[name]
 
 
 def whole_scores(memory: SlowMemory) -> None:

@@ -33,7 +33,11 @@ STORED = np.dtype("<u2")  # two bytes per token, in this order on every machine
 
 
 def next_samples(
-    position: int, batch_size: int, order: Callable[[int], Sequence[int]], group
+    position: int,
+    batch_size: int,
+    num_samples: int,
+    order: Callable[[int], Sequence[int]],
+    group,
 ) -> tuple[list[int], int]:
     """Return this rank's sample numbers in the batch at `position`, and the next position.
 
@@ -42,16 +46,13 @@ def next_samples(
     and end in the next one.
 
     position: how many samples all ranks together have had, over all epochs.
-    order: epoch -> all sample numbers in that epoch's order, the same on all ranks. Drawing an
-        order is expensive, so it is called once for each epoch that this rank's samples are in,
-        and once for epoch 0 if that is needed to know the number of samples.
+    order: epoch -> the num_samples sample numbers in that epoch's order, the same on all ranks.
+        Drawing an order is expensive, so it is called once per epoch.
     """
     rank, size = group.rank(), group.size()
     first = position + batch_size * rank // size
     last = position + batch_size * (rank + 1) // size
-    orders = {0: order(0)}
-    num_samples = len(orders[0])
-    samples = []
+    orders, samples = {}, []
     for number in range(first, last):
         epoch, index = divmod(number, num_samples)
         if epoch not in orders:
@@ -150,7 +151,9 @@ class TokenStream:
         """Return this rank's inputs and targets, each [its rows, S] int64, and the next
         position."""
         whole("position", position, at_least=0)
-        samples, after = next_samples(position, self.batch_size, self.order, self.group)
+        samples, after = next_samples(
+            position, self.batch_size, self.num_samples, self.order, self.group
+        )
         rows = np.zeros((len(samples), self.seq_len + 1), dtype=np.int64)
         for row, number in zip(rows, samples):
             row[:] = self.sample(number)

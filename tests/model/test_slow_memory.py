@@ -43,7 +43,7 @@ def test_the_traffic_is_what_the_loops_say(N, H, tile):
     for name, order in ORDERS.items():
         memory = memory_of(N, H, torch.float32)
         order(memory, tile)
-        moved[name] = (memory.loaded + memory.stored) / 4
+        moved[name] = memory.moved / 4
     assert moved == {
         "whole_scores": 4 * N * H + 4 * N * N,
         "keys_outside": 2 * N * H + T * N * (3 * H + 4),
@@ -70,3 +70,12 @@ def test_loaded_rows_are_copies():
 def test_what_is_not_there_is_refused(use, message):
     with pytest.raises(ValueError, match=message):
         use(memory_of(6, 2))
+
+
+def test_traffic_is_counted_by_name_and_direction():
+    memory = memory_of(6, 2)
+    memory.load("q", 1, 3)
+    memory.load("q")
+    memory.store("out", torch.ones(2, 2).double(), 4)
+    assert (memory.loaded, memory.stored) == ({"q": 8 * 2 * 8}, {"out": 2 * 2 * 8})
+    assert memory.moved == 8 * 20 and memory["out"].sum() == 4

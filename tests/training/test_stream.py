@@ -60,20 +60,20 @@ def test_a_folder_with_files_is_not_written_to(tmp_path):
 @pytest.mark.parametrize("position", [0, 5, 9, 20, 11 * 10**9])
 def test_the_ranks_together_have_one_process_batch(size, position):
     whole = [order(n // 11)[n % 11] for n in range(position, position + 7)]
-    came = [next_samples(position, 7, order, Ranks(rank, size)) for rank in range(size)]
+    came = [next_samples(position, 7, 11, order, Ranks(rank, size)) for rank in range(size)]
     assert [s for samples, _ in came for s in samples] == whole
     assert {after for _, after in came} == {position + 7}
     assert max(len(s) for s, _ in came) - min(len(s) for s, _ in came) <= 1
 
 
 def test_a_batch_may_be_longer_than_an_epoch():
-    samples, after = next_samples(4, 30, order, Ranks())
+    samples, after = next_samples(4, 30, 11, order, Ranks())
     assert samples == [order(n // 11)[n % 11] for n in range(4, 34)] and after == 34
 
 
 def test_an_order_is_drawn_once_in_a_call():
     drawn = []
-    next_samples(5, 20, lambda epoch: drawn.append(epoch) or order(epoch), Ranks())
+    next_samples(5, 20, 11, lambda epoch: drawn.append(epoch) or order(epoch), Ranks())
     assert sorted(drawn) == [0, 1, 2]
 
 
