@@ -114,7 +114,7 @@ def leaves_the_rest(position, batch_size, num_samples, order, group):
     return batch[group.rank() * each :][:each], position + batch_size
 
 
-@wrong_samples("One rank has 3 samples more than another")
+@wrong_samples("One rank has 2 samples more than another")
 def gives_the_rest_to_the_last(position, batch_size, num_samples, order, group):
     batch = whole(position, batch_size, num_samples, order)
     rank, each = group.rank(), max(1, batch_size // group.size())
