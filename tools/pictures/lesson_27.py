@@ -7,11 +7,10 @@ def what_it_waits_for():
     board = Board(
         820,
         250,
-        "The way of data to the arithmetic of a GPU, from left to right. Files of tokens are read "
-        "into the host's memory; batches are copied to the device's memory; tiles are copied to "
-        "fast memory beside the arithmetic units, and results go back. Below each passage stands "
-        "what helps when the device waits there: read ahead, fewer passes over memory, fewer bits "
-        "per number.",
+        "Data on the way to a GPU's arithmetic: files of tokens, batches in the host's memory, "
+        "tensors in the device's memory, tiles in fast memory, arithmetic units. Where the device "
+        "waits for data, read ahead; where it waits for memory, pass over it less often; where it "
+        "computes, use fewer bits.",
     )
     boxes = (
         (20, 130, "files\nof tokens", "#dadaeb"),
@@ -38,5 +37,11 @@ def what_it_waits_for():
     board.words(730, 232, "With fewer bits.", 13, GRAY)
     board.line(150, 180, 360, 180, color=GRAY)
     board.line(500, 180, 625, 180, color=MESSAGE)
-    board.words(405, 30, "An H100 reads 3.35 TB/s from its memory and computes 989 TFLOP/s in bf16.", 13, GRAY)
+    board.words(
+        405,
+        30,
+        "An H100 reads 3.35 TB/s from its memory and computes 989 TFLOP/s in bf16.",
+        13,
+        GRAY,
+    )
     return board
