@@ -130,7 +130,7 @@ MAY_USE = {
     "find_exchanged": "",
     "gradients_at_scale": "",
     "next_samples": "",
-    "tiled_attention": "",
+    "tiled_attention": "SlowMemory",
     "deepspeed_bytes": "",
     "rebuild": "all_gather broadcast Members",
     "patience": "check_silences",
