@@ -16,6 +16,7 @@ _FILES = (
     "all_axes",
     "asynchronous",
     "at_scale",
+    "busy",
     "clinic",
     "collectives",
     "compression",

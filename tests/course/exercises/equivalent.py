@@ -177,6 +177,10 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     "my_all_reduce": {
         "`right, left = ((rank + 1) % size, (rank - 1) % size)` after the next": "neither uses the other",
     },
+    "next_samples": {
+        "`first = position + batch_size * rank // size` after the next": "neither uses the other",
+        "`last = position + batch_size * (rank + 1) // size` after the next": "neither uses the other",
+    },
     "offsets": {
         "`beside = [i for i in place if tensors[i][1] < end and begin < tensors[i][2]]` after the next": "neither uses the other",
         "arguments 0 and 1 swapped in `lowest = max(lowest, stop)`": "max(a, b) is max(b, a)",
@@ -285,6 +289,17 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "`check_seconds(seconds)` after the next": "what cannot be is not asked for",
         "`taken = [0] * len(seconds)` after the next": "neither uses the other",
         "`heapq.heapify(done)` done twice": "a heap stays one",
+    },
+    "tiled_attention": {
+        "`out, total = (torch.zeros_like(q), q.new_zeros(len(q), 1))` after the next": "neither uses the other",
+        "`total = shrink * total + weights.sum(-1, keepdim=True)` after the next": "neither uses the other",
+        "turned round in `out, total = torch.zeros_like(q), q.new_zeros(len(q), 1)`": "zeros of either shape are broadcast in the first sum",
+        'arguments 0 and 1 swapped in `q = memory.load("q", i, min(i + tile, memory.num_rows("q")))`': "of min",
+        'arguments 0 and 1 swapped in `until = min(j + tile, memory.num_rows("k"))`': "of min",
+        "arguments 0 and 1 swapped in `before, largest = largest, torch.maximum(largest, scores.amax(-1, keepdim=True))`": "of maximum",
+        "without the sign or not in `total = shrink * total + weights.sum(-1, keepdim=True)`": "of two dims, the last is 1",
+        'without the sign or not in `scores = q @ memory.load("k", j, until).T / q.shape[-1] ** 0.5`': "of two dims, the last is 1",
+        "without the sign or not in `before, largest = largest, torch.maximum(largest, scores.amax(-1, keepdim=True))`": "of two dims, the last is 1",
     },
     "top_k_with_feedback": {
         "`everyones = all_gather(places.int(), group)` after the next": "neither uses the other",

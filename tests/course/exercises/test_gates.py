@@ -128,6 +128,8 @@ MAY_USE = {
     "order_on_hosts": "Grid uplink_bytes",
     "find_exchanged": "",
     "gradients_at_scale": "",
+    "next_samples": "",
+    "tiled_attention": "SlowMemory",
     "deepspeed_bytes": "",
     "rebuild": "all_gather broadcast Members",
     "patience": "check_silences",
