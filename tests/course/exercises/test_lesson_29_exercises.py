@@ -153,6 +153,18 @@ def sharded(group, model, make_optimizer, loss_of, mean=True, clear=True, spread
     return step
 
 
+def in_buckets_of(numbers: str):
+    """The printed solution with buckets of another size."""
+    cell = {"__name__": "__main__"}
+    exec(check.my_strategy.answer().replace("100_000_000", numbers), cell)
+    cell["my_strategy"].__name__ = f"in_buckets_of_{numbers}"
+    return cell["my_strategy"]
+
+
+strategy("complete late")(in_buckets_of("600_000_000"))
+right_strategy(in_buckets_of("50_000_000"))
+
+
 @strategy("Gradients leave when backward is over")
 def after_backward(model, make_optimizer, loss_of, group):
     return sharded(group, model, make_optimizer, loss_of)
@@ -271,7 +283,7 @@ def with_torchs_collectives(model, make_optimizer, loss_of, group):
     for bucket in modules:
         bucket = [p for p in bucket if p not in seen]
         seen.update(bucket)
-        if buckets and sum(p.numel() for p in buckets[-1]) < 2e8:
+        if buckets and sum(p.numel() for p in buckets[-1]) < 5e7:
             buckets[-1] += bucket
         elif bucket:
             buckets.append(bucket)
@@ -625,7 +637,7 @@ def by_the_librarys_zero(model, make_optimizer, loss_of, group):
     zero = ZeRO2(model, group, make_optimizer)
 
     def step(batches):
-        for number, batch in enumerate(batches):
+        for batch in batches:
             (loss_of(zero.module, batch) / len(batches)).backward()
         zero.step()
         zero.zero_grad()
