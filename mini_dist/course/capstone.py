@@ -12,11 +12,14 @@ layout stays within the dollars and the days, and for the other no layout does.
 from __future__ import annotations
 
 import math
+import os
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from random import Random
 
+from mini_dist.model.data import Batches
 from mini_dist.plan import calculators
 from mini_dist.plan.calculators import Plan, num_parameters, readable, short, step_time
 from mini_dist.plan.config import Layout, ModelConfig
@@ -74,6 +77,13 @@ class Assignment:
     @property
     def config(self) -> ModelConfig:
         return calculators.model(self.model)
+
+    @property
+    def twin(self) -> ModelConfig:
+        """Return a small model of the same kind, which trains on a laptop in a second."""
+        small = dict(num_layers=2, d_model=32, num_heads=4, num_kv_heads=2, d_ffn=64, seq_len=16)
+        small |= dict(head_dim=8, qk_norm=False)  # (our GPT has no norm of q and k)
+        return self.config.replace(vocab_size=ModelConfig().vocab_size, dropout=0.1, **small)
 
     def offer(self, name: str) -> Offer:
         """Return the offer of this name. Raises ValueError if it is not "A" or "B"."""
@@ -146,6 +156,18 @@ def drawn(name: str, told: str) -> Assignment:
         dollars = math.ceil(MARGIN * bills[good].dollars / 1000) * 1000
         if bills[bad].days > MARGIN * days or bills[bad].dollars > MARGIN * dollars:
             return Assignment(told, model, tokens, batch, days, dollars, *offers)
+
+
+class Mortal:
+    """The batches of a rank that dies when it asks for one of them, as if its machine had."""
+
+    def __init__(self, batches: Batches, dies_at: int | None):
+        self.batches, self.dies_at = batches, dies_at
+
+    def batch(self, step: int):
+        if step == self.dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.batches.batch(step)
 
 
 def record(learner: str):

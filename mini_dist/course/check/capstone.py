@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -347,25 +346,13 @@ class Twin:
         return f"{STEPS} steps, a checkpoint after every {EVERY}"
 
 
-class Mortal:
-    """The batches of a rank that dies at a certain step."""
-
-    def __init__(self, batches: Batches, dies_at: int | None):
-        self.batches, self.dies_at = batches, dies_at
-
-    def batch(self, step: int):
-        if step == self.dies_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return self.batches.batch(step)
-
-
 def twin_trial(fn, case: Twin, group):
     rank, size = group.rank(), group.size()
     model = GPT(SHAPE.replace(dropout=case.dropout), seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     tokens = torch.randint(0, 17, (12 * STEPS * 8 + 1,), generator=torch.Generator().manual_seed(1))
     batches = Batches(tokens, 12, SHAPE.seq_len, rank=rank, size=size)
-    mortal = Mortal(batches, case.kill_at if rank == size - 1 else None)
+    mortal = capstone.Mortal(batches, case.kill_at if rank == size - 1 else None)
     found = fn(model, optimizer, mortal, STEPS, EVERY, case.folder, group)
     return {int(step): float(loss) for step, loss in dict(found).items()}
 
