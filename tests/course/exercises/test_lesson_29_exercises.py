@@ -161,7 +161,7 @@ def in_buckets_of(numbers: str):
     return cell["my_strategy"]
 
 
-strategy("complete late")(in_buckets_of("600_000_000"))
+strategy("complete late")(in_buckets_of("2_000_000_000"))
 right_strategy(in_buckets_of("50_000_000"))
 
 
