@@ -23,11 +23,12 @@ from mini_dist.plan.calculators import readable
 from mini_dist.plan.config import Layout, ModelConfig
 from mini_dist.ranks.diagnose import RankError
 from mini_dist.ranks.launch import launch
+from mini_dist.ranks.older_torch import new_group
 from mini_dist.strategies import zero
 
 from .. import capstone
 from . import answers
-from .adversities import once_started, told
+from .adversities import PART, once_started, told
 from .at_scale import LARGE, large_loss
 from .engine import (
     RIGHT,
@@ -336,17 +337,24 @@ SHAPE = ModelConfig(vocab_size=17, num_layers=1, d_model=16, num_heads=2, seq_le
 
 @dataclass(frozen=True)
 class Twin:
-    """A small run. kill_at: the last rank dies when it asks for this step's batch."""
+    """A small run. kill_at: the last rank dies when it asks for this step's batch. is_part: the
+    job's first rank is not in the group."""
 
     folder: str
     dropout: float = 0.1
     kill_at: int | None = None
+    is_part: bool = False
 
     def __str__(self) -> str:
         return f"{STEPS} steps, a checkpoint after every {EVERY}"
 
 
 def twin_trial(fn, case: Twin, group):
+    if case.is_part:
+        members = new_group(range(1, group.size()))
+        if group.rank() == 0:
+            return {}
+        group = members
     rank, size = group.rank(), group.size()
     model = GPT(SHAPE.replace(dropout=case.dropout), seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -405,6 +413,13 @@ class OwnRun(Exercise):
                 "The first step's loss is one process's, later ones are not: the ranks train "
                 "apart. Average the gradients over the group."
             )
+        of_part = PART.format(n=RANKS, more=RANKS + 1, last=RANKS - 1)
+        try:
+            part = losses(RANKS + 1, "part", dropout=0.0, is_part=True)[1:]
+        except RankError as error:
+            return wrong(told(error) or f"{of_part}\n{error}")
+        if part != plain:
+            return wrong(of_part)
         return self.after_the_kill(losses, whole, folder, lines, wrong)
 
     def after_the_kill(self, losses, whole, folder: Path, lines: list[Line], wrong) -> Verdict:
