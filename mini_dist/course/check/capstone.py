@@ -302,6 +302,11 @@ def too_much(run, held: float) -> str:
             f"bfloat16 travels as {' and '.join(sorted(wide))}: more bytes than there are. Send "
             "gradients and parameters in their own dtype."
         )
+    if max((comm.nbytes for comm in sent if comm.phase == "backward"), default=0) > whole / 8:
+        return (
+            "A bucket of that size is complete late: when it leaves, little of backward is left to "
+            "hide it. Make buckets smaller."
+        )
     if held > MOST_BYTES:
         return (
             "It takes as much memory as if a rank held the optimizer's states of all parameters: "
@@ -312,11 +317,6 @@ def too_much(run, held: float) -> str:
         return (
             "Gradients leave when backward is over, and the device waits for them: let a hook, "
             "p.register_post_accumulate_grad_hook(fn), send each bucket when it is complete."
-        )
-    if max(comm.nbytes for comm in sent if comm.phase == "backward") > whole / 8:
-        return (
-            "A bucket of that size is complete late: when it leaves, little of backward is left to "
-            "hide it. Make buckets smaller."
         )
     if len(sent) > 60:
         return (
