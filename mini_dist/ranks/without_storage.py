@@ -24,13 +24,14 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .ledger.counting import kernel_of
 from .ledger.group import DoneWork, RecordingGroup
@@ -123,7 +124,10 @@ class Silent:
         self.fake = fake
 
     def __getattr__(self, method: str):
-        return getattr(self.fake, method)
+        call = getattr(self.fake, method)
+        if "gather" in method or "scatter" in method or "to_all" in method:
+            return partial(unseen, call)
+        return call
 
     def allreduce(self, tensors, options):
         self.fake.allreduce(tensors, options)
@@ -133,6 +137,13 @@ class Silent:
         for tensor in tensors:
             tensor.zero_()  # what arrives on the host is alike in every run
         return self.fake.recv(tensors, source, tag)
+
+
+def unseen(call, *args):
+    """Call a collective of the fake group. It copies what a rank sends to itself, and that copy is
+    no kernel of the program's, nor a read of what the collective fills."""
+    with _disable_current_modes():
+        return call(*args)
 
 
 class OneDevice(TorchDispatchMode):

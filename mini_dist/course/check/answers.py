@@ -11,6 +11,8 @@ from mini_dist import collectives
 from mini_dist.collectives import (
     all_gather,
     all_reduce,
+    begin_all_gather_,
+    begin_reduce_scatter,
     exchange,
     ops,
     ring_all_gather,
@@ -24,7 +26,7 @@ from mini_dist.model.loss import IGNORE_INDEX, TokenLoss, token_loss
 from mini_dist.plan.config import Layout
 from mini_dist.plan.schedule import build
 from mini_dist.strategies import context_parallel as cp
-from mini_dist.strategies.data_parallel import Bucketed
+from mini_dist.strategies.data_parallel import Bucketed, Overlapped
 from mini_dist.strategies.pipeline import Pipeline, cut_gpt
 from mini_dist.strategies.tensor_parallel import (
     GPT_PLAN,
@@ -36,6 +38,8 @@ from mini_dist.strategies.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 from mini_dist.strategies.tensor_parallel.ideas import find_rows
+from mini_dist.strategies.train import train_step
+from mini_dist.training.checkpoint import Training
 
 
 def my_all_reduce(x, group):
@@ -267,3 +271,107 @@ def gradients_at_scale(model, batches, loss_of, group):
     for p, work in under_way.items():
         work.wait()
         p.grad /= group.size()
+
+
+def my_plan():
+    cut = dict(dp=64, tp=2, sequence_parallel=True, zero=1)
+    return "Ada Lovelace", "B", Layout(micro_batch_size=2, num_micro_batches=8, **cut)
+
+
+def my_strategy(model, make_optimizer, loss_of, group):
+    rank, size = group.rank(), group.size()
+    buckets, bucket_of = [[]], {}
+    for p in reversed(list(model.parameters())):  # backward completes the last ones first
+        if sum(q.numel() for q in buckets[-1]) > 100_000_000:
+            buckets.append([])
+        buckets[-1].append(p)
+        bucket_of[p] = len(buckets) - 1
+
+    def flat(tensors):
+        x = torch.cat([tensor.flatten() for tensor in tensors])
+        return torch.nn.functional.pad(x, (0, -len(x) % size))
+
+    shards = [flat(p.detach() for p in bucket).chunk(size)[rank].clone() for bucket in buckets]
+    optimizer = make_optimizer(shards)
+
+    def step(batches):
+        missing, under_way = [len(bucket) for bucket in buckets], {}
+
+        def ready(p):
+            n = bucket_of[p]
+            missing[n] -= 1
+            if not missing[n]:  # the bucket leaves, and backward goes on
+                under_way[n] = begin_reduce_scatter(flat(q.grad for q in buckets[n]), group)
+                for q in buckets[n]:
+                    q.grad = None
+
+        *earlier, last = batches
+        for batch in earlier:
+            (loss_of(model, batch) / len(batches)).backward()
+        hooks = [p.register_post_accumulate_grad_hook(ready) for p in bucket_of]
+        (loss_of(model, last) / len(batches)).backward()
+        for hook in hooks:
+            hook.remove()
+        for n, work in under_way.items():
+            shards[n].grad = work.wait() / size
+        optimizer.step()
+        arriving = []
+        for shard in shards:
+            shard.grad = None
+            whole = shard.new_empty(size * len(shard))
+            whole.chunk(size)[rank].copy_(shard)
+            arriving.append(begin_all_gather_(whole, group))
+        for bucket, work in zip(buckets, arriving):
+            sizes = [p.numel() for p in bucket]
+            for p, part in zip(bucket, work.wait()[: sum(sizes)].split(sizes)):
+                p.data.copy_(part.view_as(p))
+
+    return step
+
+
+def my_training(model, optimizer, batches, steps, every, folder, group):
+    model, losses = Overlapped(model, group), {}
+    training = Training(model, optimizer, group)
+    saved = training.resume(folder)
+    for step in range(saved.step if saved else 0, steps):
+        losses[step] = train_step(model, optimizer, [batches.batch(step)]).loss.item()
+        if (step + 1) % every == 0:
+            training.save(folder, step + 1)
+    return losses
+
+
+def two_faults(record):
+    went, found = record.went, []
+    shares = [
+        {part: seconds / step for part, seconds in parts.items()}
+        for parts, step in zip(went.seconds, went.step)
+    ]
+
+    # What the ranks have read, seen and kept.
+    read = [{sample for step in steps for sample in step.samples} for steps in record.steps]
+    shared = [sum(len(mine & other) for other in read) - len(mine) for mine in read]
+    if any(shared):
+        found.append(("unsynchronised seeds", shared.index(max(shared))))
+    losses = [max(step.loss for step in steps) for steps in record.steps]
+    if max(losses) > 20 * min(losses):
+        found.append(("bad shard", losses.index(max(losses))))
+    grows = [steps[-1].held > 2 * steps[1].held for steps in record.steps]
+    if any(grows):
+        found.append(("memory leak", None if all(grows) else grows.index(True)))
+
+    # Where the time went: one cause at most.
+    counts = [len(steps[0].samples) for steps in record.steps]
+    odd = [rank for rank, count in enumerate(counts) if counts.count(count) == 1]
+    data = [share["data"] > 0.15 for share in shares]
+    waits = [share["waiting"] for share in shares]
+    if odd and len({*counts}) > 1:
+        found.append(("another batch size", odd[0]))
+    elif any(data):
+        found.append(("input stall", None if all(data) else data.index(True)))
+    elif max(waits) > 0.15:
+        found.append(("straggler", waits.index(min(waits))))
+    elif min(share["communication"] for share in shares) > 0.25:
+        found.append(("buckets too small", None))
+    elif min(share["host"] for share in shares) > 0.15:
+        found.append(("host sync", None))
+    return found

@@ -46,7 +46,8 @@ DISEASES = {
 
 @dataclass(frozen=True)
 class Sick:
-    """What a run suffers from, on which rank (None: on all), how much; and how large it is."""
+    """What a run suffers from, on which rank (None: on all), how much; and how large it is. `also`:
+    a second disease, of which only the name, the rank and the strength count."""
 
     disease: str
     rank: int | None = None
@@ -54,6 +55,12 @@ class Sick:
     much: float = 2.0
     batch: int = 8
     steps: int = 12
+    also: Sick | None = None
+
+    def on(self, rank: int) -> dict[str, float]:
+        """Return what this rank suffers from, and how much."""
+        both = [self, self.also] if self.also else [self]
+        return {each.disease: each.much for each in both if each.rank in (None, rank)}
 
 
 @dataclass
@@ -164,11 +171,11 @@ class Unhurried(Clock):
 def train(sick: Sick, folder: Path, group) -> None:
     """Data parallelism, overlapped with backward, as one rank lives it."""
     rank, size = group.rank(), group.size()
-    here = sick.disease if sick.rank in (None, rank) else "healthy"
+    here = sick.on(rank)
     savers = dist.new_group(list(range(size)))  # as a checkpoint has a group of its own
-    batch = round(sick.batch * sick.much) if here == "another batch size" else sick.batch
-    slow = sick.much if here == "straggler" else 1.0
-    pieces = 16 if here == "buckets too small" else 1  # messages per layer
+    batch = round(sick.batch * here.get("another batch size", 1.0))
+    slow = here.get("straggler", 1.0)
+    pieces = 16 if "buckets too small" in here else 1  # messages per layer
     work = slow * batch / 8
     device, network, loader = (EmulatedDevice(Unhurried()) for _ in range(3))
     truth = torch.linspace(-1, 1, LAYERS * WIDTH, dtype=torch.float64)
@@ -180,23 +187,23 @@ def train(sick: Sick, folder: Path, group) -> None:
             asked = host
 
             # Data: loaded in the background while the step before runs.
-            load = LOAD * (1 + sick.much * 2 if here == "input stall" else 1)
+            load = LOAD * (1 + 2 * here.get("input stall", 0.0))
             there = loader.run(load, loader.free, "load")
             host = max(host, there) + HOST
             if there > max(asked, device.free):
                 spans.append(Span("data", "data", max(asked, device.free), there))
             samples = draw(sick, here, rank, size, step, batch)
             inputs, targets = rows(samples, truth)
-            if here == "bad shard" and step == sick.steps // 2:
-                targets = targets * (15 * sick.much)
+            if "bad shard" in here and step == sick.steps // 2:
+                targets = targets * (15 * here["bad shard"])
 
             # Forward and backward. Their gradients leave layer by layer, the last layer first.
             for layer in range(LAYERS):
                 spans.append(computed(device, f"forward {layer}", work * FORWARD, host))
             error = inputs @ weights - targets
             loss, gradient = error.square().mean(), 2 * inputs.T @ error / len(samples)
-            if here == "memory leak":
-                kept.append(inputs * sick.much)  # as a loss that is kept with its graph
+            if "memory leak" in here:
+                kept.append(inputs * here["memory leak"])  # as a loss that is kept with its graph
             leave = []  # when the gradient of each layer is ready to
             for layer in reversed(range(LAYERS)):
                 spans.append(computed(device, f"backward {layer}", work * BACKWARD, host))
@@ -208,7 +215,7 @@ def train(sick: Sick, folder: Path, group) -> None:
 
             # The end of the step, and now and then a look at the loss, for which the host waits.
             spans.append(Span("program", "region", ended, device.free))
-            if here == "host sync" or step % 5 == 4:
+            if "host sync" in here or step % 5 == 4:
                 spans.append(Span("loss.item()", "sync", host, device.free))
                 host = device.free
             told = Step(loss.item(), samples, weights.sum().item(), 0)
@@ -217,16 +224,16 @@ def train(sick: Sick, folder: Path, group) -> None:
             line = {"told": vars(told), "step": (ended, device.free), "spans": spans}
             file.write(json.dumps(line) + "\n")
             ended = device.free
-            if here == "save on one rank" and step == sick.steps // 2:
+            if "save on one rank" in here and step == sick.steps // 2:
                 everyones = [torch.empty_like(weights) for _ in range(size)]
                 options = AllgatherOptions()
                 options.asyncOp = False  # this rank goes on when it is over
                 savers.allgather([everyones], [weights], options).wait()
 
 
-def draw(sick: Sick, here: str, rank: int, size: int, step: int, batch: int) -> list[int]:
+def draw(sick: Sick, here: dict, rank: int, size: int, step: int, batch: int) -> list[int]:
     """This rank's samples: rows of an order that all ranks draw alike, if their seeds are."""
-    seed = 1 + rank if here == "unsynchronised seeds" else 0
+    seed = 1 + rank if "unsynchronised seeds" in here else 0
     widest = 64  # no batch is larger, so that ranks never meet
     order = torch.randperm(
         size * widest * sick.steps, generator=torch.Generator().manual_seed(seed)
