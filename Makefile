@@ -39,7 +39,7 @@ update: $(INSTALLED)
 # Three parts, all run, one status: the library, then the tests that need the machine to themselves,
 # then the notebooks. SAMPLE takes an eighth of the cases of each test, and another eighth after
 # each commit; `make test-all` runs every case. A third of the time tests wait (for deadlines, for
-# ranks that sleep), so three workers keep two cores busy.
+# ranks that sleep), so three workers keep two cores busy. Notebooks compute more: two workers.
 PYTEST := $(BIN)/python -m pytest
 WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 SAMPLE := --sample
@@ -54,7 +54,7 @@ test: $(INSTALLED)
 	  if [ -n "$$alone" ]; then $(PYTEST) -m alone $(SAMPLE) $$alone || status=1; fi; \
 	fi; \
 	if [ -n "$(filter notebooks,$(PART))" ]; then \
-	  $(PYTEST) $(WORKERS) $(NBVAL) notebooks || status=1; \
+	  $(PYTEST) -n 2 --dist loadfile $(NBVAL) notebooks || status=1; \
 	fi; \
 	exit $$status
 
