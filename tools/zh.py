@@ -4,6 +4,7 @@
     python tools/zh.py extract NAME ...     write or update the catalog of a lesson
     python tools/zh.py sheet NAME           print what is still to be translated, numbered
     python tools/zh.py fill NAME FILE       put a filled sheet into the catalog
+    python tools/zh.py show NAME            print the Chinese notebook as Markdown, to read it
     python tools/zh.py check [NAME ...]     report what breaks the rules of lessons/zh/STYLE.md
 
 A catalog is a gettext file. Its messages are the paragraphs, headings, list items, tables and alt
@@ -57,7 +58,8 @@ CHINESE = "\u4e00-\u9fff"
 
 @dataclass(frozen=True)
 class Message:
-    """A text to translate, and what it is: "", heading, item, table, picture, comment, string."""
+    """A text to translate, and what it is: "" for a paragraph, or heading, item, table, picture,
+    formula, comment, string."""
 
     text: str
     kind: str = ""
@@ -85,7 +87,9 @@ def pieces_of_markdown(source):
                 while end < len(lines) and not lines[end].rstrip().endswith(fence):
                     end += 1
                 end += 1
-            pieces.append("".join(lines[at:end]))
+            block = "".join(lines[at:end])
+            named = fence == "$$" and re.search(r"\\text\{[^}]*[A-Za-z]{2}", block)
+            pieces += stripped(block, "formula") if named else [block]
         elif not line.strip():
             pieces.append(line)
         elif picture := re.fullmatch(r"(!\[)([^\]]+)(\]\([^)]+\)\s*)", line):
@@ -126,7 +130,7 @@ def text_pieces(text, kind):
         shown = shown.replace(", ", "，").replace(". ", "。")
         rest = text[len(minutes[0]) :].removesuffix("*")
         return ["*", Rewritten(minutes[1], shown), *text_pieces(rest, kind), "*"]
-    return [Message(text, kind)] if has_words(text) else [text]
+    return [Message(text, kind)] if kind == "formula" or has_words(text) else [text]
 
 
 def has_words(text):
@@ -136,7 +140,13 @@ def has_words(text):
 
 @cache
 def glossary():
-    """{English word: its Chinese}, without what else is said; a Latin word stands for itself."""
+    """{English word: its Chinese} of docs/glossary.md, without what else is said."""
+    return {word: each[0] for word, each in accepted().items()}
+
+
+@cache
+def accepted():
+    """{English word: (its Chinese, shorter forms of it)}; what else is said is not accepted."""
     words = {}
     for line in (ROOT / "docs/glossary.md").read_text(encoding="utf-8").splitlines():
         if line.startswith("| ") and not line.startswith(("| word", "| ---")):
@@ -144,7 +154,9 @@ def glossary():
             names = [word.strip() for word in english_words.split(",")]
             split = [each.strip() for each in re.sub(r" \([^)]*\)", "", chinese).split("、")]
             same = split if len(split) == len(names) else [split[0]] * len(names)
-            words |= dict(zip(names, same))
+            others = "、".join(re.findall(r"\(([^)]*)\)", chinese)).split("、")
+            for name, first in zip(names, same):
+                words[name] = (first, *(each for each in others if each and each in first))
     return words
 
 
@@ -174,10 +186,10 @@ def pieces_of_code(source):
     def place(row, column):  # (ast counts bytes)
         return starts[row - 1] + len(lines[row - 1].encode()[:column].decode())
 
-    found = []
-    for node in strings_read(tree):
+    found, column = [], []
+    for node, role in strings_read(tree):
         span = place(node.lineno, node.col_offset), place(node.end_lineno, node.end_col_offset)
-        found.append((*span, String(source[slice(*span)], node)))
+        found.append((*span, String(source[slice(*span)], node, role, column)))
     found += comments(source, starts)
     pieces, at = [], 0
     for begin, end, piece in sorted(found, key=lambda each: each[0]):
@@ -187,13 +199,18 @@ def pieces_of_code(source):
 
 
 def strings_read(tree):
-    """The nodes of docstrings, and of strings that are arguments of SAYS."""
+    """(node, role) of docstrings, of strings that SAYS shows, and of a table's head and title."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node):
-            yield node.body[0].value
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in SAYS:
-            said = node.args[SAYS[node.func.id]]
-            yield from (each for each in said if is_text(each) and has_words(template(each)))
+            yield node.body[0].value, "docstring"
+        name = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
+        said = node.args[SAYS[name]] if name in SAYS else []
+        if name == "Table":
+            said = [*getattr(node.args[0], "elts", []), *node.args[2:]]
+        for each in said:
+            if is_text(each) and has_words(template(each)):
+                first = name == "print" and each is node.args[0] and len(node.args) > 1
+                yield each, "label" if first else "table" if name == "Table" else "said"
 
 
 def is_text(node):
@@ -216,17 +233,28 @@ def template(node):
 
 
 class String:
-    """A string of a cell. Spaces at its end align what follows, so they are no part of its text."""
+    """A string of a cell. role: "label" is what a print shows before its values.
 
-    def __init__(self, source, node):
+    Labels of a cell may have spaces at their ends, up to a common column. The spaces are no part of
+    the text, and the Chinese labels get a column of their own.
+    """
+
+    kind = "string"
+
+    def __init__(self, source, node, role, column):
         self.source, self.is_template = source, isinstance(node, ast.JoinedStr)
-        self.whole = template(node)
-        self.text, self.kind = self.whole.rstrip(" "), "string"
+        self.whole, self.role = template(node), role
+        self.text = self.whole.rstrip(" ") if role == "label" else self.whole
+        self.column = column
+        if role == "label" and not self.is_template:
+            column.append(self)
 
     def shown(self, chinese):
-        """The text, with spaces up to the column where the English one ends."""
-        room = len(self.whole) - len(self.text)
-        return chinese + " " * (room and max(1, width(self.whole) - width(chinese)))
+        """The text in Chinese, with spaces up to the column if the English labels have one."""
+        text = chinese[self.text]
+        if self not in self.column or all(each.text == each.whole for each in self.column):
+            return text + self.whole[len(self.text) :]
+        return text + " " * (max(width(chinese.get(e.text, e.text)) for e in self.column) - width(text))
 
     def in_source(self, chinese):
         text = self.shown(chinese).replace("\\", "\\\\")
@@ -248,9 +276,10 @@ class Comment:
 
     def in_source(self, chinese):
         if len(self.lines) == 1:
-            return f"# {chinese}"
+            return f"# {chinese[self.text]}"
         indent = re.match(r"\s*", self.lines[1])[0]
-        return f"\n{indent}".join(f"# {line}" for line in folded(chinese, 96 - len(indent)))
+        lines = folded(chinese[self.text], 96 - len(indent))
+        return f"\n{indent}".join(f"# {line}" for line in lines)
 
 
 def comments(source, starts):
@@ -343,6 +372,8 @@ def translations(path):
 
 
 def write(path, catalog):
+    for message in catalog:
+        message.flags &= {"fuzzy"}  # (babel takes formulas for Python's format strings)
     file = io.BytesIO()
     write_po(file, catalog, width=0, omit_header=True, ignore_obsolete=True, include_previous=True)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -411,7 +442,7 @@ def build(lesson, root=ROOT):
             said = [p for p in pieces_of(original) if isinstance(p, String) and p.text in chinese]
             cell.source = "".join(code_piece(each, chinese) for each in pieces_of(original))
             for output in cell.outputs:
-                translate_output(output, said, chinese)
+                translate_output(output, original.source, said, chinese)
     if english.navigation(lesson, root):
         notebook.cells[-1].source = navigation(lesson, root)
     missing = sum(text not in chinese for text in messages(lesson))
@@ -448,7 +479,7 @@ def markdown_piece(piece, chinese):
 def code_piece(piece, chinese):
     if isinstance(piece, str):
         return piece
-    return piece.in_source(chinese[piece.text]) if piece.text in chinese else piece.source
+    return piece.in_source(chinese) if piece.text in chinese else piece.source
 
 
 def relink(markdown, lesson, root):
@@ -482,31 +513,37 @@ def navigation(lesson, root):
 # ---- outputs: what a cell printed, in the words of its translated strings -------------------------
 
 
-def translate_output(output, said, chinese):
-    """Replace what the cell's strings and the library printed in English; numbers stay."""
-    library = Messages(CATALOG)
+def translate_output(output, source, said, chinese):
+    """Replace what the cell's strings and the library said in English; values stay.
 
-    def line(text):
+    The library's own words are looked up where it says them in the learner's language: in a cell
+    with a prediction or an exercise. Of a table only the HTML changes, which is what is shown.
+    """
+    library = Messages(CATALOG) if re.search(r"\b(reveal|predict|check\.\w+)\(", source) else None
+
+    def printed(text):
         for string in said:
-            text = spoken(string, chinese[string.text], text)
-        return library.said(text)
-
-    def lines(text):
-        return "".join(line(each) for each in re.split(r"(\n)", text))
+            if string.role != "table":
+                text = spoken(string, chinese, text)
+        return library.said(text) if library else text
 
     def page(text):
+        heads = {s.text: chinese[s.text] for s in said if s.role == "table"}
+
         def between(found):
-            return html.escape(lines(html.unescape(found[0])), quote="&#x27;" in found[0])
+            plain_text = html.unescape(found[0])
+            shown = heads.get(plain_text) or printed(plain_text)
+            return found[0] if shown == plain_text else html.escape(shown)
 
         return re.sub(r"(?<=>)[^<>]+(?=<)", between, text)
 
     if output.output_type == "stream" and output.name == "stdout":
-        output.text = lines(output.text)
+        output.text = printed(output.text)
     data = output.get("data", {})
     if "text/markdown" in data or any("<svg" in str(value) for value in data.values()):
         return  # source of the library, or a picture
-    for kind, change in (("text/plain", lines), ("text/html", page)):
-        if kind in data:
+    for kind, change in (("text/plain", printed), ("text/html", page)):
+        if kind in data and "<img" not in data[kind]:
             data[kind] = change(data[kind])
 
 
@@ -523,25 +560,33 @@ def repr_of(text):
     return '"""' + text.replace("\\", "\\\\").replace('"', '\\"') + '"""'
 
 
-def spoken(string, chinese, text):
-    """A printed line with one string of the cell in Chinese, its values as they were printed."""
+def patterns(string):
+    """Regular expressions of how a string of a cell is printed: up to the end of its line, or
+    before other values."""
     if not string.is_template:
-        edge = r"\b" if string.text[-1].isalnum() else ""
-        room = " *" if string.whole != string.text else ""
-        pattern = rf"(?<!\w){re.escape(string.text)}{edge}{room}"
-        return re.sub(pattern, lambda _: string.shown(chinese), text, count=1)
+        edge = r"(?!\w)" if string.text[-1].isalnum() else ""
+        return [rf"(?<!\w){re.escape(string.whole)}{edge}"]
     parts, literal = parts_of(string.whole)
-    pattern = "".join(
-        re.escape(part) if is_literal else "(.+?)" for part, is_literal in zip(parts, literal)
-    )
-    found = re.fullmatch(pattern + "( .*)?", text)
-    if not found:
-        return text
-    names = [part for part, is_literal in zip(parts, literal) if not is_literal]
-    values = dict(zip(names, found.groups()))
-    wanted, literal = parts_of(string.shown(chinese))
-    shown = [part if is_literal else values[part] for part, is_literal in zip(wanted, literal)]
-    return "".join(shown) + (found.groups()[-1] or "")
+    body = "".join(re.escape(p) if is_literal else "(.+?)" for p, is_literal in zip(parts, literal))
+    return [rf"(?m)(?:^|(?<=\s)){body}{end}" for end in ("$", "(?= )")]
+
+
+def spoken(string, chinese, text):
+    """A printed text with one string of the cell in Chinese, its values as they were printed."""
+
+    def translated(found):
+        if not string.is_template:
+            return string.shown(chinese)
+        names = [part for part, is_literal in zip(*parts_of(string.whole)) if not is_literal]
+        values = dict(zip(names, found.groups()))
+        wanted = zip(*parts_of(string.shown(chinese)))
+        return "".join(part if is_literal else values[part] for part, is_literal in wanted)
+
+    for each in patterns(string):
+        text, number = re.subn(each, translated, text)
+        if number:
+            break
+    return text
 
 
 # ---- checks ----------------------------------------------------------------------------------------
@@ -558,22 +603,27 @@ ORDINARY = set(
 
 @cache
 def instead():
-    """{what nobody writes here: what is written}, the second table of lessons/zh/STYLE.md."""
+    """{what nobody writes here: what is written}, from a table of lessons/zh/STYLE.md."""
     text = (ROOT / "lessons/zh/STYLE.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| ([^|]+) \| 不写 ([^|]+) \|", text, re.M)
+    rows = re.findall(r"^\| ([^|]+) \| 不写：([^|]+) \|", text, re.M)
     return {wrong: right for right, many in rows for wrong in many.split("、")}
 
 
 def plain(text):
     """A text without code, formulas, addresses and emphasis; X stands for code and formulas."""
     text = re.sub(r"`[^`]*`|\$[^$]*\$|\{[^{}]*\}", "X", text)
+    text = re.sub(r"([。：？！])\*\* ", r"\1", text)  # (CommonMark asks for this space)
     return re.sub(r"\*+|!?\[|\]\([^)]*\)|\]|https?://\S+", "", text)
 
 
 def faults(text, chinese, kind=""):
     """What is wrong with one translation, a sentence each."""
     said = plain(chinese)
-    if kind != "string":
+    if kind == "formula":
+        bare = [re.sub(r"\\text\{[^}]*\}", "", each) for each in (text, chinese)]
+        if bare[0] != bare[1]:
+            yield r"a formula may change in \text{...} only"
+    elif kind != "string":
         for name, pattern in (
             ("formulas", r"\$[^$]+\$"),
             ("code", r"`[^`]+`"),
@@ -584,7 +634,7 @@ def faults(text, chinese, kind=""):
                 yield f"{name}: {sorted((have - want).elements())} here and not in English, " + (
                     f"{sorted((want - have).elements())} in English only"
                 )
-    elif sorted(values_of(text)) != sorted(values_of(chinese)):
+    elif "{" in text and sorted(values_of(text)) != sorted(values_of(chinese)):
         yield f"values: {values_of(chinese)} here, {values_of(text)} in English"
     if not re.search("illion|thousand|dozen", text):
         digits = set(re.findall(r"\d+(?:\.\d+)?", plain(text)))
@@ -619,23 +669,44 @@ def values_of(text):
 def terms_missing(text, chinese):
     """Words of the glossary in the English text whose Chinese is not in the translation."""
     bare = re.sub(r"[-_\s]+", " ", plain(text).lower())
-    for word, right in sorted(glossary().items(), key=lambda each: -len(each[0])):
+    for word, right in sorted(accepted().items(), key=lambda each: -len(each[0])):
         if word.lower() in ORDINARY:
             continue
         pattern = rf"(?<!\w){re.escape(re.sub(r'[-_]', ' ', word.lower()))}(?:s|es)?(?!\w)"
         bare, number = re.subn(pattern, "~", bare)  # (so that a longer word is not two)
-        accepted = {right.split(" ")[0] if re.match(r"[A-Za-z]", right) else right, word}
-        if number and not any(each.lower() in chinese.lower() for each in accepted):
-            yield f"term: {word} is {right}"
+        if number and not any(each.lower() in chinese.lower() for each in (word, *right)):
+            yield f"term: {word} is {right[0]}"
 
 
 def check(lesson, root=ROOT):
     """What is wrong in a lesson's catalog, a line each."""
-    kinds = messages(lesson)
-    for text, chinese in translations(catalog_of(lesson, root)).items():
+    kinds, done = messages(lesson), translations(catalog_of(lesson, root))
+    for text, chinese in done.items():
         if text in kinds:
             for fault in faults(text, chinese, kinds[text]):
                 yield f"{lesson.stem}: {fault}\n    {chinese[:90]}"
+    for text in printed_in_english(lesson, done, root):
+        yield f"{lesson.stem}: a cell prints this in another way, so its output stays English: {text}"
+
+
+def printed_in_english(lesson, done, root=ROOT):
+    """Strings that are translated in a cell and still English in the output below it."""
+    if not done:
+        return
+    cells = {cell.id: cell for cell in build(lesson, root).cells}
+    original = nbformat.read(english.notebook_of(lesson, root), as_version=4).cells
+    for cell in original:
+        if cell.cell_type != "code":
+            continue
+        before, after = (
+            "".join(o.get("text", "") for o in each.outputs if o.output_type == "stream")
+            for each in (cell, cells[cell.id])
+        )
+        for piece in pieces_of_code(cell.source):
+            if isinstance(piece, String) and done.get(piece.text, piece.text) != piece.text:
+                literal = max(re.split(r"\{[^{}]*\}", piece.text), key=len).strip()
+                if literal in before and literal in after:
+                    yield piece.text
 
 
 @dataclass(frozen=True)
@@ -712,12 +783,14 @@ def main(argv=None):
     elif options.what == "fill" and len(chosen) == 1:
         number = fill(chosen[0], Path(filled).read_text(encoding="utf-8"))
         print(f"{number} texts are in {catalog_of(chosen[0]).relative_to(ROOT)}")
+    elif options.what == "show" and len(chosen) == 1:
+        print(jupytext.writes(build(chosen[0]), fmt="md"))
     elif options.what == "check":
         found = [line for lesson in chosen for line in check(lesson)]
         print("\n".join([*found, f"{len(found)} faults"]))
         return int(bool(found))
     else:
-        parser.error("build, check [NAME ...], extract NAME ..., sheet NAME or fill NAME FILE")
+        parser.error("build, check, extract NAME ..., sheet NAME, fill NAME FILE or show NAME")
     return 0
 
 

@@ -5,9 +5,10 @@ English is the source and the fallback. A catalog (language_zh.po, gettext) has 
     msgid "Right with {before}. With {where}: {hint}"
     msgstr "{before}时是对的。{where}时：{hint}"
 
-What stands in braces can be anything, {n:d} a number, {name:w} a word without spaces. It is looked
-up in turn, so a sentence may hold another one. Code says its sentences in English and passes them
-through `said` where a learner reads them. Errors stay English: people search for them.
+A field in braces fits anything, {n:d} a number, {name:w} a word without spaces. What it fits is
+looked up in turn, so a sentence may hold another one; {value:v} fits anything and leaves it as it is.
+The library makes its sentences in English and passes them through `said` where a learner reads
+them. Errors stay English, because people search for them.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from pathlib import Path
 
 CATALOG = Path(__file__).with_name("language_zh.po")
 LANGUAGES = {"en": "English", "zh": "中文"}
-KINDS = {"d": r"[-+]?\d[\d,.]*", "w": r"\S+", "": r".+?"}
-FIELD = re.compile(r"\{(\w+)(?::([dw]))?\}")
+KINDS = {"d": r"[-+]?\d[\d,.]*", "w": r"\S+", "v": r".+?", "": r".+?"}
+FIELD = re.compile(r"\{(\w+)(?::([dwv]))?\}")
 
 
 class Messages:
@@ -31,7 +32,11 @@ class Messages:
         with path.open("rb") as file:
             found = [m for m in read_po(file) if m.id and m.string and not m.fuzzy]
         self.exact = {m.id: m.string for m in found if not FIELD.search(m.id)}
-        self.templates = [(pattern(m.id), m.string) for m in found if FIELD.search(m.id)]
+        self.templates = [
+            (pattern(m.id), {name for name, kind in FIELD.findall(m.id) if not kind}, m.string)
+            for m in found
+            if FIELD.search(m.id)
+        ]
 
     def said(self, text: str) -> str:
         """Translate a text, line by line; what no message fits stays English."""
@@ -40,10 +45,11 @@ class Messages:
     def said_in_line(self, text: str) -> str:
         if text in self.exact:
             return self.exact[text]
-        for wanted, chinese in self.templates:
+        for wanted, inner, translation in self.templates:
             if found := wanted.fullmatch(text):
-                values = {name: self.said_in_line(each) for name, each in found.groupdict().items()}
-                return chinese.format(**values)
+                values = found.groupdict()
+                values |= {name: self.said_in_line(values[name]) for name in inner}
+                return translation.format(**values)
         return text
 
 

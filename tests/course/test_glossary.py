@@ -32,7 +32,7 @@ def test_the_words_of_a_lesson_are_in_the_glossary(lesson):
         for word in words.split(","):
             assert word.strip() in WORDS, f"{word.strip()!r} is not in docs/glossary.md"
             known = re.findall(r"[^()、]+", WORDS[word.strip()][1])
-            for each in translation.split("、"):  # (the first or what else is said)
+            for each in filter(None, translation.split("、")):  # (or what else is said)
                 assert each in [one.strip() for one in known], f"{word.strip()}: {each}, {known}"
 
 

@@ -101,7 +101,7 @@ class Verdict:
     @property
     def title(self) -> str:
         mark = {RIGHT: "✓", WRONG: "✗", LIBRARY: "·"}[self.state]
-        return f"{mark} {self.name}: {said(self.state)}"
+        return said(f"{mark} {self.name}: {self.state}")
 
     def table(self) -> Table:
         rows = [
