@@ -375,7 +375,7 @@ def write(path, catalog):
     for message in catalog:
         message.flags &= {"fuzzy"}  # (babel takes formulas for Python's format strings)
     file = io.BytesIO()
-    write_po(file, catalog, width=0, omit_header=True, ignore_obsolete=True, include_previous=True)
+    write_po(file, catalog, width=0, omit_header=True, ignore_obsolete=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(HEADER + file.getvalue().decode().strip() + "\n", encoding="utf-8")
 
@@ -383,17 +383,30 @@ def write(path, catalog):
 def extract(lesson, root=ROOT):
     """Bring the catalog up to date with its lesson.
 
-    A translation whose English has changed is kept as fuzzy, with the former English next to it.
+    A translation whose English has changed is kept as fuzzy, with the former English above it.
     """
     fresh = Catalog()
     for text, kind in messages(lesson).items():
         fresh.add(text, auto_comments=[kind] if kind else [])
     catalog = read(catalog_of(lesson, root))
+    before = {message.id: former(message) for message in catalog if message.id}
     catalog.update(fresh)
     ordered = Catalog(locale="zh_CN")
     for text in messages(lesson):
-        ordered[text] = catalog[text]
+        message = ordered[text] = catalog[text]
+        if message.fuzzy:
+            changed = message.previous_id[0] if message.previous_id else ""
+            message.auto_comments.append(WAS + (before.get(text) or changed))
     write(catalog_of(lesson, root), ordered)
+
+
+WAS = "before: "  # (babel does not read what gettext has for this, the lines that begin with #|)
+
+
+def former(message):
+    """The English text to which a fuzzy translation belongs; "" of another message."""
+    found = "".join(f"{line} " for line in message.auto_comments).partition(WAS)
+    return found[2].strip()
 
 
 # ---- sheets: a way to translate many messages without writing gettext's escapes -------------------
@@ -401,12 +414,17 @@ def extract(lesson, root=ROOT):
 NUMBER = re.compile(r"^=== (\d+)(?: .*)?\n", re.M)
 
 
-def sheet(lesson, root=ROOT, everything=False):
-    """The messages that are not translated, under their numbers in the lesson."""
-    known = {} if everything else translations(catalog_of(lesson, root))
-    found = enumerate(messages(lesson).items(), 1)
-    shown = [(n, text, kind) for n, (text, kind) in found if text not in known]
-    return "\n".join(f"=== {n} {kind}".rstrip() + f"\n{text}\n" for n, text, kind in shown)
+def sheet(lesson, root=ROOT):
+    """The messages that are not translated, under their numbers in the lesson. Below a text that
+    has changed stands what it was, and how that was translated."""
+    known, catalog = translations(catalog_of(lesson, root)), read(catalog_of(lesson, root))
+    shown = []
+    for number, (text, kind) in enumerate(messages(lesson).items(), 1):
+        if text not in known:
+            shown += [f"=== {number} {kind}".rstrip(), text, ""]
+            if text in catalog and catalog[text].fuzzy:
+                shown += ["--- before:", former(catalog[text]), catalog[text].string, ""]
+    return "\n".join(shown)
 
 
 def fill(lesson, filled, root=ROOT):
@@ -418,8 +436,9 @@ def fill(lesson, filled, root=ROOT):
         if not 1 <= int(number) <= len(texts):
             raise ValueError(f"=== {number}: {lesson.stem} has messages 1 to {len(texts)}")
         message = catalog[texts[int(number) - 1]]
-        message.string, message.previous_id = chinese.strip(), []
+        message.string = chinese.strip()
         message.flags.discard("fuzzy")
+        message.auto_comments = [*filter(None, [messages(lesson)[message.id]])]
     write(catalog_of(lesson, root), catalog)
     return len(parts) // 2
 
