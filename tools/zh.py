@@ -73,7 +73,7 @@ class Rewritten:
     chinese: str
 
 
-# ---- from a cell to messages -----------------------------------------------------------------------
+# ---- from a cell to messages ---------------------------------------------------------------------
 # The pieces of a cell are strings, which stay as they are, and texts; joined they are the cell.
 
 
@@ -81,7 +81,7 @@ def pieces_of_markdown(source):
     pieces, lines, at = [], source.splitlines(keepends=True), 0
     while at < len(lines):
         line, end = lines[at], at + 1
-        if line.startswith("```") or line.startswith("$$"):
+        if line.startswith(("```", "$$")):
             fence = line[:3] if line.startswith("```") else "$$"
             if fence == "```" or line.count("$$") < 2:
                 while end < len(lines) and not lines[end].rstrip().endswith(fence):
@@ -254,7 +254,8 @@ class String:
         text = chinese[self.text]
         if self not in self.column or all(each.text == each.whole for each in self.column):
             return text + self.whole[len(self.text) :]
-        return text + " " * (max(width(chinese.get(e.text, e.text)) for e in self.column) - width(text))
+        column = max(width(chinese.get(each.text, each.text)) for each in self.column)
+        return text + " " * (column - width(text))
 
     def in_source(self, chinese):
         text = self.shown(chinese).replace("\\", "\\\\")
@@ -315,7 +316,7 @@ def folded(text, columns):
     return lines
 
 
-# ---- lessons and catalogs --------------------------------------------------------------------------
+# ---- lessons and catalogs ------------------------------------------------------------------------
 
 
 @cache
@@ -409,7 +410,7 @@ def former(message):
     return found[2].strip()
 
 
-# ---- sheets: a way to translate many messages without writing gettext's escapes -------------------
+# ---- sheets: a way to translate many messages without writing gettext's escapes ------------------
 
 NUMBER = re.compile(r"^=== (\d+)(?: .*)?\n", re.M)
 
@@ -443,7 +444,7 @@ def fill(lesson, filled, root=ROOT):
     return len(parts) // 2
 
 
-# ---- the notebook ----------------------------------------------------------------------------------
+# ---- the notebook --------------------------------------------------------------------------------
 
 LANGUAGE_CELL = 'import mini_dist\n\nmini_dist.language("zh")  # 提示和判定用中文显示'
 
@@ -523,13 +524,11 @@ def navigation(lesson, root):
         known = translations(catalog_of(lesson.with_name(f"{stem}.md"), root))
         return f"[{arrow or ''}{known.get(title, title)}{back or ''}]({stem}.ipynb)"
 
-    links = re.sub(
-        r"\[(← )?(.*?)( →)?\]\((\w+)\.ipynb\)", titled, english.navigation(lesson, root)
-    )
+    links = re.sub(r"\[(← )?(.*?)( →)?\]\((\w+)\.ipynb\)", titled, english.navigation(lesson, root))
     return "---\n" + relink(links, lesson, root)
 
 
-# ---- outputs: what a cell printed, in the words of its translated strings -------------------------
+# ---- outputs: what a cell printed, in the words of its translated strings ------------------------
 
 
 def translate_output(output, source, said, chinese):
@@ -608,9 +607,9 @@ def spoken(string, chinese, text):
     return text
 
 
-# ---- checks ----------------------------------------------------------------------------------------
+# ---- checks --------------------------------------------------------------------------------------
 
-# Words of the glossary that are ordinary English words too; which one is meant, only a reader knows.
+# Words of the glossary that are ordinary English words too: which one is meant, a reader knows.
 ORDINARY = set(
     "launch push pull send receive root reduce round unit block code combine capacity dropped "
     "group tree chunk axis draft ring lane schedule gather scatter stage segment elastic fencing "
@@ -705,7 +704,7 @@ def check(lesson, root=ROOT):
             for fault in faults(text, chinese, kinds[text]):
                 yield f"{lesson.stem}: {fault}\n    {chinese[:90]}"
     for text in printed_in_english(lesson, done, root):
-        yield f"{lesson.stem}: a cell prints this in another way, so its output stays English: {text}"
+        yield f"{lesson.stem}: leave this in English, as its output cannot be changed: {text}"
 
 
 def printed_in_english(lesson, done, root=ROOT):
@@ -755,12 +754,12 @@ def is_fresh(lesson, root=ROOT):
     return path.exists() and path.read_text(encoding="utf-8") == text_of(build(lesson, root))
 
 
-# ---- the command -----------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 
 
 def build_all(chosen, root):
     found = {lesson: count(lesson, root) for lesson in chosen}
-    for lesson, so_far in found.items():
+    for lesson in found:
         if catalog_of(lesson, root).exists():
             path = notebook_of(lesson, root)
             path.parent.mkdir(parents=True, exist_ok=True)
