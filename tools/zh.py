@@ -39,7 +39,7 @@ from markdown_it import MarkdownIt
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]
 
-from mini_dist.course.language import CATALOG, Messages  # noqa: E402
+from mini_dist.course import language  # noqa: E402
 from tools import build_notebooks as english  # noqa: E402
 
 MARK = "〔待译〕"  # before an English text that stands in for its translation
@@ -54,6 +54,7 @@ msgstr ""
 # Functions that show their arguments to a learner, and which of them are texts.
 SAYS = {"print": slice(None), "fold": slice(None), "predict": slice(1), "reveal": slice(0, 3, 2)}
 CHINESE = "\u4e00-\u9fff"
+MARKDOWN = MarkdownIt()
 
 
 @dataclass(frozen=True)
@@ -330,7 +331,12 @@ def cells_of(lesson):
 
 
 def pieces_of(cell):
-    return (pieces_of_markdown if cell.cell_type == "markdown" else pieces_of_code)(cell.source)
+    return pieces_in(cell.source, cell.cell_type)
+
+
+@cache
+def pieces_in(source, cell_type):
+    return (pieces_of_markdown if cell_type == "markdown" else pieces_of_code)(source)
 
 
 def messages(lesson):
@@ -369,7 +375,13 @@ def read(path):
 
 def translations(path):
     """{English: Chinese} of a catalog, without what is stale (fuzzy) or empty."""
-    return {m.id: m.string for m in read(path) if m.id and m.string and not m.fuzzy}
+    return translations_in(path.read_bytes()) if path.exists() else {}
+
+
+@cache
+def translations_in(content):
+    catalog = read_po(io.BytesIO(content), locale="zh_CN", abort_invalid=True)
+    return {m.id: m.string for m in catalog if m.id and m.string and not m.fuzzy}
 
 
 def write(path, catalog):
@@ -453,18 +465,23 @@ def build(lesson, root=ROOT):
     """The Chinese notebook of a lesson, from its catalog and its English notebook."""
     notebook = copy.deepcopy(nbformat.read(english.notebook_of(lesson, root), as_version=4))
     chinese, source = translations(catalog_of(lesson, root)), cells_of(lesson)
+    translated = {
+        english.notebook_of(each, root): notebook_of(each, root)
+        for each in english.lessons(root)
+        if catalog_of(each, root).exists()
+    }
     before = len(notebook.cells) - len(source) - bool(english.navigation(lesson, root))
     for cell, original in zip(notebook.cells[before:], source):
         if cell.cell_type == "markdown":
             text = "".join(markdown_piece(each, chinese) for each in pieces_of(original))
-            cell.source = relink(english.relink(text, lesson, root), lesson, root)
+            cell.source = relink(english.relink(text, lesson, root), lesson, translated, root)
         else:
             said = [p for p in pieces_of(original) if isinstance(p, String) and p.text in chinese]
             cell.source = "".join(code_piece(each, chinese) for each in pieces_of(original))
             for output in cell.outputs:
                 translate_output(output, original.source, said, chinese)
     if english.navigation(lesson, root):
-        notebook.cells[-1].source = navigation(lesson, root)
+        notebook.cells[-1].source = navigation(lesson, translated, root)
     missing = sum(text not in chinese for text in messages(lesson))
     first = notebook.cells[before]
     title, _, rest = first.source.partition("\n")
@@ -502,30 +519,25 @@ def code_piece(piece, chinese):
     return piece.in_source(chinese) if piece.text in chinese else piece.source
 
 
-def relink(markdown, lesson, root):
-    """Links as seen from notebooks/zh/: to the Chinese notebook where there is one."""
+def relink(markdown, lesson, translated, root):
+    """Links as seen from notebooks/zh/. translated: {English notebook: its Chinese one}."""
     home, here = english.notebook_of(lesson, root).parent, notebook_of(lesson, root).parent
-    chinese = {
-        english.notebook_of(each, root): notebook_of(each, root)
-        for each in english.lessons(root)
-        if catalog_of(each, root).exists()
-    }
 
     def moved(link):
         target = Path(os.path.normpath(home / link[2]))
-        return link[1] + Path(os.path.relpath(chinese.get(target, target), here)).as_posix()
+        return link[1] + Path(os.path.relpath(translated.get(target, target), here)).as_posix()
 
     return re.sub(r'(\]\(|src=")(?![a-z]+:|#|/)([^)#"\s]+)', moved, markdown)
 
 
-def navigation(lesson, root):
+def navigation(lesson, translated, root):
     def titled(link):
         arrow, title, back, stem = link.groups()
         known = translations(catalog_of(lesson.with_name(f"{stem}.md"), root))
         return f"[{arrow or ''}{known.get(title, title)}{back or ''}]({stem}.ipynb)"
 
     links = re.sub(r"\[(← )?(.*?)( →)?\]\((\w+)\.ipynb\)", titled, english.navigation(lesson, root))
-    return "---\n" + relink(links, lesson, root)
+    return "---\n" + relink(links, lesson, translated, root)
 
 
 # ---- outputs: what a cell printed, in the words of its translated strings ------------------------
@@ -537,7 +549,8 @@ def translate_output(output, source, said, chinese):
     The library's own words are looked up where it says them in the learner's language: in a cell
     with a prediction or an exercise. Of a table only the HTML changes, which is what is shown.
     """
-    library = Messages(CATALOG) if re.search(r"\b(reveal|predict|check\.\w+)\(", source) else None
+    speaks = re.search(r"\b(reveal|predict|check\.\w+)\(", source)
+    library = language.messages() if speaks else None
 
     def printed(text):
         for string in said:
@@ -667,7 +680,7 @@ def faults(text, chinese, kind=""):
     for found in re.findall(r" [，。；：、？！（）“”]|[，。；：、？！（）][ ](?=\S)", said):
         yield f"no space beside Chinese punctuation: {found!r}"
     if kind not in ("string", "comment", "picture") and "*" in text:
-        shown = MarkdownIt().renderInline(re.sub(r"`[^`]*`|\$[^$]*\$", "X", chinese))
+        shown = MARKDOWN.renderInline(re.sub(r"`[^`]*`|\$[^$]*\$", "X", chinese))
         if re.search(r"\*(?! )", shown):
             yield "emphasis that no page shows: put （English） and punctuation outside of ** **"
     for wrong, right in instead().items():
@@ -687,13 +700,18 @@ def values_of(text):
 def terms_missing(text, chinese):
     """Words of the glossary in the English text whose Chinese is not in the translation."""
     bare = re.sub(r"[-_\s]+", " ", plain(text).lower())
-    for word, right in sorted(accepted().items(), key=lambda each: -len(each[0])):
-        if word.lower() in ORDINARY:
-            continue
-        pattern = rf"(?<!\w){re.escape(re.sub(r'[-_]', ' ', word.lower()))}(?:s|es)?(?!\w)"
-        bare, number = re.subn(pattern, "~", bare)  # (so that a longer word is not two)
-        if number and not any(each.lower() in chinese.lower() for each in (word, *right)):
-            yield f"term: {word} is {right[0]}"
+    for word, spelled, right in terms():
+        if spelled in bare:
+            bare, number = re.subn(rf"(?<!\w){re.escape(spelled)}(?:s|es)?(?!\w)", "~", bare)
+            if number and not any(each.lower() in chinese.lower() for each in (word, *right)):
+                yield f"term: {word} is {right[0]}"
+
+
+@cache
+def terms():
+    """(word, how it is spelled here, its Chinese), the longest first: they hold shorter ones."""
+    found = [(w, re.sub("[-_]", " ", w.lower()), right) for w, right in accepted().items()]
+    return sorted((each for each in found if each[0] not in ORDINARY), key=lambda w: -len(w[0]))
 
 
 def check(lesson, root=ROOT):
