@@ -16,7 +16,6 @@ the Chinese notebook shows it in English with a mark.
 
 import argparse
 import ast
-import copy
 import hashlib
 import html
 import io
@@ -463,7 +462,7 @@ LANGUAGE_CELL = 'import mini_dist\n\nmini_dist.language("zh")  # 提示和判定
 
 def build(lesson, root=ROOT):
     """The Chinese notebook of a lesson, from its catalog and its English notebook."""
-    notebook = copy.deepcopy(nbformat.read(english.notebook_of(lesson, root), as_version=4))
+    notebook = notebook_in(english.notebook_of(lesson, root))
     chinese, source = translations(catalog_of(lesson, root)), cells_of(lesson)
     translated = {
         english.notebook_of(each, root): notebook_of(each, root)
@@ -730,8 +729,7 @@ def printed_in_english(lesson, done, root=ROOT):
     if not done:
         return
     cells = {cell.id: cell for cell in build(lesson, root).cells}
-    original = nbformat.read(english.notebook_of(lesson, root), as_version=4).cells
-    for cell in original:
+    for cell in notebook_in(english.notebook_of(lesson, root)).cells:
         if cell.cell_type != "code":
             continue
         before, after = (
@@ -762,9 +760,13 @@ def count(lesson, root=ROOT):
     return Count(len(wanted), sum(text in done for text in wanted), fuzzy + gone)
 
 
+def notebook_in(path):
+    """The notebook in a file, which the build has validated."""
+    return nbformat.v4.reads_json(path.read_text(encoding="utf-8"))
+
+
 def text_of(notebook):
-    written = nbformat.writes(notebook)
-    return written if written.endswith("\n") else written + "\n"
+    return nbformat.v4.writes_json(notebook) + "\n"
 
 
 def is_fresh(lesson, root=ROOT):

@@ -2,6 +2,7 @@
 without a mark."""
 
 import ast
+import functools
 import html
 import re
 from collections import Counter
@@ -19,10 +20,11 @@ CHINESE = [lesson for lesson in LESSONS if zh.catalog_of(lesson).exists()]
 each_translated = pytest.mark.parametrize("lesson", CHINESE, ids=lambda path: path.stem)
 
 
+@functools.cache
 def both(lesson):
     """(English cell, Chinese cell) of everything but the cell that chooses the language."""
-    here = nbformat.read(english.notebook_of(lesson, ROOT), as_version=4).cells
-    there = nbformat.read(zh.notebook_of(lesson), as_version=4).cells
+    here = zh.notebook_in(english.notebook_of(lesson, ROOT)).cells
+    there = zh.notebook_in(zh.notebook_of(lesson)).cells
     setting = [cell for cell in there if cell.source == zh.LANGUAGE_CELL]
     assert len(setting) == 1 and setting[0].outputs == []
     return list(zip(here, [cell for cell in there if cell not in setting], strict=True))
@@ -43,6 +45,7 @@ def test_the_pieces_of_a_lesson_are_all_of_it(lesson):
 def test_a_chinese_notebook_is_fresh(lesson):
     """Fails? `make zh` builds it again, without running a cell."""
     assert zh.is_fresh(lesson), f"run `make zh`: {zh.notebook_of(lesson)} is out of date"
+    nbformat.validate(zh.notebook_in(zh.notebook_of(lesson)))
 
 
 class WithoutWords(ast.NodeTransformer):
