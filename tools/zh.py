@@ -134,7 +134,7 @@ def text_pieces(text, kind):
 
 
 def has_words(text):
-    bare = re.sub(r"`[^`]*`|\$[^$]*\$|\]\([^)]*\)|https?://\S+", "", text)
+    bare = re.sub(r"`[^`]*`|\$[^$]*\$|\{[^{}]*\}|\]\([^)]*\)|https?://\S+", "", text)
     return re.search(r"[A-Za-z]{2}", bare) is not None
 
 
@@ -232,6 +232,19 @@ def template(node):
     return text
 
 
+def as_written(source):
+    """The text of an f-string with its values as the cell has them; None if quotes or nested braces
+    leave more than one reading."""
+    literal = re.compile(r"(f?)\"((?:[^\"\\{}]|\{[^{}\"\\]*\})*)\"\s*")
+    text, at = "", 0
+    while at < len(source):
+        found = literal.match(source, at)
+        if not found or (not found[1] and "{" in found[2]):
+            return None
+        text, at = text + found[2], found.end()
+    return text
+
+
 class String:
     """A string of a cell. role: "label" is what a print shows before its values.
 
@@ -243,7 +256,8 @@ class String:
 
     def __init__(self, source, node, role, column):
         self.source, self.is_template = source, isinstance(node, ast.JoinedStr)
-        self.whole, self.role = template(node), role
+        written = as_written(source) if self.is_template else None
+        self.whole, self.role = written or template(node), role
         self.text = self.whole.rstrip(" ") if role == "label" else self.whole
         self.column = column
         if role == "label" and not self.is_template:
@@ -597,8 +611,9 @@ def patterns(string):
         edge = r"(?!\w)" if string.text[-1].isalnum() else ""
         return [rf"(?<!\w){re.escape(string.whole)}{edge}"]
     parts, literal = parts_of(string.whole)
-    body = "".join(re.escape(p) if is_literal else "(.+?)" for p, is_literal in zip(parts, literal))
-    return [rf"(?m)(?:^|(?<=\s)){body}{end}" for end in ("$", "(?= )")]
+    body = "".join(re.escape(p) if is_literal else "(.*?)" for p, is_literal in zip(parts, literal))
+    ends = ["$", "(?=[ :])", *[""] * literal[-1]]
+    return [rf"(?m)(?:^|(?<=\s)){body}{end}" for end in ends]
 
 
 def spoken(string, chinese, text):
@@ -720,8 +735,29 @@ def check(lesson, root=ROOT):
         if text in kinds:
             for fault in faults(text, chinese, kinds[text]):
                 yield f"{lesson.stem}: {fault}\n    {chinese[:90]}"
+    for text in predictions_lost(lesson, done):
+        yield f"{lesson.stem}: reveal() would not find the prediction {text!r}"
     for text in printed_in_english(lesson, done, root):
         yield f"{lesson.stem}: leave this in English, as its output cannot be changed: {text}"
+
+
+def predictions_lost(lesson, done):
+    """Names of predictions that no reveal() of the Chinese notebook would find."""
+    names = {"predict": [], "reveal": []}
+    for cell in cells_of(lesson):
+        tree = ast.parse(cell.source) if cell.cell_type == "code" and "(" in cell.source else None
+        for node in ast.walk(tree) if tree and re.search("predict|reveal", cell.source) else ():
+            call = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
+            if call in names and is_text(node.args[0]):
+                source = ast.get_source_segment(cell.source, node.args[0])
+                names[call].append(String(source, node.args[0], "said", []))
+    for predicted in names["predict"]:
+        revealed = {
+            spoken(each, done, predicted.text) for each in names["reveal"] if each.text in done
+        }
+        name = done.get(predicted.text, predicted.text)
+        if name != predicted.text and name not in revealed:
+            yield predicted.text
 
 
 def printed_in_english(lesson, done, root=ROOT):
@@ -737,7 +773,8 @@ def printed_in_english(lesson, done, root=ROOT):
             for each in (cell, cells[cell.id])
         )
         for piece in pieces_of_code(cell.source):
-            if isinstance(piece, String) and done.get(piece.text, piece.text) != piece.text:
+            changed = isinstance(piece, String) and done.get(piece.text, piece.text) != piece.text
+            if changed and piece.role != "table":
                 literal = max(re.split(r"\{[^{}]*\}", piece.text), key=len).strip()
                 if literal in before and literal in after:
                     yield piece.text
