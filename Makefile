@@ -6,6 +6,7 @@
 #   make test PART=plan         one room of the library, or several (ls tests), or PART=notebooks
 #   make test-all               every case and every round: hours
 #   make notebooks              rebuild the notebooks whose lesson changed
+#   make zh                     rebuild the Chinese notebooks; what is missing or stale in Chinese
 #   make site                   the course as web pages, in out/site; open index.html (wants npm)
 #   make check                  ruff on code and notebooks; import-linter: rooms import downwards only
 #   make frameworks             DeepSpeed, Megatron, torchtitan, torchft, JAX and Ray in .venv-frameworks,
@@ -28,7 +29,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SITE_INSTALLED := $(VENV)/.installed-site
 
-.PHONY: lab update test test-all notebooks site site-tools check everywhere frameworks torchtitan
+.PHONY: lab update test test-all notebooks zh site site-tools check everywhere frameworks torchtitan
 
 lab: $(INSTALLED)
 	$(BIN)/python -m mini_dist lab $(LAB_ARGS)
@@ -61,10 +62,14 @@ test: $(INSTALLED)
 test-all: SAMPLE := --long
 test-all: test
 
-NBVAL := --nbval-lax --nbval-current-env --nbval-cell-timeout=90
+# (The cells of the Chinese notebooks are those of the English ones: tests/course/test_zh.py.)
+NBVAL := --nbval-lax --nbval-current-env --nbval-cell-timeout=90 --ignore=notebooks/zh
 
 notebooks: $(INSTALLED)
 	$(BIN)/python tools/build_notebooks.py
+
+zh: $(INSTALLED)
+	$(BIN)/python tools/zh.py
 
 # Nothing is executed: pages show the outputs that notebooks/ keep. Warnings end the build.
 site: site-tools

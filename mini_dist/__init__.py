@@ -47,7 +47,7 @@ _NAMES = {
     "ranks.ledger.hosts": "seconds_on",
     "ranks.hosts": "Hosts hosts_of",
     "training.all_axes": "parallelize",
-    "course.learner": "progress",
+    "course.learner": "language progress",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 

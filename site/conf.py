@@ -123,6 +123,27 @@ This page shows a finished run. To run and change it yourself, use `make lab` an
 """
 
 
+TO_RUN_IN_CHINESE = """
+```{{tip}}
+本页展示一次运行的结果。想亲手运行和修改，请用 `make lab`，然后打开 `{path}`{or_in_binder}。
+```
+"""
+
+
+def in_the_other_language(path):
+    """A link from a lesson to its Chinese page, if it has one. (A Chinese page links by itself.)"""
+    name = path.removeprefix("notebooks/")
+    chinese = ROOT / "notebooks/zh" / name
+    if not chinese.exists():
+        return []
+    return [f"[中文]({os.path.relpath(chinese, (ROOT / path).parent)})"]
+
+
+def set_language(app, pagename, templatename, context, doctree):
+    if pagename.startswith("notebooks/zh/"):
+        context["language"] = "zh-CN"
+
+
 def or_in_binder(path):
     return f", or [in Binder]({BINDER}?urlpath=lab/tree/{path})" if BINDER else ""
 
@@ -136,9 +157,11 @@ def prepare(app, docname, source):
     path = f"{docname}.ipynb"
     notebook = json.loads(source[0])
     paragraphs = "".join(notebook["cells"][0]["source"]).split("\n\n")
-    paragraphs.insert(
-        2, TO_RUN.format(path=path, or_in_binder=or_in_binder(path))
-    )  # below the title and the minutes
+    to_run = TO_RUN_IN_CHINESE if docname.startswith("notebooks/zh/") else TO_RUN
+    paragraphs.insert(  # below the title and the minutes
+        2, to_run.format(path=path, or_in_binder=or_in_binder(path))
+    )
+    paragraphs[1:1] = in_the_other_language(path)
     notebook["cells"][0]["source"] = "\n\n".join(paragraphs)
     for cell in notebook["cells"]:
         tags = cell["metadata"].setdefault("tags", [])
@@ -169,4 +192,5 @@ def setup(app):
     app.connect("builder-inited", write_library)
     app.connect("autodoc-process-docstring", as_markdown)
     app.connect("source-read", prepare)
+    app.connect("html-page-context", set_language)
     app.connect("build-finished", copy_mathjax)

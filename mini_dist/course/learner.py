@@ -2,6 +2,7 @@
 
     mini_dist.progress()             # shows it, and says where the file is (mini-dist progress)
     mini_dist.progress(keep=False)   # forgets it, and keeps nothing from now on
+    mini_dist.language("zh")         # verdicts, predictions and this table in Chinese
 
 Only a notebook of the course that a person has opened keeps anything: tests, nbval, papermill and
 CI run the same cells and leave no trace. Nothing is ever sent; who wants to hands the file in.
@@ -26,6 +27,7 @@ from mini_dist.plan.fields import checks_kinds
 from mini_dist.plan.tables import Markup, escaped, html_table
 
 from . import working_copy
+from .language import LANGUAGES, said
 from .working_copy import NOTEBOOKS
 
 FOLDER, FILE = ".mini_dist", "mini_dist-progress.json"  # in the learner's home, for nobody else
@@ -100,6 +102,8 @@ def readable(found: object) -> dict:
     }
     if not isinstance(record.get("off", False), bool):
         del record["off"]
+    if record.get("language", "en") not in (*LANGUAGES,):
+        del record["language"]
     return record
 
 
@@ -197,6 +201,31 @@ def note(guess: tuple[str, object] | None = None, verdict: tuple[str, bool] | No
     change(edit)
 
 
+# ---- the language --------------------------------------------------------------------------------
+
+_chosen = []  # in this process; the last one counts
+
+
+@checks_kinds
+def language(name: str | None = None) -> str:
+    """Choose the language in which the library speaks to a learner, and return it.
+
+    name: "en" or "zh"; None asks only. In a notebook that a person has open the choice is kept with
+    the progress, and the next notebook begins with it; elsewhere it holds for this process. Errors
+    stay English. Raises ValueError for a language that the library does not speak.
+    """
+    if name is not None:
+        if name not in LANGUAGES:
+            spoken = " or ".join(f'"{each}"' for each in LANGUAGES)
+            raise ValueError(f"the library does not speak {name!r}; choose {spoken}")
+        _chosen[:] = [name]
+        if open_notebook():
+            change(lambda record: None if record.get("off") else record.update(language=name))
+    elif not _chosen:
+        _chosen[:] = [read()[0].get("language", "en") if open_notebook() else "en"]
+    return _chosen[-1]
+
+
 # ---- what is shown -------------------------------------------------------------------------------
 
 
@@ -219,12 +248,13 @@ class Progress:
 
     def where(self) -> str:
         if not self.kept:
-            return "Nothing is kept. mini_dist.progress(keep=True) begins again."
-        damaged = "" if self.whole else " Part of the file cannot be read, and is not shown."
-        return (
+            return said("Nothing is kept. mini_dist.progress(keep=True) begins again.")
+        where = (
             f"Kept as {FOLDER}/{FILE} in your home, and sent nowhere; progress(keep=False) ends "
-            f"that.{damaged}"
+            "that."
         )
+        damaged = "" if self.whole else "Part of the file cannot be read, and is not shown."
+        return " ".join(filter(None, [said(where), said(damaged)]))
 
     def __repr__(self) -> str:
         opened = [row for row in self.rows if row.opened]
@@ -236,16 +266,17 @@ class Progress:
         for row in opened:
             done = f"{row.right} of {row.exercises} right" if row.exercises else "no exercise"
             lines.append(f"  {row.lesson:32} {row.opened}  {done:12}  {row.guesses} guesses")
-        return "\n".join([*lines, self.where()])
+        return "\n".join([*map(said, lines), self.where()])
 
     def _repr_html_(self) -> str:
         rows = [
-            (row.lesson, self.bar(row), f"{row.right} of {row.exercises}", row.guesses or "")
+            (row.lesson, self.bar(row), said(f"{row.right} of {row.exercises}"), row.guesses or "")
             for row in self.rows
         ]
         styles = [f"opacity:{1 if row.opened else 0.5}" for row in self.rows]
         sides = ["left", "right", "right", "right"]
-        table = html_table(rows, ["lesson", "", "right", "guesses"], sides=sides, styles=styles)
+        head = [said(word) for word in ("lesson", "", "right", "guesses")]
+        table = html_table(rows, head, sides=sides, styles=styles)
         return f"{table}<p>{escaped(self.where())}</p>"
 
     def bar(self, row: Row) -> Markup:

@@ -27,6 +27,7 @@ from numbers import Real
 from pathlib import Path
 
 from . import learner
+from .language import said
 
 # ---- show ----------------------------------------------------------------------------------------
 
@@ -226,7 +227,7 @@ def predict(name, value=None):
     _guesses[name] = value
     if value is not None:
         learner.note(guess=(str(name), value))
-        print(f"noted: {name} = {_format(value)}")
+        print(said(f"noted: {name} = {_format(value)}"))
 
 
 def reveal(name, measured, unit="", how="measured"):
@@ -249,7 +250,7 @@ def reveal(name, measured, unit="", how="measured"):
         percent = 1 if "%" in f"{name}{unit}" else 0.01
         meant = _number(guess, percent) if _is_number(measured) else guess
         line += f", your guess {_format(guess)}{unit}: {_verdict(meant, measured)}"
-    print(line)
+    print(said(line))
 
 
 def _verdict(guess, measured):
@@ -328,7 +329,7 @@ def raises(kind):
         sys.stdout.flush()  # earlier output must appear first
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
     else:
-        print(f"{kind.__name__} was expected here, but nothing was raised.")
+        print(said(f"{kind.__name__} was expected here, but nothing was raised."))
 
 
 # ---- calm ----------------------------------------------------------------------------------------
@@ -340,9 +341,8 @@ def calm(holds: bool, rule: str) -> None:
     The learner runs the cell again; our build runs the notebook again, and finally refuses it.
     """
     if not holds:
-        print(
-            f"A busy machine has spoilt these times: {rule} does not hold. Run the cell once more."
-        )
+        spoilt = f"A busy machine has spoilt these times: {rule} does not hold."
+        print(said(f"{spoilt} Run the cell once more."))
 
 
 # ---- long cells ----------------------------------------------------------------------------------
@@ -384,7 +384,8 @@ class Clock:
         from tqdm import tqdm
 
         form = "{desc} for {elapsed}"
-        with tqdm(desc="This cell has been running", bar_format=form, leave=False) as shown:
+        running = said("This cell has been running")
+        with tqdm(desc=running, bar_format=form, leave=False) as shown:
             while not done.wait(1):
                 shown.refresh()
 

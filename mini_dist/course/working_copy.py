@@ -67,12 +67,16 @@ def beside(shipped: Path, work: Path) -> list[str]:
 
 
 def belongs(path: Path, name: Path) -> bool:
-    """Whether the notebook in a file is the one that the course calls `name`."""
+    """Whether the notebook in a file is the one that the course calls `name`.
+
+    A translated notebook is in a folder with the name of its language: "zh/12_pipeline.ipynb".
+    """
     try:
-        lesson = json.loads(path.read_bytes())["metadata"]["mini_dist"]["lesson"]
+        stamp = json.loads(path.read_bytes())["metadata"]["mini_dist"]
+        lesson = Path(stamp["lesson"]).relative_to("lessons")
+        return name == Path(stamp.get("language", ""), lesson).with_suffix(".ipynb")
     except (OSError, ValueError, KeyError, TypeError, RecursionError):  # anything may lie there
         return False
-    return lesson == f"lessons/{name.with_suffix('.md').as_posix()}"
 
 
 def digest(content: bytes) -> str:

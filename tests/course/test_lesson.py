@@ -33,7 +33,7 @@ def test_show_prints_the_whole_source_of_what_it_is_given(capsys):
     show(reveal)
     printed = capsys.readouterr().out
     assert printed.startswith("# mini_dist/course/lesson.py\ndef reveal(name")
-    assert printed.rstrip().endswith("print(line)")
+    assert printed.rstrip().endswith("print(said(line))")
 
 
 def test_show_takes_classes_methods_modules_and_several_at_once(capsys):

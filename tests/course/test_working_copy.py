@@ -216,7 +216,8 @@ def test_a_folder_without_the_course_and_a_file_in_the_copy_s_place_are_refused(
 def test_every_notebook_that_is_built_belongs_to_the_course():
     lessons = sorted(
         path.relative_to(ROOT / "lessons").with_suffix(".ipynb").as_posix()
-        for path in [*(ROOT / "lessons").glob("[0-9]*.md"), *(ROOT / "lessons/labs").glob("*.md")]
+        for folder in ("lessons", "lessons/zh")
+        for path in [*(ROOT / folder).glob("[0-9]*.*"), *(ROOT / folder / "labs").glob("*.*")]
     )
     assert working_copy.notebooks() == lessons
 

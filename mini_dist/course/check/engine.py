@@ -24,6 +24,7 @@ from mini_dist.ranks.launch import RankError, Run
 
 from .. import learner
 from ..draw.svg import near_ink
+from ..language import said
 from ..lesson import show_to_paste, to_paste
 from .adversities import mistake_in, once_started, told
 from .form import mistake_of_form, stays_inside
@@ -100,22 +101,23 @@ class Verdict:
     @property
     def title(self) -> str:
         mark = {RIGHT: "✓", WRONG: "✗", LIBRARY: "·"}[self.state]
-        return f"{mark} {self.name}: {self.state}"
+        return said(f"{mark} {self.name}: {self.state}")
 
     def table(self) -> Table:
         rows = [
-            (line.what, str(line.measured), str(line.expected), line.mark) for line in self.lines
+            (said(line.what), said(str(line.measured)), said(str(line.expected)), line.mark)
+            for line in self.lines
         ]
-        return Table(["", "measured", "expected", ""], rows)
+        return Table(["", said("measured"), said("expected"), ""], rows)
 
     def __repr__(self) -> str:
         parts = [self.title, str(self.table())] if self.lines else [self.title]
-        return "\n".join([*parts, *([self.hint] if self.hint else [])])
+        return "\n".join([*parts, *([said(self.hint)] if self.hint else [])])
 
     def _repr_html_(self) -> str:
         color = {RIGHT: "#2e7d32", WRONG: "#c62828", LIBRARY: "#666666"}[self.state]
         table = self.table()._repr_html_() if self.lines else ""
-        hint = f"<p>{html.escape(self.hint)}</p>" if self.hint else ""
+        hint = f"<p>{html.escape(said(self.hint))}</p>" if self.hint else ""
         title = html.escape(self.title)
         style = f"color:{color};color:{near_ink(color)};font-weight:bold"
         return f"<p style='{style}'>{title}</p>{table}{hint}"
@@ -283,7 +285,7 @@ class Exercise:
         """Print the first hint, or a later one that says more."""
         if not 1 <= level <= len(self._hints):
             raise ValueError(f"{self.name} has hints 1 to {len(self._hints)}, not {level}")
-        print(self._hints[level - 1])
+        print(said(self._hints[level - 1]))
 
     def skeleton(self) -> None:
         """Print the frame of a solution, with gaps."""

@@ -1,0 +1,75 @@
+"""What the library says to a learner, in the learner's language: verdicts, predictions, progress.
+
+English is the source and the fallback. A catalog (language_zh.po, gettext) has the other words:
+
+    msgid "Right with {before}. With {where}: {hint}"
+    msgstr "{before}时是对的。{where}时：{hint}"
+
+A field in braces fits anything, {n:d} a number, {name:w} a word without spaces. What it fits is
+looked up in turn, so a sentence may hold another one; {value:v} fits anything and stays as it is.
+The library makes its sentences in English and passes them through `said` where a learner reads
+them. Errors stay English, because people search for them.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+
+CATALOG = Path(__file__).with_name("language_zh.po")
+LANGUAGES = {"en": "English", "zh": "中文"}
+KINDS = {"d": r"[-+]?\d[\d,.]*", "w": r"\S+", "v": r".+?", "": r".+?"}
+FIELD = re.compile(r"\{(\w+)(?::([dwv]))?\}")
+
+
+class Messages:
+    """The sentences of a catalog. `said` returns a sentence in its language, or as it came."""
+
+    def __init__(self, path: Path):
+        from babel.messages.pofile import read_po
+
+        with path.open("rb") as file:
+            found = [m for m in read_po(file) if m.id and m.string and not m.fuzzy]
+        self.exact = {m.id: m.string for m in found if not FIELD.search(m.id)}
+        self.templates = [
+            (pattern(m.id), {name for name, kind in FIELD.findall(m.id) if not kind}, m.string)
+            for m in found
+            if FIELD.search(m.id)
+        ]
+
+    def said(self, text: str) -> str:
+        """Translate a text, line by line; what no message fits stays English."""
+        return "\n".join(map(self.said_in_line, text.split("\n")))
+
+    def said_in_line(self, text: str) -> str:
+        if text in self.exact:
+            return self.exact[text]
+        for wanted, inner, translation in self.templates:
+            if found := wanted.fullmatch(text):
+                values = found.groupdict()
+                values |= {name: self.said_in_line(values[name]) for name in inner}
+                return translation.format(**values)
+        return text
+
+
+def pattern(message: str) -> re.Pattern:
+    """The texts that a message with fields fits."""
+    parts, at = "", 0
+    for field in FIELD.finditer(message):
+        name, kind = field[1], field[2] or ""
+        parts += re.escape(message[at : field.start()]) + f"(?P<{name}>{KINDS[kind]})"
+        at = field.end()
+    return re.compile(parts + re.escape(message[at:]))
+
+
+@cache
+def messages() -> Messages:
+    return Messages(CATALOG)
+
+
+def said(text: str) -> str:
+    """Return what a learner reads instead of an English text, in the language of `language()`."""
+    from .learner import language  # (which keeps the setting, and says things itself)
+
+    return messages().said(text) if language() == "zh" else text
