@@ -55,7 +55,7 @@ SHARE = 8  # Of the cases of a test, one in eight runs, and at least one.
 # Files that take longest, the longest first: workers that begin with these end together. (Left to
 # itself, xdist begins with the files that have the most tests, and the longest one came last.)
 LONGEST = (
-    *("test_site", "test_mutants", "test_ledger", "test_trainer", "test_simulated", "test_grade"),
+    *("test_site", "test_ledger", "test_trainer", "test_simulated", "test_grade"),
     *("test_gates", "test_lesson_18_exercises", "test_zero", "test_train", "test_all_axes"),
     *("test_lessons", "test_launch", "test_torchrun", "test_hosts", "test_faults", "test_lesson"),
     *("test_browser", "test_elsewhere", "test_training", "test_crash", "test_sweep"),

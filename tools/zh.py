@@ -642,7 +642,7 @@ ORDINARY = set(
     "group tree chunk axis draft ring lane schedule gather scatter stage segment elastic fencing "
     "hang overlap dispatch rank worker parameter shard node grid mesh resume decode replica "
     "replicated placement hook bucket draft copy expert grid uplink collective overflow underflow "
-    "unit replay clipping in flight layout interleaved regret offload".split()
+    "unit replay clipping in flight layout interleaved regret offload ZeRO".split()
 )
 
 
