@@ -37,6 +37,7 @@ TOKENS_PER_PARAMETER = (100, 150, 200, 300)
 MARGIN = 1.10  # of the limits over the best plan: predicted step times are about that far off
 
 
+@checks_kinds
 @dataclass(frozen=True)
 class Offer:
     """A cluster that may be rented."""
@@ -49,6 +50,7 @@ class Offer:
         return f"{self.devices} {self.machine} at {self.dollars_per_hour:.2f} $ per GPU-hour"
 
 
+@checks_kinds
 @dataclass(frozen=True)
 class Bill:
     """What the job takes with one layout on one offer, if nothing ever fails."""
@@ -61,6 +63,7 @@ class Bill:
         return self.days <= job.days and self.dollars <= job.dollars
 
 
+@checks_kinds
 @dataclass(frozen=True)
 class Assignment:
     """What is to be trained, and the limits. batch_tokens: per step."""
@@ -104,11 +107,13 @@ class Assignment:
         )
 
 
+@checks_kinds
 def named(learner: str) -> str:
     """Return a name as it counts: without capitals, and with single spaces."""
     return " ".join(learner.casefold().split())
 
 
+@checks_kinds
 @cache
 def best(job: Assignment, offer: str) -> Plan:
     """Return the planner's plan for the job on one of its offers."""
@@ -116,6 +121,7 @@ def best(job: Assignment, offer: str) -> Plan:
     return calculators.plan(job.model, there.machine, there.devices, job.batch_tokens)
 
 
+@checks_kinds
 def bill(job: Assignment, offer: str, layout: Layout) -> Bill:
     """Return what the job takes with this layout. Raises ValueError if the model cannot be cut so,
     or if there is no such offer."""
@@ -134,11 +140,11 @@ def job(learner: str) -> Assignment:
     """
     if not named(learner):
         raise ValueError("the job is drawn by your name: give it, such as job('Ada Lovelace')")
-    return drawn(named(learner), " ".join(learner.split()))
+    return _drawn(named(learner), " ".join(learner.split()))
 
 
 @cache
-def drawn(name: str, told: str) -> Assignment:
+def _drawn(name: str, told: str) -> Assignment:
     lots = Random(f"lesson 29, {name}")
     while True:
         model = lots.choice(MODELS)
@@ -158,6 +164,7 @@ def drawn(name: str, told: str) -> Assignment:
             return Assignment(told, model, tokens, batch, days, dollars, *offers)
 
 
+@checks_kinds
 class Mortal:
     """The batches of a rank that dies when it asks for one of them, as if its machine had."""
 
@@ -170,6 +177,7 @@ class Mortal:
         return self.batches.batch(step)
 
 
+@checks_kinds
 def record(learner: str):
     """Return the record of the learner's run of lesson 29, in which two things are wrong; see
     `Record` in check/sick_runs.py."""
@@ -199,6 +207,7 @@ REPORT of {learner}
 BLANK = "(yours: three sentences)"
 
 
+@checks_kinds
 def report(
     job: Assignment,
     offer: str,

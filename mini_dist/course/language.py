@@ -17,6 +17,8 @@ import re
 from functools import cache
 from pathlib import Path
 
+from mini_dist.plan.fields import checks_kinds
+
 CATALOG = Path(__file__).with_name("language_zh.po")
 LANGUAGES = {"en": "English", "zh": "中文"}
 KINDS = {"d": r"[-+]?\d[\d,.]*", "w": r"\S+", "v": r".+?", "": r".+?"}
@@ -33,7 +35,7 @@ class Messages:
             found = [m for m in read_po(file) if m.id and m.string and not m.fuzzy]
         self.exact = {m.id: m.string for m in found if not FIELD.search(m.id)}
         self.templates = [
-            (pattern(m.id), {name for name, kind in FIELD.findall(m.id) if not kind}, m.string)
+            (_pattern(m.id), {name for name, kind in FIELD.findall(m.id) if not kind}, m.string)
             for m in found
             if FIELD.search(m.id)
         ]
@@ -53,7 +55,7 @@ class Messages:
         return text
 
 
-def pattern(message: str) -> re.Pattern:
+def _pattern(message: str) -> re.Pattern:
     """The texts that a message with fields fits."""
     parts, at = "", 0
     for field in FIELD.finditer(message):
@@ -68,6 +70,7 @@ def messages() -> Messages:
     return Messages(CATALOG)
 
 
+@checks_kinds
 def said(text: str) -> str:
     """Return what a learner reads instead of an English text, in the language of `language()`."""
     from .learner import language  # (which keeps the setting, and says things itself)

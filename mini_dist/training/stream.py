@@ -32,6 +32,7 @@ END_OF_DOCUMENT = 0  # a byte that no text in UTF-8 has
 STORED = np.dtype("<u2")  # two bytes per token, in this order on every machine
 
 
+@checks_kinds
 def next_samples(
     position: int,
     batch_size: int,

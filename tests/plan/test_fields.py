@@ -72,6 +72,7 @@ PAGES = (
     ".ideas.cache",
     ".ideas.speculation",
     ".ideas.stages",
+    ".slow_memory",
 ) + tuple(  # shown to learners as they are
     f".collectives.{page}"
     for page in ("halving_doubling", "hierarchical", "pipelined_hierarchy", "pipelined_ring")
