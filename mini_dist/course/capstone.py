@@ -63,7 +63,6 @@ class Bill:
         return self.days <= job.days and self.dollars <= job.dollars
 
 
-@checks_kinds
 @dataclass(frozen=True)
 class Assignment:
     """What is to be trained, and the limits. batch_tokens: per step."""

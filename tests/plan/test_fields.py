@@ -40,6 +40,7 @@ OTHERS = {"check", "draw", "elsewhere", "grade", "replay", "widgets", "fields", 
 OTHERS |= {path.stem for path in Path(mini_dist.collectives.__path__[0]).glob("*.py")} - LOOSE
 OTHERS |= {path.stem for path in Path(mini_dist.serving.__path__[0]).glob("*.py")}
 RESULTS = {  # dataclasses that only the library fills in
+    *("Assignment",),
     *("Breakdown", "Candidate", "Case", "Found", "Largest", "Line", "Lost", "Metrics"),
     *("Move", "Placed", "Plan", "Progress", "Row", "Saved", "StepTime", "Block"),
     *("Batch", "Cost", "Dropped", "StageMessage", "VirtualArrival", "PublishedRun", "StageTime"),
