@@ -22,6 +22,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 LESSON = "00_start_here.ipynb"
 
 pytestmark = [
+    pytest.mark.alone,
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium here (Debian: apt install chromium)"),
     pytest.mark.skipif(not (ROOT / "notebooks" / LESSON).exists(), reason=f"no {LESSON} yet"),
 ]

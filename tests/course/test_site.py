@@ -25,6 +25,7 @@ MISSING = [
 ]
 
 pytestmark = [
+    pytest.mark.alone,
     pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)} here (make site)"),
     pytest.mark.skipif(
         not (ROOT / "site/node_modules/pyodide").exists(),
