@@ -24,6 +24,7 @@ def shaken(drawn):
         with torch.no_grad():
             bits = drawn.view(torch.int32)
             step = (bits.long() * 2654435761 >> 7) % (2 * ULPS + 1) - ULPS
+            step[drawn == 0] = 0  # A step below zero's bits would be a NaN.
             drawn.copy_((bits + step.int()).view(torch.float32))
     return drawn
 

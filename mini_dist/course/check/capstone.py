@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mini_dist.model.data import Batches
 from mini_dist.model.gpt import GPT
-from mini_dist.plan.calculators import readable
+from mini_dist.plan.calculators import num_parameters, readable
 from mini_dist.plan.config import Layout, ModelConfig
 from mini_dist.ranks.diagnose import RankError
 from mini_dist.ranks.launch import launch
@@ -122,6 +122,8 @@ GPUS, MACHINE = 64, "h100"
 MOST, MOST_SLOWED, MOST_BYTES = 1.1, 1.25, 12e9
 SLOWED = {5: 2.0}  # the network of rank 5's server: at half speed
 LR = 0.05
+LARGE_BYTES = 2 * num_parameters(LARGE)  # in bf16
+LEAST_SENT = 2 * (GPUS - 1) / GPUS * LARGE_BYTES  # each gradient and each new parameter, by rings
 
 
 class Uneven(nn.Module):
@@ -283,9 +285,24 @@ class OwnStrategy(Exercise):
         held = max(run.peak_memory)
         told = f"{held / 1e9:.1f} GB", f"up to {MOST_BYTES / 1e9:.0f} GB"
         lines.append(Line("fullest GPU", *told, held <= MOST_BYTES))
+        # A small model may fit into one bucket, and large ones have no values here. But what is
+        # left out sends too little.
+        sent = sum(comm.sent for comm in last_step(run)) / LARGE_BYTES
+        told = f"{sent:.2f} models", f"{LEAST_SENT / LARGE_BYTES:.2f} models or more"
+        lines.append(Line("rank 0 sends", *told, sends_all(run)))
         if all(each.ok for each in lines):
             return Verdict(self.name, RIGHT, lines)
         return Verdict(self.name, WRONG, lines, too_much(run, held))
+
+
+def last_step(run) -> list:
+    """Return what rank 0 sent in the last simulated step."""
+    began, _ = run.steps[-1]
+    return [comm for comm in run.ledger.leaves(rank=0) if comm.sent and comm.start >= began]
+
+
+def sends_all(run) -> bool:
+    return sum(comm.sent for comm in last_step(run)) > 0.999 * LEAST_SENT
 
 
 def up_to(what: str, ratio: float, most: float) -> Line:
@@ -294,18 +311,22 @@ def up_to(what: str, ratio: float, most: float) -> Line:
 
 def too_much(run, held: float) -> str:
     """Say what costs a simulated step most."""
-    whole = sum(p.nbytes for p in GPT(LARGE, device="meta", dtype=torch.bfloat16).parameters())
-    began, _ = run.steps[-1]
-    sent = [comm for comm in run.ledger.leaves(rank=0) if comm.sent and comm.start >= began]
+    sent = last_step(run)
     if wide := {comm.dtype for comm in sent} - {"bfloat16", "int64"}:
         return (
             f"bfloat16 travels as {' and '.join(sorted(wide))}: more bytes than there are. Send "
             "gradients and parameters in their own dtype."
         )
-    if max((comm.nbytes for comm in sent if comm.phase == "backward"), default=0) > whole / 8:
+    if max((comm.nbytes for comm in sent if comm.phase == "backward"), default=0) > LARGE_BYTES / 8:
         return (
             "A bucket of that size is complete late: when it leaves, little of backward is left to "
             "hide it. Make buckets smaller."
+        )
+    if not sends_all(run):
+        return (
+            "Some gradients or new parameters never leave rank 0. A small model has a single "
+            "bucket, so all of its values are right; the large one has several: does each "
+            "parameter count down its own bucket?"
         )
     if held > MOST_BYTES:
         return (
@@ -313,7 +334,7 @@ def too_much(run, held: float) -> str:
             "make the optimizer of this rank's shards only."
         )
     in_backward = sum(comm.sent for comm in sent if comm.phase == "backward")
-    if in_backward < 0.75 * whole:
+    if in_backward < 0.75 * LARGE_BYTES:
         return (
             "Gradients leave when backward is over, and the device waits for them: let a hook, "
             "p.register_post_accumulate_grad_hook(fn), send each bucket when it is complete."

@@ -346,7 +346,6 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "`p.data.copy_(part.view_as(p))` done twice": "a second copy of the same values changes nothing",
         "100000001 for 100000000 in `if sum(q.numel() for q in buckets[-1]) > 100_000_000:`": "no model has a bucket of just that size",
         "99999999 for 100000000 in `if sum(q.numel() for q in buckets[-1]) > 100_000_000:`": "no model has a bucket of just that size",
-        "2 for 1 in `bucket_of[p] = len(buckets) - 1`": "the small models have one bucket, and -1 names it too",
     },
     "two_faults": {
         "`shares = [{part: seconds / step for part, seconds in parts.items()} for parts, step in zip(went.seconds, went.step)]` after the next": "neither uses the other",

@@ -650,6 +650,17 @@ def test_the_librarys_zero_is_not_the_learners_strategy():
     assert verdict.state == "wrong" and "write that part yourself" in verdict.hint, verdict
 
 
+def test_a_bucket_that_never_leaves_is_missed_where_there_are_several():
+    """Each bucket's parameters count down another bucket: with one bucket that is the same."""
+    exercise, right = check.exercises()["my_strategy"], "bucket_of[p] = len(buckets) - 1"
+    text = exercise.answer()
+    assert right in text
+    cell = {"__name__": "__main__"}
+    exec(text.replace(right, "bucket_of[p] = len(buckets) - 2"), cell)
+    verdict = exercise.judge(cell["my_strategy"])
+    assert verdict.state == "wrong" and "never leave rank 0" in verdict.hint, verdict
+
+
 def test_whatever_run_a_learner_draws_has_one_diagnosis():
     runs = sick_twice.of_learners()
     sick_runs.run_all(runs)
