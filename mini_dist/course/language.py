@@ -5,8 +5,8 @@ English is the source and the fallback. A catalog (language_zh.po, gettext) has 
     msgid "Right with {before}. With {where}: {hint}"
     msgstr "{before}时是对的。{where}时：{hint}"
 
-A field in braces fits anything, {n:d} a number, {name:w} a word without spaces. What it fits is
-looked up in turn, so a sentence may hold another one; {value:v} fits anything and stays as it is.
+A field in braces matches any text, {n:d} a number, {name:w} a word without spaces. The matched text
+is translated in turn, so a sentence may contain another one; {value:v} is left as it is.
 The library makes its sentences in English and passes them through `said` where a learner reads
 them. Errors stay English, because people search for them.
 """

@@ -165,7 +165,8 @@ class Sampling(Measured):
             return where + "Every rank has the whole batch: rank r takes its part."
         if joined == case.samples(start, start + len(batch) * self.size) and self.size > 1:
             return where + (
-                "Each rank has batch_size samples. batch_size counts those of all ranks together."
+                "Each rank has batch_size samples. But batch_size counts the samples of all ranks "
+                "together."
             )
         if [s for step in zip(*shares) for s in step] == batch and self.size > 1:
             return where + (
@@ -200,7 +201,8 @@ class Sampling(Measured):
                 f"The ranks together have {len(joined)} samples, and the batch has {len(batch)}."
             )
         return where + (
-            "Other samples than those of one process. Number n of the run, counted from 0, is "
+            "These are not the samples that one process has. Sample number n of the run, counted "
+            "from 0, is "
             "order(n // num_samples)[n % num_samples]; the batch is the numbers from position on."
         )
 
@@ -453,7 +455,7 @@ def next_samples(position, batch_size, num_samples, order, group):
         tiled_attention,
         attend,
         [
-            (1, OneHead()),
+            (1, OneHead(100, 100, tile=8)),
             (1, OneHead(64, 50, tile=16)),
             (1, OneHead(70, 96, head_dim=4, size=60.0)),
             (1, OneHead(48, 48, head_dim=16, dtype=torch.float32)),

@@ -69,7 +69,7 @@ class Planned(Measured):
             return
         name, self.offer, layout = came
         if not isinstance(name, str) or not capstone.named(name):
-            self.form = f"The first is your name, by which the job is drawn, and not {name!r}."
+            self.form = f"The first value must be your name, which draws the job, and not {name!r}."
         elif self.offer not in ("A", "B"):
             self.form = f'The second is the offer you take, "A" or "B", and not {self.offer!r}.'
         elif not isinstance(layout, Layout):

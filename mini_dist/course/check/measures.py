@@ -79,9 +79,11 @@ class Alive(TorchDispatchMode):
         return result
 
     def storages(self) -> dict[int, int]:
-        """Return the existing storages -> bytes."""
-        alive = ((place, referred_to(ref)) for place, ref in list(self.made.items()))
-        return {place: storage.nbytes() for place, storage in alive if storage is not None}
+        """Return the existing storages -> bytes, and forget the others."""
+        found = [(place, ref, referred_to(ref)) for place, ref in [*self.made.items()]]
+        alive = [each for each in found if each[2] is not None]
+        self.made = {place: ref for place, ref, _ in alive}
+        return {place: storage.nbytes() for place, _, storage in alive}
 
     def nbytes(self) -> int:
         return sum(self.storages().values())

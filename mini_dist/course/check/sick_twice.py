@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from numbers import Integral
 
 from ..profile.diagnose import diagnose_slow
 from . import answers
-from .clinic import Asked
-from .engine import RIGHT, WRONG, Line, Measured, Verdict
+from .engine import Measured
 from .sick_runs import DISEASES, Record, Sick, run, run_all
-from .slow_clinic import AGAINST
+from .slow_clinic import AGAINST, SlowClinic
 
 COST_TIME = {  # name -> how much; on which ranks it can be
     "straggler": (2.0, "one"),
@@ -119,26 +118,16 @@ def mistake_of_form(answer) -> str:
     return ""
 
 
-class TwoFaults(Asked):
-    """`check.two_faults`: the records are made on ranks, the faults are named here."""
+class TwoFaults(SlowClinic):
+    """`check.two_faults`: as `check.diagnose_slow`, but a run may have two faults."""
 
-    def judge(self, fn: Callable) -> Verdict:
-        if verdict := self.made_before(fn):
-            return verdict
-        lines, runs = [], unseen()
-        run_all(runs.values())
-        for name, sick in runs.items():
-            look = f' (sick_twice.visit("{name}") shows it.)'
-            record = copy.deepcopy(run(sick))
-            where = f" With {name}, {sick.size} ranks.{look}"
-            answer, verdict = self.ask(fn, record, lines=lines, where=where)
-            if verdict:
-                return verdict
-            wrong = mistake(sick, answer)
-            lines.append(Line(f"{name}: {sick.size} ranks", str(answer), "its faults", not wrong))
-            if wrong:
-                return Verdict(self.name, WRONG, lines, f"{name.capitalize()}: {wrong}{look}")
-        return Verdict(self.name, RIGHT, lines)
+    module = "sick_twice"
+
+    def runs(self) -> dict[str, Sick]:
+        return unseen()
+
+    def wrong_in(self, answer, sick: Sick) -> str:
+        return mistake(sick, answer)
 
 
 EXERCISES = [

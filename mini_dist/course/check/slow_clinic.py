@@ -103,19 +103,27 @@ AGAINST = {
 class SlowClinic(Asked):
     """`check.diagnose_slow`: the records are made on ranks, the diagnoses here."""
 
+    module = "slow_clinic"  # whose `visit` shows a run
+
+    def runs(self) -> dict[str, Sick]:
+        return asked()
+
+    def wrong_in(self, answer, sick: Sick) -> str:
+        return mistake(sick, answer)
+
     def judge(self, fn: Callable) -> Verdict:
         if verdict := self.made_before(fn):
             return verdict
-        lines, runs = [], asked()
+        lines, runs = [], self.runs()
         run_all(runs.values())
         for name in [*runs, *reversed(runs)]:  # twice: who counts calls knows no disease
-            sick, look = runs[name], f' (slow_clinic.visit("{name}") shows it.)'
+            sick, look = runs[name], f' ({self.module}.visit("{name}") shows it.)'
             record = copy.deepcopy(run(sick))
             where = f" With {name}, {sick.size} ranks.{look}"
             answer, verdict = self.ask(fn, record, lines=lines, where=where)
             if verdict:
                 return verdict
-            wrong = mistake(sick, answer)
+            wrong = self.wrong_in(answer, sick)
             if not wrong and vars(record) != vars(run(sick)):
                 wrong = "It is right, but the record is changed: others also want to read it."
             told = Line(f"{name}: {sick.size} ranks", str(answer), "what it has", not wrong)

@@ -69,7 +69,7 @@ def takes_all(position, batch_size, num_samples, order, group):
     return whole(position, batch_size, num_samples, order), position + batch_size
 
 
-@wrong_samples("batch_size counts those of all ranks together")
+@wrong_samples("batch_size counts the samples of all ranks together")
 def takes_a_batch_of_its_own(position, batch_size, num_samples, order, group):
     batch = whole(position, batch_size * group.size(), num_samples, order)
     return part(batch, group), position + batch_size
@@ -143,7 +143,7 @@ def asks_rank_0(position, batch_size, num_samples, order, group):
     return part(batch[0], group), position + batch_size
 
 
-@wrong_samples("Other samples than those of one process")
+@wrong_samples("These are not the samples that one process has")
 def is_one_too_far(position, batch_size, num_samples, order, group):
     batch = whole(position + 1, batch_size, num_samples, order)
     return part(batch, group), position + batch_size

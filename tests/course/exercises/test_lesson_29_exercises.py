@@ -38,7 +38,7 @@ def only_a_layout():
     return Layout(**ADAS)
 
 
-@planned("The first is your name")
+@planned("The first value must be your name")
 def without_a_name():
     return "  ", "B", Layout(**ADAS)
 
