@@ -49,7 +49,7 @@ class FlightRecorder:
         self._lock = threading.Lock()  # several threads of a rank may communicate
         self._written = 0
         self._counts: dict[str, int] = {}
-        self._uncounted: set[str] = set()  # groups in which this rank received from any source
+        self._uncounted: dict[str, str] = {}  # groups where it received from any source: its number
         self._groups: dict[str, list[int]] = {}
         HEADER.pack_into(self._map, 0, 0, -1)
 
@@ -67,8 +67,8 @@ class FlightRecorder:
             if " any " in channel or self._uncounted:  # (splitting costs more than all the rest)
                 kind, group, *route = channel.split()
                 if "any" in route:
-                    self._uncounted.add(group)
-                if kind == "message" and group in self._uncounted:
+                    self._uncounted[group] = route[1]
+                if kind == "message" and route[1] == self._uncounted.get(group):
                     k = UNKNOWN  # which of a sender's messages this is depends on what "any" took
             ENTRY.pack_into(
                 self._map,
@@ -254,17 +254,20 @@ def stuck(flights: list[FlightRecord], finished: set[int]) -> set[int]:
     """Return the ranks that wait for something that can no longer happen.
 
     A rank is stuck if it waits for an operation that some other rank has not issued, and that
-    other rank is itself stuck or has finished. This is the largest set with that property; it
-    is empty unless one of its ranks waits.
+    other rank is itself stuck or has finished; one that waits for a message from any rank is stuck
+    if no message to it is under way and all others are stuck or have finished. This is the largest
+    set with that property; it is empty unless one of its ranks waits.
     """
-    missing = {
-        rank: absent(flights, rank)
-        for rank, flight in enumerate(flights)
-        if rank not in finished and flight.waiting
-    }
-    candidates = set(missing)
+    waiting = [r for r, flight in enumerate(flights) if flight.waiting and r not in finished]
+    missing = {rank: absent(flights, rank) for rank in waiting}
+    senders = {rank: senders_to(flights, rank) for rank in waiting}
+
+    def is_stuck(rank: int, gone: set[int]) -> bool:
+        return bool(missing[rank] & gone) or bool(senders[rank]) and senders[rank] <= gone
+
+    candidates = set(waiting)
     while True:
-        still = {rank for rank in candidates if missing[rank] & (candidates | finished)}
+        still = {rank for rank in candidates if is_stuck(rank, candidates | finished)}
         if still == candidates:
             return still
         candidates = still
@@ -277,11 +280,11 @@ def absent(flights: list[FlightRecord], rank: int) -> set[int]:
         partners = flights[rank].groups.get(waiting.group, [])
     else:
         source, target = waiting.channel.split()[2:4]
-        if "any" in (source, target):
+        if source == "any":
             return set()
         partners = [int(source), int(target)]
-        receiver = flights[int(target)]
-        if any(e.channel.split()[2] == "any" for e in receiver.entries if e.is_message):
+        messages = (e for e in flights[int(target)].entries if e.is_message)
+        if any(e.group == waiting.group and e.channel.split()[2] == "any" for e in messages):
             return set()  # it may have been received by a receive from any source
     lacking = set()
     for partner in partners:
@@ -289,3 +292,22 @@ def absent(flights: list[FlightRecord], rank: int) -> set[int]:
         if partner != rank and count is not None and count < waiting.k:
             lacking.add(partner)
     return lacking
+
+
+def senders_to(flights: list[FlightRecord], rank: int) -> set[int]:
+    """Return the ranks any of which could send what `rank` waits for; nobody if it waits for a
+    certain rank, or if a message may be under way to it."""
+    flight, waiting = flights[rank], flights[rank].waiting
+    if not waiting.is_message or waiting.channel.split()[2] != "any":
+        return set()
+    if flight.entries[0].number != 0:  # earlier ones are overwritten, so nobody can count them
+        return set()
+    _, group, _, _, tag = waiting.channel.split()
+    others = {*flight.groups.get(group, [])} - {rank}
+    sent = [flights[other].count(f"message {group} {other} {rank} {tag}") for other in others]
+    came = sum(
+        each.done
+        for each in flight.entries
+        if each.is_message and each.group == group and each.channel.split()[3:] == [str(rank), tag]
+    )
+    return others if None not in sent and sum(sent) == came else set()

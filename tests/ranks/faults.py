@@ -120,6 +120,16 @@ def everyone_sends_first(group):
     dist.recv(torch.ones(2), peer, group=group)
 
 
+def serves_one_request_too_many(group):
+    """Rank 0 may hear from anybody, and nobody has anything left to say."""
+    if group.rank() == 0:
+        for _ in range(2):
+            dist.recv(torch.ones(2), group=group)
+    else:
+        dist.send(torch.ones(2), 0, group=group)
+        dist.recv(torch.ones(2), 0, group=group)
+
+
 def overflows_native_memory(group):
     import ctypes
 

@@ -100,6 +100,20 @@ def receive_from_anybody_then_from_one(group):
         dist.recv(torch.ones(3), 0, group=group)
 
 
+def a_server_that_is_asked_late_and_answers_late(group):
+    """All wait, but a request or an answer is under way or will be; workers of it leave early."""
+    if group.rank() == 0:
+        for _ in range(2 * (group.size() - 1)):
+            worker = dist.recv(torch.ones(2), group=group)
+            a_while()
+            dist.send(torch.ones(2), worker, group=group)
+    else:
+        for _ in range(2):
+            a_while()
+            dist.send(torch.ones(2), 0, group=group)
+            dist.recv(torch.ones(2), 0, group=group)
+
+
 def receive_in_a_thread(group):
     peer = 1 - group.rank()
     if group.rank() == 0:

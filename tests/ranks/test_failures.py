@@ -131,6 +131,13 @@ SAID = {
         "in send(float32[2], to rank 0) for rank 0",
         AT + "dist.send(torch.ones(2), peer, group=group)",
     ],
+    faults.serves_one_request_too_many: [
+        DEADLOCK,
+        "in recv_anysource(float32[2])",
+        AT + "dist.recv(torch.ones(2), group=group)",
+        "in recv(float32[2], from rank 0) for rank 0",
+        AT + "dist.recv(torch.ones(2), 0, group=group)",
+    ],
     faults.overflows_native_memory: ["was killed by SIGSEGV", AT + "ctypes.string_at(0)"],
     faults.returns_what_cannot_travel: [
         "rank 0 of 2 raised PicklingError: the result of rank 0 cannot be sent to another process",
@@ -677,6 +684,7 @@ def test_the_odd_one_out_is_marked():
 # ---- no false alarm ---------------------------------------------------------------------------
 
 FOUR_RANKS = {
+    sound.a_server_that_is_asked_late_and_answers_late,
     sound.exchange_in_a_batch,
     sound.root_goes_on_before_all_have_received,
     sound.subgroups_with_work_of_their_own,
