@@ -1,9 +1,9 @@
 """What every right answer has to pass: a tour of further trials, all in one process.
 
 The first stop is a case that was right, made harder in several ways at once (ways.py). Then come
-the other cases, each in a group of other ranks in another order, and the first one again. Each
-result must be what it was, and the library's where the numbers are others. If one is not, the stops
-are made one at a time to find which it is.
+the other cases, each in a group of other ranks in another order and not contiguous, and the first
+one again. Each result must be what it was, and the library's where the numbers are others. If one
+is not, the stops are made one at a time to find which it is.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ ORDER = (
 STATE = (
     "The first call is right, a second one is not (with another case, with another group, or the "
     "same again): something of the first is left over, such as hooks, a list that grows, a tensor "
-    "that was changed, or the rank and size of the first group."
+    "that was changed, or the rank and size of the first group. A second call may also come before "
+    "the backward of the first."
 )
 
 ALL_DIGITS = 1.0471975511965976  # a third of pi: times this, a number needs all of its dtype's
@@ -210,13 +211,13 @@ def mistake_in(trial: Callable, fn: Callable, passed: list[tuple], facts: Facts)
         return ANYONE
     world = max(most, size + 1) if most > 1 else 1
     here = list(range(size)) if most == 1 else list(range(1, size + 1))
-    hard = ways.Once, ways.Quiet, ways.Late, ways.Careful, ways.Strided
+    hard = ways.Between, ways.Once, ways.Quiet, ways.Late, ways.Careful, ways.Strided
     others = []
     for other, its in passed:
         n = len(its.results)
         if other is not case and n <= MOST:  # ranks that were in the first group, if there are more
             members = range(n) if n == world else range(1, n + 1)
-            others.append(Stop(other, [*members][::-1], results=its.results))
+            others.append(Stop(other, [*members][::-1], (ways.Strided,), results=its.results))
     stops = [Stop(case, here, hard, results=run.results), *others]
     if facts.scales and facts.gives_tensors:
         stops += [Stop(stop.case, stop.members, factor=ALL_DIGITS) for stop in stops]
@@ -244,7 +245,9 @@ def mistake_in(trial: Callable, fn: Callable, passed: list[tuple], facts: Facts)
         if hint and (hint := fails(hint, size, replace(late, ways=(way,)))):
             return hint
     for other in others:
-        if hint := fails(ORDER.format(members=other.members), world, other):
+        if hint := fails(ORDER.format(members=other.members), world, replace(other, ways=())):
+            return hint
+        if hint := fails(ways.Strided.HINT, world, other):
             return hint
     return found
 

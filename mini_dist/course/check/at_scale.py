@@ -41,14 +41,14 @@ LARGE = ModelConfig(
 
 
 class Small(nn.Module):
-    """Parameters of four kinds: `first` is not used in the last micro-batch, `frozen` has no
-    gradient, `tied` is used twice."""
+    """Parameters of five kinds: `first` is not used in the last micro-batch, `frozen` has no
+    gradient, `tied` is used twice, `spare` never."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
-        self.first, self.frozen, self.tied, self.last = (
+        self.first, self.frozen, self.tied, self.last, self.spare = (
             nn.Parameter(torch.linspace(0.5, 1 + n / 4, 6, dtype=dtype).view(2, 3))
-            for n in range(4)
+            for n in range(5)
         )
         self.frozen.requires_grad_(False)
 
@@ -79,7 +79,7 @@ def small_loss(model: Small, batch: tuple[Tensor, bool]) -> Tensor:
 def small_trial(fn, case: Gradients, group):
     model = Small(case.dtype)
     fn(model, case.batches(group.rank()), small_loss, group)
-    kept = all(
+    kept = model.training and all(
         torch.equal(p, q) for p, q in zip(model.parameters(), Small(case.dtype).parameters())
     )
     return [p.grad for p in model.parameters()], kept, hooks_of(model.parameters())
@@ -129,7 +129,10 @@ class Averaging(Measured):
         if not all(self.right()):
             return self.mistake_in_values(self.found[0])
         if not all(self.kept):
-            return "The weights have changed: only their gradients are to be averaged."
+            return (
+                "The weights have changed, or the model was put into eval(): only gradients are to "
+                "be averaged."
+            )
         if max(self.hooks):
             return (
                 "Your hooks are still there in the next backward: keep the handles, .remove() them."

@@ -44,7 +44,7 @@ from .engine import (
 from .measures import all_close as same
 from .planner import Choice, Task
 from .watch import functions_of
-from .ways import hooks_of
+from .ways import hooks_of, take_hooks_from
 
 # ---- the plan -----------------------------------------------------------------------------------
 
@@ -152,11 +152,11 @@ class Steps:
         return f"{self.steps} steps of {self.micro_batches} micro-batches{special}"
 
     def batches(self, rank: int) -> list[list[Tensor]]:
-        """Return the micro-batches of each step."""
+        """Return the micro-batches of each step; the last step has one more."""
         generator = torch.Generator().manual_seed(rank)
-        shape = self.steps, self.micro_batches, 2, 7
+        shape = self.steps, self.micro_batches + 1, 2, 7
         x = torch.randn(shape, dtype=torch.float64, generator=generator).to(self.dtype)
-        return [list(each) for each in x]
+        return [*(list(each[1:]) for each in x[:-1]), list(x[-1])]
 
 
 def momentum(parameters) -> torch.optim.Optimizer:
@@ -172,9 +172,12 @@ def strategy_trial(fn, case: Steps, group):
     model, seen = Uneven(case.dtype), []
     step = fn(model, momentum, uneven_loss, group)
     for batches in case.batches(group.rank()):
+        before = hooks_of(model.parameters())
         step(batches)
         seen.append([p.detach().clone() for p in model.parameters()])
-    return seen, hooks_of(model.parameters())
+    more = hooks_of(model.parameters()) - before
+    take_hooks_from(model.parameters())
+    return seen, more
 
 
 def one_process(case: Steps, size: int, share=lambda k, n: 1 / (k * n)) -> list:
@@ -185,7 +188,8 @@ def one_process(case: Steps, size: int, share=lambda k, n: 1 / (k * n)) -> list:
         optimizer.zero_grad()
         for rank in range(size):
             for x in case.batches(rank)[step]:
-                (share(case.micro_batches, size) * uneven_loss(model, x)).backward()
+                share_of_one = share(len(case.batches(rank)[step]), size)
+                (share_of_one * uneven_loss(model, x)).backward()
         optimizer.step()
         seen.append([p.detach().clone() for p in model.parameters()])
     return seen
@@ -204,7 +208,7 @@ class Stepped(Measured):
     def lines(self) -> list[Line]:
         lines = [
             on_ranks("parameters as one process's on", map(self.right, range(self.size))),
-            line("hooks left behind", max(self.hooks), 0),
+            line("hooks more after the last step", max(self.hooks), 0),
         ]
         return lines
 
@@ -212,8 +216,8 @@ class Stepped(Measured):
         first, untouched = self.seen[0], list(Uneven(self.case.dtype).parameters())
         if all(map(self.right, range(self.size))):
             return (
-                "Hooks of one step are still there in the next one: keep the handles of the "
-                "parameters' hooks and .remove() them."
+                "Each step adds hooks to those of the steps before: keep the handles of the "
+                "parameters' hooks and .remove() them, or add them once, before the first step."
             )
         if same(first[-1], untouched, 1.0):
             return (

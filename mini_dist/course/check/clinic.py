@@ -169,7 +169,7 @@ AGAINST = {
     "skipped collective": "Two ranks met in one operation with different shapes: they have reached "
     "different parameters. Which shape comes first in a step, which second, and which rank is "
     "already at the next one?",
-    "swapped group order": "All four wait, no rank has returned, and no two ranks disagree on an"
+    "swapped group order": "All four wait, no rank has returned, and no two ranks disagree on an "
     "operation that they share. Write down which rank waits for which: a ring. Then ask which two "
     "ranks belong to one group of each axis.",
     "uneven batches": "A rank has returned, and the message that others wait for will never come. "

@@ -457,10 +457,14 @@ class Order(Measured):
 
 
 def scores_of(table: list[list[int]]) -> list[list[int]]:
-    """[rank][step]: pairs of a query and a key that it may see, counted one by one."""
+    """[rank][step]: pairs of a query and a key that it may see, counted query by query."""
     size, rows = len(table), [torch.tensor(row) for row in table]
+    ordered = [row.sort().values for row in rows]
     return [
-        [int((rows[r][:, None] >= rows[(r - s) % size]).sum()) for s in range(size)]
+        [
+            int(torch.searchsorted(ordered[(r - s) % size], rows[r], right=True).sum())
+            for s in range(size)
+        ]
         for r in range(size)
     ]
 
@@ -539,6 +543,8 @@ def ring_step(total, q, kv, block, kernel, group):
             (1, Tokens(30, 3)),
             (1, Tokens(10, 5)),
             (1, Tokens(6, 1)),
+            (1, Tokens(96, 3)),
+            (1, Tokens(1 << 17, 16)),
         ],
         Order,
         hints=[

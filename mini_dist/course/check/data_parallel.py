@@ -20,7 +20,6 @@ from .watch import functions_of
 MAY_USE = functions_of(messages) | {
     *map(inspect.unwrap, (gather, star_broadcast, flatten, unflatten, pairwise.barrier))
 }
-FROZEN = 1  # which parameter has no gradient
 
 
 @dataclass(frozen=True)
@@ -32,29 +31,30 @@ class Case:
     dtype: torch.dtype = torch.float32
     unused: bool = False
     strided: bool = False
+    frozen: int = 1  # which parameter has no gradient
 
     def __str__(self) -> str:
         which = "not used" if self.unused else "frozen"
         dtype = f" of {str(self.dtype).removeprefix('torch.')}" * (self.dtype != torch.float32)
         more = ", gradients that are not contiguous" * self.strided
-        return f"4 parameters{dtype}, one of them {which}{more}"
+        return f"5 parameters{dtype}, number {self.frozen} of them {which}{more}"
 
     def gradients(self, rank: int) -> list[torch.Tensor]:
         """What backward would leave on a rank: whole numbers, so that sums and most means are
         exact; of float64, numbers that no other type has."""
         generator = torch.Generator().manual_seed(100 * self.seed + rank)
-        shapes = [(40, 30), (30,), (), (7, 3, 2)]
+        shapes = [(40, 30), (30,), (), (7, 3, 2), (30,)]
         most = {torch.float64: 2**49, torch.float32: 2**20, torch.bfloat16: 2**4}[self.dtype]
         whole = [torch.randint(-most, most, shape, generator=generator) for shape in shapes]
-        whole[0] *= self.seed != 1 or rank > 0  # zeros on one rank
+        whole[3] *= self.seed != 1 or rank > 0  # zeros on one rank
         return [each.to(self.dtype) for each in whole]
 
 
 CASES = [
     (4, Case(0)),
-    (3, Case(1, unused=True)),
+    (3, Case(1, unused=True, frozen=0)),
     (2, Case(2, strided=True)),
-    (3, Case(3, torch.float64)),
+    (3, Case(3, torch.float64, frozen=4)),
     (5, Case(4, torch.bfloat16)),
     (1, Case(5)),
 ]
@@ -64,9 +64,9 @@ def trial(fn, case: Case, group):
     local = case.gradients(group.rank())
     weight = 0.5 + group.rank()  # never equal on two ranks in training: averaging them would show
     parameters = [nn.Parameter(torch.full_like(grad, weight)) for grad in local]
-    parameters[FROZEN].requires_grad_(case.unused)
+    parameters[case.frozen].requires_grad_(case.unused)
     for number, (parameter, grad) in enumerate(zip(parameters, local)):
-        if number != FROZEN:
+        if number != case.frozen:
             parameter.grad = grad.mT.contiguous().mT if case.strided and grad.dim() > 1 else grad
     fn(parameters, group)
     kept = all(bool((parameter == weight).all()) for parameter in parameters)
@@ -82,9 +82,9 @@ class Averages(Measured):
         ]
         self.found, kept = zip(*self.run.results)
         self.kept = all(kept)
-        self.frozen = all(found[FROZEN] is None for found in self.found)
+        self.frozen = all(found[self.case.frozen] is None for found in self.found)
         self.right = [self.are(found, self.means) for found in self.found]
-        nbytes = sum(grad.nbytes for i, grad in enumerate(self.means) if i != FROZEN)
+        nbytes = sum(grad.nbytes for i, grad in enumerate(self.means) if i != self.case.frozen)
         ledger = self.run.ledger
         self.by_rank = [ledger.total_bytes(rank=rank) for rank in range(self.size)]
         self.wanted = [(self.size - 1) * nbytes] + [nbytes] * (self.size - 1)
@@ -103,12 +103,12 @@ class Averages(Measured):
             found.append(line("bytes sent by another rank", sent, wanted))
         return found
 
-    def are(self, found, gradients: list[torch.Tensor], but=(FROZEN,)) -> bool:
+    def are(self, found, gradients: list[torch.Tensor]) -> bool:
         """Whether all gradients (but the frozen one's) are these, up to rounding: a few last digits
         of the largest term, since who divides first or keeps a running mean rounds otherwise."""
         most = max(grad.abs().max().item() for own in self.everyones for grad in own[:1])
         pairs = enumerate(zip(found, gradients))
-        return all(close(a, b, most) for i, (a, b) in pairs if i not in but)
+        return all(close(a, b, most) for i, (a, b) in pairs if i != self.case.frozen)
 
     def all_are(self, gradients: list[torch.Tensor]) -> bool:
         return self.size > 1 and all(self.are(found, gradients) for found in self.found)
@@ -124,7 +124,8 @@ class Averages(Measured):
             )
         if not self.frozen:
             return "A parameter whose grad was None has one now. Frozen parameters are left alone."
-        if any(found[i] is None for found in self.found for i in range(len(means)) if i != FROZEN):
+        others = [i for i in range(len(means)) if i != self.case.frozen]
+        if any(found[i] is None for found in self.found for i in others):
             return "A parameter that had a gradient no longer has one: put the mean in its place."
         if self.all_are([size * mean for mean in means]):
             return (
@@ -143,7 +144,7 @@ class Averages(Measured):
             return "Everyone has the means but rank 0 itself: it also needs them in parameter.grad."
         if wrong_dtype := mistake_of_dtype(self.run, self.case.dtype, sum(self.wanted)):
             return wrong_dtype
-        wrong = [i for i in range(len(means)) if i != FROZEN and not self.right_for(i)]
+        wrong = [i for i in others if not self.right_for(i)]
         if 0 < len(wrong) < len(means) - 1:
             return (
                 f"Right for some parameters, wrong for number {wrong[0]} of {len(means)} (counted "
@@ -163,7 +164,8 @@ class Averages(Measured):
         return "Compare parameter.grad on each rank with the mean of all ranks' gradients before."
 
     def right_for(self, i: int) -> bool:
-        return all(self.are([found[i]], [self.means[i]], but=()) for found in self.found)
+        most = max(grad.abs().max().item() for own in self.everyones for grad in own[:1])
+        return all(close(found[i], self.means[i], most) for found in self.found)
 
 
 EXERCISES = [

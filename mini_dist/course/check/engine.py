@@ -29,7 +29,7 @@ from ..lesson import show_to_paste, to_paste
 from .adversities import mistake_in, once_started, told
 from .form import mistake_of_form, stays_inside
 from .watch import calls_of, handles_kept, learners, made_before
-from .ways import Facts, nothing_under_way
+from .ways import Facts, LeavesLists, nothing_under_way
 
 RIGHT, WRONG, LIBRARY = "right", "wrong", "still the library's"
 
@@ -228,7 +228,7 @@ class Exercise:
         if verdict := self.made_before(fn):
             return verdict
         for size, case in self._cases:
-            args = (self._trial, fn, case, self._refuses)
+            args = (self._trial, fn, case, self._refuses, self._facts)
             try:
                 run = once_started(watched, size, args)
             except RankError as error:
@@ -300,11 +300,12 @@ class Exercise:
         return to_paste(*self._answer, name=self.name)
 
 
-def watched(trial: Callable, fn: Callable, case, refuses: set[Callable], group) -> tuple:
+def watched(trial: Callable, fn: Callable, case, refuses: set[Callable], facts, group) -> tuple:
     """Return the result of the trial on this rank, and which of `refuses` the learner called."""
     stays_inside(fn)
+    mine = LeavesLists(lambda *args, **kwargs: learners(fn, *args, **kwargs), facts)
     with calls_of(refuses) as called, handles_kept():
-        result = trial(lambda *args, **kwargs: learners(fn, *args, **kwargs), case, group)
+        result = trial(mine, case, group)
         nothing_under_way(group)
     return result, called
 

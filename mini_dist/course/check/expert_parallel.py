@@ -261,7 +261,7 @@ class There(Journey):
                 return f"Rank {rank} got {len(found)} rows, and should have {len(wanted)}."
         if all(found == sorted(found, key=lambda owner: owner[0]) for found in self.owners):
             return (
-                "All rows are on the right rank, in the order in which they came: by rank. An"
+                "All rows are on the right rank, in the order in which they came: by rank. An "
                 "expert wants its rows in one piece, so sort them by expert before you return them."
             )
         return (
@@ -326,20 +326,25 @@ class Back(Journey):
 
 @dataclass(frozen=True)
 class Tokens:
-    """What the routers of all ranks say about `num_tokens` tokens each."""
+    """What the routers of all ranks say about `num_tokens` tokens each, or each `more` than the
+    rank before."""
 
     num_tokens: int
     num_experts: int
     top_k: int
     dtype: torch.dtype = F64
+    more: int = 0
 
     def __str__(self) -> str:
-        return f"{self.num_tokens} tokens per rank, {self.num_experts} experts, top {self.top_k}"
+        more = f", {self.more} more on each rank than on the one before" * (self.more > 0)
+        tokens = f"{self.num_tokens} tokens {'on rank 0' if more else 'per rank'}{more}"
+        return f"{tokens}, {self.num_experts} experts, top {self.top_k}"
 
     def logits(self, rank: int) -> Tensor:
         """Each rank's tokens prefer experts of their own: alone no rank is balanced."""
         generator = torch.Generator().manual_seed(10 + rank)
-        logits = torch.randn(self.num_tokens, self.num_experts, generator=generator)
+        num_tokens = self.num_tokens + rank * self.more
+        logits = torch.randn(num_tokens, self.num_experts, generator=generator)
         logits[:, rank % self.num_experts] += 2.0
         return logits.to(self.dtype)
 
@@ -370,14 +375,14 @@ class Balance(Measured):
         case, size = self.case, self.size
         logits = [case.logits(rank).double().requires_grad_() for rank in range(size)]
         decision = route(torch.cat(logits), case.top_k)
-        whole = load_balance_loss(decision)
+        self.whole = load_balance_loss(decision).detach()
         self.visits = decision.experts.flatten().bincount(minlength=case.num_experts)
         share = self.visits / self.visits.sum()
-        means = [part.mean(0) for part in decision.probabilities.detach().chunk(size)]
-        self.losses = [case.num_experts * (share * mean).sum() for mean in means]
-        # The mean over the ranks of their gradients is the gradient of the whole.
-        gradients = [size * gradient for gradient in torch.autograd.grad(whole, logits)]
-        self.whole, (self.found, counts, found) = whole.detach(), zip(*self.results)
+        parts = decision.probabilities.split([len(of_rank) for of_rank in logits])
+        losses = [case.num_experts * (share * part.mean(0)).sum() for part in parts]
+        gradients = torch.autograd.grad(sum(losses), logits)
+        self.losses = [loss.detach() for loss in losses]
+        self.found, counts, found = zip(*self.results)
         self.right = [*map(near, self.found, self.losses)]
         self.counted = [near(count, self.visits) for count in counts]
         self.graded = [*map(near, found, gradients)]
@@ -516,7 +521,7 @@ def combine(answers, dispatched, group):
         [
             (4, Tokens(6, 4, 2)),
             (3, Tokens(5, 6, 1, F32)),
-            (2, Tokens(3, 5, 2)),
+            (2, Tokens(3, 5, 2, more=4)),
             (1, Tokens(4, 3, 2)),
         ],
         Balance,

@@ -421,7 +421,7 @@ class Overlapping(Measured):
         found, right = self.found, all(self.right())
         if self.case.crossing and not right:
             return (
-                "The ranks average different buckets with each other: their gradients are ready in"
+                "The ranks average different buckets with each other: their gradients are ready in "
                 "different orders. A bucket that is complete waits until all before it in the list "
                 "have left."
             )
@@ -535,6 +535,7 @@ EXERCISES = [
             (2, Buckets(392, torch.float64)),  # the first one does
             (2, Buckets(861, torch.bfloat16)),  # one byte less than a later one needs
             (1, Buckets(1300, without=EVERY)),
+            (2, Buckets(20, without=frozenset({0, FROZEN}))),  # the last one is larger
             (2, Buckets(1000, torch.float64, frozenset())),
         ],
         Bucketing,

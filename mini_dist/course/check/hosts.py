@@ -157,7 +157,7 @@ class Ordered(Measured):
             return "Reversed: the axis that is named last joins neighbors, inside a host."
         return (
             f"{self.found:,} bytes on the busiest uplink, and another order has {self.best:,}. "
-            "What an axis costs depends on what it sends and on how many of its neighbors are on"
+            "What an axis costs depends on what it sends and on how many of its neighbors are on "
             "another host: two small axes may fit where the one that sends most does. There are "
             "few orders; uplink_bytes tells what each costs."
         )
@@ -172,6 +172,7 @@ class Cabled:
 
     size: int
     pair: tuple[int, int] | None
+    most: int = 1_000_000  # bytes that a rank sends to the next
 
     def __str__(self) -> str:
         return f"{self.size} places, " + (f"{self.pair} exchanged" if self.pair else "all in order")
@@ -187,7 +188,7 @@ class Cabled:
             for place, i in enumerate(rank_at)
         ]
         for rank in range(self.size):
-            bytes_of[place_of[rank]][place_of[(rank + 1) % self.size]] += 1_000_000
+            bytes_of[place_of[rank]][place_of[(rank + 1) % self.size]] += self.most
         return bytes_of
 
 
@@ -225,7 +226,7 @@ EXERCISES = [
         all_reduce_trial,
         [
             (4, Placed((0, 0, 1, 1), (1000,))),
-            (4, Placed((0, 1, 0, 1), (8, 5))),
+            (4, Placed((3, 9, 3, 9), (8, 5))),
             (4, Placed((1, 1, 0, 0), (3,), torch.int64)),
             (4, Placed((0, 0, 0, 0), (5,))),
             (3, Placed((0, 1, 2), (7,))),
@@ -301,6 +302,8 @@ def order_on_hosts(axes, sent, ranks_per_host):
             (1, Cabled(6, (0, 5))),
             (1, Cabled(5, (0, 2))),
             (1, Cabled(16, (1, 9))),
+            (1, Cabled(7, (0, 5))),
+            (1, Cabled(9, (1, 8), most=20_000)),
         ],
         Found,
         hints=[

@@ -320,6 +320,18 @@ ORDERS = {
 }
 FRAGMENTS = ((4, 0, 2), (2, 0, 6), (4, 1, 3), (2, 2, 6), (8, 3, 6), (3, 4, 5))
 
+# The lowest gap needs 49, the smallest gap that is large enough 52.
+LOWEST = (
+    (15, 0, 3),
+    (18, 4, 7),
+    (9, 3, 4),
+    (3, 1, 4),
+    (13, 1, 4),
+    (1, 8, 10),
+    (20, 5, 7),
+    (11, 1, 5),
+)
+
 EXERCISES = [
     Exercise(
         "read_ahead",
@@ -358,6 +370,7 @@ def read_ahead(x, layers, load):
             (1, Tensors("by lot", number=12)),
             (1, Tensors("a step")),
             (1, Tensors("by lot", number=39)),
+            (1, Tensors("given", LOWEST)),
             (1, Tensors("given", ((5, 0, 1),))),
             (1, Tensors("given")),
         ],

@@ -343,7 +343,7 @@ WRONG_CHOICES = {  # the likeliest mistakes first
     "leaves first, so that the first one always advances.",
     "too many leave": "More leave than necessary: check after each one whether the blocks suffice, "
     "with its freed blocks and without its needs.",
-    "comes where somebody left": "A text comes in while another has to leave: it would soon"
+    "comes where somebody left": "A text comes in while another has to leave: it would soon "
     "have to leave itself.",
     "too many come": "More come in than there are blocks: running texts get theirs first.",
     "overtaken": "A text comes in before another that has waited longer: if the first does not "
@@ -440,6 +440,10 @@ LLAMA_8B = llama(4096, 32, 32, 14336, num_key_value_heads=8)
 LLAMA_70B = llama(8192, 80, 64, 28672, num_key_value_heads=8)
 OPEN_LLAMA = llama(3200, 26, 32, 8640)  # neither num_key_value_heads nor head_dim
 QWEN = (*llama(1024, 28, 16, 3072, num_key_value_heads=8, head_dim=128), ("model_type", "qwen3"))
+MISTRAL = (  # its window is a matter of attention: here all tokens are saved
+    *llama(4096, 32, 32, 14336, num_key_value_heads=8),
+    *dict(model_type="mistral", sliding_window=4096, max_position_embeddings=32768).items(),
+)
 GPT_2 = tuple(
     dict(
         model_type="gpt2", vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12
@@ -450,6 +454,7 @@ REAL = [
     (1, Real("GPT-2", GPT_2, 1000, 4, 1, 2 * 12 * 12 * 64)),
     (1, Real("OpenLLaMA 3B", OPEN_LLAMA, 2048, 2, 1, 2 * 26 * 32 * 100)),
     (1, Real("Qwen3 0.6B", QWEN, 4096, 2, 1, 2 * 28 * 8 * 128)),
+    (1, Real("Mistral 7B", MISTRAL, 40_000, 2, 1, 2 * 32 * 8 * 128)),
     (1, Real("Llama 3 70B", LLAMA_70B, 4096, 1, 4, 2 * 80 * 2 * 128)),
     (1, Real("Llama 3 70B", LLAMA_70B, 100, 2, 16, 2 * 80 * 1 * 128)),
 ]

@@ -5,12 +5,15 @@ What a way finds by itself it tells by raising `Complaint`, in the words of a hi
 
 from __future__ import annotations
 
+import ast
 import functools
 import gc
 import inspect
+import textwrap
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 
 import torch
@@ -38,6 +41,13 @@ class Facts:
     @property
     def parameters(self) -> list[inspect.Parameter]:
         return list(inspect.signature(self.solution).parameters.values())
+
+    @property
+    def returns(self) -> bool:
+        """Whether the library's function ends by returning something."""
+        function = ast.parse(textwrap.dedent(inspect.getsource(self.solution))).body[0]
+        last = getattr(function, "body", [None])[-1]
+        return isinstance(last, ast.Return) and last.value is not None
 
     @property
     def gives_tensors(self) -> bool:
@@ -110,6 +120,44 @@ class Once(Wrapped):
         )
 
 
+class LeavesLists(Wrapped):
+    """The caller's lists have to hold the same things afterwards, and something has to come back
+    where the library's function returns something."""
+
+    def __call__(self, *args, **kwargs):
+        given = self.named(args, kwargs)
+        before = {name: contents(value) for name, value in given.items()}
+        result = self.fn(*args, **kwargs)
+        for name, value in given.items():
+            if contents(value) != before[name]:
+                raise Complaint(CHANGES.format(name=name))
+        if result is None and self.facts.returns:
+            raise Complaint("Your function returned None: return what it has made.")
+        return result
+
+
+def contents(value) -> object:
+    """What is in a list, and in the lists in it."""
+    return [*map(contents, value)] if isinstance(value, list) else id(value)
+
+
+CHANGES = "Your function changes {name}: the caller still needs it as it was."
+
+
+class Between(Wrapped):
+    """Before anybody goes back from a result, call it again in a group of this rank alone."""
+
+    def __call__(self, *args, **kwargs):
+        result = self.fn(*args, **kwargs)
+        if groups_in(args, kwargs) and any(tensor.grad_fn for tensor in tensors_in(result)):
+            alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            with suppress(Exception):  # sizes need not fit one rank
+                self.with_others(
+                    args, kwargs, lambda _, v: alone if isinstance(v, dist.ProcessGroup) else v
+                )
+        return result
+
+
 def unseen(function: Callable) -> Callable:
     """Call without counting what is made here as the learner's, in trials that note it."""
 
@@ -139,11 +187,11 @@ class Strided(Wrapped):
 
 @unseen
 def strided(value):
-    """Return the same numbers in another order in memory, or with gaps. Only plain tensors change,
-    also in a named tuple; weights and tensors with a graph do not."""
+    """Return the same numbers in another order in memory, or with gaps: of plain tensors,
+    also in a named tuple, not of parameters."""
     if hasattr(value, "_fields"):
         return type(value)(*map(strided, value))
-    if not isinstance(value, Tensor) or value.requires_grad or value.dim() == 0:
+    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or value.dim() == 0:
         return value
     if value.dim() == 1:
         return torch.stack([value, value], -1)[..., 0]
@@ -159,9 +207,7 @@ class Careful(Wrapped):
         result = self.fn(*args, **kwargs)
         for name, photo in before.items():
             if name not in self.facts.changes and not photo.is_of(given[name]):
-                raise Complaint(
-                    f"Your function changes {name}: the caller still needs it as it was."
-                )
+                raise Complaint(CHANGES.format(name=name))
         nothing_under_way(*groups_in(args, kwargs)[:1])
         if not self.facts.again:
             return result
@@ -220,9 +266,18 @@ def photograph(value) -> Photograph:
     return photo
 
 
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
 def hooks_of(tensors: Iterable[Tensor]) -> int:
-    kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    return sum(len(getattr(tensor, kind, None) or ()) for tensor in tensors for kind in kinds)
+    return sum(len(getattr(tensor, kind, None) or ()) for tensor in tensors for kind in HOOKS)
+
+
+def take_hooks_from(tensors: Iterable[Tensor]) -> None:
+    """A hook that refers to its tensor keeps it alive for ever: Python's gc does not see that."""
+    for tensor in tensors:
+        for kind in HOOKS:
+            (getattr(tensor, kind, None) or {}).clear()
 
 
 def storages(value) -> set[int]:

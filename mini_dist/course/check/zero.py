@@ -43,7 +43,7 @@ class Flat:
         generator = torch.Generator().manual_seed(rank)
         gradient = torch.randint(-80, 80, (self.length,), generator=generator) / 4
         gradient[: self.length // 4] = 0  # all of a part, on some worlds
-        return (torch.arange(self.length) / 4).to(self.dtype), gradient.to(self.dtype)
+        return (2.0**30 * torch.arange(self.length)).to(self.dtype), gradient.to(self.dtype)
 
 
 def step_trial(fn, case: Flat, group):
@@ -52,9 +52,14 @@ def step_trial(fn, case: Flat, group):
 
     def update(shard, mean):
         given.append((len(shard), len(mean)))
-        return shard - 0.5 * mean if len(shard) == len(mean) else shard  # the judge says more
+        return stepped(shard, mean) if len(shard) == len(mean) else shard  # the judge says more
 
     return fn(flat, gradient, update, group), given
+
+
+def stepped(shard, mean):
+    """A step that leaves little of what was there, so that a sum of old and change would show."""
+    return shard / 2**40 - 0.5 * mean
 
 
 class Step(Measured):
@@ -62,7 +67,7 @@ class Step(Measured):
         length = self.case.length
         flat, _ = self.case.flat_and_gradient(0)
         total = sum(self.case.flat_and_gradient(rank)[1] for rank in range(self.size))
-        self.new, self.of_sums = flat - 0.5 * total / self.size, flat - 0.5 * total
+        self.new, self.of_sums = stepped(flat, total / self.size), stepped(flat, total)
         self.found, self.given = zip(*self.results)
         self.part = length // self.size
         self.wanted = 2 * (self.size - 1) * flat.nbytes
@@ -112,15 +117,16 @@ PER_UNIT = 3  # at most
 
 @dataclass(frozen=True)
 class Units:
-    """turned: in each unit the last parameter's gradient is ready last. wide: this many
-    times longer, so that the ring is the library's choice with three ranks as well."""
+    """turned: in each unit the last parameter's gradient is ready last, and the unit that is ready
+    last stands last. wide: this many times longer, so that the ring is the library's choice with
+    three ranks as well."""
 
     count: int
     turned: bool = False
     wide: int = 1
 
     def __str__(self) -> str:
-        turned = ", in another order inside the units" * self.turned
+        turned = ", in another order, and so inside the units" * self.turned
         return f"{self.count} units of 2 or {PER_UNIT} parameters{turned}"
 
     def units_and_loss(self, rank: int):
@@ -128,13 +134,18 @@ class Units:
         units = []
         for i in range(self.count):
             width = 60 * self.wide
-            matrix = nn.Parameter(torch.linspace(0.5, 1 + i, 12 * width).view(12, width).sin())
+            weight = torch.linspace(0.5, 1 + i, 12 * width).view(12, width).sin()
+            if self.turned:
+                weight = weight.t().contiguous().t()  # and so is its gradient
+            matrix = nn.Parameter(weight)
             vectors = [nn.Parameter(torch.linspace(-1, 1, width)) for _ in range(1 + i % 2)]
             units.append([matrix, *vectors])
         x = torch.randn(12, generator=torch.Generator().manual_seed(rank))
         for matrix, *vectors in units:
-            x = sum(vectors, x @ matrix).view(-1, 12).mean(0).tanh()
-        return [unit[::-1] if self.turned else unit for unit in units], x.sum()
+            x = sum(vectors, x @ matrix / 4).view(-1, 12).mean(0).tanh()
+        if self.turned:
+            units = [unit[::-1] for unit in [*units[1:], units[0]]]
+        return units, 100 * x.sum()  # so that every gradient is large beside its rounding
 
 
 def is_there(parameter: nn.Parameter) -> bool:
@@ -160,7 +171,8 @@ def backward_trial(fn, case: Units, group):
     handles = [p.register_post_accumulate_grad_hook(count) for p in parameters]
     before, recorder.begin = hooks_of(parameters), leaving
     with alive:
-        parts = list(fn(loss, units, group) or [])
+        came = fn(loss, units, group)
+    parts = came if isinstance(came, list) else []
     recorder.begin = begin
     unit = sum(p.nbytes for p in units[0])
     whole = round(max(nbytes) / unit - case.count / group.size())  # the parts of all are kept
@@ -257,7 +269,9 @@ class Sharded:
 
 
 def weights(case: Sharded) -> list[torch.Tensor]:
-    return [torch.linspace(-1, 1 + i, case.length).sin() for i in range(case.layers)]
+    made = [torch.linspace(-1, 1 + i, case.length).sin() for i in range(case.layers)]
+    made[-1][: case.length // 2] = 0  # all of a shard, on some ranks
+    return made
 
 
 def inputs(rank: int) -> torch.Tensor:
@@ -380,7 +394,7 @@ def sharded_step(flat, gradient, update, group):
         "backward_in_units",
         backward_in_units,
         backward_trial,
-        [(4, Units(4)), (3, Units(2, turned=True, wide=60)), (2, Units(1)), (1, Units(3))],
+        [(4, Units(4)), (3, Units(3, turned=True, wide=60)), (2, Units(1)), (1, Units(3))],
         Backward,
         hints=[
             "p.register_post_accumulate_grad_hook(fn) calls fn(p) when p.grad is complete. In it: "

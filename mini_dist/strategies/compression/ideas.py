@@ -62,7 +62,8 @@ def round_by_lot(x: Tensor, lots: torch.Generator) -> Tensor:
     """Round each element to a neighboring integer, up with a probability equal to its fraction:
     0.3 becomes 1 with probability 0.3, else 0, so its expectation is 0.3."""
     lot = torch.rand(x.shape, generator=lots, dtype=x.dtype, device=x.device)  # drawn independently
-    return (x + lot).floor()
+    whole = x.floor()
+    return whole + (lot >= 1 - (x - whole))  # x + lot would be rounded itself in 16 bits
 
 
 def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
