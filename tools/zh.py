@@ -642,7 +642,8 @@ ORDINARY = set(
     "group tree chunk axis draft ring lane schedule gather scatter stage segment elastic fencing "
     "hang overlap dispatch rank worker parameter shard node grid mesh resume decode replica "
     "replicated placement hook bucket draft copy expert grid uplink collective overflow underflow "
-    "unit replay clipping in flight layout interleaved regret offload ZeRO".split()
+    "unit replay clipping in flight layout interleaved regret offload ZeRO position doubling offer "
+    "utilization".split()
 )
 
 
