@@ -409,7 +409,7 @@ class OwnRun(Exercise):
         def losses(size: int, where: str, **how) -> list[dict[int, float]]:
             case = Twin(str(folder / where), **how)
             Path(case.folder).mkdir(exist_ok=True)
-            run = once_started(watched, size, (twin_trial, fn, case, self._refuses))
+            run = once_started(watched, size, (twin_trial, fn, case, self._refuses, self._facts))
             used.update(*(called for _, called in run.results))
             return [result for result, _ in run.results]
 

@@ -29,7 +29,7 @@ from .measures import close
 
 # ---- rounding by lot ----------------------------------------------------------------------------
 
-VALUES = (0.3, 0.6, -0.3, -1.75, 2.5, 40.02, 0.0, 7.0, -3.0)
+VALUES = (0.3, 0.6, -0.3, -1.75, 2.5, 40.02, 300.3, 0.0, 7.0, -3.0)
 TRIES = 8000
 ROOM = 5 * 0.5 / TRIES**0.5  # five standard deviations of a mean of lots, at most
 TOGETHER = 5 / TRIES**0.5  # and of a correlation of independent ones

@@ -301,7 +301,7 @@ def shares(batch_size, seconds):
             (4, Deaths((None, 6, 7, 6))),
             (5, Deaths((2, None, 2, None, 1), dtype=torch.float64)),
             (3, Deaths((7, 7, 7))),
-            (3, Deaths((2**24, None, 2**24 + 1), 7)),
+            (3, Deaths((4, None, 9), 7)),
             (2, Deaths((None, 8))),
         ],
         Rebuilt,

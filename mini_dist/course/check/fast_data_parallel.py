@@ -69,11 +69,9 @@ class Buckets:
 
 def bucket_trial(fn, case: Buckets, group):
     parameters = case.parameters(group.rank())
-    given = list(parameters)
-    fn(given, case.bucket_bytes, group)
-    turned = [p is not q for p, q in zip(given, parameters)]
+    fn(list(parameters), case.bucket_bytes, group)
     kept = all(bool((parameter == 1).all()) for parameter in parameters)
-    return [parameter.grad for parameter in parameters], any(turned), kept
+    return [parameter.grad for parameter in parameters], kept
 
 
 def filled(nbytes: list[int], limit: int, full: Callable = operator.gt, room=None) -> list[int]:
@@ -109,7 +107,7 @@ class Bucketing(Measured):
         self.own = everyones
         self.totals = [None if g[0] is None else torch.stack(g).sum(0) for g in zip(*everyones)]
         self.means = [None if total is None else total / self.size for total in self.totals]
-        self.found, self.turned, self.kept = zip(*self.results)
+        self.found, self.kept = zip(*self.results)
         have = [mean.nbytes for mean in self.means[::-1] if mean is not None]
         self.one_each, self.wanted = have, filled(have, limit)
         self.wanted_bytes = 2 * (self.size - 1) * sum(have)
@@ -133,8 +131,6 @@ class Bucketing(Measured):
             ]
         if self.beside:
             lines.append(line("beside them", ", ".join(self.beside), "nothing"))
-        if any(self.turned):
-            lines.append(line("the list of parameters", "another", "as it was"))
         if not all(self.kept):
             lines.append(line("the weights", "others", "as they were"))
         return lines
@@ -144,11 +140,6 @@ class Bucketing(Measured):
 
     def mistake_in_values(self) -> str:
         found, several = self.found, self.size > 1
-        if any(self.turned):
-            return (
-                "The caller's own list is another one now, as .reverse() makes it: "
-                "reversed(list(parameters)) leaves it as it is."
-            )
         if not all(self.kept):
             return "You changed the weights, which are the optimizer's: gradients are averaged."
         if any(result[i] is not None for result in found for i in self.case.without):

@@ -5,11 +5,9 @@ What a way finds by itself it tells by raising `Complaint`, in the words of a hi
 
 from __future__ import annotations
 
-import ast
 import functools
 import gc
 import inspect
-import textwrap
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -41,13 +39,6 @@ class Facts:
     @property
     def parameters(self) -> list[inspect.Parameter]:
         return list(inspect.signature(self.solution).parameters.values())
-
-    @property
-    def returns(self) -> bool:
-        """Whether the library's function ends by returning something."""
-        function = ast.parse(textwrap.dedent(inspect.getsource(self.solution))).body[0]
-        last = getattr(function, "body", [None])[-1]
-        return isinstance(last, ast.Return) and last.value is not None
 
     @property
     def gives_tensors(self) -> bool:
@@ -121,8 +112,7 @@ class Once(Wrapped):
 
 
 class LeavesLists(Wrapped):
-    """The caller's lists have to hold the same things afterwards, and something has to come back
-    where the library's function returns something."""
+    """The caller's lists have to hold the same things afterwards."""
 
     def __call__(self, *args, **kwargs):
         given = self.named(args, kwargs)
@@ -131,8 +121,6 @@ class LeavesLists(Wrapped):
         for name, value in given.items():
             if contents(value) != before[name]:
                 raise Complaint(CHANGES.format(name=name))
-        if result is None and self.facts.returns:
-            raise Complaint("Your function returned None: return what it has made.")
         return result
 
 
@@ -145,11 +133,13 @@ CHANGES = "Your function changes {name}: the caller still needs it as it was."
 
 
 class Between(Wrapped):
-    """Before anybody goes back from a result, call it again in a group of this rank alone."""
+    """Before anybody goes back from a result, call it again in a group of this rank alone. (Not if
+    it is given a module, which may count its calls.)"""
 
     def __call__(self, *args, **kwargs):
-        result = self.fn(*args, **kwargs)
-        if groups_in(args, kwargs) and any(tensor.grad_fn for tensor in tensors_in(result)):
+        result, has_group = self.fn(*args, **kwargs), bool(groups_in(args, kwargs))
+        has_module = any(isinstance(v, nn.Module) for v in (*args, *kwargs.values()))
+        if has_group > has_module and any(tensor.grad_fn for tensor in tensors_in(result)):
             alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
             with suppress(Exception):  # sizes need not fit one rank
                 self.with_others(
@@ -187,11 +177,11 @@ class Strided(Wrapped):
 
 @unseen
 def strided(value):
-    """Return the same numbers in another order in memory, or with gaps: of plain tensors,
-    also in a named tuple, not of parameters."""
+    """Return the same numbers in another order in memory, or with gaps. Only plain tensors change,
+    also in a named tuple; weights and tensors with a graph do not."""
     if hasattr(value, "_fields"):
         return type(value)(*map(strided, value))
-    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or value.dim() == 0:
+    if not isinstance(value, Tensor) or value.requires_grad or value.dim() == 0:
         return value
     if value.dim() == 1:
         return torch.stack([value, value], -1)[..., 0]

@@ -15,13 +15,19 @@ from mini_dist.strategies.zero.ideas import backward_in_units, forward_on_demand
 
 from .engine import NO_BARRIER, Exercise, Line, Measured, line, on_ranks, too_few_bytes
 from .measures import Alive, all_close, mistake_of_dtype
-from .ways import hooks_of
+from .ways import Complaint, hooks_of
 
 LARGEST = 40.0  # of the terms that are added up here
 
 
 def same(found, expected) -> bool:
     return all_close(found, expected, LARGEST)
+
+
+def something(came):
+    if came is None:
+        raise Complaint("Your function returned None: return what it has made.")
+    return came
 
 
 def at_most(what: str, measured: int, most: int) -> Line:
@@ -54,7 +60,7 @@ def step_trial(fn, case: Flat, group):
         given.append((len(shard), len(mean)))
         return stepped(shard, mean) if len(shard) == len(mean) else shard  # the judge says more
 
-    return fn(flat, gradient, update, group), given
+    return something(fn(flat, gradient, update, group)), given
 
 
 def stepped(shard, mean):
@@ -171,7 +177,7 @@ def backward_trial(fn, case: Units, group):
     handles = [p.register_post_accumulate_grad_hook(count) for p in parameters]
     before, recorder.begin = hooks_of(parameters), leaving
     with alive:
-        came = fn(loss, units, group)
+        came = something(fn(loss, units, group))
     parts = came if isinstance(came, list) else []
     recorder.begin = begin
     unit = sum(p.nbytes for p in units[0])
@@ -309,7 +315,7 @@ def forward_trial(fn, case: Sharded, group):
     with alive:
         result = fn(inputs(rank), [layer] * case.layers, shards, group)
     recorder.begin = begin
-    return result, int(max(nbytes) / whole + 0.1), sizes, before
+    return something(result), int(max(nbytes) / whole + 0.1), sizes, before
 
 
 class Forward(Measured):

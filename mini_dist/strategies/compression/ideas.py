@@ -61,9 +61,8 @@ def quantize(
 def round_by_lot(x: Tensor, lots: torch.Generator) -> Tensor:
     """Round each element to a neighboring integer, up with a probability equal to its fraction:
     0.3 becomes 1 with probability 0.3, else 0, so its expectation is 0.3."""
-    lot = torch.rand(x.shape, generator=lots, dtype=x.dtype, device=x.device)  # drawn independently
-    whole = x.floor()
-    return whole + (lot >= 1 - (x - whole))  # x + lot would be rounded itself in 16 bits
+    whole = x.floor()  # (x + lot).floor() would be rounded on the way in 16 bits
+    return whole + (torch.rand(x.shape, generator=lots, device=x.device) >= 1 - (x - whole))
 
 
 def dequantize(codes: Tensor, scale: Tensor) -> Tensor:

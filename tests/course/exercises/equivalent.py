@@ -243,7 +243,8 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "`rank, size = (group.rank(), group.size())` after the next": "neither uses the other",
     },
     "round_by_lot": {
-        "without the last keyword in `lot = torch.rand(x.shape, generator=lots, dtype=x.dtype, device=x.device)  # drawn independently`": "there is only the CPU here",
+        "without the last keyword in `return whole + (torch.rand(x.shape, generator=lots, device=x.device) >= 1 - (x - whole))`": "there is only the CPU here",
+        "Gt as comparison in `return whole + (torch.rand(x.shape, generator=lots, device=x.device) >= 1 - (x - whole))`": "the two are equal once in 16 million draws",
     },
     "scaled_step": {
         "`if not norm.isfinite():` after the next": "of a step that is skipped nobody reads the gradients",

@@ -543,7 +543,7 @@ def as_arrays_of_numpy(table, free, written, new, block_size):
 
 @fresh.right("place_tokens")
 def takes_from_the_end_of_free(table, free, written, new, block_size):
-    table = list(table)
+    table, free = list(table), list(free)
     while len(table) * block_size < written + new:
         table.append(free.pop())
     return table, places_in(table, written, new, block_size)
@@ -563,7 +563,7 @@ def missing(text, block_size):
     return -(-text.tokens // block_size) - text.blocks
 
 
-@fresh.wrong("who_runs", "changes the lists")
+@fresh.wrong("who_runs", "Your function changes running")
 def pops_from_what_it_was_given(running, waiting, free, block_size):
     leave, come = [], []
     while sum(missing(t, block_size) for t in running) > free:

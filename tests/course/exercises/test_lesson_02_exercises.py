@@ -70,20 +70,20 @@ def averages_gradients_and_weights(parameters, group):
         p.grad = average(p, group)
 
 
-@wrong("wrong for number 3 of 4")
+@wrong("wrong for number 4 of 5")
 def skips_the_last_parameter(parameters, group):
     for p in with_gradient(parameters)[:-1]:
         p.grad = average(p, group)
 
 
-@wrong("wrong for number 2 of 4")
+@wrong("wrong for number 2 of 5")
 def skips_scalars(parameters, group):
     for p in with_gradient(parameters):
         if p.dim() > 0:
             p.grad = average(p, group)
 
 
-@wrong("wrong for number 2 of 4")
+@wrong("wrong for number 2 of 5")
 def only_the_first_parameter(parameters, group):
     p = parameters[0]
     p.grad = average(p, group)
@@ -194,7 +194,7 @@ def only_for_4_ranks(parameters, group):
         p.grad = average(p, group, of=lambda everyones: everyones.sum(0) / 4)
 
 
-@wrong("Right with 4 ranks and 3 ranks and 2 ranks and 5 ranks. With one rank, 4 parameters")
+@wrong("Right with 4 ranks and 3 ranks and 2 ranks and 5 ranks. With one rank, 5 parameters")
 def not_for_one_rank(parameters, group):
     peers = range(1, group.size())
     for p in with_gradient(parameters):
@@ -232,7 +232,7 @@ def in_bfloat16(parameters, group):
     in_dtype(torch.bfloat16, parameters, group)
 
 
-@wrong("of float64, one of them frozen: Only")
+@wrong("of float64, number 4 of them frozen: Only")
 def always_in_float32(parameters, group):
     in_dtype(torch.float32, parameters, group)
 

@@ -208,7 +208,7 @@ def lets_the_library_do_it(parameters, bucket_bytes, group):
     library.Bucketed(torch.nn.ParameterList(have), group, bucket_bytes=bucket_bytes).finish()
 
 
-@buckets_wrong("The caller's own list is another one now")
+@buckets_wrong("Your function changes parameters")
 def turns_the_callers_list(parameters, bucket_bytes, group):
     parameters.reverse()
     for bucket in in_buckets(with_gradient(parameters)[::-1], bucket_bytes, lambda a, b: a > b):

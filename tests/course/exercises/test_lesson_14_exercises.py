@@ -607,7 +607,7 @@ def one_division_at_the_end(decision, group):
     num_tokens, num_experts = decision.probabilities.shape
     visits = all_reduce(counted(decision), group)
     products = (decision.probabilities.sum(0) * visits).sum()
-    return products * num_experts / (num_tokens * decision.experts.numel() * group.size()), visits
+    return products * num_experts / (num_tokens * visits.sum()), visits
 
 
 @right_balance

@@ -29,6 +29,10 @@ def trained(model):
     return [p for p in model.parameters() if p.requires_grad]
 
 
+def with_grad(model):
+    return [p for p in model.parameters() if p.grad is not None]
+
+
 def divided(parameters, group):
     for p in parameters:
         p.grad /= group.size()
@@ -40,7 +44,7 @@ def divided(parameters, group):
 @wrong("divide by group.size()")
 def adds(model, batches, loss_of, group):
     backward(model, batches, loss_of)
-    for p in trained(model):
+    for p in with_grad(model):
         dist.all_reduce(p.grad, group=group)
 
 
@@ -48,7 +52,7 @@ def adds(model, batches, loss_of, group):
 def adds_micro_batches(model, batches, loss_of, group):
     for batch in batches:
         loss_of(model, batch).backward()
-    for p in trained(model):
+    for p in with_grad(model):
         p.grad = all_reduce(p.grad, group, op="mean")
 
 
@@ -119,10 +123,10 @@ def divides_before_it_waits(model, batches, loss_of, group):
     divided([p for p in under_way if p.grad is not None], group)
     for p, work in under_way.items():
         work.wait()
-        p.grad *= 2
+        p.grad *= 1.5
 
 
-@wrong("only their gradients")
+@wrong("only gradients")
 def steps_as_well(model, batches, loss_of, group):
     for p, work in in_flight(model, batches, loss_of, group).items():
         work.wait()
@@ -144,7 +148,7 @@ def stops_at_a_barrier(model, batches, loss_of, group):
 @wrong("let a hook")
 def after_backward(model, batches, loss_of, group):
     backward(model, batches, loss_of)
-    for p in trained(model):
+    for p in with_grad(model):
         p.grad = all_reduce(p.grad, group, op="mean")
 
 
@@ -160,7 +164,7 @@ def waits_in_the_hook(model, batches, loss_of, group):
     for p in trained(model):
         if p.grad is not None and p not in done:
             leave(p)
-    divided(trained(model), group)
+    divided(with_grad(model), group)
 
 
 @wrong("only their sum travels, with the last micro-batch")
@@ -173,7 +177,7 @@ def each_micro_batch(model, batches, loss_of, group):
             sums[p] = sums[p] + p.grad / (len(batches) * group.size())
         model.zero_grad()
     for p, total in sums.items():
-        p.grad = total
+        p.grad = total if torch.is_tensor(total) else None
 
 
 @wrong("travel as float32")
@@ -190,7 +194,8 @@ def as_float32(model, batches, loss_of, group):
 
 @wrong("complete late")
 def in_one_bucket(model, batches, loss_of, group):
-    under_way, parameters, ready = [], trained(model), {}
+    used = [p for p in trained(model) if p is not getattr(model, "spare", None)]
+    under_way, parameters, ready = [], used, {}
 
     def leave(p):
         ready[p] = None

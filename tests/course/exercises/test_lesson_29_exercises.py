@@ -231,7 +231,7 @@ def looks_at_the_loss(model, make_optimizer, loss_of, group):
     return step
 
 
-@strategy("still there in the next one")
+@strategy("Each step adds hooks")
 def leaves_its_hooks(model, make_optimizer, loss_of, group):
     inner = solutions.my_strategy(model, make_optimizer, loss_of, group)
 

@@ -1,0 +1,8 @@
+# WRONG: honours sliding_window: at most that many tokens. Breaks "Every layer saves all tokens."
+def cache_bytes(config, tokens, bytes_a_number, tp):
+    g = lambda a, b, d=None: config.get(a, config.get(b, d))
+    tokens = min(tokens, config.get("sliding_window") or tokens)
+    N = g("num_attention_heads", "n_head")
+    H = config.get("head_dim", g("hidden_size", "n_embd") // N)
+    K = config.get("num_key_value_heads", N)
+    return 2 * g("num_hidden_layers", "n_layer") * max(1, K // tp) * H * bytes_a_number * tokens
