@@ -79,6 +79,12 @@ def pickler():
                 # come along with a function that says `torch` and `config`, are of a subclass.
                 if sys.modules.get(obj.__name__) is obj:
                     return importlib.import_module, (obj.__name__,)
+            if isinstance(obj, ModuleType) and obj.__name__ not in sys.modules:
+                # A part of native code that no import finds, torch._C._functions: a cell's function
+                # that torch has decorated (once_differentiable) brings it along.
+                parent, _, name = obj.__name__.rpartition(".")
+                if getattr(sys.modules.get(parent), name, None) is obj:
+                    return getattr, (sys.modules[parent], name)
             if isinstance(obj, functools._lru_cache_wrapper) and not by_reference(obj.__wrapped__):
                 # By default it is pickled by name, and ranks do not know a cell's names.
                 return cached, (obj.__wrapped__, obj.cache_parameters())

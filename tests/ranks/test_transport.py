@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from mini_dist.ranks.transport import Inbox, PicklingError, from_frames, receive, send, to_frames
 
@@ -125,6 +126,15 @@ def test_a_sender_that_goes_in_the_middle_is_an_end_and_no_message():
         there.close()
         with pytest.raises(EOFError, match="the other process is gone"):
             receive(here)
+
+
+def test_a_function_that_torch_has_decorated_travels_without_torch():
+    @once_differentiable
+    def backward(ctx, dy):
+        return 2 * dy
+
+    there, frames = there_and_back(backward)
+    assert there(None, 3) == 6 and sum(memoryview(frame).nbytes for frame in frames) < 5000
 
 
 def test_what_cannot_travel_is_named_through_functions_and_containers():

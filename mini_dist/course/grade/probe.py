@@ -85,9 +85,11 @@ def fill_pipes(number: int) -> list:
 
 
 def send_sockets(pairs: int) -> list:
-    """Queue as much, then send both ends to nobody and close them: /proc shows them no more."""
+    """Queue as much, pair by pair, and send both ends of each to nobody and close them, so that
+    /proc shows no more than one pair at any moment."""
     held = []
-    for one, other in fill_sockets(pairs):
+    for _ in range(pairs):
+        ((one, other),) = fill_sockets(1)
         way = socket.socketpair()
         socket.send_fds(way[0], [b"x"], [one.fileno(), other.fileno()])
         one.close()
