@@ -119,7 +119,7 @@ def test_a_measured_timeline_starts_at_zero_and_keeps_the_stated_lengths():
     schedule, times = one_f_one_b(2, 4), Times(forward=2e-3, backward=2e-3, weight=2e-3)
     run = launch(run_emulated, 2, args=(schedule, times))
     timeline = Timeline.of_run(schedule, run.results)
-    assert min(spans[0].start for spans in timeline.spans) == 0
+    assert min(span.start for spans in timeline.spans for span in spans) == 0
     assert timeline.busy == pytest.approx(simulate(schedule, times).busy)
     last = max(span.end for spans in run.results for span in spans)  # by the clock of all ranks
     assert last >= simulate(schedule, times).makespan

@@ -187,7 +187,7 @@ class Asked(Exercise):
         """What the function answers; or the verdict on one that raises, or asks the library."""
         try:
             if hasattr(fn, "asked"):  # a grader's: it is opened on a rank only
-                came, called = fn.asked(args, self._refuses)
+                came, called = fn.asked(args, self._refuses, self._facts)
             else:
                 stays_inside(fn)
                 with calls_of(self._refuses) as called:

@@ -118,9 +118,10 @@ class Sealed:
     def __call__(self, *args):
         raise RuntimeError("a sealed function is called on ranks only")
 
-    def asked(self, args: tuple, refuses) -> tuple[object, set[str]]:
+    def asked(self, args: tuple, refuses, facts) -> tuple[object, set[str]]:
         """What the function answers, on a rank, and which of `refuses` it has called."""
-        ((came, called),) = launch(watched, 1, (call, self, args, refuses), quiet=True).results
+        given = call, self, args, refuses, facts
+        ((came, called),) = launch(watched, 1, given, quiet=True).results
         return came, called
 
 
