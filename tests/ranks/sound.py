@@ -101,7 +101,7 @@ def receive_from_anybody_then_from_one(group):
 
 
 def a_server_that_is_asked_late_and_answers_late(group):
-    """All wait, but a request or an answer is under way or will be; workers of it leave early."""
+    """For a while all of them wait, but a request or an answer is under way."""
     if group.rank() == 0:
         for _ in range(2 * (group.size() - 1)):
             worker = dist.recv(torch.ones(2), group=group)

@@ -80,6 +80,7 @@ class Averages(Measured):
             (torch.stack(grads).double().sum(0) / self.size).to(self.case.dtype)
             for grads in zip(*self.everyones)
         ]
+        self.most = max(own[0].abs().max().item() for own in self.everyones)
         self.found, kept = zip(*self.run.results)
         self.kept = all(kept)
         self.frozen = all(found[self.case.frozen] is None for found in self.found)
@@ -106,9 +107,8 @@ class Averages(Measured):
     def are(self, found, gradients: list[torch.Tensor]) -> bool:
         """Whether all gradients (but the frozen one's) are these, up to rounding: a few last digits
         of the largest term, since who divides first or keeps a running mean rounds otherwise."""
-        most = max(grad.abs().max().item() for own in self.everyones for grad in own[:1])
         pairs = enumerate(zip(found, gradients))
-        return all(close(a, b, most) for i, (a, b) in pairs if i != self.case.frozen)
+        return all(close(a, b, self.most) for i, (a, b) in pairs if i != self.case.frozen)
 
     def all_are(self, gradients: list[torch.Tensor]) -> bool:
         return self.size > 1 and all(self.are(found, gradients) for found in self.found)
@@ -164,8 +164,7 @@ class Averages(Measured):
         return "Compare parameter.grad on each rank with the mean of all ranks' gradients before."
 
     def right_for(self, i: int) -> bool:
-        most = max(grad.abs().max().item() for own in self.everyones for grad in own[:1])
-        return all(close(found[i], self.means[i], most) for found in self.found)
+        return all(close(found[i], self.means[i], self.most) for found in self.found)
 
 
 EXERCISES = [

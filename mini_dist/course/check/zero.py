@@ -132,7 +132,7 @@ class Units:
     wide: int = 1
 
     def __str__(self) -> str:
-        turned = ", in another order, and so inside the units" * self.turned
+        turned = ", in another order, also inside the units" * self.turned
         return f"{self.count} units of 2 or {PER_UNIT} parameters{turned}"
 
     def units_and_loss(self, rank: int):
