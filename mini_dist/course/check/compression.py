@@ -498,8 +498,8 @@ EXERCISES = [
             "0.3 should become 1 in three of ten cases. Let u be uniform from 0 to 1, each value "
             "as likely: how often is it below 0.3?",
             "torch.rand(x.shape, generator=lots, dtype=x.dtype) gives each element its u. x + u "
-            "reaches the next integer exactly as often as it should: floor the sum. (In 16 bits the "
-            "sum is rounded itself: compare u with the fraction, x - x.floor().)",
+            "reaches the next integer exactly as often as it should: floor the sum. (In 16 bits "
+            "the sum is rounded itself: compare u with the fraction, x - x.floor().)",
         ],
         skeleton="""\
 def round_by_lot(x, lots):
