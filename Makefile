@@ -8,6 +8,7 @@
 #   make notebooks              rebuild the notebooks whose lesson changed
 #   make zh                     rebuild the Chinese notebooks; what is missing or stale in Chinese
 #   make site                   the course as web pages, in out/site; open index.html (wants npm)
+#   make workshop               slides and a script for half a day and a day, in out/workshop (wants npm)
 #   make check                  ruff on code and notebooks; import-linter: rooms import downwards only
 #   make frameworks             DeepSpeed, Megatron, torchtitan, torchft, JAX and Ray in .venv-frameworks,
 #                               and the tests that compare them with the course's own
@@ -29,7 +30,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 SITE_INSTALLED := $(VENV)/.installed-site
 
-.PHONY: lab update test test-all notebooks zh site site-tools check everywhere frameworks torchtitan
+.PHONY: lab update test test-all notebooks zh site site-tools workshop check everywhere frameworks torchtitan
 
 lab: $(INSTALLED)
 	$(BIN)/python -m mini_dist lab $(LAB_ARGS)
@@ -75,6 +76,10 @@ zh: $(INSTALLED)
 site: site-tools
 	$(BIN)/python -m sphinx -W --keep-going -q -c site -d out/site-doctrees . out/site
 	@echo "open out/site/index.html"
+
+workshop: site-tools
+	$(BIN)/python tools/workshop.py half-day
+	$(BIN)/python tools/workshop.py day
 
 site-tools: $(SITE_INSTALLED) site/node_modules/.package-lock.json
 

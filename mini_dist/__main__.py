@@ -6,6 +6,7 @@
     mini-dist progress     show which lessons you opened and which exercises are right
     mini-dist sweep        run a lab for every combination of some parameters
     mini-dist grade        grade what a class has handed in
+    mini-dist certificate  make a page to print for each learner of a graded class
 
 `mini-dist COMMAND --help` lists a command's own arguments. `lab` passes its arguments on to
 JupyterLab, as in `mini-dist lab --no-browser --port 9000`.
@@ -27,6 +28,7 @@ COMMANDS = {  # the module that each runs, as `python -m` would
     "progress": "mini_dist.course.learner",
     "sweep": "mini_dist.course.sweep",
     "grade": "mini_dist.course.grade",
+    "certificate": "mini_dist.course.grade.certificate",
 }
 FIRST_LESSON = "/lab/tree/work/00_start_here.ipynb"
 

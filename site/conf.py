@@ -27,9 +27,10 @@ BINDER = os.environ.get("MINI_DIST_BINDER", "")
 
 project = "mini_dist"
 author = "the authors of mini_dist"
-extensions = ["myst_nb", "sphinx.ext.autodoc", "words", "explorers"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "words", "explorers", "both_languages"]
 root_doc = "site/index"
-include_patterns = ["site/*.md", "site/library/*.md", "TEACHING.md", "CONTRIBUTING.md"]
+include_patterns = ["site/*.md", "site/library/*.md", "CONTRIBUTING.md"]
+include_patterns += ["TEACHING.md", "TEACHING.zh.md"]
 include_patterns += ["docs/glossary.md", "docs/coming_from_elsewhere.md", "docs/wrong_answers.md"]
 include_patterns += ["docs/installing.md", "docs/planner_errors.md", "docs/cluster/README.md"]
 include_patterns += [f"notebooks/{name}" for name in working_copy.notebooks(ROOT / "notebooks")]
@@ -63,6 +64,7 @@ html_title = "mini_dist"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_context = {"default_mode": "auto"}
+html_search_language = "en-zh"
 html_show_sourcelink = False
 html_show_search_summary = False  # Summaries are fetched, which a file:// page may not do.
 html_theme_options = {
@@ -140,7 +142,7 @@ def in_the_other_language(path):
 
 
 def set_language(app, pagename, templatename, context, doctree):
-    if pagename.startswith("notebooks/zh/"):
+    if pagename.startswith("notebooks/zh/") or pagename.endswith(".zh"):
         context["language"] = "zh-CN"
 
 

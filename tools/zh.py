@@ -1,7 +1,8 @@
 """The Chinese edition: lessons/zh/NAME.po + notebooks/NAME.ipynb -> notebooks/zh/NAME.ipynb.
+And of the pages README and TEACHING: lessons/zh/README.po + README.md -> README.zh.md.
 
     python tools/zh.py                      build what has a catalog, list what is missing or stale
-    python tools/zh.py extract NAME ...     write or update the catalog of a lesson
+    python tools/zh.py extract NAME ...     write or update the catalog of a lesson or page
     python tools/zh.py sheet NAME           print what is still to be translated, numbered
     python tools/zh.py fill NAME FILE       put a filled sheet into the catalog
     python tools/zh.py show NAME            print the Chinese notebook as Markdown, to read it
@@ -41,6 +42,7 @@ sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]
 from mini_dist.course import language  # noqa: E402
 from tools import build_notebooks as english  # noqa: E402
 
+PAGES = "README.md", "TEACHING.md"
 MARK = "〔待译〕"  # before an English text that stands in for its translation
 HEADER = """\
 msgid ""
@@ -58,8 +60,8 @@ MARKDOWN = MarkdownIt()
 
 @dataclass(frozen=True)
 class Message:
-    """A text to translate, and what it is: "" for a paragraph, or heading, item, table, picture,
-    formula, comment, string."""
+    """A text to translate, and what it is: "" for a paragraph, or heading, item, table, row (of a
+    page's table), picture, formula, comment, string."""
 
     text: str
     kind: str = ""
@@ -122,7 +124,7 @@ def text_pieces(text, kind):
     """A text as pieces. Its words and its minutes are rewritten by rule; formulas stay."""
     if text.startswith("**Words.** "):
         return [Rewritten(text, words_in_chinese(text))]
-    minutes = re.match(r"\*(?=\d+ minutes)(.+?)(?=You need|\*$)", text)
+    minutes = re.match(r"\*(?=\d+ minutes)(.+?)(?=You need|after \[|\*$)", text)
     if minutes:
         shown = re.sub(r"(\d+) minutes", r"\1 分钟", minutes[1])
         shown = re.sub(r"exercises (\d+)", r"练习 \1 分钟", shown)
@@ -343,6 +345,21 @@ def cells_of(lesson):
     return cells_in(lesson.read_text(encoding="utf-8"))
 
 
+def is_page(lesson):
+    return lesson.name in PAGES
+
+
+def pieces_of_page(page):
+    """A page as pieces. Each row of a table is a text of its own: the rows of these pages change
+    one at a time."""
+    for piece in pieces_of_markdown(page.read_text(encoding="utf-8")):
+        if isinstance(piece, Message) and piece.kind == "table":
+            for row in re.split(r"(\n)", piece.text):
+                yield Message(row, "row") if has_words(row) else row
+        else:
+            yield piece
+
+
 def pieces_of(cell):
     return pieces_in(cell.source, cell.cell_type)
 
@@ -353,7 +370,11 @@ def pieces_in(source, cell_type):
 
 
 def messages(lesson):
-    """{text: kind} of everything in a lesson that is to be translated, in its order."""
+    """{text: kind} of everything in a lesson or page that is to be translated, in its order."""
+    if is_page(lesson):
+        return {
+            each.text: each.kind for each in pieces_of_page(lesson) if isinstance(each, Message)
+        }
     return messages_in(lesson.read_text(encoding="utf-8"))
 
 
@@ -368,12 +389,16 @@ def messages_in(text):
 
 
 def catalog_of(lesson, root=ROOT):
-    """Where the catalog of a lesson lives."""
+    """Where the catalog of a lesson or page lives."""
+    if is_page(lesson):
+        return root / "lessons/zh" / f"{lesson.stem}.po"
     return (root / "lessons/zh" / lesson.relative_to(root / "lessons")).with_suffix(".po")
 
 
 def notebook_of(lesson, root=ROOT):
-    """Where the Chinese notebook of a lesson lives."""
+    """Where the Chinese notebook of a lesson, or the Chinese page, lives."""
+    if is_page(lesson):
+        return lesson.with_suffix(".zh.md")
     path = english.notebook_of(lesson, root)
     return root / "notebooks/zh" / path.relative_to(root / "notebooks")
 
@@ -462,7 +487,7 @@ def fill(lesson, filled, root=ROOT):
         if not 1 <= int(number) <= len(texts):
             raise ValueError(f"=== {number}: {lesson.stem} has messages 1 to {len(texts)}")
         message = catalog[texts[int(number) - 1]]
-        message.string = chinese.strip()
+        message.string = chinese.strip("\n").rstrip()  # (a printed line may begin with spaces)
         message.flags.discard("fuzzy")
         message.auto_comments = [*filter(None, [messages(lesson)[message.id]])]
     write(catalog_of(lesson, root), catalog)
@@ -478,11 +503,7 @@ def build(lesson, root=ROOT):
     """The Chinese notebook of a lesson, from its catalog and its English notebook."""
     notebook = notebook_in(english.notebook_of(lesson, root))
     chinese, source = translations(catalog_of(lesson, root)), cells_of(lesson)
-    translated = {
-        english.notebook_of(each, root): notebook_of(each, root)
-        for each in english.lessons(root)
-        if catalog_of(each, root).exists()
-    }
+    translated = all_translated(root)
     before = len(notebook.cells) - len(source) - bool(english.navigation(lesson, root))
     for cell, original in zip(notebook.cells[before:], source):
         if cell.cell_type == "markdown":
@@ -508,10 +529,42 @@ def build(lesson, root=ROOT):
     return notebook
 
 
+def build_page(page, root=ROOT):
+    """The Chinese text of a page, from its catalog and its English text. Links to a section's
+    English name go on working."""
+    chinese = translations(catalog_of(page, root))
+    text = "".join(markdown_piece(each, chinese) for each in pieces_of_page(page))
+    text = relink(text, page, all_translated(root), root)
+    missing = sum(each not in chinese for each in messages(page))
+    text = text.replace(
+        f"[中文]({notebook_of(page, root).name})", f"[English]({page.name}){unfinished(missing)}。"
+    )
+    english_names = re.findall(r"^(##+ )(.+)", page.read_text(encoding="utf-8"), re.M)
+    for level, name in english_names:
+        slug = re.sub(r"[^\w -]", "", name.lower()).replace(" ", "-")
+        shown = level + chinese.get(name, f"{MARK} {name}")
+        text = text.replace(f"\n{shown}\n", f'\n<a id="{slug}"></a>\n\n{shown}\n')
+    return text
+
+
+def all_translated(root):
+    """{English notebook or page: its Chinese one}."""
+    lessons = {english.notebook_of(each, root): each for each in english.lessons(root)}
+    pages = {root / name: root / name for name in PAGES}
+    return {
+        path: notebook_of(each, root)
+        for path, each in {**lessons, **pages}.items()
+        if catalog_of(each, root).exists()
+    }
+
+
+def unfinished(missing):
+    return f"；有 {missing} 处尚未译出或等待更新，暂以英文显示" if missing else ""
+
+
 def about(lesson, missing, root):
     there = os.path.relpath(english.notebook_of(lesson, root), notebook_of(lesson, root).parent)
-    stale = f"；有 {missing} 处尚未译出或等待更新，暂以英文显示" if missing else ""
-    return f"[English]({there}) · 代码与输出取自英文版的同一次运行{stale}。"
+    return f"[English]({there}) · 代码与英文版相同，输出来自同一次运行{unfinished(missing)}。"
 
 
 def markdown_piece(piece, chinese):
@@ -523,6 +576,8 @@ def markdown_piece(piece, chinese):
         return chinese[piece.text]
     if piece.kind == "picture":
         return piece.text
+    if piece.kind == "row":
+        return piece.text.replace("| ", f"| {MARK} ", 1)
     return f"{MARK}\n\n{piece.text}" if piece.kind == "table" else f"{MARK} {piece.text}"
 
 
@@ -534,7 +589,8 @@ def code_piece(piece, chinese):
 
 def relink(markdown, lesson, translated, root):
     """Links as seen from notebooks/zh/. translated: {English notebook: its Chinese one}."""
-    home, here = english.notebook_of(lesson, root).parent, notebook_of(lesson, root).parent
+    home = root if is_page(lesson) else english.notebook_of(lesson, root).parent
+    here = notebook_of(lesson, root).parent
 
     def moved(link):
         target = Path(os.path.normpath(home / link[2]))
@@ -562,7 +618,7 @@ def translate_output(output, source, said, chinese):
     The library's own words are looked up where it says them in the learner's language: in a cell
     with a prediction or an exercise. Of a table only the HTML changes, which is what is shown.
     """
-    speaks = re.search(r"\b(reveal|predict|check\.\w+)\(", source)
+    speaks = re.search(r"\b(reveal|predict|check\.\w+|ask\.\w+)\(", source)
     library = language.messages() if speaks else None
 
     def printed(text):
@@ -692,7 +748,9 @@ def faults(text, chinese, kind=""):
         yield f"Chinese punctuation: {found}"
     for found in re.findall(rf'[{CHINESE}]"|"[{CHINESE}]', said):
         yield f"Chinese quotation marks: {found}"
-    for found in re.findall(r" [，。；：、？！（）“”]|[，。；：、？！（）][ ](?=\S)", said):
+    for found in re.findall(
+        r"(?<!\|) [，。；：、？！（）“”]|[，。；：、？！（）] (?=[^\s|])", said
+    ):
         yield f"no space beside Chinese punctuation: {found!r}"
     if kind not in ("string", "comment", "picture") and "*" in text:
         shown = MARKDOWN.renderInline(re.sub(r"`[^`]*`|\$[^$]*\$", "X", chinese))
@@ -736,6 +794,8 @@ def check(lesson, root=ROOT):
         if text in kinds:
             for fault in faults(text, chinese, kinds[text]):
                 yield f"{lesson.stem}: {fault}\n    {chinese[:90]}"
+    if is_page(lesson):
+        return
     for text in predictions_lost(lesson, done):
         yield f"{lesson.stem}: reveal() would not find the prediction {text!r}"
     for text in printed_in_english(lesson, done, root):
@@ -807,9 +867,14 @@ def text_of(notebook):
     return nbformat.v4.writes_json(notebook) + "\n"
 
 
+def built(lesson, root=ROOT):
+    """What the file of a Chinese notebook or page is to hold."""
+    return build_page(lesson, root) if is_page(lesson) else text_of(build(lesson, root))
+
+
 def is_fresh(lesson, root=ROOT):
     path = notebook_of(lesson, root)
-    return path.exists() and path.read_text(encoding="utf-8") == text_of(build(lesson, root))
+    return path.exists() and path.read_text(encoding="utf-8") == built(lesson, root)
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -821,7 +886,7 @@ def build_all(chosen, root):
         if catalog_of(lesson, root).exists():
             path = notebook_of(lesson, root)
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text_of(build(lesson, root)), encoding="utf-8")
+            path.write_text(built(lesson, root), encoding="utf-8")
     print("lesson                          translated  missing  stale")
     for lesson, so_far in found.items():
         missing = so_far.messages - so_far.translated
@@ -841,7 +906,7 @@ def main(argv=None):
     names, filled = list(options.names), None
     if options.what == "fill":
         *names, filled = names
-    course = english.lessons(ROOT)
+    course = [*english.lessons(ROOT), *(ROOT / name for name in PAGES)]
     chosen = [
         lesson
         for lesson in course
@@ -860,7 +925,8 @@ def main(argv=None):
         number = fill(chosen[0], Path(filled).read_text(encoding="utf-8"))
         print(f"{number} texts are in {catalog_of(chosen[0]).relative_to(ROOT)}")
     elif options.what == "show" and len(chosen) == 1:
-        print(jupytext.writes(build(chosen[0]), fmt="md"))
+        page = is_page(chosen[0])
+        print(build_page(chosen[0]) if page else jupytext.writes(build(chosen[0]), fmt="md"))
     elif options.what == "check":
         found = [line for lesson in chosen for line in check(lesson)]
         print("\n".join([*found, f"{len(found)} faults"]))

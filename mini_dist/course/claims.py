@@ -11,6 +11,8 @@ from typing import NamedTuple
 from mini_dist.plan.fields import checks_kinds
 from mini_dist.plan.tables import Table
 
+from .language import said
+
 DRAWN = 10  # claims of a quiz
 
 
@@ -85,7 +87,7 @@ CLAIMS = (
     Claim(
         "`torch.nn.DataParallel` all-reduces the gradients.",
         "DistributedDataParallel does. DataParallel is one process: it copies the model to the "
-        "other GPUs in every forward, and adds their gradients on one of them.",
+        "other GPUs in every forward, and adds their gradients on the first one.",
     ),
     Claim(
         "If you set all but the largest 1 % of the gradients to zero, an all-reduce sends 1 % "
@@ -94,7 +96,7 @@ CLAIMS = (
     ),
     Claim(
         "Casting gradients from 32 to 16 bits halves the time of every all-reduce.",
-        "It halves the bytes. A small message is all latency.",
+        "It halves the bytes. But nearly all of a small message's time is latency.",
     ),
     Claim(
         "Megatron-core's sequence parallelism sends 25 % more bytes than tensor parallelism alone.",
@@ -137,17 +139,17 @@ CLAIMS = (
     Claim(
         "When scaled gradients are truncated to integers, the errors average out over the "
         "steps, as they do with rounding.",
-        "The error of one step is as small as a code. But it always points to zero, so it adds "
+        "The error of one step is at most one unit of the codes. But it always points to zero, so it adds "
         "up where gradients keep their sign.",
     ),
     Claim(
         "Adding 0.001 to a bf16 weight of 1 changes nothing.",
-        "0.001 is well inside the range of bf16. But next to 1 its numbers are 1/128 apart, and "
+        "0.001 is well inside the range of bf16. But above 1 its numbers are 1/128 apart, and "
         "the sum is rounded back.",
     ),
     Claim(
-        "A hand-written checkpoint's backward may recompute from `x.detach()`, call "
-        "`output.backward(gradient)` and return `None` for x.",
+        "In hand-written activation recomputation, backward may recompute from "
+        "`x.detach()`, call `output.backward(gradient)` and return `None` for x.",
         "The block's own parameters get gradients, so it seems to work. Earlier layers get "
         "none, unless the detached input asks for its gradient and backward returns it.",
     ),
@@ -172,7 +174,7 @@ CLAIMS = (
     Claim(
         'A DeepSpeed config with "train_batch_size": 64, "train_micro_batch_size_per_gpu": 4 '
         'and "gradient_accumulation_steps": 2 runs under `--num_gpus 4`.',
-        "Each number looks reasonable. Their product with the number of GPUs has to be the batch.",
+        "Each number looks reasonable. But 4 times 2 times the number of GPUs has to be 64.",
     ),
     Claim(
         "In ring attention as published (Liu et al. 2023), keys and values travel, and queries "
@@ -212,7 +214,8 @@ class Quiz:
 
     def sheet(self) -> Table:
         """The claims to guess."""
-        return Table(["", "true or false?"], [(n, CLAIMS[n - 1].sentence) for n in self.guesses])
+        asked = [(number, said(CLAIMS[number - 1].sentence)) for number in self.guesses]
+        return Table(["", said("true or false?")], asked)
 
     def decide(self, number: int, is_true: bool, evidence: str) -> None:
         """Keep and print what was found of a claim."""
@@ -220,7 +223,8 @@ class Quiz:
             raise ValueError(f"number={number}: decide each of the {len(CLAIMS)} claims once")
         self.verdicts[number] = bool(is_true), evidence
         sentence, why = CLAIMS[number - 1]
-        print(f"{number}. {sentence}\n   {str(bool(is_true)).upper()}: {evidence}\n   {why}\n")
+        verdict = str(bool(is_true)).upper()
+        print(said(f"{number}. {sentence}\n   {verdict}: {evidence}\n   {why}\n"))
 
     def table(self) -> Table:
         """Of each claim of the sheet the guess, the verdict, and what decided it."""
@@ -229,7 +233,8 @@ class Quiz:
             is_true, evidence = self.verdicts[number]
             mark = "" if guess == "-" else "✓" if guess == "FT"[is_true] else "✗"
             rows.append((number, guess, "FT"[is_true], mark, evidence))
-        return Table(["", "guess", "verdict", "", "decided by"], rows)
+        heads = ("guess", "verdict", "", "decided by")
+        return Table(["", *map(said, heads)], rows)
 
     def result(self) -> dict:
         """The score, and the numbers of the claims that were guessed wrong."""

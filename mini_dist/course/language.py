@@ -45,6 +45,10 @@ class Messages:
         return "\n".join(map(self.said_in_line, text.split("\n")))
 
     def said_in_line(self, text: str) -> str:
+        before = re.match(r"\s*(?:\d+\. )?", text)[0]  # spaces, and the number of a list
+        return before + self.said_in_text(text[len(before) :])
+
+    def said_in_text(self, text: str) -> str:
         if text in self.exact:
             return self.exact[text]
         for wanted, inner, translation in self.templates:

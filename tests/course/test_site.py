@@ -179,14 +179,13 @@ def test_binder_is_linked_where_it_is_said_to_be_and_else_not_named(site, monkey
 
 
 @in_a_browser
-def test_every_page_opens_without_an_error_asks_no_other_host_and_fits_a_phone(site, page):
+@pytest.mark.parametrize("part", range(8))
+def test_every_page_opens_without_an_error_asks_no_other_host_and_fits_a_phone(site, page, part):
     formulas = 0
     wide, phone = dict(page.viewport_size), {"width": 390, "height": 800}
     page.goto((site / "index.html").as_uri())
     page.wait_for_url("**/site/index.html")  # the folder's first page leads there
-    for path in pages_of(site):
-        if path == site / "index.html":
-            continue
+    for path in [each for each in pages_of(site) if each != site / "index.html"][part::8]:
         page.goto(path.as_uri())
         if page.locator(".math").count():
             page.wait_for_function("() => document.querySelectorAll('mjx-container').length")
@@ -200,7 +199,7 @@ def test_every_page_opens_without_an_error_asks_no_other_host_and_fits_a_phone(s
         assert page.evaluate("() => document.documentElement.scrollWidth") <= 390, path
         page.set_viewport_size(wide)
         assert page.wrong == [], path
-    assert formulas > 100
+    assert formulas > 10
 
 
 @in_a_browser
@@ -281,17 +280,25 @@ def test_a_page_is_printed_whole(name, site, page):
     assert page.pdf(format="A4").startswith(b"%PDF-")
 
 
+SEARCHES = {
+    "zig-zag": ["11 Context parallel", "Glossary"],
+    "流水线气泡": ["12 流水线并行", "13 缩小气泡"],
+    "环": ["03 环与集合通信"],
+}
+
+
 @in_a_browser
-def test_search_finds_zig_zag(site, page):
+@pytest.mark.parametrize("asked", SEARCHES)
+def test_search_finds_words_of_both_languages(site, page, asked):
     page.goto((site / "notebooks/00_start_here.html").as_uri())
     page.keyboard.press("Control+k")
-    page.keyboard.type("zig-zag")
+    page.keyboard.insert_text(asked)
     page.keyboard.press("Enter")
     results = page.locator("#search-results li a")
     results.first.wait_for()
     page.wait_for_function("() => document.querySelector('.search-summary')?.innerText")
     found = results.evaluate_all("all => all.map(link => link.innerText)")
-    assert "11 Context parallel" in found and "Glossary" in found
+    assert {*SEARCHES[asked]} <= {*found}, found
     assert page.wrong == []
 
 

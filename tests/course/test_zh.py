@@ -129,8 +129,38 @@ def test_a_translation_keeps_the_rules_of_the_guide(lesson):
     assert list(zh.check(lesson)) == []
 
 
+each_page = pytest.mark.parametrize("name", zh.PAGES)
+
+
+@each_page
+def test_a_chinese_page_is_fresh_keeps_the_rules_and_its_links_lead_somewhere(name):
+    page = ROOT / name
+    text = zh.notebook_of(page).read_text(encoding="utf-8")
+    assert text == zh.build_page(page) and [*zh.check(page)] == []
+    pieces = [p if isinstance(p, str) else p.text for p in zh.pieces_of_page(page)]
+    assert "".join(pieces) == page.read_text(encoding="utf-8")
+    for target, anchor in re.findall(r"\]\((?![a-z]+:)([^)#\s]*)(?:#([^)\s]+))?", text):
+        assert (ROOT / target).exists(), target
+        if target.endswith(".zh.md") and anchor:
+            assert f'<a id="{anchor}"></a>' in (ROOT / target).read_text(encoding="utf-8")
+
+
+def test_a_row_of_a_page_that_is_not_translated_is_marked_in_its_first_cell(tmp_path):
+    (tmp_path / "lessons").mkdir()
+    page = tmp_path / "README.md"
+    page.write_text(
+        "# Rings\n\n[中文](README.zh.md)\n\n## Parts\n\n| a word | 4 |\n| --- | --- |\n"
+    )
+    zh.fill(page, "=== 1\n环\n=== 2\n部分\n", tmp_path)
+    assert zh.build_page(page, tmp_path) == (
+        "# 环\n\n[English](README.md)；有 1 处尚未译出或等待更新，暂以英文显示。\n\n"
+        '<a id="parts"></a>\n\n## 部分\n\n| 〔待译〕 a word | 4 |\n| --- | --- |\n'
+    )
+
+
 def test_every_catalog_and_notebook_has_its_lesson():
-    assert {zh.catalog_of(lesson) for lesson in CHINESE} == {*(ROOT / "lessons/zh").rglob("*.po")}
+    catalogs = {zh.catalog_of(each) for each in [*CHINESE, *(ROOT / name for name in zh.PAGES)]}
+    assert catalogs == {*(ROOT / "lessons/zh").rglob("*.po")}
     notebooks = {*(ROOT / "notebooks/zh").rglob("*.ipynb")}
     assert {zh.notebook_of(lesson) for lesson in CHINESE} == {
         path for path in notebooks if ".ipynb_checkpoints" not in path.parts
@@ -194,7 +224,7 @@ def page(lesson):
 def test_a_lesson_becomes_chinese_and_its_output_with_it(course):
     cells = zh.build(course, course.parents[1]).cells
     assert cells[0].source == (
-        "# 01 环\n\n[English](../01_rings.ipynb) · 代码与输出取自英文版的同一次运行。\n\n"
+        "# 01 环\n\n[English](../01_rings.ipynb) · 代码与英文版相同，输出来自同一次运行。\n\n"
         "*20 分钟，练习 5 分钟。先修：无。*\n\n一个环发送 $\\frac{n-1}{n} N$ 字节。\n\n* 它很*快*。"
     )
     assert cells[2].source == (
