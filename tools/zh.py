@@ -772,7 +772,7 @@ def values_of(text):
 
 def terms_missing(text, chinese):
     """Words of the glossary in the English text whose Chinese is not in the translation."""
-    bare = re.sub(r"[-_\s]+", " ", plain(text).lower())
+    bare = re.sub(r"[-\s]+", " ", re.sub(r"\w*_\w*", "X", plain(text).lower()))
     for word, spelled, right in terms():
         if spelled in bare:
             bare, number = re.subn(rf"(?<!\w){re.escape(spelled)}(?:s|es)?(?!\w)", "~", bare)

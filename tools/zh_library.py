@@ -102,17 +102,15 @@ def sheet(path):
 def fill(path, filled):
     """Put a filled sheet into the catalog; return how many texts it had. "-" leaves English."""
     catalog, texts = zh.read(language.CATALOG), messages(path)
-    parts, number = zh.NUMBER.split(filled)[1:], 0
-    for place, chinese in zip(parts[::2], map(str.strip, parts[1::2])):
-        text = texts[int(place) - 1]
+    joined = re.findall(r"^=== new\n(.+)\n(.+)", filled, re.M)
+    parts = zh.NUMBER.split(re.sub(r"^=== new\n.+\n.+", "", filled, flags=re.M))[1:]
+    found = [(texts[int(number) - 1], text) for number, text in zip(parts[::2], parts[1::2])]
+    found = [(text, chinese.strip()) for text, chinese in [*found, *joined]]
+    for text, chinese in found:
         if chinese != "-":
-            catalog.add(text, chinese)
-            number += 1
-    for text, chinese in re.findall(r"^=== new\n(.+)\n(.+)", filled, re.M):
-        catalog.add(text.strip(), chinese.strip())
-        number += 1
+            catalog.add(text.strip(), chinese)
     zh.write(language.CATALOG, catalog)
-    return number
+    return len(found)
 
 
 def faults():

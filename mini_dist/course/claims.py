@@ -139,8 +139,8 @@ CLAIMS = (
     Claim(
         "When scaled gradients are truncated to integers, the errors average out over the "
         "steps, as they do with rounding.",
-        "The error of one step is at most one unit of the codes. But it always points to zero, so it adds "
-        "up where gradients keep their sign.",
+        "The error of one step is at most one unit of the codes. But it always points to zero, so "
+        "it adds up where gradients keep their sign.",
     ),
     Claim(
         "Adding 0.001 to a bf16 weight of 1 changes nothing.",

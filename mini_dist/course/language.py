@@ -22,6 +22,7 @@ from mini_dist.plan.fields import checks_kinds
 CATALOG = Path(__file__).with_name("language_zh.po")
 LANGUAGES = {"en": "English", "zh": "中文"}
 KINDS = {"d": r"[-+]?\d[\d,.]*", "w": r"\S+", "v": r".+?", "": r".+?"}
+WITHIN_CHINESE = re.compile("(?<=[\u4e00-\u9fff，。；：、]) (?=[\u4e00-\u9fff])")  # no space there
 FIELD = re.compile(r"\{(\w+)(?::([dwv]))?\}")
 
 
@@ -55,7 +56,7 @@ class Messages:
             if found := wanted.fullmatch(text):
                 values = found.groupdict()
                 values |= {name: self.said_in_line(values[name]) for name in inner}
-                return translation.format(**values)
+                return WITHIN_CHINESE.sub("", translation.format(**values))
         return text
 
 

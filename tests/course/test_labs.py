@@ -218,6 +218,12 @@ CASES = {
         # tp=16 is refused: these models have four heads
         dict(pp=16, cp=16, tp=16, num_layers=64, d_model=1024, steps=10_000),
     ),
+    "two_gpus": (
+        dict(steps=3),
+        [dict(), dict(device="cpu", d_model=256, num_layers=1), dict(num_layers=3, steps=10)],
+        # on two GPUs; hours on a CPU
+        dict(device="cuda", d_model=1024, num_layers=16, steps=100),
+    ),
     "zero_memory": (
         dict(world_size=2, d_model=32, num_layers=1, num_micro_batches=1),
         [

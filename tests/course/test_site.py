@@ -282,7 +282,7 @@ def test_a_page_is_printed_whole(name, site, page):
 
 SEARCHES = {
     "zig-zag": ["11 Context parallel", "Glossary"],
-    "流水线气泡": ["12 流水线并行", "13 缩小气泡"],
+    "流水线气泡": ["12 流水线并行", "实验：流水线气泡"],
     "环": ["03 环与集合通信"],
 }
 
