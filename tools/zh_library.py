@@ -6,7 +6,8 @@
     python tools/zh_library.py check                report what breaks the rules of STYLE.md
 
 The texts of an exercise are its hints, the names of its measurements and the sentences of its
-rules: every string with words in mini_dist/course/check/ but docstrings, skeletons and errors.
+rules: every string with words in mini_dist/course/check/ but docstrings, skeletons and errors
+other than complaints.
 A value of an f-string is a field of the message: `f"rank {rank} sends"` is "rank {rank} sends".
 In a filled sheet, "=== new" and two lines, English and Chinese, add a text that the code joins.
 """
@@ -48,7 +49,9 @@ def words(text):
 
 def said(node):
     """The strings below a node that a learner may read."""
-    if isinstance(node, (ast.Raise, ast.Import, ast.ImportFrom)):
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return
+    if isinstance(node, ast.Raise) and "Complaint" not in ast.unparse(node):
         return
     if isinstance(node, ast.JoinedStr) or (
         isinstance(node, ast.Constant) and isinstance(node.value, str)

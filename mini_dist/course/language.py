@@ -35,10 +35,11 @@ class Messages:
         with path.open("rb") as file:
             found = [m for m in read_po(file) if m.id and m.string and not m.fuzzy]
         self.exact = {m.id: m.string for m in found if not FIELD.search(m.id)}
+        templates = [m for m in found if FIELD.search(m.id)]
+        templates.sort(key=lambda m: -len(FIELD.sub("", m.id)))  # the most specific ones first
         self.templates = [
             (_pattern(m.id), {name for name, kind in FIELD.findall(m.id) if not kind}, m.string)
-            for m in found
-            if FIELD.search(m.id)
+            for m in templates
         ]
 
     def said(self, text: str) -> str:

@@ -316,7 +316,9 @@ class Steps(Measured):
             "Loss and norm of the first step are right, but then the ranks diverge: did every "
             f"rank clip by the same norm (a norm below {MAX_NORM} is left as it is), and step all "
             "that it holds"
-            + "? With sequence parallelism, norms see S/tp of the tokens: finish_gradients adds up."
+            + "? With sequence parallelism, norm layers see S/tp of the tokens: finish_gradients "
+            "adds "
+            "their gradients up."
             * self.layout.sequence_parallel
             + "?" * (not self.layout.sequence_parallel)
         )
@@ -353,16 +355,17 @@ class Steps(Measured):
             )
         if apart:
             return (
-                "The ranks have different norms, so they would clip differently: sum over all that "
-                "hold other parameters, tp for what for_grad_norm calls cut, and pp."
+                "The ranks have different norms, so they would clip differently. Sum the squares "
+                "over the ranks that hold other parameters: over pp, and over tp for what "
+                "for_grad_norm gives under tp's group."
                 + " And with sequence parallelism a norm's weight has seen S/tp of the tokens: "
                 "finish_gradients adds up." * self.layout.sequence_parallel
             )
         if min(values) < right:
             return (
-                "The norm is too small: part of the gradients is missing. Is the mean over dp "
-                "*and* cp times the number of ranks, as the loss's share asks? Are the squares of "
-                "the pieces added up over tp and pp?"
+                "The norm is too small: part of the gradients is missing. Does each rank's loss "
+                "have the factor n = dp * cp, which the mean over dp *and* cp takes out again? Are "
+                "the squares of the pieces added up over tp and pp?"
             )
         return (
             "The norm is too large: elements count more than once. What all ranks of a group hold "
@@ -411,10 +414,12 @@ EXERCISES = [
             "Build from the outside in: Mesh(group, **layout.axes); cut_gpt for this rank's stage, "
             "with attention and positions if cp > 1; shard_model if tp > 1; Bucketed over "
             'mesh["dp", "cp"].',
-            "The loss of a rank is n * (sum of its tokens' losses) / (tokens of all), n = dp * cp: "
+            "A rank's micro-batch losses are n * (sum of its tokens' losses) / (tokens of all), "
+            "with n = dp * cp, and times num_micro_batches in a Pipeline, which averages them: "
             "then the mean over the ranks is the mean over the tokens. finish(), then "
-            "finish_gradients(stage) if tp > 1. For the norm, what for_grad_norm(stage) calls cut "
-            "is summed over tp, and both over pp.",
+            "finish_gradients(stage) if tp > 1. For the norm, the squares of what "
+            "for_grad_norm(stage) gives under tp's group are summed over tp, and all of them over "
+            "pp.",
         ],
         skeleton="""def compose(config, layout, group):
     mesh = Mesh(group, **layout.axes)

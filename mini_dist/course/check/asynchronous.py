@@ -227,7 +227,12 @@ class Served(Measured):
             )
         if not self.in_time:
             return "With bound=None nobody waits: answer each pull at once."
-        if not self.table_right or not all(self.right):
+        if self.table_right and not all(self.right):
+            return (
+                "The table is right, but a worker got rows of an older one: read table[rows] when "
+                "you answer a pull, not when it comes."
+            )
+        if not self.table_right:
             return (
                 "The table is not the result of all updates: at each push, "
                 "table[rows] = update(table[rows], gradients), in place, once."
@@ -340,7 +345,10 @@ class Pushed(Measured):
                 "tokens, not by what is not 0."
             )
         if right and list(self.pushes) != self.wanted_pushes:
-            return "Send no empty push: a server without any of the rows must get no message."
+            return (
+                "Send one push to each server that has some of the rows, with all of them, and no "
+                "message to a server that has none."
+            )
         if right:
             return (
                 f"Right, but {self.sent:,} bytes were sent where {self.wanted:,} do: push the rows "

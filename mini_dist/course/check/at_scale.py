@@ -154,7 +154,7 @@ class Averaging(Measured):
             return (
                 "Right but for a parameter that the last micro-batch does not use: its gradient "
                 "came earlier, no hook is called for it in the last backward, and it is never "
-                "averaged. After backward, average what has a .grad and has not left."
+                "averaged. After backward, average what has a .grad and has not been sent."
             )
         if same(found, self.local, 10.0):
             return "Each rank has kept its own gradients: nothing was averaged."

@@ -281,7 +281,8 @@ EXERCISES = [
             "Three questions, in this order. Did it fail? If it did: do the ranks disagree on an "
             "operation, or do they wait? If they wait: has somebody returned?",
             "A disagreement names what each rank called: compare first what stands before the "
-            "brackets, then the shapes. If nothing failed, compare what all ranks should have.",
+            "brackets, then the shapes. If nothing failed, compare what should be alike on all "
+            "ranks.",
         ],
         skeleton="""\
 def diagnoses():

@@ -155,8 +155,8 @@ class Collective(Measured):
             Line("rounds, one after the other", self.rounds, wanted, self.rounds <= wanted),
         ]
         if self.is_a_ring:
-            to = "its neighbour" if self.to_neighbours else "several ranks"
-            found.append(line("a rank sends to", to, "its neighbour"))
+            to = "its neighbor" if self.to_neighbours else "several ranks"
+            found.append(line("a rank sends to", to, "its neighbor"))
         return found
 
     def mistake(self) -> str:
@@ -173,7 +173,7 @@ class Collective(Measured):
 
     @property
     def to_neighbours(self) -> bool:
-        """In each round everyone sends to one neighbour, all in the same direction."""
+        """In each round everyone sends to one neighbor, all in the same direction."""
         return all(distances in ({1}, {self.size - 1}) for distances in self.directions)
 
     @property
@@ -286,8 +286,8 @@ class Collective(Measured):
         if self.hub is None or not self.input_bytes:
             return ""
         return (
-            f"Every message goes to or from rank {self.hub}. Its link carries "
-            f"{max(self.by_rank):,} bytes and the others wait for it. In a ring every rank only "
+            f"Every message goes to or from rank {self.hub}. A rank sends up to "
+            f"{max(self.by_rank):,} bytes, and all wait for that rank. In a ring every rank only "
             "talks to its neighbors."
         )
 
@@ -297,7 +297,7 @@ class Collective(Measured):
         return (
             "You send round the ring in both directions. The values may be right and no byte too "
             "many, but then each rank uses two links at a time, with a part of the data on each. "
-            "In this ring everyone sends to one neighbour, all in the same direction."
+            "In this ring everyone sends to one neighbor, all in the same direction."
         )
 
 
@@ -412,9 +412,8 @@ class AllGather(Collective):
         yield self.both_ways()
         if not self.to_neighbours:
             yield (
-                "Each rank sends its part to every other rank. The bytes are right, but every "
-                "link is used, including the slow ones. In a ring a part is passed on from "
-                "neighbor to neighbor."
+                "A rank sends to several others, so every link is used, including the slow ones. "
+                "In a ring a part is passed on from neighbor to neighbor."
             )
         yield self.too_slow() or self.wrong_number() or self.wrong_shape()
         if not all(self.right):
@@ -520,9 +519,7 @@ class Doubling(Collective):
             yield self.too_slow() or self.wrong_bytes()
         pairs = [self.inputs[rank] + self.inputs[rank ^ 1] for rank in range(n - n % 2)]
         if n > 2 and self.results_are(pairs):
-            yield (
-                "You stopped after the first round: rank r has the sum of r and its first partner."
-            )
+            yield ("You stopped after the first round: rank r has two terms.")
         if max(self.messages) < wanted:
             yield (
                 f"{n} ranks need {wanted} rounds, since each can at most double how many terms are "
@@ -578,8 +575,8 @@ class AllToAll(Collective):
             yield ("All parts arrived, but they are in order of arrival. Put them in rank order.")
         if min(self.messages) < n - 1:
             yield (
-                f"Each rank has something for {n - 1} others; it sent {min(self.messages)} "
-                "messages."
+                f"Each rank has something for {n - 1} others; one of them sent "
+                f"{min(self.messages)} messages."
             )
         yield self.wrong_shape() or (
             "Part d of rank s belongs at index s of rank d's result. What is at index s of yours?"
@@ -601,7 +598,7 @@ EXERCISES = [
             "rank, receive one from the rank before, and add your own chunk of the same number.",
             "Chunk r has to end on rank r, so it has to start on rank r+1: rank r begins by "
             "sending chunk r-1. What it receives in round 1 is chunk r-2, and so on. Begin with a "
-            "copy, chunks[rank - 1].clone(): with one rank nothing is ever added to it.",
+            "copy, chunks[rank - 1].clone(): with one rank you would return a part of x itself.",
         ],
         skeleton="""\
 def ring_reduce_scatter(x, group):

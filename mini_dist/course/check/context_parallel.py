@@ -130,9 +130,8 @@ class Merged(Measured):
         known = {
             "This is the plain mean of the two outputs. Each counts by the sum of its "
             "exponentials, e^lse: keys with high scores count more.": (a.out + b.out) / 2,
-            "This is the sum of the outputs. Each was divided by its own sum; take a mean.": (
-                a.out + b.out
-            ),
+            "This is the sum of the outputs. Each was divided by its own sum: take a weighted "
+            "mean.": a.out + b.out,
             "The weights are the wrong way round: a's output got b's share.": (
                 torch.lerp(b.out, a.out, share_b)
             ),
@@ -346,9 +345,8 @@ class Step(Measured):
                     "those that have arrived, they are the next step's."
                 )
             return (
-                f"Rank {rank} should have got the keys of rank {(rank - 1) % size} in the first "
-                "step. Receive from (rank - 1) % size, and wait before you return what you "
-                "received."
+                f"Rank {rank} should get what rank {(rank - 1) % size} has, in every step. Receive "
+                "from (rank - 1) % size, and wait before you return what you received."
             )
         for rank, result in enumerate(self.results):
             if result.attended[:1] != [rank]:

@@ -133,7 +133,7 @@ class Averages(Measured):
                 "the gradient of the whole batch is the mean of the ranks' gradients."
             )
         if self.all_are([mean / size for mean in means]):
-            return f"You divided by {size} twice: the mean of the sums is taken once."
+            return f"You divided by {size} twice: divide the sum only once."
         if size > 1 and all(map(self.are, self.found, self.everyones)):
             return "Nothing happened to the gradients: put the mean into parameter.grad."
         if self.all_are(self.everyones[0]):

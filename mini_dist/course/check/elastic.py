@@ -127,8 +127,8 @@ class Shared(Measured):
         slow, fast = (self.case.seconds.index(f(self.case.seconds)) for f in (max, min))
         if self.found[slow] > self.found[fast]:
             return (
-                "The slowest device has the most samples. `seconds` is what one sample takes: the "
-                "more seconds, the fewer samples."
+                "The slowest device has more samples than the fastest. `seconds` is what one "
+                "sample takes: the more seconds, the fewer samples."
             )
         return (
             f"A step takes {self.case.step(self.found):g} s, and {self.best:g} s is possible. "
@@ -216,8 +216,8 @@ class Rebuilt(Measured):
             )
         if not all(self.steps):
             return (
-                f"The steps differ: some have done {self.step}, others fewer, and all go on at "
-                f"{self.step}, the most. A rank that did this step had every gradient."
+                f"The most steps that anyone has done are {self.step}: all go on there. A rank "
+                "that did this step had every gradient."
             )
         if not all(self.states):
             return (

@@ -163,8 +163,8 @@ class Journey(Measured):
         """In the words that dispatch and combine share, else ""."""
         if self.barriers or self.backend:
             return self.of_the_backend(
-                "Use the library's: all_to_all for the counts, and ops.all_to_all, which has a "
-                "gradient, for the rows."
+                "Use the library's collectives: all_to_all for the counts, and ops.all_to_all, "
+                "which has a gradient, for the rows."
             )
         widths = {"int64", str(self.case.dtype).removeprefix("torch.")}
         others = {comm.dtype for comm in self.run.ledger.leaves()} - widths
@@ -416,8 +416,8 @@ class Balance(Measured):
             )
         if size > 1 and self.are([torch.stack(alone).mean()] * size):
             return (
-                "This is the mean of the ranks' own losses, and a loss is no mean of products: sum "
-                "the visits over the ranks, then multiply."
+                "This is the mean of the ranks' own losses. The loss multiplies means over all "
+                "tokens, so sum the visits over the ranks first, then multiply."
             )
         if size > 1 and self.are([self.whole] * size):
             if sent > self.most:

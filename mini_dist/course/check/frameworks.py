@@ -92,8 +92,8 @@ class Counted(Measured):
         return (
             "Stages 1 and 2 gather parameters once a step. Their gradients are all-reduced, 2, as "
             "long as use_multi_rank_bucket_allreduce is true, which it is where nothing is said, "
-            "or reduce_scatter is false, which it is not; else each part is reduced to its rank, "
-            "1. Stage 2 does so in every micro-batch."
+            "or reduce_scatter is false, which it is only if the file says so; else each part is "
+            "reduced to its rank, 1. Stage 2 does so in every micro-batch."
         )
 
 

@@ -509,8 +509,8 @@ class Puzzle(Lists):
             return f"{holder}: start a backward before the next forward."
         return (
             f"The bubble is {percent(self.bubble)}, not below 1F1B's. Which rank waits, for what? "
-            "The stage before waits for B only. No rank waits for W: it can fill a gap. Or give "
-            "each rank two thin stages."
+            "The stage before waits for B only, so run B as soon as you can. No rank waits for W: "
+            "it can fill a gap. Or give each rank two thin stages."
         )
 
     def ranking(self) -> list[Line]:

@@ -197,7 +197,7 @@ def advice(name: str, task: Task, layout: Layout) -> str:
             "Gathering the parameters takes longer than the computation that could hide it. Its "
             f"ring has {layout.dp} ranks; a pipeline with ZeRO-1 sends far less over the network."
         )
-    return "Look at both breakdowns: print(step_time(config, layout, 'h100', simulate=True))."
+    return "Look at both networks: print(step_time(config, layout, 'h100-hf', simulate=True))."
 
 
 class OwnLayout(Exercise):
@@ -224,7 +224,7 @@ EXERCISES = [
             "Start with memory: 18 bytes per parameter, divided by tp * pp; ZeRO-1 divides 12 of "
             "them by dp as well. Then the batch: 4 Mi tokens are 512 sequences, one per device.",
             "tp stays inside a node of 8 and costs bytes for every token. A pipeline wants many "
-            "micro-batches per replica, so few replicas: dp=16 leaves 32. Chunks "
+            "micro-batches per replica, so few replicas: dp=16 leaves 32 of them. Chunks "
             "(schedule='interleaved', num_chunks=...) divide its bubble. ZeRO-3 gathers over dp "
             "ranks, and a ring of hundreds of ranks is slow on h100-hf.",
             "Compare step_time(config, layout, machine, simulate=True) on both networks for a few "

@@ -136,8 +136,8 @@ VALUES = {
     "not clipped": "Nothing is clipped: if the norm of all gradients together is above "
     "max_norm, they are multiplied by max_norm / norm.",
     "always": "Small gradients became larger: the factor max_norm / norm is 1 at most.",
-    "each clips its own": "Each rank clips its own gradient, and their mean differs: "
-    "first average, then clip by the norm of the mean.",
+    "each clips its own": "Each rank clips its own gradient, so the mean is not the clipped "
+    "mean: first average, then clip by the norm of the mean.",
 }
 
 

@@ -94,8 +94,8 @@ def trial(fn, case: Sequence, group):
 
 class Swap(WithBackward):
     enough = (
-        "a gather and a scatter each way are enough: an all-reduce followed by a cut sends twice "
-        "what its scatter would."
+        "an all-gather and a reduce-scatter each way are enough: an all-reduce followed by a cut "
+        "sends twice what a reduce-scatter does."
     )
 
     def measure(self):

@@ -136,13 +136,16 @@ class OneAllReduce(Measured):
         if self.held < 2:
             return "A weight is whole on every rank of tp: cut both, each over tp."
         if "reduce_scatter" in ops or y.axes_of("D") or len(y.axes_of("B")) > 1:
-            return "y comes out cut over tp: give it as cut over dp only, like x."
+            return (
+                "y comes out in other pieces than x: give its batch cut over dp, and nothing "
+                "else cut."
+            )
         if x.axes_of("B") != ("dp",):
             return 'x goes in with its batch cut over dp, and whole along tp: ("dp", None).'
         v, w = (plan.inputs[1] for plan in self.plans)
         if all((each.axes_of("F"), each.axes_of("D")) == (("tp",), ()) for each in (v, w)):
             return (
-                f"This sends {', '.join(ops)}. The weights are right; y should be {y}, so "
+                f"This sends {', '.join(ops)}. The weights are right, but you ask for y as {y}, so "
                 "dp also has to move it: leave y's batch cut over dp, as x's is."
             )
         return (
@@ -281,7 +284,7 @@ class Quiz(Asked):
                 f"{works[right]}."
             )
         if op == right.split()[0]:
-            return f"{text}: the right collective. Which axis is not where it should be?"
+            return f"{text}: the right collective. Over which axes, in which order?"
         return (
             f"{text}: not {mine}. Write down what the local product of the pieces is, by the four "
             "rules; then compare it with what is asked, axis by axis."
@@ -304,8 +307,8 @@ EXERCISES = [
         OneAllReduce,
         hints=[
             "Which product can be done without sending anything, if v is cut by its outputs?",
-            "h = x v is then cut along F. w is multiplied along F: if it is cut along the same "
-            "dim, each rank has summands of y, and one all-reduce adds them up.",
+            "h = x v is then cut along F, and y = h w sums over F. If w is cut along F as well, "
+            "each rank has summands of y, and one all-reduce adds them up.",
         ],
         skeleton="""
 def one_all_reduce():

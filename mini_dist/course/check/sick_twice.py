@@ -92,11 +92,11 @@ def mistake(sick: Sick, answer) -> str:
                 "straggler is one fault too many. The others wait for that rank, and another fault "
                 "explains it: name a straggler only if the rank takes longer for the same work."
             )
-        return f"{extra[0]} is one fault too many. {AGAINST['healthy' if not there else extra[0]]}"
-    wrong = next(disease for disease, rank in sorted(there - found, key=str))
+        return f"{extra[0]} is one fault too many: which of its numbers did you take for a symptom?"
+    wrong = min(disease for disease, _ in found ^ there)
     return (
-        f"{wrong} it is, but not there. None says that all ranks are alike; a rank, that the "
-        "others would be well without it."
+        f"{wrong} it is, but not there. None says that all ranks are alike; a number says that the "
+        "run would be healthy without this rank."
     )
 
 

@@ -86,14 +86,13 @@ AGAINST = {
     "do than they, or longer for the same.",
     "another batch size": "Compare what ranks should have alike before you look at times: how many "
     "samples has each in a step?",
-    "unsynchronised seeds": "Times are fine. Which samples did each rank have? No sample should be "
-    "read by two.",
+    "unsynchronised seeds": "Which samples did each rank have? No sample should be read by two.",
     "buckets too small": "Where did the time go? Nobody is late, and still it is sent and sent: "
     "count .messages(rank).",
     "host sync": "Where did the time go? Nobody waits for others, for data or for messages: the "
     "device has nothing to do. Who keeps it waiting?",
-    "memory leak": "Times are fine, losses too. What is held after each step?",
-    "bad shard": "Times are fine. Look at each rank's own losses, step by step.",
+    "memory leak": "What is held after each step?",
+    "bad shard": "Look at each rank's own losses, step by step.",
     "save on one rank": "It has stopped: .waiting. Who waits in another operation than the others?",
     "healthy": "Nothing is wrong with it. Which of its numbers did you take for a symptom? A "
     "healthy run sends a little, and looks at its loss now and then.",
@@ -147,8 +146,8 @@ def mistake(sick: Sick, answer) -> str:
     if rank != sick.rank:
         where = "on no single rank" if rank is None else f"on rank {rank}"
         return (
-            f"{disease} it is, but not {where}. None says that all ranks are alike; a rank, that "
-            "the others would be well without it."
+            f"{disease} it is, but not {where}. None says that all ranks are alike; a number says "
+            "that the run would be healthy without this rank."
         )
     return ""
 
@@ -167,7 +166,7 @@ EXERCISES = [
             "have alike (how many samples, which, held bytes)? Whose loss jumps? Only then times.",
             "For times take shares of a step: record.went.seconds[rank][part] / "
             "record.went.step[rank]. Compare with slow_clinic.visit('healthy'), and put your limit "
-            "in the middle. A straggler is the one that does not wait.",
+            "between healthy and sick. A straggler is the one that does not wait.",
         ],
         skeleton="""\
 def diagnose_slow(record):

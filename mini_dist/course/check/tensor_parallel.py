@@ -273,7 +273,10 @@ class Column(Linear):
                 "operations of ops.py does nothing forward and adds up backward?"
             )
         if not self.are_right(*self.wanted[0].gradients):
-            return "The gradient of this rank's weight is its own: nothing is to be added there."
+            return (
+                "The gradients of this rank's weight and bias are its own: nothing is to be "
+                "added there."
+            )
         return ""
 
 
@@ -404,7 +407,7 @@ class OneOfAPair(WithBackward):
         if hint := self.in_backward():
             return hint
         if self.times(1 / self.size, "x"):
-            return "That is divided by the number of ranks: nothing here is a mean."
+            return "The gradient of x is divided by the number of ranks: nothing here is a mean."
         return "Forward is right. Backward is the partner: of copy all_reduce, and of that copy."
 
     def in_backward(self) -> str:
@@ -541,9 +544,9 @@ class Loss(WithBackward):
             )
         if self.sent_in("forward") < self.least("forward"):
             return (
-                "Right for these small logits, but fewer than three numbers per token were sent: "
-                "the largest logit of all ranks among them? Without it exp overflows for large "
-                "logits."
+                "Right for these small logits, but fewer than three numbers per token were sent. "
+                "The largest logit of all ranks has to be one of them: without it exp overflows "
+                "for large logits."
             )
         return ""
 

@@ -61,7 +61,7 @@ class Step:
     blocks: int
 
     def __str__(self) -> str:
-        return f"micro-batches: {self.micro_batches}, blocks: {self.blocks}"
+        return f"{self.micro_batches} micro-batches, {self.blocks} blocks"
 
     def gpt(self) -> GPT:
         shape = dict(d_model=12, num_heads=2, seq_len=6, vocab_size=10)
