@@ -177,8 +177,8 @@ class Sampling(Measured):
             return where + "These are the batch's samples, in another order."
         if joined == [case.order(0)[i % n] for i in range(start, start + len(batch))]:
             return where + (
-                "Every epoch has the order of epoch 0: ask order(epoch), with epoch = position // "
-                "num_samples. (PyTorch's set_epoch, forgotten, does the same.)"
+                "Every epoch has the order of epoch 0: ask order(epoch), with epoch = number // "
+                "num_samples of each sample. (PyTorch's set_epoch, forgotten, does the same.)"
             )
         first = case.order(start // n)
         if joined == [first[i % n] for i in range(start, start + len(batch))]:
@@ -396,7 +396,7 @@ class Attending(Measured):
             )
         if found.get("q", 0) > self.loaded["q"]:
             return (
-                f"The queries are loaded {found['q'] / self.loaded['q']:.0f} times: load a tile of "
+                f"The queries are loaded {found['q'] / self.loaded['q']:.3g} times: load a tile of "
                 "them before the loop over keys."
             )
         if set(found) != set(self.loaded):
@@ -406,7 +406,7 @@ class Attending(Measured):
         pair = found["k"] + found["v"], self.loaded["k"] + self.loaded["v"]
         if pair[0] > pair[1]:
             return (
-                f"Keys and values are loaded {most * pair[0] / pair[1]:.0f} times, and {most} do: "
+                f"Keys and values are loaded {most * pair[0] / pair[1]:.3g} times, and {most} do: "
                 "once for each tile of queries."
             )
         if pair[0] < pair[1]:
@@ -435,11 +435,11 @@ EXERCISES = [
         scales=False,
         hints=[
             "Number all samples of the whole run: 0, 1, 2, ... Number n is in epoch n // "
-            "num_samples, and there it is number n % num_samples of the order. A batch is the "
-            "numbers from position to position + batch_size, and rank r has a part of them.",
-            "Rank r has the numbers from position + batch_size * r // size to position + "
-            "batch_size * (r + 1) // size. Keep the orders in a dict by epoch, so that each is "
-            "drawn once.",
+            "num_samples, and there it is number n % num_samples of the order. A batch is "
+            "range(position, position + batch_size), and rank r has a part of it.",
+            "Rank r has the numbers from position + batch_size * r // size up to, and without, "
+            "position + batch_size * (r + 1) // size. Keep the orders in a dict by epoch, so that "
+            "each is drawn once.",
         ],
         skeleton="""\
 def next_samples(position, batch_size, num_samples, order, group):

@@ -498,6 +498,8 @@ NOT_EQUAL = {
 
 
 def elsewhere(where: str, began: int, earliest: int) -> str:
+    if began == 0 and where == "damaged":
+        return "It started over at step 0: keep the checkpoint before, and go back to it."
     if began == 0:
         return "It started over at step 0: resume from the folder before the loop."
     if where == "damaged" and began > earliest:
@@ -508,7 +510,7 @@ def elsewhere(where: str, began: int, earliest: int) -> str:
     if began > earliest:
         return f"It went on at step {began}, but step {earliest} was the first that nobody saved."
     return (
-        f"It went on at step {began}: {earliest} steps were done at the last save. Save after "
+        f"It went on at step {began}: {earliest} steps were done at the last good save. Save after "
         "every `every` steps, and keep the checkpoint before."
     )
 

@@ -125,7 +125,7 @@ def write(fn, case: Texts, group) -> Written:
 
 def malformed(came) -> str:
     if not isinstance(came, (tuple, list)) or len(came) != 2:
-        return f"A {type(came).__name__} came back: return two lists, the table and the slots."
+        return f"A {type(came).__name__} came back: return two lists, the table and the places."
     for part, what in zip(came, ("table", "places")):
         if not isinstance(part, (list, tuple, range)):
             return f"The {what} came as {type(part).__name__}: give a list of whole numbers."
@@ -187,9 +187,9 @@ class Table(Measured):
             )
         if found.lost:
             return (
-                "Not every new token has its own slot in its table's blocks. Position i is "
-                "in the block table[i // block_size], and i % block_size places into it; return "
-                "one slot for each of the `new` positions from `written` on."
+                "Not every new token has a place in its table's blocks. Position i is in the block "
+                "table[i // block_size], and i % block_size places into it; return one place for "
+                "each of the `new` positions from `written` on."
             )
         if found.more > 0:
             return (
@@ -410,7 +410,9 @@ class Cache(Measured):
                 "hidden_size / num_attention_heads only if it does not."
             )
         if ratio == 0.5 and case.bytes_a_number == 2:
-            return "This is half of it: both keys and values are cached."
+            return (
+                "This is half of it. Keys and values are cached, and a number has bytes_a_number."
+            )
         return told + (
             "2 (keys and values) * layers * key/value heads of a device * numbers of a head * "
             "tokens * bytes of a number."
