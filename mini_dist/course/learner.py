@@ -270,7 +270,7 @@ class Progress:
 
     def _repr_html_(self) -> str:
         rows = [
-            (row.lesson, self.bar(row), said(f"{row.right} of {row.exercises}"), row.guesses or "")
+            (linked(row.lesson), self.bar(row), said(self.done(row)), row.guesses or "")
             for row in self.rows
         ]
         styles = [f"opacity:{1 if row.opened else 0.5}" for row in self.rows]
@@ -279,6 +279,12 @@ class Progress:
         table = html_table(rows, head, sides=sides, styles=styles)
         return f"{table}<p>{escaped(self.where())}</p>"
 
+    @staticmethod
+    def done(row: Row) -> str:
+        if row.exercises:
+            return f"{row.right} of {row.exercises}"
+        return "read" if row.opened else ""
+
     def bar(self, row: Row) -> Markup:
         most = max(row.exercises, 1)
         return Markup(f"<progress max='{most}' value='{self.share(row)}'></progress>")
@@ -286,6 +292,14 @@ class Progress:
     @staticmethod
     def share(row: Row) -> float:
         return row.right if row.exercises else float(bool(row.opened))
+
+
+def linked(lesson: str) -> Markup | str:
+    """A lesson's name, which leads to its notebook if a notebook is open."""
+    if not (path := open_notebook()):
+        return lesson
+    up = "../" if Path(path).parent.name == "labs" else ""
+    return Markup(f"<a href='{up}{lesson}.ipynb'>{escaped(lesson)}</a>")
 
 
 @checks_kinds

@@ -249,3 +249,21 @@ def test_on_a_page_it_is_a_table_with_a_bar_for_each_lesson(home):
     predict("bytes", 3)
     page = mini_dist.progress()._repr_html_()
     assert page.count("<progress ") == len(mini_dist.progress().rows) and "07_zero" in page
+
+
+def test_a_lesson_s_name_leads_to_its_notebook_from_the_one_that_is_open(home, monkeypatch):
+    monkeypatch.setenv("JPY_SESSION_NAME", "/course/work/00_start_here.ipynb")
+    predict("bytes", 3)
+    page = mini_dist.progress()._repr_html_()
+    assert "<a href='07_zero.ipynb'>07_zero</a>" in page
+    monkeypatch.setenv("JPY_SESSION_NAME", "/course/work/labs/zero_memory.ipynb")
+    assert "<a href='../07_zero.ipynb'>" in mini_dist.progress()._repr_html_()
+    monkeypatch.delenv("JPY_SESSION_NAME")
+    assert "<a href" not in mini_dist.progress()._repr_html_()
+
+
+def test_a_lesson_without_exercises_is_read_and_not_0_of_0(home, monkeypatch):
+    monkeypatch.setenv("JPY_SESSION_NAME", "/course/work/00_start_here.ipynb")
+    predict("bytes", 3)
+    page = mini_dist.progress()._repr_html_()
+    assert "0 of 0" not in page and page.count(">read<") == 1
