@@ -19,7 +19,9 @@ from mini_dist.course import working_copy
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(ROOT)]
+
+from tools.build_notebooks import REPOSITORY  # noqa: E402
 
 # The address where Binder serves the repository: https://mybinder.org/v2/gh/OWNER/NAME/main. If it
 # is set, the pages link to it; otherwise they do not mention Binder.
@@ -72,6 +74,9 @@ html_theme_options = {
     "show_toc_level": 2,
     "collapse_navigation": True,  # Expanded, the library's sidebar would be half of each page.
 }
+if REPOSITORY:
+    html_theme_options |= {"repository_url": f"https://github.com/{REPOSITORY}"}
+    html_theme_options |= {"use_repository_button": True}
 # One file that draws formulas as SVG: no fonts to fetch.
 mathjax_path = "mathjax/tex-svg.js"
 
@@ -146,6 +151,13 @@ def set_language(app, pagename, templatename, context, doctree):
         context["language"] = "zh-CN"
 
 
+def table_of_lessons():
+    """The README's table: of each lesson what one does in it, and the minutes."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = text.partition("\n| | lesson |")[2].partition("\n\n")[0]
+    return "| | lesson |" + rows.replace("](notebooks/", "](../notebooks/")
+
+
 def or_in_binder(path):
     return f", or [in Binder]({BINDER}?urlpath=lab/tree/{path})" if BINDER else ""
 
@@ -153,7 +165,8 @@ def or_in_binder(path):
 def prepare(app, docname, source):
     """Add how to run a page, fold the cells that JupyterLab folds, and mark explorer cells."""
     if docname == root_doc:
-        source[0] = source[0].replace("{or_in_binder}", or_in_binder("notebooks"))
+        page = source[0].replace("{or_in_binder}", or_in_binder("notebooks"))
+        source[0] = page.replace("{lessons}", table_of_lessons())
     if not docname.startswith("notebooks/"):
         return
     path = f"{docname}.ipynb"

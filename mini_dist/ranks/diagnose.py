@@ -27,13 +27,14 @@ class RankError(RuntimeError):
 
     `rank`: the rank at fault (None if it is not one rank's); `failures`: rank -> what it raised;
     `outputs`: what each rank had printed; `flights`: each rank's last operations, and the one that
-    it waited in (flight.py).
+    it waited in (flight.py); `idle`: seconds since a rank last began or ended an operation.
     """
 
     rank: int | None = None
     failures: dict[int, Failure] = {}
     outputs: list[str] = []
     flights: list[flight.FlightRecord] = []
+    idle: float = 0.0
 
     def _render_traceback_(self) -> list[str]:
         # IPython calls this: the frames between the cell and its ranks help nobody.
@@ -117,6 +118,7 @@ def explain(outcome: str, world: World, timeout: float) -> RankError:
         lines += scene.tell(range(world.size))
     error = kind("\n".join(lines))
     error.rank, error.failures = culprit, raised | absent
+    error.idle = time.monotonic() - world.moved
     error.outputs, error.flights = [rank.text() for rank in world.ranks], scene.flights
     return error
 

@@ -34,6 +34,7 @@ class World:
         self.has_hosts = False
         self.no_hosts: str | None = None  # why its ranks are on one host after all
         self.number = keeper.started = keeper.started + 1
+        self.moved = time.monotonic()  # when a rank last began or ended an operation
         keeper.worlds[self.number] = self
         self.directory = f"{keeper.directory}/{self.number}"
         self.ranks: list[RankHandle] = []
@@ -92,7 +93,7 @@ class World:
         call: (function, args, kwargs), pickled.
         """
         message = [pickle.dumps(job), *call]
-        started = next_look = time.monotonic()
+        started = next_look = self.moved = time.monotonic()
         for rank in self.ranks:
             rest = max(LOOK, started + timeout - time.monotonic())
             rank.socket.settimeout(min(rest, 3600))  # (it refuses infinity)
@@ -125,6 +126,8 @@ class World:
                 elif now > next_look:
                     next_look = now + LOOK
                     heads, before = self.heads(), heads
+                    if heads != before:
+                        self.moved = now
                     if heads == before and self.unplugged():
                         return "unplugged"
                     # While something moves there is nothing to find, and what one would read may

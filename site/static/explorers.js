@@ -79,7 +79,7 @@ function control(each, changed) {
 }
 
 async function start(place, source) {
-  place.replaceChildren("Python is loading, some seconds ...");
+  place.replaceChildren(document.createElement("progress"), " Python is loading, some seconds ...");
   let answer;
   try {
     python ??= startPython();

@@ -178,6 +178,15 @@ def test_binder_is_linked_where_it_is_said_to_be_and_else_not_named(site, monkey
     assert f"[in Binder]({there}/12_pipeline.ipynb)" in source[0]
 
 
+def test_the_first_page_says_of_each_lesson_what_one_does_in_it(site):
+    page = (site / "site/index.html").read_text(encoding="utf-8").partition("<article")[2]
+    rows = re.findall(r"<tr.*?</tr>", page, re.S)
+    for name in working_copy.notebooks():
+        if "/" not in name:
+            (row,) = [row for row in rows if f"notebooks/{Path(name).stem}.html" in row]
+            assert len(re.sub(r"<[^>]+>", " ", row).split()) > 8
+
+
 @in_a_browser
 @pytest.mark.parametrize("part", range(8))
 def test_every_page_opens_without_an_error_asks_no_other_host_and_fits_a_phone(site, page, part):

@@ -383,24 +383,28 @@ LOADING = 'rank 0 is running\n      File "<frozen importlib._bootstrap>", line 2
 
 
 @pytest.mark.parametrize(
-    "said, load, again",
+    "said, load, idle, again",
     [
-        (LOADING, 0, True),
-        ("No rank has started", 0, True),
-        ("rank 0 is running", 0, False),
-        ("rank 0 is running", 1000, True),
+        (LOADING, 0, 99, True),
+        ("No rank has started", 0, 99, True),
+        ("rank 0 is running", 0, 0, False),
+        ("rank 0 is running", 1000, 0, True),
+        ("rank 0 is running", 1000, 11, False),
     ],
 )
-def test_a_busy_machine_is_no_mistake(monkeypatch, said, load, again):
+def test_a_busy_machine_is_no_mistake(monkeypatch, said, load, idle, again):
     """A run that was given up while a rank still loaded modules, or other programs had the cores,
-    is run once more with more time; one that does not end is not."""
+    is run once more with more time; one that does not end is not, nor one in which nothing has
+    moved for long."""
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0, 0))
     given = []
 
     def busy(function, size, args, timeout, quiet):
         given.append(timeout)
         if len(given) == 1:
-            raise RankTimeout(f"not done after {timeout} s\n{said}")
+            error = RankTimeout(f"not done after {timeout} s\n{said}")
+            error.idle = idle
+            raise error
         return "done"
 
     monkeypatch.setattr(adversities, "launch", busy)

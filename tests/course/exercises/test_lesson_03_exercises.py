@@ -825,7 +825,7 @@ def puts_parts_at_the_receivers_place(x, group):
     return all_to_all_with(x, group, place=lambda rank, k, size: (rank + k) % size)
 
 
-@to_all("for 3 others; it sent 2")
+@to_all("for 3 others; one of them sent 2")
 def leaves_one_out(x, group):
     return all_to_all_with(x, group, rounds=-1)
 

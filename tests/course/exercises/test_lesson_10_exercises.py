@@ -127,7 +127,7 @@ def swaps_the_pair_of_the_library(x, norm, up, down, bias, group):
     return tensor_parallel.ideas.mlp(norm(x), (up, None), (down, bias), group, pair)
 
 
-@swap("a gather and a scatter each way are enough")
+@swap("an all-gather and a reduce-scatter each way are enough")
 def gathers_the_norm_s_inputs_too(x, norm, up, down, bias, group):
     y = sequence(x, norm, up, down, bias, group)
     return y + 0 * ops.all_gather(x, group, dim=1).sum()

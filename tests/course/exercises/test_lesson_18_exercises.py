@@ -221,7 +221,7 @@ def goes_by_what_is_not_zero(gradient, tokens, num_servers, group):
             push(gradient[mine], mine // num_servers, number, group)
 
 
-@wrong_push("no empty push")
+@wrong_push("no message to a server that has none")
 def pushes_nothing_too(gradient, tokens, num_servers, group):
     rows = tokens.unique()
     for number in range(num_servers):

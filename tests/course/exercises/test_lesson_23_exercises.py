@@ -41,7 +41,7 @@ def weights_whole():
     return {**RIGHT_SPECS, "v": (None, None), "w": (None, None)}
 
 
-@wrong_specs("y comes out cut over tp")
+@wrong_specs("y comes out in other pieces than x")
 def sequence_parallel():
     return {**RIGHT_SPECS, "y": (("dp", "tp"), None)}
 
@@ -51,7 +51,7 @@ def x_cut_by_both():
     return {**RIGHT_SPECS, "x": (("dp", "tp"), None)}
 
 
-@wrong_specs("The weights are right; y should be y[B, D]")
+@wrong_specs("The weights are right, but you ask for y as y[B, D]")
 def y_whole():
     return {**RIGHT_SPECS, "y": (None, None)}
 
@@ -224,7 +224,7 @@ def another_word():
     return ["allgather_Y", *answers()[1:]]
 
 
-@wrong_quiz("the right collective. Which axis is not where it should be?")
+@wrong_quiz("the right collective. Over which axes, in which order?")
 def the_other_axis():
     first, *others = answers()
     return [first.replace("Y", "X"), *others]

@@ -119,7 +119,7 @@ def equal(batch_size, seconds):
     return [batch_size // n + (rank < batch_size % n) for rank in range(n)]
 
 
-@wrong_shares("The slowest device has the most")
+@wrong_shares("The slowest device has more samples")
 def in_proportion_to_time(batch_size, seconds):
     shares = [int(batch_size * each / sum(seconds)) for each in seconds]
     shares[seconds.index(max(seconds))] += batch_size - sum(shares)
@@ -236,14 +236,14 @@ def takes_the_mean(state, step, dead, group):
     return there, all_reduce(state, there, op="mean"), int(steps.max())
 
 
-@wrong_group("the most. A rank that did this step")
+@wrong_group("all go on there. A rank that did this step")
 def goes_back_to_the_fewest(state, step, dead, group):
     there = living(dead, group)
     steps = all_gather(torch.tensor([step]), there)
     return there, broadcast(state, int(steps.argmin()), there), int(steps.min())
 
 
-@wrong_group("The steps differ")
+@wrong_group("The most steps that anyone has done are")
 def keeps_its_own_step(state, step, dead, group):
     there = living(dead, group)
     steps = all_gather(torch.tensor([step]), there)
