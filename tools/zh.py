@@ -17,6 +17,7 @@ the Chinese notebook shows it in English with a mark.
 
 import argparse
 import ast
+import base64
 import hashlib
 import html
 import io
@@ -508,7 +509,8 @@ def build(lesson, root=ROOT):
     for cell, original in zip(notebook.cells[before:], source):
         if cell.cell_type == "markdown":
             text = "".join(markdown_piece(each, chinese) for each in pieces_of(original))
-            cell.source = relink(english.relink(text, lesson, root), lesson, translated, root)
+            text = relink(english.relink(text, lesson, root), lesson, translated, root)
+            cell.source = with_chinese_figures(text, lesson, root)
         else:
             said = [p for p in pieces_of(original) if isinstance(p, String) and p.text in chinese]
             cell.source = "".join(code_piece(each, chinese) for each in pieces_of(original))
@@ -534,7 +536,9 @@ def build_page(page, root=ROOT):
     English name go on working."""
     chinese = translations(catalog_of(page, root))
     text = "".join(markdown_piece(each, chinese) for each in pieces_of_page(page))
-    text = relink(text, page, all_translated(root), root)
+    text = relink(text, page, all_translated(root), root).replace(
+        "four_ranks.svg", "four_ranks.zh.svg"
+    )
     missing = sum(each not in chinese for each in messages(page))
     text = text.replace(
         f"[中文]({notebook_of(page, root).name})", f"[English]({page.name}){unfinished(missing)}。"
@@ -599,6 +603,14 @@ def relink(markdown, lesson, translated, root):
     return re.sub(r'(\]\(|src=")(?![a-z]+:|#|/)([^)#"\s]+)', moved, markdown)
 
 
+def with_chinese_figures(text, lesson, root):
+    def moved(found):
+        there = root / FIGURES / "zh" / found[2]
+        return f"{found[1]}zh/{found[2]}" if there.exists() else found[0]
+
+    return re.sub(rf"({FIGURES}/)([\w-]+\.svg)", moved, text)
+
+
 def navigation(lesson, translated, root):
     def titled(link):
         arrow, title, back, stem = link.groups()
@@ -607,6 +619,36 @@ def navigation(lesson, translated, root):
 
     links = re.sub(r"\[(← )?(.*?)( →)?\]\((\w+)\.ipynb\)", titled, english.navigation(lesson, root))
     return "---\n" + relink(links, lesson, translated, root)
+
+
+# ---- pictures ------------------------------------------------------------------------------------
+
+IMAGE = re.compile(r'alt="([^"]*)"([^>]*src="data:image/svg\+xml;base64,)([^"]+)')
+FIGURES = "lessons/figures"
+
+
+def image_in_chinese(found):
+    alt = html.escape(language.in_chinese(html.unescape(found[1])))
+    svg = language.picture_in_chinese(base64.b64decode(found[3]).decode())
+    return f'alt="{alt}"{found[2]}{base64.b64encode(svg.encode()).decode()}'
+
+
+def figures_in_chinese(root=ROOT):
+    """{path: SVG} of the drawings of all lessons, with Chinese words. A drawing's title is its
+    alternative text, which the lesson's catalog has."""
+    titles = {
+        language.NUMBER.sub("#", text): language.NUMBER.sub("#", chinese)
+        for lesson in english.lessons(root)
+        for text, chinese in translations(catalog_of(lesson, root)).items()
+        if messages(lesson).get(text) == "picture"
+    }
+    known = titles | language.words_in_pictures()
+    there = {path: path.parent / "zh" / path.name for path in (root / FIGURES).glob("*.svg")}
+    there |= {path: path.with_suffix(".zh.svg") for path in (root / "docs").glob("four_ranks.svg")}
+    return {
+        there[path]: language.picture_in_chinese(path.read_text("utf-8"), known)
+        for path in sorted(there)
+    }
 
 
 # ---- outputs: what a cell printed, in the words of its translated strings ------------------------
@@ -642,6 +684,8 @@ def translate_output(output, source, said, chinese):
     data = output.get("data", {})
     if "text/markdown" in data or any("<svg" in str(value) for value in data.values()):
         return  # source of the library, or a picture
+    if "<img" in data.get("text/html", ""):
+        data["text/html"] = IMAGE.sub(image_in_chinese, data["text/html"])
     for kind, change in (("text/plain", printed), ("text/html", page)):
         if kind in data and "<img" not in data[kind]:
             data[kind] = change(data[kind])
@@ -881,6 +925,9 @@ def is_fresh(lesson, root=ROOT):
 
 
 def build_all(chosen, root):
+    for path, svg in figures_in_chinese(root).items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(svg, encoding="utf-8")
     found = {lesson: count(lesson, root) for lesson in chosen}
     for lesson in found:
         if catalog_of(lesson, root).exists():

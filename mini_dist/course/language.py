@@ -13,6 +13,7 @@ them. Errors stay English, because people search for them.
 
 from __future__ import annotations
 
+import html
 import re
 from functools import cache
 from pathlib import Path
@@ -20,8 +21,11 @@ from pathlib import Path
 from mini_dist.plan.fields import checks_kinds
 
 CATALOG = Path(__file__).with_name("language_zh.po")
+PICTURES = Path(__file__).with_name("pictures_zh.po")  # words in drawings, # for a number
 LANGUAGES = {"en": "English", "zh": "中文"}
 KINDS = {"d": r"[-+]?\d[\d,.]*", "w": r"\S+", "v": r".+?", "": r".+?"}
+IN_SVG = re.compile(r"(<(?:text|title|tspan)\b[^>]*>)([^<]+)(?=</)")
+NUMBER = re.compile(r"\d(?:[\d.,]*\d)?")
 WITHIN_CHINESE = re.compile("(?<=[\u4e00-\u9fff，。；：、]) (?=[\u4e00-\u9fff])")  # no space there
 FIELD = re.compile(r"\{(\w+)(?::([dwv]))?\}")
 
@@ -82,3 +86,39 @@ def said(text: str) -> str:
     from .learner import language  # (which keeps the setting, and says things itself)
 
     return messages().said(text) if language() == "zh" else text
+
+
+# ---- words in pictures ---------------------------------------------------------------------------
+
+
+@cache
+def words_in_pictures() -> dict[str, str]:
+    """{words of a drawing, # for each number: the same in Chinese}."""
+    return Messages(PICTURES).exact
+
+
+def in_chinese(words: str, known: dict[str, str] | None = None) -> str:
+    """Words of a drawing in Chinese, or as they came if no message has them."""
+    numbers = NUMBER.findall(words)
+    found = (known or words_in_pictures()).get(NUMBER.sub("#", words.strip()))
+    if found is None or found.count("#") != len(numbers):
+        return words
+    return re.sub("#", lambda _: numbers.pop(0), found)
+
+
+def picture_in_chinese(svg: str, known: dict[str, str] | None = None) -> str:
+    """An SVG whose words are Chinese and whose drawing is the same."""
+
+    def translated(found: re.Match) -> str:
+        return found[1] + html.escape(in_chinese(html.unescape(found[2]), known), quote=False)
+
+    return IN_SVG.sub(translated, svg)
+
+
+def drawn(svg: str, alt: str) -> tuple[str, str]:
+    """A picture and its alternative text in the language of `language()`."""
+    from .learner import language
+
+    if language() != "zh":
+        return svg, alt
+    return picture_in_chinese(svg), in_chinese(alt)

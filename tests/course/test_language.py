@@ -1,6 +1,7 @@
 """mini_dist.language: what the library says to a learner, in the learner's language."""
 
 import ast
+import base64
 import json
 import re
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from babel.messages.pofile import read_po
 
 import mini_dist
-from mini_dist import check
+from mini_dist import check, draw
 from mini_dist.course import language, learner
 from mini_dist.course.check.engine import RIGHT, Exercise, Verdict, line, on_ranks
 from mini_dist.course.lesson import predict, reveal
@@ -170,3 +171,19 @@ def test_the_sentences_of_the_rules_are_in_the_catalog():
 
 def test_the_catalog_keeps_the_rules_of_the_guide():
     assert [*zh_library.faults()] == []
+
+
+# ---- words in pictures ---------------------------------------------------------------------------
+
+
+def test_a_picture_speaks_the_learner_s_language_and_is_the_same_drawing():
+    picture = draw.bars({"a": {"parameters": 2.0, "gradients": 3.5}}, "GB on each rank", "rank 0")
+    before = picture._repr_html_()
+    mini_dist.language("zh")
+    after = picture._repr_html_()
+    one, other = (
+        base64.b64decode(page.partition("base64,")[2][:-2]).decode() for page in (before, after)
+    )
+    assert "parameters" in one and "参数" in other and "parameters" not in other
+    assert language.IN_SVG.sub("", one) == language.IN_SVG.sub("", other)
+    assert language.in_chinese("words that no catalog has 4") == "words that no catalog has 4"

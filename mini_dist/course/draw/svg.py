@@ -275,9 +275,12 @@ class Drawing:
     def _repr_html_(self) -> str:
         """An image with its alternative text. JupyterLab would not show a bare SVG in a notebook
         that it does not trust yet, which is every notebook that was only copied."""
-        source = base64.b64encode(self.svg().encode()).decode()
+        from ..language import drawn  # (a page that only draws does without it)
+
+        svg, alt = drawn(self.svg(), self.alt)
+        source = base64.b64encode(svg.encode()).decode()
         return (
-            f'<img alt="{escape(self.alt)}" style="max-width:100%" '
+            f'<img alt="{escape(alt)}" style="max-width:100%" '
             f'src="data:image/svg+xml;base64,{source}">'
         )
 

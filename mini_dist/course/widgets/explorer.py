@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 
 from ..lab import Choice, Flag, Number, Parameter, Text, check
+from ..language import drawn, said
 
 TALLEST = 560  # pixels, of picture and words together: a laptop's window holds both at once
 LABEL = 132  # pixels, of the widest name of a control
@@ -75,6 +76,10 @@ class Explorer:
         always = lambda values: True  # noqa: E731
         return [name for name in self.declared if self.shown_if.get(name, always)(values)]
 
+    def drawn(self) -> str:
+        """The picture as a live widget shows it."""
+        return drawn(self.picture.html(), "")[0]
+
     def words(self) -> str:
         """The HTML below the picture; it scrolls if both are taller than a laptop's window."""
         most = max(TALLEST - self.picture.height, 150)
@@ -103,7 +108,7 @@ class Explorer:
             name: control(name, parameter, self.values[name])
             for name, parameter in self.declared.items()
         }
-        picture, page = widgets.HTML(self.picture.html()), widgets.HTML(self.words())
+        picture, page = widgets.HTML(self.drawn()), widgets.HTML(self.words())
 
         def moved(_):
             values = {name: control.value for name, control in controls.items()}
@@ -117,7 +122,7 @@ class Explorer:
                         "<p>The picture is the last one that could be drawn.</p>"
                     )
                 else:
-                    picture.value, page.value = self.picture.html(), self.words()
+                    picture.value, page.value = self.drawn(), self.words()
             show(values)
 
         def show(values):
@@ -155,7 +160,7 @@ def control(name: str, parameter: Parameter, value):
     import ipywidgets as widgets
 
     label = dict(
-        description=name.replace("_", " "),
+        description=said(name.replace("_", " ")),
         style={"description_width": f"{LABEL}px"},
         layout=widgets.Layout(width="98%"),
     )
