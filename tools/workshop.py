@@ -320,7 +320,7 @@ def main(argv=None):
         page = show_of(notebook, WORDS[options.language])
         (folder / f"{stem}.html").write_text(page, encoding="utf-8")
         for figure in re.findall(r'src="(figures/[^"]+)"', page):
-            (folder / "figures").mkdir(exist_ok=True)
+            (folder / figure).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / "lessons" / figure, folder / figure)
     shutil.copytree(NODE_MODULES / "reveal.js/dist", folder / "reveal.js/dist", dirs_exist_ok=True)
     (folder / "mathjax").mkdir(exist_ok=True)
