@@ -667,3 +667,9 @@ def test_whatever_run_a_learner_draws_has_one_diagnosis():
     for sick in runs:
         found = solutions.two_faults(sick_runs.run(sick))
         assert {*found} == sick_twice.faults(sick) and len(found) == 2, sick
+
+
+def test_a_fault_that_is_named_on_a_second_rank_as_well_is_refused_with_its_name():
+    (sick,) = [s for s in sick_twice.unseen().values() if s.disease == "host sync" and not s.also]
+    said = sick_twice.mistake(sick, [("host sync", None), ("host sync", 1)])
+    assert said.startswith("host sync it is, but not there")
