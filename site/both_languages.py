@@ -14,7 +14,7 @@ class SearchBoth(SearchEnglish):
     language_name = "English"  # names the stemmer in the page
     js_splitter_code = rf"""
 var splitQuery = (query) =>
-  (query.match(/[{CHINESE}]+|[^{CHINESE}\s\p{{P}}\p{{S}}]+/gu) ?? []).flatMap((piece) =>
+  (query.match(/[{CHINESE}]+|(?:(?![{CHINESE}])[\p{{L}}\p{{N}}_])+/gu) ?? []).flatMap((piece) =>
     /[{CHINESE}]/.test(piece) && piece.length > 1
       ? Array.from({{ length: piece.length - 1 }}, (_, at) => piece.slice(at, at + 2))
       : [piece]

@@ -37,8 +37,8 @@ NOON = 12 * 60
 CODE_LINES = 16  # more are too small to read on a wall
 NODE_MODULES = ROOT / "site/node_modules"
 WORDS = {
-    "en": dict(predict="Predict", turn="Your turn", remember="What to remember", minutes="minutes"),
-    "zh": dict(predict="先猜一猜", turn="轮到你了", remember="要点", minutes="分钟"),
+    "en": dict(predict="Predict", turn="Your turn", remember="What to remember"),
+    "zh": dict(predict="先猜一猜", turn="轮到你了", remember="要点"),
 }
 
 
@@ -84,10 +84,6 @@ def sections_of(notebook):
             if optional is None and part.strip() and found:
                 found[-1].cells.append(nbformat.from_dict({**cell, "source": part.strip()}))
     return found
-
-
-def reading_minutes(section, outputs):
-    return minutes.reading(section.source(), outputs)
 
 
 def exercise_minutes(name):
@@ -201,7 +197,7 @@ def script_of(stem, notebook):
         said = f"{together[0].title}: read and run"
         if number == 0:
             said = "the question; everybody writes a guess"
-        time = sum(reading_minutes(section, outputs) for section in together)
+        time = sum(minutes.reading(section.source(), outputs) for section in together)
         yield Line(f"{stem[:2]}, {said}", time)
         for section in together:
             for name in section.exercises():
@@ -264,16 +260,16 @@ def index_of(name, chosen, notebooks, start):
             "Right goes to the next section, down to what belongs to this one. S opens the notes, "
             "F fills the screen, and `?print-pdf` after the address makes pages to print.",
             "## The day before",
-            "* Everybody runs `make lab` once, which downloads the packages, and lesson 00's first "
-            "cell.\n* `mini-dist doctor` says what a machine lacks.",
+            "* Everybody runs `make lab` once, which downloads the packages, and then the first "
+            "cell of lesson 00.\n* `mini-dist doctor` says what a machine lacks.",
             "## Script",
             "| time | minutes | what |\n| --- | --- | --- |\n" + "\n".join(rows),
             "## Questions for the class",
             "\n\n".join(f"### {stem[:2]}\n\n{asked(stem)}" for stem in chosen),
             "## Afterwards",
             "Labs that fit, for homework: " + (", ".join(labs) or "none") + ".",
-            "Put what was handed in into one folder. These commands grade it, and make a page for "
-            "everyone whose exercises are right:",
+            "Put what the learners handed in into one folder. These commands grade it and make a "
+            "certificate for everyone whose exercises are right:",
             "```console\nmini-dist grade submissions/ --out grades/\n"
             "mini-dist certificate grades/grades.csv --course "
             f'"{name}"\n```',

@@ -27,7 +27,8 @@ class RankError(RuntimeError):
 
     `rank`: the rank at fault (None if it is not one rank's); `failures`: rank -> what it raised;
     `outputs`: what each rank had printed; `flights`: each rank's last operations, and the one that
-    it waited in (flight.py); `idle`: seconds since a rank last began or ended an operation.
+    it waited in (flight.py); `idle`: for how many seconds no rank had begun an operation, 0 if
+    one that has not returned had begun none. (Elastic runs: since their start.)
     """
 
     rank: int | None = None
@@ -118,7 +119,7 @@ def explain(outcome: str, world: World, timeout: float) -> RankError:
         lines += scene.tell(range(world.size))
     error = kind("\n".join(lines))
     error.rank, error.failures = culprit, raised | absent
-    error.idle = time.monotonic() - world.moved
+    error.idle = scene.idle()
     error.outputs, error.flights = [rank.text() for rank in world.ranks], scene.flights
     return error
 
@@ -151,6 +152,12 @@ class Scene:
         self.flights = world.flights()
         self.returned = {rank.number for rank in world.ranks if rank.returned}
         self.waiting = [rank.number for rank in world.ranks if not rank.report and not rank.gone]
+
+    def idle(self) -> float:
+        """For how many seconds no rank has begun an operation, 0 if one has begun none at all: it
+        may compute. (The wait for an asynchronous operation leaves no record of its own.)"""
+        began = all(self.flights[number].entries for number in self.waiting)
+        return self.time - self.world.moved if began else 0.0
 
     def tell(self, ranks) -> list[str]:
         """Return one line per rank: what it is doing, since when, which rank it waits for, which

@@ -34,7 +34,7 @@ class World:
         self.has_hosts = False
         self.no_hosts: str | None = None  # why its ranks are on one host after all
         self.number = keeper.started = keeper.started + 1
-        self.moved = time.monotonic()  # when a rank last began or ended an operation
+        self.moved = time.time()  # when a rank last began an operation, or to wait for one
         keeper.worlds[self.number] = self
         self.directory = f"{keeper.directory}/{self.number}"
         self.ranks: list[RankHandle] = []
@@ -93,7 +93,7 @@ class World:
         call: (function, args, kwargs), pickled.
         """
         message = [pickle.dumps(job), *call]
-        started = next_look = self.moved = time.monotonic()
+        started = next_look = time.monotonic()
         for rank in self.ranks:
             rest = max(LOOK, started + timeout - time.monotonic())
             rank.socket.settimeout(min(rest, 3600))  # (it refuses infinity)
@@ -127,7 +127,7 @@ class World:
                     next_look = now + LOOK
                     heads, before = self.heads(), heads
                     if heads != before:
-                        self.moved = now
+                        self.moved = time.time()
                     if heads == before and self.unplugged():
                         return "unplugged"
                     # While something moves there is nothing to find, and what one would read may

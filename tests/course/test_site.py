@@ -208,7 +208,7 @@ def test_every_page_opens_without_an_error_asks_no_other_host_and_fits_a_phone(s
         assert page.evaluate("() => document.documentElement.scrollWidth") <= 390, path
         page.set_viewport_size(wide)
         assert page.wrong == [], path
-    assert formulas > 10
+    assert formulas > 12  # of over 100 in eight parts
 
 
 @in_a_browser
@@ -291,6 +291,7 @@ def test_a_page_is_printed_whole(name, site, page):
 
 SEARCHES = {
     "zig-zag": ["11 Context parallel", "Glossary"],
+    "ring_all_reduce": ["mini_dist.collectives.ring.ring_all_reduce"],
     "流水线气泡": ["12 流水线并行", "实验：流水线气泡"],
     "环": ["03 环与集合通信"],
 }

@@ -848,3 +848,17 @@ def returns_after_three(group):
 def test_a_rank_that_has_returned_says_how_many_collectives_it_made_ours_included():
     with pytest.raises(RankError, match="rank 1 has returned, after 3 collectives"):
         launch(returns_after_three, 2)
+
+
+def sleeps(communicates, group):
+    if communicates:
+        torch.distributed.all_reduce(torch.ones(1), group=group)
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("communicates", [True, False])
+def test_a_timeout_knows_for_how_long_no_rank_has_begun_an_operation(communicates):
+    """Of ranks that have begun none it says 0: they may compute."""
+    with pytest.raises(RankTimeout) as caught:
+        launch(sleeps, 2, (communicates,), timeout=3)
+    assert (caught.value.idle > 0) == communicates and caught.value.idle < 3.5

@@ -263,8 +263,8 @@ SECONDS = 10  # until a run that does not end, and is no deadlock that one could
 
 def once_started(function: Callable, size: int, args: tuple, seconds: float = SECONDS) -> Run:
     """Launch it, and once more with six times the seconds if a slow machine may be why it took too
-    long: a module was still being loaded, or other programs keep the cores busy. If for SECONDS no
-    rank has begun or ended an operation, more time would not help."""
+    long: a module was still being loaded, or other programs keep the cores busy. If ranks that
+    communicate have begun no operation for SECONDS, more time would not help."""
     try:
         return launch(function, size, args, timeout=seconds, quiet=True)
     except RankError as error:

@@ -317,8 +317,7 @@ class Steps(Measured):
             f"rank clip by the same norm (a norm below {MAX_NORM} is left as it is), and step all "
             "that it holds"
             + "? With sequence parallelism, norm layers see S/tp of the tokens: finish_gradients "
-            "adds "
-            "their gradients up."
+            "adds their gradients up."
             * self.layout.sequence_parallel
             + "?" * (not self.layout.sequence_parallel)
         )

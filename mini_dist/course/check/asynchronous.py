@@ -229,8 +229,8 @@ class Served(Measured):
             return "With bound=None nobody waits: answer each pull at once."
         if self.table_right and not all(self.right):
             return (
-                "The table is right, but a worker got rows of an older one: read table[rows] when "
-                "you answer a pull, not when it comes."
+                "The table is right, but a pull was not answered with its rows: send table[rows] "
+                "as the table is when you answer, which may be later than when the pull comes."
             )
         if not self.table_right:
             return (

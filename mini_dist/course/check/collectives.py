@@ -519,7 +519,7 @@ class Doubling(Collective):
             yield self.too_slow() or self.wrong_bytes()
         pairs = [self.inputs[rank] + self.inputs[rank ^ 1] for rank in range(n - n % 2)]
         if n > 2 and self.results_are(pairs):
-            yield ("You stopped after the first round: rank r has two terms.")
+            yield "You stopped after the first round: rank r has two terms."
         if max(self.messages) < wanted:
             yield (
                 f"{n} ranks need {wanted} rounds, since each can at most double how many terms are "

@@ -91,7 +91,7 @@ class OnHosts(Measured):
             if any(found.shape != self.expected.shape for found, _ in self.results):
                 return "The sum has the shape of x: flatten it for the rings, then reshape."
             if any(found.dtype != self.expected.dtype for found, _ in self.results):
-                return "The sum has the dtype of x."
+                return "Return the sum in the dtype of x."
             return (
                 "Not the sum over all ranks. After the first ring a rank has its chunk summed over "
                 "its host; the ring between hosts joins the ranks that have the same chunk, one "

@@ -29,7 +29,7 @@ code { font-size: 14px } .sign { margin-top: auto; display: flex; justify-conten
 """
 PAGE = """<section><h1>{course}</h1><p>mini_dist: distributed training, learned by running it</p>
 <h2>{name}</h2>
-<p>has written {right} of {of} exercises. Each was judged by its own runs on several ranks:</p>
+<p>has {right} of {of} exercises right. Each was judged by running it:</p>
 <p>{exercises}</p>
 <p class="sign"><span>{day}</span><span>{teacher}</span></p></section>
 """

@@ -394,8 +394,8 @@ LOADING = 'rank 0 is running\n      File "<frozen importlib._bootstrap>", line 2
 )
 def test_a_busy_machine_is_no_mistake(monkeypatch, said, load, idle, again):
     """A run that was given up while a rank still loaded modules, or other programs had the cores,
-    is run once more with more time; one that does not end is not, nor one in which nothing has
-    moved for long."""
+    is run once more with more time; one that does not end is not, nor one in which no
+    rank has begun an operation for long."""
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0, 0))
     given = []
 

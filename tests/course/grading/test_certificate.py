@@ -35,14 +35,14 @@ def printed(grades, *arguments):
 def test_who_has_enough_right_gets_a_page_that_says_what_is_right(grades, capsys):
     page = printed(grades, "--course", "Half a day", "--teacher", "C. Babbage")
     assert page.count("<section>") == 2 and "Grace Hopper" not in page
-    assert "has written 3 of 3 exercises" in page and "<code>07 sharded_step</code>" in page
+    assert "has 3 of 3 exercises right" in page and "<code>07 sharded_step</code>" in page
     assert "<h1>Half a day</h1>" in page and "C. Babbage" in page
     assert "2 of 3 learners" in capsys.readouterr().out
 
 
 def test_the_share_that_is_enough_is_the_teacher_s_choice(grades):
     page = printed(grades, "--share", "0.3")
-    assert page.count("<section>") == 3 and "has written 1 of 3 exercises" in page
+    assert page.count("<section>") == 3 and "has 1 of 3 exercises right" in page
 
 
 def test_a_name_is_text(grades):
