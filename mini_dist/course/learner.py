@@ -270,7 +270,7 @@ class Progress:
 
     def _repr_html_(self) -> str:
         rows = [
-            (linked(row.lesson), self.bar(row), said(self.done(row)), row.guesses or "")
+            (_linked(row.lesson), self.bar(row), said(self.done(row)), row.guesses or "")
             for row in self.rows
         ]
         styles = [f"opacity:{1 if row.opened else 0.5}" for row in self.rows]
@@ -294,7 +294,7 @@ class Progress:
         return row.right if row.exercises else float(bool(row.opened))
 
 
-def linked(lesson: str) -> Markup | str:
+def _linked(lesson: str) -> Markup | str:
     """A lesson's name, which leads to its notebook if a notebook is open."""
     if not (path := open_notebook()):
         return lesson

@@ -431,7 +431,8 @@ BAD = {
     ],
     "tagged output differs": [("print(1)", {"text": "2\n", "tags": ["nbval-check-output"]})],
     "tagged but never executed": [("print(1)", {"count": None, "tags": ["nbval-check-output"]})],
-    "slow as a whole": [("import time\ntime.sleep(2.5)", {})] * 4,
+    # Four are enough on a quiet machine, where those after them do not run; FairClock gives more.
+    "slow as a whole": [("import time\ntime.sleep(2.5)", {})] * 20,
 }
 
 

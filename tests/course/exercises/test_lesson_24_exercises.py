@@ -38,7 +38,7 @@ def one_in_reserve(table, free, written, new, block_size):
     return table, places_of(table, written, new, block_size)
 
 
-@placed("Not every new token has its own slot")
+@placed("Not every new token has a place in its table's blocks")
 def one_too_few(table, free, written, new, block_size):
     needed = (written + new) // block_size
     table = table + free[: max(0, needed - len(table))]
@@ -66,7 +66,7 @@ def a_new_table(table, free, written, new, block_size):
     return table, places_of(table, written, new, block_size)
 
 
-@placed("Not every new token has its own slot")
+@placed("Not every new token has a place in its table's blocks")
 def positions_are_places(table, free, written, new, block_size):
     table = table + free[: -(-(written + new) // block_size) - len(table)]
     return table, list(range(written, written + new))
@@ -79,7 +79,7 @@ def backwards_in_its_block(table, free, written, new, block_size):
     return table, [p // block_size * block_size + block_size - 1 - p % block_size for p in places]
 
 
-@placed("Not every new token has its own slot")
+@placed("Not every new token has a place in its table's blocks")
 def only_the_last(table, free, written, new, block_size):
     table = table + free[: -(-(written + new) // block_size) - len(table)]
     return table, places_of(table, written, new, block_size)[-1:]
