@@ -12,6 +12,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
+from tests.selected import cases_to_run
 from tools import build_notebooks as tool
 from tools import minutes
 
@@ -437,11 +438,12 @@ BAD = {
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory):
+def verdicts(tmp_path_factory, request):
     """What a run of pytest says of each notebook in BAD: {name: text of its failures}."""
     folder = tmp_path_factory.mktemp("bad")
     shutil.copy(ROOT / "conftest.py", folder)
-    for name, cells in BAD.items():
+    asked = cases_to_run(request, "name") & set(BAD)
+    for name, cells in ((name, BAD[name]) for name in asked):
         notebook = new_notebook()
         for source, how in cells:
             cell = new_code_cell(source, execution_count=how.get("count", 1))
@@ -460,7 +462,7 @@ def verdicts(tmp_path_factory):
         capture_output=True,
         timeout=200,
     )
-    found = dict.fromkeys(BAD, "")
+    found = dict.fromkeys(asked, "")
     for case in ElementTree.parse(folder / "report.xml").iter("testcase"):
         name = case.get("classname").removesuffix(".ipynb").replace("_", " ")
         for bad in [*case.iter("failure"), *case.iter("error")]:

@@ -1,6 +1,5 @@
 """A simulated run is the real run without its values: the same bytes, the same memory."""
 
-import gc
 import linecache
 import math
 import sys
@@ -22,7 +21,6 @@ from mini_dist.plan.calculators.collective_time import collective_seconds
 from mini_dist.plan.config import ModelConfig
 from mini_dist.ranks.diagnose import RankError
 from mini_dist.ranks.ledger.counting import Kernel
-from mini_dist.ranks.ledger.memory import MemoryRecord
 from mini_dist.ranks.simulation.kinds import Axis, axes_of
 from mini_dist.strategies import compression as K
 from mini_dist.strategies.context_parallel import make_attention, positions_here
@@ -95,60 +93,43 @@ STRATEGIES |= {
 }
 
 
-def all_of_them(group) -> list[tuple[int, int]]:
-    """Train by each strategy in turn; where each one's records end in the ledger and the memory."""
-    ends = []
-    for train in STRATEGIES.values():
-        train(group)
-        gc.collect()
-        ends.append((len(group.recorder.comms), len(group.recorder.memory.events)))
-    return ends
-
-
 def pytest_generate_tests(metafunc):
     if "both" in metafunc.fixturenames:
         sizes = [4, 8] if metafunc.config.getoption("long") else [4]
-        metafunc.parametrize("both", sizes, indirect=True, scope="module")
+        cases = [(name, size) for name in STRATEGIES for size in sizes]
+        metafunc.parametrize("both", cases, indirect=True, ids=lambda case: f"{case[0]}-{case[1]}")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def both(request):
-    """The same function on this many ranks, run and simulated."""
-    how = dict(world_size=request.param, timeout=300)
-    return launch(all_of_them, memory=True, **how), launch(all_of_them, simulate="h100", **how)
+    """The same training on this many ranks, run and simulated."""
+    name, size = request.param
+    how = dict(world_size=size, timeout=300)
+    real = launch(STRATEGIES[name], memory=True, **how)
+    return name, real, launch(STRATEGIES[name], simulate="h100", **how)
 
 
-def of_each(run, rank: int):
-    """For each strategy its rows in the ledger, and the most bytes that the rank held."""
-    comms = [comm for comm in run.ledger.comms if comm.rank == rank]
-    events, done, seen, held = run.ledger.memory[rank].events, 0, 0, 0
-    for name, (comm, event) in zip(STRATEGIES, run.results[rank]):
-        rows = [
-            # A sender thread's phase is that of the main thread at the moment.
-            (c.op, c.axis, c.dtype, c.nbytes, c.phase if c.own_thread else "", c.sent_to)
-            for c in comms[done:comm]
-        ]
-        mine = MemoryRecord(events[seen:event], [])
-        yield name, rows, held + mine.peak_bytes()
-        done, seen, held = comm, event, held + sum(mine.live().values())
+def rows_of(run, rank: int):
+    return [
+        # A sender thread's phase is that of the main thread at the moment.
+        (c.op, c.axis, c.dtype, c.nbytes, c.phase if c.own_thread else "", c.sent_to)
+        for c in run.ledger.comms
+        if c.rank == rank
+    ]
 
 
-def test_the_ledger_is_that_of_a_real_run_message_by_message(both):
-    for rank in range(both[0].world_size):
-        for (name, real, _), (_, simulated, _) in zip(*(of_each(run, rank) for run in both)):
-            assert simulated == real and real, (name, rank)
-
-
-# Ring attention has a fused kernel on a CPU only; on a simulated GPU it goes tile by tile.
+# Ring attention has a fused kernel on a CPU only; on a simulated GPU it goes tile by tile, and the
+# scores of one tile are up to 2.8 % of what these small models hold.
 IN_TILES = {"cp", "ring attention"}
 
 
-def test_the_peak_of_memory_is_that_of_a_real_run(both):
-    for rank in range(both[0].world_size):
-        for (name, _, real), (_, _, simulated) in zip(*(of_each(run, rank) for run in both)):
-            # Numbers that a real run counts, such as targets, are a few bytes on the host.
-            slack = 0.02 if name in IN_TILES else 2e-4
-            assert simulated == pytest.approx(real, rel=slack), (name, rank)
+def test_messages_and_the_peak_of_memory_are_those_of_a_real_run(both):
+    name, real, simulated = both
+    for rank in range(real.world_size):
+        assert rows_of(simulated, rank) == rows_of(real, rank) != [], rank
+        held, peak = (run.ledger.memory[rank].peak_bytes() for run in (real, simulated))
+        # Numbers that a real run counts, such as targets, are a few bytes on the host.
+        assert abs(peak - held) <= (0.03 * held if name in IN_TILES else 128), rank
 
 
 # ---- one rank of each kind -----------------------------------------------------------------------

@@ -30,6 +30,7 @@ from mini_dist.course.grade.sandbox import Limits
 from mini_dist.course.grade.submissions import Cell, Submission, lessons
 from tests.course.grading.classroom import CLASS, FORGED, HARM, STEP, hand_in, step, text_of
 from tests.course.grading.only_data import from_frames
+from tests.selected import cases_to_run
 
 SAMPLE = ("no check", "nothing", "returns code that runs where it is read", "redefines check")
 SAMPLE += ("changes the engine on a rank", "speaks for the judge", "prints 80 MB")
@@ -66,9 +67,11 @@ def assert_stands(name, rows):
 
 
 @pytest.fixture(scope="module")
-def graded(apart, tmp_path_factory):
+def graded(apart, tmp_path_factory, request):
+    """The graded class: those of SAMPLE that a test of this run asks for."""
     folder = tmp_path_factory.mktemp("class")
-    return folder, grade(SAMPLE, folder)
+    asked = cases_to_run(request, "name") | {"no check"}
+    return folder, grade([name for name in SAMPLE if name in asked], folder)
 
 
 @pytest.mark.parametrize("name", SAMPLE)
@@ -93,13 +96,13 @@ def test_a_page_says_for_each_learner_what_was_measured(graded):
 
 
 def test_the_same_command_again_runs_nothing_again(graded, monkeypatch, capsys):
-    folder, _ = graded
+    folder, rows = graded
     monkeypatch.setattr(command, "grade", None)  # it would be called
     before = (folder / "out/grades.csv").read_bytes()
     assert (
         command.main([*map(str, (folder / "submissions", "--out", folder / "out")), *OPTIONS]) == 0
     )
-    assert f"{len(SAMPLE)} of {len(SAMPLE)} were graded before" in capsys.readouterr().out
+    assert f"{len(rows)} of {len(rows)} were graded before" in capsys.readouterr().out
     assert (folder / "out/grades.csv").read_bytes() == before
 
 
