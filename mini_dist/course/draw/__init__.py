@@ -1,4 +1,4 @@
-"""Figures drawn from what ran. Nothing in here computes a result.
+"""Draw figures of runs and schedules. Nothing here computes a result.
 
 Every function returns a Drawing that shows itself in a notebook; `.save(path)` writes it as SVG.
 Each name is imported when it is first used, because a web page has no torch.

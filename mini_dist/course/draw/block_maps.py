@@ -1,4 +1,4 @@
-"""Which request holds which block of a server's memory, step by step, and how full a block is."""
+"""Draw which request holds which block of a server's memory, and how full the block is."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def blocks(
 
 
 def of_blocks(book: Memory, colors: dict[str, str]):
-    """List (block, color, share of its slots that hold a token) of each block in use."""
+    """Return (block, color, share of its slots that hold a token) for each block in use."""
     found: dict[int, tuple[str, float]] = {}
     for name, table in book.tables.items():
         for i, block in enumerate(table):

@@ -1,4 +1,4 @@
-"""Draw what ran in the lanes while a device computed, and how its memory was allocated."""
+"""Draw what ran in each lane while a device computed, and how its memory was allocated."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LANE_COLORS = {
 
 
 def lanes(logs: dict[str, Iterable[Took]]) -> Drawing:
-    """Draw the lanes of each program below each other, in virtual time."""
+    """Draw each program's lanes as rows, in virtual time."""
     logs = {name: list(log) for name, log in logs.items()}
     used = [
         lane

@@ -1,4 +1,4 @@
-"""Devices and links that take a stated time, and replays on other machines."""
+"""Draw emulated devices and links, and replays on other machines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KIND_NAMES = {"product": "matrices", "stream": "everything else", "message": "on
 def replayed(replay, title: str = "") -> Drawing:
     """Draw the last step of a replay.Replay: what each rank computes and where it waits.
 
-    A message stands above its sender, and a collective above its first rank.
+    A message is drawn above its sender, and a collective above its first rank.
     """
     began, ended = replay.steps[-1]
     unit, name = (1e-3, "ms") if ended - began >= 1e-3 else (1e-6, "µs")
@@ -46,7 +46,7 @@ def replayed(replay, title: str = "") -> Drawing:
 def devices(runs: dict[str, list[list]], scale: float = 1e3, unit: str = "ms") -> Drawing:
     """Draw when emulated devices were busy: a panel per run, a row per rank, each interval named.
 
-    runs: for each name every rank's emulate.Interval's. Panels share the axis.
+    runs: name -> the emulate.BusyInterval objects of each rank. All panels share one axis.
     """
     last = max(done.end for ranks in runs.values() for row in ranks for done in row) * scale
     panels = []
@@ -64,7 +64,7 @@ def devices(runs: dict[str, list[list]], scale: float = 1e3, unit: str = "ms") -
 def overlap(runs: dict[str, tuple[list, list]], scale: float = 1e3, unit: str = "ms") -> Drawing:
     """Draw what a device computed and what its network carried: a panel per run.
 
-    runs: name -> (the device's, the network's) emulate.Interval's, named F0, B3, R1 and so on.
+    runs: name -> emulate.BusyInterval objects (device's, network's), named F0, B3, R1 and so on.
     """
     last = max(done.end for both in runs.values() for row in both for done in row) * scale
     panels = []

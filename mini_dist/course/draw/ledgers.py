@@ -1,4 +1,4 @@
-"""A run as its ledger tells it: who did what when, who sent how much to whom."""
+"""Draw a run from its ledger, and the numbers of runs as curves, bars and points."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from .palette import BAR_COLORS, LINE_COLORS, PHASE_COLORS, RANK_COLORS
 from .svg import LETTER, SIZE, WIDEST, Drawing, Panel, around, numbered, powers, round_places
 
 COMM_COLORS = ["#756bb1", "#de2d26", "#2b8cbe", "#31a354", "#b15928", "#e7298a"]
-UPRIGHT = 560  # pixels of a panel whose bars stand
+UPRIGHT = 560  # width in pixels of a panel with vertical bars
 UNITS = [(1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")]
 
 
 def timeline(ledger: Ledger, title: str = "") -> Drawing:
     """Draw what each rank did when: the phases of its training below, its communication above.
 
-    ledger: of a run, or the run itself. Of a large simulated run, draw a row for each kind of rank.
-    Communications that overlap in time are stacked. Time is milliseconds from the first start.
+    ledger: a run's ledger, or the run. A large simulated run has one row per kind of rank.
+    Communications that overlap in time are stacked. Time is in milliseconds from the first start.
     """
     ledger = getattr(ledger, "ledger", ledger)
     size = len(ledger.span)
@@ -44,8 +44,8 @@ def timeline(ledger: Ledger, title: str = "") -> Drawing:
                 left, right = 1e3 * (start - began), 1e3 * (end - began)
                 panel.box(left, rank - 0.17, right, rank + 0.17, color)
         lanes: list[float] = []  # when each lane above the phases is free again
-        least = last / 1500  # so that a short message is seen at all
-        boxes = {op: [] for op in ops}  # of one color: a path of the drawing, and not a thousand
+        least = last / 1500  # so that a short message stays visible
+        boxes = {op: [] for op in ops}  # drawn color by color: one path per color, not one per box
         for comm in ledger.calls(rank=rank):
             lane = next((i for i, free in enumerate(lanes) if free <= comm.start), len(lanes))
             lanes[lane : lane + 1] = [comm.end]
@@ -60,7 +60,7 @@ def timeline(ledger: Ledger, title: str = "") -> Drawing:
 
 
 def traffic(ledger: Ledger, title: str = "", axis: str | None = None) -> Drawing:
-    """Draw who sent how much to whom, on all axes or on one: a matrix from row to column."""
+    """Draw a matrix of what each rank (row) sent to each other (column), on all axes or on one."""
     matrix, title = ledger.traffic(axis), title or (axis or "")
     size = len(matrix)
     most = max(max(row) for row in matrix) or 1
@@ -84,8 +84,8 @@ def traffic(ledger: Ledger, title: str = "", axis: str | None = None) -> Drawing
 
 
 def curve(lines: dict[str, list[float] | tuple], x: str, y: str) -> Drawing:
-    """Draw one line per entry over its index, as a loss over steps; of a pair, draw the second over
-    the first, as a loss over seconds."""
+    """Draw one line per entry: a list over its index (a loss over steps), or the second of a pair
+    over the first (a loss over seconds)."""
     pairs = {
         label: values if isinstance(values, tuple) else (range(len(values)), values)
         for label, values in lines.items()
@@ -103,7 +103,7 @@ def curve(lines: dict[str, list[float] | tuple], x: str, y: str) -> Drawing:
 
 
 def staleness(races: dict[str, tuple[list[float], list]], until: float) -> Drawing:
-    """Draw the staleness of each update over the second in which it was made, a panel per race.
+    """Draw the staleness of each update over the time when it was made, a panel per race.
 
     races: {label: (moments, updates)}, updates with a `worker` and a `staleness`.
     """
@@ -136,7 +136,7 @@ def bars(groups: dict[str, dict], unit: str, title: str = "", x: str = "") -> Dr
     words = dict(title=title, legend=dict(zip(groups, BAR_COLORS)))
     ticks, marks = dict(enumerate(labels)), numbered(round_places(*up))
     across = len(places) - 0.5, -0.5
-    room = (UPRIGHT - 80) / len(labels)  # pixels for each name; the rest is the axis
+    room = (UPRIGHT - 80) / len(labels)  # pixels per name; 80 are for the axis
     lying = LETTER * SIZE * max(map(len, labels)) > room - 6  # Long names get a row each.
     if lying:
         height = 60 + (8 + 18 * len(groups)) * len(places)
@@ -167,7 +167,7 @@ def bars(groups: dict[str, dict], unit: str, title: str = "", x: str = "") -> Dr
 
 
 def scatter(points: dict[str, tuple[float, float]], x: str, y: str) -> Drawing:
-    """Draw a named point per entry, over powers of ten: what one pays and what one gets."""
+    """Draw a named point (cost, gain) per entry; the x axis is logarithmic."""
     across = around((log10(left) for left, _ in points.values()), 0.2)
     up = around((up for _, up in points.values()), 0.15)
     panel = Panel(

@@ -1,4 +1,4 @@
-"""A collective, message by message, and how long its messages take."""
+"""Draw a collective message by message, and how long messages take."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ BOX = 0.84  # width of a number; 1 is the height of a line
 
 
 def collective(seen: Watched, title: str = "") -> Drawing:
-    """Every message of a watched collective, step by step, and what each rank has in the end.
+    """Draw every message of a watched collective, step by step, and each rank's result.
 
-    A box is a number: letter and colour say which chunk it is, the small digits whose terms are in
-    it. A strong edge marks a sum that is complete. A step holds all messages that need not wait for
-    each other, so a rank may have several; a round (steps.count_rounds) holds one of each rank.
+    A box is a number. Its letter and color name the chunk, its small digits the ranks whose terms
+    it contains. A strong edge marks a complete sum. A step holds all messages that need not wait
+    for each other, so a rank may have several; in a round (steps.count_rounds) it sends at most one.
     """
     size, found = seen.size, steps(seen.run.ledger)
     columns: list[list[list[list[int]]]] = [[[numbers] for numbers in seen.inputs]]
@@ -45,7 +45,7 @@ def collective(seen: Watched, title: str = "") -> Drawing:
     def middle(rank: int) -> float:
         return tops[rank] + lines[rank] / 2
 
-    def place(rank: int, number: int, count: int) -> float:  # of line `number` among `count`
+    def place(rank: int, number: int, count: int) -> float:  # y of line `number` among `count`
         return middle(rank) - (count - 1) / 2 + number
 
     for left, column in zip(lefts, columns):
@@ -68,7 +68,7 @@ def collective(seen: Watched, title: str = "") -> Drawing:
 
 
 def contents(seen: Watched) -> dict[int, list[int]]:
-    """What each send of the ledger carried."""
+    """Return the numbers that each send of the ledger carried, by the id of the send."""
     sends: list[list] = [[] for _ in range(seen.size)]
     for comm in seen.run.ledger.leaves():
         if comm.op == "send":
@@ -81,7 +81,7 @@ def contents(seen: Watched) -> dict[int, list[int]]:
 
 
 def box(panel: Panel, left: float, y: float, value: int, size: int) -> None:
-    """Draw a number as a box of its chunk's color; the ink around it says that it is complete."""
+    """Draw a number as a box of its chunk's color; an edge in ink marks a complete sum."""
     found = read(value, size)
     chunk, ranks = next(iter(found.items())) if len(found) == 1 else (None, [])
     complete = size > 1 and ranks == list(range(size))  # each term once
@@ -94,7 +94,7 @@ def box(panel: Panel, left: float, y: float, value: int, size: int) -> None:
 
 
 def link_fit(sizes: list[int], seconds: list[float], link, title: str = "") -> Drawing:
-    """Draw the times of messages and what `link` says of them; below, the ratio of the two."""
+    """Draw measured message times and the times that `link` predicts; below, their ratio."""
     said = [link.seconds(size) for size in sizes]
     xs = [log10(size) for size in sizes]
     x, y = around(xs), around(map(log10, [*seconds, *said]))
@@ -125,8 +125,8 @@ def link_fit(sizes: list[int], seconds: list[float], link, title: str = "") -> D
 
 
 def flights(runs: dict[str, list], size: int, unit: float = 1.0, name: str = "rounds") -> Drawing:
-    """Draw space and time, a panel per run: each message of play_messages is a line from its sender
-    and start to its receiver and end, as thick as it has bytes."""
+    """Draw ranks over time, a panel per run: each message of play_messages is a line from its
+    sender and start to its receiver and end, and its width grows with its bytes."""
     most = max(flight.nbytes for run in runs.values() for flight in run)
     panels = []
     for label, run in runs.items():

@@ -1,4 +1,4 @@
-"""The colors that all figures share. Each can be told from a white and from a black page."""
+"""The colors that all figures share. Each stands out on a white and on a black page."""
 
 PHASE_COLORS = {
     "setup": "#bdbdbd",

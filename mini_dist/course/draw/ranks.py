@@ -1,4 +1,4 @@
-"""What belongs to which rank: groups of a mesh, scores of a sequence that is cut."""
+"""Draw what belongs to each rank: its groups in a mesh, its scores of a sharded sequence."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ GROUP_COLORS = [*CHUNK_COLORS, "#fb9a99", "#ffff99", "#80cdc1", "#cab2d6"]
 def rank_grid(grid, *axes, ranks_per_node: int = 0) -> Drawing:
     """Draw which ranks share a group: one panel per axis, one color per group.
 
-    grid: a mesh.Grid. axes: names, or tuples of names for a product; all axes of more than one
-    rank unless given. A row is a place on the outermost of them. ranks_per_node: frame the nodes.
+    grid: a mesh.Grid. axes: names, or tuples of names for a product; by default all axes longer
+    than 1. A row is an index on the grid's outermost axis. ranks_per_node: frame the nodes.
     """
     sizes = {name: size for name, size in (grid.axes | grid.experts).items() if size > 1}
     names = [(a,) if isinstance(a, str) else a for a in axes or sizes]
@@ -55,7 +55,7 @@ def rank_grid(grid, *axes, ranks_per_node: int = 0) -> Drawing:
 
 
 def scores(placements: dict[str, list[list[int]]]) -> Drawing:
-    """Draw who computes which score under a causal mask: a panel per placement, a color per rank.
+    """Draw which rank computes each causal score: a panel per placement, a color per rank.
 
     placements: name -> a table of positions [cp, S/cp]; row r has the positions of rank r's tokens.
     """
@@ -70,7 +70,7 @@ def scores(placements: dict[str, list[list[int]]]) -> Drawing:
             rank = owner[query]
             counts[rank] += query + 1
             color = RANK_COLORS[rank % len(RANK_COLORS)]
-            # Paler where the key has to come from another rank.
+            # A score is paler if its key has to come from another rank.
             for is_own, keys in groupby(range(query + 1), lambda key: owner[key] == rank):  # noqa: B023
                 first, *rest = keys
                 ends = first - 0.5, first + 0.5 + len(rest)

@@ -1,4 +1,4 @@
-"""Pipeline schedules: who computes what when, and what each rank holds meanwhile."""
+"""Draw pipeline schedules: what each rank computes when, and which activations it holds."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ ACTION_NAMES = {
 
 
 def gantt(timelines: dict[str, Timeline], unit: str = "", scale: float = 1.0) -> Drawing:
-    """Draw who computes what when: a panel per timeline, a row per rank, empty where it is idle.
+    """Draw what each rank computes when: a panel per timeline, a row per rank, empty if idle.
 
-    A number is a micro-batch, written where there is room. `scale` turns a timeline's times into
-    `unit`: 1e3 for seconds and ms. All panels share the axis, so lengths can be compared.
+    A number is a micro-batch, written where there is room. `scale` converts a timeline's times
+    into `unit`: 1e3 from seconds to ms. All panels share the axis, so lengths can be compared.
     """
     last = max(timeline.makespan for timeline in timelines.values()) * scale
     places, panels = numbered(round_places(0, last, 9)), []
@@ -43,14 +43,14 @@ def gantt(timelines: dict[str, Timeline], unit: str = "", scale: float = 1.0) ->
 
 
 def legend(*timelines: Timeline) -> dict[str, str]:
-    """The names and colors of the kinds of actions in these timelines."""
+    """Return the names and colors of the kinds of actions in these timelines."""
     kinds = {span.action.kind for t in timelines for spans in t.spans for span in spans}
     return {ACTION_NAMES[kind]: ACTION_COLORS[kind][0] for kind in "FBWS" if kind in kinds}
 
 
 def lanes(timeline: Timeline, last: float, scale: float = 1.0, *, width: float, **words) -> Panel:
-    """Draw one timeline up to the time `last`. Where a measured rank woke up late and caught up,
-    its next bar begins where the one before it ends."""
+    """Draw one timeline up to the time `last`. If a measured rank woke up late and caught up, its
+    next bar begins where the late one ends."""
     size, schedule = len(timeline.spans), timeline.schedule
     ranks = {rank: f"rank {rank}" for rank in range(size)}
     axes = (0, 1.005 * last), (size - 0.45, -0.55)

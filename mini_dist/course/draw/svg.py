@@ -5,8 +5,8 @@
     Drawing([panel], "a bar of 7 GiB")
 
 SVG follows the theme of its page: the ink is the color of the words around it. A panel keeps its
-marks in the units of its data, so a test can read them. A page stacks the panels of a drawing where
-it is narrow, and no panel shrinks so far that its letters become smaller than 11 pixels.
+marks in the units of its data, so a test can read them. A narrow page stacks the panels of a
+drawing, and no panel shrinks so far that its letters become smaller than 11 pixels.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from html import escape
 from itertools import groupby
 from typing import NamedTuple
 
-INK, LIMIT = "currentColor", "#e34a33"  # LIMIT: what a device has
+INK, LIMIT = "currentColor", "#e34a33"  # LIMIT: for the capacity of a device
 FAINT = 0.15  # opacity of the ink in bands, empty cells and guides
-SIZE, SMALLEST = 13, 11  # pixels: height of the letters as drawn, and at the least
-LETTER = 0.6  # mean width of a letter of a sans-serif font, in heights
+SIZE, SMALLEST = 13, 11  # pixels: height of the letters as drawn, and their minimum
+LETTER = 0.6  # mean width of a sans-serif letter, as a share of its height
 WIDEST = 720  # pixels of a row of panels
 
 
@@ -69,7 +69,7 @@ class Words(NamedTuple):
 
 
 class Panel:
-    """Axes of `width` x `height` pixels, words around them included; x, y: (first, last) value.
+    """A plot of `width` x `height` pixels with the words around it; x, y: (first, last) value.
 
     `xticks` and `yticks` map a value to its label. `legend` maps a name to its color.
     """
@@ -101,14 +101,14 @@ class Panel:
         self.marks.append(Words(x, y, str(text), color, anchor, bold, shift))
 
     def share(self, across: float, up: float) -> tuple[float, float]:
-        """The values at this share of the panel's width and height."""
+        """Return the values of x and y at these shares of the plot's width and height."""
         (x0, x1), (y0, y1) = self.x, self.y
         return x0 + across * (x1 - x0), y0 + up * (y1 - y0)
 
     # ---- as SVG ----
 
     def layout(self) -> None:
-        """Find the place of the plot inside the panel, from the words around it."""
+        """Place the plot inside the panel and leave room for the words around it."""
         self.titles = textwrap.wrap(self.title, max(1, int(self.width / (LETTER * SIZE))))
         widest = max((len(label) for label in self.yticks.values()), default=0)
         self.left = 8 + LETTER * SIZE * widest + 6 * bool(widest) + 18 * bool(self.ylabel)
@@ -118,7 +118,7 @@ class Panel:
         self.bottom = self.height - 6 - 18 * bool(self.xticks) - 17 * bool(self.xlabel)
 
     def legend_rows(self) -> list[list[tuple[float, str, str]]]:
-        """The rows of the legend: (left edge, name, color)."""
+        """Return the rows of the legend, lists of (left edge, name, color)."""
         rows, x = [], math.inf
         for name, color in self.legend.items():
             width = 16 + LETTER * SIZE * len(name) + 12
@@ -130,7 +130,7 @@ class Panel:
         return rows
 
     def at(self, x: float, y: float) -> tuple[float, float]:
-        """The pixel of a value. What lies outside of the axes ends at their border."""
+        """Return the pixel of a value. A value beyond an axis gets the pixel at its border."""
         (x0, x1), (y0, y1) = self.x, self.y
         across = min(max((x - x0) / ((x1 - x0) or 1), 0), 1)
         up = min(max((y - y0) / ((y1 - y0) or 1), 0), 1)
@@ -140,7 +140,7 @@ class Panel:
         )
 
     def inside(self) -> str:
-        """The panel's SVG without the <svg> around it."""
+        """Return the panel's SVG without the <svg> element around it."""
         self.layout()
         parts = []
         kind = lambda mark: (type(mark), mark[4:] if isinstance(mark, Box) else ())  # noqa: E731
@@ -189,7 +189,7 @@ class Panel:
         return text(x, y, words.text, words.anchor, words.color, words.bold)
 
     def frame(self) -> Iterable[str]:
-        """Axes, ticks, labels, title and legend."""
+        """Yield the SVG of axes, ticks, labels, title and legend."""
         ends = {"l": f"M{n(self.left)} {n(self.top)}V{n(self.bottom)}",
                 "b": f"M{n(self.left)} {n(self.bottom)}H{n(self.right)}"}  # fmt: skip
         d = "".join(ends[side] for side in self.sides)
@@ -219,7 +219,7 @@ class Panel:
 
 
 class Drawing:
-    """Panels side by side, and `alt`: in words what they show. `title` stands above them all."""
+    """Panels side by side. `alt` says in words what they show; `title` stands above them all."""
 
     def __init__(self, panels: Iterable[Panel], alt: str, title: str = "", color: str = INK):
         self.panels, self.alt, self.title, self.color = list(panels), alt, title, color
@@ -245,7 +245,7 @@ class Drawing:
         )
 
     def rows(self) -> list[list[Panel]]:
-        """The panels as they stand on a wide page."""
+        """Return the rows of panels on a wide page."""
         rows: list[list[Panel]] = []
         for panel in self.panels:
             if not rows or sum(p.width for p in rows[-1]) + panel.width > WIDEST:
@@ -255,12 +255,12 @@ class Drawing:
 
     @property
     def height(self) -> float:
-        """Pixels, on a wide page."""
+        """The height in pixels on a wide page."""
         heights = [max(panel.height for panel in row) for row in self.rows()]
         return 24 * bool(self.title) + sum(heights)
 
     def svg(self) -> str:
-        """One picture that stands alone, light or dark as the reader prefers."""
+        """Return one standalone picture, light or dark as the reader prefers."""
         top, rows, parts = 24 * bool(self.title), self.rows(), []
         for row in rows:
             left = 0.0
@@ -273,9 +273,9 @@ class Drawing:
         return standalone(width, top, self.alt, above + "".join(parts))
 
     def _repr_html_(self) -> str:
-        """An image with its alternative text. JupyterLab would not show a bare SVG in a notebook
-        that it does not trust yet, which is every notebook that was only copied."""
-        from ..language import drawn  # (a page that only draws does without it)
+        """Return an image with its alternative text. JupyterLab would not show a bare SVG in a
+        notebook that it does not trust yet, such as a copied one."""
+        from ..language import drawn  # imported late: a page that only draws does not need it
 
         svg, alt = drawn(self.svg(), self.alt)
         source = base64.b64encode(svg.encode()).decode()
@@ -295,7 +295,7 @@ class Drawing:
 
 FONT = f'font-family="sans-serif" font-size="{SIZE}"'
 LIGHT, DARK = ("#222222", "#ffffff"), ("#dddddd", "#1e1e1e")  # ink and paper
-# The paper changes with the ink, so the picture can be read on any page, even on one whose theme is
+# The paper changes with the ink, so the picture can be read on any page, even if its theme is
 # not the one that the reader's system prefers.
 THEMES = (
     f"<style>@media(prefers-color-scheme:dark){{svg{{color:{DARK[0]}}}"
@@ -304,7 +304,7 @@ THEMES = (
 
 
 def standalone(width: float, height: float, title: str, inside: str) -> str:
-    """The file of a picture, light or dark as the reader prefers; its title says what it shows."""
+    """Return an SVG file, light or dark as the reader prefers; `title` says what it shows."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" '
         f'width="{width:g}" height="{height:g}" {FONT} role="img" color="{LIGHT[0]}">'
@@ -345,7 +345,7 @@ def near_ink(color: str) -> str:
 
 
 def ink_on(color: str) -> str:
-    """Black or white: what can be read on this color."""
+    """Return black or white, whichever can be read on this color."""
     parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     bright = sum(share * part**2.2 for share, part in zip((0.2126, 0.7152, 0.0722), parts))
     return "#000000" if bright > 0.18 else "#ffffff"
@@ -360,7 +360,7 @@ def opacity(alpha: float) -> str:
 
 
 def arrow_head(start, end, color: str, size: float = 7.0) -> str:
-    """The head, `size` pixels long, of an arrow that comes from `start` and ends at `end`."""
+    """Return the head, `size` pixels long, of an arrow from `start` to `end`."""
     (x0, y0), (x1, y1) = start, end
     length = math.hypot(x1 - x0, y1 - y0) or 1
     back = size * (x1 - x0) / length, size * (y1 - y0) / length
@@ -377,7 +377,7 @@ def numbered(places: Iterable[float]) -> dict[float, str]:
 
 
 def round_places(least: float, most: float, intervals: int = 6) -> list[float]:
-    """Return round numbers from `least` to `most`, at most that many steps."""
+    """Return round numbers from `least` to `most`, with at most `intervals` steps."""
     rough = (most - least) / intervals or 1.0
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(digit * power for digit in (1, 2, 5, 10) if digit * power >= rough * (1 - 1e-9))
@@ -394,6 +394,6 @@ def around(values: Iterable[float], margin: float = 0.05) -> tuple[float, float]
 
 
 def powers(low: float, high: float) -> dict[float, str]:
-    """Map the whole logarithms between two to the powers of ten as labels."""
+    """Map each whole exponent from `low` to `high` to its power of ten as a label."""
     exponents = range(math.ceil(low), math.floor(high) + 1)
     return {float(k): f"{10**k:,}" if 0 <= k < 7 else f"1e{k}" for k in exponents}
