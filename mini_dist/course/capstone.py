@@ -1,12 +1,12 @@
-"""The job of lesson 29, another for each learner: what to train, for how much, on which cluster.
+"""The job of lesson 29, different for each learner: what to train, for how much, on which cluster.
 
     mine = job("Ada Lovelace")     # drawn by the name: a model, tokens, dollars, days, two offers
     bill(mine, "A", layout)        # what a layout costs on offer A, by the planner of lesson 17
-    record("Ada Lovelace")         # the record of her run, in which two things are wrong
+    record("Ada Lovelace")         # the record of a run in which two things are wrong
     report(mine, ...)              # one page, filled with her figures
 
-Prices are drawn as well: they are the job's and no market's. For one of the two offers a good
-layout stays within the dollars and the days, and for the other no layout does.
+Prices are drawn as well and are not market prices. On one of the two offers, the planner's best
+layout stays within the dollars and the days. On the other offer it exceeds the dollars or the days.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CLUSTERS = (  # machine, devices, dollars per device and hour
 )
 SEQUENCES = (512, 1024)  # per step
 TOKENS_PER_PARAMETER = (100, 150, 200, 300)
-MARGIN = 1.10  # of the limits over the best plan: predicted step times are about that far off
+MARGIN = 1.10  # limits over the best plan's needs; predicted step times are about that far off
 
 
 @checks_kinds
@@ -108,7 +108,7 @@ class Assignment:
 
 @checks_kinds
 def named(learner: str) -> str:
-    """Return a name as it counts: without capitals, and with single spaces."""
+    """Return a name in the form that is compared: in lower case, with single spaces."""
     return " ".join(learner.casefold().split())
 
 
@@ -122,8 +122,8 @@ def best(job: Assignment, offer: str) -> Plan:
 
 @checks_kinds
 def bill(job: Assignment, offer: str, layout: Layout) -> Bill:
-    """Return what the job takes with this layout. Raises ValueError if the model cannot be cut so,
-    or if there is no such offer."""
+    """Return what the job takes with this layout. Raises ValueError if the layout cannot cut the
+    model, or if there is no such offer."""
     there = job.offer(offer)
     layout.check(job.config)
     seconds = step_time(job.config, layout, there.machine, simulate=True).seconds
@@ -165,7 +165,7 @@ def _drawn(name: str, told: str) -> Assignment:
 
 @checks_kinds
 class Mortal:
-    """The batches of a rank that dies when it asks for one of them, as if its machine had."""
+    """The batches of a rank that is killed when it asks for batch `dies_at`, as a crash would."""
 
     def __init__(self, batches: Batches, dies_at: int | None):
         self.batches, self.dies_at = batches, dies_at

@@ -1,6 +1,6 @@
 """Claims about distributed training as learners meet them, and the quiz of the lab `claims`.
 
-The sentences are here; what decides each of them is a cell of lessons/labs/claims.md.
+The sentences are here. A cell of lessons/labs/claims.md decides each of them.
 """
 
 from __future__ import annotations
@@ -213,12 +213,12 @@ class Quiz:
         self.verdicts: dict[int, tuple[bool, str]] = {}
 
     def sheet(self) -> Table:
-        """The claims to guess."""
+        """Return the claims to guess."""
         asked = [(number, said(CLAIMS[number - 1].sentence)) for number in self.guesses]
         return Table(["", said("true or false?")], asked)
 
     def decide(self, number: int, is_true: bool, evidence: str) -> None:
-        """Keep and print what was found of a claim."""
+        """Store and print a claim's verdict. Raises ValueError if the claim is decided already."""
         if number in self.verdicts or not 1 <= number <= len(CLAIMS):
             raise ValueError(f"number={number}: decide each of the {len(CLAIMS)} claims once")
         self.verdicts[number] = bool(is_true), evidence
@@ -227,7 +227,7 @@ class Quiz:
         print(said(f"{number}. {sentence}\n   {verdict}: {evidence}\n   {why}\n"))
 
     def table(self) -> Table:
-        """Of each claim of the sheet the guess, the verdict, and what decided it."""
+        """Return the guess, the verdict and the evidence for each claim of the sheet."""
         rows = []
         for number, guess in self.guesses.items():
             is_true, evidence = self.verdicts[number]
@@ -237,7 +237,7 @@ class Quiz:
         return Table(["", *map(said, heads)], rows)
 
     def result(self) -> dict:
-        """The score, and the numbers of the claims that were guessed wrong."""
+        """Return the score, and the numbers of the claims that were guessed wrong."""
         wrong = [
             number
             for number, guess in self.guesses.items()

@@ -57,7 +57,7 @@ class Finding:
 
 
 def findings() -> Iterator[Finding]:
-    """Look at one thing after the other."""
+    """Check one thing after the other."""
     yield python()
     yield torch()
     yield packages()
@@ -92,7 +92,7 @@ def packages() -> Finding:
 
 
 def requirements() -> list:
-    """What `pip install mini_dist` asks for, without the extras."""
+    """Return what `pip install mini_dist` requires, without the extras."""
     from packaging.requirements import Requirement
 
     found = map(Requirement, metadata.requires("mini_dist") or ())
@@ -128,7 +128,7 @@ def shared_memory() -> Finding:
 
 
 def namespaces() -> Finding:
-    """Try one in a process of its own, since a process that has left the network cannot return."""
+    """Try one in another process, because a process that has left the network cannot return."""
     code = "from mini_dist.ranks import network; print(network.leave_the_hosts_network() or '')"
     tried = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     why = tried.stdout.strip() or tried.stderr.strip()[-200:]
@@ -147,7 +147,7 @@ def how_to_allow_namespaces() -> str:
 
 
 def fonts() -> Finding:
-    """Whether a browser on this machine can show the Chinese words of each lesson."""
+    """Find out whether a browser on this machine can show the Chinese words of each lesson."""
     if sys.platform != "linux" or not shutil.which("fc-list"):
         return Finding("fonts", "those of the machine that shows the notebook")
     listed = subprocess.run(["fc-list", ":lang=zh"], capture_output=True, text=True).stdout

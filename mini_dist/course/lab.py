@@ -10,9 +10,8 @@
     lab.save({"seconds": 0.12}, curve=picture)     # result.json, and next to it curve.svg
 
 papermill checks nothing: it only warns about an unknown name, `-p overlap true` gives the string
-'true', and a non-empty string counts as true. So the notebook checks its parameters itself, in the
-same way whether a person, papermill or `python -m mini_dist.course.sweep` gives the
-values.
+'true', and a non-empty string counts as true. So the notebook checks its parameters itself, no
+matter whether a person, papermill or `python -m mini_dist.course.sweep` gives the values.
 
 `choice`, `whole`, `real`, `flag` and `text` also describe the controls of mini_dist.course.widgets.
 """
@@ -268,7 +267,7 @@ def below_here(folder: str) -> Path:
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and of the packages that a lab's numbers depend on."""
+    """Return the versions of Python and of the packages that a lab's numbers depend on."""
     found = {"python": platform.python_version()}
     for package in ("mini_dist", "torch", "numpy"):
         with suppress(metadata.PackageNotFoundError):

@@ -66,7 +66,7 @@ class Messages:
 
 
 def _pattern(message: str) -> re.Pattern:
-    """The texts that a message with fields fits."""
+    """Return a pattern for the texts that a message with fields fits."""
     parts, at = "", 0
     for field in FIELD.finditer(message):
         name, kind = field[1], field[2] or ""
@@ -83,7 +83,7 @@ def messages() -> Messages:
 @checks_kinds
 def said(text: str) -> str:
     """Return what a learner reads instead of an English text, in the language of `language()`."""
-    from .learner import language  # (which keeps the setting, and says things itself)
+    from .learner import language  # here, because learner.py imports this module
 
     return messages().said(text) if language() == "zh" else text
 
@@ -93,12 +93,12 @@ def said(text: str) -> str:
 
 @cache
 def words_in_pictures() -> dict[str, str]:
-    """{words of a drawing, # for each number: the same in Chinese}."""
+    """Return {words of a drawing, with # for each number: the same words in Chinese}."""
     return Messages(PICTURES).exact
 
 
 def in_chinese(words: str, known: dict[str, str] | None = None) -> str:
-    """Words of a drawing in Chinese, or as they came if no message has them."""
+    """Return the words of a drawing in Chinese, or unchanged if no message has them."""
     numbers = NUMBER.findall(words)
     found = (known or words_in_pictures()).get(NUMBER.sub("#", words.strip()))
     if found is None or found.count("#") != len(numbers):
@@ -107,7 +107,7 @@ def in_chinese(words: str, known: dict[str, str] | None = None) -> str:
 
 
 def picture_in_chinese(svg: str, known: dict[str, str] | None = None) -> str:
-    """An SVG whose words are Chinese and whose drawing is the same."""
+    """Return the same drawing with its words in Chinese."""
 
     def translated(found: re.Match) -> str:
         return found[1] + html.escape(in_chinese(html.unescape(found[2]), known), quote=False)
@@ -116,7 +116,7 @@ def picture_in_chinese(svg: str, known: dict[str, str] | None = None) -> str:
 
 
 def drawn(svg: str, alt: str) -> tuple[str, str]:
-    """A picture and its alternative text in the language of `language()`."""
+    """Return a picture and its alternative text in the language of `language()`."""
     from .learner import language
 
     if language() != "zh":

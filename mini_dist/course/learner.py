@@ -5,7 +5,7 @@
     mini_dist.language("zh")         # verdicts, predictions and this table in Chinese
 
 Only a notebook of the course that a person has opened keeps anything: tests, nbval, papermill and
-CI run the same cells and leave no trace. Nothing is ever sent; who wants to hands the file in.
+CI run the same cells and leave no trace. Nothing is ever sent; a learner may hand the file in.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from . import working_copy
 from .language import LANGUAGES, said
 from .working_copy import NOTEBOOKS
 
-FOLDER, FILE = ".mini_dist", "mini_dist-progress.json"  # in the learner's home, for nobody else
+FOLDER, FILE = ".mini_dist", "mini_dist-progress.json"  # in the learner's home, private
 FORMER = ".mini_dist-progress.json"  # where the file was until November 2026
 PATIENCE = 2.0  # seconds
 CHECKS = re.compile(r"\bcheck\.(\w+)\(\w+\)\"")  # the last line of an exercise cell, in JSON
-AUTOMATIC = {"CI", "PYTEST_CURRENT_TEST"}  # who sets one of these is no person
+AUTOMATIC = {"CI", "PYTEST_CURRENT_TEST"}  # set by CI and pytest, not by a person
 
 
 def open_notebook() -> str:
-    """The path of the notebook that a person has open in this kernel; "" elsewhere."""
+    """Return the path of the notebook that a person has open in this kernel; "" elsewhere."""
     if AUTOMATIC & {*os.environ} or started_by_a_notebook():
         return ""
-    path = os.environ.get("JPY_SESSION_NAME", "")  # the Jupyter server tells it, others do not
+    path = os.environ.get("JPY_SESSION_NAME", "")  # only the Jupyter server sets it
     if not path:
         with suppress(ImportError, AttributeError):
             from IPython import get_ipython
@@ -51,20 +51,20 @@ def open_notebook() -> str:
 
 
 def current_lesson() -> str:
-    """The lesson that a person has open in this kernel; "" elsewhere."""
+    """Return the lesson that a person has open in this kernel; "" elsewhere."""
     stem = Path(open_notebook()).stem.removesuffix(working_copy.NEW)
     return stem if stem in lessons() else ""
 
 
-@cache  # to read the whole course takes 0.1 s, and `note` asks each time
+@cache  # reading the whole course takes 0.1 s, and `note` needs it each time
 def lessons() -> dict[str, set[str]]:
-    """The exercises of each lesson, by the lesson's name."""
+    """Return the exercises of each lesson, by the lesson's name."""
     paths = [NOTEBOOKS / name for name in working_copy.notebooks(NOTEBOOKS) if "/" not in name]
     return {path.stem: {*CHECKS.findall(path.read_text(encoding="utf-8"))} for path in paths}
 
 
 def started_by_a_notebook() -> bool:
-    """Whether the name of the notebook has come from a kernel, as when a cell says !papermill."""
+    """Return whether the parent process also has that variable, as when a cell runs !papermill."""
     with suppress(OSError):
         return b"JPY_SESSION_NAME=" in Path(f"/proc/{os.getppid()}/environ").read_bytes()
     return False
@@ -82,7 +82,7 @@ def read() -> tuple[dict, bool]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {"lessons": {}}, True
-    except (OSError, ValueError, RecursionError):  # ValueError: no JSON, or no UTF-8
+    except (OSError, ValueError, RecursionError):  # ValueError: not JSON or not UTF-8
         return {"lessons": {}}, False
     record = readable(found)
     return record, record == found
@@ -110,8 +110,8 @@ def readable(found: object) -> dict:
 def change(edit: Callable[[dict], None]) -> None:
     """Let `edit` change the record, one process at a time, and write the record if it did.
 
-    A file of which a part cannot be read is kept aside first. If the home cannot be written to,
-    nothing is kept.
+    A file that is not readable in full is moved aside first. If the home is not writable, nothing
+    is kept.
     """
     with suppress(OSError, RuntimeError):  # RuntimeError: the system knows no home
         folder = Path.home() / FOLDER
@@ -240,7 +240,7 @@ class Row:
 
 @dataclass
 class Progress:
-    """A row for each lesson; of those not opened yet, how many exercises wait."""
+    """A row for each lesson, whether it was opened or not."""
 
     rows: list[Row]
     kept: bool
@@ -295,7 +295,7 @@ class Progress:
 
 
 def _linked(lesson: str) -> Markup | str:
-    """A lesson's name, which leads to its notebook if a notebook is open."""
+    """Return a lesson's name, as a link to its notebook if a notebook is open."""
     if not (path := open_notebook()):
         return lesson
     up = "../" if Path(path).parent.name == "labs" else ""
@@ -304,7 +304,7 @@ def _linked(lesson: str) -> Markup | str:
 
 @checks_kinds
 def progress(keep: bool | None = None) -> Progress:
-    """What this machine's learner has done in the course, as a table (in a terminal, as text).
+    """Return what this machine's learner has done in the course: a table, or text in a terminal.
 
     keep: False forgets all of it and keeps nothing from now on, True begins again.
     """

@@ -1,13 +1,15 @@
 """What a lesson's cells use: show source, store a guess, reveal the answer.
 
-show(ring_all_reduce)                   its source, highlighted
+    show(ring_all_reduce)                   its source, highlighted
     show_diff(ZeRO1, ZeRO2)                 what a class changes compared with its base class
-predict("bytes sent", 3_000)            before the run
+    predict("bytes sent", 3_000)            before the run
     reveal("bytes sent", 3_072, "bytes")    after it: the guess and the measurement
     fold("Answer 1", f"{16 * P:,} bytes")   a computed answer, folded at first
     with raises(RankError): launch(crash)   show the error that ends the block, and continue
     calm(longest < 3 * median, "...")       report if a busy machine has spoilt the times above
     for n in bar(sizes): ...                a bar, if a person watches; a long cell shows its time
+
+Outside a notebook, `show`, `show_diff` and `fold` print plain text.
 """
 
 import ast
@@ -171,7 +173,7 @@ def _source(obj):
     try:
         source = inspect.getsource(obj)
     except (OSError, TypeError):
-        # Python knows no file for a class in a notebook cell: find it in the cells that were run
+        # Python knows no file for a class in a notebook cell, so search the cells that were run.
         source = _class_in_a_cell(obj) if inspect.isclass(obj) else None
         if source is None:
             raise TypeError(
@@ -197,8 +199,7 @@ def _class_in_a_cell(cls):
 
 
 def _where(obj):
-    """Return `mini_dist/strategies/zero.py`, `torch/optim/adam.py` or `this notebook`; no local
-    path."""
+    """Return where an object is written, as `torch/optim/adam.py` or `this notebook`."""
     module = inspect.getmodule(obj)
     file = getattr(module, "__file__", None)
     if file is None or module.__name__ == "__main__":
@@ -297,10 +298,7 @@ def _format(value):
 
 
 def fold(summary, *paragraphs):
-    """Show `summary`, with the paragraphs folded below it until the learner opens them.
-
-    Outside a notebook everything is printed.
-    """
+    """Show `summary`, with the paragraphs folded below it until the learner opens them."""
     text = "\n".join([summary, *paragraphs])
     if _shell() is None:
         print(text)

@@ -3,13 +3,13 @@
     python -m mini_dist.course.sweep work/labs/collectives_cost.ipynb \
         -g algorithm=ring,tree -g world_size=2,4 -p repeats=3
 
-One case after the other, since two at a time would falsify each other's timings. A case is a folder
-under --out: the executed notebook, and the lab's result.json and figures. A sweep that was
-interrupted goes on where it stopped when it is started again: what is done is not run again unless
-its notebook or its parameters changed (or --fresh is given: nobody looks for changes in a library).
-A record that cannot be read is named, and its case runs again.
+Cases run one after the other, since two at a time would distort each other's timings. Each case is
+a folder under --out, with the executed notebook and the lab's result.json and figures. When an
+interrupted sweep is started again, it continues where it stopped. A case that is done runs again
+only if its notebook or its parameters changed, or if --fresh is given; changes in a library do not
+count. A record that cannot be read is reported, and its case runs again.
 
-Exit status: 0 if all cases are done, 1 if any failed, 2 if the sweep cannot be, 130 if interrupted.
+Exit status: 0 if all cases are done, 1 if any failed, 2 for wrong arguments, 130 if interrupted.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ from mini_dist.plan.tables import Table
 
 from .lab import FOLDER
 
-WIDTH = 100  # characters of a line that a terminal shows in any case
+WIDTH = 100  # characters per line that every terminal shows
 LONGEST = 40  # characters of a value in a table
 NOTEBOOK, CASE, RESULT = WRITTEN = "notebook.ipynb", "case.json", "result.json"
 
 
 class Unreadable(ValueError):
-    """A case.json or result.json that nobody can have written whole; the message names the file."""
+    """A case.json or result.json that is damaged; the message names the file."""
 
 
 def read_record(path: Path, **fields: type | tuple[type, ...]) -> dict[str, Any]:
-    """The JSON object in a file, with these fields of these types; Unreadable if it is not one."""
+    """Return the JSON object in a file; raise Unreadable if it lacks fields of these types."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, or no UTF-8
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not JSON or not UTF-8
         raise Unreadable(f"{path} cannot be read ({error})") from None
     for name, kind in fields.items():
         if not isinstance(record, dict) or not isinstance(record.get(name), kind):
@@ -65,8 +65,8 @@ class Case:
 
     parameters: dict[str, Any]
     folder: Path
-    where: dict[str, str]  # what tells a lab to write into that folder
-    fingerprint: str  # of the notebook's code and the parameters: a case that is done stays done
+    where: dict[str, str]  # the parameter that makes a lab write into that folder
+    fingerprint: str  # of the notebook's code and the parameters; if it changes, the case reruns
     status: str = "waiting"
     seconds: float = 0.0
     error: str = ""
@@ -77,9 +77,9 @@ class Case:
         return self.folder / NOTEBOOK
 
     def recall(self) -> None:
-        """Take over what an earlier sweep found, if it ran this very case to its end.
+        """Take over the result of an earlier sweep, if it ran this very case to its end.
 
-        Raises Unreadable for a file that is not as a sweep or a lab leaves it.
+        Raises Unreadable for a damaged file.
         """
         with contextlib.suppress(FileNotFoundError):  # never run to its end
             record = read_record(self.folder / CASE, fingerprint=str, seconds=(int, float))
@@ -94,7 +94,7 @@ class Case:
     def run(self, notebook: Path, timeout: float) -> None:
         """Execute the notebook in a kernel of its own. Failures end up in `error`."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name in WRITTEN:  # by an earlier attempt; what else lies there may be somebody's notes
+        for name in WRITTEN:  # of an earlier attempt; other files may be somebody's notes
             path = self.folder / name
             path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
         start = time.monotonic()
@@ -112,7 +112,7 @@ class Case:
 
 
 def execute(notebook: Path, output: Path, parameters: dict, timeout: float) -> str:
-    """Run a notebook as papermill does; return what went wrong in one line, or nothing."""
+    """Run a notebook with papermill; return in one line what went wrong, or ""."""
     import papermill
     from jupyter_client.manager import AsyncKernelManager
     from nbclient.exceptions import CellTimeoutError, DeadKernelError
@@ -147,12 +147,12 @@ def execute(notebook: Path, output: Path, parameters: dict, timeout: float) -> s
 
 
 def grid(swept: dict[str, list], fixed: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every combination, the last parameter running fastest."""
+    """Return every combination; the last parameter varies fastest."""
     return [{**fixed, **dict(zip(swept, values))} for values in itertools.product(*swept.values())]
 
 
 def case_name(parameters: dict[str, Any]) -> str:
-    """A folder's name that says the parameters; different ones never share a folder."""
+    """Return a folder name made of the parameters; different parameters never share a folder."""
 
     def as_typed(value) -> str:
         plain = isinstance(value, str) and read_value(value) == value
@@ -169,9 +169,9 @@ def fingerprint(notebook: Path, parameters: dict[str, Any]) -> str:
 
 
 def tables(cases: list[Case], swept: list[str]) -> list[Table]:
-    """A row per case: what was swept, how it went, and every plain value of its result.
+    """Return tables with a row per case: swept parameters, status, and plain values of the result.
 
-    What does not fit into WIDTH characters goes on in further tables, which repeat the first
+    Columns that do not fit into WIDTH characters go into further tables, which repeat the first
     columns. Long strings are cut; sweep.json has them whole.
     """
     cases = sorted(cases, key=lambda case: case.status != "done")  # failures last
@@ -218,7 +218,7 @@ def width(columns: list[tuple[str, list]]) -> int:
 
 
 def read_value(text: str) -> Any:
-    """4, 1e-4, true and null as JSON has them, True, False and None as Python; else a string."""
+    """Read 4, 1e-4, true and null as JSON, and True, False and None as Python; else a string."""
     if text in PYTHON_WORDS:
         return PYTHON_WORDS[text]
     try:
@@ -234,7 +234,7 @@ PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 
 def read_assignments(texts: list[str]) -> dict[str, str]:
-    """NAME=VALUE, each name once."""
+    """Return {NAME: VALUE}; raise ValueError unless each text is NAME=VALUE, each name once."""
     found: dict[str, str] = {}
     for text in texts:
         name, _, value = text.partition("=")
@@ -247,7 +247,7 @@ def read_assignments(texts: list[str]) -> dict[str, str]:
 
 
 def plan(notebook: Path, swept: dict[str, list], fixed: dict[str, Any], out: Path) -> list[Case]:
-    """The cases of a sweep; ValueError if the notebook does not know one of the names."""
+    """Return the cases of a sweep; raise ValueError for a name that the notebook does not know."""
     names = parameter_names(notebook)
     for name in [*swept, *fixed]:
         if name not in names:
@@ -273,7 +273,7 @@ def parameter_names(notebook: Path) -> set[str]:
 
     try:
         names = set(papermill.inspect_notebook(notebook))
-    except Exception as error:  # whatever a file that is no notebook makes of the reader
+    except Exception as error:  # a file that is no notebook may raise anything
         raise ValueError(f"{notebook} cannot be read as a notebook: {error}") from None
     if not names:
         raise ValueError(f"{notebook} has no parameters: tag the cell that sets them `parameters`.")
@@ -331,7 +331,7 @@ def main(argv: list[str] | None = None) -> int:
 def run(cases: list[Case], notebook: Path, swept: list[str], out: Path, timeout: float) -> int:
     from tqdm import tqdm
 
-    logging.getLogger("papermill").setLevel(logging.CRITICAL)  # the table tells
+    logging.getLogger("papermill").setLevel(logging.CRITICAL)  # the table shows failures
     interrupted = threading.Event()
 
     def interrupt(number, frame):
@@ -348,7 +348,7 @@ def run(cases: list[Case], notebook: Path, swept: list[str], out: Path, timeout:
             for case in bar:
                 bar.set_postfix_str(case.folder.name)
                 case.run(notebook, timeout)
-                if interrupted.is_set():  # papermill, clearing up, made an error of its own of it
+                if interrupted.is_set():  # papermill turned the interrupt into an error
                     case.status, case.error = "waiting", ""
                     break
     except KeyboardInterrupt:

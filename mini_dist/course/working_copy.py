@@ -47,7 +47,7 @@ NEW = "-new"  # after the stem of a new version, next to a notebook that the lea
 
 
 def notebooks(folder: Path = NOTEBOOKS) -> list[str]:
-    """The names of the course's notebooks in a folder, such as "labs/plan_sweep.ipynb".
+    """Return the names of the course's notebooks in a folder, such as "labs/plan_sweep.ipynb".
 
     The build writes into each notebook from which lesson it comes. A learner's own notebook has no
     such entry, and a copy under another name has the entry of the original.
@@ -57,7 +57,7 @@ def notebooks(folder: Path = NOTEBOOKS) -> list[str]:
 
 
 def beside(shipped: Path, work: Path) -> list[str]:
-    """What notebooks link to, as "../docs/glossary.md"; nothing where both have the same folder."""
+    """Return what notebooks link to, as "../docs/glossary.md"; [] if `work` is in the checkout."""
     course = shipped.parent
     if course.resolve() == work.parent.resolve():
         return []
@@ -67,7 +67,7 @@ def beside(shipped: Path, work: Path) -> list[str]:
 
 
 def belongs(path: Path, name: Path) -> bool:
-    """Whether the notebook in a file is the one that the course calls `name`.
+    """Return whether the notebook in a file is the one that the course calls `name`.
 
     A translated notebook is in a folder with the name of its language: "zh/12_pipeline.ipynb".
     """
@@ -75,12 +75,12 @@ def belongs(path: Path, name: Path) -> bool:
         stamp = json.loads(path.read_bytes())["metadata"]["mini_dist"]
         lesson = Path(stamp["lesson"]).relative_to("lessons")
         return name == Path(stamp.get("language", ""), lesson).with_suffix(".ipynb")
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # anything may lie there
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # the file may hold anything
         return False
 
 
 def digest(content: bytes) -> str:
-    """A hash of a notebook's cells without outputs; of the bytes of any other file."""
+    """Return a hash of a notebook's cells without outputs, or of the bytes of any other file."""
     with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
         cells = [
             [cell["cell_type"], "".join(cell["source"]), cell.get("attachments", {})]
@@ -140,7 +140,7 @@ def update(shipped: Path, work: Path, committed: dict[str, bytes] | None = None)
         if not mine.exists():
             write(mine, new)
             done.added.append(name)
-        elif digest(new) != original:  # nobody can tell what of it is the course's
+        elif digest(new) != original:  # somebody changed the shipped notebook
             done.left.append(name)
             continue
         elif known.get(name) != original:
@@ -159,7 +159,7 @@ def update(shipped: Path, work: Path, committed: dict[str, bytes] | None = None)
 
 
 def news(shipped: Path, work: Path) -> list[str]:
-    """The notebooks of which the working copy has not had the newest version yet."""
+    """Return the notebooks whose newest version the working copy has not had yet."""
     known = read_manifest(work)
     return [
         name
@@ -189,7 +189,7 @@ def is_beside(name: str) -> bool:
 
 
 def read_manifest(work: Path) -> dict[str, str]:
-    """The hashes of what was shipped. Without them, every notebook counts as changed."""
+    """Return the hashes of what was shipped. Without them, every notebook counts as changed."""
     with suppress(OSError, ValueError, RecursionError):
         found = json.loads((work / MANIFEST).read_text(encoding="utf-8"))
         if isinstance(found, dict):
@@ -206,7 +206,7 @@ def write(path: Path, content: bytes) -> None:
 
 
 def changed_in_place(shipped: Path) -> dict[str, bytes]:
-    """The notebooks of a git checkout that differ from its last commit, as committed.
+    """Return the notebooks of a git checkout that differ from its last commit, as committed.
 
     Before there was a working copy, learners wrote into notebooks/ itself. An update must not take
     such a notebook for the course's, and later overwrite it.

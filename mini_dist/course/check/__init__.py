@@ -3,8 +3,8 @@
     check.ring_all_reduce(my_all_reduce)      # values, bytes, rounds, route; and a hint if wrong
     check.ring_all_reduce.hint(1)             # then hint(2), skeleton(), solution()
 
-MINI_DIST_STRICT=1 in the environment, for graders, makes anything but a right answer by the
-learner's own code an error.
+With MINI_DIST_STRICT=1 in the environment, as graders set it, an answer that is not right, or not
+the learner's own, raises CheckFailed.
 """
 
 import importlib
@@ -41,19 +41,19 @@ _FILES = (
     "tensor_parallel",
     "wrappers",
     "zero",
-)  # one a lesson or two
+)  # each has exercises of one lesson or of two
 
 __all__ = ["CheckFailed", "Exercise", "Verdict"]
 
 
 def exercises() -> dict[str, Exercise]:
-    """All exercises of the course, by name."""
+    """Return all exercises of the course, by name."""
     modules = [importlib.import_module(f".{name}", __name__) for name in _FILES]
     return {exercise.name: exercise for module in modules for exercise in module.EXERCISES}
 
 
 def __getattr__(name: str) -> Exercise:
-    # `from . import answers` asks here first: a page, for which the others need not be imported
+    # `from . import answers` also asks here; to find a file, no exercise has to be imported.
     if not name.startswith("_") and not (Path(__file__).parent / f"{name}.py").exists():
         found = exercises()
         if name in found:

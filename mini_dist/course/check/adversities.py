@@ -1,9 +1,9 @@
-"""What every right answer has to pass: a tour of further trials, all in one process.
+"""Try every right answer again: a tour of further trials, all in one launch.
 
 The first stop is a case that was right, made harder in several ways at once (ways.py). Then come
-the other cases, each in a group of other ranks in another order and not contiguous, and the first
-one again. Each result must be what it was, and the library's where the numbers are others. If one
-is not, the stops are made one at a time to find which it is.
+the other cases, each in a group of other ranks in another order and not contiguous; all cases with
+other numbers, whose results must equal the library's; and the first case again. If a result
+differs, single stops are made to find the reason.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ STATE = (
     "the backward of the first."
 )
 
-ALL_DIGITS = 1.0471975511965976  # a third of pi: times this, a number needs all of its dtype's
+ALL_DIGITS = 1.0471975511965976  # pi / 3: numbers times this need all digits of their dtype
 
 
 @dataclass
 class Stop:
-    """One more trial: the case, the ranks of the world in the order of their numbers in the group,
-    and the ways in which the function is called. With `factor` the numbers are multiplied by it and
-    the result is compared with the library's."""
+    """One more trial. members: the world's ranks in the order of the group. ways: how the function
+    is called. factor: the numbers are multiplied by it, and the result is compared with the
+    library's."""
 
     case: object
     members: list[int]
@@ -72,12 +72,12 @@ class Stop:
             fn = way(fn, facts)
         result = trial(fn, self.case, group)
         if isinstance(fn, ways.Left):
-            result = cloudpickle.loads(cloudpickle.dumps(result))  # the tensors themselves may go
+            result = cloudpickle.loads(cloudpickle.dumps(result))  # a copy: the tensors are freed
             return result, fn.left()
         return result
 
     def mistake(self, came: list, hint: str) -> str:
-        """Return the hint if the results of all ranks are not right; else ""."""
+        """Return the hint if the result of some rank is not right; else ""."""
         of_members = [came[member] for member in self.members]
         if self.factor is not None:
             return next(filter(None, of_members), "")
@@ -95,7 +95,7 @@ def unlike_the_librarys(trial: Callable, fn: Callable, case, group, facts: Facts
     )
     if not all(tensor.isfinite().all() for tensor in expected):
         return ""
-    if len(found) == len(expected):  # a result with more digits than asked for is as right
+    if len(found) == len(expected):  # a result of a wider dtype is right, too
         pairs = (
             (f.to(e.dtype) if f.is_floating_point() else f, e) for f, e in zip(found, expected)
         )
@@ -110,14 +110,14 @@ def unlike_the_librarys(trial: Callable, fn: Callable, case, group, facts: Facts
 
 
 def on_tour(trial: Callable, fn: Callable, stops: list[Stop], facts: Facts, world) -> list:
-    """Return what came of each stop on this rank, None where it was not a member.
+    """Return this rank's result of each stop, None where it was not a member.
 
-    A call to the whole job instead of the group waits for a rank that knows nothing of it. The
-    judge's own messages go over a second group of the same ranks: in the learner's, a receive from
-    any source would take them.
+    A call on the whole job instead of the group waits for a rank that does not make it. The judge's
+    own messages use a second group of the same ranks, because a receive from any source in the
+    learner's group would take them.
     """
     groups, judges, came = {tuple(range(world.size())): world}, {}, []
-    for key in dict.fromkeys(tuple(stop.members) for stop in stops):  # all ranks make all of them
+    for key in dict.fromkeys(tuple(stop.members) for stop in stops):  # all ranks make every group
         groups[key] = groups.get(key) or new_group(key)
         judges[key] = new_group(key)
     for stop in stops:
@@ -131,8 +131,8 @@ def on_tour(trial: Callable, fn: Callable, stops: list[Stop], facts: Facts, worl
 
 
 def as_many_groups(group) -> None:
-    """Let all members know the same number of groups. Torch counts them to name a group that only
-    its own ranks make, as a Mesh does."""
+    """Make all members know the same number of groups. Torch uses this number in the name of a
+    group that only its own ranks make, as a Mesh does."""
     known = all_reduce(torch.tensor(len(group.recorder.groups)), group, op="max")
     while len(group.recorder.groups) < known:
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -178,7 +178,7 @@ def orders(run: Run) -> list[dict[int, list[int]]]:
         for comm in leaves:
             if comm.op == "recv" and comm.rank == rank:
                 sent.subtract(comm.received_from.keys())
-        if len(+sent) > 1:  # of each sender the first message, then of each the second, ...
+        if len(+sent) > 1:  # the first message of every sender, then every second, ...
             messages = [(k, sender) for sender, count in sent.items() for k in range(count)]
             low[rank] = [sender for _, sender in sorted(messages)]
             high[rank] = [-sender for _, sender in sorted((k, -sender) for k, sender in messages)]
@@ -186,8 +186,8 @@ def orders(run: Run) -> list[dict[int, list[int]]]:
 
 
 def depends_on_luck(trial: Callable, fn: Callable, case, run: Run, facts: Facts) -> bool:
-    """Whether the result changes if the messages arrive in another order. (A run that does not end
-    in that order shows that the order was impossible.)"""
+    """Return whether the result changes if messages arrive in another order. (If the run does not
+    end in that order, the order was impossible.)"""
     for sources in orders(run):
         try:
             args = (Shuffled(fn, facts, sources), case)
@@ -199,11 +199,11 @@ def depends_on_luck(trial: Callable, fn: Callable, case, run: Run, facts: Facts)
     return False
 
 
-# --- all of them --------------------------------------------------------------------------------
+# --- the whole tour -----------------------------------------------------------------------------
 
 
 def mistake_in(trial: Callable, fn: Callable, passed: list[tuple], facts: Facts) -> str:
-    """The hint of the first adversity that a right answer does not bear; else "". passed: cases
+    """Return the hint of the first trial that a right answer does not pass; else "". passed: cases
     that were right, each with its run."""
     case, run = min(passed, key=lambda pair: rather(len(pair[1].results)))
     size, most = len(run.results), max(min(len(run.results), MOST) for _, run in passed)
@@ -215,7 +215,7 @@ def mistake_in(trial: Callable, fn: Callable, passed: list[tuple], facts: Facts)
     others = []
     for other, its in passed:
         n = len(its.results)
-        if other is not case and n <= MOST:  # ranks that were in the first group, if there are more
+        if other is not case and n <= MOST:  # without rank 0, as in the first stop, if it fits
             members = range(n) if n == world else range(1, n + 1)
             others.append(Stop(other, [*members][::-1], (ways.Strided,), results=its.results))
     stops = [Stop(case, here, hard, results=run.results), *others]
@@ -253,18 +253,18 @@ def mistake_in(trial: Callable, fn: Callable, passed: list[tuple], facts: Facts)
 
 
 def rather(size: int) -> tuple[bool, int]:
-    """Few ranks, but three where that can be: of two, each has only one to take for another."""
+    """Return a key that sorts 3 ranks first, then 4 and more, then 2: among 2 no peer is wrong."""
     return size < 3, abs(size - 3)
 
 
-MOST = 5  # ranks, of a case that is tried again
-SECONDS = 10  # until a run that does not end, and is no deadlock that one could name, is given up
+MOST = 5  # ranks of a case that is tried again
+SECONDS = 10  # until a run that neither ends nor is a recognized deadlock is given up
 
 
 def once_started(function: Callable, size: int, args: tuple, seconds: float = SECONDS) -> Run:
-    """Launch it, and once more with six times the seconds if a slow machine may be why it took too
-    long: a module was still being loaded, or other programs keep the cores busy. If ranks that
-    communicate have begun no operation for SECONDS, more time would not help."""
+    """Launch, and launch again with six times the seconds if the machine may have been too slow: a
+    module was still being loaded, or other programs keep the cores busy. If ranks that communicate
+    have begun no operation for SECONDS, more time would not help."""
     try:
         return launch(function, size, args, timeout=seconds, quiet=True)
     except RankError as error:
@@ -276,11 +276,11 @@ def once_started(function: Callable, size: int, args: tuple, seconds: float = SE
 
 
 def is_busy() -> bool:
-    """Whether in the last minute four threads or more wanted each core."""
+    """Return whether at least four threads per core were runnable in the last minute."""
     return hasattr(os, "getloadavg") and os.getloadavg()[0] >= 4 * (os.cpu_count() or 1)
 
 
 def told(error: RankError) -> str:
-    """Return the complaint of a rank, if that is why the run failed."""
+    """Return the complaint of a rank if that is why the run failed; else ""."""
     complaints = [f.message for f in error.failures.values() if f.type == "Complaint"]
     return complaints[0] if complaints else ""

@@ -22,7 +22,7 @@ from .engine import Exercise, Line, Measured
 from .measures import plain
 from .watch import functions_of
 
-# --- who is in one group with whom ---------------------------------------------------------------
+# --- which ranks share a group -------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ GRIDS = [(1, 3, 1, 2), (4, 2, 1, 2), (2, 2, 2, 2), (2, 3, 4, 5), (5, 4, 3, 2), (
 
 
 def groups_trial(fn: Callable, sizes: Sizes, group):
-    """(axis -> its groups as lists of ints, "") or (None, what is wrong with their form)."""
+    """Return (axis -> its groups as lists of ints, ""), or (None, what is wrong with the form)."""
     returned = fn(**sizes.axes)
     if not isinstance(returned, Mapping) or set(returned) != set(AXES):
         has = f"keys {', '.join(map(str, returned))}" if isinstance(returned, Mapping) else returned
@@ -57,7 +57,7 @@ def groups_trial(fn: Callable, sizes: Sizes, group):
 
 
 def in_lists(groups) -> list:
-    """Of any sequences that have an order."""
+    """Convert each group that is a tuple or a range to a list."""
     if not isinstance(groups, Iterable):
         return [groups]
     return [list(each) if isinstance(each, (tuple, range)) else each for each in groups]
@@ -120,8 +120,8 @@ class Groups(Measured):
 # --- a step on the grid --------------------------------------------------------------------------
 
 CONFIG = ModelConfig(d_model=16, num_layers=2, num_heads=2, seq_len=16, vocab_size=64)
-STEPS, RATE, MAX_NORM = 3, 0.5, 0.5  # the first step's norm is above it, the others' below
-PUTS_TOGETHER = {all_axes.ideas.schedule_of, *functions_of(all_axes.fits)}  # may be used
+STEPS, RATE, MAX_NORM = 3, 0.5, 0.5  # only the first step's norm is above MAX_NORM
+PUTS_TOGETHER = {all_axes.ideas.schedule_of, *functions_of(all_axes.fits)}  # answers may call these
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ JOBS = [
 
 
 def whole_batch(step: int, rows: int) -> tuple[Tensor, Tensor]:
-    """[B, S] twice. Rows end in padding, the second half's earlier: ranks' tokens differ."""
+    """Return inputs and targets [B, S]; half of the rows have padding, so ranks' counts differ."""
     generator = torch.Generator().manual_seed(step)
     shape = (rows, CONFIG.seq_len + 1)
     tokens = torch.randint(0, CONFIG.vocab_size, shape, generator=generator)
@@ -153,14 +153,14 @@ def whole_batch(step: int, rows: int) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Trained:
-    """Of each step (loss, norm); or what came back instead, where it is something else."""
+    """The (loss, norm) of each step, or a sentence about a wrong return value."""
 
     done: list[tuple[float, float]] = field(default_factory=list)
     instead: str = ""
 
 
 def train(fn: Callable, job: Job, group) -> Trained:
-    """Three steps by the learner's function."""
+    """Run STEPS steps of the learner's function."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -169,7 +169,7 @@ def train(fn: Callable, job: Job, group) -> Trained:
         step = fn(CONFIG, layout, group)
         if not callable(step):
             return Trained(instead=f"compose returned a {type(step).__name__}, no function step")
-        group.recorder.phases.set("forward")  # what came before was setting up
+        group.recorder.phases.set("forward")  # calls before this count as setup
         for number in range(STEPS):
             batch = whole_batch(number, layout.global_batch_size)
             returned = step(*(x.chunk(layout.dp)[dp] for x in batch))
@@ -184,7 +184,7 @@ def train(fn: Callable, job: Job, group) -> Trained:
 
 
 def one_process(batches) -> list[tuple[float, float]]:
-    """The same by one process, with the whole batch."""
+    """Return the (loss, norm) of each step if one process trains on the whole batches."""
     model = GPT(CONFIG, seed=0).double()
     optimizer, done = torch.optim.SGD(model.parameters(), lr=RATE), []
     for inputs, targets in batches:
@@ -208,7 +208,7 @@ class Steps(Measured):
         self.expected = one_process([whole_batch(step, rows) for step in range(STEPS)])
         self.instead = next((each.instead for each in self.results if each.instead), "")
         self.done = [each.done for each in self.results]
-        self.wrong = [  # (step, 0 for the loss or 1 for the norm), in the order in which they come
+        self.wrong = [  # (step, 0 for the loss or 1 for the norm), in order
             (step, what)
             for step in range(STEPS * (not self.instead))
             for what in (0, 1)
@@ -264,7 +264,7 @@ class Steps(Measured):
         )
 
     def predicted(self) -> dict[str, float]:
-        """Bytes over each axis; gradients are averaged over dp and cp together."""
+        """Return the bytes over each axis; gradients are averaged over dp and cp together."""
         both = "*".join(axis for axis in ("dp", "cp") if self.layout.axes[axis] > 1)
         found: dict[str, float] = {}
         for rank in range(self.grid.size):
@@ -278,8 +278,8 @@ class Steps(Measured):
         return sum(c.sent for c in self.run.ledger.leaves(axis=axis) if c.phase != "setup")
 
     def traffic(self) -> list[Line]:
-        """Right values the wrong way: everything everywhere. Attention and tp may send in more ways
-        than one, stages and gradients may not: a few numbers of losses and norms come on top."""
+        """Compare the bytes over each axis with the prediction. Attention and tp can be written in
+        several ways, so their bounds are wide. Losses and norms add a few numbers elsewhere."""
         lines = []
         for axis, expected in self.predicted().items():
             least, most = (0.8, 1.6) if axis in ("cp", "tp") else (1, 1.1)

@@ -1,5 +1,5 @@
-"""Right answers to exercises whose function in the library does more than was asked, or is not
-there. The others' answers are the library's own functions; `.solution()` prints either.
+"""Right answers to exercises for which the library has no function, or one that does more.
+Other exercises have a function of the library as their answer. `.solution()` prints either.
 """
 
 import itertools

@@ -1,8 +1,8 @@
 """Exercises of lesson 18: a server that bounds staleness, touched rows, DiLoCo's outer step.
 
-What a server answers depends on who speaks first, so here the workers speak in an order that is
-given: each passes the word on, in a message of no bytes. What a pull brings says how many updates
-were made before it was answered.
+A server's answers depend on the order of the requests, so the workers make their requests in a
+fixed order: each passes the turn to the next one in an empty message. The values that a pull brings
+show how many updates were made before it was answered.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Told:
-    """What workers do, one after the other: drawn by lot, of what a right server lets them do."""
+    """The requests of all workers in order, drawn at random from what a right server allows."""
 
     bound: int | None
     steps: int = 3
-    fewer: int = 0  # steps that the odd workers take less, so that they leave before the others
+    fewer: int = 0  # the odd workers take this many steps fewer, so they leave early
     with_rows: bool = False
     seed: int = 0
-    servers: int = 1  # the first ranks; the workers say the same to each of them
-    push_first: bool = False  # each worker begins with a push, of what it has never pulled
+    servers: int = 1  # the first ranks; workers send the same requests to each
+    push_first: bool = False  # each worker begins with a push, before any pull
 
     def __str__(self) -> str:
         more = {
@@ -69,14 +69,14 @@ class Told:
         return rows + 10 * worker + number
 
     def play(self, size: int) -> tuple[list[Event], list, list, Tensor, list[tuple]]:
-        """The events; of each rank's pulls what they bring, and after how many events; the table at
-        the end, and the updates (the staleness is None where nothing was pulled before)."""
+        """Return the events, what each rank's pulls bring, after how many events each is answered,
+        the final table, and the updates (staleness is None if nothing was pulled before)."""
         lot = random.Random(100 * (size - self.servers) + self.seed)
         table, events = table_at_first(), []
         brought, answered = ([[] for _ in range(size)] for _ in range(2))
         begun, pushes = dict.fromkeys(range(self.servers, size), 0), dict.fromkeys(range(9), 0)
-        waits: dict[int, tuple | None] = {}  # worker -> rows of a pull without an answer
-        ready = list(begun) * self.push_first  # who has its answer, and has not pushed
+        waits: dict[int, tuple | None] = {}  # worker -> rows of its unanswered pull
+        ready = list(begun) * self.push_first  # workers whose next request is a push
         pulled, applied = {}, []
         while begun:
             free = sorted(worker for worker in begun if worker not in waits)
@@ -114,7 +114,7 @@ def table_at_first() -> Tensor:
 
 
 def update(rows: Tensor, gradients: Tensor) -> Tensor:
-    """Not the same in another order."""
+    """Return an update for which the order of the pushes matters."""
     return rows / 2 - gradients
 
 
@@ -159,7 +159,7 @@ WORD = torch.empty(0)
 
 
 def let_go(workers: Iterable[int], group) -> None:
-    """The server is done: what these send from now on is for another call."""
+    """Tell the workers that the server is done: their next messages are for another call."""
     for worker in workers:
         send(WORD, worker, group)
 
@@ -177,7 +177,7 @@ class Served(Measured):
                 if comm.op == "send" and comm.sent:
                     after[comm.peers[0]].append(requests)
                     self.answered += comm.sent
-        # (each worker asks one server after the other for the same)
+        # Each worker asks every server for the same rows.
         pulls = [[pull for pull in pulls for _ in range(k)] for pulls in expected[k:]]
         self.right = [
             len(found) == len(wanted) and all(map(torch.equal, found, wanted))
@@ -188,7 +188,7 @@ class Served(Measured):
         self.table_right = all(torch.equal(table, self.table) for table in self.tables)
 
     def told(self, pairs) -> bool:
-        """Whether these are the updates. A push without a pull has no staleness to be judged."""
+        """Return whether these are the updates. A push without a pull has no staleness to judge."""
         form = isinstance(pairs, (list, tuple)) and len(pairs) == len(self.applied)
         return form and all(
             len(found) == 2 and found[0] == worker and stale in (None, found[1])
@@ -273,7 +273,7 @@ class Served(Measured):
 @dataclass(frozen=True)
 class Touched:
     servers: int
-    tokens: tuple[int, ...]  # of the first worker; the others' are these, each one higher
+    tokens: tuple[int, ...]  # of worker 0; worker n adds n to each
     vocabulary: int = 40
     width: int = 3
     dtype: torch.dtype = torch.float32
@@ -285,11 +285,11 @@ class Touched:
         )
 
     def batch(self, worker: int) -> Tensor:
-        """[B, S]; some tokens of one rank occur twice."""
+        """Return a worker's tokens [2, S]; a token may occur twice."""
         return (torch.tensor(self.tokens) + worker).view(2, -1)
 
     def gradient(self, worker: int) -> Tensor:
-        """Of an embedding: only the tokens' rows are not 0, and even one of these is 0."""
+        """Return an embedding's gradient: 0 except in the tokens' rows, and 0 in one of these."""
         gradient = torch.zeros(self.vocabulary, self.width, dtype=self.dtype)
         rows = self.batch(worker).unique()
         gradient[rows] = (rows[:, None] + torch.arange(self.width)).to(self.dtype) + 100 * worker
@@ -324,7 +324,7 @@ class Pushed(Measured):
         ]
         of_a_row = 8 + case.width * whole.element_size()
         self.wanted = sum(len(r) for r in rows) * of_a_row + 16 * sum(self.wanted_pushes)
-        self.wanted += 16 * k * len(workers)  # they leave
+        self.wanted += 16 * k * len(workers)  # the workers' leave requests
 
     def lines(self) -> list[Line]:
         right = (close(a, b, 1e3) for a, b in zip(self.tables, self.expected))
@@ -390,7 +390,7 @@ class Outer:
         return f"{self.length} parameters{kind}, lr={self.lr}, beta={self.beta}"
 
     def given(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
-        """before and momentum alike on all ranks, now this rank's own."""
+        """Return before, now and momentum. Only now differs between ranks."""
         generator = torch.Generator().manual_seed(rank)
         own = torch.randint(-80, 80, (self.length,), generator=generator) / 4
         before = torch.arange(self.length) / 4

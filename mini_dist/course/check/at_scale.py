@@ -1,7 +1,7 @@
-"""The exercise of lesson 28: gradients that a thousand GPUs average behind backward.
+"""The exercise of lesson 28: gradients that a thousand GPUs average during backward.
 
-The values are judged on a few real ranks, the time on 1,024 simulated GPUs: what a laptop cannot
-show is what decides.
+The values are judged on a few real ranks, and the time, which a laptop cannot show, on 1,024
+simulated GPUs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .measures import all_close as same
 from .ways import hooks_of
 
 GPUS, MACHINE, MICRO_BATCHES = 1024, "h100", 2
-MOST = 1.2  # steps of one GPU: a kernel beside a collective takes up to a fifth longer
+MOST = 1.2  # times one GPU: a kernel takes up to a fifth longer while a collective runs
 LARGE = ModelConfig(
     vocab_size=32_000, d_model=4096, num_layers=8, num_heads=32, d_ffn=16_384, seq_len=2048
 )
@@ -90,7 +90,7 @@ def large_loss(model: GPT, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def at_scale(fn, group) -> None:
-    """Forward and backward of 2 micro-batches, each a row of 2,048 tokens, in bf16."""
+    """Run forward and backward of 2 micro-batches, each a row of 2,048 tokens, in bf16."""
     gpt = GPT(LARGE, device=group.device, dtype=torch.bfloat16)
     row = torch.zeros(1, LARGE.seq_len, dtype=torch.int64, device=group.device)
     fn(gpt, [(row, row)] * MICRO_BATCHES, large_loss, group)
@@ -105,7 +105,7 @@ class Averaging(Measured):
     """The values, on real ranks."""
 
     def measure(self):
-        locals_ = []  # of each rank
+        locals_ = []  # per rank
         for rank in range(self.size):
             model = Small(self.case.dtype)
             alone(model, self.case.batches(rank), small_loss, None)

@@ -1,7 +1,7 @@
-"""Exercises of lesson 27: samples that any number of ranks continues with, and tiled attention.
+"""Exercises of lesson 27: a sample order that any number of ranks can resume, and tiled attention.
 
-Right values are not enough. The first exercise counts how often an order is drawn, the second one
-which bytes move between slow and fast memory, and how much of the fast memory is in use.
+Right values are not enough. The first exercise counts how often an order is drawn. The second one
+counts the bytes between slow and fast memory, and the fast memory in use.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .zero import at_most
 
 @dataclass(frozen=True)
 class Place:
-    """Where a run goes on. batches: the size of each batch, over all ranks."""
+    """Where a run resumes. batches: the size of each batch, over all ranks."""
 
     position: int
     batches: tuple[int, ...]
@@ -42,7 +42,7 @@ class Place:
         return np.random.default_rng([7, epoch]).permutation(self.num_samples).tolist()
 
     def samples(self, first: int, last: int) -> list[int]:
-        """The samples of one process from one position to another one."""
+        """Return the samples that one process takes between two positions."""
         places = [divmod(number, self.num_samples) for number in range(first, last)]
         return [self.order(epoch)[index] for epoch, index in places]
 
@@ -63,7 +63,7 @@ def take(fn, case: Place, group) -> list[Taken]:
 
         def order(epoch, drawn=drawn):
             drawn.append(plain(epoch))
-            return orders.setdefault(epoch, case.order(epoch))  # whoever changes it meets it again
+            return orders.setdefault(epoch, case.order(epoch))  # a changed list stays changed
 
         came = fn(position, batch_size, case.num_samples, order, group)
         with suppress(TypeError):
@@ -216,7 +216,7 @@ class OneHead:
     keys: int = 200
     head_dim: int = 8
     tile: int = 16
-    size: float = 1.0  # of the numbers
+    size: float = 1.0  # standard deviation of the numbers
     opposed: bool = False  # all scores are below 0
     dtype: torch.dtype = torch.float64
 
@@ -239,12 +239,12 @@ class OneHead:
 
     @property
     def fast_memory(self) -> int:
-        """Its bytes: several tiles of rows and of scores, and not all keys."""
+        """Return its size in bytes: room for several tiles of rows and of scores."""
         return 6 * self.tile * (self.tile + self.head_dim) * self.dtype.itemsize
 
 
 class TilesOnly(SlowMemory):
-    """A memory as a kernel sees it."""
+    """A memory as a kernel sees it, which cannot take whole tensors."""
 
     def __getitem__(self, name: str) -> Tensor:
         raise Complaint(
@@ -283,7 +283,7 @@ def attend(fn, case: OneHead, group) -> Attended:
 
 
 def with_mistake(case: OneHead, mistake: str) -> Tensor:
-    """Return what comes of one of the usual mistakes in merging tiles."""
+    """Return the output of attention with one of the usual mistakes in merging tiles."""
     q, k, v, out = case.tensors().values()
     scores = q @ k.T / (1 if mistake == "not divided by sqrt" else case.head_dim**0.5)
     total, largest = q.new_zeros(len(q), 1), q.new_full((len(q), 1), -torch.inf)

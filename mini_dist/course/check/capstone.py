@@ -1,8 +1,8 @@
 """Exercises of lesson 29: a plan for the learner's own job, her own strategy, and her own run.
 
-The plan is judged by the planner, on the job that her name draws. The strategy is judged on real
-ranks for its values and on simulated GPUs for its time and memory. The run is killed and resumed,
-and then its newest file is damaged.
+The planner judges the plan, for the job that her name draws. The strategy is judged on real ranks
+for its values and on simulated GPUs for its time and memory. The run is killed and resumed, once
+from its own files and once after the newest of them was damaged.
 """
 
 from __future__ import annotations
@@ -120,10 +120,10 @@ class Planned(Measured):
 
 GPUS, MACHINE = 64, "h100"
 MOST, MOST_SLOWED, MOST_BYTES = 1.1, 1.25, 12e9
-SLOWED = {5: 2.0}  # the network of rank 5's server: at half speed
+SLOWED = {5: 2.0}  # the network of rank 5's server has half its speed
 LR = 0.05
 LARGE_BYTES = 2 * num_parameters(LARGE)  # in bf16
-LEAST_SENT = 2 * (GPUS - 1) / GPUS * LARGE_BYTES  # each gradient and each new parameter, by rings
+LEAST_SENT = 2 * (GPUS - 1) / GPUS * LARGE_BYTES  # all gradients and new parameters, in rings
 
 
 class Uneven(nn.Module):
@@ -160,7 +160,7 @@ class Steps:
 
 
 def momentum(parameters) -> torch.optim.Optimizer:
-    """Make an optimizer that keeps something, and sees how large a gradient is (AdamW does not)."""
+    """Make an optimizer with momentum that, unlike AdamW, steps further if gradients are larger."""
     return torch.optim.SGD(parameters, lr=LR, momentum=0.9)
 
 
@@ -248,7 +248,7 @@ class Stepped(Measured):
 
 
 def at_scale(fn, group) -> None:
-    """Two steps of one row of 2,048 tokens each, in bf16: the first one makes AdamW's moments."""
+    """Run two steps of one row of 2,048 tokens, in bf16; the first one makes AdamW's moments."""
     gpt = GPT(LARGE, device=group.device, dtype=torch.bfloat16)
     step = fn(gpt, torch.optim.AdamW, large_loss, group)
     row = torch.zeros(1, LARGE.seq_len, dtype=torch.int64, device=group.device)
@@ -289,8 +289,8 @@ class OwnStrategy(Exercise):
         held = max(run.peak_memory)
         told = f"{held / 1e9:.1f} GB", f"up to {MOST_BYTES / 1e9:.0f} GB"
         lines.append(Line("fullest GPU", *told, held <= MOST_BYTES))
-        # A small model may fit into one bucket, and large ones have no values here. But what is
-        # left out sends too little.
+        # The small model may fit into one bucket, and the large one has no values here. But if a
+        # bucket never leaves, too little is sent.
         sent = sum(comm.sent for comm in last_step(run)) / LARGE_BYTES
         told = f"{sent:.2f} models", f"{LEAST_SENT / LARGE_BYTES:.2f} models or more"
         lines.append(Line("rank 0 sends", *told, sends_all(run)))

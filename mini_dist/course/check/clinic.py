@@ -3,9 +3,8 @@
     visit("A")                        # train, and show what its user would see
     check.diagnoses(diagnoses)        # the learner's answers, graded
 
-Each patient trains the same small model on four ranks and suffers from one of DISEASES, each from
-another. As on a cluster, there is no more to go by than messages and numbers. (Who reads on below
-reads the answers.)
+Each patient trains the same small model on four ranks, and each has another one of DISEASES. As on
+a cluster, you have only messages and numbers to go by. (If you read on, you read the answers.)
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ RANKS, STEPS, WIDTH = 4, 6, 8
 
 
 def train(average: Callable, num_batches: dict[int, int], group) -> list[tuple[float, float]]:
-    """Data-parallel training; of each step this rank's loss and the sum of its weights after it."""
+    """Train data-parallel; return (loss, sum of the weights after it) of this rank's steps."""
     rank = group.rank()
     torch.manual_seed(0)
     model = nn.Linear(WIDTH, 1)
@@ -93,9 +92,9 @@ def averages_over_two_axes(model, step, group) -> None:
 @dataclass(frozen=True)
 class Patient:
     disease: str
-    ranks: tuple[frozenset[int], ...]  # at fault; any of these will do
+    ranks: tuple[frozenset[int], ...]  # at fault; each of these sets is a right answer
     average: Callable = average
-    num_batches: tuple[tuple[int, int], ...] = ()  # rank -> batches, where they are not STEPS
+    num_batches: tuple[tuple[int, int], ...] = ()  # rank -> batches, if they are not STEPS
 
 
 def only(*ranks: int) -> tuple[frozenset[int]]:
@@ -117,8 +116,8 @@ def patients() -> dict[str, Patient]:
 
 @dataclass
 class Visit:
-    """What a user sees of a run. results: [rank][step] = (loss, sum of the weights after it), if it
-    came to its end; told: the error, if it did not."""
+    """What a user sees of a run. results: [rank][step] = (loss, sum of the weights after it) if the
+    run finished. told: the error if it failed."""
 
     patient: str
     results: list | None = None
@@ -136,14 +135,14 @@ class Visit:
 
 
 def visit(patient: str) -> Visit:
-    """Run a patient's training. Raises KeyError for a name that is none."""
+    """Run a patient's training. Raises KeyError for an unknown name."""
     if patient not in patients():
         raise KeyError(f"no patient {patient!r}; there are {', '.join(patients())}")
     sick = patients()[patient]
     try:
         run = launch(train, RANKS, (sick.average, dict(sick.num_batches)), quiet=True)
     except RankError as error:
-        # Without the lines of code: they are the library's.
+        # The lines of code are left out, because they are the library's.
         lines = [line for line in str(error).splitlines() if not line.lstrip().startswith("File ")]
         return Visit(patient, told=re.sub(r" \d+\.\d s in", " a while in", "\n".join(lines)))
     return Visit(patient, run.results)
@@ -153,18 +152,18 @@ def visit(patient: str) -> Visit:
 
 
 class FromTheFile(tuple):
-    """A diagnosis that nobody had to find."""
+    """A diagnosis from this file, which nobody had to find."""
 
 
 def diagnoses() -> dict[str, tuple[str, tuple[int, ...]]]:
-    """patient -> (disease, the ranks at fault)"""
+    """Return patient -> (disease, the ranks at fault)."""
     return {
         name: FromTheFile((sick.disease, tuple(sorted(sick.ranks[0]))))
         for name, sick in patients().items()
     }
 
 
-# What speaks against a diagnosis, by what the patient really has.
+# The hint for a wrong diagnosis, by the disease that the patient really has.
 AGAINST = {
     "skipped collective": "Two ranks met in one operation with different shapes: they have reached "
     "different parameters. Which shape comes first in a step, which second, and which rank is "
@@ -181,12 +180,12 @@ AGAINST = {
 
 
 class Asked(Exercise):
-    """An exercise whose function answers here, on no rank."""
+    """An exercise whose function runs in this process, and on no rank."""
 
     def ask(self, fn: Callable, *args, lines=(), where: str = "") -> tuple[object, Verdict | None]:
-        """What the function answers; or the verdict on one that raises, or asks the library."""
+        """Return the function's answer, or the verdict if it raises or calls the library."""
         try:
-            if hasattr(fn, "asked"):  # a grader's: it is opened on a rank only
+            if hasattr(fn, "asked"):  # sealed by a grader: it is opened on a rank
                 came, called = fn.asked(args, self._refuses, self._facts)
             else:
                 stays_inside(fn)
@@ -202,8 +201,8 @@ class Asked(Exercise):
 
 
 class Clinic(Asked):
-    """`check.diagnoses`: grades answers instead of a run. They are made here, on no rank: whoever
-    gives them may visit patients on the way. No lines where they are the clinic's: they would tell.
+    """`check.diagnoses`: grades answers instead of a run. The function runs in this process, so it
+    may visit patients. If its answers are the clinic's, no lines are shown: they would tell them.
     """
 
     def judge(self, fn: Callable) -> Verdict:
@@ -234,7 +233,7 @@ class Clinic(Asked):
 
 
 def grade(name: str, sick: Patient, answer) -> tuple[Line, str]:
-    """Compare measured and expected without giving the answer, and add a hint."""
+    """Return a line that does not give the right answer away, and the hint; "" if it is right."""
     if form := mistake_of_form(answer):
         line = Line(f"patient {name}", answer, "(disease, rank or ranks)", False)
         return line, f"Patient {name}: give (disease, rank or ranks), {form}."

@@ -29,7 +29,7 @@ from .adversities import ANYONE
 from .engine import Exercise, Line, Measured, line, on_ranks, too_few_bytes, yes
 from .watch import functions_of, started_when_possible
 
-# What a solution may use: messages, and what looks at arguments. (A barrier is told otherwise.)
+# A solution may use messages and checks of arguments. (A barrier gets a hint of its own.)
 MAY_USE = functions_of(messages) | {
     inspect.unwrap(pairwise.barrier),
     halving_doubling.power_of_two,
@@ -38,15 +38,15 @@ MAY_USE = functions_of(messages) | {
 }
 DO_THE_WORK = functions_of(collectives, ops, data_parallel) - MAY_USE
 
-# Up to this size whole numbers, and sums of them over 8 ranks, are exact in any order. Numbers of a
-# type with more digits are not exact in a type with fewer.
+# Up to this size, whole numbers and their sums over 8 ranks are exact in any order. In a dtype with
+# fewer digits they are not exact, so the judge notices a narrower dtype.
 LARGEST = {torch.float64: 2**49, torch.int64: 2**58, torch.bfloat16: 2**4}
 
 
 @dataclass(frozen=True)
 class Case:
-    """What each rank puts in: whole numbers, so that sums are exact in any order; or, to see in
-    which order a rank adds, numbers whose sums are rounded."""
+    """The input of each rank: whole numbers, whose sums are exact in any order; with `rounding`,
+    random numbers, whose sums show in which order a rank adds."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float64
@@ -71,11 +71,11 @@ class Case:
         return [self.input(rank) for rank in range(size)]
 
 
-# The first case is the one whose numbers are shown. The others change one thing at a time: the
-# number of ranks, the dtype, or the kind of numbers. A group of one rank is also a case.
+# The verdict shows the numbers of the first case. The others vary the number of ranks, the shape,
+# the dtype, or the kind of numbers. A group of one rank is also a case.
 FIRST, INTEGERS, ALONE = (4, Case((1000,))), (2, Case((10,), torch.int64)), (1, Case((5,)))
 EQUAL = [FIRST, (3, Case((6,))), INTEGERS, (5, Case((10,), torch.bfloat16)), ALONE]
-# A reduce-scatter has to bear what does not divide, and fewer numbers than ranks.
+# A reduce-scatter must also handle lengths that do not divide, and fewer numbers than ranks.
 UNEQUAL = [
     FIRST,
     (3, Case((7,))),
@@ -84,7 +84,7 @@ UNEQUAL = [
     (3, Case((7,), torch.bfloat16)),
     ALONE,
 ]
-# Rows may be anything where they are only handed on.
+# Where rows are only passed on, they may have any shape.
 ROWS = [*EQUAL[:-1], (3, Case((6, 2, 3))), ALONE]
 POWERS = [
     (8, Case((1000,))),
@@ -101,7 +101,7 @@ def trial(fn, case: Case, group):
     with started_when_possible(group.recorder):
         result = fn(x, group)
     alone = torch.equal(x, case.input(group.rank()))
-    if isinstance(result, torch.Tensor) and result.numel():  # who changes a result changes no x
+    if isinstance(result, torch.Tensor) and result.numel():  # a result shares no memory with x
         alone = alone and result.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
     return result, alone
 
@@ -122,7 +122,7 @@ class Collective(Measured):
         raise NotImplementedError
 
     def own_mistakes(self) -> Iterator[str]:
-        """Hints, the most helpful first; "" or False for what is no mistake here."""
+        """Yield hints, the most helpful first; "" or False for a mistake that was not made."""
         raise NotImplementedError
 
     def measure(self) -> None:
@@ -165,7 +165,7 @@ class Collective(Measured):
 
     @property
     def directions(self) -> list[set[int]]:
-        """How far round the ring the messages of each round go."""
+        """Return how far around the ring the messages of each round go."""
         rounds = [
             {(m.target - m.source) % self.size for m in step if m.nbytes} for step in self.steps
         ]
@@ -173,12 +173,12 @@ class Collective(Measured):
 
     @property
     def to_neighbours(self) -> bool:
-        """In each round everyone sends to one neighbor, all in the same direction."""
+        """Return whether in each round all ranks send to one neighbor, in the same direction."""
         return all(distances in ({1}, {self.size - 1}) for distances in self.directions)
 
     @property
     def hub(self) -> int | None:
-        """The rank that every message comes from or goes to, if there is one."""
+        """Return the rank that every message comes from or goes to, if there is one."""
         for hub in range(self.size):
             others = [r for r in range(self.size) if r != hub]
             if self.size > 2 and all(self.traffic[a][b] == 0 for a in others for b in others):
@@ -188,7 +188,7 @@ class Collective(Measured):
     def results_are(self, values: list[torch.Tensor]) -> bool:
         return all(close(a, b) for a, b in zip(self.results, values))
 
-    # -- mistakes that can be made in any of them ------------------------------------------------
+    # -- mistakes that can be made in any collective ---------------------------------------------
 
     def usual_mistakes(self) -> Iterator[str]:
         if self.backend or self.barriers:
@@ -213,7 +213,7 @@ class Collective(Measured):
         yield self.wrong_dtype() or self.from_anyone()
 
     def wrong_dtype(self) -> str:
-        """Of messages: what they lose, or cost."""
+        """Return the hint for messages in another dtype than x; "" if there are none."""
         x = str(self.case.dtype).removeprefix("torch.")
         if self.dtypes <= {x}:
             return ""
@@ -231,7 +231,7 @@ class Collective(Measured):
         return ANYONE
 
     def wrong_bytes(self) -> str:
-        """For what has no other flaw."""
+        """Return the hint for an answer whose only flaw is the number of bytes."""
         if sum(self.by_rank) < sum(self.wanted):
             return too_few_bytes(sum(self.by_rank), sum(self.wanted))
         return (
@@ -249,14 +249,14 @@ class Collective(Measured):
         return ""
 
     def wrong_number(self) -> str:
-        """Of rounds, each rank sending once in each."""
+        """Return the hint for wrong values from ranks that did not send once in each round."""
         wanted = self.rounds_wanted()
         if all(self.right) or set(self.messages) == {wanted}:
             return ""
         return f"{self.size} ranks need {wanted} rounds; messages sent, by rank: {self.messages}."
 
     def too_slow(self) -> str:
-        """For what is right but for its schedule."""
+        """Return the hint for right values that take too many rounds."""
         wanted = self.rounds_wanted()
         if not all(self.right) or self.rounds <= wanted:
             return ""
@@ -280,7 +280,7 @@ class Collective(Measured):
         return "These are means. Return the sum; a caller who wants the mean can divide."
 
     def no_way_through(self) -> str:
-        """Where no message goes, or all of them go to one rank."""
+        """Return the hint if no rank sends anything, or if one rank takes part in all messages."""
         if self.size > 1 and self.input_bytes and not any(self.by_rank):
             return "No rank sent anything, so no rank can know the others' numbers."
         if self.hub is None or not self.input_bytes:
@@ -302,7 +302,7 @@ class Collective(Measured):
 
 
 def in_short(values: list[int]) -> object:
-    """One number for all ranks, or each rank's."""
+    """Return one number if all ranks have the same, else the list."""
     return values[0] if len(set(values)) == 1 else values
 
 
@@ -334,7 +334,7 @@ class ReduceScatter(Collective):
     def values(self):
         return list(sums(self.inputs).tensor_split(self.size))
 
-    def nbytes(self):  # all chunks but one's own
+    def nbytes(self):  # all chunks but the rank's own
         return [self.input_bytes - chunk.nbytes for chunk in self.expected]
 
     def rounds_wanted(self):
@@ -427,7 +427,7 @@ class AllGather(Collective):
         return result.shape == self.expected[0].shape and set(self.parts_of(result)) == ranks
 
     def parts_of(self, result: torch.Tensor) -> list[int | None]:
-        """Whose part is at each place of a gathered result; None where it is nobody's."""
+        """Return the rank whose part is at each index of a gathered result; None for no rank's."""
         return [
             next((rank for rank, x in enumerate(self.inputs) if equal(part, x)), None)
             for part in result.split(len(self.inputs[0]))

@@ -1,7 +1,7 @@
-"""Exercises of lesson 19: rounding by lot, top-k with feedback, one step of the power method.
+"""Exercises of lesson 19: stochastic rounding, top-k with error feedback, a power iteration step.
 
-A mean that is right says nothing of what travelled for it, and a rounding that looks right may lean
-to one side: so bytes are judged, and expectations over thousands of lots.
+A right mean does not show what was sent for it, and a rounding that looks right may be biased. So
+the exercises also judge bytes, and averages over thousands of random draws.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from .measures import close
 
 VALUES = (0.3, 0.6, -0.3, -1.75, 2.5, 40.02, 300.3, 0.0, 7.0, -3.0)
 TRIES = 8000
-ROOM = 5 * 0.5 / TRIES**0.5  # five standard deviations of a mean of lots, at most
-TOGETHER = 5 / TRIES**0.5  # and of a correlation of independent ones
+ROOM = 5 * 0.5 / TRIES**0.5  # five times the largest standard deviation of a mean
+TOGETHER = 5 / TRIES**0.5  # five standard deviations of a correlation of independent draws
 
 
 @dataclass(frozen=True)
@@ -50,17 +50,17 @@ class Numbers:
         return (self.scale * torch.tensor(VALUES, dtype=self.dtype)).repeat(TRIES, 1)
 
 
-SHAPES = [(), (0,), (3,), (2, 3, 4)]  # x may also have these
+SHAPES = [(), (0,), (3,), (2, 3, 4)]  # x may also have these shapes
 
 
 @dataclass(eq=False)
 class Rounded:
     found: object
     again: object  # from a generator in the same state
-    other: object  # from one in another state
+    other: object  # from a generator in another state
     next: object  # from the same generator, one call later
-    untouched: bool  # the generator that all else draws from
-    odd: list[tuple]  # shapes whose result has another one, or is not next to x
+    untouched: bool  # whether torch's global generator is as it was
+    odd: list[tuple]  # shapes of x for which the result is wrong
 
 
 def rounding_trial(fn, case: Numbers, group) -> Rounded:
@@ -73,7 +73,7 @@ def rounding_trial(fn, case: Numbers, group) -> Rounded:
         try:
             y = fn(x, lots)
             right = (y.shape, y.dtype) == (x.shape, x.dtype) and ((y == 0) | (y == 1)).all()
-        except Exception:  # (the matrix before it went well)
+        except Exception:  # (the matrix above raised nothing)
             right = False
         odd += [shape] * (not right)
     return Rounded(found, again, other, next, torch.equal(before, torch.get_rng_state()), odd)
@@ -181,7 +181,7 @@ class Top:
     length: int
     k: int
     dtype: torch.dtype = torch.float32
-    ties: bool = False  # on the even ranks all of one size
+    ties: bool = False  # on even ranks all elements are equal
 
     def __str__(self) -> str:
         special = f" of {self.dtype}" * (self.dtype != torch.float32)
@@ -189,7 +189,7 @@ class Top:
         return f"{self.k} of {self.length} elements{special}{ties}"
 
     def x(self, step: int, rank: int) -> Tensor:
-        """No two of one size, so it is sure which are the largest; or with ties."""
+        """Return elements of different sizes, so that the k largest are unique; or equal ones."""
         if self.ties and rank % 2 == 0:
             return torch.full((self.length,), 1.0 + step, dtype=self.dtype)
         generator = torch.Generator().manual_seed(10 * step + rank)
@@ -218,7 +218,7 @@ class TopK(Measured):
         self.largest = 8.0 * self.case.length
 
     def choice(self, rank: int, step: int, whole: Tensor) -> Tensor:
-        """The places of the k largest; where there are ties, those that the rank has chosen."""
+        """Return the indices of the k largest elements; with ties, those that the rank chose."""
         if self.case.ties and self.two:
             left = self.results[rank][step][1]
             if left.shape == whole.shape and bool(((left == 0) | (left == whole)).all()):
@@ -226,7 +226,7 @@ class TopK(Measured):
         return whole.abs().topk(self.case.k).indices
 
     def with_feedback(self, kept: float, chosen_by=None) -> list:
-        """[rank][step] -> (mean, error); kept: of what is left out."""
+        """Return [rank][step] -> (mean, error). kept: the share of the error that is added back."""
         errors = [torch.zeros(self.case.length, dtype=self.case.dtype)] * self.size
         steps = []
         for step in range(STEPS):
@@ -338,7 +338,7 @@ class TopK(Measured):
         )
 
     def travelled(self, *dtypes: str) -> bool:
-        """Something was sent in one of these."""
+        """Return whether something was sent in one of these dtypes."""
         return bool({comm.dtype for comm in self.run.ledger.leaves()} & set(dtypes))
 
 
@@ -366,7 +366,7 @@ class Matrix:
 
 
 def power_trial(fn, case: Matrix, group):
-    """Two steps, the second with what the first has returned."""
+    """Run two steps, the second with the q that the first returned."""
     x, q, found = case.x(group.rank()), case.q(), []
     for _ in range(2):
         result = fn(x, q, group)
@@ -403,7 +403,7 @@ class Power(Measured):
         return [self.near(each[step][0], times * self.expected[step][0]) for each in self.results]
 
     def right_qs(self) -> list[bool]:
-        """Up to another orthonormal p of the same columns' span, which turns q alike."""
+        """Compare q up to a rotation, since any orthonormal basis p of the same span is right."""
         return [
             all(
                 self.near(each[step][1] @ each[step][1].T, q @ q.T)
@@ -493,7 +493,7 @@ EXERCISES = [
         refuses=[ideas.quantize, ideas.dequantize],
         contiguous=("x",),
         again=False,
-        scales=False,  # a rounding decides which way, or which of two that tie
+        scales=False,  # a right answer may round the other way
         hints=[
             "0.3 should become 1 in three of ten cases. Let u be uniform from 0 to 1, each value "
             "as likely: how often is it below 0.3?",
@@ -521,7 +521,7 @@ def round_by_lot(x, lots):
         TopK,
         refuses=[ideas.top_k_mean],
         answer=(answers.top_k_with_feedback,),
-        scales=False,  # a rounding decides which way, or which of two that tie
+        scales=False,  # after rounding, a right answer may choose another of two that tie
         hints=[
             "whole = x + error is what is due. Its k indices: whole.abs().topk(k).indices. What "
             "must travel so that every rank can add up all ranks' k values?",

@@ -36,7 +36,7 @@ def bits(dtype: torch.dtype) -> str:
 @dataclass(frozen=True)
 class Scores:
     scale: float
-    empty: str = ""  # which of the two is over no keys
+    empty: str = ""  # which partial result covers no keys
     dtype: torch.dtype = F64
 
     def __str__(self) -> str:
@@ -45,12 +45,12 @@ class Scores:
         return f"two partial results, scores up to about ±{up_to}{empty}"
 
 
-# How many of the first queries see no key of a, how many of the last none of b.
+# How many of the first queries see no key of a, and how many of the last see no key of b.
 BLIND = {"": (0, 0), "the first": (6, 0), "the second": (0, 6), "each for some queries": (2, 2)}
 
 
 def partials(case: Scores) -> tuple[Partial, Partial, Partial]:
-    """Attention of 6 queries over 3 keys, over 5 others, and over all 8."""
+    """Return the attention of 6 queries over 3 keys, over 5 other keys, and over all 8."""
     generator = torch.Generator().manual_seed(7)
     scores = case.scale * torch.randn(2, 3, 6, 8, generator=generator, dtype=F64)
     values = torch.randn(2, 3, 8, 4, generator=generator, dtype=F64)
@@ -89,7 +89,7 @@ class Merged(Measured):
     def measure(self):
         self.a, self.b, self.whole = partials(self.case)
         ((self.out, self.lse, self.kept),) = self.results
-        # An lse is rounded as it is large, and its exponential as much.
+        # The rounding error of an lse, and so of its exponential, grows with its size.
         self.rounding = 100 * torch.finfo(self.case.dtype).eps * max(4, 3 * self.case.scale)
 
     def is_(self, found: Tensor, expected: Tensor, tolerance: float = 0) -> bool:
@@ -169,7 +169,7 @@ class Ring:
         return f"{self.placement}, {attention} attention{bits(self.dtype)}"
 
     def whole(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, N, S, H] and k, v [B, K, S, H] of the whole sequence."""
+        """Return q [B, N, S, H] and k, v [B, K, S, H] of the whole sequence."""
         generator = torch.Generator().manual_seed(size)
         shapes = [(2, heads, 24, 4) for heads in (4, 2, 2)]
         return tuple(torch.randn(s, generator=generator, dtype=F64).to(self.dtype) for s in shapes)
@@ -178,21 +178,21 @@ class Ring:
         return positions_of_ranks(self.placement, 24, size)
 
     def pieces(self, size: int) -> list[Tensor]:
-        """Each rank's keys and values."""
+        """Return each rank's keys and values."""
         _, k, v = self.whole(size)
         return [torch.stack([k[:, :, at], v[:, :, at]]) for at in self.positions(size)]
 
 
 @dataclass
 class Ringed:
-    """What a rank saw. Of keys it notes whose they are, -1: nobody's."""
+    """What a rank saw. Keys are noted by the rank that they belong to; -1: no rank."""
 
     out: Tensor | None = None
-    attended: list[int] = field(default_factory=list)  # the kernel's keys, call by call
-    came: list[int] = field(default_factory=list)  # what each step returned
-    kept: bool = True  # what was given to each step, the step left as it was
-    let_go: bool = True  # of the keys and values that it was given
-    overlapped: bool = True  # messages begun when the kernel ends, and waited for once it has begun
+    attended: list[int] = field(default_factory=list)  # whose keys each kernel call had
+    came: list[int] = field(default_factory=list)  # whose keys each step returned
+    kept: bool = True  # no step changed the kv that it was given
+    let_go: bool = True  # every step released the kv that it was given
+    overlapped: bool = True  # kv travels when the kernel ends; no wait comes before the kernel
 
 
 def ring_trial(fn, case: Ring, group) -> Ringed:
@@ -203,7 +203,7 @@ def ring_trial(fn, case: Ring, group) -> Ringed:
     def whose(tensor, of=lambda piece: piece) -> int:
         return next((s for s, piece in enumerate(pieces) if torch.equal(tensor, of(piece))), -1)
 
-    def both_ways() -> bool:  # keys and values
+    def both_ways() -> bool:  # kv is being sent and received
         rows = [row for row in recorder.comms[before:] if row[0][:4] in ("send", "recv")]
         return sum(row[3] for row in rows) >= 2 * kv.nbytes
 
@@ -222,7 +222,7 @@ def ring_trial(fn, case: Ring, group) -> Ringed:
         block = block_of(positions, rank, (rank - step) % size, case.causal)
         given, before, at_work = kv.clone(), len(recorder.comms), threading.Event()
         if block is None:
-            at_work.set()  # there is nothing to do
+            at_work.set()  # the kernel has nothing to do
         came = fn(total, q, kv, block, kernel, group)
         if mistake := not_a_step(came, block, recorder.comms[before:]):
             raise Complaint(mistake)
@@ -237,7 +237,7 @@ def ring_trial(fn, case: Ring, group) -> Ringed:
 
 
 def soon(happens: Callable[[], bool], seconds: float = 2) -> bool:
-    """Return whether it has happened; if the learner has other threads, give them time."""
+    """Return whether `happens()` is true; if the learner has other threads, give them time."""
     deadline = time.monotonic() + seconds
     while not happens() and threading.active_count() > 1 and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -245,7 +245,7 @@ def soon(happens: Callable[[], bool], seconds: float = 2) -> bool:
 
 
 def not_a_step(came, block, rows) -> str:
-    """What is wrong with a step so that the next one could not begin."""
+    """Return what is wrong with a step so that the next one cannot begin; "" if nothing is."""
     sent = any(not row[0].startswith("recv") for row in rows)
     if not sent and block is None:
         return (
@@ -455,7 +455,7 @@ class Order(Measured):
 
 
 def scores_of(table: list[list[int]]) -> list[list[int]]:
-    """[rank][step]: pairs of a query and a key that it may see, counted query by query."""
+    """Return [rank][step] -> how many pairs of a query and a key that it may see there are."""
     size, rows = len(table), [torch.tensor(row) for row in table]
     ordered = [row.sort().values for row in rows]
     return [

@@ -24,8 +24,8 @@ MAY_USE = functions_of(messages) | {
 
 @dataclass(frozen=True)
 class Case:
-    """Which gradients: `unused` means that the one without could have had one; `strided`, that they
-    do not lie side by side in memory."""
+    """The gradients of a rank. unused: the parameter without a gradient is not frozen; strided:
+    gradients of more than one dim are not contiguous in memory."""
 
     seed: int
     dtype: torch.dtype = torch.float32
@@ -40,13 +40,13 @@ class Case:
         return f"5 parameters{dtype}, number {self.frozen} of them {which}{more}"
 
     def gradients(self, rank: int) -> list[torch.Tensor]:
-        """What backward would leave on a rank: whole numbers, so that sums and most means are
-        exact; of float64, numbers that no other type has."""
+        """Return the gradients that backward would leave on a rank: whole numbers, so that sums are
+        exact. Those of float64 need more digits than float32 has."""
         generator = torch.Generator().manual_seed(100 * self.seed + rank)
         shapes = [(40, 30), (30,), (), (7, 3, 2), (30,)]
         most = {torch.float64: 2**49, torch.float32: 2**20, torch.bfloat16: 2**4}[self.dtype]
         whole = [torch.randint(-most, most, shape, generator=generator) for shape in shapes]
-        whole[3] *= self.seed != 1 or rank > 0  # zeros on one rank
+        whole[3] *= self.seed != 1 or rank > 0  # if seed is 1, zeros on rank 0
         return [each.to(self.dtype) for each in whole]
 
 
@@ -62,7 +62,7 @@ CASES = [
 
 def trial(fn, case: Case, group):
     local = case.gradients(group.rank())
-    weight = 0.5 + group.rank()  # never equal on two ranks in training: averaging them would show
+    weight = 0.5 + group.rank()  # unlike in training, ranks differ: averaging them would show
     parameters = [nn.Parameter(torch.full_like(grad, weight)) for grad in local]
     parameters[case.frozen].requires_grad_(case.unused)
     for number, (parameter, grad) in enumerate(zip(parameters, local)):
@@ -105,8 +105,8 @@ class Averages(Measured):
         return found
 
     def are(self, found, gradients: list[torch.Tensor]) -> bool:
-        """Whether all gradients (but the frozen one's) are these, up to rounding: a few last digits
-        of the largest term, since who divides first or keeps a running mean rounds otherwise."""
+        """Return whether all gradients but the frozen one's are these, up to a few last digits of
+        the largest term, since dividing first or a running mean rounds in another way."""
         pairs = enumerate(zip(found, gradients))
         return all(close(a, b, self.most) for i, (a, b) in pairs if i != self.case.frozen)
 

@@ -1,7 +1,7 @@
 """Exercises of lesson 25: a timeout with few false alarms, new shares, a group without the dead.
 
-The first two need no ranks. In the third the dead ranks are alive, but do nothing: who asks them
-for something waits for ever.
+The first two need no ranks. In the third, the dead ranks are processes that do nothing: a rank that
+waits for one of them waits forever.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .ways import Complaint
 
 @dataclass(frozen=True)
 class Silences:
-    """Seconds between beats of a rank that was alive; shares that binary numbers hold exactly."""
+    """Seconds between heartbeats of a living rank. allowed: a share that a float holds exactly."""
 
     seconds: tuple[float, ...]
     allowed: float
@@ -142,7 +142,7 @@ class Shared(Measured):
 
 @dataclass(frozen=True)
 class Deaths:
-    """steps: that each rank has done, None for the dead. The state says how many it has."""
+    """steps: how many each rank has done, None for a dead one. They determine its state."""
 
     steps: tuple[int | None, ...]
     length: int = 40
@@ -158,7 +158,7 @@ class Deaths:
         return {rank for rank, step in enumerate(self.steps) if step is None}
 
     def state(self, step: int) -> Tensor:
-        """Numbers that need all digits of their dtype."""
+        """Return the state after a step: numbers that need all digits of their dtype."""
         dice = torch.Generator().manual_seed(step)
         return (1000 * torch.randn(self.length, generator=dice, dtype=torch.float64)).to(self.dtype)
 
@@ -172,7 +172,7 @@ def rebuild_trial(fn, case: Deaths, group):
     if not isinstance(came, (tuple, list)) or len(came) != 3 or not hasattr(came[0], "rank"):
         raise Complaint("Return three things: the group of the living, the state, its steps.")
     there, state, found = came[0], came[1], plain(came[2])
-    ones = all_reduce(torch.ones(1), there)  # it works
+    ones = all_reduce(torch.ones(1), there)  # the new group must work
     return there.rank(), there.size(), int(ones), state, found
 
 
@@ -194,7 +194,7 @@ class Rebuilt(Measured):
             for *_, state, _ in self.found
         ]
         self.steps = [step == self.step for *_, step in self.found]
-        self.most = (len(self.alive) - 1) * (self.expected.nbytes + 8)  # or with its step in front
+        self.most = (len(self.alive) - 1) * (self.expected.nbytes + 8)  # 8: for its step
         self.large = sum(
             comm.sent for comm in self.run.ledger.leaves() if comm.nbytes > 8 * self.size
         )

@@ -1,13 +1,12 @@
-"""How an exercise is judged: run it on ranks, measure, and say the one thing that helps most.
+"""Judge an exercise: run it on ranks, measure, and give the one hint that helps most.
 
-An exercise is a function of the learner's. Right values are not enough: a ring that passes whole
-tensors round also gives the right sum. So the judge looks at values and at the ledger: bytes,
-rounds, which rank sent to which, and whether the learner's own code did the work (watch.py). An
-answer that is right so far is tried again in harder ways, which are the same for all exercises
-(adversities.py).
+The learner's answer is a function. Right values are not enough: a ring that passes whole tensors
+round also gives the right sum. So the judge looks at values and at the ledger: bytes, rounds, which
+rank sent to which, and whether the learner's own code did the work (watch.py). An answer that is
+right so far is tried again in harder ways, which are the same for all exercises (adversities.py).
 
-An exercise brings four things: its cases, a trial that calls the learner's function on a rank, a
-`Measured` that puts what came of it beside what should have come, and its hints.
+An exercise has four parts: its cases, a trial that calls the learner's function on a rank, a
+`Measured` that compares the results with the expected ones, and its hints.
 """
 
 from __future__ import annotations
@@ -55,12 +54,12 @@ class Line:
 
 
 def line(what: str, measured, expected) -> Line:
-    """A line that is right if both are equal."""
+    """Return a line that is right if both values are equal."""
     return Line(what, measured, expected, measured == expected)
 
 
 def on_ranks(what: str, right: Iterable[bool]) -> Line:
-    """A line that says on how many of the ranks something is right."""
+    """Return a line that says on how many ranks something is right."""
     right = list(right)
     return line(what, f"{sum(right)} of {len(right)} ranks", f"{len(right)} of {len(right)} ranks")
 
@@ -70,7 +69,7 @@ def yes(what: str, ok: bool) -> Line:
 
 
 def are_two(came: object, *kinds: type) -> bool:
-    """Whether a function returned a tuple or list of two things of these kinds."""
+    """Return whether a function returned a tuple or list of two things of these kinds."""
     two = isinstance(came, (tuple, list)) and len(came) == 2
     return two and all(map(isinstance, came, kinds))
 
@@ -177,14 +176,14 @@ class Exercise:
     """`check.NAME`: call it with the learner's function; ask it for a hint, a skeleton, a solution.
 
     solution: the library's function that does this; an answer may not call it. trial: what a
-    rank runs, (fn, case, group) -> its result. cases: pairs (world_size, case); the lines of the
-    first are shown, of the others what is not right. refuses: functions of the library that do some
-    of the asked work. answer: what `.solution()` shows, where it is not `solution`. changes: names
-    of the arguments that the function is there to change; again: a second call with the same
-    arguments gives the same (elsewhere only a second trial is made); makes: types of what is to be
-    made in the call, so that nothing of the kind may be there before; contiguous: names of
-    arguments that never come in another way; scales: with other numbers a right answer returns what
-    the library's function returns, up to rounding.
+    rank runs, (fn, case, group) -> its result. cases: pairs (world_size, case); the first shows all
+    its lines, the others those that are not right. refuses: functions of the library that do some
+    of the asked work. answer: what `.solution()` shows, if it is not `solution`. changes: names of
+    the arguments that the function is meant to change. again: a second call with the same arguments
+    gives the same result (otherwise only a second trial is made). makes: types of objects that the
+    call has to make, so none may exist before it. contiguous: names of arguments that are always
+    contiguous. scales: with other numbers a right answer returns what the library's function
+    returns, up to rounding.
     """
 
     def __init__(
@@ -210,7 +209,7 @@ class Exercise:
         self._cases, self._measured = list(cases), measured
         self._hints, self._skeleton = hints, skeleton
         self._refuses = {*map(inspect.unwrap, [*refuses, *self._answer]), self._solution}
-        self._refuses |= {type(self).answer, to_paste}  # (the printed solution, as text)
+        self._refuses |= {type(self).answer, to_paste}  # they return the solution as text
         self._makes = makes
         kept = frozenset(changes), again, frozenset(contiguous)
         self._facts = Facts(self._answer[-1], *kept, scales)
@@ -292,7 +291,7 @@ class Exercise:
         print(self._skeleton)
 
     def solution(self) -> None:
-        """Show a right answer: source that, pasted into a cell, is one."""
+        """Show a right answer as source that can be pasted into a cell."""
         show_to_paste(*self._answer, name=self.name)
 
     def answer(self) -> str:
@@ -318,14 +317,14 @@ def ranks(size: int) -> str:
     return f"{size} rank{'s' * (size > 1)}"
 
 
-LENGTH = re.compile(r"(?:send|recv)\(\w+\[(\d+)\]")  # of a message, as a RankError tells it
+LENGTH = re.compile(r"(?:send|recv)\(\w+\[(\d+)\]")  # of a message, in the text of a RankError
 
 CALLED = re.compile(r"rank \d+ calls (\w+)\(")
 MESSAGE = {"send", "recv"}
 
 
 def advice(error: RankError) -> str:
-    """Return what a usual failure means."""
+    """Return what a common failure means; "" for any other."""
     text = str(error)
     if "ellipsis" in text:
         return "a gap of the skeleton, ..., is still in your function.\n"

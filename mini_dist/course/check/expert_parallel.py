@@ -22,7 +22,7 @@ COUNT = 8  # bytes of an int64
 
 @dataclass(frozen=True)
 class Counts:
-    """rows[r][e]: how many rows rank r has for expert e. What is in a row tells nobody anything."""
+    """rows[r][e]: how many rows rank r has for expert e. A row's numbers do not tell its expert."""
 
     rows: tuple[tuple[int, ...], ...]
     width: int = 4
@@ -37,17 +37,17 @@ class Counts:
         return len(self.rows[0]) // len(self.rows)
 
     def experts(self, rank: int) -> list[int]:
-        """Of each row that a rank has."""
+        """Return the expert of each row that a rank has."""
         return [expert for expert, count in enumerate(self.rows[rank]) for _ in range(count)]
 
     def inputs(self, rank: int) -> Tensor:
-        """[copies, width], sorted by expert."""
+        """Return a rank's rows [copies, width], sorted by expert."""
         generator = torch.Generator().manual_seed(rank)
         shape = (len(self.experts(rank)), self.width)
         return torch.randn(shape, generator=generator, dtype=F64).to(self.dtype)
 
     def owners(self) -> dict[tuple, tuple[int, int]]:
-        """The numbers of a row -> whose it is, and for which expert."""
+        """Return {numbers of a row: (the rank that has it, its expert)}."""
         return {
             tuple(row): (rank, expert)
             for rank in range(len(self.rows))
@@ -66,13 +66,13 @@ class Counts:
         )
 
     def arrived(self, rank: int) -> Tensor:
-        """What `dispatch` gives a rank: expert by expert, and within one rank by rank."""
+        """Return what `dispatch` gives a rank: sorted by expert, then by the rank it came from."""
         blocks = [self.inputs(r).split(list(row)) for r, row in enumerate(self.rows)]
         mine = range(rank * self.per_rank, (rank + 1) * self.per_rank)
         return torch.cat([block[expert] for expert in mine for block in blocks])
 
     def leaving(self, rank: int) -> int:
-        """Bytes of the rows that a rank has for experts of other ranks."""
+        """Return the bytes of the rows that a rank has for experts of other ranks."""
         return self.nbytes(self.dispatched(rank).sent, rank)
 
     def arriving(self, rank: int) -> int:
@@ -82,8 +82,8 @@ class Counts:
         return (sum(splits) - splits[rank]) * self.width * self.dtype.itemsize
 
 
-# The first shows the numbers. Then other ranks, a rank that sends nothing and an expert that nobody
-# visits; enough rows that an unstable sort mixes them up; and a group of one.
+# The verdict shows the first case. In the second, a rank sends nothing and no row is for expert 2.
+# The third has enough rows that an unstable sort mixes them up. The last is a group of one rank.
 CASES = [
     (2, Counts(((3, 0, 2, 1), (1, 4, 2, 2)))),
     (3, Counts(((1, 2, 0), (0, 0, 0), (2, 0, 0)), 5, F32)),
@@ -93,7 +93,7 @@ CASES = [
 
 
 def gradient_of(rows: Tensor, x: Tensor) -> Tensor | None:
-    """Of x, with 2 rows + 1 coming from above: every row its own."""
+    """Return the gradient of x if the rows' gradient is 2 rows + 1, different for each row."""
     if not rows.requires_grad:
         return None
     return torch.autograd.grad(rows, x, 2 * rows.detach() + 1, allow_unused=True)[0]
@@ -107,7 +107,7 @@ def numbers(value: object) -> list[int] | None:
 
 
 def columns(x: Tensor) -> Tensor:
-    """The same rows, not contiguous."""
+    """Return the same rows, not contiguous in memory."""
     return x.mT.contiguous().mT
 
 
@@ -138,7 +138,7 @@ class Journey(Measured):
     """Rows that go to other ranks, and their gradients back."""
 
     def expect(self, before: list[Tensor], after: list[Tensor], there: list[int], back: list[int]):
-        """What each rank has before and after, and the bytes that it sends forward and back."""
+        """Compare with each rank's rows before and after, and its bytes in forward and backward."""
         ledger, ranks = self.run.ledger, range(self.size)
         self.rows, gradients, *_ = zip(*self.results)
         self.after, self.right = after, [*map(same, self.rows, after)]
@@ -147,7 +147,7 @@ class Journey(Measured):
         self.there = [ledger.total_bytes(rank=rank) - self.back[rank] for rank in ranks]
         self.wanted_there, self.wanted_back = there, back
         owners = self.case.owners()
-        self.owners = [  # (rank, expert) of each row, None of what is no rank's
+        self.owners = [  # (rank, expert) of each row; None if no rank sent it
             [owners.get(tuple(row)) for row in rows.tolist()] if rows.dim() == 2 else []
             for rows in self.rows
         ]
@@ -160,7 +160,7 @@ class Journey(Measured):
         ]
 
     def mistake_on_the_way(self) -> str:
-        """In the words that dispatch and combine share, else ""."""
+        """Return the hint for a mistake that dispatch and combine share; "" if there is none."""
         if self.barriers or self.backend:
             return self.of_the_backend(
                 "Use the library's collectives: all_to_all for the counts, and ops.all_to_all, "
@@ -326,8 +326,7 @@ class Back(Journey):
 
 @dataclass(frozen=True)
 class Tokens:
-    """What the routers of all ranks say about `num_tokens` tokens each, or each `more` than the
-    rank before."""
+    """The tokens of all ranks: `num_tokens` on rank 0, and `more` more on each next rank."""
 
     num_tokens: int
     num_experts: int
@@ -341,7 +340,7 @@ class Tokens:
         return f"{tokens}, {self.num_experts} experts, top {self.top_k}"
 
     def logits(self, rank: int) -> Tensor:
-        """Each rank's tokens prefer experts of their own: alone no rank is balanced."""
+        """Return a rank's logits. Its tokens prefer one expert, so no rank alone is balanced."""
         generator = torch.Generator().manual_seed(10 + rank)
         num_tokens = self.num_tokens + rank * self.more
         logits = torch.randn(num_tokens, self.num_experts, generator=generator)
@@ -362,7 +361,7 @@ def balance_trial(fn, case: Tokens, group):
 
 
 def near(mine: Tensor | None, wanted: Tensor) -> bool:
-    """To float32: a share of two counts is one, unless somebody makes them float64 first."""
+    """Compare to float32's digits, because torch divides two integer counts in float32."""
     return (
         mine is not None
         and mine.shape == wanted.shape
@@ -386,7 +385,7 @@ class Balance(Measured):
         self.right = [*map(near, self.found, self.losses)]
         self.counted = [near(count, self.visits) for count in counts]
         self.graded = [*map(near, found, gradients)]
-        # What all ranks send to add up E counts: by a tree or a ring, or doubling.
+        # The bytes that all ranks send to add up E counts, by a tree or a ring, or by doubling.
         self.least = 2 * (size - 1) * case.num_experts * COUNT
         doubling = size * (size - 1).bit_length() * case.num_experts * COUNT
         self.most = max(self.least, doubling)

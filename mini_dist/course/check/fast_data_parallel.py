@@ -75,8 +75,8 @@ def bucket_trial(fn, case: Buckets, group):
 
 
 def filled(nbytes: list[int], limit: int, full: Callable = operator.gt, room=None) -> list[int]:
-    """The buckets' bytes where each is filled until the next one would make it too full. room: what
-    each is taken to need, where it is not its bytes."""
+    """Return the bytes of buckets that are closed when the next gradient would make them too full.
+    room: the sizes by which fullness is judged, if they are not the bytes."""
     sizes: list[int] = []
     held = 0
     for each, taken in zip(nbytes, room or nbytes):
@@ -89,7 +89,7 @@ def filled(nbytes: list[int], limit: int, full: Callable = operator.gt, room=Non
 
 
 def first_fit(nbytes: list[int], limit: int) -> list[int]:
-    """The buckets' bytes where each goes into the first that has room for it."""
+    """Return the bytes of the buckets if each gradient goes into the first with room for it."""
     sizes: list[int] = []
     for each in nbytes:
         room = [number for number, held in enumerate(sizes) if held + each <= limit]
@@ -234,7 +234,7 @@ class Bucketing(Measured):
 
 
 def is_reduction(comm) -> bool:
-    """The first half of an average, or all of it; not the parts that it is made of."""
+    """Return whether a call is a reduction and not a part of another reduction."""
     itself, *outer = comm.within()
     return "reduce" in itself.op and not any("reduce" in each.op for each in outer)
 
@@ -245,7 +245,7 @@ def is_reduction(comm) -> bool:
 @dataclass(frozen=True)
 class Overlap:
     """turned: in each bucket the gradient that is ready last comes first. crossing: odd ranks use
-    the layers the other way round, so that their last bucket is complete before their first."""
+    the layers in reverse, so their last bucket is complete before their first."""
 
     turned: bool = False
     crossing: bool = False
@@ -267,8 +267,7 @@ class Overlap:
         return [bucket[::-1] for bucket in buckets] if self.turned else buckets
 
     def losses(self, model: Layers, rank: int) -> tuple[Tensor, Tensor]:
-        """Of a micro-batch whose gradients are there already, and of one whose backward is the
-        learner's."""
+        """Return the losses of two micro-batches; the second one's backward is the learner's."""
         generator = torch.Generator().manual_seed(rank)
         first, last = torch.randn(2, 3, 4, dtype=torch.float64, generator=generator).to(self.dtype)
         return model(first).sum(), model(last).sum()
@@ -298,13 +297,13 @@ def in_backward() -> bool:
 
 
 class SlowSender(ThreadPoolExecutor):
-    """One on which nothing is done before backward is over: who waits in a hook stands still.
+    """An executor that starts no work before backward is over, so a hook that waits for it blocks.
 
-    Notes at each hand-over how many gradients were complete, and whether backward ran.
+    It notes at each hand-over how many gradients were complete, and whether backward was running.
     """
 
-    PATIENCE = 1.0  # seconds, then backward is waiting for it
-    TRAVEL = 0.005  # of a bucket
+    PATIENCE = 1.0  # seconds; after them, backward must be waiting
+    TRAVEL = 0.005  # seconds per bucket
 
     def __init__(self, weights):
         super().__init__(max_workers=1)
@@ -337,9 +336,9 @@ class Left:
     """What the learner's function left behind on a rank."""
 
     gradients: list[Tensor | None]
-    seen: list[tuple[int, bool]]  # of each hand-over: gradients complete, during backward
-    waited_for: bool  # by backward
-    under_way: int  # buckets
+    seen: list[tuple[int, bool]]  # per hand-over: complete gradients, in backward or not
+    waited_for: bool  # whether backward waited for a bucket
+    under_way: int  # buckets still in flight
     hooks: int
 
 
@@ -359,7 +358,7 @@ def overlap_trial(fn, case: Overlap, group) -> Left:
 
 class Overlapping(Measured):
     def measure(self):
-        self.local = []  # of each rank: the gradients of both micro-batches
+        self.local = []  # per rank: the gradients of both micro-batches
         for rank in range(self.size):
             model = self.case.model(rank)
             both = self.case.losses(model, rank)
@@ -375,9 +374,7 @@ class Overlapping(Measured):
         nbytes = sum(weight.nbytes for weight in model.weights)
         self.wanted_bytes = 2 * (self.size - 1) * nbytes
         self.found = [left.gradients for left in self.results]
-        ranks = self.results[
-            : 1 if self.case.crossing else None
-        ]  # its odd ones get ready otherwise
+        ranks = self.results[: 1 if self.case.crossing else None]  # odd ranks' order differs
         wrong = (left.seen for left in ranks if [c for c, now in left.seen if now] != self.wanted)
         self.seen = next(wrong, ranks[0].seen)
         self.moments = [complete for complete, during in self.seen if during]
@@ -475,7 +472,7 @@ class Overlapping(Measured):
             ]
             for result in found
         ]
-        if all(map(self.same, found, either)):  # the last of each bucket, or all of them
+        if all(map(self.same, found, either)):  # some or all are the first micro-batch's
             return (
                 "The last micro-batch is missing where a gradient came last in its bucket. Either "
                 "the bucket left with the first of its gradients, not the last (a hook on each, "
@@ -523,10 +520,10 @@ EXERCISES = [
             (3, Buckets(195)),  # one byte less than the last two need
             (1, Buckets(1 << 20)),
             (4, Buckets(1724)),  # a later bucket fits to the byte
-            (2, Buckets(392, torch.float64)),  # the first one does
-            (2, Buckets(861, torch.bfloat16)),  # one byte less than a later one needs
+            (2, Buckets(392, torch.float64)),  # the first bucket fits to the byte
+            (2, Buckets(861, torch.bfloat16)),  # one byte less than a later bucket needs
             (1, Buckets(1300, without=EVERY)),
-            (2, Buckets(20, without=frozenset({0, FROZEN}))),  # the last one is larger
+            (2, Buckets(20, without=frozenset({0, FROZEN}))),  # the last parameter is larger
             (2, Buckets(1000, torch.float64, frozenset())),
         ],
         Bucketing,

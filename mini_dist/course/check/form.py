@@ -1,4 +1,4 @@
-"""Checks of an answer before it runs: its arguments, and names that look at the judge."""
+"""Check an answer before it runs: its arguments, and names with which it could see the judge."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import CodeType
 
 from .ways import Complaint
 
-# With these a function sees the frames around it, or switches off what notes its calls.
+# With these names a function sees the frames around it, or switches off what notes its calls.
 LOOKS_AROUND = {"_getframe", "currentframe", "f_back", "f_locals", "setprofile", "settrace"}
 
 
@@ -23,14 +23,14 @@ def mistake_of_form(fn: Callable, solution: Callable) -> str:
         inspect.signature(fn).bind(*names)
     except TypeError as error:
         return f"Your function is called with ({', '.join(names)}): {error}."
-    except ValueError:  # it does not say what it takes
+    except ValueError:  # it has no signature
         pass
     return ""
 
 
 def stays_inside(fn: Callable) -> None:
-    """Raise Complaint for a function that uses names with which it can look around (on a rank; a
-    grader does not open the learner's function elsewhere)."""
+    """Raise Complaint if a function uses a name of LOOKS_AROUND. For a grader this runs on a rank,
+    because a grader opens the learner's function nowhere else."""
     code = getattr(inspect.unwrap(fn), "__code__", None)
     if found := sorted(LOOKS_AROUND & {*(words_in(code) if code else ())}):
         raise Complaint(

@@ -1,7 +1,7 @@
-"""Exercise of lesson 22: what DeepSpeed sends in a step, told from its settings alone.
+"""Exercise of lesson 22: predict from DeepSpeed's settings what it sends in a step.
 
-The oracle is the answer's formula; tests/course/frameworks compares it with the ledger
-of DeepSpeed's own runs.
+The answer's formula gives the expected bytes. tests/course/frameworks compares the formula with the
+ledger of DeepSpeed's own runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Settings:
         return f"{said}, {self.micro_batches} micro-batches, {self.ranks} ranks"
 
     def sent(self) -> int:
-        """Bytes of all ranks, in float32."""
+        """Return the bytes that all ranks send, in float32."""
         return answers.deepspeed_bytes(
             dict(self.zero), list(self.sizes), self.micro_batches, self.ranks
         )
@@ -52,7 +52,7 @@ class Counted(Measured):
             return "Return a number: the bytes that all ranks send in a step, together."
         case, wanted = self.case, self.wanted
         zero, k, total = dict(case.zero), case.micro_batches, sum(case.sizes)
-        each = 4 * (case.ranks - 1) * total  # of a gather, or of a scatter, of everything
+        each = 4 * (case.ranks - 1) * total  # bytes of one gather, or one scatter, of everything
         if not wanted:
             return "One rank has nobody to send to: n - 1 is 0."
         if self.came * 4 == wanted:
@@ -102,13 +102,13 @@ def case_of(case: Settings, micro_batches: int) -> float:
 
 
 APART = ("use_multi_rank_bucket_allreduce", False)
-FREED = (  # nothing stays gathered but what is below the threshold
+FREED = (  # only parameters up to the threshold stay gathered
     ("stage3_max_reuse_distance", 0),
     ("stage3_max_live_parameters", 0),
     ("stage3_prefetch_bucket_size", 0),
 )
 THRESHOLD = "stage3_param_persistence_threshold"
-SAID = [  # (stage and what else is said, micro-batches, ranks)
+SAID = [  # (stage, other settings, micro-batches, ranks)
     (1, (), 1, 8),
     (1, (APART,), 1, 4),
     (2, (APART,), 3, 4),

@@ -23,7 +23,7 @@ from .measures import plain
 
 @dataclass(frozen=True)
 class Placed:
-    """hosts: of each rank."""
+    """hosts: the host of each rank."""
 
     hosts: tuple[int, ...]
     shape: tuple[int, ...]
@@ -65,7 +65,7 @@ class OnHosts(Measured):
         ]
         number = len(self.out)
         self.wanted = 2 * (number - 1) * self.nbytes // number
-        # Cut in parts that cannot all be equal, one host may send a few numbers more than another.
+        # If the parts cannot all be equal, one host may send a few numbers more than another.
         whole = self.expected.numel() % (self.size * number) == 0
         self.room = 0 if whole else 2 * self.size * self.expected.element_size()
 
@@ -170,7 +170,7 @@ class Ordered(Measured):
 
 @dataclass(frozen=True)
 class Cabled:
-    """A ring of n ranks; those at two places were exchanged. The rest of a job sends a little."""
+    """A ring of ranks, of which two were exchanged. Other pairs of ranks send small messages."""
 
     size: int
     pair: tuple[int, int] | None
@@ -266,7 +266,7 @@ def all_reduce_on_hosts(x, hosts, group):
         [
             (1, Axes((("tp", 4), ("dp", 4)), (("tp", 100), ("dp", 10)))),
             (1, Axes((("dp", 4), ("tp", 4)), (("tp", 100), ("dp", 10)))),
-            # One order is best: a rotation of the axes, or two of them swapped; never by size only.
+            # One order is best in each case. Sorting by size or by bytes sent misses some of them.
             (1, Axes((("a", 2), ("b", 2), ("c", 3)), (("a", 7), ("b", 8), ("c", 4)), 3)),
             (1, Axes((("a", 3), ("b", 2), ("c", 2)), (("a", 2), ("b", 4), ("c", 20)), 3)),
             (1, Axes((("a", 2), ("b", 2), ("c", 4)), (("a", 7), ("b", 3), ("c", 9)))),

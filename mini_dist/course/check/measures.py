@@ -1,4 +1,4 @@
-"""Measurements of several exercises: numbers up to rounding, and which tensors still exist."""
+"""Measure what several exercises need: equality up to rounding, and tensors that still exist."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def close(found, expected: Tensor, largest: float) -> bool:
 
 
 def all_close(found, expected, largest: float) -> bool:
-    """Compare tensors with these values, and None with None."""
+    """Compare tensors by `close`, and None with None."""
     return len(found) == len(expected) and all(
         a is None if b is None else close(a, b, largest) for a, b in zip(found, expected)
     )
@@ -39,8 +39,8 @@ def all_close(found, expected, largest: float) -> bool:
 def mistake_of_dtype(
     run: Run, dtype: torch.dtype, wanted: int, what: str = "gradients", beside: str = ""
 ) -> str:
-    """Return the hint if something was sent in a dtype other than this one, or `beside`; else "".
-    wanted: bytes."""
+    """Return the hint if something was sent in a dtype other than these two; else "". beside: the
+    name of a second dtype. wanted: bytes."""
     name, sent = str(dtype).removeprefix("torch."), run.ledger.total_bytes()
     others = {comm.dtype for comm in run.ledger.leaves() if comm.sent} - {name, beside}
     if not others:
@@ -79,7 +79,7 @@ class Alive(TorchDispatchMode):
         return result
 
     def storages(self) -> dict[int, int]:
-        """Return the existing storages -> bytes, and forget the others."""
+        """Return the bytes of each storage that still exists, and forget the others."""
         found = [(place, ref, referred_to(ref)) for place, ref in [*self.made.items()]]
         alive = [each for each in found if each[2] is not None]
         self.made = {place: ref for place, ref, _ in alive}
@@ -90,14 +90,14 @@ class Alive(TorchDispatchMode):
 
 
 def referred_to(reference: weakref.ref):
-    """The storage behind a weak reference, or None if it is gone."""
+    """Return the storage behind a weak reference, or None if it is gone."""
     storage = reference()
     if storage is not None:
-        storage._fix_weakref()  # torch asks for it, and 2.8 warns where it is missing
+        storage._fix_weakref()  # torch requires it, and torch 2.8 warns without it
     return storage
 
 
 def storages(value) -> list:
-    """Return the storages of all tensors in it. A sparse tensor has none of its own."""
+    """Return the storages of all tensors in `value`. A sparse tensor has none of its own."""
     tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
     return [t.untyped_storage() for t in tensors if t.layout == torch.strided]

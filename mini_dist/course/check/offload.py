@@ -1,8 +1,7 @@
 """Exercises of lesson 20: read the next weight ahead, and place tensors without fragments.
 
-Waiting is judged in virtual time, where a layer takes given seconds and so does a weight in
-flight: no clock is involved. A weight counts as held from the time when it is requested until
-nothing refers to it any more.
+Waiting is judged in virtual time, without a clock: the case gives the seconds of each layer and of
+each load. A weight counts as held from its request until nothing refers to it any more.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from .measures import Alive, plain
 @dataclass(frozen=True)
 class Weights:
     sizes: tuple[int, ...]  # elements of each layer's weight
-    seconds: tuple[float, ...]  # that each layer computes
+    seconds: tuple[float, ...]  # of each layer's computation
 
     def __str__(self) -> str:
         if not self.sizes:
@@ -37,17 +36,17 @@ class Weights:
         return torch.arange(self.sizes[number], dtype=torch.float64) % 7 + number
 
     def expected(self) -> tuple[float, float]:
-        """Seconds with one read ahead, and without."""
+        """Return the seconds with one weight read ahead, and the seconds without."""
         device = link = ahead = 0.0
         for size, seconds in zip(self.sizes, self.seconds):
             link = max(link, ahead) + size
             begin = max(device, link)
-            ahead, device = begin, begin + seconds  # the next is asked for as this one begins
+            ahead, device = begin, begin + seconds  # the next load begins with this layer
         return device, sum(self.sizes) + sum(self.seconds)
 
 
 class Weighty(Alive):
-    """Single numbers, as x, do not count."""
+    """Count only storages of more than 64 bytes: a single number such as x is no weight."""
 
     def storages(self) -> dict[int, int]:
         return {place: size for place, size in super().storages().items() if size > 64}
@@ -55,7 +54,7 @@ class Weighty(Alive):
 
 @dataclass
 class World:
-    """A device, a link of one element a second, and the weights that are held."""
+    """A device, a link of one element per second, and the weights that are held."""
 
     case: Weights
     alive: Alive
@@ -82,16 +81,16 @@ class World:
         return compute
 
 
-FIRST = torch.ones((), dtype=torch.float64)  # the x that comes in
+FIRST = torch.ones((), dtype=torch.float64)  # the input of the first layer
 
 
 def after(x: Tensor, number: int, weight: Tensor) -> Tensor:
-    """A layer, of whose x it matters which it is."""
+    """Return a layer's output, which depends on its input and its number."""
     return 2 * x + (number + 1) * weight.sum()
 
 
 class Arriving:
-    """A weight on its way: its place is taken at once."""
+    """A weight in flight. Its memory counts from the request on."""
 
     def __init__(self, world: World, number: int):
         self.world = world
@@ -191,7 +190,7 @@ class ReadAhead(Measured):
 
 @dataclass(frozen=True)
 class Tensors:
-    """kind "given": these; "by lot": this many; "a step": the requests of a training step."""
+    """kind "given": `tensors`; "by lot": `number` random ones; "a step": a training step's."""
 
     kind: str
     tensors: tuple[tuple[int, int, int], ...] = ()
@@ -221,7 +220,7 @@ def place_trial(fn, case: Tensors, group):
 
 
 def step_of_a_model() -> list[tuple[int, int, int]]:
-    """What one step of a small GPT asks for, seen by the ledger's own recorder."""
+    """Return the tensors of one step of a small GPT, as the ledger's recorder sees them."""
     from mini_dist.model.gpt import GPT
     from mini_dist.model.loss import token_loss
     from mini_dist.plan.config import ModelConfig
@@ -301,7 +300,7 @@ class Placed(Measured):
 
 
 def one_by_one(tensors, order) -> list[int]:
-    """The lowest free place for each, in this order of (bytes, begin, end)."""
+    """Return the lowest free address for each tensor. order: a sort key of (bytes, begin, end)."""
     places: dict[int, int] = {}
     for i in sorted(range(len(tensors)), key=lambda i: order(tensors[i])):
         size, begin, end = tensors[i]
@@ -320,7 +319,7 @@ ORDERS = {
 }
 FRAGMENTS = ((4, 0, 2), (2, 0, 6), (4, 1, 3), (2, 2, 6), (8, 3, 6), (3, 4, 5))
 
-# The lowest gap needs 49, the smallest gap that is large enough 52.
+# Taking the lowest gap needs 49 bytes. Taking the smallest gap that is large enough needs 52.
 LOWEST = (
     (15, 0, 3),
     (18, 4, 7),

@@ -1,4 +1,4 @@
-"""Exercise of lesson 06: a block that keeps its input, and makes the rest again in backward.
+"""Exercise of lesson 06: a block that saves only its input, and recomputes the rest in backward.
 
 Right gradients are not enough: a block that saves everything has them as well. So the judge checks
 what is still saved, by autograd or by anything else, how often the block ran, and the state of the
@@ -50,16 +50,16 @@ class Seen:
 
     out: Tensor
     gradients: list[Tensor | None]  # of the input's leaf, then of the parameters
-    added: list[Tensor | None]  # the same, where there were gradients before
+    added: list[Tensor | None]  # the same of a second pass, added to the first's
     next_draw: float  # the first random number that is drawn afterwards
     kept: int  # bytes that autograd holds between forward and backward
-    held: int  # bytes that somebody holds then of what was made in forward, save the output
-    inside: int  # outputs inside the block that are still there then
+    held: int  # bytes made in forward that still exist then, without the output
+    inside: int  # outputs inside the block that still exist then
     runs: tuple[int, int]  # of the block, in forward and in backward
 
 
 def seen(fn: Callable, case: Block) -> Seen:
-    """Run fn(block, x) with these dice; the x has a graph behind it, as a block's has."""
+    """Run fn(block, x) from a fixed seed. As in a model, x is the output of earlier operations."""
     torch.manual_seed(0)
     layers = nn.Linear(64, 256), nn.GELU(), nn.Dropout(case.p), nn.Linear(256, 64)
     block = nn.Sequential(*layers).to(case.dtype)
@@ -83,12 +83,12 @@ def seen(fn: Callable, case: Block) -> Seen:
         del there
         kept, in_forward = saved.now, runs[0]
         held = alive.nbytes() - out.untyped_storage().nbytes()
-    torch.rand(())  # as the next block would
+    torch.rand(())  # the next block draws as well
     wanted = [leaf, *block.parameters()]
     out.square().sum().backward()
     gradients = [None if each.grad is None else each.grad.clone() for each in wanted]
     in_backward, next_draw = runs[0] - in_forward, torch.rand(()).item()
-    again = x.detach().requires_grad_()  # and once more: these add to what is in .grad
+    again = x.detach().requires_grad_()  # a second pass, which adds to .grad
     torch.manual_seed(1)
     out_again = again
     for _ in range(case.times):
@@ -108,7 +108,7 @@ def trial(fn: Callable, case: Block, group) -> Seen:
 
 
 def same(found: list[Tensor | None], expected: list[Tensor]) -> bool:
-    """Up to rounding: who asks for the gradients in another way may add in another order."""
+    """Compare up to rounding, because a right answer may add in another order."""
     return len(found) == len(expected) and all(
         a is None if b is None else close(a, b, 4 * b.abs().max().item())
         for a, b in zip(found, expected)
@@ -118,9 +118,9 @@ def same(found: list[Tensor | None], expected: list[Tensor]) -> bool:
 class Forgetting(Measured):
     def measure(self):
         self.expected, self.found = seen(plain, self.case), self.results[0]
-        dice = len(torch.get_rng_state())  # their state may be saved like x
+        dice = len(torch.get_rng_state())  # a random state may be saved like x
         self.room = self.case.times * (self.case.input_bytes + dice)
-        # (the output of one block is the input of the next)
+        # The output of one block is the input of the next one, so it has to exist.
         self.room_held = self.room + (self.case.times - 1) * self.case.input_bytes
 
     def lines(self) -> list[Line]:

@@ -32,7 +32,7 @@ from . import answers
 from .engine import Exercise, Line, Measured
 from .watch import functions_of
 
-LAYERS = 8  # of the small model that every schedule runs, cut evenly into its stages
+LAYERS = 8  # of the puzzle's model, which the stages must share evenly
 # The library's functions that make or change lists.
 WRITERS = {
     *(*library.SCHEDULES.values(), library.build, library.forward_only),
@@ -43,7 +43,7 @@ WRITERS = {
 
 @dataclass(frozen=True)
 class Question:
-    """What the learner's function is called with, and what its lists are for."""
+    """The arguments of a call, and the ranks and micro-batches that the lists are for."""
 
     num_ranks: int
     num_micro_batches: int
@@ -56,7 +56,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Case:
-    """One question, whose lists are run; or many, whose lists are only played, on one rank."""
+    """One question, whose lists run on ranks; or several, whose lists are only simulated."""
 
     questions: tuple[Question, ...]
 
@@ -79,11 +79,11 @@ def cases(run: list[Question], played: list[Question]) -> list[tuple[int, Case]]
 
 @dataclass
 class Answer:
-    """What came of a question; `refused` says in a sentence why the lists cannot run."""
+    """The answer to a question; `refused` says in a sentence why the lists cannot run."""
 
     schedule: Schedule | None
     refused: str
-    right: bool = False  # the gradients, where it was run
+    right: bool = False  # whether its gradients are right, if it ran
 
 
 def trial(fn, case: Case, group) -> list[Answer]:
@@ -100,7 +100,7 @@ def trial(fn, case: Case, group) -> list[Answer]:
 
 
 def read(returned, asked: Question) -> Schedule:
-    """The learner's lists as a Schedule; ScheduleError where they are none, or not as asked."""
+    """Return the learner's lists as a Schedule; raise ScheduleError if they are not as asked."""
     mixed = any(getattr(each, "mixed", False) for each in (returned, *asked.arguments))
     lists = returned.ranks if isinstance(returned, Schedule) else returned
     if not in_order(lists) or isinstance(lists, str):
@@ -165,7 +165,7 @@ def read_item(item) -> Action | Fused:
 
 
 def runs_right(schedule: Schedule, group) -> bool:
-    """Run it on small stages of whole numbers: do this rank's gradients equal one process's?"""
+    """Run small stages; return whether this rank's gradients equal those of one process."""
     stages, m = schedule.num_stages, schedule.num_micro_batches
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randint(-1, 2, shape, generator=generator).double()  # noqa: E731
@@ -192,12 +192,12 @@ def runs_right(schedule: Schedule, group) -> bool:
     return all(torch.allclose(weight.grad, expected[n]) for n, weight in mine.items())
 
 
-# -- what was measured ------------------------------------------------------------------------
+# -- the measurements -------------------------------------------------------------------------
 
 
 class Lists(Measured):
-    """The answer to one question in numbers, by the names that hints speak of: to the first one
-    that is not right. An exercise says what it wants (`wanted`) and what is not so (`wrong`)."""
+    """The measurements of one question: the first that is not right, else the last. An exercise
+    defines the lines that it wants (`wanted`) and the hint if one is not right (`wrong`)."""
 
     if_stuck = ""  # what helps most against a deadlock
 
@@ -239,8 +239,8 @@ class Lists(Measured):
         return [Line("gradients of one process on", found, f"all {self.p}", all(self.right))]
 
     def refusal(self) -> str:
-        """Why the lists cannot run, with what usually helps. The first line says it; below it the
-        validator has the whole timetable with the place marked."""
+        """Return why the lists cannot run, with what usually helps. Only the first line of the
+        validator's message is used; below it is a timetable with the place marked."""
         said = self.refused.splitlines()[0]
         if "deadlock" in said:
             said += f". {self.if_stuck}".rstrip()
@@ -260,8 +260,8 @@ class Lists(Measured):
 
 
 def played(schedule: Schedule) -> tuple[float, list[float]]:
-    """Its bubble, and the micro-batches that each rank holds at most: thin stages last and hold
-    less, so F, B and W of a rank's whole share of the model last 1 each."""
+    """Return a schedule's bubble, and the most micro-batches that each rank holds. F, B and W of a
+    rank's whole share of the model take 1 each, so a thinner stage takes and holds less."""
     chunks = schedule.num_stages / schedule.num_ranks
     timeline = simulate(schedule, Times(1 / chunks, 1 / chunks, 1 / chunks))
     return timeline.bubble, [count / chunks for count in timeline.peak_in_flight]
@@ -282,7 +282,7 @@ class OneStageARank(Lists):
     """A schedule whose bubble is (p-1)/(m+p-1)."""
 
     def most(self) -> list[int]:
-        """What the ranks hold at most."""
+        """Return how many micro-batches each rank holds at most."""
         raise NotImplementedError
 
     def wanted(self) -> list[Line]:
@@ -444,8 +444,8 @@ def compute_lists(schedule: Schedule) -> list[list[Action]]:
 
 
 def misplaced(schedule: Schedule, kind: str) -> list[tuple[Action, Action]]:
-    """(send, the computation before it), where that is not what it sends; or (receive, the one
-    after it), where that is not what needs it."""
+    """Return (send, the computation before it) if that does not make the message; for receives,
+    (receive, the computation after it) if that does not use the message."""
     found = []
     for rank in range(schedule.num_ranks):
         beside, actions = None, list(schedule.actions(rank))
@@ -458,11 +458,11 @@ def misplaced(schedule: Schedule, kind: str) -> list[tuple[Action, Action]]:
 
 
 def carried(message: Action) -> Key:
-    """The computation that makes it, or needs it."""
+    """Return the computation that makes or uses a message."""
     return (message.stage, message.kind[-1], message.micro)
 
 
-# Stages side by side that are on ranks far apart, and a rank that has the first and the last.
+# Neighboring stages on ranks that are far apart; and a rank that has the first and the last stage.
 APART = Schedule("stages on ranks 0, 2, 1, 3", [library.gpipe(4, 3).ranks[r] for r in (0, 2, 1, 3)])
 BOTH_ENDS = Schedule(
     "five stages on two ranks",
@@ -472,7 +472,7 @@ BOTH_ENDS = Schedule(
 
 # -- the puzzle -------------------------------------------------------------------------------
 
-BUDGET = 4  # micro-batches that a rank may hold, as much as 1F1B's first rank does
+BUDGET = 4  # micro-batches that a rank may hold, as many as 1F1B's first rank
 
 
 class Puzzle(Lists):
@@ -514,8 +514,7 @@ class Puzzle(Lists):
         )
 
     def ranking(self) -> list[Line]:
-        """Yours among the known schedules, smallest bubble first; who holds too much has no
-        place."""
+        """Rank the learner's schedule among the known ones by bubble, except those over budget."""
         found = [("yours", self.bubble, max(self.held))]
         for build in library.SYNCHRONOUS.values():
             schedule = build(self.p, self.m)

@@ -1,7 +1,7 @@
-"""Exercise of lesson 06 for two ranks: unscale before clipping, skip alike, halve and grow.
+"""Exercise of lesson 06: unscale before clipping, skip on all ranks, lower and raise the scale.
 
-Right parameters after one good step are not enough: so several steps are made, in some of which one
-rank overflows. On every rank the judge checks which steps were taken, and the scale after each.
+One good step does not show enough, so several steps are made, and in some of them one rank
+overflows. On every rank the judge checks which steps were taken, and the scale after each.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from .engine import NO_BARRIER, Exercise, Line, Measured, line, on_ranks
 from .measures import mistake_of_dtype
 
 SHAPES = [(3, 4), (5,), (2, 2, 2), ()]
-FLAG = 8  # bytes: whoever asks once more whether anyone has overflowed sends a number
+FLAG = 8  # bytes of a number, for an answer that asks once more whether a rank has overflowed
 INF, NAN = float("inf"), float("nan")
 
 
 @dataclass(frozen=True)
 class Steps:
-    """overflows: (step, rank, value): what one gradient of the rank has in this step."""
+    """overflows: (step, rank, value that is among the rank's gradients in this step)."""
 
     overflows: tuple[tuple[int, int, float], ...] = ((1, 1, INF), (2, 0, NAN), (7, 1, -INF))
-    interval: int = 2  # good steps, until the scale grows
+    interval: int = 2  # good steps until the scale grows
     max_norm: float = 2.0
     count: int = 9
     dtype: torch.dtype = torch.float32
@@ -44,10 +44,10 @@ class Steps:
         return [each.requires_grad_() for each in made]
 
     def gradients(self, step: int, rank: int) -> list[Tensor]:
-        """This rank's loss, not scaled. Only every third step's gradients have to be clipped; once
-        they are huge, and finite."""
+        """Return this rank's gradients, not scaled. They have to be clipped in every third step; in
+        step 6 they are huge, but finite."""
         dice = torch.Generator().manual_seed(100 * step + rank)
-        size = (3.0, 0.1, 1e-4)[step % 3] * (step != 4)  # once they are zeros
+        size = (3.0, 0.1, 1e-4)[step % 3] * (step != 4)  # zeros in step 4
         size *= 1e6 if step == 6 else 1
         made = [size * torch.randn(shape, generator=dice).to(self.dtype) for shape in SHAPES]
         for at, who, value in self.overflows:
@@ -58,7 +58,7 @@ class Steps:
 
 
 class Watched(torch.optim.SGD):
-    """With momentum, even a step with zeros moves the parameters."""
+    """SGD that counts its steps. With momentum, even a step with zeros moves the parameters."""
 
     def __init__(self, parameters):
         super().__init__(parameters, lr=0.1, momentum=0.9)
@@ -93,7 +93,7 @@ def trial(fn, case: Steps, group) -> list[After]:
 
 
 def expected(case: Steps, size: int, rank: int, mistake: str = "") -> list[After]:
-    """What is left after each step; or what would be with one of the usual mistakes."""
+    """Return what each step leaves, or would leave with one of the usual mistakes."""
     parameters, scaler, seen = case.parameters(), case.scaler(), []
     optimizer = Watched(parameters)
     for step in range(case.count):
@@ -155,7 +155,7 @@ class Scaling(Measured):
         numbers = sum(torch.Size(shape).numel() for shape in SHAPES)
         step = 2 * (self.size - 1) * numbers * case.dtype.itemsize
         self.wanted = step * case.count
-        self.least = step * sum(after.made for after in self.right)  # if the others are given up
+        self.least = step * sum(after.made for after in self.right)  # if skipped steps send nothing
         self.room = 2 * (self.size - 1) * FLAG * case.count
 
     def steps(self, of: list[After]) -> str:
@@ -185,7 +185,7 @@ class Scaling(Measured):
         return self.mistake_in_choice() or self.mistake_in_values() or self.mistake_in_bytes()
 
     def mistake_in_choice(self) -> str:
-        """Whether to step, and the scale afterwards: the first step that is not right."""
+        """Return the hint for the first step with a wrong decision to step, or a wrong scale."""
         for step, should in enumerate(self.right):
             did = [each[step] for each in self.results]
             for rank, after in enumerate(did):
@@ -258,7 +258,7 @@ class Scaling(Measured):
 
 
 def same_choice(found: After, should: After, interval: int) -> bool:
-    """A count of good steps may go on, where the scale grows at each multiple of the interval."""
+    """Compare two steps. The count may run on if the scale grows at multiples of the interval."""
     good = (found.good_steps - should.good_steps) % interval == 0
     return good and (found.made, found.scale) == (should.made, should.scale)
 

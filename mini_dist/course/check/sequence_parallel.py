@@ -1,4 +1,4 @@
-"""The exercise of lesson 10: an MLP's pair swapped for the one that cuts the sequence."""
+"""Exercise of lesson 10: an MLP that enters by all-gather and leaves by reduce-scatter."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from .watch import functions_of
 
 
 def sequence_parallel_mlp(x, norm, up, down, bias, group):
-    """norm -> up -> GELU -> down of x [B, S/t, D]; each rank has its part of the sequence.
+    """Apply norm, up, GELU and down to x [B, S/t, D], this rank's part of the sequence.
 
-    up [F/t, D] and down [D, F/t] are this rank's pieces, norm and bias [D] whole on every rank.
-    It is a norm and `tensor_parallel.ideas.mlp` with pair=SEQUENCE.
+    up [F/t, D] and down [D, F/t] are this rank's shards; norm and bias [D] are whole on every rank.
+    `tensor_parallel.ideas.mlp` with pair=SEQUENCE does the same without the norm.
     """
     entered = ops.all_gather(norm(x), group, dim=1)  # [B, S, D]
     hidden = functional.gelu(functional.linear(entered, up))  # [B, S, F/t]
     return ops.reduce_scatter(functional.linear(hidden, down), group, dim=1) + bias
 
 
-B, S, D, F = 2, 12, 6, 36  # (so that the weights have more numbers than the tokens)
-CUT = {"x": 1, "up": 0, "down": 1}  # which dim
+B, S, D, F = 2, 12, 6, 36  # the weights have more numbers than the tokens
+CUT = {"x": 1, "up": 0, "down": 1}  # the sharded dim of each
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ SIZES = [(4, Sequence()), (2, Sequence(torch.float32)), (3, Sequence()), (1, Seq
 
 
 class WatchedGELU(TorchFunctionMode):
-    """Inside it, what enters a GELU leaves its shape here."""
+    """Note the shapes of the inputs of every GELU inside `with`."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ class WatchedGELU(TorchFunctionMode):
 
 
 class WatchedNorm(torch.nn.RMSNorm):
-    """A norm that remembers on what it was used."""
+    """A norm that notes the shapes of its inputs."""
 
     def __init__(self, weight: Tensor):
         super().__init__(D, eps=1e-5)
@@ -123,12 +123,12 @@ class Swap(WithBackward):
         return all(isinstance(part, Tensor) for part in parts) and same(sum(parts), self.sums[name])
 
     def where_the_norm_works(self) -> Line:
-        """No call of it may see more than this rank's part."""
+        """Return the line on the norm: no input may be larger than this rank's part."""
         ok = bool(self.normed) and all(math.prod(s) <= math.prod(self.part) for s in self.normed)
         return Line("the norm works on", self.normed, [self.part], ok)
 
     def where_gelu_works(self) -> Line:
-        """On all tokens and this rank's features, in whatever pieces."""
+        """Return the line on GELU: it may see only this rank's features, in pieces of any size."""
         ok = not self.as_sequences() and all(s[-1] <= F // self.size for s in self.hidden)
         return Line("GELU works on", self.hidden or "not seen", [self.tokens], ok)
 

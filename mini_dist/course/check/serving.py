@@ -1,7 +1,7 @@
 """Exercises of lesson 24: a block table, who runs when blocks are short, the cache of a real model.
 
-No ranks are needed. The block table is judged by the texts of a model that reads through it, by
-whose blocks were taken, and by how many. The choice is judged situation by situation.
+No ranks are needed. The block table is judged by the texts that a model generates through it, and
+by which blocks were taken and how many. The choice is judged situation by situation.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from .watch import functions_of
 CONFIG = ModelConfig(
     vocab_size=32, seq_len=64, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2
 )
-NEW = 7  # tokens that each text gets
+NEW = 7  # generated tokens per text
 
 
 @lru_cache
 def tiny_model() -> GPT:
     model = GPT(CONFIG, dtype=torch.float64).eval()
-    with torch.no_grad():  # its layers say more than its embedding: texts that vary
+    with torch.no_grad():  # layers that outweigh the embedding, so that texts vary
         for name, parameter in model.named_parameters():
             parameter.mul_(8 if name.startswith("blocks") and "norm" not in name else 1)
     return model
@@ -46,12 +46,12 @@ def tiny_model() -> GPT:
 
 @dataclass(frozen=True)
 class Texts:
-    """Prompts of these lengths, continued in turn; `chunk` tokens of a prompt at once, 0: all."""
+    """Prompts of these lengths, continued in turn. chunk: prompt tokens per call; 0 means all."""
 
     lengths: tuple[int, ...]
     block_size: int
     chunk: int = 0
-    spare: int = 0  # blocks more than its tokens need that each text has from the beginning
+    spare: int = 0  # blocks that each text has before its first token
 
     def __str__(self) -> str:
         chunks = f", prompts in chunks of {self.chunk}" * (self.chunk > 0)
@@ -70,17 +70,17 @@ class Texts:
 
 @dataclass
 class Written:
-    """What came of a function that places tokens."""
+    """The result of a function that places tokens."""
 
     texts: list[list[int]] = field(default_factory=list)
-    taken: int = 0  # blocks that were not free
-    more: int = 0  # blocks at once, more than the tokens need
-    lost: int = 0  # tokens for which there was no place in the table's blocks
+    taken: int = 0  # blocks that were not free, or twice in a table, or lost from it
+    more: int = 0  # the most blocks in a table beyond what its tokens need
+    lost: int = 0  # tokens without a slot in the table's blocks
     shape: str = ""  # what is wrong with what was returned
 
 
 def write(fn, case: Texts, group) -> Written:
-    """Continue the texts in turn, each token written where `fn` says and read by its table."""
+    """Continue the texts in turn: write each token where `fn` says, and read it by its table."""
     size, found = case.block_size, Written()
     free = list(range(case.num_blocks))
     random.Random(2).shuffle(free)
@@ -118,7 +118,7 @@ def write(fn, case: Texts, group) -> Written:
             if written[i] == len(text):
                 text.append(int(logits[-1].argmax()))
             if len(text) == ends[i]:
-                free += tables[i]  # it has ended: others may have its blocks
+                free += tables[i]  # this text has ended, so others may use its blocks
     found.texts = texts
     return found
 
@@ -216,7 +216,7 @@ class Table(Measured):
 
 
 class Situation(NamedTuple):
-    running: list[Text]  # who came first, first
+    running: list[Text]  # in the order of admission
     waiting: list[Text]
     free: int
 
@@ -282,7 +282,7 @@ class Choices(Measured):
 
     @staticmethod
     def kind_of(situation: Situation, came, size: int) -> str:
-        """What is wrong with a choice; "" if nothing is."""
+        """Return what is wrong with a choice; "" if nothing is."""
         running, waiting, free = situation
         if not (
             isinstance(came, (tuple, list))
@@ -353,14 +353,14 @@ WRONG_CHOICES = {  # the likeliest mistakes first
 
 @dataclass(frozen=True)
 class Real:
-    """A config.json, as far as it matters here, and what is asked about it."""
+    """The parts of a config.json that matter here, and the question about it."""
 
     name: str
     settings: tuple[tuple[str, int | str], ...]
     tokens: int
     bytes_a_number: int
     tp: int
-    numbers: int  # of one token, on one device: worked out by hand
+    numbers: int  # cached per token and device, calculated by hand
 
     def __str__(self) -> str:
         devices = f" on {self.tp} devices" if self.tp > 1 else ""
@@ -439,7 +439,7 @@ LLAMA_8B = llama(4096, 32, 32, 14336, num_key_value_heads=8)
 LLAMA_70B = llama(8192, 80, 64, 28672, num_key_value_heads=8)
 OPEN_LLAMA = llama(3200, 26, 32, 8640)  # neither num_key_value_heads nor head_dim
 QWEN = (*llama(1024, 28, 16, 3072, num_key_value_heads=8, head_dim=128), ("model_type", "qwen3"))
-MISTRAL = (  # its window is a matter of attention: here all tokens are saved
+MISTRAL = (  # its window limits attention; the cache here saves all tokens
     *llama(4096, 32, 32, 14336, num_key_value_heads=8),
     *dict(model_type="mistral", sliding_window=4096, max_position_embeddings=32768).items(),
 )

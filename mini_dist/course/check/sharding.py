@@ -1,4 +1,4 @@
-"""Exercises of lesson 23: shardings that need one all-reduce, a step of SUMMA, what is missing."""
+"""Exercises of lesson 23: shardings that need one all-reduce, a step of SUMMA, a quiz."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Sharded:
 
 
 def specs_trial(fn, case: Sharded, group):
-    """In plain tuples, whatever class the learner has for a pair."""
+    """Return the learner's specs as plain tuples, whatever class they have."""
     came = fn()
     if not isinstance(came, Mapping):
         return came
@@ -56,8 +56,8 @@ def specs_trial(fn, case: Sharded, group):
 
 
 def written(name: str, spec) -> str:
-    """`("dp", None)` or `PartitionSpec("dp")` for x -> `x[B_dp, D]`. Raises ValueError where it is
-    no such pair."""
+    """Write `("dp", None)` or `PartitionSpec("dp")` for x as `x[B_dp, D]`. Raises ValueError if the
+    spec is no such pair."""
     dims = TENSORS[name]
     if isinstance(spec, str) or not isinstance(spec, Iterable) or len(spec := [*spec]) > len(dims):
         raise ValueError(
@@ -72,8 +72,7 @@ def written(name: str, spec) -> str:
 
 
 class OneAllReduce(Measured):
-    """The learner's placements, and of all placements of what is between the two products the one
-    that sends least."""
+    """The learner's placements, with the placement of h = x v that sends least."""
 
     def measure(self):
         self.wrong, self.plans = "", []
@@ -236,17 +235,17 @@ class Step(Measured):
         )
 
 
-# ---- what is missing -----------------------------------------------------------------------------
+# ---- the missing collective ----------------------------------------------------------------------
 
 SEED = 23
 
 
 class FromTheQuiz(list):
-    """Answers that nobody had to find."""
+    """The quiz's own answers, as a type that the judge recognizes."""
 
 
 def missing_collective(seed: int = SEED) -> list[str]:
-    """The answers of the quiz of this seed."""
+    """Return the answers to the quiz of this seed."""
     return FromTheQuiz(answer for _, _, answer in questions(seed))
 
 

@@ -1,12 +1,12 @@
-"""Questions without end: which one collective does `X[B, F_tp] . W[F_tp, D] -> Y[B, D]` need?
+"""Generate questions: which one collective does `X[B, F_tp] . W[F_tp, D] -> Y[B, D]` need?
 
     five(23)                                       # five expressions, the same for the same seed
-    score(23, ["all_reduce tp", "nothing", ...])   # how many are right, and of the others why not
+    score(23, ["all_reduce tp", "nothing", ...])   # how many are right, and the right answers
 
-The answers do not come from rules: four ranks' arrays are written down, every collective is tried
-on every tensor before and after the local product, and the answer is the cheapest way to give each
-rank its numbers.  (tests/course/test_sharding_quiz.py compares the answers with the rules of
-mini_dist/collectives/sharding.)
+The answers do not come from rules. The quiz makes the arrays of four ranks and tries every
+collective on every tensor, before and after the local product. The answer is the cheapest way to
+give each rank its numbers. (tests/course/test_sharding_quiz.py compares the answers with the rules
+of mini_dist/collectives/sharding.)
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from mini_dist.collectives.sharding.notation import Placed, parse
 from mini_dist.plan.tables import Table
 
 QUESTIONS = 5
-LENGTH = 4  # of every dim, so that the answer does not hang on sizes
+LENGTH = 4  # of every dim, so that the answer does not depend on sizes
 MESHES = (("dp", "tp"), ("X", "Y"), ("data", "model"))
 DIMS = (("B", "F", "D"), ("I", "J", "K"), ("T", "D", "F"))
 OPS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 NOTHING = "nothing"
-Ranks = list[np.ndarray]  # one array a rank
+Ranks = list[np.ndarray]  # one array per rank
 
 
-# ---- all that can be done, tried -----------------------------------------------------------------
+# ---- every collective is tried -------------------------------------------------------------------
 
 
 def answers_of(expression: str, axes: tuple[str, str]) -> tuple[str, ...]:
-    """What does it for the fewest numbers: "all_reduce tp" and its like, or "nothing". Several if
-    they send as much, none if one collective is not enough."""
+    """Return the collectives that send the fewest numbers, as "all_reduce tp" or "nothing": several
+    if they send equally many, none if one collective is not enough."""
     found = what_works(expression, axes)
     least = min(found.values(), default=0)
     return tuple(sorted(name for name, sent in found.items() if sent == least))
@@ -45,7 +45,7 @@ def answers_of(expression: str, axes: tuple[str, str]) -> tuple[str, ...]:
 
 @cache
 def what_works(expression: str, axes: tuple[str, str]) -> dict[str, int]:
-    """{collective and axis: the fewest numbers that all ranks send} of every one that does it."""
+    """Return {collective and axis: the fewest numbers that all ranks send} of those that work."""
     mesh = dict.fromkeys(axes, 2)
     grid = Grid(**mesh)
     inputs, result = parse(expression, mesh)
@@ -61,7 +61,7 @@ def what_works(expression: str, axes: tuple[str, str]) -> dict[str, int]:
             continue
         try:
             local = [np.einsum(how, *pieces) for pieces in zip(*(ranks for _, ranks, _ in before))]
-        except ValueError:  # pieces that do not fit each other
+        except ValueError:  # these pieces cannot be multiplied
             continue
         for name, ranks, sent in one_step(local, grid):
             if not (name and names) and has(ranks, target, grid):
@@ -72,18 +72,18 @@ def what_works(expression: str, axes: tuple[str, str]) -> dict[str, int]:
 
 
 def has(ranks: Ranks, target: Ranks, grid: Grid) -> bool:
-    """Whether each rank has what it should, or more of which it can cut that away."""
+    """Return whether each rank has its target, or something from which it can cut its target."""
     shape, wanted = ranks[0].shape, target[0].shape
     if shape == wanted:
         return all(map(np.array_equal, ranks, target))
-    if any(n % m for n, m in zip(shape, wanted)):  # it has too little somewhere
+    if any(n % m for n, m in zip(shape, wanted)):  # no cut gives this shape
         return False
     smaller = (after for name, after, _ in one_step(ranks, grid, OPS[:0]) if after is not ranks)
     return any(has(after, target, grid) for after in smaller)
 
 
 def cut(whole: np.ndarray, placed: Placed, mesh: dict[str, int], grid: Grid) -> Ranks:
-    """Each rank's piece."""
+    """Return each rank's piece of an array."""
     pieces = []
     for rank in range(grid.size):
         index, piece = grid.coordinates(rank), whole
@@ -95,8 +95,8 @@ def cut(whole: np.ndarray, placed: Placed, mesh: dict[str, int], grid: Grid) -> 
 
 
 def one_step(ranks: Ranks, grid: Grid, ops=OPS) -> Iterator[tuple[str, Ranks, int]]:
-    """(name, what the ranks have then, numbers that were sent) of every step that can be done:
-    nothing, and cutting a piece where it is, have no name."""
+    """Yield (name, the ranks' arrays afterwards, numbers sent) of every possible step. Doing
+    nothing, and cutting a piece locally, have no name."""
     yield "", ranks, 0
     dims = range(ranks[0].ndim)
     size = sum(piece.size for piece in ranks)
@@ -117,7 +117,7 @@ def one_step(ranks: Ranks, grid: Grid, ops=OPS) -> Iterator[tuple[str, Ranks, in
                 for group in grid.groups(axis):
                     for rank, piece in zip(group, function([ranks[r] for r in group], *args)):
                         after[rank] = piece
-            except ValueError:  # a dim that is too short to be cut once more
+            except ValueError:  # this dim is too short to be cut again
                 continue
             yield f"{op} {axis}" if op else "", after, sent
 
@@ -139,7 +139,7 @@ def scatter(pieces: Ranks, dim: int) -> Ranks:
 
 
 def exchange(pieces: Ranks, one: int, other: int) -> Ranks:
-    """Each cuts its piece along `other`, a part for each, and joins what came along `one`."""
+    """Cut each piece along `other`, one part per rank, and join the received parts along `one`."""
     parts = [np.split(piece, len(pieces), other) for piece in pieces]
     return [np.concatenate([part[rank] for part in parts], one) for rank in range(len(pieces))]
 
@@ -148,7 +148,7 @@ def exchange(pieces: Ranks, one: int, other: int) -> Ranks:
 
 
 def questions(seed: int) -> list[tuple[str, tuple[str, str], str]]:
-    """(expression, axes of the mesh, answer) of five. Each has one answer, and most another one."""
+    """Return five (expression, axes of the mesh, answer). Most of the answers differ."""
     dice, found = random.Random(seed), []
     while len(found) < QUESTIONS:
         expression, axes = one_question(dice)
@@ -163,8 +163,8 @@ def questions(seed: int) -> list[tuple[str, tuple[str, str], str]]:
 
 
 def one_question(dice: random.Random) -> tuple[str, tuple[str, str]]:
-    """An expression and the axes of its mesh. One axis cuts each tensor anywhere, or not; the other
-    one cuts the rows or the columns of what comes out, or nothing, and needs no collective."""
+    """Return an expression and the axes of its mesh. One axis cuts any dim of each tensor, or none.
+    The other one cuts the result's rows or columns, or nothing, and needs no collective."""
     axes, (i, j, k) = dice.choice(MESHES), dice.choice(DIMS)
     names = dice.choice((("A", "B", "C"), ("X", "W", "Y"), ("G", "W", "H")))
     dims = ((i, j), (j, k), (i, k))
@@ -180,19 +180,19 @@ def one_question(dice: random.Random) -> tuple[str, tuple[str, str]]:
         return f"{name}[{', '.join(words)}]"
 
     a, b, c = map(tensor, names, dims, cuts)
-    if dice.random() < 0.15:  # a tensor that only moves
+    if dice.random() < 0.15:  # no product: a tensor only changes its sharding
         return f"{a} -> {tensor(names[0], dims[0], dice.choice((*dims[0], '')))}", axes
     return f"{a} . {b} -> {c}", axes
 
 
 def five(seed: int) -> Table:
-    """Five expressions, to be shown."""
+    """Return a table of five expressions."""
     rows = [(n + 1, text, " x ".join(axes)) for n, (text, axes, _) in enumerate(questions(seed))]
     return Table(["", "which collective is missing?", "mesh"], rows)
 
 
 def score(seed: int, answers: Sequence[str]) -> Table:
-    """Show for each answer whether it is right, and the right one."""
+    """Return a table of whether each answer is right, with the right one if it is not."""
     asked = questions(seed)
     if isinstance(answers, str) or len(answers) != len(asked):
         raise ValueError(
@@ -207,7 +207,7 @@ def score(seed: int, answers: Sequence[str]) -> Table:
 
 
 def normal(answer: object) -> str:
-    """`all-reduce over tp`, `AllReduce(tp)`, `all_reduce tp` and ("all_reduce", "tp") are one."""
+    """Return all_reduce tp for `all-reduce over tp`, `AllReduce(tp)` and ("all_reduce", "tp")."""
     if answer is None:
         return NOTHING
     text = " ".join(map(str, answer)) if isinstance(answer, (tuple, list)) else str(answer)

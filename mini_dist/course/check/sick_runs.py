@@ -4,9 +4,9 @@ Each rank is a host that issues work, a device that does it, and a link; all tim
 (emulate.py), so a record is the same on every machine. The training is real, and so are losses,
 samples, weights and held bytes: a linear model whose gradients the ranks average.
 
-A rank writes a line a step into a file. A run that stops leaves what it has written by then, and
-what the flight recorder says each rank waits in. That is all there is to diagnose from. (Who reads
-on below reads how the sick ones are made.)
+A rank writes a line per step into a file. A run that stops leaves these lines and, from the flight
+recorder, the operation in which each rank waits. A diagnosis has nothing else to go by. (If you
+read on, you read how the sick runs are made.)
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ DISEASES = {
 
 @dataclass(frozen=True)
 class Sick:
-    """What a run suffers from, on which rank (None: on all), how much; and how large it is. `also`:
-    a second disease, of which only the name, the rank and the strength count."""
+    """What a run suffers from, on which rank (None: on all), how much; and its size. also: a second
+    disease, of which only the name, the rank and the strength count."""
 
     disease: str
     rank: int | None = None
@@ -70,13 +70,13 @@ class Step:
     loss: float  # of its own samples, before the update
     samples: list[int]
     weights: float  # their sum after the update
-    held: int  # bytes of tensors that are still there after it
+    held: int  # bytes of tensors that exist after it
 
 
 @dataclass
 class Record:
     """What a run has left. steps: [rank][step]. timeline: what each rank's device and link did, in
-    virtual seconds. waiting: of a run that has stopped, rank -> the operation that it waits in."""
+    virtual seconds. waiting: rank -> the operation in which it waits, if the run has stopped."""
 
     size: int
     steps: list[list[Step]]
@@ -85,11 +85,11 @@ class Record:
 
     @property
     def went(self) -> Went:
-        """Where the step went, but for the first two, in which everything starts."""
+        """Where the time of a step went, without the first two, in which everything starts."""
         return where_it_went(self.timeline, skip=2)
 
     def messages(self, rank: int) -> float:
-        """All-reduces per step."""
+        """Return the all-reduces per step."""
         spans = self.timeline.spans[rank]
         return sum(span.kind == "communication" for span in spans) / len(self.steps[rank])
 
@@ -101,7 +101,7 @@ class Record:
         return "\n".join(lines if self.waiting else [*lines, repr(self.went)])
 
 
-RECORDS: dict[Sick, Record] = {}  # the same run is made once in a process
+RECORDS: dict[Sick, Record] = {}  # each run is made once per process
 
 
 def run(sick: Sick) -> Record:
@@ -111,7 +111,7 @@ def run(sick: Sick) -> Record:
 
 
 def run_all(several: Iterable[Sick]) -> None:
-    """Those that are not there yet: of one size in one launch, but each that stops in its own."""
+    """Make the runs that are missing: one launch per size, and one for each run that stops."""
     missing = [sick for sick in several if sick not in RECORDS]
     stops = [[sick] for sick in missing if sick.disease == "save on one rank"]
     sizes = sorted({sick.size for sick in missing})
@@ -138,7 +138,7 @@ def train_all(several: list[Sick], folder: str, group) -> None:
 
 
 def read(folder: Path, size: int, waiting: dict[int, str]) -> Record:
-    """What the ranks have written until the run ended, in whatever way."""
+    """Read what the ranks have written until the run ended or stopped."""
     lines = [
         [json.loads(line) for line in (folder / f"{rank}.jsonl").read_text().splitlines()]
         for rank in range(size)
@@ -154,9 +154,9 @@ def read(folder: Path, size: int, waiting: dict[int, str]) -> Record:
 
 # ---- the program ---------------------------------------------------------------------------------
 
-LAYERS, WIDTH = 4, 16  # weights of the linear model per layer, which stands for a MiB
-FORWARD, BACKWARD, UPDATE = 1e-3, 2e-3, 0.5e-3  # of a layer, for 8 samples; of all layers
-LOAD = 5e-3  # a batch, in the background, one ahead
+LAYERS, WIDTH = 4, 16  # WIDTH weights per layer of the linear model, which stand for 1 MiB
+FORWARD, BACKWARD, UPDATE = 1e-3, 2e-3, 0.5e-3  # seconds per layer for 8 samples; UPDATE: in all
+LOAD = 5e-3  # seconds per batch, which is loaded in the background, one batch ahead
 HOST = 4e-3  # Python's part of a step, hidden as long as the host runs ahead of the device
 LINK = Link(latency=5e-5, bandwidth=5e9)
 
@@ -169,10 +169,10 @@ class Unhurried(Clock):
 
 
 def train(sick: Sick, folder: Path, group) -> None:
-    """Data parallelism, overlapped with backward, as one rank lives it."""
+    """Run one rank of data-parallel training, whose messages overlap with backward."""
     rank, size = group.rank(), group.size()
     here = sick.on(rank)
-    savers = dist.new_group(list(range(size)))  # as a checkpoint has a group of its own
+    savers = dist.new_group(list(range(size)))  # a checkpoint uses a group of its own
     batch = round(sick.batch * here.get("another batch size", 1.0))
     slow = here.get("straggler", 1.0)
     pieces = 16 if "buckets too small" in here else 1  # messages per layer
@@ -197,14 +197,14 @@ def train(sick: Sick, folder: Path, group) -> None:
             if "bad shard" in here and step == sick.steps // 2:
                 targets = targets * (15 * here["bad shard"])
 
-            # Forward and backward. Their gradients leave layer by layer, the last layer first.
+            # Forward and backward. Gradients leave layer by layer, the last layer first.
             for layer in range(LAYERS):
                 spans.append(computed(device, f"forward {layer}", work * FORWARD, host))
             error = inputs @ weights - targets
             loss, gradient = error.square().mean(), 2 * inputs.T @ error / len(samples)
             if "memory leak" in here:
-                kept.append(inputs * here["memory leak"])  # as a loss that is kept with its graph
-            leave = []  # when the gradient of each layer is ready to
+                kept.append(inputs * here["memory leak"])  # like a loss that is kept with its graph
+            leave = []  # when the gradient of each layer is ready to leave
             for layer in reversed(range(LAYERS)):
                 spans.append(computed(device, f"backward {layer}", work * BACKWARD, host))
                 leave.append(device.free)
@@ -227,14 +227,14 @@ def train(sick: Sick, folder: Path, group) -> None:
             if "save on one rank" in here and step == sick.steps // 2:
                 everyones = [torch.empty_like(weights) for _ in range(size)]
                 options = AllgatherOptions()
-                options.asyncOp = False  # this rank goes on when it is over
+                options.asyncOp = False  # this rank waits until it is over
                 savers.allgather([everyones], [weights], options).wait()
 
 
 def draw(sick: Sick, here: dict, rank: int, size: int, step: int, batch: int) -> list[int]:
-    """This rank's samples: rows of an order that all ranks draw alike, if their seeds are."""
+    """Return this rank's samples, from an order that is the same on all ranks with one seed."""
     seed = 1 + rank if "unsynchronised seeds" in here else 0
-    widest = 64  # no batch is larger, so that ranks never meet
+    widest = 64  # no batch is larger, so ranks with one seed share no sample
     order = torch.randperm(
         size * widest * sick.steps, generator=torch.Generator().manual_seed(seed)
     )
@@ -243,7 +243,7 @@ def draw(sick: Sick, here: dict, rank: int, size: int, step: int, batch: int) ->
 
 
 def rows(samples: list[int], truth: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inputs and targets of these samples: a function of the sample's number alone."""
+    """Return inputs and targets, which depend on nothing but the samples' numbers."""
     made = [torch.Generator().manual_seed(1000 + sample) for sample in samples]
     inputs = torch.stack([torch.randn(len(truth), generator=g).double() for g in made])
     inputs = inputs / len(truth) ** 0.5
@@ -258,8 +258,8 @@ def computed(device: EmulatedDevice, name: str, seconds: float, ready: float) ->
 def average(gradient, leave, pieces: int, network: EmulatedDevice, spans: list, message, group):
     """Return the mean gradient: `pieces` messages per layer on the link, `message` on this machine.
 
-    With it travel the moments at which each rank's layers were ready: a message begins when the
-    last rank's is and the one before it is over, and takes what a ring over LINK takes.
+    `message` also carries the times at which each rank's layers were ready. A message on the link
+    begins when the last rank is ready and the previous one is over, and takes the time of a ring.
     """
     rank, size = group.rank(), group.size()
     message.zero_()[: len(gradient)] = gradient

@@ -1,8 +1,8 @@
-"""An exercise of lesson 29: name what is wrong with a run, where up to two things are.
+"""An exercise of lesson 29: name what is wrong with a run that has up to two faults.
 
 The judge gives the function the records of runs that nobody has seen: each pair of a fault that
 costs time and a fault that does not, on different ranks, faults that are alone, and healthy runs.
-(Who reads on below reads how they are made.)
+(If you read on, you read how they are made.)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .engine import Measured
 from .sick_runs import DISEASES, Record, Sick, run, run_all
 from .slow_clinic import AGAINST, SlowClinic
 
-COST_TIME = {  # name -> how much; on which ranks it can be
+COST_TIME = {  # name -> its strength, and whether one rank or all ranks have it
     "straggler": (2.0, "one"),
     "input stall": (2.5, "one"),
     "another batch size": (1.5, "one"),
@@ -64,8 +64,8 @@ def unseen() -> dict[str, Sick]:
 
 
 def visit(name: str) -> Record:
-    """Return the record of one of the judge's runs, such as "run 3". Raises KeyError for a name
-    that is none."""
+    """Return the record of one of the judge's runs, such as "run 3". Raises KeyError for an
+    unknown name."""
     if name not in unseen():
         raise KeyError(f"no run {name!r}; there are run 1 to run {len(unseen())}")
     return copy.deepcopy(run(unseen()[name]))
@@ -77,7 +77,7 @@ def faults(sick: Sick) -> set[tuple[str, int | None]]:
 
 
 def mistake(sick: Sick, answer) -> str:
-    """Return what is wrong with an answer, without saying what is right; "" for nothing."""
+    """Return what is wrong with an answer, without the right one; "" if nothing is."""
     if form := mistake_of_form(answer):
         return form
     found, there = {tuple(each) for each in answer}, faults(sick)

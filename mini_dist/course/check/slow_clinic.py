@@ -3,9 +3,9 @@
     visit("A")                        # the record of a patient: nine of them, each sick in its way
     check.diagnose_slow(fn)           # fn(record) -> (disease, rank), on runs that nobody has seen
 
-The judge gives the function records of other runs than the patients': another rank is sick, there
-are more ranks or fewer, it is worse or better, or nothing is wrong at all. (sick_runs.py has the
-programs; who reads on below reads the answers.)
+The judge gives the function records of other runs than the patients': another rank is sick, the
+run has three ranks, the disease is worse or milder, or nothing is wrong at all. (sick_runs.py has
+the programs. If you read on, you read the answers.)
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def patients() -> dict[str, Sick]:
 
 
 def unseen() -> list[Sick]:
-    """What the judge asks about: each disease on three ranks by lot, in other strengths; what all
-    ranks have, and nothing wrong at all. 3 ranks or 4 say nothing of the disease."""
+    """Return the runs of the judge: each disease of one rank two or three times, on ranks by lot;
+    diseases of all ranks; healthy runs. The size, 3 or 4, does not depend on the disease."""
     lots, few, more = random.Random(21), dict(size=3, steps=6), dict(size=4, steps=6)
     runs = [Sick("healthy", batch=12, **more)]
     for disease, strengths in STRENGTHS.items():
@@ -53,11 +53,11 @@ def unseen() -> list[Sick]:
 
 
 def asked() -> dict[str, Sick]:
-    """The things that a verdict walks through, by the names that `visit` knows."""
+    """Return the runs that a verdict goes through, by the names that `visit` knows."""
     return {f"unseen {i}": sick for i, sick in enumerate(unseen(), 1)} | patients()
 
 
-STRENGTHS = {  # of what a single rank can have
+STRENGTHS = {  # of the diseases that a single rank can have
     "straggler": (1.4, 2.0, 3.0),
     "input stall": (2.0, 2.5, 3.0),
     "another batch size": (0.5, 2.0, 1.25),
@@ -69,16 +69,16 @@ STRENGTHS = {  # of what a single rank can have
 
 
 def visit(patient: str) -> Record:
-    """The record of a patient, of a healthy run ("healthy"), or of an unseen one by its number
-    ("unseen 3"). Raises KeyError for a name that is none."""
+    """Return the record of a patient, of a healthy run ("healthy"), or of an unseen one by its
+    number ("unseen 3"). Raises KeyError for an unknown name."""
     if patient not in asked():
         known = f"{', '.join(patients())} and unseen 1 to {len(unseen())}"
         raise KeyError(f"no patient {patient!r}; there are {known}")
-    run_all(patients().values())  # all at once, for whoever visits one visits others
+    run_all(patients().values())  # all at once: a learner who visits one visits others
     return copy.deepcopy(run(asked()[patient]))
 
 
-# What speaks against a diagnosis, by what the run really has.
+# The hint for a wrong diagnosis, by the disease that the run really has.
 AGAINST = {
     "input stall": "Where did the time go? Look at .went.seconds, all parts of it, on all ranks: "
     "what does a rank do before it waits for others?",
@@ -102,7 +102,7 @@ AGAINST = {
 class SlowClinic(Asked):
     """`check.diagnose_slow`: the records are made on ranks, the diagnoses here."""
 
-    module = "slow_clinic"  # whose `visit` shows a run
+    module = "slow_clinic"  # its `visit` shows a run
 
     def runs(self) -> dict[str, Sick]:
         return asked()
@@ -115,7 +115,7 @@ class SlowClinic(Asked):
             return verdict
         lines, runs = [], self.runs()
         run_all(runs.values())
-        for name in [*runs, *reversed(runs)]:  # twice: who counts calls knows no disease
+        for name in [*runs, *reversed(runs)]:  # twice, so that counting calls does not help
             sick, look = runs[name], f' ({self.module}.visit("{name}") shows it.)'
             record = copy.deepcopy(run(sick))
             where = f" With {name}, {sick.size} ranks.{look}"
@@ -133,7 +133,7 @@ class SlowClinic(Asked):
 
 
 def mistake(sick: Sick, answer) -> str:
-    """What is wrong with an answer, without saying what is right; "" for nothing."""
+    """Return what is wrong with an answer, without the right one; "" if nothing is."""
     if not isinstance(answer, (tuple, list)) or len(answer) != 2:
         return f"return (disease, rank), not {answer!r}."
     disease, rank = answer

@@ -1,4 +1,4 @@
-"""Exercises of lesson 09: the pair, column and row linear, the parallel loss.
+"""Exercises of lesson 09: copy and its partner all-reduce, column and row linear, the loss.
 
 The judge checks backward's results and messages as well as forward's: a layer with a right output
 but wrong gradients is the usual mistake. Numbers are compared in the dtype that was asked for.
@@ -27,7 +27,7 @@ from .watch import functions_of
 
 @dataclass(eq=False)
 class Seen:
-    """A rank's result and what backward gave; None for what was not there."""
+    """A rank's result and its gradients; None for a missing one."""
 
     y: Tensor | None
     gradients: dict[str, Tensor | None]
@@ -35,7 +35,7 @@ class Seen:
 
 
 def seen(y, leaves: dict[str, Tensor], dy: Tensor, extra=None) -> Seen:
-    """Go back from y with dy, where one can."""
+    """Run backward from y with dy, if y is a tensor like dy that has a graph."""
     if not isinstance(y, Tensor):
         return Seen(None, dict.fromkeys(leaves), extra)
     gradients = [None] * len(leaves)
@@ -59,7 +59,7 @@ def near(a, b: Tensor, bound: float) -> bool:
 
 
 def same(a, b: Tensor) -> bool:
-    """Equal up to the rounding of another order of additions."""
+    """Compare up to the rounding of another order of additions."""
     return near(a, b, torch.finfo(b.dtype).eps ** 0.75) and a.dtype == b.dtype
 
 
@@ -67,7 +67,7 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-FOLD = 7 / 6  # what a gather by halves sends on three ranks, measured by what the ring sends
+FOLD = 7 / 6  # bytes of a gather by halves on three ranks, as a multiple of the ring's
 
 
 class WithBackward(Measured):
@@ -102,16 +102,16 @@ class WithBackward(Measured):
         return Line(f"bytes sent in {phase}, all ranks", sent, wanted, enough)
 
     def least(self, phase: str) -> int:
-        """The bytes that the cleverest would send."""
+        """Return the fewest bytes that a right answer can send."""
         return getattr(self, phase)
 
     def sent_in(self, phase: str) -> int:
-        """Bytes, all ranks together: in backward, or everywhere else."""
+        """Return the bytes that all ranks send in backward, or everywhere else."""
         backward = self.run.ledger.total_bytes(phase="backward")
         return backward if phase == "backward" else self.sent - backward
 
     def right(self, name: str = "", how=same) -> list[bool]:
-        """On which ranks the result is right, or the gradient of `name`."""
+        """Return for each rank whether the result is right, or the gradient of `name`."""
         return [
             how(a.gradients[name], b.gradients[name]) if name else how(a.y, b.y)
             for a, b in zip(self.results, self.wanted)
@@ -121,7 +121,7 @@ class WithBackward(Measured):
         return all(all(self.right(name)) for name in names)
 
     def times(self, factor: float, name: str = "") -> bool:
-        """Whether what was found is what was wanted, times this."""
+        """Return whether every rank has `factor` times the wanted values."""
         return all(self.right(name, lambda a, b: same(a, b * factor)))
 
     def missing(self, *names: str) -> bool:
@@ -131,7 +131,7 @@ class WithBackward(Measured):
         return self.common_mistake() or self.own_mistake() or self.mistake_in_bytes()
 
     def common_mistake(self) -> str:
-        """What can go wrong in any of them."""
+        """Return the hint for a mistake that can be made in every exercise; else ""."""
         found, wanted = self.results[0].y, self.wanted[0].y
         if any(rank.y is None for rank in self.results):
             return "Return the result: on some rank it is no tensor."
@@ -164,7 +164,7 @@ class WithBackward(Measured):
         return f"Right, but {sent}: {self.enough}"
 
     def wrong_shape(self) -> str:
-        """Of the first result that has another one; else ""."""
+        """Return what is wrong with the first result of another shape; else ""."""
         for found, wanted in zip(self.results, self.wanted):
             if found.y.shape != wanted.y.shape:
                 return (
@@ -181,7 +181,7 @@ D, F = 12, 24
 
 @dataclass(frozen=True)
 class Matrices:
-    shape: tuple[int, ...]  # of x, but for its features
+    shape: tuple[int, ...]  # of x, without its features
     with_bias: bool
     dtype: torch.dtype = torch.float64
 
@@ -200,7 +200,7 @@ LINEARS = [
 
 
 def linear_case(kind: str, case: Matrices, rank: int, size: int):
-    """This rank's x, weight, bias and dy, and what should come out."""
+    """Return this rank's x, weight, bias and dy, and the expected results."""
     inputs, outputs = (D, F) if kind == "column" else (F, D)
     shapes = (*case.shape, inputs), (outputs, inputs), (outputs,), (*case.shape, outputs)
     x, weight, bias, dy = randoms(0, *shapes, dtype=case.dtype)
@@ -237,11 +237,11 @@ class Linear(WithBackward):
         cases = [linear_case(self.kind, self.case, rank, self.size) for rank in range(self.size)]
         self.biases = [given[2] for given, _ in cases]
         self.wanted = [wanted for _, wanted in cases]
-        elements = math.prod(self.case.shape) * D  # of the tensor that is narrow on both sides
+        elements = math.prod(self.case.shape) * D  # of the tensor that is all-reduced
         self.once = 2 * (self.size - 1) * elements * self.case.dtype.itemsize  # an all-reduce
 
     def plus_bias(self, times: int) -> bool:
-        """Whether the result contains the bias this many times too often."""
+        """Return whether the result contains the bias this many times too often."""
         shifted = zip(self.results, self.wanted, self.biases)
         return self.case.with_bias and all(same(a.y - times * b, w.y) for a, w, b in shifted)
 
@@ -344,7 +344,7 @@ VECTORS = [
 
 
 def vector_case(kind: str, case: Vectors, rank: int, size: int):
-    """x and dy of this rank, alike where the pair takes them so, and what should come out."""
+    """Return a rank's x and dy, and the expected results. copy shares x, all_reduce shares dy."""
     xs = randoms(1, *[case.shape] * size, dtype=case.dtype)
     dys = randoms(2, *[case.shape] * size, dtype=case.dtype)
     if kind == "copy":
@@ -353,14 +353,14 @@ def vector_case(kind: str, case: Vectors, rank: int, size: int):
 
 
 def as_it_comes(x: Tensor) -> Tensor:
-    """Of one dim contiguous, of several not."""
+    """Copy x; the copy is contiguous only if it has one dim."""
     return x * 1 if x.dim() == 1 else x.transpose(0, -1).contiguous().transpose(0, -1)
 
 
 def vector_trial(kind: str, fn, case: Vectors, group):
     x, dy, _ = vector_case(kind, case, group.rank(), group.size())
     leaf = x.clone().requires_grad_()
-    input = as_it_comes(leaf)  # no leaf: an in-place change is possible, and what we want to catch
+    input = as_it_comes(leaf)  # no leaf, so that an in-place change is possible and is caught
     y = fn(input, group)
     given = as_it_comes(dy)
     found = seen(y, {"x": leaf}, given)
@@ -466,13 +466,13 @@ LOSSES = [
 
 
 def loss_case(case: Logits, size: int):
-    """All logits, and targets: some are a rank's first or last word, one does not count."""
+    """Return all logits, and targets: two at the edges of a rank's shard, one that is ignored."""
     (logits,) = randoms(3, (*case.shape, case.vocab), dtype=case.dtype)
     logits = logits * 700 if case.large else logits
     generator = torch.Generator().manual_seed(4)
     targets = torch.randint(0, case.vocab, (math.prod(case.shape),), generator=generator)
     targets[0], targets[1] = case.vocab // size - 1, IGNORE_INDEX
-    targets[2] = case.vocab - case.vocab // size  # the last rank's first
+    targets[2] = case.vocab - case.vocab // size  # the last rank's first word
     return logits, targets.view(case.shape)
 
 
@@ -500,7 +500,7 @@ class Loss(WithBackward):
         self.forward = 2 * (self.size - 1) * 3 * targets.numel() * self.case.dtype.itemsize
 
     def least(self, phase: str) -> int:
-        """Nothing need be sent of tokens that do not count."""
+        """Return the fewest bytes: tokens that do not count need no message."""
         all_tokens = math.prod(self.case.shape)
         return getattr(self, phase) * self.count // all_tokens
 
@@ -567,7 +567,7 @@ class Loss(WithBackward):
 # ------------------------------------------------------------------------------------------------
 
 LIBRARY = functions_of(library)
-# What forward and backward of the pair's other half do may be used.
+# Each of copy and all_reduce may use the other one.
 REFUSED = functions_of(ops) - {ops.copy, ops.all_reduce}
 CLASSES = [ops.Copy.forward, ops.AllReduce.forward]
 

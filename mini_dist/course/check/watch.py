@@ -1,4 +1,4 @@
-"""Which functions did the work? Note functions that the learner's code calls, as they run.
+"""Note which functions the learner's code calls, as they run.
 
 The code that runs counts, not its name: an alias or a partial calls the same code. If a function
 that the learner may use calls something in the library, that is not the learner's call.
@@ -28,7 +28,7 @@ from mini_dist.plan.fields import checks_kinds
 from mini_dist.ranks.ledger.group import RecordedWork
 
 LIBRARY = str(Path(__file__).parents[2])
-# Frames of these functions only pass on what they get.
+# Frames of files in these folders only pass calls on.
 AROUND = (
     sysconfig.get_paths()["stdlib"],
     str(Path(torch.__file__).parent),
@@ -39,7 +39,7 @@ DECORATORS = {DECORATED.__code__, DECORATED.__wrapped__.__code__, CHECKED.__code
 
 
 def learners(fn: Callable, *args, **kwargs):
-    """Call the learner's function: its frame represents the learner if `fn` is the library's."""
+    """Call the learner's function; this frame represents the learner if `fn` is the library's."""
     return fn(*args, **kwargs)
 
 
@@ -77,8 +77,8 @@ def started_when_possible(recorder) -> Iterator[None]:
     """Record as a message's start the end of the last message that its thread knows about.
 
     So the program itself decides what had to wait for what, not a scheduler that starts a thread
-    late. A thread knows what the thread knew that started it or gave it work; a thread that joins
-    it, or asks for its result, learns what it knows.
+    late. A thread begins with the knowledge of the thread that started it or gave it work. A thread
+    that joins it, or asks for its result, learns what it knows.
     """
     here, began = threading.local(), time.time()
     start, join = threading.Thread.start, threading.Thread.join
@@ -206,7 +206,7 @@ def made_before(
     return ""
 
 
-INSIDE = "something"  # that has no name of its own
+INSIDE = "something"  # for an object without a name of its own
 
 
 def within(value) -> Iterator[tuple[str, object]]:
@@ -220,7 +220,7 @@ def within(value) -> Iterator[tuple[str, object]]:
             yield from zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults)
             yield from (value.__kwdefaults__ or {}).items()
             for name, cell in zip(code.co_freevars, value.__closure__ or ()):
-                with suppress(ValueError):  # it is empty
+                with suppress(ValueError):  # the cell is empty
                     yield name, cell.cell_contents
     elif isinstance(value, (dict, list, tuple, set, frozenset)):
         values = value.values() if isinstance(value, dict) else value

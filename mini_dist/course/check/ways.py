@@ -1,6 +1,6 @@
 """The ways in which a tour calls the learner's function (adversities.py), each harder than usual.
 
-What a way finds by itself it tells by raising `Complaint`, in the words of a hint.
+A way that sees a mistake by itself raises `Complaint`, in the words of a hint.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Complaint(Exception):
 
 @dataclass
 class Facts:
-    """What the engine knows of an exercise: `solution`: the library's function; `changes`: names
-    of arguments that it is there to change; `again`: a second call gives the same; `contiguous`:
-    names of arguments that never come in another way; `scales`: any numbers may be given."""
+    """What the engine knows about an exercise. solution: the library's function. changes: names of
+    arguments that it is meant to change. again: a second call gives the same result. contiguous:
+    names of arguments that are always contiguous. scales: any numbers may be given."""
 
     solution: Callable
     changes: frozenset[str] = frozenset()
@@ -58,7 +58,7 @@ class Wrapped:
         return {**dict(zip((p.name for p in self.facts.parameters), args)), **kwargs}
 
     def with_others(self, args: tuple, kwargs: dict, other: Callable):
-        """Call it with `other(name, value)` for each argument."""
+        """Call the function with `other(name, value)` for each argument."""
         named = {name: other(name, value) for name, value in self.named(args, kwargs).items()}
         first = [named[name] for name, _ in zip(self.named(args, {}), args)]
         return self.fn(*first, **{name: named[name] for name in kwargs})
@@ -125,7 +125,7 @@ class LeavesLists(Wrapped):
 
 
 def contents(value) -> object:
-    """What is in a list, and in the lists in it."""
+    """Return the ids of what is in a list, and in the lists in it."""
     return [*map(contents, value)] if isinstance(value, list) else id(value)
 
 
@@ -133,8 +133,8 @@ CHANGES = "Your function changes {name}: the caller still needs it as it was."
 
 
 class Between(Wrapped):
-    """Before anybody goes back from a result, call it again in a group of this rank alone. (Not if
-    it is given a module, which may count its calls.)"""
+    """Call the function again before backward, in a group of this rank alone. (Not if it is given a
+    module, which may count its calls.)"""
 
     def __call__(self, *args, **kwargs):
         result, has_group = self.fn(*args, **kwargs), bool(groups_in(args, kwargs))
@@ -149,7 +149,7 @@ class Between(Wrapped):
 
 
 def unseen(function: Callable) -> Callable:
-    """Call without counting what is made here as the learner's, in trials that note it."""
+    """Make a function whose tensors do not count as the learner's in a trial that notes tensors."""
 
     @functools.wraps(function)
     def call(*args):
@@ -178,7 +178,7 @@ class Strided(Wrapped):
 @unseen
 def strided(value):
     """Return the same numbers in another order in memory, or with gaps. Only plain tensors change,
-    also in a named tuple; weights and tensors with a graph do not."""
+    also in a named tuple; scalars, weights and tensors with a graph do not."""
     if hasattr(value, "_fields"):
         return type(value)(*map(strided, value))
     if not isinstance(value, Tensor) or value.requires_grad or value.dim() == 0:
@@ -229,7 +229,7 @@ def nothing_under_way(group=None) -> None:
 
 @dataclass
 class Photograph:
-    """Return the numbers of an argument's tensors and gradients, and how many hooks they have."""
+    """The numbers of an argument's tensors and gradients, and how many hooks they have."""
 
     tensors: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor | None] = field(default_factory=list)
@@ -250,7 +250,7 @@ def photograph(value) -> Photograph:
     for tensor in tensors_in(value):
         photo.tensors.append(tensor.detach().clone())
         grad = tensor.grad if tensor.is_leaf and tensor.requires_grad else None
-        there = grad is not None and grad.untyped_storage().nbytes() > 0  # or its memory was freed
+        there = grad is not None and grad.untyped_storage().nbytes() > 0  # its memory is not freed
         photo.gradients.append(grad.clone() if there else None)
         photo.hooks += hooks_of([tensor])
     return photo
@@ -264,14 +264,14 @@ def hooks_of(tensors: Iterable[Tensor]) -> int:
 
 
 def take_hooks_from(tensors: Iterable[Tensor]) -> None:
-    """A hook that refers to its tensor keeps it alive for ever: Python's gc does not see that."""
+    """Remove all hooks: one that refers to its tensor keeps it alive, which gc does not see."""
     for tensor in tensors:
         for kind in HOOKS:
             (getattr(tensor, kind, None) or {}).clear()
 
 
 def storages(value) -> set[int]:
-    """Return the addresses of its tensors."""
+    """Return the addresses of the storages of all tensors in `value`."""
     return {tensor.untyped_storage().data_ptr() for tensor in tensors_in(value) if tensor.numel()}
 
 
@@ -353,8 +353,8 @@ class Scaled(Wrapped):
 
 
 def near(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are equal up to rounding: a sum in another order, the 1e-6 that guards a
-    division. The room is relative to the largest number, because additions cancel."""
+    """Return whether two tensors are equal up to rounding: a sum in another order, the 1e-6 that
+    guards a division. The room is relative to the largest number, because terms of sums cancel."""
     if (a.shape, a.dtype) != (b.shape, b.dtype) or not b.is_floating_point():
         return equal(a, b)
     finite = b[b.isfinite()].abs()
@@ -367,12 +367,12 @@ class Left(Wrapped):
     """Note the memory of all tensors that one call is given, makes and returns."""
 
     def __call__(self, *args, **kwargs):
-        from .measures import Alive, storages  # (which import the engine)
+        from .measures import Alive, storages  # imported late: measures imports engine
 
         self.alive = Alive()
         with self.alive:
             result = self.fn(*args, **kwargs)
-        given = [*tensors_in([args, kwargs])]  # who is given none may have a cache
+        given = [*tensors_in([args, kwargs])]  # without a given tensor the result may be a cache
         for storage in storages([*given, *tensors_in(result)]) if given else ():
             self.alive.made[storage._cdata] = weakref.ref(storage)
         return result
@@ -392,8 +392,8 @@ class Left(Wrapped):
 
 
 def same(a, b) -> bool:
-    """Whether two results of one trial are equal up to rounding. Their types must be equal, except
-    that an int may be a float."""
+    """Return whether two results of one trial are equal up to rounding. Their types must be equal,
+    except that an int may be a float."""
     if a is None:
         return b is None
     if isinstance(a, float) or isinstance(b, float):
@@ -409,6 +409,6 @@ def same(a, b) -> bool:
         return len(a) == len(b) and all(map(same, a, b))
     if is_dataclass(a):
         return all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a) if f.compare)
-    if type(a).__eq__ is object.__eq__:  # it has no idea of equality of its own
+    if type(a).__eq__ is object.__eq__:  # its class does not define equality
         return same(vars(a), vars(b))
     return a == b

@@ -1,6 +1,6 @@
-"""Exercises of lesson 08: a step with FSDP2, and a ring that PyTorch's DDP asks for its sums.
+"""Exercises of lesson 08: a step with FSDP2, and a ring that computes the sums of PyTorch's DDP.
 
-(torch.distributed.fsdp takes a second to import, so only who shards does it.)
+(torch.distributed.fsdp takes a second to import, so only the function that shards imports it.)
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def step_trial(fn, case: Step, group):
 
 
 def part(whole: Tensor, rank: int, size: int) -> Tensor:
-    """What FSDP2 leaves a rank of a parameter."""
+    """Return the part of a parameter that FSDP2 leaves on a rank."""
     parts = whole.chunk(size)
     return parts[rank] if rank < len(parts) else whole[:0]
 
@@ -118,10 +118,10 @@ class ShardedStep(Measured):
         asked = [Counter(call.op for call in each) for each in calls]
         self.asked = next((each for each in asked if each != asked[0]), asked[0])
         self.units = case.blocks + 1
-        alone = self.size == 1  # then there is nobody to gather from
+        alone = self.size == 1  # so there is nothing to gather
         self.gathers, self.scatters = (0, 0) if alone else (2 * k * self.units, self.units)
         rows = [(-(-len(p) // self.size) * self.size, p[0].numel()) for p in self.before.values()]
-        self.whole = 4 * sum(n * width for n, width in rows)  # with what FSDP2 pads
+        self.whole = 4 * sum(n * width for n, width in rows)  # with FSDP2's padding
         self.wanted = (self.size - 1) * self.whole * (2 * k + 1)
         self.held = sum(part(p, 0, self.size).numel() for p in self.before.values())
 
@@ -143,7 +143,7 @@ class ShardedStep(Measured):
         ]
 
     def stepped(self, factor: float, near: float = 1e-5) -> list[bool]:
-        """Whether parameters are the result of a step with this many times the gradient."""
+        """Return for each rank whether its step used this many times the gradient."""
         oks = []
         for number, rank in enumerate(self.results):
             ok = rank.parts.keys() == self.before.keys()
@@ -296,7 +296,7 @@ class Net:
         return f"DDP around two linears of width {self.width}, {self.dtype}".replace("torch.", "")
 
     def build(self) -> list[nn.Module]:
-        """Two nets, the second a little wider: buckets of lengths that have not been before."""
+        """Return two nets. The second is a little wider, so that its buckets have new lengths."""
         return [self.net(width) for width in (self.width, self.width + 1)]
 
     def net(self, width: int) -> nn.Module:
@@ -311,7 +311,7 @@ class Net:
         return list(torch.randn(STEPS, 4, 3, generator=generator).to(self.dtype))
 
 
-STEPS = 2  # in the first DDP sends all in one bucket
+STEPS = 2  # in the first one DDP sends everything in one bucket
 
 
 def gradients(net: nn.Module, x: Tensor) -> list[Tensor]:
@@ -331,7 +331,7 @@ def ddp_trial(fn, case: Net, group):
 
     ring = own_backend(group, all_reduce=asked)
     found = []
-    for net in case.build():  # a bucket for each parameter: some are shorter than there are ranks
+    for net in case.build():  # a bucket per parameter; some have fewer elements than ranks
         ddp = DistributedDataParallel(net, process_group=ring, bucket_cap_mb=1e-6)
         found += [gradients(ddp, x) for x in case.batches(group.rank())]
     return found
@@ -354,7 +354,7 @@ class UnderDDP(Measured):
         )
 
     def are(self, factor: float = 1) -> list[bool]:
-        """The ranks on which all gradients are this many times the mean."""
+        """Return for each rank whether all gradients are this many times the mean."""
         return [
             all(
                 torch.allclose(a, factor * b, atol=1e-5)
@@ -400,7 +400,7 @@ class UnderDDP(Measured):
         )
 
 
-# What a ring may be made of; a barrier has a hint of its own.
+# A ring may use these functions; a barrier has a hint of its own.
 MESSAGES = functions_of(collectives.messages) | {unwrap(collectives.barrier)}
 
 EXERCISES = [

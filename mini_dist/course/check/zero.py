@@ -48,7 +48,7 @@ class Flat:
     def flat_and_gradient(self, rank: int):
         generator = torch.Generator().manual_seed(rank)
         gradient = torch.randint(-80, 80, (self.length,), generator=generator) / 4
-        gradient[: self.length // 4] = 0  # all of a part, on some worlds
+        gradient[: self.length // 4] = 0  # all of a shard, with 4 ranks
         return (2.0**30 * torch.arange(self.length)).to(self.dtype), gradient.to(self.dtype)
 
 
@@ -64,7 +64,7 @@ def step_trial(fn, case: Flat, group):
 
 
 def stepped(shard, mean):
-    """A step that leaves little of what was there, so that a sum of old and change would show."""
+    """Return a step's result with little of the old shard, so adding it to the old would show."""
     return shard / 2**40 - 0.5 * mean
 
 
@@ -118,13 +118,13 @@ class Step(Measured):
 
 # ---- backward that frees ------------------------------------------------------------------------
 
-PER_UNIT = 3  # at most
+PER_UNIT = 3  # parameters, at most
 
 
 @dataclass(frozen=True)
 class Units:
-    """turned: in each unit the last parameter's gradient is ready last, and the unit that is ready
-    last stands last. wide: this many times longer, so that the ring is the library's choice with
+    """turned: in each unit the last parameter's gradient is ready last, and the last unit is ready
+    last. wide: parameters are this many times longer, so that the library chooses the ring for
     three ranks as well."""
 
     count: int
@@ -136,7 +136,7 @@ class Units:
         return f"{self.count} units of 2 or {PER_UNIT} parameters{turned}"
 
     def units_and_loss(self, rank: int):
-        """The weights are large compared with everything else that backward allocates."""
+        """Return units and a loss. Weights are large compared with what else backward allocates."""
         units = []
         for i in range(self.count):
             width = 60 * self.wide
@@ -155,14 +155,14 @@ class Units:
 
 
 def is_there(parameter: nn.Parameter) -> bool:
-    """Its gradient takes up room."""
+    """Return whether a parameter has a gradient that takes up memory."""
     return parameter.grad is not None and parameter.grad.untyped_storage().nbytes() > 0
 
 
 def backward_trial(fn, case: Units, group):
     units, loss = case.units_and_loss(group.rank())
     parameters = [p for unit in units for p in unit]
-    gradients, nbytes = [0], [0]  # that are there at once, whenever one more is complete
+    gradients, nbytes = [0], [0]  # held at once, noted for each complete gradient
     alive, recorder = Alive(), group.recorder
     begin = recorder.begin
 
@@ -181,10 +181,10 @@ def backward_trial(fn, case: Units, group):
     parts = came if isinstance(came, list) else []
     recorder.begin = begin
     unit = sum(p.nbytes for p in units[0])
-    whole = round(max(nbytes) / unit - case.count / group.size())  # the parts of all are kept
+    whole = round(max(nbytes) / unit - case.count / group.size())  # without the kept parts
     left = sum(map(is_there, parameters))
     hooks = hooks_of(parameters) - before
-    for handle in handles:  # it holds on to the parameters
+    for handle in handles:  # a handle keeps its parameter alive
         handle.remove()
     return parts, max(gradients), whole, left, hooks
 
@@ -276,7 +276,7 @@ class Sharded:
 
 def weights(case: Sharded) -> list[torch.Tensor]:
     made = [torch.linspace(-1, 1 + i, case.length).sin() for i in range(case.layers)]
-    made[-1][: case.length // 2] = 0  # all of a shard, on some ranks
+    made[-1][: case.length // 2] = 0  # with several ranks, all of rank 0's shard
     return made
 
 
@@ -291,12 +291,12 @@ def apply(x, weight):
 def forward_trial(fn, case: Sharded, group):
     rank, size, recorder = group.rank(), group.size(), group.recorder
     alive, whole = Alive(), weights(case)[0].nbytes
-    arrivals: list[dict[int, int]] = []  # what exists when a gather begins, since the last layer
+    arrivals: list[dict[int, int]] = []  # storages at the first gather after a layer
     nbytes, sizes, before = [0], [], []
     begin, started = recorder.begin, len(recorder.comms)
 
     def arriving(*args, **kwargs):
-        if recorder.thread.parent is None and not arrivals:  # (a ring's later parts are too)
+        if recorder.thread.parent is None and not arrivals:  # (a ring has several messages)
             arrivals.append(alive.storages())
         return begin(*args, **kwargs)
 
@@ -305,7 +305,7 @@ def forward_trial(fn, case: Sharded, group):
         before.append(len(recorder.comms) - started)
         nbytes.append(alive.nbytes())
         place = weight.untyped_storage()._cdata
-        for there in arrivals:  # with what has arrived, unless it reuses memory
+        for there in arrivals:  # plus the arrived weight, unless it reuses memory
             nbytes.append(sum(there.values()) + whole * (place not in there))
         arrivals.clear()
         return apply(x, weight) if len(weight) == case.length else x  # the judge says more

@@ -18,7 +18,7 @@ def collective(seen: Watched, title: str = "") -> Drawing:
 
     A box is a number. Its letter and color name the chunk, its small digits the ranks whose terms
     it contains. A strong edge marks a complete sum. A step holds all messages that need not wait
-    for each other, so a rank may have several; in a round (steps.count_rounds) it sends at most one.
+    for each other, so a rank may send several; in a round (steps.count_rounds) at most one.
     """
     size, found = seen.size, steps(seen.run.ledger)
     columns: list[list[list[list[int]]]] = [[[numbers] for numbers in seen.inputs]]

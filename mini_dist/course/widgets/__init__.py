@@ -1,6 +1,6 @@
-"""Explorers: thin views over calculators/ and schedule/. Everything they show is computed there.
+"""Explorers: thin views over the library, which computes what they show.
 
-Those that need torch are imported when they are first used: a page of the site has none.
+An explorer that needs torch is imported when it is first used: a page of the site has no torch.
 """
 
 import importlib

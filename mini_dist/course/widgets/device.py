@@ -1,4 +1,4 @@
-"""The learner's own device in an explorer: its memory, peak and bandwidths by its datasheet."""
+"""The learner's own device in an explorer: its memory, peak and bandwidths."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def machine_of(gpu: str, my_gib=START["my_gib"], my_tflops=START["my_tflops"],
                my_network_gb_s=START["my_network_gb_s"]) -> Hardware:  # fmt: skip
     """Return the machine of that name, or one with the learner's device.
 
-    What the controls do not say (8 devices per node, links in the node, the host) is the H100's.
+    What no control sets (8 devices per node, links inside the node, the host) is the H100's.
     """
     if gpu != MINE:
         return hardware(gpu)
@@ -34,7 +34,7 @@ def machine_of(gpu: str, my_gib=START["my_gib"], my_tflops=START["my_tflops"],
 
 
 def controls(*names: str) -> dict:
-    """The declarations of these controls."""
+    """Return the declarations of these controls."""
     return {name: CONTROLS[name] for name in names}
 
 

@@ -22,8 +22,8 @@ from contextlib import contextmanager
 from ..lab import Choice, Flag, Number, Parameter, Text, check
 from ..language import drawn, said
 
-TALLEST = 560  # pixels, of picture and words together: a laptop's window holds both at once
-LABEL = 132  # pixels, of the widest name of a control
+TALLEST = 560  # pixels of picture and words together, so that a laptop's window holds both
+LABEL = 132  # pixels of the widest name of a control
 
 
 class Explorer:
@@ -32,7 +32,7 @@ class Explorer:
     Declare each parameter of `render` by choice, whole, real, flag or text of mini_dist.course.lab.
     shown_if: maps the name of a control to a function of all values; the control is hidden while
     that function returns False, because then the control would change nothing.
-    Raises TypeError when declarations and parameters differ, and what `render` raises at the start.
+    Raises TypeError if declarations and parameters differ, and what `render` raises at the start.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Explorer:
         self._view = None
 
     def change(self, **values) -> None:
-        """Set some parameters and render again: for the start; later the controls do it.
+        """Set some parameters and render again.
 
         Raises ParameterError, and what `render` raises; then nothing has changed.
         """
@@ -72,16 +72,16 @@ class Explorer:
             self.shown_if[name] = lambda values: False
 
     def shown(self, values: dict) -> list[str]:
-        """The names of the controls that change something at these values."""
+        """Return the names of the controls that change something at these values."""
         always = lambda values: True  # noqa: E731
         return [name for name in self.declared if self.shown_if.get(name, always)(values)]
 
     def drawn(self) -> str:
-        """The picture as a live widget shows it."""
+        """Return the picture as a live widget shows it."""
         return drawn(self.picture.html(), "")[0]
 
     def words(self) -> str:
-        """The HTML below the picture; it scrolls if both are taller than a laptop's window."""
+        """Return the HTML below the picture; it scrolls if both are taller than TALLEST."""
         most = max(TALLEST - self.picture.height, 150)
         style = f"max-height:{most:.0f}px;overflow:auto;font-size:12px;line-height:1.35"
         return f'<div style="{style}">{self.html}</div>'
@@ -96,7 +96,7 @@ class Explorer:
 
     @property
     def view(self):
-        """The live widget: controls next to the picture and its HTML. An explorer has one."""
+        """The live widget: controls next to the picture and its HTML. It is built once."""
         if self._view is None:
             self._view = self._build()
         return self._view
@@ -156,7 +156,7 @@ def garbage_stays():
 
 
 def control(name: str, parameter: Parameter, value):
-    """The widget that can say every value that `parameter` allows, and no other."""
+    """Return a widget that offers only values that `parameter` allows."""
     import ipywidgets as widgets
 
     label = dict(
@@ -180,7 +180,7 @@ def control(name: str, parameter: Parameter, value):
 
 
 def stops(parameter: Number, value) -> list:
-    """Where the slider of a number can stand; it starts at `value`."""
+    """Return the positions of a number's slider; `value`, where it starts, is among them."""
     least, most = parameter.least, parameter.most
     if parameter.log:
         grown = doublings(least, most) if parameter.is_whole else round_values(least, most)
@@ -193,7 +193,7 @@ def stops(parameter: Number, value) -> list:
 
 
 def step_of(parameter: Number) -> float:
-    """0.01, 0.1, 1, ...: round values, 50 of them or more."""
+    """Return the largest power of ten that gives a slider at least 50 steps."""
     return 10 ** math.floor(math.log10((parameter.most - parameter.least) / 50))
 
 
@@ -202,7 +202,7 @@ def doublings(least: int, most: int) -> list[int]:
 
 
 def round_values(least: float, most: float) -> list[float]:
-    """1, 1.5, 2, 3, 5, 7, 10, 15, ... and their like below 1, from least to most."""
+    """Return 1, 1.5, 2, 3, 5 and 7 times the powers of ten, from `least` to `most`."""
     powers = range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)
     values = [float(f"{digits}e{power}") for power in powers for digits in (1, 1.5, 2, 3, 5, 7)]
     return [value for value in values if least <= value <= most]

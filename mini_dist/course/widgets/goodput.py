@@ -32,12 +32,12 @@ def render(
     survives: float = 0.0,
     seed: int = 0,
 ) -> tuple[Drawing, str]:
-    """Where the seconds of a month went.
+    """Draw where the seconds of a simulated month went.
 
-    years_of_one: between two failures of one device with its share of everything; 5.8 is Llama 3's.
-    save_seconds: that training stands still for a save. times_the_best: the interval between two
-    saves, of Daly's. survives: the share of failures after which the others go on in 30 s, at most
-    a minute of work behind.
+    years_of_one: mean time between failures of one device and its share of the rest (Llama 3: 5.8).
+    save_seconds: how long a save stops training. times_the_best: the interval between saves over
+    Daly's interval. survives: the share of failures after which the other ranks continue in 30 s
+    and lose at most a minute of work.
     """
     mtbf = mean_time_between_failures(devices, years_of_one * YEAR)
     best = daly(save_seconds, mtbf)
@@ -94,7 +94,7 @@ def draw(month: Month) -> Drawing:
 
 
 def goodput_of_a_month(**start) -> Explorer:
-    """The explorer; `start` sets some controls, as in goodput_of_a_month(save_seconds=5)."""
+    """Return the explorer; `start` sets controls, as in goodput_of_a_month(save_seconds=5)."""
     explorer = Explorer(
         render,
         devices=whole(8, 131_072, log=True),

@@ -14,7 +14,7 @@ from .device import MINE, START, controls, machine_of, shown_if_mine
 from .explorer import Explorer
 
 AXES = ("pp", "dp", "cp", "tp", "ep", "edp")
-COLORS = dict(  # of an axis
+COLORS = dict(  # per axis
     pp="#e6550d", dp="#31a354", cp="#756bb1", tp="#3182bd", ep="#c51b8a", edp="#8c6d31"
 )
 GROUPS = ("#9ecae1", "#fdd0a2", "#c7e9c0", "#dadaeb", "#fcc5c0", "#d9d9d9", "#fff7bc", "#ccece6")
@@ -42,9 +42,9 @@ def render(
     gpu: str = "h100",
     my_network_gb_s: float = START["my_network_gb_s"],
 ) -> tuple[Drawing, str]:
-    """Every rank, coloured by its group along `axis`; and what `rank` sends along every axis.
+    """Draw every rank, colored by its group along `axis`; list what `rank` sends on every axis.
 
-    Raises ValueError for more than 64 ranks, for a rank that is not there, and for a layout that
+    Raises ValueError for more than 64 ranks, for a rank that does not exist, and for a layout that
     cannot cut the model.
     """
     layout = Layout(pp, dp, cp, tp, ep, sequence_parallel=tp > 1, zero=1, num_micro_batches=8)
@@ -65,7 +65,7 @@ def render(
 
 
 def talk(grid: Grid, layout: Layout, rank: int, ranks_per_node: int, model: str, machine: Hardware):
-    """A row for each axis longer than 1: with whom, over which links, how much, how long."""
+    """Return a row for each axis longer than 1: the peers, the links, bytes per step, seconds."""
     volume = step_volume(model_preset(model), layout, pp_rank=grid.coordinates(rank)["pp"])
     sent = {line.name: line.value for line in volume}
     sent["edp"] = sent.get("dp of experts", 0.0)
@@ -128,13 +128,13 @@ def draw(grid: Grid, axis: str, rank: int, ranks_per_node: int) -> Drawing:
             left.box(x + 0.06, y + 0.08, x + size - 0.06, y + size - 0.08, face)
         else:
             left.box(x, y, x + size, y + size, face)
-    # More numbers than these could not be read.
+    # In a taller picture only the numbers of this group stay readable.
     for member in range(grid.size) if lines <= 12 else mine:
         x, y = corner(member)
         place = (x + size / 2, y + size / 2)
         left.words(*place, member, "#000000", "middle", bold=member == rank)
 
-    # A pair that communicates has the color of the only axis in which its ranks differ.
+    # A pair that communicates has the color of the axis along which it does.
     used = [name for name, size in grid.axes.items() if size > 1]
     used += [axis] if axis not in grid.axes else []
     ends = numbered([0, grid.size - 1])
@@ -153,9 +153,9 @@ def draw(grid: Grid, axis: str, rank: int, ranks_per_node: int) -> Drawing:
 
 
 def pairs(grid: Grid, axis: str) -> dict[tuple[int, int], str]:
-    """Map two ranks that talk to each other to the axis along which they do.
+    """Map each pair of ranks that communicates to the axis along which it does.
 
-    `axis` wins over the others, because ep and dp share pairs.
+    If axes share a pair, as ep and dp do, `axis` wins.
     """
     return {
         (a, b): name
@@ -166,13 +166,13 @@ def pairs(grid: Grid, axis: str) -> dict[tuple[int, int], str]:
     }
 
 
-SHOWN_IF = {  # A model without experts has nothing along this axis.
+SHOWN_IF = {  # A model without experts has nothing to shard over ep.
     "ep": lambda values: bool(model_preset(values["model"]).num_experts) or values["ep"] > 1
 }
 
 
 def rank_grid(**start) -> Explorer:
-    """The explorer; `start` sets some controls, as in rank_grid(dp=4, tp=2, axis="dp")."""
+    """Return the explorer; `start` sets controls, as in rank_grid(dp=4, tp=2, axis="dp")."""
     sizes = whole(1, 32, log=True)
     explorer = Explorer(
         render,

@@ -33,7 +33,7 @@ def render(
     my_tflops: float = START["my_tflops"],
     my_memory_gb_s: float = START["my_memory_gb_s"],
 ) -> tuple[Drawing, str]:
-    """Billions of parameters that fit, by what is borrowed; seconds of a step of each.
+    """Draw the largest model that fits with each tier of borrowed memory; tabulate its step.
 
     link_times: speed of the host link, as a multiple of that machine's.
     """
@@ -91,7 +91,7 @@ def draw(gpu: str, devices: int, found: dict[str, Largest], said: str) -> Drawin
 
 
 def largest_fits(**start) -> Explorer:
-    """The explorer; `start` sets some controls, as in largest_fits(gpu="h100", devices=8)."""
+    """Return the explorer; `start` sets controls, as in largest_fits(gpu="h100", devices=8)."""
     explorer = Explorer(
         render,
         shown_if_mine("my_gib", "my_tflops", "my_memory_gb_s"),

@@ -37,10 +37,10 @@ MOST = 2**30  # bytes
 
 @dataclass(frozen=True)
 class Torus:
-    """Ranks in a square, row after row, each with `link` to its neighbours along both axes.
+    """Ranks in a square, row by row, each with `link` to its neighbors along both axes.
 
-    In a round in which everyone sends `distance` further, the links in the middle carry that many
-    messages along their axis, so each gets that share. (A ring follows the neighbours.)
+    In a round in which every message crosses k links, the links in the middle carry k messages, and
+    each gets 1/k of the bandwidth. (A ring sends to neighbors only.)
     """
 
     side: int
@@ -53,13 +53,13 @@ class Torus:
 
 @dataclass(frozen=True)
 class Shared:
-    """Cores that all ranks share: one message after the other, wherever it goes."""
+    """Cores that all ranks share: all messages take turns, wherever they go."""
 
     link: Link
 
 
 def links_of(machine: str, num_ranks: int, yours: Link | None = None):
-    """The links of a machine: a Link, Hierarchy, Torus or Shared."""
+    """Return the links of a machine: a Link, Hierarchy, Torus or Shared."""
     if machine == YOURS:
         return Shared(yours)
     if machine == "laptop":
@@ -74,8 +74,8 @@ def links_of(machine: str, num_ranks: int, yours: Link | None = None):
 
 
 def num_messages(num_ranks: int, algorithm: str) -> int:
-    """Messages of an all-reduce, all ranks together."""
-    paired = 1 << (num_ranks.bit_length() - 1)  # what is left after folding
+    """Return the number of messages in an all-reduce, over all ranks."""
+    paired = 1 << (num_ranks.bit_length() - 1)  # the ranks left after folding
     return {
         "star": 2 * (num_ranks - 1),
         "tree": 2 * (num_ranks - 1),
@@ -94,25 +94,25 @@ def cost(num_bytes: int, num_ranks: int, algorithm: str, link) -> Cost:
 
 
 def candidates(num_ranks: int, link) -> list[str]:
-    """The algorithms that make sense; two levels need two kinds of links, and both in use."""
+    """Return the algorithms that apply; two levels need more than one node, and full nodes."""
     nodes = num_ranks / link.ranks_per_node if isinstance(link, Hierarchy) else 1
     return [name for name in COLORS if name != "hierarchical" or (nodes > 1 and nodes % 1 == 0)]
 
 
 def race(num_bytes: int, num_ranks: int, link) -> dict[str, Cost]:
-    """Show the cost of each algorithm, the fastest first."""
+    """Return the cost of each algorithm, the fastest first."""
     costs = {a: cost(num_bytes, num_ranks, a, link) for a in candidates(num_ranks, link)}
     return dict(sorted(costs.items(), key=lambda item: item[1].seconds))
 
 
 def winners(costs: dict[str, Cost]) -> list[str]:
-    """The fastest, and who is so close behind that a model cannot tell."""
+    """Return the fastest, and those within 2 %, which the model cannot tell apart."""
     best = next(iter(costs.values())).seconds
     return [algorithm for algorithm, each in costs.items() if each.seconds <= 1.02 * best]
 
 
 def latency_only(link):
-    """The same link, if bytes cost nothing."""
+    """Return the same link with bytes that take no time."""
     if isinstance(link, Hierarchy):
         return replace(link, inner=latency_only(link.inner), outer=latency_only(link.outer))
     if isinstance(link, (Torus, Shared)):
@@ -121,7 +121,7 @@ def latency_only(link):
 
 
 def explorer(yours: Link | None = None, **start) -> Explorer:
-    """The explorer. `yours`: one more machine, a link that you measured; `start` sets controls."""
+    """Return the explorer; `start` sets controls. `yours`: a link that you measured."""
 
     def render(
         machine: str = "H100, 8 a node", num_ranks: int = 64, num_bytes: int = 2**20
@@ -169,7 +169,7 @@ def draw(machine: str, num_ranks: int, num_bytes: int, link) -> Drawing:
     left.guide(x=math.log2(num_bytes), dash="2 2")
 
     here = race(num_bytes, num_ranks, link)
-    most = 5 * next(iter(here.values())).seconds  # who takes longer runs out of the picture
+    most = 5 * next(iter(here.values())).seconds  # a longer bar is cut off here
     unit, name = unit_of(most)
     right = Panel(
         320, 300, (0, 1.35 * most / unit), (len(here) - 0.4, -0.6), title=size_name(num_bytes),
@@ -188,7 +188,7 @@ def draw(machine: str, num_ranks: int, num_bytes: int, link) -> Drawing:
 
 
 def words(machine: str, num_ranks: int, num_bytes: int, link) -> str:
-    """The race as a table, and where the links' numbers come from."""
+    """Return the race as a table, and the links with their latencies and bandwidths."""
     here = race(num_bytes, num_ranks, link)
     best = next(iter(here.values())).seconds
     head = ("algorithm", "rounds", "bytes a rank sends, at most", "time", "of the best")

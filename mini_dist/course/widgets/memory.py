@@ -53,9 +53,9 @@ def render(
     recompute: str = "none",
     my_gib: float = START["my_gib"],
 ) -> tuple[Drawing, str]:
-    """Show the fullest rank's memory as a waterfall next to the device's, and all pipeline ranks'.
+    """Draw the fullest rank's memory as a waterfall, and the memory of all pipeline ranks.
 
-    Raises ValueError when the layout cannot cut the model.
+    Raises ValueError if the layout cannot cut the model.
     """
     config, machine = model_preset(model).replace(seq_len=seq_len), machine_of(gpu, my_gib)
     layout = Layout(
@@ -99,10 +99,10 @@ def render(
 
 
 def one_change(config: ModelConfig, layout: Layout, program: str) -> list[tuple[str, float]]:
-    """What a device would need if one thing were different, the least first.
+    """Return (change, bytes that a device then needs) for single changes, the least first.
 
-    tp, pp and cp take their ranks from dp; where that leaves no whole number the change is left
-    out, and so is what cannot cut the model.
+    tp, pp and cp take their ranks from dp, if dp is even. A change that cannot cut the model is
+    left out.
     """
     changes: dict[str, dict] = {}
     if layout.zero < 3:
@@ -139,7 +139,7 @@ def one_change(config: ModelConfig, layout: Layout, program: str) -> list[tuple[
 
 
 def kind_of(line: Line) -> str:
-    """The colour of a line."""
+    """Return the color of a line."""
     if line.name.startswith(STATES):
         return STATE
     return ACTIVATION if line.name in ("activations", "embedding dropout") else MOMENT
@@ -181,7 +181,7 @@ def draw(title, config, layout, program, fullest: Breakdown, has: float) -> Draw
     return Drawing([left, right], title, title, "#de2d26" if needed > has else "#31a354")
 
 
-SHOWN_IF = {  # Controls that change nothing until another one is moved.
+SHOWN_IF = {  # A control is hidden while another one makes it change nothing.
     "zero": lambda values: values["dp"] > 1 or values["cp"] > 1,
     "ep": lambda values: bool(model_preset(values["model"]).num_experts) or values["ep"] > 1,
     "num_micro_batches": lambda values: values["pp"] > 1,
@@ -190,9 +190,9 @@ SHOWN_IF = {  # Controls that change nothing until another one is moved.
 
 
 def memory_waterfall(only: tuple[str, ...] = (), **start) -> Explorer:
-    """The explorer; `start` sets some controls, as in memory_waterfall(model="llama3-70b").
+    """Return the explorer; `start` sets controls, as in memory_waterfall(model="llama3-70b").
 
-    only: the names of the controls to show; all of them unless given.
+    only: the names of the controls to show; () shows all.
     """
     explorer = Explorer(
         render,

@@ -48,7 +48,7 @@ PUBLISHED = {
     "llama3-70b": (15e12, "Llama 3 model card: over 15 T"),
     "llama3-405b": (15.6e12, "Llama 3 herd 2024, section 1"),
 }
-KEYS = {  # of the sources that devices.py states
+KEYS = {  # of the sources in devices.py
     "[acc]": "stas00/ml-engineering, accelerators",
     "[mamf]": "its best measured matrix products",
     "[sheet]": "NVIDIA's datasheet",
@@ -76,8 +76,8 @@ def render(
     my_gib: float = START["my_gib"],
     my_tflops: float = START["my_tflops"],
 ) -> tuple[Drawing, str]:
-    """Compare memory of all model states with one GPU's; time: 6 P T / (GPUs * peak *
-    utilization)."""
+    """Draw the memory of all model states next to one GPU's, and the time of training:
+    6 P T / (GPUs * peak * utilization)."""
     machine, parameters = machine_of(gpu, my_gib, my_tflops), num_parameters(model_preset(model))
     each = RECIPES[recipe]
     states = model_states(
@@ -115,7 +115,7 @@ def draw(model, each, states: Breakdown, machine, time: Breakdown, num_gpus: int
         yticks=dict(enumerate([*KINDS, "sum"])),
         title=f"{model}: model states = {said} × {machine.device.name}",
     )  # fmt: skip
-    left.guide(x=one, color=LIMIT)  # behind the numbers
+    left.guide(x=one, color=LIMIT)  # drawn first, so that the numbers are above it
     near = dict(anchor="end", shift=(-5, 0)) if one > 0.8 * total else dict(shift=(5, 0))
     left.words(one, -0.8, "one GPU", LIMIT, **near)
     start = 0.0
@@ -144,7 +144,7 @@ def draw(model, each, states: Breakdown, machine, time: Breakdown, num_gpus: int
 
 
 def duration(seconds: float) -> str:
-    """As one says it: 77,160 years, 32 days, 3.2 hours."""
+    """Return seconds in words: 77,160 years, 32 days, 3.2 hours."""
     units = {"years": 365.25 * 86400, "days": 86400, "hours": 3600, "minutes": 60, "s": 1}
     name, scale = next((unit for unit in units.items() if seconds >= unit[1]), ("s", 1))
     value = seconds / scale
@@ -152,9 +152,9 @@ def duration(seconds: float) -> str:
 
 
 def memory_and_time(only: tuple[str, ...] = (), **start) -> Explorer:
-    """The explorer; `start` sets some controls, as in memory_and_time(model="llama3-8b").
+    """Return the explorer; `start` sets controls, as in memory_and_time(model="llama3-8b").
 
-    only: the names of the controls to show; all of them unless given.
+    only: the names of the controls to show; () shows all.
     """
     explorer = Explorer(
         render,
@@ -162,7 +162,7 @@ def memory_and_time(only: tuple[str, ...] = (), **start) -> Explorer:
         model=choice(*MODELS),
         recipe=choice(*RECIPES),
         gpu=choice(*GPUS),
-        num_gpus=choice(*doublings(1, 2**16)),  # (a number next to such a slider invites typing)
+        num_gpus=choice(*doublings(1, 2**16)),  # a slider's number invites typing
         utilisation=real(0.05, 1.0),
         tokens=choice(*TOKENS),
         **controls("my_gib", "my_tflops"),

@@ -8,7 +8,7 @@ from mini_dist.plan.tables import html_table as table
 
 
 def breakdown(shown: Breakdown) -> str:
-    """A breakdown: each line with its formula and source."""
+    """Return a breakdown as a table: each line with its formula and source."""
     rows = [
         (line.name, readable(line.value, line.unit), line.formula, line.source) for line in shown
     ]

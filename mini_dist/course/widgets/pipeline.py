@@ -22,7 +22,7 @@ from ..lab import choice, flag, real, whole
 from . import page
 from .explorer import Explorer
 
-NAMES = [name for name in SCHEDULES if name != "pipedream_2bw"]  # (it needs a number more)
+NAMES = [name for name in SCHEDULES if name != "pipedream_2bw"]  # it needs another argument
 MOST_RANKS = 8  # the ranks of a run are processes of this machine
 
 
@@ -32,15 +32,15 @@ def schedule_of(name: str, num_ranks: int, num_micro_batches: int, chunks: int =
 
 
 def thin(times: Times, schedule: Schedule) -> Times:
-    """Return the times of a stage, from the `times` of all that a rank holds."""
+    """Return the times of one stage, from the `times` of a rank's whole share."""
     chunks = schedule.num_stages // schedule.num_ranks
     return Times(times.forward / chunks, times.backward / chunks, times.weight / chunks, times.comm)
 
 
 def predicted(name: str, num_ranks: int, num_micro_batches: int, chunks: int, times: Times):
-    """(bubble, formula) as the papers state it: even stages, messages for nothing.
+    """Return (bubble, formula) as the papers state it, for even stages and free messages.
 
-    For zero-bubble schedules that is the bubble over the longest single rank's span.
+    For zero-bubble schedules it is the idle time over the longest single rank's span.
     """
     if num_ranks == 1:
         return 0.0, "one rank waits for nobody"
@@ -63,7 +63,7 @@ def predicted(name: str, num_ranks: int, num_micro_batches: int, chunks: int, ti
 
 
 def run(schedule: Schedule, times: Times) -> Timeline:
-    """The same, by the wall clock: a real rank for each, whose computations sleep. Times in ms."""
+    """Run the schedule on real ranks that sleep instead of computing. Times are in ms."""
     from mini_dist.strategies.pipeline import run_emulated
 
     names = ("forward", "backward", "weight", "comm")
@@ -80,7 +80,7 @@ def run(schedule: Schedule, times: Times) -> Timeline:
 
 
 def explorer(**start) -> Explorer:
-    """The explorer; `start` sets controls. `measured` also runs it on real ranks."""
+    """Return the explorer; `start` sets controls. `measured` adds a run on real ranks."""
 
     def render(
         schedule: str = "1f1b",
@@ -142,7 +142,7 @@ def draw(schedule: Schedule, shown: dict[str, Timeline]) -> Drawing:
 
 
 def describe(schedule: Schedule, shown: dict[str, Timeline], said: tuple[float, str]) -> str:
-    """Bubble and memory as a table; the formula stands in the row that it is made for."""
+    """Return bubble and memory as HTML; the formula stands in the row of its own bubble."""
     split = bool(schedule.split)
     formula = f"{percent(said[0])}  ({said[1]})"
     rows = [

@@ -50,9 +50,9 @@ def render(
     my_memory_gb_s: float = START["my_memory_gb_s"],
     my_network_gb_s: float = START["my_network_gb_s"],
 ) -> tuple[Drawing, str]:
-    """MFU of the best layout with each tp and pp; the chosen cell against the best of all.
+    """Draw the MFU of the best layout with each tp and pp; compare the chosen with the best of all.
 
-    Raises ValueError when nothing fits at all.
+    Raises ValueError if nothing fits into the devices' own memory.
     """
     machine = machine_of(gpu, my_gib, my_tflops, my_memory_gb_s, my_network_gb_s)
     found = search(model, machine, num_gpus, TOKENS[tokens_a_step])
@@ -63,7 +63,7 @@ def render(
 
 @lru_cache(maxsize=64)  # a click in the map asks for the same plan again
 def search(model: str, machine: Hardware | str, num_gpus: int, tokens: int) -> Plan:
-    """The planner's answer by closed form; what it simulates besides would take too long here."""
+    """Plan by closed form only, because simulating the best layouts takes too long here."""
     config, machine = model_preset(model), hardware(machine)
     sequences = max(1, tokens // config.seq_len)
     on_the_map = Search(
@@ -74,13 +74,13 @@ def search(model: str, machine: Hardware | str, num_gpus: int, tokens: int) -> P
         fastest_of_axes=True,
     )
     found = plan(config, machine, num_gpus, sequences * config.seq_len, search=on_the_map)
-    if found.how.offload_optimizer:  # the map is of the devices' own memory
+    if found.how.offload_optimizer:  # the map shows what fits without offloading
         raise ValueError(found.cautions()[0])
     return found
 
 
 def best_of_cells(found: Plan) -> dict[tuple[int, int], Candidate]:
-    """The fastest layout with each (tp, pp)."""
+    """Return the fastest layout with each (tp, pp)."""
     cells: dict[tuple[int, int], Candidate] = {}
     for candidate in found.candidates:  # the fastest first
         if candidate.layout.tp in TP and candidate.layout.pp in PP:  # else it is not on the map
@@ -89,9 +89,9 @@ def best_of_cells(found: Plan) -> dict[tuple[int, int], Candidate]:
 
 
 def why(found: Plan, cells: dict, tp: int, pp: int) -> str:
-    """What the chosen cell's best layout is, where its time goes, and what the winner does better.
+    """Describe the chosen cell's best layout, where its time goes, and what the winner does better.
 
-    Of a cell where nothing fits: the layout that came nearest.
+    If nothing fits in the cell, name the layout that came nearest.
     """
     if (tp, pp) not in cells:
         return page.paragraph(why_not(found, tp, pp))
@@ -164,7 +164,7 @@ def draw(title: str, found: Plan, cells: dict, tp: int, pp: int) -> Drawing:
 
 
 def shade(share: float) -> str:
-    """A green from pale to dark."""
+    """Return a green, from pale (0) to dark (1)."""
     ends = zip((0xF7, 0xFC, 0xB9), (0x00, 0x68, 0x37))
     return "#" + "".join(f"{round(pale + share * (dark - pale)):02x}" for pale, dark in ends)
 
@@ -174,7 +174,7 @@ def value_of(candidate: Candidate, name: str) -> float:
 
 
 def layout_planner(**start) -> Explorer:
-    """The explorer; `start` sets some controls, as in layout_planner(num_gpus=1024, tp=4)."""
+    """Return the explorer; `start` sets controls, as in layout_planner(num_gpus=1024, tp=4)."""
     explorer = Explorer(
         render,
         shown_if_mine(*CONTROLS),

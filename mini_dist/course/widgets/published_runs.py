@@ -18,7 +18,7 @@ from ..lab import choice, real
 from . import page
 from .explorer import Explorer
 
-SETS = {  # where each run comes from, and its colour
+SETS = {  # where each run comes from, and its color
     "Narayanan et al. 2021": (megatron_2021, "#3182bd"),
     "Korthikanti et al. 2022": (korthikanti_2022, "#756bb1"),
     "later: Llama 3, BLOOM, MPT": (later, "#e6550d"),
@@ -34,10 +34,10 @@ def render(
     network: float = 1.0,
     kernels: float = 1.0,
 ) -> tuple[Drawing, str]:
-    """Every run's predicted / measured, and the chosen one's step, line by line.
+    """Draw predicted / measured for every run, and the chosen run's step line by line.
 
-    straggler: the slowest device's time over the others'.  network, kernels: what part of their
-    measured rates the links between nodes and the matrix kernels reach in this run.
+    straggler: the slowest device's time over the others'. network, kernels: the share of their
+    machine's rates that the links between nodes and the matrix kernels reach, in every run.
     """
     predicted = {name: predict(name, straggler, network, kernels) for name in RUNS}
     return draw(run, predicted), words(run, predicted)
@@ -55,7 +55,7 @@ def predict(name: str, straggler: float, network: float, kernels: float) -> Step
 
 
 def errors(predicted: dict[str, StepTime]) -> list[float]:
-    """predicted / measured - 1 of each run."""
+    """Return predicted / measured - 1 for each run."""
     return [each.seconds / RUNS[name][0].seconds - 1 for name, each in predicted.items()]
 
 
@@ -120,7 +120,7 @@ def draw(name: str, predicted: dict[str, StepTime]) -> Drawing:
 
 
 def compare_with_published(**start) -> Explorer:
-    """The explorer; `start` sets some controls, as in compare_with_published(run="BLOOM-176B")."""
+    """Return the explorer; `start` sets controls: compare_with_published(run="BLOOM-176B")."""
     explorer = Explorer(
         render,
         run=choice(*RUNS),

@@ -44,9 +44,9 @@ def render(
     my_tflops: float = START["my_tflops"],
     my_memory_gb_s: float = START["my_memory_gb_s"],
 ) -> tuple[Drawing, str]:
-    """Draw a device's memory, and tokens per second against the time to a reader's next token.
+    """Draw a device's memory, and tokens per second over the time to a reader's next token.
 
-    dollars_an_hour: of one GPU, yours to fill in.
+    dollars_an_hour: the price of one GPU, for the reader to fill in.
     """
     machine = machine_of(gpu, my_gib, my_tflops, my_memory_gb_s)
     server = Server(model, machine, tp, WEIGHTS[weights], CACHE[cache])
@@ -110,7 +110,7 @@ def draw(server: Server, tokens: int, batch: int, points, mine) -> Drawing:
 
 
 def requests_fit(**start) -> Explorer:
-    """The explorer; `start` sets some controls, as in requests_fit(model="llama3-70b", tp=4)."""
+    """Return the explorer; `start` sets controls, as in requests_fit(model="llama3-70b", tp=4)."""
     explorer = Explorer(
         render,
         shown_if_mine("my_gib", "my_tflops", "my_memory_gb_s"),

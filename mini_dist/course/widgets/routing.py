@@ -18,9 +18,9 @@ from ..lab import ParameterError, choice, real
 from . import page
 from .explorer import Explorer
 
-TOKENS = 128  # of each rank
+TOKENS = 128  # per rank
 KEPT, DROPPED = "#3182bd", "#fdae6b"
-D_MODEL, BYTES = 4096, 2  # of a row, for the table
+D_MODEL, BYTES = 4096, 2  # elements per row, bytes per element
 
 
 class Traffic(NamedTuple):
@@ -57,10 +57,10 @@ def render(
     liking: float = 0.5,
     capacity_factor: str = "none",
 ) -> tuple[Drawing, str]:
-    """The load of every expert and the rows from every rank to every other.
+    """Draw the load of every expert and the rows from every rank to every other.
 
-    liking: how much more the router likes the first expert than the last, in units of what tokens
-    differ by. Raises ValueError for more ranks than experts, and for more choices than experts.
+    liking: the first expert's mean logit in standard deviations; the last expert's is -liking.
+    Raises ValueError for more ranks than experts, and for more choices than experts.
     """
     if num_ranks > num_experts:
         raise ParameterError(f"{num_ranks} ranks need as many experts: give num_experts more.")
@@ -71,7 +71,7 @@ def render(
 
 
 def between_ranks(shown: Traffic) -> Tensor:
-    """[from rank, to rank] rows for the experts there; those on the diagonal stay at home."""
+    """Return [from rank, to rank] rows for the experts there; the diagonal's rows stay."""
     num_ranks = len(shown.went)
     return shown.went.view(num_ranks, num_ranks, -1).sum(-1)
 
@@ -139,7 +139,7 @@ def table(shown: Traffic) -> str:
 
 
 def expert_routing(**start) -> Explorer:
-    """The explorer; `start` sets controls."""
+    """Return the explorer; `start` sets controls."""
     shown = Explorer(
         render,
         num_experts=choice(4, 8, 16, 32),

@@ -39,7 +39,7 @@ KINDS = {  # what a line of a step's breakdown counts as
 
 @dataclass(frozen=True)
 class Point:
-    """The layout on that many GPUs, and its step."""
+    """The layout on some number of GPUs, and its step's time."""
 
     layout: Layout
     time: StepTime
@@ -65,10 +65,10 @@ def render(
     my_memory_gb_s: float = START["my_memory_gb_s"],
     my_network_gb_s: float = START["my_network_gb_s"],
 ) -> tuple[Drawing, str]:
-    """Throughput over the number of GPUs, and where a step's time goes.
+    """Draw throughput over the number of GPUs, and where a step's time goes.
 
-    `batch` is sequences per step: everywhere (strong), or on the first point (weak).
-    Raises ValueError when tp * pp GPUs are more than there are, or the batch too small to begin.
+    `batch` is sequences per step: at every point (strong), or at the first one (weak).
+    Raises ValueError if the batch does not divide over the replicas of the first point.
     """
     machine = machine_of(gpu, my_gib, my_tflops, my_memory_gb_s, my_network_gb_s)
     both = {
@@ -97,7 +97,7 @@ def curve(
     batch: int,
     scaling: str,
 ) -> dict[int, Point]:
-    """{GPUs: Point} for as long as every replica still has a micro-batch to compute."""
+    """Return {GPUs: Point} up to the last size at which replicas have whole micro-batches."""
     config, points = model_preset(model), {}
     first = max(SIZES[0], tp * pp)
     for size in SIZES:
@@ -122,7 +122,7 @@ def curve(
 
 
 def shares(time: StepTime) -> dict[str, float]:
-    """What part of the step each kind of line takes."""
+    """Return the share of the step that each kind of line takes."""
     parts = dict.fromkeys(KINDS, 0.0)
     for line in time.breakdown:
         if line.name in COMMUNICATION:
@@ -205,7 +205,7 @@ def draw(title: str, both: dict, scaling: str, num_gpus: int) -> Drawing:
 
 
 def scaling_curve(**start) -> Explorer:
-    """The explorer; `start` sets some controls, as in scaling_curve(gpu="h100-hf")."""
+    """Return the explorer; `start` sets controls, as in scaling_curve(gpu="h100-hf")."""
     explorer = Explorer(
         render,
         shown_if_mine(*CONTROLS),

@@ -1,7 +1,7 @@
 """Explorer of lesson 03: a collective step by step, with what every rank has before and after.
 
-The collective is really run, on numbers that tell where they come from (mini_dist.ranks.watch);
-moving `step` only turns the pages of what was recorded.
+The collective really runs, on numbers that tell where they come from (mini_dist.ranks.watch).
+Moving `step` only turns the pages of the record.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..lab import choice, whole
 from . import page
 from .explorer import Explorer
 
-COLLECTIVES = {  # name -> whether a rank starts with its own part of a whole
+COLLECTIVES = {  # name -> whether a rank starts with only its part of the whole
     "ring_reduce_scatter": False,
     "ring_all_gather": True,
     "ring_all_reduce": False,
@@ -41,8 +41,7 @@ class Sent(NamedTuple):
 
 
 class Film(NamedTuple):
-    """The record: messages[k] belong to step k + 1, has[k][rank] is what exists after
-    step k."""
+    """The record: messages[k] are of step k + 1, has[k][rank] is what the rank has after step k."""
 
     messages: list[list[Sent]]
     has: list[list[list[int]]]
@@ -50,7 +49,7 @@ class Film(NamedTuple):
 
 @lru_cache(maxsize=64)
 def film(collective: str, num_ranks: int) -> Film:
-    """Run it and put the record in order."""
+    """Run the collective and order its record by steps."""
     fn, parts = getattr(collectives, collective), COLLECTIVES[collective]
     seen = watch(fn, num_ranks, parts=parts)
     carried = contents(seen)
@@ -65,7 +64,7 @@ def film(collective: str, num_ranks: int) -> Film:
             known = set(seen.inputs[rank])
             for k, step in enumerate(messages):
                 for sent in step:
-                    # What a rank sends in the next step it must have worked out by now.
+                    # A rank already has what it sends in the next step.
                     if (sent.target == rank and k < number) or (
                         sent.source == rank and k <= number
                     ):
@@ -78,19 +77,19 @@ def film(collective: str, num_ranks: int) -> Film:
 
 
 def most_complete(numbers: set[int], size: int) -> list[int]:
-    """Without the sums that are contained in a larger one; by chunk, then by whose terms."""
+    """Drop sums that a larger one contains; sort the others by chunk, then by rank."""
     terms = {number: terms_of(number, size) for number in numbers}
     kept = [n for n in numbers if not any(terms[n] < terms[other] for other in numbers)]
     return sorted(kept, key=lambda number: sorted(terms[number]))
 
 
 def terms_of(number: int, size: int) -> set[tuple[int, int]]:
-    """The (chunk, rank) that are in a number."""
+    """Return the (chunk, rank) of the terms in a number."""
     return {(chunk, rank) for chunk, ranks in read(number, size).items() for rank in ranks}
 
 
 def name_of(number: int, size: int) -> str:
-    """`a013`: chunk a, summed over ranks 0, 1 and 3."""
+    """Return a name such as `a013`: chunk a, summed over ranks 0, 1 and 3."""
     return " ".join(
         "abcd"[chunk] + "".join(map(str, ranks)) for chunk, ranks in read(number, size).items()
     )
@@ -99,9 +98,9 @@ def name_of(number: int, size: int) -> str:
 def render(
     collective: str = "ring_all_reduce", num_ranks: int = 4, step: int = 1
 ) -> tuple[Drawing, str]:
-    """What every rank has before a step, what it sends, and what it has after it.
+    """Draw what every rank has before a step, what it sends, and what it has afterwards.
 
-    A step later than the last one shows the last one.
+    A step after the last one shows the last one.
     """
     shown = film(collective, num_ranks)
     step = min(step, len(shown.messages))
@@ -149,7 +148,7 @@ def draw(collective: str, shown: Film, step: int) -> Drawing:
 
 
 def words(shown: Film, size: int, step: int) -> str:
-    """The step's messages as a table, and how to read a box."""
+    """Return the step's messages as a table, and how to read a box."""
     rows = [
         (
             f"rank {m.source} → rank {m.target}",
@@ -168,7 +167,7 @@ def words(shown: Film, size: int, step: int) -> str:
 
 
 def collective_stepper(**start) -> Explorer:
-    """The explorer; `start` sets its controls, as collective="ring_all_gather"."""
+    """Return the explorer; `start` sets controls, as in collective_stepper(num_ranks=3)."""
     shown = Explorer(
         render,
         collective=choice(*COLLECTIVES),

@@ -44,7 +44,7 @@ def render(
 
 
 def largest(memory: float, ranks: int, each: tuple) -> list[str]:
-    """Billions of parameters whose states fill the memory, at each stage."""
+    """Return how many billions of parameters have states that fill the memory, at each stage."""
     return [
         f"{memory / model_states(1, ranks, stage, *each).total / 1e9:,.1f} billion"
         for stage in range(4)
@@ -72,7 +72,7 @@ def draw(states, memory: float, title: str, gpu: str) -> Drawing:
 
 
 def zero_figure(**start) -> Explorer:
-    """The explorer; `start` sets some controls, as in zero_figure(billions=70.0, ranks=512)."""
+    """Return the explorer; `start` sets controls, as in zero_figure(billions=70.0, ranks=512)."""
     explorer = Explorer(
         render,
         shown_if_mine("my_gib"),
