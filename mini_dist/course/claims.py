@@ -229,6 +229,7 @@ class Quiz:
     def table(self) -> Table:
         """Return the guess, the verdict and the evidence for each claim of the sheet."""
         rows = []
+        self.check_all_are_decided()
         for number, guess in self.guesses.items():
             is_true, evidence = self.verdicts[number]
             mark = "" if guess == "-" else "✓" if guess == "FT"[is_true] else "✗"
@@ -238,6 +239,7 @@ class Quiz:
 
     def result(self) -> dict:
         """Return the score, and the numbers of the claims that were guessed wrong."""
+        self.check_all_are_decided()
         wrong = [
             number
             for number, guess in self.guesses.items()
@@ -245,3 +247,10 @@ class Quiz:
         ]
         guessed = sum(guess != "-" for guess in self.guesses.values())
         return {"guessed": guessed, "right": guessed - len(wrong), "wrong": wrong}
+
+    def check_all_are_decided(self) -> None:
+        """Raise RuntimeError if a claim of the sheet has no verdict."""
+        if missing := [str(number) for number in self.guesses if number not in self.verdicts]:
+            raise RuntimeError(
+                f"no cell has decided claims {', '.join(missing)} yet: run all cells above this one"
+            )

@@ -188,9 +188,9 @@ def test_unpublished_tokens_are_20_a_parameter_and_said_to_be():
     controls, image, page = parts(explorer)
     before = image.value
     controls["model"].value = "gpt2-xl"
-    assert "31.15 G tokens: not published: 20 a parameter" in page.value
+    assert "31.15 G tokens: not published: 20 per parameter" in page.value
     assert image.value != before and "gpt2-xl" in repr(explorer.picture)
-    controls["tokens"].value = "20 a parameter"
+    controls["tokens"].value = "20 per parameter"
     assert "not published" not in page.value and "31.15 G tokens" in page.value
 
 

@@ -30,7 +30,7 @@ class Weights:
         if not self.sizes:
             return "no layer"
         same = len(set(self.sizes)) == 1 == len(set(self.seconds))
-        return f"{len(self.sizes)} layers" + "" * same + ", all of different sizes" * (not same)
+        return f"{len(self.sizes)} layers" + ", all of different sizes" * (not same)
 
     def weight(self, number: int) -> Tensor:
         return torch.arange(self.sizes[number], dtype=torch.float64) % 7 + number

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import os
 import pkgutil
 import sys
 import sysconfig
@@ -27,7 +28,7 @@ from mini_dist.collectives import collective
 from mini_dist.plan.fields import checks_kinds
 from mini_dist.ranks.ledger.group import RecordedWork
 
-LIBRARY = str(Path(__file__).parents[2])
+LIBRARY = str(Path(__file__).parents[2]) + os.sep
 # Frames of files in these folders only pass calls on.
 AROUND = (
     sysconfig.get_paths()["stdlib"],

@@ -26,7 +26,7 @@ MACHINES = {
     "H100, 8 a node": "NVLink in a node of 8, one 400 Gb/s InfiniBand port a GPU between nodes",
     "H100, 8 a node, crowded network": "the same, with how long a step took on a real cluster",
     "H100, 1 a node": "every message over InfiniBand",
-    "TPU v5e, 2D torus": "links only to four neighbours: who sends further shares them",
+    "TPU v5e, 2D torus": "links to four neighbors only: longer routes share them",
     "laptop": "ranks that share the cores of one machine: messages take turns",
 }
 YOURS = "yours"

@@ -41,7 +41,7 @@ STATED_BY = {
 KINDS = ("parameters", "gradients", "fp32 copy", "1st moment", "2nd moment")
 COLORS = ("#3182bd", "#fd8d3c", "#c7e9c0", "#74c476", "#238b45")
 
-TOKENS = ("as published", "20 a parameter", "15 trillion")
+TOKENS = ("as published", "20 per parameter", "15 trillion")
 PUBLISHED = {
     "gpt3-175b": (300e9, "Brown et al. 2020, table D.1"),
     "llama3-8b": (15e12, "Llama 3 model card: over 15 T"),
@@ -101,7 +101,7 @@ def tokens_of(model: str, parameters: int, tokens: str) -> tuple[float, str]:
     if tokens == "as published" and model in PUBLISHED:
         return PUBLISHED[model]
     optimal = "about compute-optimal (Hoffmann et al. 2022, table 3)"
-    unknown = "not published: 20 a parameter, " * (tokens == "as published")
+    unknown = "not published: 20 per parameter, " * (tokens == "as published")
     return 20 * parameters, unknown + optimal
 
 

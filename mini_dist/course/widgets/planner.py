@@ -111,7 +111,7 @@ def why_not(found: Plan, tp: int, pp: int) -> str:
     if not here:
         return (
             f"No layout with tp={tp}, pp={pp} was tried: tp stays inside a node, pp at most one "
-            "stage a layer, and tp * pp has to divide the devices, dp the sequences of a batch."
+            "stage per layer, and tp * pp has to divide the devices, dp the sequences of a batch."
         )
     cut = [drop for drop in here if drop.reason != "memory"]
     if cut:

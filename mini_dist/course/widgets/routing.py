@@ -134,7 +134,7 @@ def table(shown: Traffic) -> str:
             readable(leaving * D_MODEL * BYTES, "bytes"),
         ),
     ]
-    note = f"{TOKENS} tokens a rank, {mean:.0f} copies an expert if all were alike."
+    note = f"{TOKENS} tokens per rank, {mean:.0f} copies per expert if all were alike."
     return page.table(lines) + page.paragraph(note)
 
 

@@ -158,7 +158,7 @@ def words(shown: Film, size: int, step: int) -> str:
         for m in shown.messages[step - 1]
     ]
     head = ("message", "carries", "the receiver then has")
-    note = "A letter and its colour: which chunk. Digits: whose terms are in the sum. Strong edge: "
+    note = "A letter and its color: which chunk. Digits: whose terms are in the sum. Strong edge: "
     note += (
         "the sum is complete. Underlined in red: new in this step. (A sum shows when it is first "
     )
