@@ -9,6 +9,7 @@ calls, DDP's reducer, FSDP2, DTensor, torch's pipelining. Each call is noted twi
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from datetime import timedelta
 
@@ -223,23 +224,18 @@ class RecordingGroup(dist.ProcessGroup):
             raise explained(error, self.recorder) from error
         if work is None:
             return None
-        # A callback would run in gloo's thread, and the two would fight for the GIL.
+        handle = RecordedWork(work, row, self.recorder, number)
         if waits or self.is_staged:
-            return RecordedWork(work, row, self.recorder, number)
+            return handle  # A callback would run in gloo's thread and fight the caller for the GIL.
 
         def ended(_):
             end(row)
             if flight:
                 flight.done(number)
 
-        try:
+        with contextlib.suppress(RuntimeError):  # gloo's reduce_scatter has no future
             work.get_future().add_done_callback(ended)
-        except RuntimeError:  # gloo's reduce_scatter has no future
-            return RecordedWork(work, row, self.recorder, number)
-        # (A hang in this call is reported by the rank that waits for it.)
-        if self.recorder.counter or self.recorder.membership:
-            return RecordedWork(work, row, self.recorder, number)
-        return work
+        return handle
 
     def allreduce(self, tensors, opts=None):
         opts = opts or dist.AllreduceOptions()
