@@ -162,7 +162,7 @@ def all_wrong_answers() -> str:
         "# Wrong answers, and what the hint says\n",
         "`tools/teaching.py` makes this page from the wrong answers in the tests "
         "(`tests/course/exercises/`). The right column shows a piece of the hint. These are the "
-        "mistakes that we could think of, not statistics of a class.\n",
+        "mistakes that we could think of, not statistics from a class.\n",
     ]
     for lesson in lessons():
         path = ROOT / f"tests/course/exercises/test_lesson_{lesson.stem[:2]}_exercises.py"

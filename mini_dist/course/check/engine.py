@@ -303,9 +303,9 @@ def watched(trial: Callable, fn: Callable, case, refuses: set[Callable], facts, 
     """Return the result of the trial on this rank, and which of `refuses` the learner called."""
     stays_inside(fn)
     mine = LeavesLists(lambda *args, **kwargs: learners(fn, *args, **kwargs), facts)
-    with calls_of(refuses) as called, handles_kept():
+    with calls_of(refuses) as called, handles_kept() as kept:
         result = trial(mine, case, group)
-        nothing_under_way(group)
+        nothing_under_way(group, kept)
     return result, called
 
 

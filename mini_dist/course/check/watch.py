@@ -57,20 +57,32 @@ def functions_of(*modules: ModuleType) -> set[Callable]:
 
 
 @contextmanager
-def handles_kept() -> Iterator[None]:
-    """Deliver a message even if its handle is dropped. In torch it may be lost, and then its
-    receiver waits forever; here the run ends, and the judge can report what was not waited for."""
-    kept = []
+def handles_kept() -> Iterator[dict[int, tuple]]:
+    """Yield {..: (handle, operation)} of what nobody has waited for.
 
-    def drop(handle: RecordedWork) -> None:
-        if handle._row[6] is None:
-            kept.append(handle._work)
+    A message is delivered even if its handle is dropped. In torch it may be lost, and then its
+    receiver waits forever; here the run ends, and the judge can report it."""
+    kept = {}
+    whole = RecordedWork.__init__, RecordedWork.wait, RecordedWork.is_completed
 
-    RecordedWork.__del__ = drop
+    def init(handle, *args) -> None:
+        whole[0](handle, *args)
+        kept[id(handle._row)] = handle._work, handle._row[0]
+
+    def wait(handle, *args) -> bool:
+        kept.pop(id(handle._row), None)
+        return whole[1](handle, *args)
+
+    def is_completed(handle) -> bool:
+        if done := whole[2](handle):
+            kept.pop(id(handle._row), None)
+        return done
+
+    RecordedWork.__init__, RecordedWork.wait, RecordedWork.is_completed = init, wait, is_completed
     try:
-        yield
+        yield kept
     finally:
-        del RecordedWork.__del__
+        RecordedWork.__init__, RecordedWork.wait, RecordedWork.is_completed = whole
 
 
 @contextmanager

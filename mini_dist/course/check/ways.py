@@ -211,18 +211,20 @@ class Careful(Wrapped):
         return again
 
 
-def nothing_under_way(group=None) -> None:
-    """Raise Complaint if the call started something and did not wait for it."""
+def nothing_under_way(group=None, kept: dict[int, tuple] | None = None) -> None:
+    """Raise Complaint if the call started something and did not wait for it, though it may be
+    complete by now. kept: what nobody has waited for (`watch.handles_kept`)."""
     recorder, open_ = getattr(group, "recorder", None), []
     until = time.monotonic() + Late.SECONDS / 2  # gloo's thread notes an end once it has the GIL
     while time.monotonic() < until:
         open_ = [row for row in (recorder.comms if recorder else []) if row[6] is None]
         if not open_:
-            return
+            break
         time.sleep(0.002)
-    if open_:
+    names = [row[0] for row in open_] or [name for _, name in (kept or {}).values()]
+    if names:
         raise Complaint(
-            f"When your function returns, a {open_[0][0]} of it is still under way: keep what "
+            f"When your function returns, one {names[0]} of it is still under way: keep what "
             "starting it returns, and .wait() for it."
         )
 

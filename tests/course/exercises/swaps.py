@@ -126,8 +126,8 @@ WRONG = {
     "librarys_barrier": (with_the_librarys_barrier, "A barrier moves nothing"),
     "length": (tells_its_length_first, "so do not send it"),
     "dropped": (drops_the_handle, "is still under way"),
-    "no_wait_for_send": (forgets_to_wait_for_its_send, "a send of it is still under way"),
-    "no_wait_for_recv": (does_not_wait_for_what_comes, "a recv of it is still under way"),
+    "no_wait_for_send": (forgets_to_wait_for_its_send, "one send of it is still under way"),
+    "no_wait_for_recv": (does_not_wait_for_what_comes, "one recv of it is still under way"),
     "deadlock": (sends_before_it_receives, "everyone sends first"),
 }
 

@@ -217,7 +217,7 @@ def divides_by_the_norm(x, more, group):
         (viewed, ".view does not"),
         (adds_in_place, "changes x: the caller still needs it"),
         (remembers, "something of the first is left over"),
-        (leaves_a_message, "a send of it is still under way"),
+        (leaves_a_message, "one send of it is still under way"),
     ],
 )
 def test_an_answer_that_is_right_in_fair_weather_only_is_refused(fn, says):

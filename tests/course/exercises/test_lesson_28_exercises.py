@@ -308,6 +308,15 @@ def divides_in_the_loss(model, batches, loss_of, group):
     [handle.wait() for handle in handles]
 
 
+@wrong("one all_reduce of it is still under way")
+def waits_for_all_but_the_first(model, batches, loss_of, group):
+    """It is complete by the time anybody looks, but nothing in the function makes sure of it."""
+    backward(model, batches, loss_of)
+    divided(with_grad(model), group)
+    first, *rest = (dist.all_reduce(p.grad, group=group, async_op=True) for p in with_grad(model))
+    [handle.wait() for handle in rest]
+
+
 @pytest.mark.parametrize("fn, says", wrong.answers, ids=wrong.names())
 def test_a_known_mistake_is_refused_and_named(fn, says):
     verdict = check.gradients_at_scale.judge(fn)
