@@ -20,8 +20,9 @@ from mini_dist.plan.calculators import hardware
 from mini_dist.plan.calculators.collective_time import collective_seconds
 from mini_dist.plan.config import ModelConfig
 from mini_dist.ranks.diagnose import RankError
-from mini_dist.ranks.ledger.counting import Kernel
-from mini_dist.ranks.simulation.kinds import Axis, axes_of
+from mini_dist.ranks.ledger.counting import Begin, Kernel, Wait
+from mini_dist.ranks.ledger.memory import MemoryRecord
+from mini_dist.ranks.simulation.kinds import Axis, axes_of, what_it_did
 from mini_dist.strategies import compression as K
 from mini_dist.strategies.context_parallel import make_attention, positions_here
 from mini_dist.strategies.data_parallel import Bucketed, Naive, ring_mean
@@ -146,6 +147,21 @@ def test_a_rank_of_each_kind_stands_for_the_others():
     assert len(few.ledger.kinds.firsts()) < 8
     for axis in ("pp", "dp"):
         assert few.ledger.total_bytes(axis=axis) == every.ledger.total_bytes(axis=axis)
+
+
+def test_a_thread_that_sends_early_or_late_makes_no_other_kind():
+    """A bucket leaves from a thread of its own, while tp's all-reduce goes on in the main one."""
+
+    def export(order: str) -> dict:
+        numbers = {thread: number for number, thread in enumerate(order)}
+        program = [(thread, Begin(numbers[thread], 0)) for thread in order]
+        program += [(thread, Wait(numbers[thread])) for thread in "ab"]
+        row = ("all_reduce", "world", "float32", 64, None)
+        groups, memory = {"world": [0, 1]}, MemoryRecord([], [])
+        return dict(program=program, comms=[row, row], groups=groups, axes={}, memory=memory)
+
+    one, other = (what_it_did(0, export(order)) for order in ("ab", "ba"))
+    assert one.alike(other)
 
 
 def test_axes_are_read_off_the_groups_of_rank_0():

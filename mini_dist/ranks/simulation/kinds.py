@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..ledger.counting import Begin, Host, Kernel
+from ..ledger.counting import Begin, Host, Kernel, Wait
 
 ALIKE = 0.01  # a round number: costs that differ by less are those of one kind of rank
 
@@ -156,9 +156,13 @@ class Did(NamedTuple):
 
 def what_it_did(rank: int, export: dict) -> Did:
     digests = defaultdict(hashlib.sha256)  # of each thread: between threads, order is chance
+    begun, counts = {}, Counter()  # comm -> its thread, and its number in it
     flops = touched = sent = 0
     for thread, event in export["program"]:
         if isinstance(event, Begin):
+            # The ledger's own number depends on which of two threads was faster.
+            begun[event.comm] = thread, counts[thread]
+            counts[thread] += 1
             op, name, dtype, nbytes, detail, *_ = export["comms"][event.comm]
             members = export["groups"][name]
             if op in ("send", "recv"):
@@ -172,6 +176,8 @@ def what_it_did(rank: int, export: dict) -> Did:
             if event.phase == "step":
                 continue
             event = event.name
+        elif isinstance(event, Wait):
+            event = "wait", begun[event.comm]
         if not isinstance(event, Host):
             digests[thread].update(str(event).encode())
     order = " ".join(digests[thread].hexdigest() for thread in sorted(digests))
