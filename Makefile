@@ -38,7 +38,8 @@ lab: $(INSTALLED)
 update: $(INSTALLED)
 	@$(BIN)/python -m mini_dist update
 
-# Three parts, all run, one status: the library, then the tests marked `alone`, then the notebooks.
+# Three parts, all run, one status: the library, then the tests marked `alone` (and, by itself, the
+# one marked `solitary`, which attacks the ports of others), then the notebooks.
 # SAMPLE takes an eighth of the cases of each test, and another eighth after each commit;
 # `make test-all` runs every case. Four workers keep two cores 93 % busy and gain nothing over three.
 # `alone` tests read a clock or drive a browser, and share the machine with one other file only: the
@@ -53,9 +54,11 @@ test: $(INSTALLED)
 	@$(BIN)/python -m compileall -q mini_dist tests  # Or each rank does it anew where Python may not.
 	@status=0; \
 	if [ -n "$(LIBRARY)" ]; then \
-	  $(PYTEST) $(WORKERS) -m "not alone" $(SAMPLE) --durations 20 $(LIBRARY) || status=1; \
+	  $(PYTEST) $(WORKERS) -m "not alone and not solitary" $(SAMPLE) --durations 20 $(LIBRARY) || status=1; \
 	  alone=$$(grep -rl --include=*.py mark.alone $(LIBRARY)); \
 	  if [ -n "$$alone" ]; then $(PYTEST) $(APART) -m alone $(SAMPLE) $$alone || status=1; fi; \
+	  solitary=$$(grep -rl --include=*.py mark.solitary $(LIBRARY)); \
+	  if [ -n "$$solitary" ]; then $(PYTEST) -m solitary $$solitary || status=1; fi; \
 	fi; \
 	if [ -n "$(filter notebooks,$(PART))" ]; then \
 	  $(PYTEST) -n 2 --dist loadfile $(NBVAL) notebooks || status=1; \

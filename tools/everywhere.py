@@ -42,7 +42,16 @@ MACHINES = {  # name: environment, number of cores
     "dice": (DICE, CORES),
 }
 # generous: one core is asked here what it says, not how soon
-PYTEST = ["-m", "pytest", "-q", "-m", "not alone", "--dist=loadfile", "-p", "no:cacheprovider"]
+PYTEST = [
+    "-m",
+    "pytest",
+    "-q",
+    "-m",
+    "not alone and not solitary",
+    "--dist=loadfile",
+    "-p",
+    "no:cacheprovider",
+]
 NBVAL = ["--nbval-lax", "--nbval-current-env", "--nbval-cell-timeout=300", "--notebook-limit=900"]
 
 

@@ -227,9 +227,12 @@ class Quiz:
         print(said(f"{number}. {sentence}\n   {verdict}: {evidence}\n   {why}\n"))
 
     def table(self) -> Table:
-        """Return the guess, the verdict and the evidence for each claim of the sheet."""
+        """Return the guess, the verdict and the evidence for each claim of the sheet.
+
+        Raises RuntimeError if one has no verdict yet.
+        """
         rows = []
-        self.check_all_are_decided()
+        self._check_all_are_decided()
         for number, guess in self.guesses.items():
             is_true, evidence = self.verdicts[number]
             mark = "" if guess == "-" else "✓" if guess == "FT"[is_true] else "✗"
@@ -238,8 +241,11 @@ class Quiz:
         return Table(["", *map(said, heads)], rows)
 
     def result(self) -> dict:
-        """Return the score, and the numbers of the claims that were guessed wrong."""
-        self.check_all_are_decided()
+        """Return the score, and the numbers of the claims that were guessed wrong.
+
+        Raises RuntimeError if a claim has no verdict yet.
+        """
+        self._check_all_are_decided()
         wrong = [
             number
             for number, guess in self.guesses.items()
@@ -248,9 +254,9 @@ class Quiz:
         guessed = sum(guess != "-" for guess in self.guesses.values())
         return {"guessed": guessed, "right": guessed - len(wrong), "wrong": wrong}
 
-    def check_all_are_decided(self) -> None:
+    def _check_all_are_decided(self) -> None:
         """Raise RuntimeError if a claim of the sheet has no verdict."""
         if missing := [str(number) for number in self.guesses if number not in self.verdicts]:
             raise RuntimeError(
-                f"no cell has decided claims {', '.join(missing)} yet: run all cells above this one"
+                f"no cell has decided {', '.join(missing)} of the claims: run the cells above this"
             )

@@ -27,8 +27,8 @@ class RankError(RuntimeError):
 
     `rank`: the rank at fault (None if it is not one rank's); `failures`: rank -> what it raised;
     `outputs`: what each rank had printed; `flights`: each rank's last operations, and the one that
-    it waited in (flight.py); `idle`: for how many seconds no rank had begun an operation, 0 if
-    one that has not returned had begun none. (Elastic runs: since their start.)
+    it waited in (flight.py); `idle`: for how many seconds no rank had begun an operation or a wait
+    for one, 0 if one that has not returned had begun none. (Elastic runs: since their start.)
     """
 
     rank: int | None = None
@@ -155,7 +155,7 @@ class Scene:
 
     def idle(self) -> float:
         """For how many seconds no rank has begun an operation, 0 if one has begun none at all: it
-        may compute. (The wait for an asynchronous operation leaves no record of its own.)"""
+        may compute. (Waiting for an operation's future leaves no record.)"""
         began = all(self.flights[number].entries for number in self.waiting)
         return self.time - self.world.moved if began else 0.0
 

@@ -33,6 +33,14 @@ def test_other_guesses_are_refused(guesses):
         Quiz(guesses=guesses)
 
 
+def test_a_sheet_with_a_claim_that_no_cell_has_decided_says_which():
+    quiz = decided(Quiz())
+    del quiz.verdicts[3]
+    for ask in (quiz.table, quiz.result):
+        with pytest.raises(RuntimeError, match="no cell has decided 3 of the claims"):
+            ask()
+
+
 def test_a_claim_is_decided_once():
     quiz = decided(Quiz())
     with pytest.raises(ValueError, match="once"):

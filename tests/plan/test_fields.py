@@ -36,7 +36,6 @@ WRONG = {
 LOOSE = {"mesh", "backend", "emulate", "divides", "ops"}
 # Whose arguments have judges of their own: an exercise's, a page's, a grader's.
 OTHERS = {"check", "draw", "elsewhere", "grade", "replay", "widgets", "fields", "lesson"}
-OTHERS |= {"language"}  # which messages are checked by the tests of the catalogs
 # These rooms' public names are in __all__; arguments of the algorithms themselves are not checked.
 OTHERS |= {path.stem for path in Path(mini_dist.collectives.__path__[0]).glob("*.py")} - LOOSE
 OTHERS |= {path.stem for path in Path(mini_dist.serving.__path__[0]).glob("*.py")}
@@ -66,6 +65,7 @@ INSIDE = {  # has no underscore, and is called from the library only
     *("megatron_order", "num_scores", "order_on_hosts", "parse", "piece"),
     *("placements", "read", "read_value", "rotate", "scaled_step", "sdpa_attention"),
     *("serve_model", "shared_parameter", "striped", "unscale_", "update", "updates"),
+    *("in_chinese", "picture_in_chinese", "drawn"),
     *("zigzag", "attend", "attend_backward", "fused_attend", "GPT", "readable"),
 }
 PAGES = (

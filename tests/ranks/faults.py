@@ -63,6 +63,12 @@ def exits_and_leaves_a_child(group):
     os._exit(5)
 
 
+def leaves_others_in_an_asynchronous_wait(group):
+    if group.rank() == 0:
+        work = dist.all_reduce(torch.ones(2), group=group, async_op=True)
+        work.wait()
+
+
 def returns_early(group):
     if group.rank() == 1:
         return

@@ -74,6 +74,12 @@ SAID = {
     faults.exits: ["rank 1 of 2 raised SystemExit: 3", AT + "sys.exit(3)"],
     faults.exits_at_once: ["rank 1 of 2 ended its process with exit code 0 instead of returning."],
     faults.exits_and_leaves_a_child: ["of 2 ended its process with exit code 5"],
+    faults.leaves_others_in_an_asynchronous_wait: [
+        "deadlock: rank 0 waits for what can no longer happen.",
+        "in all_reduce(float32[2]) for rank 1",
+        AT + "work.wait()",
+        "rank 1 has returned, after 0 collectives",
+    ],
     faults.returns_early: [
         "deadlock: rank 0 waits for what can no longer happen.",
         "rank 0 has waited",

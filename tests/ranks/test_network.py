@@ -252,7 +252,7 @@ def take_the_place_of_ranks(folder):
     return len(made), came
 
 
-@pytest.mark.alone  # It attacks every port that root opens, those of other tests as well.
+@pytest.mark.solitary  # It attacks every port that root opens, those of other tests as well.
 @as_root
 def test_in_the_hosts_network_a_rank_refuses_whoever_is_not_its_user(tmp_path):
     """Without the refusal the same attacker gets tensors, and the ranks do not know of it."""

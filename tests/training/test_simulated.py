@@ -20,7 +20,7 @@ from mini_dist.plan.calculators import hardware
 from mini_dist.plan.calculators.collective_time import collective_seconds
 from mini_dist.plan.config import ModelConfig
 from mini_dist.ranks.diagnose import RankError
-from mini_dist.ranks.ledger.counting import Begin, Kernel, Wait
+from mini_dist.ranks.ledger.counting import Begin, Enter, Kernel, Leave, Wait
 from mini_dist.ranks.ledger.memory import MemoryRecord
 from mini_dist.ranks.simulation.kinds import Axis, axes_of, what_it_did
 from mini_dist.strategies import compression as K
@@ -128,9 +128,9 @@ def test_messages_and_the_peak_of_memory_are_those_of_a_real_run(both):
     name, real, simulated = both
     for rank in range(real.world_size):
         assert rows_of(simulated, rank) == rows_of(real, rank) != [], rank
-        held, peak = (run.ledger.memory[rank].peak_bytes() for run in (real, simulated))
+        held, simulated_peak = (run.ledger.memory[rank].peak_bytes() for run in (real, simulated))
         # Numbers that a real run counts, such as targets, are a few bytes on the host.
-        assert abs(peak - held) <= (0.03 * held if name in IN_TILES else 128), rank
+        assert abs(simulated_peak - held) <= (0.03 * held if name in IN_TILES else 128), rank
 
 
 # ---- one rank of each kind -----------------------------------------------------------------------
@@ -155,7 +155,8 @@ def test_a_thread_that_sends_early_or_late_makes_no_other_kind():
     def export(order: str) -> dict:
         numbers = {thread: number for number, thread in enumerate(order)}
         program = [(thread, Begin(numbers[thread], 0)) for thread in order]
-        program += [(thread, Wait(numbers[thread])) for thread in "ab"]
+        events = Enter, Wait, Leave
+        program += [(thread, event(numbers[thread])) for thread in "ab" for event in events]
         row = ("all_reduce", "world", "float32", 64, None)
         groups, memory = {"world": [0, 1]}, MemoryRecord([], [])
         return dict(program=program, comms=[row, row], groups=groups, axes={}, memory=memory)

@@ -198,6 +198,8 @@ def too_slow(run) -> str:
     """Say what delays the step most."""
     whole = sum(p.nbytes for p in GPT(LARGE, device="meta", dtype=torch.bfloat16).parameters())
     sent = [comm for comm in run.ledger.leaves(rank=0) if comm.sent]
+    if not sent:
+        return "Rank 0 sends nothing at all: its gradients stay its own."
     others = [comm for comm in sent if comm.dtype != "bfloat16"]
     if sum(comm.sent for comm in others) > whole / 100:
         return (

@@ -31,8 +31,8 @@ from mini_dist.ranks.ledger.group import RecordedWork
 LIBRARY = str(Path(__file__).parents[2]) + os.sep
 # Frames of files in these folders only pass calls on.
 AROUND = (
-    sysconfig.get_paths()["stdlib"],
-    str(Path(torch.__file__).parent),
+    sysconfig.get_paths()["stdlib"] + os.sep,
+    str(Path(torch.__file__).parent) + os.sep,
 )
 # The wrappers that `recorded`, `collective` and `checks_kinds` add do no work of their own.
 DECORATED, CHECKED = collective(lambda group: None), checks_kinds(lambda: None)
@@ -58,31 +58,38 @@ def functions_of(*modules: ModuleType) -> set[Callable]:
 
 @contextmanager
 def handles_kept() -> Iterator[dict[int, tuple]]:
-    """Yield {..: (handle, operation)} of what nobody has waited for.
+    """Yield {id of a ledger row: (torch's handle, operation)} of what nobody has waited for.
 
     A message is delivered even if its handle is dropped. In torch it may be lost, and then its
     receiver waits forever; here the run ends, and the judge can report it."""
     kept = {}
-    whole = RecordedWork.__init__, RecordedWork.wait, RecordedWork.is_completed
+    names = "__init__", "wait", "is_completed", "get_future"
+    whole = {name: getattr(RecordedWork, name) for name in names}
 
     def init(handle, *args) -> None:
-        whole[0](handle, *args)
+        whole["__init__"](handle, *args)
         kept[id(handle._row)] = handle._work, handle._row[0]
 
-    def wait(handle, *args) -> bool:
+    def wait(handle, *args, **kwargs) -> bool:
         kept.pop(id(handle._row), None)
-        return whole[1](handle, *args)
+        return whole["wait"](handle, *args, **kwargs)
 
     def is_completed(handle) -> bool:
-        if done := whole[2](handle):
+        if done := whole["is_completed"](handle):
             kept.pop(id(handle._row), None)
         return done
 
-    RecordedWork.__init__, RecordedWork.wait, RecordedWork.is_completed = init, wait, is_completed
+    def get_future(handle):
+        kept.pop(id(handle._row), None)  # whoever has the future waits for it: DDP does
+        return whole["get_future"](handle)
+
+    for name, method in zip(names, (init, wait, is_completed, get_future)):
+        setattr(RecordedWork, name, method)
     try:
         yield kept
     finally:
-        RecordedWork.__init__, RecordedWork.wait, RecordedWork.is_completed = whole
+        for name, method in whole.items():
+            setattr(RecordedWork, name, method)
 
 
 @contextmanager

@@ -221,7 +221,7 @@ def nothing_under_way(group=None, kept: dict[int, tuple] | None = None) -> None:
         if not open_:
             break
         time.sleep(0.002)
-    names = [row[0] for row in open_] or [name for _, name in (kept or {}).values()]
+    names = [row[0] for row in open_] or [name for _, name in list((kept or {}).values())]
     if names:
         raise Complaint(
             f"When your function returns, one {names[0]} of it is still under way: keep what "

@@ -56,6 +56,15 @@ class RecordedWork(dist._Work):
     def get_future(self):
         return self._work.get_future()
 
+    def result(self):
+        return self._work.result()
+
+    def synchronize(self) -> None:
+        self._work.synchronize()
+
+    def block_current_stream(self) -> None:
+        self._work.block_current_stream()
+
     def is_success(self) -> bool:
         return self._work.is_success()
 

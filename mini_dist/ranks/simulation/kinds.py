@@ -16,7 +16,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..ledger.counting import Begin, Host, Kernel, Wait
+from ..ledger.counting import Begin, Enter, Host, Kernel, Leave, Wait
 
 ALIKE = 0.01  # a round number: costs that differ by less are those of one kind of rank
 
@@ -178,6 +178,8 @@ def what_it_did(rank: int, export: dict) -> Did:
             event = event.name
         elif isinstance(event, Wait):
             event = "wait", begun[event.comm]
+        elif isinstance(event, (Enter, Leave)):
+            event = type(event).__name__, export["comms"][event.comm][0]
         if not isinstance(event, Host):
             digests[thread].update(str(event).encode())
     order = " ".join(digests[thread].hexdigest() for thread in sorted(digests))
