@@ -144,16 +144,23 @@ class World:
         if not self.has_hosts:
             return []
         first = {place: rank for rank, place in zip(self.ranks[::-1], self.places[::-1])}
-        alive = {place: rank.pid for place, rank in first.items() if rank.pid and not rank.gone}
+        # A rank that has no flight recorder yet may not have moved into its host.
+        alive = {
+            place: rank.pid
+            for place, rank in first.items()
+            if rank.pid and not rank.gone and flight.head(self.flight_path(rank))
+        }
         return sorted(place for place, pid in alive.items() if is_unplugged(pid))
+
+    def flight_path(self, rank: RankHandle) -> str:
+        return f"{self.directory}/flight-{rank.number}"
 
     def heads(self) -> list:
         """How far each rank has come; unchanged while it computes, waits, or is done."""
-        paths = [f"{self.directory}/flight-{rank.number}" for rank in self.ranks]
-        return [(flight.head(path), rank.returned) for path, rank in zip(paths, self.ranks)]
+        return [(flight.head(self.flight_path(rank)), rank.returned) for rank in self.ranks]
 
     def flights(self) -> list[flight.FlightRecord]:
-        return [flight.read(f"{self.directory}/flight-{rank.number}") for rank in self.ranks]
+        return [flight.read(self.flight_path(rank)) for rank in self.ranks]
 
     def stacks(self) -> list[str]:
         """Where every live rank is just now, as faulthandler writes it."""

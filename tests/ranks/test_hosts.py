@@ -9,6 +9,7 @@ import sys
 import time
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +26,9 @@ from mini_dist import (
     load_text,
 )
 from mini_dist.ranks import network
+from mini_dist.ranks import world as world_module
 from mini_dist.ranks.cables import Netlink, Switch, is_on_a_host, make_host, move_to, pull_cable
+from mini_dist.ranks.flight import FlightRecorder
 from mini_dist.ranks.hosts import Hosts, hosts_of
 from mini_dist.ranks.ledger.hosts import seconds_on
 from mini_dist.ranks.ledger.recording import Recorder
@@ -295,6 +298,17 @@ def test_after_a_kill_of_the_parent_no_rank_and_no_interface_is_left(real, tmp_p
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert set(os.listdir("/sys/class/net")) == before
+
+
+def test_a_rank_that_has_not_moved_into_its_host_yet_has_not_lost_its_cable(tmp_path, monkeypatch):
+    """On a busy machine it was looked at before, and the launch ended at once by "the timeout"."""
+    monkeypatch.setattr(world_module, "is_unplugged", lambda pid: True)
+    world = world_module.World.__new__(world_module.World)
+    world.has_hosts, world.places, world.directory = True, [0, 1], str(tmp_path)
+    world.ranks = [SimpleNamespace(number=number, pid=1, gone=False) for number in range(2)]
+    assert world.unplugged() == []
+    FlightRecorder(world.flight_path(world.ranks[1]))
+    assert world.unplugged() == [1]
 
 
 REFUSING = """
