@@ -41,7 +41,7 @@ update: $(INSTALLED)
 # Three parts, all run, one status: the library, then the tests marked `alone` (and, by itself, the
 # one marked `solitary`, which attacks the ports of others), then the notebooks.
 # SAMPLE takes an eighth of the cases of each test, and another eighth after each commit;
-# `make test-all` runs every case. Four workers keep two cores 93 % busy and gain nothing over three.
+# `make test-all` runs every case. Three workers keep two cores 98 % busy, and a fourth gains nothing.
 # `alone` tests read a clock or drive a browser, and share the machine with one other file only: the
 # site is built while others wait for deadlines. Notebooks compute more: two workers.
 PYTEST := $(BIN)/python -m pytest
