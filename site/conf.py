@@ -29,7 +29,7 @@ BINDER = os.environ.get("MINI_DIST_BINDER", "")
 
 project = "mini_dist"
 author = "the authors of mini_dist"
-extensions = ["myst_nb", "sphinx.ext.autodoc", "words", "explorers", "both_languages"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "words", "explorers", "both_languages", "excerpts"]
 root_doc = "site/index"
 include_patterns = ["site/*.md", "site/library/*.md", "CONTRIBUTING.md"]
 include_patterns += ["TEACHING.md", "TEACHING.zh.md"]
@@ -68,7 +68,7 @@ html_css_files = ["site.css"]
 html_context = {"default_mode": "auto"}
 html_search_language = "en-zh"
 html_show_sourcelink = False
-html_show_search_summary = False  # Summaries are fetched, which a file:// page may not do.
+html_show_search_summary = False  # excerpts.py shows them, on pages from the disk as well.
 html_theme_options = {
     "home_page_in_toc": True,
     "show_toc_level": 2,

@@ -309,6 +309,9 @@ def test_search_finds_words_of_both_languages(site, page, asked):
     page.wait_for_function("() => document.querySelector('.search-summary')?.innerText")
     found = results.evaluate_all("all => all.map(link => link.innerText)")
     assert {*SEARCHES[asked]} <= {*found}, found
+    marked = page.locator("#search-results .excerpt mark")
+    marked.first.wait_for()
+    assert asked[:2] in marked.first.inner_text().lower()
     assert page.wrong == []
 
 
