@@ -10,6 +10,7 @@ import builtins
 import contextlib
 import ctypes
 import faulthandler
+import itertools
 import os
 import pickle
 import random
@@ -74,7 +75,7 @@ KEPT = {"mini_dist", "pytest"}
 def main(rank: int, size: int, device: str, directory: str, control: int, output: int) -> None:
     pid = os.getpid()
     parent = socket.socket(fileno=control)
-    streams, result, members, loaded = [], [], None, set(sys.modules)
+    streams, result, members, last = [], [], None, next(reversed(sys.modules))
     try:
         streams = redirect_output(output)
         # A rank that waits in C++ runs no Python; on this signal, and when native code aborts, its
@@ -107,10 +108,10 @@ def main(rank: int, size: int, device: str, directory: str, control: int, output
     for stream in (*streams, sys.stdout, sys.stderr):
         with contextlib.suppress(BaseException):  # the job may have put anything in its place
             stream.flush()
+    # From the end: to look at what the zygote has loaded would copy the pages that it is in.
+    imported = [*itertools.takewhile(lambda name: name != last, reversed(sys.modules))]
     report.imported = {
-        name: module.__file__
-        for name, module in [*sys.modules.items()]
-        if name.partition(".")[0] in KEPT and name not in loaded
+        name: sys.modules[name].__file__ for name in imported if name.partition(".")[0] in KEPT
     }
     with contextlib.suppress(OSError):
         with members.speaking if members else contextlib.nullcontext():
