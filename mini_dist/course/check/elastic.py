@@ -277,6 +277,7 @@ def patience(silences, allowed):
             *((1, Devices(10, each)) for each in ((2.0, 0.5, 1.0), (0.25, 1.0), (1.0, 10.0))),
             *((1, Devices(7, each)) for each in ((3.0, 2.0, 2.5, 10.0), (1.0, 1.0, 1.0), (3.0,))),
             (1, Devices(1, (4.0, 2.0, 4.0))),
+            (1, Devices(3, (0.0001, 0.0002))),
         ],
         Shared,
         hints=[
@@ -302,6 +303,7 @@ def shares(batch_size, seconds):
             (5, Deaths((2, None, 2, None, 1), dtype=torch.float64)),
             (3, Deaths((7, 7, 7))),
             (3, Deaths((4, None, 9), 7)),
+            (3, Deaths((2**24, 2**24 + 1, None))),  # float32 has no room for these digits
             (2, Deaths((None, 8))),
         ],
         Rebuilt,

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -266,6 +267,15 @@ class Overlap:
         buckets = make_buckets(weights, 2 * weights[0].nbytes)
         return [bucket[::-1] for bucket in buckets] if self.turned else buckets
 
+    def hand_overs(self, rank: int) -> list[int]:
+        """Return how many gradients are complete when each bucket can leave, in its turn."""
+        model, complete = self.model(rank), []
+        for weight in model.weights:
+            weight.register_post_accumulate_grad_hook(lambda weight: complete.append(id(weight)))
+        self.losses(model, rank)[1].backward()
+        last = [max(complete.index(id(p)) + 1 for p in each) for each in self.buckets(model)]
+        return [*accumulate(last, max)]
+
     def losses(self, model: Layers, rank: int) -> tuple[Tensor, Tensor]:
         """Return the losses of two micro-batches; the second one's backward is the learner's."""
         generator = torch.Generator().manual_seed(rank)
@@ -369,15 +379,13 @@ class Overlapping(Measured):
         )
         self.means = [first + last for first, last in zip(self.firsts, self.lasts)]
         model = self.case.model(0)
-        lengths = [len(bucket) for bucket in self.case.buckets(model)]
-        self.wanted = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+        wanted = [self.case.hand_overs(rank) for rank in range(self.size)]
         nbytes = sum(weight.nbytes for weight in model.weights)
         self.wanted_bytes = 2 * (self.size - 1) * nbytes
         self.found = [left.gradients for left in self.results]
-        ranks = self.results[: 1 if self.case.crossing else None]  # odd ranks' order differs
-        wrong = (left.seen for left in ranks if [c for c, now in left.seen if now] != self.wanted)
-        self.seen = next(wrong, ranks[0].seen)
-        self.moments = [complete for complete, during in self.seen if during]
+        moments = [[count for count, during in left.seen if during] for left in self.results]
+        rank = next((r for r in range(self.size) if moments[r] != wanted[r]), 0)
+        self.seen, self.moments, self.wanted = self.results[rank].seen, moments[rank], wanted[rank]
 
     def same(self, found, expected) -> bool:
         return same(found, expected, 10.0)
@@ -445,6 +453,11 @@ class Overlapping(Measured):
                 "A hook calls .result(), or waits in another way: backward stops until that "
                 "bucket is averaged, and nothing is hidden. Keep what submit returns, and wait "
                 "after loss.backward()."
+            )
+        if self.moments == sorted({*self.wanted}):
+            return (
+                "A bucket that was complete before its turn stays behind: after each bucket that "
+                "leaves, look at the next one as well (while, not if)."
             )
         if len(self.seen) > len(set(self.seen)):
             return "Several buckets leave at once: hand over each as soon as it is complete."

@@ -444,15 +444,15 @@ def compute_lists(schedule: Schedule) -> list[list[Action]]:
 
 
 def misplaced(schedule: Schedule, kind: str) -> list[tuple[Action, Action]]:
-    """Return (send, the computation before it) if that does not make the message; for receives,
-    (receive, the computation after it) if that does not use the message."""
+    """Return (send, the action before it) if that does not make the message; for receives,
+    (receive, the action after it) if that does not use the message."""
     found = []
     for rank in range(schedule.num_ranks):
         beside, actions = None, list(schedule.actions(rank))
         for action in actions if kind == "SEND" else reversed(actions):
-            if action.kind not in COMMUNICATION:
+            if not action.kind.startswith(kind):
                 beside = action
-            elif action.kind.startswith(kind) and beside.key != carried(action):
+            elif beside.key != carried(action):
                 found.append((action, beside))
     return found
 

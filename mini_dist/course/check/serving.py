@@ -228,12 +228,23 @@ class Day:
     seed: int
     num_blocks: int = 12
     block_size: int = 4
+    made: int = 0  # situations at random instead, in which any text has some of its blocks
 
     def __str__(self) -> str:
         return f"{self.num_blocks} blocks of {self.block_size}"
 
+    def make(self, rng: random.Random) -> Situation:
+        texts = []
+        for name in "abcdef":
+            tokens = rng.randint(1, 18)
+            texts.append(Text(name, tokens, rng.randint(0, -(-tokens // self.block_size))))
+        running = rng.randint(0, 4)
+        return Situation(texts[:running], texts[running:], rng.randint(0, self.num_blocks))
+
     def situations(self) -> list[Situation]:
         rng = random.Random(self.seed)
+        if self.made:
+            return [self.make(rng) for _ in range(self.made)]
         prompts = [rng.randint(1, 18) for _ in range(14)]
         most = self.num_blocks * self.block_size
         ends = [min(prompt + rng.randint(2, 20), most) for prompt in prompts]
@@ -448,9 +459,11 @@ GPT_2 = tuple(
         model_type="gpt2", vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12
     ).items()
 )
+GPT_2_MEDIUM = (*GPT_2, *dict(n_embd=1024, n_layer=24, n_head=16).items())
 REAL = [
     (1, Real("Llama 3 8B", LLAMA_8B, 8192, 2, 1, 2 * 32 * 8 * 128)),
     (1, Real("GPT-2", GPT_2, 1000, 4, 1, 2 * 12 * 12 * 64)),
+    (1, Real("GPT-2 medium", GPT_2_MEDIUM, 1000, 4, 3, 2 * 24 * 5 * 64)),
     (1, Real("OpenLLaMA 3B", OPEN_LLAMA, 2048, 2, 1, 2 * 26 * 32 * 100)),
     (1, Real("Qwen3 0.6B", QWEN, 4096, 2, 1, 2 * 28 * 8 * 128)),
     (1, Real("Mistral 7B", MISTRAL, 40_000, 2, 1, 2 * 32 * 8 * 128)),
@@ -493,7 +506,13 @@ def place_tokens(table, free, written, new, block_size):
         "who_runs",
         ideas.who_runs,
         choices,
-        [(1, Day(0)), (1, Day(3, 9, 3)), (1, Day(5, 40, 1)), (1, Day(7, 8, 8))],
+        [
+            (1, Day(0)),
+            (1, Day(3, 9, 3)),
+            (1, Day(5, 40, 1)),
+            (1, Day(7, 8, 8)),
+            (1, Day(9, made=60)),
+        ],
         Choices,
         refuses=functions_of(scheduler),
         hints=[
