@@ -45,7 +45,7 @@ GRIDS = [(1, 3, 1, 2), (4, 2, 1, 2), (2, 2, 2, 2), (2, 3, 4, 5), (5, 4, 3, 2), (
 
 def groups_trial(fn: Callable, sizes: Sizes, group):
     """Return (axis -> its groups as lists of ints, ""), or (None, what is wrong with the form)."""
-    returned = fn(**sizes.axes)
+    returned = fn(*sizes.axes.values())
     if not isinstance(returned, Mapping) or set(returned) != set(AXES):
         has = f"keys {', '.join(map(str, returned))}" if isinstance(returned, Mapping) else returned
         return None, f"{has}"
@@ -142,12 +142,13 @@ JOBS = [
 
 
 def whole_batch(step: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets [B, S]; half of the rows have padding, so ranks' counts differ."""
+    """Return inputs and targets [B, S]; half of the rows have padding, so ranks' counts differ; a
+    step has more of it than the step before."""
     generator = torch.Generator().manual_seed(step)
     shape = (rows, CONFIG.seq_len + 1)
     tokens = torch.randint(0, CONFIG.vocab_size, shape, generator=generator)
     targets = tokens[:, 1:].clone()
-    targets[rows // 2 :, CONFIG.seq_len // 2 + 1 :] = IGNORE_INDEX
+    targets[rows // 2 :, CONFIG.seq_len // 2 + 1 - step :] = IGNORE_INDEX
     return tokens[:, :-1], targets
 
 
@@ -313,9 +314,9 @@ class Steps(Measured):
         if what == 1:
             return self.about_norms(step, values, right)
         return (
-            "Loss and norm of the first step are right, but then the ranks diverge: did every "
-            f"rank clip by the same norm (a norm below {MAX_NORM} is left as it is), and step all "
-            "that it holds"
+            "Loss and norm of the first step are right, but not those of a later step: does every "
+            "step count its own tokens, did every rank clip by the same norm (a norm below "
+            f"{MAX_NORM} is left as it is), and step all that it holds"
             + "? With sequence parallelism, norm layers see S/tp of the tokens: finish_gradients "
             "adds their gradients up."
             * self.layout.sequence_parallel

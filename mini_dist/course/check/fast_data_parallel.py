@@ -454,7 +454,7 @@ class Overlapping(Measured):
                 "bucket is averaged, and nothing is hidden. Keep what submit returns, and wait "
                 "after loss.backward()."
             )
-        if self.moments == sorted({*self.wanted}):
+        if self.wanted != self.moments == sorted({*self.wanted}):
             return (
                 "A bucket that was complete before its turn stays behind: after each bucket that "
                 "leaves, look at the next one as well (while, not if)."

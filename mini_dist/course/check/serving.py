@@ -228,17 +228,17 @@ class Day:
     seed: int
     num_blocks: int = 12
     block_size: int = 4
-    made: int = 0  # situations at random instead, in which any text has some of its blocks
+    made: int = 0  # situations at random instead, with any number of a text's blocks missing
 
     def __str__(self) -> str:
         return f"{self.num_blocks} blocks of {self.block_size}"
 
     def make(self, rng: random.Random) -> Situation:
-        texts = []
-        for name in "abcdef":
+        texts, running = [], rng.randint(0, 4)
+        for place, name in enumerate("abcdef"):
             tokens = rng.randint(1, 18)
-            texts.append(Text(name, tokens, rng.randint(0, -(-tokens // self.block_size))))
-        running = rng.randint(0, 4)
+            most = -(-tokens // self.block_size) if place < running else 0
+            texts.append(Text(name, tokens, rng.randint(0, most)))
         return Situation(texts[:running], texts[running:], rng.randint(0, self.num_blocks))
 
     def situations(self) -> list[Situation]:
@@ -463,12 +463,12 @@ GPT_2_MEDIUM = (*GPT_2, *dict(n_embd=1024, n_layer=24, n_head=16).items())
 REAL = [
     (1, Real("Llama 3 8B", LLAMA_8B, 8192, 2, 1, 2 * 32 * 8 * 128)),
     (1, Real("GPT-2", GPT_2, 1000, 4, 1, 2 * 12 * 12 * 64)),
-    (1, Real("GPT-2 medium", GPT_2_MEDIUM, 1000, 4, 3, 2 * 24 * 5 * 64)),
     (1, Real("OpenLLaMA 3B", OPEN_LLAMA, 2048, 2, 1, 2 * 26 * 32 * 100)),
     (1, Real("Qwen3 0.6B", QWEN, 4096, 2, 1, 2 * 28 * 8 * 128)),
     (1, Real("Mistral 7B", MISTRAL, 40_000, 2, 1, 2 * 32 * 8 * 128)),
     (1, Real("Llama 3 70B", LLAMA_70B, 4096, 1, 4, 2 * 80 * 2 * 128)),
     (1, Real("Llama 3 70B", LLAMA_70B, 100, 2, 16, 2 * 80 * 1 * 128)),
+    (1, Real("GPT-2 medium", GPT_2_MEDIUM, 1000, 4, 3, 2 * 24 * 5 * 64)),
 ]
 
 EXERCISES = [

@@ -454,7 +454,7 @@ another_count = Right("cache_bytes")
 @another_count
 def in_floats(config, tokens, bytes_a_number, tp):
     layers, _, kv, head_dim = sizes(config)
-    return 2.0 * layers * max(kv / tp, 1) * head_dim * tokens * bytes_a_number
+    return 2.0 * layers * max(kv // tp, 1) * head_dim * tokens * bytes_a_number
 
 
 @another_count
@@ -462,7 +462,7 @@ def with_or(config, tokens, bytes_a_number, tp):
     get = config.get
     heads = get("n_head") or get("num_attention_heads")
     of_head = get("head_dim") or (get("n_embd") or get("hidden_size")) // heads
-    shared = (get("num_key_value_heads") or heads) / tp
+    shared = (get("num_key_value_heads") or heads) // tp
     numbers = (get("n_layer") or get("num_hidden_layers")) * of_head * (shared if shared > 1 else 1)
     return int(numbers * tokens * bytes_a_number) * 2
 
@@ -480,11 +480,12 @@ def layer_by_layer(config, tokens, bytes_a_number, tp):
 @another_count
 def per_family(config, tokens, bytes_a_number, tp):
     if config["model_type"] == "gpt2":
-        numbers = 2 * config["n_layer"] * config["n_embd"] // tp
+        of_head = config["n_embd"] // config["n_head"]
+        numbers = 2 * config["n_layer"] * max(1, config["n_head"] // tp) * of_head
     else:
         heads = config["num_attention_heads"]
         of_head = config.get("head_dim", config["hidden_size"] // heads)
-        on_each = -(-config.get("num_key_value_heads", heads) // tp)
+        on_each = config.get("num_key_value_heads", heads) // tp or 1
         numbers = 2 * config["num_hidden_layers"] * on_each * of_head
     return numbers * bytes_a_number * tokens
 
