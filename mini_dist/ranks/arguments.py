@@ -73,7 +73,7 @@ def only_gloo(asked: str | None, chosen: str, option: str) -> str:
 
 def check_call(fn, args, kwargs) -> None:
     try:
-        signature = inspect.signature(fn)
+        signature = inspect.signature(fn, follow_wrapped=False)  # A decorator may add arguments.
     except (TypeError, ValueError):  # some builtins have none
         return
     try:

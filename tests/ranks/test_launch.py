@@ -1,6 +1,7 @@
 """launch: a learner's function on real ranks, from a script and from the cells of a notebook."""
 
 import contextlib
+import functools
 import importlib
 import multiprocessing
 import os
@@ -78,6 +79,14 @@ def test_any_number_of_ranks_meets_in_the_group(size):
 def test_the_group_is_the_last_positional_argument():
     run = launch(lambda a, b, group, *, c: (a, b, c, group.rank()), 2, (1, 2), {"c": 3})
     assert run.results == [(1, 2, 3, 0), (1, 2, 3, 1)]
+
+
+def test_a_decorator_may_add_an_argument():
+    def with_a_diary(fn):
+        return functools.wraps(fn)(lambda group: fn(group, []))
+
+    run = launch(with_a_diary(lambda group, diary: diary), 2)
+    assert run.results == [[], []]
 
 
 def test_tensors_and_modules_travel_as_arguments_and_results():

@@ -20,7 +20,7 @@ def mistake_of_form(fn: Callable, solution: Callable) -> str:
     if not callable(fn):
         return f"{fn!r} is no function: give the function itself, without parentheses."
     try:
-        inspect.signature(fn).bind(*names)
+        inspect.signature(fn, follow_wrapped=False).bind(*names)
     except TypeError as error:
         return f"Your function is called with ({', '.join(names)}): {error}."
     except ValueError:  # it has no signature
