@@ -123,9 +123,14 @@ def best(job: Assignment, offer: str) -> Plan:
 @checks_kinds
 def bill(job: Assignment, offer: str, layout: Layout) -> Bill:
     """Return what the job takes with this layout. Raises ValueError if the layout cannot cut the
-    model, or if there is no such offer."""
+    model, if it is for another number of GPUs or tokens, or if there is no such offer."""
     there = job.offer(offer)
     layout.check(job.config)
+    tokens = layout.global_batch_size * job.config.seq_len
+    if layout.world_size != there.devices:
+        raise ValueError(f"{layout.world_size} ranks: offer {offer} has {there.devices} GPUs")
+    if tokens != job.batch_tokens:
+        raise ValueError(f"{tokens:,} tokens per step: the job has {job.batch_tokens:,}")
     seconds = step_time(job.config, layout, there.machine, simulate=True).seconds
     hours = seconds * job.tokens / job.batch_tokens / 3600
     return Bill(seconds, hours / 24, hours * there.devices * there.dollars_per_hour)

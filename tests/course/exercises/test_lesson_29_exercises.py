@@ -104,6 +104,15 @@ def not_the_best_layout():
     return ["ada  LOVELACE", "B", Layout(dp=128, zero=2, num_micro_batches=8)]
 
 
+def test_a_layout_for_another_machine_or_batch_has_no_bill():
+    job = capstone.job("Ada Lovelace")
+    layout = Layout(**ADAS)
+    with pytest.raises(ValueError, match=f"offer . has {job.offer('B').devices} GPUs"):
+        capstone.bill(job, "B", layout.replace(dp=2 * layout.dp))
+    with pytest.raises(ValueError, match=f"the job has {job.batch_tokens:,}"):
+        capstone.bill(job, "B", layout.replace(num_micro_batches=2 * layout.num_micro_batches))
+
+
 # ---- the strategy -------------------------------------------------------------------------------
 
 
