@@ -138,7 +138,7 @@ class Uneven(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = (x * self.tied).tanh() * self.tied * self.scale
-        return x[:, :5] * self.last
+        return torch.cat([x[:, :5] * self.last, x[:, 5:]], dim=1)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from mini_dist.model.routing import load_balance_loss, route
 from mini_dist.strategies import expert_parallel as library
 from mini_dist.strategies.expert_parallel import Dispatched
 
-from .engine import Exercise, Line, Measured, are_two, line, on_ranks, too_few_bytes
+from .engine import NO_BARRIER, Exercise, Line, Measured, are_two, line, on_ranks, too_few_bytes
 from .watch import functions_of
 from .ways import Complaint
 
@@ -156,16 +156,13 @@ class Journey(Measured):
         return [
             line("bytes sent in forward", self.there, self.wanted_there),
             line("bytes sent in backward", self.back, self.wanted_back),
-            self.backend_line(),
+            line("barriers", self.barriers, 0),
         ]
 
     def mistake_on_the_way(self) -> str:
         """Return the hint for a mistake that dispatch and combine share; "" if there is none."""
-        if self.barriers or self.backend:
-            return self.of_the_backend(
-                "Use the library's collectives: all_to_all for the counts, and ops.all_to_all, "
-                "which has a gradient, for the rows."
-            )
+        if self.barriers:
+            return NO_BARRIER
         widths = {"int64", str(self.case.dtype).removeprefix("torch.")}
         others = {comm.dtype for comm in self.run.ledger.leaves()} - widths
         if others and sum(self.there) < sum(self.wanted_there):
@@ -397,7 +394,7 @@ class Balance(Measured):
             on_ranks("right visits on", self.counted),
             on_ranks("right gradient on", self.graded),
             Line("bytes sent, all ranks", self.sent, f"{self.least} to {self.most}", enough),
-            self.backend_line(),
+            line("barriers", self.barriers, 0),
         ]
 
     def are(self, wanted: list[Tensor]) -> bool:
@@ -405,8 +402,8 @@ class Balance(Measured):
 
     def mistake(self) -> str:
         case, size, sent = self.case, self.size, self.sent
-        if self.barriers or self.backend:
-            return self.of_the_backend("Use all_reduce.")
+        if self.barriers:
+            return NO_BARRIER
         alone = [load_balance_loss(route(case.logits(rank), case.top_k)) for rank in range(size)]
         if size > 1 and self.are(alone):
             return (

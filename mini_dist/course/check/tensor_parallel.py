@@ -19,7 +19,7 @@ from mini_dist.model.loss import IGNORE_INDEX, token_loss
 from mini_dist.strategies import tensor_parallel as library
 
 from .answers import copy, differentiable_all_reduce, loss_of_cut_logits
-from .engine import Exercise, Line, Measured, line, on_ranks, too_few_bytes, yes
+from .engine import NO_BARRIER, Exercise, Line, Measured, line, on_ranks, too_few_bytes, yes
 from .watch import functions_of
 
 # --- what all exercises with a backward share ---------------------------------------------------
@@ -87,7 +87,7 @@ class WithBackward(Measured):
                 on_ranks(f"right gradients of {n} on", self.right(n))
                 for n in self.wanted[0].gradients
             ),
-            self.backend_line(),
+            line("barriers", self.barriers, 0),
             self.bytes_line("forward"),
             self.bytes_line("backward"),
         ]
@@ -135,8 +135,8 @@ class WithBackward(Measured):
         found, wanted = self.results[0].y, self.wanted[0].y
         if any(rank.y is None for rank in self.results):
             return "Return the result: on some rank it is no tensor."
-        if self.backend or self.barriers:
-            return self.of_the_backend("Use mini_dist.collectives.ops and mini_dist.collectives.")
+        if self.barriers:
+            return NO_BARRIER
         if found.dtype != wanted.dtype:
             return (
                 f"The result is {name_of(found.dtype)}, and what came in was "

@@ -327,7 +327,7 @@ def passes_whole_buckets(x, group):
     return total
 
 
-@ring("knows the next one only")
+@ring("sends to the next one only")
 def sends_to_everyone(x, group):
     rank, size = group.rank(), group.size()
     parts = list(x.tensor_split(size))
