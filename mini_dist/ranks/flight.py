@@ -197,29 +197,33 @@ def read(path: str) -> FlightRecord:
 
 
 def mismatch(flights: list[FlightRecord]) -> dict[int, Entry] | None:
-    """Return the first operation that ranks entered together but differently: entries by rank."""
-    met: dict[tuple[str, int], dict[int, Entry]] = {}
+    """Return the first operation that ranks entered together but differently: entries by rank.
+
+    Groups of other ranks may have the same name, if only their own ranks made them.
+    """
+    met: dict[tuple, dict[int, Entry]] = {}
     for rank, flight in enumerate(flights):
         for entry in flight.entries:
             if entry.k == UNKNOWN:
                 continue
-            met.setdefault((entry.channel, entry.k), {})[rank] = entry
-    groups = {name: ranks for flight in flights for name, ranks in flight.groups.items()}
-    unlike = [entries for entries in met.values() if not agree(entries, groups)]
+            members = tuple(flight.groups.get(entry.group, ()))
+            met.setdefault((entry.channel, entry.k, members), {})[rank] = entry
+    unlike = [entries for (*_, members), entries in met.items() if not agree(entries, members)]
     return min(unlike, key=lambda entries: min(e.time for e in entries.values()), default=None)
 
 
-def agree(entries: dict[int, Entry], groups: dict[str, list[int]]) -> bool:
-    """Return whether ranks do the same with tensors whose elements belong together."""
+def agree(entries: dict[int, Entry], members: tuple[int, ...]) -> bool:
+    """Return whether ranks of a group do the same with tensors whose elements belong together."""
     if len({entry.signature for entry in entries.values()}) > 1:
         return False
     first, *others = entries.values()
+    if not others:  # What a single rank does wrong is raised there, and the rank may handle it.
+        return True
     has_splits = ", sends " in first.text
     if not has_splits and all(other.text == first.text for other in others):
         return True  # (as almost always, and much faster than by their shapes)
     known = {tuple(entry.shapes) for entry in entries.values()}
     if has_splits:
-        members = groups.get(first.group, [])
         if {*members} <= {*entries} and not splits_meet([entries[rank] for rank in members]):
             return False
         # Ranks may have different numbers of rows, and in a list a tensor's partner may be at

@@ -1,5 +1,7 @@
 """Tensors of as many elements but another shape are no partners: the ranks do not agree."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -155,3 +157,16 @@ def in_parts(group):
 
 def test_ranks_that_call_among_themselves_are_compared_among_themselves():
     launch(in_parts, 4)
+
+
+def handled(group):
+    """Each rank makes a group that has the same name on all, and calls it with sizes for two."""
+    alone = dist.new_group([group.rank()], use_local_synchronization=True)
+    if group.rank() == 1:
+        with contextlib.suppress(Exception):
+            dist.all_to_all_single(torch.empty(3), torch.empty(0), [3, 0], [0, 0], group=alone)
+    return collectives.all_reduce(torch.ones(1), group).item()
+
+
+def test_what_one_rank_does_wrong_alone_and_handles_ends_nothing():
+    assert launch(handled, 2).results == [2, 2]

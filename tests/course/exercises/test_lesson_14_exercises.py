@@ -94,17 +94,6 @@ def sends_rows_by_a_plain_collective(x, counts, group):
     return arrived, Dispatched(sent, received, order, theirs.sum(0).tolist())
 
 
-@there("backend's own all_to_all")
-def by_the_backend(x, counts, group):
-    theirs = torch.empty_like(counts)
-    dist.all_to_all_single(theirs, counts, group=group)
-    theirs = theirs.view(group.size(), -1)
-    sent, received = counts.view(group.size(), -1).sum(1).tolist(), theirs.sum(1).tolist()
-    order = sorting(theirs)
-    arrived = ops.all_to_all(x, group, sent, received)[order]
-    return arrived, Dispatched(sent, received, order, theirs.sum(0).tolist())
-
-
 @there("Dispatched.received of rank")
 def mixes_up_to_and_from(x, counts, group):
     theirs, sent, received = splits(counts, group)
@@ -258,6 +247,17 @@ def wants_contiguous_rows(x, counts, group):
 
 
 right_dispatch = Right("dispatch")
+
+
+@right_dispatch
+def by_the_backend(x, counts, group):
+    theirs = torch.empty_like(counts)
+    dist.all_to_all_single(theirs, counts, group=group)
+    theirs = theirs.view(group.size(), -1)
+    sent, received = counts.view(group.size(), -1).sum(1).tolist(), theirs.sum(1).tolist()
+    order = sorting(theirs)
+    arrived = ops.all_to_all(x, group, sent, received)[order]
+    return arrived, Dispatched(sent, received, order, theirs.sum(0).tolist())
 
 
 @right_dispatch
@@ -538,14 +538,6 @@ def gathers_the_visits(decision, group):
     return len(visits) * (share * decision.probabilities.mean(0)).sum(), visits
 
 
-@balance("backend's own all_reduce")
-def reduces_by_the_backend(decision, group):
-    visits = counted(decision)
-    dist.all_reduce(visits, group=group)
-    share = visits / visits.sum()
-    return len(visits) * (share * decision.probabilities.mean(0)).sum(), visits
-
-
 @balance("bytes were sent where")
 def takes_the_mean_of_the_shares_too(decision, group):
     loss, visits = solutions.balance_loss(decision, group)
@@ -588,6 +580,14 @@ def detaches_the_probabilities(decision, group):
 
 
 right_balance = Right("balance_loss")
+
+
+@right_balance
+def reduces_by_the_backend(decision, group):
+    visits = counted(decision)
+    dist.all_reduce(visits, group=group)
+    share = visits / visits.sum()
+    return len(visits) * (share * decision.probabilities.mean(0)).sum(), visits
 
 
 @right_dispatch
