@@ -1,10 +1,9 @@
-"""nbval, hardened: a notebook that pytest calls green did run, in time, and did what it says.
+"""Harden nbval: a notebook that passes has really run, in time, and done what it says.
 
-As shipped, nbval lets these pass: a cell that overruns its limit and swallows the interrupt, a cell
-tagged for comparison that has nothing to compare with, and one that says itself that it has not
-raised the error it is there for. A kernel that dies is noticed only when the whole cell timeout is
-over. And nothing bounds a notebook as a whole. tests/course/test_lessons.py shows each of these to
-be a failure here.
+As shipped, nbval passes a cell that overruns its limit and swallows the interrupt, a cell tagged
+for comparison that has nothing to compare with, and a cell that reports that its expected error
+was not raised. It notices a dead kernel only after the whole cell timeout, and nothing limits a
+notebook as a whole. tests/course/test_lessons.py checks that each of these is a failure here.
 """
 
 import os
@@ -19,11 +18,11 @@ from nbval.kernel import RunningKernel
 from nbval.plugin import IPyNbCell, IPyNbFile, NbCellError
 
 NOTHING_RAISED = (
-    "was expected here, but nothing was raised"  # as mini_dist.course.lesson.raises says it
+    "was expected here, but nothing was raised"  # the words of mini_dist.course.lesson.raises
 )
-# ATEN_CPU_CAPABILITY holds torch's own kernels down to those of an older CPU (tools/everywhere.py).
-# oneDNN must follow, or the two make a CPU that does not exist: with AMX and without AVX-512, where
-# attention in bf16 ends in "pack_vnni2 is only supported when avx512 is supported".
+# ATEN_CPU_CAPABILITY limits torch's own kernels to those of an older CPU (tools/everywhere.py).
+# oneDNN must follow, or the two describe a CPU that does not exist, with AMX but without AVX-512.
+# There, bf16 attention fails with "pack_vnni2 is only supported when avx512 is supported".
 OLDER = {"default": "SSE41", "avx2": "AVX2"}
 if (kernels := os.environ.get("ATEN_CPU_CAPABILITY")) in OLDER:
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", OLDER[kernels])
@@ -51,9 +50,9 @@ def pytest_addoption(parser):
 
 # ---- a sample of the cases -----------------------------------------------------------------------
 
-SHARE = 8  # Of the cases of a test, one in eight runs, and at least one.
-# Files that take longest, the longest first: workers that begin with these end together. (Left to
-# itself, xdist begins with the files that have the most tests, and the longest one came last.)
+SHARE = 8  # One in eight cases of a test runs, and at least one.
+# The slowest files, slowest first: workers that begin with these end together. (By default, xdist
+# begins with the files that have the most tests, so the slowest file came last.)
 LONGEST = (
     *("test_site", "test_ledger", "test_trainer", "test_simulated", "test_grade"),
     *("test_gates", "test_lesson_18_exercises", "test_zero", "test_train", "test_all_axes"),
@@ -63,7 +62,7 @@ LONGEST = (
 
 
 def seed_of(config) -> str:
-    """Name the sample: the commit, so that another part runs after each commit and none sleeps."""
+    """Return the sample's seed: the commit, so that each commit runs another part of the cases."""
     if seed := config.getoption("sample_seed"):
         return seed
     command = ["git", "-C", str(config.rootpath), "rev-parse", "--short=8", "HEAD"]
@@ -101,7 +100,7 @@ class FairClock:
     """Count the seconds that two notebooks would need with nothing else on the machine.
 
     Two notebooks with four ranks each keep up to four threads per core ready to run. If other
-    programs add to that, a second of this clock lasts longer in proportion, so a limit says the
+    programs add to that, a second of this clock lasts longer in proportion, so a limit means the
     same on a busy machine. Only Linux tells how many threads are ready; elsewhere this is a plain
     clock.
     """
@@ -125,12 +124,12 @@ class FairClock:
 
 
 def left(notebook):
-    """Seconds left of the limit of a notebook that nbval runs."""
+    """Return the seconds left of this notebook's limit."""
     return notebook.config.getoption("notebook_limit") - notebook.clock.now()
 
 
 def await_reply(kernel, msg_id, timeout=None):
-    """As RunningKernel.await_reply, but it looks at the kernel while it waits, and keeps time."""
+    """Do as RunningKernel.await_reply, but watch the kernel while waiting, and keep time."""
     clock = getattr(kernel, "clock", None) or FairClock()
     deadline = clock.now() + (30 if timeout is None else timeout)
     while True:
@@ -155,7 +154,7 @@ def setup_notebook(notebook):
 
 
 def get_kernel_message(notebook, timeout=None, stream="iopub"):
-    # A cell that goes on printing after the interrupt would be listened to for ever.
+    # Otherwise a cell that keeps printing after the interrupt would be read forever.
     if notebook.timed_out:
         notebook.interrupted = getattr(notebook, "interrupted", time.monotonic())
         if time.monotonic() > notebook.interrupted + INTERRUPT_GRACE:
@@ -196,7 +195,7 @@ IPyNbCell.runtest = runtest
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Seconds a notebook, slowest first: what is near its limit is seen before it fails."""
+    """Print seconds per notebook, slowest first, to see which are near their limit."""
     seconds = {}
     for reports in terminalreporter.stats.values():
         for report in reports:

@@ -1,4 +1,4 @@
-"""What a fixture prepares for all tests of a file need be no more than they ask for."""
+"""Let a fixture prepare only what the selected tests of a file ask for."""
 
 
 def cases_to_run(request, argument: str) -> set:

@@ -1,4 +1,4 @@
-"""Unmodified DDP and FSDP2 run on our collectives: same losses, and the bytes of the ring."""
+"""Unmodified DDP and FSDP2 run on our collectives, with gloo's losses and the ring's bytes."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def train(wrap, use_own, group):
 
 @pytest.mark.parametrize("wrap", [ddp, fsdp2])
 def test_losses_are_those_of_gloo(wrap):
-    """To the last bit on two ranks, where a + b is b + a; with three to rounding."""
+    """Two ranks match to the last bit, because a + b is b + a; three match up to rounding."""
     for size, rounding in ((2, 0), (3, 1e-5)):
         theirs, ours = (launch(train, size, (wrap, own)).results for own in (False, True))
         for expected, found in zip(theirs, ours):
@@ -52,7 +52,7 @@ def test_losses_are_those_of_gloo(wrap):
 
 
 def ops(ledger):
-    """Outermost communications of the steps. (DDP also broadcasts the order of its buckets.)"""
+    """Return the outermost ops of the steps, without DDP's broadcast of its bucket order."""
     messages = [c for c in ledger.leaves() if c.phase != "setup" and c.op != "broadcast"]
     return {[*c.within()][-1].op for c in messages}
 
@@ -85,7 +85,7 @@ def one_of_each(group):
 
 
 def test_a_learners_function_is_what_runs():
-    """For sums and means; a maximum is none, and goes to gloo."""
+    """It runs for sums and means; a maximum goes to gloo."""
     x = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     for results, calls in launch(one_of_each, 3).results:
         assert all(map(torch.equal, results, (6 * x, 2 * x, 3 * x)))

@@ -1,4 +1,4 @@
-"""Collectives: values like torch's, the same bits everywhere, and exactly the bytes of theory."""
+"""Collectives: torch's values, the same bits on every rank, and exactly the predicted bytes."""
 
 import functools
 import itertools
@@ -15,7 +15,7 @@ from mini_dist.collectives.messages import Members
 from mini_dist.plan.calculators import costs
 
 SIZES = range(1, 9)
-LENGTHS = (840, 841, 3, 0)  # 1 ... 8 divide the first; then one too many; too few; nothing
+LENGTHS = (840, 841, 3, 0)  # 1 to 8 all divide 840; 841 is one too many; 3 is too few
 ALL_REDUCE = ("star", "stars", "tree", "ring", "pipelined_ring", "doubling", "halving_doubling")
 ALL_GATHER = ("ring", "doubling")
 REDUCE_SCATTER = ("ring", "halving")
@@ -28,7 +28,7 @@ def divisors(size):
 
 
 def values(rank, length, dtype=torch.int64, *shape):
-    """Different on every rank and in every place, below zero as well as above."""
+    """Return values that differ by rank and index and, if signed, have both signs."""
     generator = torch.Generator().manual_seed(1000 + rank)
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(length, *shape, generator=generator).to(dtype)
@@ -49,7 +49,7 @@ def all_same(tensors):
 
 
 def all_reduce_in_every_way(x, group, op="sum", small_pieces=True):
-    """{algorithm: result}, hierarchies of every node size included."""
+    """Return {algorithm: result}, including hierarchies of every node size."""
     ways = ALL_REDUCE + ("auto",)
     results = {way: collectives.all_reduce(x, group, op, way) for way in ways}
     for k in divisors(group.size()):
@@ -117,7 +117,7 @@ def test_reduce_scatter_leaves_chunk_r_on_rank_r_and_all_gather_puts_them_togeth
 
 @pytest.mark.parametrize("size", SIZES)
 def test_all_gather_takes_parts_of_any_sizes(size):
-    sizes = [(3 * rank) % 5 for rank in range(size)]  # 0 among them
+    sizes = [(3 * rank) % 5 for rank in range(size)]  # including 0
 
     def job(group):
         x = values(group.rank(), sizes[group.rank()], torch.float32, 3)
@@ -167,7 +167,7 @@ PRODUCT_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_product_is_the_same_to_the_last_bit_on_all_ranks_and_close_to_the_exact_one(size):
-    """Test complex numbers, where a b and b a may round differently; for bool it is "all"."""
+    """Include complex, where a b and b a may round differently; for bool, a product is "all"."""
 
     def job(group):
         everything = [values(group.rank(), 97, dtype) for dtype in PRODUCT_TYPES]
@@ -188,7 +188,7 @@ def test_a_product_is_the_same_to_the_last_bit_on_all_ranks_and_close_to_the_exa
 @pytest.mark.parametrize("size", SIZES)
 def test_all_to_all_equals_torch_with_even_and_uneven_splits(size):
     def rows(sender, receiver):
-        return (2 * sender + 3 * receiver) % 4  # 0 to some, other than what comes back
+        return (2 * sender + 3 * receiver) % 4  # 0 to some peers; both directions differ
 
     def job(group):
         rank = group.rank()
@@ -217,7 +217,7 @@ def test_floats_agree_to_rounding_and_to_the_last_bit_between_ranks_and_runs(siz
     for i, dtype in enumerate(dtypes):
         everyone = every_rank(size, 501, dtype)
         exact = sum(x.to(torch.complex128) for x in everyone)
-        # Each of n-1 additions rounds a partial sum, none of which exceeds the sum of sizes.
+        # Each of n-1 additions rounds a partial sum, and none exceeds the sum of magnitudes.
         rounding = (size - 1) * torch.finfo(dtype).eps * sum(x.abs().double() for x in everyone)
         for way, result in first[0][i].items():
             assert result.dtype == dtype
@@ -248,7 +248,7 @@ def test_the_order_of_each_sum_is_the_documented_one(size, dtype):
 
 
 def allocated(run):
-    """The most bytes that `run()` has allocated at once in this thread."""
+    """Return the peak number of bytes that `run()` allocates in this thread."""
     from torch.profiler import profile
 
     with profile(profile_memory=True) as seen:
@@ -272,7 +272,7 @@ def test_the_root_of_a_star_holds_two_large_terms_however_many_ranks(size):
 
 @pytest.mark.parametrize("size", [4, 5, 8])
 def test_stars_need_no_memory_but_the_results_on_any_rank(size):
-    """Whatever the number of roots, and with parts that differ in length."""
+    """This holds for any number of roots, also with parts of unequal length."""
 
     def job(group):
         x = torch.ones(2**18 + 1)  # 1 MiB
@@ -405,31 +405,34 @@ def test_members_of_a_group_come_in_the_order_given():
     assert launch(job, 4).results == [[3, 0, 2], None, [3, 0, 2], [3, 0, 2]]
 
 
-# -- what moves -------------------------------------------------------------------------------
+# -- messages, rounds and bytes ----------------------------------------------------------------
 
 
 def leaves_of(run, call):
-    """The messages of one call, on the rank that made it."""
+    """Return the messages of one call, on the rank that made it."""
     return [comm for comm in run.ledger.leaves(rank=call.rank) if [*comm.within()][-1] is call]
 
 
 def calls_of(run, op):
-    """Calls of `op`, the k-th of every rank together: [[rank 0's first, rank 1's first, ...]]"""
+    """Group the k-th calls of `op` on all ranks: [[rank 0's first, rank 1's first, ...], ...]."""
     by_rank = [run.ledger.calls(op, rank=rank) for rank in range(len(run.ledger.span))]
     return list(zip(*by_rank, strict=True))
 
 
 def rounds(run, calls):
-    """Rounds in which a machine gets the messages through if a rank can send one and receive one
-    at a time, in the order of its program, and knows a message only when it has waited for it."""
+    """Count the rounds that these messages need.
+
+    Per round, a rank can send one message and receive one, in the order of its program. It knows
+    a message only after it has waited for it.
+    """
     leaves = [leaves_of(run, call) for call in calls]
     sends = [deque(comm for comm in mine if comm.op == "send") for mine in leaves]
     receives = [
         deque(sorted((comm for comm in mine if comm.op == "recv"), key=lambda comm: comm.end))
         for mine in leaves
     ]
-    sent, received = Counter(), Counter()  # by rank, the last round in which it did so
-    arrived = [[] for _ in calls]  # by rank, (time, round)
+    sent, received = Counter(), Counter()  # by rank: the last round of each
+    arrived = [[] for _ in calls]  # by rank: (time, round)
 
     def is_next(rank, peer):
         send, receive = sends[rank][0], receives[peer][0] if receives[peer] else None
@@ -440,7 +443,7 @@ def rounds(run, calls):
         heads = (
             (rank, peer) for rank, mine in enumerate(sends) if mine for peer in mine[0].sent_to
         )
-        rank, peer = next(pair for pair in heads if is_next(*pair))  # (else they do not match)
+        rank, peer = next(pair for pair in heads if is_next(*pair))  # (raises if none match)
         send, receive = sends[rank].popleft(), receives[peer].popleft()
         known = max((turn for when, turn in arrived[rank] if when <= send.start), default=0)
         sent[rank] = received[peer] = turn = 1 + max(sent[rank], received[peer], known)
@@ -450,7 +453,7 @@ def rounds(run, calls):
 
 
 def every_collective(length, group):
-    """One call of each algorithm on `length` int32."""
+    """Call each algorithm once on `length` int32 values."""
     size = group.size()
     x = values(group.rank(), length, torch.int32)
     shard, sizes = x.tensor_split(size)[group.rank()], collectives.split_sizes(length, size)
@@ -502,7 +505,7 @@ NO_ITEMSIZE = {"broadcast", "reduce"}
 
 
 def formula(op, nbytes, size, **more):
-    """What calculators.costs says of `op` on int32."""
+    """Return what calculators.costs predicts for `op` on int32."""
     name, algorithm = FORMULAS[op]
     if name not in NO_ITEMSIZE:
         more["itemsize"] = 4
@@ -530,7 +533,7 @@ def test_bytes_and_rounds_equal_the_closed_forms_of_the_calculator(size):
             theory = formula(op, 4 * length, size, **node)
             assert tuple(call.sent for call in calls) == theory.sent, (op, length, node)
             assert sum(call.received for call in calls) == theory.total_bytes
-            if op != "pipelined_ring_all_reduce":  # its rounds are cut into many
+            if op != "pipelined_ring_all_reduce":  # it cuts each round into several
                 assert rounds(run, calls) == theory.rounds, (op, length, node)
 
 
@@ -542,8 +545,8 @@ def test_ring_all_reduce_moves_the_optimal_bytes_and_only_to_the_successor(size)
     for rank in range(size):
         assert run.ledger.total_bytes(rank=rank) * size == 2 * (size - 1) * nbytes
         sends = [comm for comm in run.ledger.leaves(rank=rank) if comm.op == "send"]
-        assert len(sends) == 2 * (size - 1)  # one a round
-        assert {comm.nbytes for comm in sends} <= {nbytes // size}  # a chunk, not more
+        assert len(sends) == 2 * (size - 1)  # one per round
+        assert {comm.nbytes for comm in sends} <= {nbytes // size}  # at most one chunk
         assert {peer for comm in sends for peer in comm.sent_to} <= {(rank + 1) % size}
 
 
@@ -585,14 +588,14 @@ def test_all_to_all_sends_exactly_its_splits():
     assert rounds(run, calls_of(run, "all_to_all")[0]) == theory.rounds
 
 
-@pytest.mark.skipif(not hasattr(__import__("socket"), "TCP_INFO"), reason="Linux counts sockets")
+@pytest.mark.skipif(not hasattr(__import__("socket"), "TCP_INFO"), reason="needs Linux TCP_INFO")
 @pytest.mark.parametrize("way", ALL_REDUCE)
 def test_the_sockets_carried_what_the_ledger_says(way):
     elements = 100_001
 
     def job(group):
         collectives.all_reduce(torch.ones(elements), group, algorithm=way)
-        collectives.barrier(group)  # else the kernel may still hold what was sent last
+        collectives.barrier(group)  # The kernel may still hold the last sends.
 
     run = launch(job, 4)
     for rank, (sent, received) in enumerate(run.ledger.wire_bytes):
@@ -601,7 +604,7 @@ def test_the_sockets_carried_what_the_ledger_says(way):
             (sent, sum(comm.sent for comm in messages)),
             (received, sum(comm.received for comm in messages)),
         ):
-            # gloo puts a header before each message and answers each with a note of readiness.
+            # gloo puts a header before each message and answers each with a ready signal.
             assert noted <= wire <= noted + 128 * len(messages), (rank, wire, noted)
 
 
@@ -667,7 +670,7 @@ def test_auto_goes_by_size(nbytes, algorithm):
         assert inner[0] == algorithm
 
 
-# -- what cannot be done is said in one sentence ------------------------------------------------
+# -- errors in one sentence ----------------------------------------------------------------------
 
 X = torch.ones(4)
 

@@ -1,4 +1,4 @@
-"""Collectives in flight give the ring's result, with computing in between."""
+"""Collectives in flight give the ring's result while the rank computes."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def both_ways(group):
     whole = torch.full_like(x, torch.nan)
     mine = whole.chunk(size)[rank]
     mine.copy_(x[:5])
-    gathered = begin_all_gather_(whole, group)  # a second one, while the first is under way
+    gathered = begin_all_gather_(whole, group)  # starts while the first is in flight
     part = summed.wait()
     assert part.data_ptr() != x.data_ptr()
     return part, gathered.wait(), ring_reduce_scatter(x, group), ring_all_gather(x[:5], group)
@@ -46,11 +46,11 @@ def wider(group):
 
 
 def test_sums_may_be_wider_than_what_travels():
-    """1 + 1/512 is 1 in bfloat16."""
+    """In bfloat16, 1 + 1/512 rounds to 1."""
     run = launch(wider, 3)
     for total, x in run.results:
         assert total.tolist() == [1 + 2 * 2.0**-9] * 2
-        assert x.unique().numel() == 1  # the argument is as it was
+        assert x.unique().numel() == 1  # the argument is unchanged
     assert run.ledger.total_bytes() == 3 * 2 * 2 * 2
 
 

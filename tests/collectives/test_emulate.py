@@ -1,4 +1,4 @@
-"""Emulated devices: what virtual time makes exact, and that ranks really sleep for it."""
+"""Emulated devices: virtual times are exact, and ranks really sleep until them."""
 
 import time
 
@@ -31,8 +31,8 @@ from mini_dist.strategies.pipeline.emulated import emulate
 def test_a_device_does_one_thing_at_a_time_and_waits_for_its_inputs():
     device = EmulatedDevice(Clock())
     assert device.run(0.002) == 0.002
-    assert device.run(0.002) == 0.004  # not before it is free
-    assert device.run(0.002, ready=0.010) == 0.012  # not before the input is there
+    assert device.run(0.002) == 0.004  # starts when the device is free
+    assert device.run(0.002, ready=0.010) == 0.012  # starts when the input is ready
     assert [(d.start, d.end) for d in device.done] == [(0, 0.002), (0.002, 0.004), (0.010, 0.012)]
 
 
@@ -43,9 +43,9 @@ def test_a_device_sleeps_until_the_end_of_what_it_does():
 
 
 def test_lateness_does_not_add_up():
-    """A rank that overslept does the next thing when it should have begun, not later."""
+    """After a rank oversleeps, its next work still starts on schedule."""
     device = EmulatedDevice(Clock())
-    time.sleep(0.01)  # somebody else had the core
+    time.sleep(0.01)  # as if another process had the core
     assert [device.run(0.004) for _ in range(3)] == pytest.approx([0.004, 0.008, 0.012])
     assert device.done[0].woke >= 0.01
 
@@ -53,7 +53,7 @@ def test_lateness_does_not_add_up():
 def test_a_link_carries_one_message_after_another():
     link = EmulatedLink(latency=1.0, bytes_per_second=10)
     assert link.send(20, ready=0.0) == 3.0
-    assert link.send(20, ready=0.0) == 5.0  # waits for the line, not for the first one's latency
+    assert link.send(20, ready=0.0) == 5.0  # waits for the first transfer, not its latency
     assert link.send(20, ready=10.0) == 13.0
 
 
@@ -64,7 +64,7 @@ def clock_of(group):
 
 
 def averaged_twice(group):
-    """By a ring, and by something that takes as long as it is told."""
+    """Average with the ring's duration, then with a given duration."""
     clock, speed = Clock(), links.Link(latency=1e-4, bandwidth=1e6)
     clock.start(group)
     ends = []
@@ -83,7 +83,7 @@ def test_an_average_takes_as_long_as_a_ring_or_as_it_is_told():
 def test_all_ranks_read_the_same_clock():
     origins, moments = zip(*launch(clock_of, 3).results)
     assert len(set(origins)) == 1
-    assert min(moments) < 0  # there is time to get going
+    assert min(moments) < 0  # time 0 is still to come
 
 
 def emulate_all(schedules, times, group):
@@ -92,8 +92,10 @@ def emulate_all(schedules, times, group):
 
 @pytest.mark.parametrize("p", [1, 4, 8])
 def test_what_runs_is_what_the_simulator_says(p):
-    """Same actions, same virtual moments, for every schedule; the wall clock's part is in
-    benchmarks/pipeline.py."""
+    """Every schedule runs the same actions at the same virtual times.
+
+    (benchmarks/pipeline.py compares the wall clock.)
+    """
     times = Times(forward=1e-4, backward=1.3e-4, weight=0.8e-4, comm=0.2e-4, step=0.1e-4)
     builders = [naive, gpipe, one_f_one_b, interleaved, zb_h1, zb_h2, zb_v, dualpipe_v, pipedream]
     builders.append(lambda p, m: pipedream_2bw(p, m, micro_batches_a_step=p))
@@ -121,5 +123,5 @@ def test_a_measured_timeline_starts_at_zero_and_keeps_the_stated_lengths():
     timeline = Timeline.of_run(schedule, run.results)
     assert min(span.start for spans in timeline.spans for span in spans) == 0
     assert timeline.busy == pytest.approx(simulate(schedule, times).busy)
-    last = max(span.end for spans in run.results for span in spans)  # by the clock of all ranks
+    last = max(span.end for spans in run.results for span in spans)  # on the ranks' shared clock
     assert last >= simulate(schedule, times).makespan

@@ -1,4 +1,4 @@
-"""The rank grid: who shares which axis with whom."""
+"""The rank grid: which ranks form a group along which axis."""
 
 import math
 from itertools import product
@@ -26,8 +26,8 @@ def test_the_last_axis_joins_neighbours():
 
 
 def test_the_sixteen_gpus_of_the_ptdp_paper():
-    # Narayanan et al. 2021 (PTD-P), section 2: tp 2, pp 4, dp 2 on 16 GPUs, written out there as
-    # Megatron prints it, with pipeline outermost.
+    # Narayanan et al. 2021 (PTD-P), section 2, lists the groups of tp 2, pp 4, dp 2 on 16 GPUs in
+    # Megatron's order, with the pipeline outermost.
     groups = axis_groups(pp=4, dp=2, tp=2)
     assert groups["tp"] == [[2 * i, 2 * i + 1] for i in range(8)]
     assert groups["dp"] == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
@@ -57,7 +57,7 @@ def test_the_usual_order_is_the_layouts():
 
 @pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-dp-pp", "TP-DP-PP"])
 def test_megatrons_order_string_names_the_innermost_axis_first(order):
-    """Its docstring writes out the same 16 GPUs (initialize_model_parallel in Megatron-core)."""
+    """Megatron-core's initialize_model_parallel lists the same 16 GPUs in its docstring."""
     axes = megatron_order(order, tp=2, pp=4, dp=2)
     assert [axis for axis in axes if axis in ("pp", "dp", "tp")] == ["pp", "dp", "tp"]
     written_out = axis_groups(pp=4, dp=2, tp=2)
@@ -65,14 +65,14 @@ def test_megatrons_order_string_names_the_innermost_axis_first(order):
 
 
 def test_another_order_puts_other_ranks_side_by_side():
-    # tp-pp-dp: the stages of a replica are close, its copies far apart
+    # With tp-pp-dp, the stages of a replica are close and its copies far apart.
     grid = Grid(**megatron_order("tp-pp-dp", tp=2, pp=4, dp=2))
     assert grid.groups("pp")[0] == [0, 2, 4, 6]
     assert grid.groups("dp")[0] == [0, 8]
 
 
 def megatrons_groups(order, sizes, token):
-    """As Megatron-core's RankGenerator makes them: an independent way, by strides and masks."""
+    """Build groups as Megatron-core's RankGenerator does, independently, by strides and masks."""
     words = order.split("-")
     strides = {word: math.prod(sizes[w] for w in words[:i]) for i, word in enumerate(words)}
     inside = [word for word in words if word in token.split("-")]
@@ -88,8 +88,10 @@ def megatrons_groups(order, sizes, token):
 @pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-dp-ep-pp"])
 @pytest.mark.parametrize("ep", [1, 2, 4, 8])
 def test_expert_groups_are_megatrons(order, ep):
-    """Megatron counts ranks twice: with dp and cp for the dense part, with ep and the experts' own
-    dp (and no cp) for the experts."""
+    """Megatron divides the ranks twice.
+
+    The dense part has dp and cp; the experts have ep and a dp of their own, but no cp.
+    """
     dense, pp = dict(tp=2, cp=2, dp=4, ep=1, pp=2), 2
     grid = Grid(**megatron_order(order, **dense | dict(ep=ep)))
     experts = dict(tp=2, cp=1, ep=ep, dp=8 // ep, pp=pp)
@@ -106,7 +108,7 @@ def test_expert_groups_are_megatrons(order, ep):
 @pytest.mark.parametrize("order", ["tp-cp-ep-dp-pp", "tp-cp-dp-ep-pp"])
 @pytest.mark.parametrize("ep, etp", [(1, 1), (8, 1), (2, 2), (16, 2), (4, 4), (32, 1)])
 def test_expert_groups_that_span_tp_are_megatrons(order, ep, etp):
-    """Core 0.16: experts have a tp of their own, and all ranks of a stage are divided anew."""
+    """In Megatron-core 0.16, experts have their own tp and divide all ranks of a stage again."""
     dense = dict(tp=4, cp=2, dp=4, ep=1, pp=2)
     grid = Grid(**megatron_order(order, **dense | dict(ep=ep)), etp=etp)
     experts = dict(tp=etp, cp=1, ep=ep, dp=32 // (ep * etp), pp=2)
@@ -115,7 +117,7 @@ def test_expert_groups_that_span_tp_are_megatrons(order, ep, etp):
     for ours, theirs in (("ep", "ep"), ("edp", "dp"), ("etp", "tp"), ("pp", "pp")):
         assert sorted(grid.groups(ours)) == sorted(megatrons_groups(order, experts, theirs))
     assert grid.groups("ep", "etp") == megatrons_groups(order, experts, "tp-ep")
-    if etp == 4:  # as if it had not been said
+    if etp == 4:  # the default, since tp is 4
         plain = Grid(**megatron_order(order, **dense | dict(ep=ep)))
         assert plain.groups("ep") == grid.groups("ep")
         assert plain.groups("edp") == grid.groups("edp")
@@ -126,7 +128,7 @@ def test_ep_groups_neighbours_and_its_own_dp_joins_who_holds_the_same_experts():
     assert grid.groups("dp", "cp") == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert grid.groups("ep") == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert grid.groups("edp") == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    across = Grid(pp=1, ep=2, dp=2, cp=2, tp=2)  # ep before dp: the furthest apart
+    across = Grid(pp=1, ep=2, dp=2, cp=2, tp=2)  # ep before dp: its ranks are furthest apart
     assert across.groups("ep") == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
@@ -211,10 +213,10 @@ def test_groups_of_experts_and_of_products_communicate_and_the_ledger_tells_them
         for axes, total in sums.items():
             lists = grid.groups(*((axes,) if isinstance(axes, str) else axes))
             assert total == sum(next(ranks for ranks in lists if rank in ranks)), axes
-        assert again  # no second group of the same ranks for the same purpose
+        assert again  # the same ranks and purpose share one group
         assert index == grid.groups("dp", "cp")[rank % 2].index(rank)
     assert run.results[5][2] == "Mesh(rank 5: pp 0/1, dp 1/2, cp 0/2, tp 1/2, edp 1/2, ep 0/2)"
-    # ep and cp are the same ranks here, and still two axes
+    # Here ep and cp have the same ranks, but they are still two axes.
     axes = {comm.axis for comm in run.ledger.comms}
     assert axes == {"ep", "edp", "dp*cp", "tp*ep", "dp"}
 
@@ -248,23 +250,23 @@ IN_ORDER, SHUFFLED = [0, 0, 1, 1, 2, 2], list(THREE.ranks)
 def test_crossing_counts_the_groups_that_leave_a_host():
     assert Grid(dp=3, tp=2).crossing(IN_ORDER) == {"dp": 2, "tp": 0}
     assert Grid(tp=2, dp=3).crossing(IN_ORDER) == {"tp": 3, "dp": 2}
-    assert Grid(dp=3, tp=2).crossing(SHUFFLED) == {"dp": 2, "tp": 2}  # 2 3 are on one host
+    assert Grid(dp=3, tp=2).crossing(SHUFFLED) == {"dp": 2, "tp": 2}  # 2 and 3 share a host
     assert Grid(dp=3, tp=2).crossing([0] * 6) == {"dp": 0, "tp": 0}
-    # experts: ep joins neighbours among the dp ranks, edp those at the same place
+    # ep joins neighboring dp ranks; edp joins the ranks with the same index in their ep groups.
     experts = Grid(dp=6, ep=2)
     assert experts.crossing(IN_ORDER) == {"dp": 1, "edp": 2, "ep": 0}
     assert Grid(dp=6, ep=3).crossing(IN_ORDER) == {"dp": 1, "edp": 3, "ep": 2}
 
 
 def test_the_busiest_uplink_is_that_of_rings_along_each_axis():
-    grid = Grid(dp=3, tp=2)  # dp: 0 2 4 | 1 3 5; each of the two ranks of a host sends on
+    grid = Grid(dp=3, tp=2)  # dp: 0 2 4 | 1 3 5; both ranks of each host send out
     assert uplink_bytes(grid, {"dp": 10}, IN_ORDER) == 20
     assert uplink_bytes(grid, {"tp": 1}, IN_ORDER) == 0
     assert uplink_bytes(grid, {"dp": 10, "tp": 1}, IN_ORDER) == 20
     # tp: 0 1 | 2 3 | 4 5 on hosts 2 0 | 1 1 | 0 2: both ranks of hosts 0 and 2 send out
     assert uplink_bytes(grid, {"tp": 1}, SHUFFLED) == 2
     assert uplink_bytes(grid, {"tp": 1}, [0, 1, 1, 1, 1, 1]) == 1
-    # ep 3: 0 1 2 | 3 4 5, and of hosts 0 0 1 | 1 2 2 host 1 sends 2 to 0, 3 to 4; edp: all
+    # ep: 0 1 2 | 3 4 5 on hosts 0 0 1 | 1 2 2: host 1 sends 2 to 0 and 3 to 4. edp: all send out
     assert uplink_bytes(Grid(dp=6, ep=3), {"ep": 1}, IN_ORDER) == 2
     assert uplink_bytes(Grid(dp=6, ep=3), {"edp": 5, "ep": 1}, IN_ORDER) == 12
 
@@ -283,8 +285,10 @@ def meshes_on_hosts(group):
 
 
 def test_host_by_host_neighbours_of_the_mesh_share_a_host_and_places_are_in_that_order():
-    """By the map, host 0 has ranks 1 and 4, host 1 has 2 and 3, host 2 has 0 and 5. The stages of
-    a pipeline go 1 2 0 and 4 3 5: were a group's ranks sorted, 0 would be a first stage."""
+    """Hosts 0, 1 and 2 have ranks 1 and 4, 2 and 3, 0 and 5.
+
+    The pipelines are 1 2 0 and 4 3 5. If groups were sorted, rank 0 would be a first stage.
+    """
     for rank, found in enumerate(launch(meshes_on_hosts, 6, hosts=THREE).results):
         everyone, axes, as_coordinates, total, crossing, unchanged = found
         assert everyone == [1, 4, 2, 3, 0, 5] and not unchanged
@@ -292,7 +296,7 @@ def test_host_by_host_neighbours_of_the_mesh_share_a_host_and_places_are_in_that
         assert axes["pp"] == ([1, 2, 0] if rank < 3 else [4, 3, 5])
         assert as_coordinates and total == sum(axes["pp"])
         assert crossing == {"pp": 2, "tp": 0}
-    assert launch(meshes_on_hosts, 6).results[0][-1]  # one host: the very same group
+    assert launch(meshes_on_hosts, 6).results[0][-1]  # one host: the same group object
 
 
 def wrong_sizes(group):

@@ -6,10 +6,10 @@ import torch
 from mini_dist import launch
 from mini_dist.collectives import ops
 
-N_ROWS = 12  # 1, 2, 3 and 4 ranks divide it
+N_ROWS = 12  # divisible by 1, 2, 3 and 4 ranks
 CHUNK, ONE, EACH = "a chunk of one tensor", "one tensor, alike", "a tensor of each rank's own"
 
-# name: what goes in, what comes out, the partner
+# name: (input, output, partner)
 PAIRS = {
     "copy": (ONE, EACH, "all_reduce"),
     "all_reduce": (EACH, ONE, "copy"),
@@ -21,7 +21,7 @@ PAIRS = {
 
 
 def make(kind, seed, group, dim):
-    """A random float64 tensor of that kind; what is one tensor comes from one seed."""
+    """Make a random float64 tensor of `kind`; ranks that share one tensor use the same seed."""
     own = 1000 + group.rank() if kind == EACH else 0
     generator = torch.Generator().manual_seed(seed + own)
     shape = [5, 3]
@@ -31,7 +31,7 @@ def make(kind, seed, group, dim):
 
 
 def product(kind, a, b, group):
-    """<a, b> of what the ranks hold together: one tensor counts once, however many hold it."""
+    """Return <a, b> over all ranks, counting a replicated tensor only once."""
     from mini_dist.collectives import all_reduce
 
     mine = (a * b).sum()
@@ -64,7 +64,7 @@ def transposes(group):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_backward_is_the_transpose_of_forward(size):
-    """<f(x), dy> = <x, f^T(dy)> in float64, where only the order of a sum may differ."""
+    """<f(x), dy> = <x, f^T(dy)> in float64, up to the order of summation."""
     for found in launch(transposes, size).results:
         for case, (forward, backward, is_partner, untouched) in found.items():
             torch.testing.assert_close(forward, backward, rtol=1e-12, atol=0, msg=f"{case}")
@@ -73,7 +73,7 @@ def test_backward_is_the_transpose_of_forward(size):
 
 
 def all_to_alls(splits, group):
-    """splits[r][d]: rows from rank r to rank d."""
+    """Send splits[r][d] rows from rank r to rank d, forward and backward."""
     rank, size = group.rank(), group.size()
     out, into = splits[rank], [row[rank] for row in splits]
     generator = torch.Generator().manual_seed(rank)
@@ -83,7 +83,7 @@ def all_to_alls(splits, group):
     (dx,) = torch.autograd.grad(y, x, dy)
     forward = product(EACH, y.detach(), dy, group)
     backward = product(EACH, x.detach(), dx, group)
-    # each row tells where it came from, so its way out and its way home can be read off
+    # Each row holds its source and target, so we can check its way there and back.
     labels = torch.tensor([[rank, d] for d in range(size) for _ in range(out[d])]).reshape(-1, 2)
     there = ops.all_to_all(labels, group, out, into)
     home = ops.all_to_all(there, group, into, out)
@@ -112,7 +112,7 @@ def identities(group):
     whole = ops.all_gather(ops.split(one, group, dim=1), group, dim=1)
     total = ops.join(ops.reduce_scatter(own, group, dim=1), group, dim=1)
     torch.testing.assert_close(whole, ops.copy(one, group), rtol=0, atol=0)
-    torch.testing.assert_close(total, ops.all_reduce(own, group))  # another order of the sum
+    torch.testing.assert_close(total, ops.all_reduce(own, group))  # summed in another order
 
 
 def test_copy_is_split_then_all_gather_and_all_reduce_is_reduce_scatter_then_join():
@@ -129,7 +129,7 @@ def there_and_back(name, group):
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_pair_sends_the_bytes_of_its_two_collectives(name):
-    """In whole tensors times (n-1)/n, a rank: a scatter or a gather is one, an all-reduce two."""
+    """Per rank, a scatter or a gather sends (n-1)/n of a tensor, and an all-reduce twice that."""
     cost = {
         "copy": 0,
         "split": 0,
@@ -148,7 +148,7 @@ def test_a_pair_sends_the_bytes_of_its_two_collectives(name):
 
 
 def twice_differentiable(group):
-    """reduce(x) squared: a second backward goes through the partner, which is differentiable."""
+    """Square reduce(x): the second backward goes through the partner, also differentiable."""
     x = torch.tensor([1.0 + group.rank()], requires_grad=True)
     y = ops.all_reduce(x, group).square().sum()  # replicated: (sum of x)^2
     (dx,) = torch.autograd.grad(y, x, create_graph=True)

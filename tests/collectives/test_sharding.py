@@ -1,5 +1,7 @@
-"""Shardings: every small expression, done on ranks, gives the unsharded result for the bytes that
-its plan says; what cannot be is told in one sentence; the known strategies come out."""
+"""Shardings: on real ranks, every small expression gives the unsharded result and planned bytes.
+
+Impossible expressions get a one-sentence error, and the search finds the known strategies.
+"""
 
 import itertools
 import random
@@ -26,7 +28,7 @@ SIZES = {"I": 4, "J": 8, "K": 12}
 
 
 def every_placement(name, dims, mesh):
-    """Each axis cuts a dim, in either order, or has summands, or nothing."""
+    """Yield all placements: each axis cuts a dim, in either order, has summands or is unused."""
     for number in range(len(mesh) + 1):
         for due in itertools.combinations(mesh, number):
             rest = {axis: size for axis, size in mesh.items() if axis not in due}
@@ -48,7 +50,7 @@ def whole(name, dims):
 
 
 def my_piece(placed, x, mesh):
-    """This rank's piece; where a sum is due, one of the numbers that add up to it."""
+    """Return this rank's piece or, where a sum is due, this rank's summand of it."""
     for axis in sorted(placed.due):
         dice = torch.Generator().manual_seed(ord(axis[0]))
         summands = torch.randint(-8, 9, (mesh[axis].size(), *x.shape), generator=dice).double()
@@ -58,14 +60,14 @@ def my_piece(placed, x, mesh):
 
 
 def summed(y, placed, mesh):
-    """What was left due, added up."""
+    """Add up the sums that are still due."""
     for axis in placed.due:
         y = all_reduce(y, mesh[axis])
     return y
 
 
 def carried_out(expressions, axes, group):
-    """Of each expression: whether this rank's piece is right, and the bytes that it sent."""
+    """Return (this rank's piece is right, bytes sent, bytes planned) for each expression."""
     mesh, found = Mesh(group, **axes), []
     a, b = whole("A", "IJ"), whole("B", "JK")
     oracle = a @ b
@@ -116,7 +118,7 @@ def test_products_on_three_axes():
 
 
 def moved(starts, axes, group):
-    """A tensor that only moves."""
+    """Do the same for plans that only move a tensor."""
     mesh, found, rows = Mesh(group, **axes), [], group.recorder.comms
     for text in starts:
         plan = product(text, axes, itemsize=8, **SIZES)
@@ -141,7 +143,7 @@ def test_every_move_on_two_axes():
 
 
 def test_an_attention_score_is_a_product_too():
-    """Batch dims, contraction, and heads that are cut."""
+    """It has batch dims, a contraction and sharded heads."""
     plan = product(
         "Q[B, S, N_X, H] . K[B, T, N_X, H] -> P[B, N_X, S, T]", {"X": 4}, **ATTENTION_SIZES
     )
@@ -257,7 +259,7 @@ def test_wrong_pieces_are_told_before_anything_is_sent():
 
 
 def test_a_plan_has_seconds_on_a_machine():
-    """The last axes of a mesh are inside a node: what stays there is quicker."""
+    """The last axes of a mesh lie inside a node, so their messages are faster."""
     text, sizes = "G[B_dp, F_tp] . W[F_tp, D] -> Y[B_dp, D]", dict(B=8192, D=8192, F=28672)
     inside = product(text, {"dp": 8, "tp": 8}, itemsize=2, **sizes)
     across = product(text, {"tp": 8, "dp": 8}, itemsize=2, **sizes)
@@ -294,7 +296,7 @@ def sizes_of(tokens):
     ids=["data parallel", "column, row", "sequence parallel"],
 )
 def test_the_known_strategies_are_found(tokens, memory, placed, passes):
-    """passes: elements that are gathered or scattered, an all-reduce does both."""
+    """passes: elements gathered or scattered; an all-reduce counts as both."""
     found = place(MLP, {"x": 4}, memory=memory, **sizes_of(tokens))
     assert {name: str(found.placed[name]) for name in placed} == placed
     assert found.sent == 3 * 4 * passes
@@ -309,7 +311,7 @@ def test_with_little_memory_all_is_cut():
 
 
 def test_what_is_found_is_the_least():
-    """Against a search that gives nothing up: every placement, one after the other."""
+    """Compare with an exhaustive search over every placement."""
     mesh, sizes = {"x": 2}, dict(B=8, D=4, F=8)
     all_sent = []
     for x, h, v, w in itertools.product(*(

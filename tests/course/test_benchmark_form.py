@@ -1,4 +1,4 @@
-"""The common form of the benchmarks: fair turns, honest medians, a status that tells."""
+"""The form all benchmarks share: alternating runs, medians, an exit status that shows misses."""
 
 import json
 import subprocess
@@ -41,7 +41,7 @@ def test_a_function_that_returns_nothing_is_timed_in_milliseconds():
     row = measure(Case("c", lambda: time.sleep(0.02), 5.0, bar=1.0, repeats=2, warmup=0))
     assert row["unit"] == "ms"
     assert 20 <= row["ours"] < 2000
-    assert row["theirs"] == 5.0 and not row["ok"]  # a stated target is kept as it is
+    assert row["theirs"] == 5.0 and not row["ok"]  # A target given as a number is kept.
 
 
 @pytest.mark.parametrize("ours, bar, status", [(1, 0.5, 0), (1.02, 0.5, 1), (9, None, 0)])
@@ -91,7 +91,7 @@ PATHS = [path for path in sorted(BENCHMARKS.glob("*.py")) if path.name[0] != "_"
 
 @pytest.fixture(scope="module")
 def helps():
-    """(exit status, text) of every benchmark's --help, asked in one process: torch loads once."""
+    """Return (exit status, text) of every benchmark's --help; one process loads torch once."""
     command = [sys.executable, "-c", HELP, *map(str, PATHS)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr

@@ -1,4 +1,4 @@
-"""In a real browser: JupyterLab opens the first lesson and runs it, and every explorer moves."""
+"""In a real browser, JupyterLab opens and runs the first lesson, and every explorer responds."""
 
 import json
 import os
@@ -32,7 +32,7 @@ FLAGS = (
 ).split()
 
 
-EXPLORERS = {  # each with the slider that is moved
+EXPLORERS = {  # the slider that the test moves in each explorer
     "memory_and_time": "utilisation",
     "memory_waterfall": "zero",
     "rank_grid": "rank",
@@ -51,32 +51,32 @@ EXPLORERS = {  # each with the slider that is moved
 
 
 def notebook_of_explorers(path):
-    """One explorer a cell, as a lesson shows it."""
+    """Write a notebook with one explorer per cell, as in a lesson."""
     imports = "from mini_dist.course.widgets import *\n"
     imports += "from mini_dist.course.widgets.links import explorer as all_reduces\n"
     imports += "from mini_dist.course.widgets.pipeline import explorer as pipelines"
     cells = [imports, *(f"{name}()" for name in EXPLORERS)]
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
-    # without it JupyterLab asks which kernel to use
+    # Without a kernelspec, JupyterLab asks which kernel to use.
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3 (ipykernel)"}
     nbformat.write(notebook, path)
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """The address of a JupyterLab of its own, on copies of the notebooks, with no user settings."""
+    """Start JupyterLab on copies of the notebooks, without user settings; yield its URL."""
     tmp_path = tmp_path_factory.mktemp("lab")
     working_copy.update(ROOT / "notebooks", tmp_path / "work")  # as make lab does
     notebook_of_explorers(tmp_path / "work/explorers.ipynb")
     settings = tmp_path / "config/lab/user-settings/@jupyterlab/apputils-extension"
     settings.mkdir(parents=True)
     (settings / "notification.jupyterlab-settings").write_text('{"fetchNews": "false"}')
-    # as a learner's shell would have it: nothing of this test run
+    # Like a learner's shell, the environment has no variables of this test run.
     not_theirs = ("PYTEST_", "MPLBACKEND")
     env = {key: value for key, value in os.environ.items() if not key.startswith(not_theirs)}
     for kind in ("config", "data", "runtime"):
         env[f"JUPYTER_{kind.upper()}_DIR"] = str(tmp_path / kind)
-    with socket.socket() as free:  # JupyterLab looks for the next one if another takes it first
+    with socket.socket() as free:  # If another process takes the port, JupyterLab tries the next.
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--expose-app-in-browser"]
@@ -87,7 +87,7 @@ def lab(tmp_path_factory):
     try:
         yield address_of(server, tmp_path)
     finally:
-        server.terminate()  # ends its kernels too
+        server.terminate()  # This also stops its kernels.
         try:
             server.wait(20)
         except subprocess.TimeoutExpired:
@@ -96,7 +96,7 @@ def lab(tmp_path_factory):
 
 
 def address_of(server, folder):
-    """Wait until the server answers; it writes where it listens."""
+    """Wait until the server answers at the URL in its runtime file; return the URL."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and server.poll() is None:
         for info in (folder / "runtime").glob("jpserver-*.json"):
@@ -116,7 +116,7 @@ def page():
 
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        # JupyterLab draws only cells in view: a page tall enough shows them all
+        # JupyterLab renders only the cells in view, so the page is tall enough for all of them.
         page = browser.new_page(viewport={"width": 1366, "height": 12_000})
         page.errors, page.outside = [], []
         page.on("pageerror", lambda error: page.errors.append(str(error)))
@@ -153,7 +153,7 @@ def open_notebook(lab, page, name):
 def test_the_first_lesson_opens_and_runs_in_jupyterlab(lab, page):
     open_notebook(lab, page, LESSON)
     shipped = page.evaluate(STATE)
-    # every output goes first, so that what is there at the end was made here
+    # Clear all outputs first, so that every output at the end comes from this run.
     page.evaluate("() => window.jupyterapp.commands.execute('notebook:clear-all-cell-outputs')")
     assert not any(cell["outputs"] for cell in page.evaluate(STATE))
 
@@ -162,16 +162,16 @@ def test_the_first_lesson_opens_and_runs_in_jupyterlab(lab, page):
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         ran, idle = page.evaluate(STATE), page.evaluate(IDLE)
-        # a cell gets its number when it starts, so the last one may still be running
+        # A cell gets its execution count when it starts, so the last cell may still be running.
         if idle and all(ran[i]["execution_count"] for i in written):
             break
         page.wait_for_timeout(300)
-    page.wait_for_timeout(500)  # the last output is drawn a moment after its cell is done
+    page.wait_for_timeout(500)  # The last output is drawn shortly after its cell ends.
     ran = page.evaluate(STATE)
     unfinished = [ran[i]["source"] for i in written if not ran[i]["execution_count"]]
     assert unfinished == []
 
-    # the same cells fail on purpose, the same cells show something
+    # Exactly the shipped notebook's cells fail on purpose, and exactly its cells show output.
     for before, after in zip(shipped, ran, strict=True):
         kinds = {output["output_type"] for output in after["outputs"]}
         expected = {output["output_type"] for output in before["outputs"]}
@@ -182,7 +182,7 @@ def test_the_first_lesson_opens_and_runs_in_jupyterlab(lab, page):
     assert figures.count() > 0
     widths = figures.evaluate_all("all => all.map(image => image.naturalWidth)")
     assert all(width > 50 for width in widths)
-    # a picture of a lesson that does not load has no size
+    # An image that does not load has width 0.
     images = page.locator(".jp-MarkdownOutput img").evaluate_all(
         "all => all.map(image => [image.getAttribute('src'), image.naturalWidth])"
     )
@@ -197,7 +197,7 @@ SHOWN = """cell => {
     return [found?.querySelector(".picture")?.innerHTML ?? "",
             [...found?.querySelectorAll(".widget-html-content") ?? []].pop()?.innerText ?? ""];
 }"""
-# of an explorer: its height, the names of controls that are cut, and its smallest letters in pixels
+# Returns an explorer's height, its truncated labels and its smallest font size in pixels.
 LAID_OUT = """cell => {
     const output = cell.querySelector(".jp-OutputArea-output .jupyter-widgets");
     const cut = [...output.querySelectorAll(".widget-label")]

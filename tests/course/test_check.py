@@ -1,4 +1,4 @@
-"""check: what a verdict says, when a grader's run fails, and how a learner is helped."""
+"""check: what a verdict says, when a grader's run fails, and what help a learner gets."""
 
 import re
 import sys
@@ -150,7 +150,7 @@ def test_a_tree_is_not_a_ring_and_has_no_hub():
 
 
 def test_cases_change_one_thing_at_a_time():
-    """So that the case that fails says why."""
+    """A failing case then shows which change made it fail."""
     (_, first), *others = EQUAL
     assert [case.dtype == first.dtype for _, case in others] == [True, False, False, True]
     assert len({size for size, _ in EQUAL}) == len(EQUAL)

@@ -1,4 +1,4 @@
-"""The quiz of the lab `claims`: what is asked, what is counted."""
+"""The quiz of the lab `claims`: which claims it asks and how it counts guesses."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from mini_dist.course.claims import CLAIMS, DRAWN, Quiz
 
 def decided(quiz):
     for number in range(1, len(CLAIMS) + 1):
-        quiz.decide(number, number % 2 == 0, "even")  # the even ones are true
+        quiz.decide(number, number % 2 == 0, "even")  # Even-numbered claims are true.
     return quiz
 
 

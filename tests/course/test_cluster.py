@@ -1,4 +1,4 @@
-"""docs/cluster: one training as a script and under torchrun, which restarts it; files parse."""
+"""docs/cluster: one training as a plain script and under torchrun with restarts; files parse."""
 
 import os
 import re
@@ -15,7 +15,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = ROOT / "docs/cluster"
 LESSON = ROOT / "lessons/16_keep_it_running.md"
-pytestmark = [pytest.mark.alone, pytest.mark.skipif(sys.platform != "linux", reason="gloo on lo")]
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(sys.platform != "linux", reason="gloo runs over Linux's lo"),
+]
 
 SAID = re.compile(r"^(?:\d+ ranks, from step \d+|step \d+: loss [\d.]+|rank \d+ kills .*)$", re.M)
 
@@ -28,7 +31,7 @@ def run(command, timeout=120, **environment):
 
 
 def alike(ours, theirs):
-    """The same lines; losses agree as far as processors do."""
+    """Check that the lines are the same, with losses equal up to differences between CPUs."""
     assert len(ours) == len(theirs)
     for one, other in zip(ours, theirs):
         words, loss = one.partition(": loss ")[::2]
@@ -39,7 +42,7 @@ def alike(ours, theirs):
 
 
 def on_two_hosts(*arguments, nodes="2", conf=""):
-    """The command of the README: torchrun on each of two hosts, with a rank each."""
+    """Return the README's command: torchrun on each of two hosts, with one rank per host."""
     return [
         *(sys.executable, "docs/cluster/on_hosts.py", "--", sys.executable, "-m"),
         *("torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "1"),
@@ -74,12 +77,12 @@ def test_torchrun_restarts_a_killed_rank_and_the_losses_are_those_of_the_lesson(
     said = SAID.findall(done.stdout)
     assert sum("kills itself" in line for line in said) == 1
     twice = [line for line in said if line.startswith("step 6:")]
-    assert len(twice) == 2 and len(set(twice)) == 1  # to the last digit that is shown
+    assert len(twice) == 2 and len(set(twice)) == 1  # Every printed digit is the same.
     alike(said, shown_in_the_lesson())
 
 
 def test_between_two_hosts_torchrun_restarts_both_and_the_losses_are_the_same(tmp_path):
-    """Real hosts (lesson 26), with the command of the README. The rank that dies is on host 1."""
+    """Run the README's command on real hosts (lesson 26). The rank that dies is on host 1."""
     script = "docs/cluster/train.py", "--ranks", "2", "--directory", str(tmp_path), "--kill", "7"
     command = on_two_hosts("--max-restarts", "1", *script)
     done = run(command, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
@@ -88,7 +91,7 @@ def test_between_two_hosts_torchrun_restarts_both_and_the_losses_are_the_same(tm
     alike(sorted(SAID.findall(done.stdout)), sorted(shown_in_the_lesson()))
 
 
-@pytest.mark.skipif(not (ROOT / "ladder").exists(), reason="there is no ladder here yet")
+@pytest.mark.skipif(not (ROOT / "ladder").exists(), reason="this checkout has no ladder")
 def test_a_rung_of_the_ladder_trains_between_two_hosts():
     done = run(on_two_hosts("ladder/06_zero3.py"))
     skip_without_hosts(done.stderr)
@@ -110,7 +113,7 @@ def test_a_host_that_fails_ends_the_others_and_is_named():
 
 
 def test_nothing_is_left_on_a_host_whose_command_fails(tmp_path):
-    """A process in a session of its own, as torchrun's ranks are, whose parent is gone."""
+    """An orphaned process in a session of its own, like a rank of torchrun, is killed too."""
     pids = tmp_path / "{host}"
     command = f"setsid sleep 600 & echo $! > {pids}; test {{host}} = 1 || wait; sleep 1; exit 3"
     done = run([sys.executable, "docs/cluster/on_hosts.py", "--", "sh", "-c", command])
@@ -130,7 +133,7 @@ def test_torchrun_goes_on_without_the_host_whose_cable_is_pulled(tmp_path, reque
         pytest.skip("with --long")
     script = "docs/cluster/train.py", "--steps", "200", "--every", "10"
     script = *script, "--directory", str(tmp_path / "run")
-    conf = ",last_call_timeout=2"  # seconds until it goes on with one node
+    conf = ",last_call_timeout=2"  # seconds before it continues with one node
     command = on_two_hosts("--max-restarts", "3", *script, nodes="1:2", conf=conf)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -170,7 +173,7 @@ launch(goes_on, 2, timeout=20)
 
 
 def test_the_deadline_of_a_launch_ends_a_job_of_torchrun(tmp_path):
-    """Without torchrun, and other faults: tests/ranks/test_torchrun.py."""
+    """tests/ranks/test_torchrun.py has other faults and runs without torchrun."""
     (tmp_path / "goes_on.py").write_text(GOES_ON)
     done = run(on_two_hosts(str(tmp_path / "goes_on.py")), timeout=300)
     skip_without_hosts(done.stderr)
@@ -181,7 +184,7 @@ def test_the_deadline_of_a_launch_ends_a_job_of_torchrun(tmp_path):
 
 
 def test_a_port_in_use_is_said_by_torchrun(request):
-    """By the host that keeps the rendezvous."""
+    """The error comes from the host that runs the rendezvous."""
     if not request.config.getoption("--long"):
         pytest.skip("with --long")
     taken = "import socket; s = socket.create_server(('', 29500))"
@@ -201,11 +204,11 @@ def test_a_port_in_use_is_said_by_torchrun(request):
 
 
 def run_with_ray(*arguments):
-    """By a Python that has Ray, this one or the one that MINI_DIST_RAY names; else skipped."""
+    """Run with a Python that has Ray, this one or $MINI_DIST_RAY; skip if there is none."""
     if not (find_spec("ray") or "MINI_DIST_RAY" in os.environ):
         pytest.skip("Ray is not installed: pip install ray, or name a Python in MINI_DIST_RAY")
     python = os.environ.get("MINI_DIST_RAY", sys.executable)
-    for _ in range(3):  # Ray gives its own processes 30 s to start, which a busy machine may need
+    for _ in range(3):  # On a busy machine, Ray's own processes may miss their 30 s limit.
         done = run([python, *arguments], timeout=400)
         if "node timed out during startup" not in done.stderr:
             return done
@@ -214,12 +217,11 @@ def run_with_ray(*arguments):
 
 def test_ranks_as_ray_actors_and_one_of_them_dies():
     done = run_with_ray("docs/cluster/on_ray.py")
-    # Ray's own process tells of the death here as well, in a line that begins with its name, and
-    # sometimes last.
+    # Ray's raylet also reports the death here, sometimes in the last line.
     said = [line for line in done.stdout.splitlines() if "(raylet)" not in line]
     assert said[0] == "ring 10.0 24,000 bytes sent", done.stderr[-2000:]
     assert re.fullmatch(r"zero_3 \[5\.55.*\] 4,430,592 bytes sent", said[1])
-    # Whichever Ray hears of first: the death, or a neighbour that lost its connection.
+    # Ray reports what it hears of first: the death, or a neighbor's lost connection.
     assert re.fullmatch(r"a rank was killed: (ActorDiedError|RayTaskError.*)", said[-1])
 
 
@@ -269,10 +271,10 @@ def test_ranks_as_ray_actors_on_two_nodes_of_which_one_is_late_and_then_lost(tmp
     done = run_with_ray("-c", A_NODE_OF_TWO, str(tmp_path))
     late = r"^late: not done after 5 s: rank 0 on [\d.]+, rank 1 on [\d.]+$"
     assert re.search(late, done.stdout, re.M), done.stderr[-2000:]
-    # (Ray itself also writes about the node's end, before and after.)
+    # Ray itself also reports the loss of the node, before and after this line.
     lost = r"^a node was lost: (ActorDiedError|ActorUnavailableError|RayTaskError.*)$"
     assert re.search(lost, done.stdout, re.M), done.stderr[-2000:]
-    assert len(os.listdir(tmp_path)) == 2  # both were at work
+    assert len(os.listdir(tmp_path)) == 2  # Both ranks were working.
 
 
 def test_the_same_script_without_torchrun_says_the_same(tmp_path):
@@ -283,14 +285,14 @@ def test_the_same_script_without_torchrun_says_the_same(tmp_path):
     assert resumed.returncode == 0, resumed.stderr[-2000:]
     *said, title = [line.removeprefix("[rank 0] ") for line in resumed.stdout.splitlines()]
     alike(said, shown_in_the_lesson()[-7:])
-    assert "2 ranks on cpu, gloo" in title  # where the tensors were, and what carried the messages
+    assert "2 ranks on cpu, gloo" in title  # The title names the device and the backend.
 
 
 PLAIN = re.compile(r"^epoch (\d+) step (\d+): loss ([\d.]+), samples ([\d ]+)$", re.M)
 
 
 def plain_ddp(*options):
-    """{(epoch, step): (loss, rank 0's samples)} of docs/cluster/plain_ddp.py on two ranks."""
+    """Run docs/cluster/plain_ddp.py on two ranks: {(epoch, step): (loss, rank 0's samples)}."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     script = ["--nproc-per-node", "2", "docs/cluster/plain_ddp.py"]
     done = run([*torchrun, *script, *options], GLOO_SOCKET_IFNAME="lo")
@@ -300,7 +302,7 @@ def plain_ddp(*options):
 
 
 def by_the_library(epochs, group):
-    """The losses of plain_ddp.py's training by Overlapped, on samples dealt out by hand."""
+    """Train as plain_ddp.py does, but with Overlapped and samples dealt out by hand."""
     import torch
 
     from mini_dist import GPT, token_loss
@@ -335,8 +337,8 @@ def test_a_plain_ddp_script_has_the_losses_of_the_library_s_data_parallelism():
     assert list(plain) == [(epoch, step) for epoch in range(2) for step in range(4)]
     ours = launch(by_the_library, 2, (2,)).results[0]
     for (theirs, _), mine in zip(plain.values(), ours):
-        assert theirs == pytest.approx(mine, abs=6e-5)  # four digits are printed
-    assert plain[0, 0][1] != plain[1, 0][1]  # epochs have orders of their own
+        assert theirs == pytest.approx(mine, abs=6e-5)  # The script prints four digits.
+    assert plain[0, 0][1] != plain[1, 0][1]  # Each epoch has its own sample order.
 
 
 def test_without_set_epoch_every_epoch_has_the_same_order():
@@ -345,7 +347,7 @@ def test_without_set_epoch_every_epoch_has_the_same_order():
         assert forgot[0, step][1] == forgot[1, step][1]
 
 
-SBATCH = {  # long options of sbatch(1) that a job of ours may want
+SBATCH = {  # long options of sbatch(1) that our jobs may use
     *("account", "array", "constraint", "cpus-per-task", "error", "exclude", "exclusive", "gpus"),
     *("gpus-per-node", "gres", "job-name", "mem", "nodelist", "nodes", "ntasks", "output"),
     *("ntasks-per-node", "open-mode", "partition", "qos", "requeue", "signal", "switches", "time"),
@@ -353,7 +355,7 @@ SBATCH = {  # long options of sbatch(1) that a job of ours may want
 
 
 def test_the_slurm_script_has_known_options_and_a_line_that_torchrun_takes(tmp_path):
-    """Run by bash, with stand-ins for what only a cluster has."""
+    """Run the script in bash, with stubs for what only a cluster has."""
     script = CLUSTER / "train.slurm"
     options = re.findall(r"^#SBATCH --([\w-]+)", script.read_text(), re.M)
     assert options and set(options) <= SBATCH
@@ -412,7 +414,7 @@ def test_torchrun_goes_on_with_one_node_of_two_from_the_last_checkpoint(tmp_path
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
     nodes, logs = [], [tmp_path / "first", tmp_path / "second"]
-    for log in logs:  # the first has the rendezvous, and lives
+    for log in logs:  # The first node hosts the rendezvous and survives.
         with open(log, "w") as out:
             options = dict(cwd=ROOT, env=environment, stdout=out, stderr=out)
             nodes.append(subprocess.Popen(command, **options))

@@ -1,4 +1,4 @@
-"""draw: a figure shows what is in the record, all of it, the same at each run."""
+"""draw: a figure shows everything in the record and looks the same in every run."""
 
 import re
 import sys
@@ -59,7 +59,7 @@ def seen():
 
 
 def of(kind, panel):
-    """The marks of one kind on a panel, in order."""
+    """Return the marks of one kind on a panel, in order."""
     return [mark for mark in panel.marks if isinstance(mark, kind)]
 
 
@@ -126,7 +126,7 @@ def test_letters_never_get_smaller_than_11_pixels():
 
 
 def contrast(a, b):
-    """Of two colors, as in WCAG 2."""
+    """Return the contrast ratio of two colors, as defined in WCAG 2."""
 
     def luminance(color):
         parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
@@ -138,7 +138,7 @@ def contrast(a, b):
 
 
 def as_seen(color, ink):
-    """What near_ink() makes of a color on a page with this ink."""
+    """Return the color that near_ink() makes of `color` on a page with this ink."""
     if color in (svg.INK, "#ffffff", "#000000"):
         return ink if color == svg.INK else color
     pairs = [(int(color[i : i + 2], 16), int(ink[i : i + 2], 16)) for i in (1, 3, 5)]
@@ -149,7 +149,7 @@ def as_seen(color, ink):
 def test_colored_lines_and_words_can_be_told_from_a_light_and_a_dark_page(ink, paper):
     assert contrast(ink, paper) > 10
     for color in {*palette.RANK_COLORS, *palette.LINE_COLORS, *palette.BAR_COLORS, svg.LIMIT}:
-        assert contrast(as_seen(color, ink), paper) > 3, color  # WCAG 2 asks this of graphics
+        assert contrast(as_seen(color, ink), paper) > 3, color  # WCAG 2 requires 3:1 here.
 
 
 FIGURES = sorted((Path(__file__).resolve().parents[2] / "lessons/figures").glob("*.svg"))
@@ -163,7 +163,7 @@ def test_words_and_lines_of_a_drawing_can_be_seen_in_light_in_dark_and_in_print(
     tags = {tag: list(root.iter(f"{{http://www.w3.org/2000/svg}}{tag}")) for tag in SEEN}
     assert tags["text"]
     colors = {(t, e.get(SEEN[t][0])) for t, elements in tags.items() for e in elements}
-    inside = {"#000000", "#ffffff"}  # words in a box of another color: ink_on chose them
+    inside = {"#000000", "#ffffff"}  # ink_on() picks these for text in a colored box.
     faint = [
         (tag, color)
         for tag, color in colors
@@ -187,7 +187,7 @@ def test_the_timeline_has_a_bar_for_each_phase_and_each_communication(ledger):
     calls = len(ledger.calls())
     assert calls == 3 * 2 * 2  # ranks, steps, parameters
     bars = of(Box, panel)
-    assert calls < len(bars) <= phases + calls  # (what ended before the run is left out)
+    assert calls < len(bars) <= phases + calls  # Phases that ended before the run have no bar.
     labels = list(panel.legend)
     assert "ring_all_reduce" in labels and "send" not in labels
     assert {"forward", "backward", "step"} <= set(labels)
@@ -205,7 +205,7 @@ def test_calls_that_overlap_are_drawn_above_each_other():
         [work.wait() for work in works]
 
     found = launch(overlapping, 2).ledger
-    for comm in found.comms:  # as slow as need be: both at the same time
+    for comm in found.comms:  # Each call now spans the whole run, so the two overlap.
         comm.start, comm.end = found.span[comm.rank]
     (panel,) = draw.timeline(found).panels
     heights = {round(box.y0, 3) for box in of(Box, panel) if box.y1 - box.y0 < 0.2}
@@ -286,7 +286,7 @@ def test_bars_with_long_names_lie():
 
 
 def outer(picture):
-    """The boxes of the numbers: each has a second one inside, in the color of its chunk."""
+    """Return the boxes of the numbers; each has a second box inside, in its chunk's color."""
     (panel,) = picture.panels
     return of(Box, panel)[::2]
 
@@ -301,15 +301,15 @@ def test_a_collective_has_an_arrow_for_each_message_and_a_box_for_each_number(fn
 
 def test_a_box_says_whose_terms_are_in_it(seen):
     shown = texts(draw.collective(seen[ring_all_reduce]))
-    assert shown.count("a₀") == 1  # rank 0's own, that nobody is sent: it joins at the end
-    assert shown.count("a₁") == 2  # rank 1's own, and what rank 2 receives in the first round
+    assert shown.count("a₀") == 1  # only in rank 0's input: it is added last
+    assert shown.count("a₁") == 2  # in rank 1's input and in the first message to rank 2
     assert shown.count("a₁₂₃") == 1
-    assert shown.count("a₀₁₂₃") == 3 + 4  # gathered by three, and in four results
+    assert shown.count("a₀₁₂₃") == 3 + 4  # in three gathered messages and four results
 
 
 def test_a_strong_edge_marks_the_sums_that_are_complete(seen):
     strong = [box for box in outer(draw.collective(seen[ring_all_reduce])) if box.color == svg.INK]
-    assert len(strong) == 3 * 4 + 4 * 4  # what is gathered, and the results
+    assert len(strong) == 3 * 4 + 4 * 4  # the gathered messages and the results
     others = outer(draw.collective(seen[pairwise_all_to_all]))
     assert svg.INK not in {box.color for box in others}
 
@@ -336,7 +336,7 @@ def test_a_fit_shows_each_measurement_and_its_ratio_to_the_line():
     picture = draw.link_fit([2, 20], [2.0, 33.0], link)
     above, below = ([(dot.x, dot.y) for dot in of(Dot, panel)] for panel in picture.panels)
     assert above == [(log10(2), log10(2.0)), (log10(20), log10(33.0))]
-    assert below == [(log10(2), 1.0), (log10(20), 3.0)]  # the line says 1 + size / 2
+    assert below == [(log10(2), 1.0), (log10(20), 3.0)]  # The fitted line is 1 + size / 2.
     assert "worst ratio is 3.00" in repr(picture)
 
 
@@ -376,7 +376,7 @@ def test_ranks_of_one_group_have_one_color_and_neighboring_groups_do_not():
         colors = colors_of(panel)
         for ranks in grid.groups(axis):
             assert len({colors[rank] for rank in ranks}) == 1
-        assert len(set(colors.values())) == len(grid.groups(axis))  # 8 at most: none shared
+        assert len(set(colors.values())) == len(grid.groups(axis))  # up to 8: no color is shared
         frames = [(line.points[0], line.points[2]) for line in of(Line, panel)]
         assert frames == [((0, 0), (4, 2)), ((0, 2), (4, 4))]
     assert "tp: [0, 1], [2, 3]" in repr(picture)
@@ -394,7 +394,7 @@ def test_a_product_of_axes_has_a_panel_too_and_nodes_must_fit():
 
 
 def bars_of(panel):
-    """(left, width, row) of every bar on a panel, in order."""
+    """Return (left, width, row) of every bar on a panel, in order."""
     return sorted(
         (round(box.x0, 6), round(box.x1 - box.x0, 6), round((box.y0 + box.y1) / 2))
         for box in of(Box, panel)
@@ -445,7 +445,7 @@ def test_held_steps_up_to_what_each_rank_holds_at_most():
     assert repr(picture) == "activations held at most: GPipe [4, 4, 4]; 1F1B [3, 2, 1]"
 
 
-# -- a sequence cut over ranks --------------------------------------------------------------------
+# -- a sequence split over ranks ------------------------------------------------------------------
 
 
 def test_scores_are_counted_and_coloured_by_the_rank_of_their_query():

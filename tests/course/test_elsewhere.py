@@ -1,4 +1,4 @@
-"""What lesson 22 does without other programs: our runs and PyTorch's; what is kept of others."""
+"""Lesson 22 without other programs: our runs, PyTorch's runs, stored results of the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mini_dist.course.elsewhere import in_torch, in_torchtitan, kept, ours, run
 from mini_dist.course.elsewhere.kept import FOLDER
 from tools.keep import all_kept
 
-FOLDERS_HOME = "mini_dist.course.elsewhere.kept"  # (in the package this name is the decorator)
+FOLDERS_HOME = "mini_dist.course.elsewhere.kept"  # In the package, `kept` is the decorator.
 
 
 def test_ours_and_pytorchs_train_the_same_and_send_what_is_said():
@@ -26,11 +26,11 @@ def test_ours_and_pytorchs_train_the_same_and_send_what_is_said():
         assert all(abs(a - b) < 1e-5 for a, b in zip(row["losses"], wanted, strict=True)), row
     whole = 4 * (run.RANKS - 1) * run.PSI
     assert mine["data parallel"]["sent"] == mine["ZeRO-1"]["sent"] == 2 * whole
-    assert theirs["DDP"]["sent"] == pytest.approx(2 * whole, rel=1e-3)  # and its order of buckets
-    root = 2 * 256 * 64 + 64  # embedding, head and its norm: gathered once
+    assert theirs["DDP"]["sent"] == pytest.approx(2 * whole, rel=1e-3)  # plus the bucket order
+    root = 2 * 256 * 64 + 64  # embedding, head and its norm, gathered only once
     assert mine["ZeRO-3"]["sent"] == 3 * whole - 4 * (run.RANKS - 1) * root
     assert theirs["FSDP2"]["sent"] == mine["ZeRO-3"]["sent"]
-    # HSDP: 2 gathers and a scatter inside, an all-reduce of shards across; two ranks in each
+    # HSDP: 2 all-gathers and a reduce-scatter in each pair, an all-reduce of shards across pairs.
     inside, across = 3 * 4 * run.PSI * 2, 2 * 4 * run.PSI / 2 * 2
     assert mine["HSDP 2 x 2"]["sent"] == inside + across - 4 * root * 2
     assert theirs["HSDP 2 x 2"]["sent"] == mine["HSDP 2 x 2"]["sent"]
@@ -38,12 +38,12 @@ def test_ours_and_pytorchs_train_the_same_and_send_what_is_said():
 
 
 def sleeps(batches, group):
-    """0.2 s a step of waiting."""
+    """Wait 0.2 s per step."""
     return [time.sleep(0.2) or 0.0 for _ in batches(group.rank(), group.size())]
 
 
 def works(batches, group):
-    """0.2 s a step of the processor, however long that takes."""
+    """Use 0.2 s of CPU time per step, however long that takes."""
     losses = []
     for _ in batches(group.rank(), group.size()):
         end = time.process_time() + 0.2
@@ -60,7 +60,7 @@ def test_the_processors_time_is_of_all_ranks_and_no_waiting_is_in_it():
 
 
 def clipped(with_root, group):
-    """After a backward pass: what clip_grad_norm_ says of blocks wrapped with or without root."""
+    """Clip gradients of wrapped blocks, with or without a wrapped root; return True or an error."""
     gpt, mesh = GPT(run.CONFIG), in_torch.one_axis(group)
     for module in (*gpt.blocks, *([gpt] if with_root else [])):
         fully_shard(module, mesh=mesh)
@@ -73,7 +73,7 @@ def clipped(with_root, group):
 
 
 def test_a_root_that_is_not_wrapped_shows_itself_where_gradients_are_clipped():
-    """As the last pitfall of lesson 22 says."""
+    """The last pitfall of lesson 22 describes this."""
     assert launch(clipped, 2, (True,)).results == [True, True]
     for said in launch(clipped, 2, (False,)).results:
         assert "mixed torch.Tensor and DTensor" in said
@@ -86,7 +86,7 @@ def test_everything_that_needs_another_program_is_kept():
 
 
 def test_what_torchtitan_has_executed_is_what_is_exported_today():
-    """After another export: `make torchtitan`, and tools/keep.py in_torchtitan.exports there."""
+    """If the export changed: `make torchtitan`, then tools/keep.py in_torchtitan.exports there."""
     kept_now = json.loads((FOLDER / "in_torchtitan.exports.json").read_text())["result"]
     executed = {name: each["source"] for name, each in kept_now.items()}
     assert in_torchtitan.exported() == executed
@@ -135,7 +135,7 @@ def table():
 
 
 def test_a_wrong_factor_of_the_gradients_shows_in_the_losses():
-    """Else "losses equal" would not say that a program's gradients are right."""
+    """Otherwise "losses equal" would not show that a program's gradients are right."""
 
     def losses(factor):
         torch.manual_seed(0)

@@ -23,12 +23,12 @@ DRAW = (
     "def draw(group):\n"
     "    return torch.randn(20, generator=torch.Generator().manual_seed(0)).tolist()\n"
 )
-ATTEND = (  # with ONEDNN_MAX_CPU_ISA as it is, a CPU with AMX refuses (see conftest.py)
+ATTEND = (  # On a CPU with AMX, this needs the ONEDNN_MAX_CPU_ISA that conftest.py sets.
     "def attend(group):\n"
     "    q = torch.ones(2, 4, 128, 64, dtype=torch.bfloat16)\n"
     "    return torch.nn.functional.scaled_dot_product_attention(q, q, q).sum().item()\n"
 )
-CELLS = [  # a cell, and what it printed when it was stored
+CELLS = [  # each cell with its stored output
     (f"{IMPORTS}{SEEN}{DRAW}{ATTEND}print(1 + 1)", 2),
     ("print(seen(None))", HERE),
     ("print(len(os.sched_getaffinity(0)))", everywhere.CORES),
@@ -43,7 +43,7 @@ CELLS = [  # a cell, and what it printed when it was stored
 
 @pytest.fixture
 def notebook(tmp_path, monkeypatch):
-    """With threads as a reader has them; the tests themselves have one (tests/conftest.py)."""
+    """Store the number of threads that a reader has; tests have one (tests/conftest.py)."""
     monkeypatch.delenv("OMP_NUM_THREADS")
     threads = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]
     threads = subprocess.run(threads, text=True, stdout=subprocess.PIPE).stdout.strip()
@@ -62,8 +62,8 @@ def notebook(tmp_path, monkeypatch):
 PRETENDED = "ATEN_CPU_CAPABILITY" in os.environ or "tools/dice" in os.environ.get("PYTHONPATH", "")
 
 
-@pytest.mark.skipif(everywhere.CORES == 1, reason="one core is the machine itself")
-@pytest.mark.skipif(PRETENDED, reason="what the cells have printed is of the machine itself")
+@pytest.mark.skipif(everywhere.CORES == 1, reason="with one core, default-1 is this machine")
+@pytest.mark.skipif(PRETENDED, reason="the stored outputs come from the real machine")
 def test_a_cell_that_depends_on_the_machine_is_named_with_the_machines(notebook, capsys):
     """A setting in force in the kernel is also in force on the ranks."""
     assert everywhere.main([str(notebook), "--on", "default-1", "dice"]) == 1

@@ -1,4 +1,4 @@
-"""The explorers of lesson 17: what they show is what the calculators say, and they say why."""
+"""The explorers of lesson 17 show the calculators' results and explain them."""
 
 import re
 
@@ -36,7 +36,7 @@ from mini_dist.plan.calculators.layouts import Search
 from mini_dist.plan.calculators.published import korthikanti_2022, later, megatron_2021
 
 ALL = (memory_waterfall, rank_grid, layout_planner, scaling_curve, compare_with_published)
-MOVED = {  # for each explorer: a control, its new value, one that must be refused
+MOVED = {  # per explorer: a control, its new value, values that must be refused
     memory_waterfall: ("micro_batch_size", 4, dict(tp=2, model="gpt2-xl")),  # 25 heads
     rank_grid: ("rank", 3, dict(rank=20)),
     layout_planner: ("tp", 4, dict(num_gpus=8, model="llama3-405b")),
@@ -147,7 +147,7 @@ def test_one_change_keeps_devices_and_batch_or_says_so():
     full = layout.replace(recompute="full")
     assert changes["full recompute"] == device_memory(peak_memory(config, full).total)
     assert "sequence parallel" not in changes  # it would do nothing without tp
-    # a change that cannot cut the model is not offered: 25 heads
+    # A change that cannot shard the model is not offered: gpt2-xl has 25 heads.
     assert not any(
         "tp=2" in what for what, _ in memory.one_change(model("gpt2-xl"), layout, "fsdp")
     )
@@ -300,14 +300,14 @@ def test_worse_machines_are_slower():
         assert published_runs.predict(name, 1.2, 1.0, 1.0).seconds > plain
         assert published_runs.predict(name, 1.0, 1.0, 0.8).seconds > plain
         assert published_runs.predict(name, 1.0, 0.5, 1.0).seconds >= plain
-    assert (  # its pipeline and its gradients cross nodes
+    assert (  # Its pipeline and its gradients cross nodes, so the network matters.
         published_runs.predict("BLOOM-176B", 1.0, 0.5, 1.0).seconds
         > published_runs.predict("BLOOM-176B", 1.0, 1.0, 1.0).seconds
     )
 
 
 def test_measured_llama_3_is_the_papers_utilisation():
-    # table 4 of the paper prints TFLOP/s and rounds them to 43 % and 41 %
+    # Table 4 of the paper prints TFLOP/s and rounds the MFU to 43 % and 41 %.
     for run, tflops in zip(later(), (430, 400)):
         time = run.predicted()
         mfu = time.mfu * time.seconds / run.seconds

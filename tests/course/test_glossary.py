@@ -1,4 +1,4 @@
-"""docs/glossary.md: every word that a lesson lists is in it, with the same translation."""
+"""docs/glossary.md has every word that a lesson lists, with the same translation."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ WORDS = {word.strip(): row for row in ROWS for word in row[0].split(",")}
 
 
 def words_of(lesson):
-    """(words, translation) of its line **Words.** rank (进程编号) · PCIe. All of them ..."""
+    """Return (words, translation) pairs from **Words.** rank (进程编号) · PCIe. All of them ..."""
     text = lesson.read_text(encoding="utf-8")
     line = re.search(r"^\*\*Words\.\*\* (.+?)\. All of them", text, re.MULTILINE)
     assert line or "**Words" not in text, "expected '**Words.** word (词) · ... . All of them ...'"
@@ -32,7 +32,7 @@ def test_the_words_of_a_lesson_are_in_the_glossary(lesson):
         for word in words.split(","):
             assert word.strip() in WORDS, f"{word.strip()!r} is not in docs/glossary.md"
             known = re.findall(r"[^()、]+", WORDS[word.strip()][1])
-            for each in filter(None, translation.split("、")):  # (or what else is said)
+            for each in filter(None, translation.split("、")):  # A lesson may use a synonym.
                 assert each in [one.strip() for one in known], f"{word.strip()}: {each}, {known}"
 
 

@@ -1,4 +1,4 @@
-"""DTensor and the rules: where both choose alike, the ledger counts the same bytes."""
+"""DTensor and the rules send the same bytes wherever they choose the same collectives."""
 
 import pytest
 
@@ -11,7 +11,7 @@ LINES = {name: (axes, text) for name, axes, text in STRATEGIES}
 
 @pytest.fixture(scope="module")
 def together():
-    """Of each line on the mesh dp x tp."""
+    """Return what DTensor issues for each line on the mesh dp x tp."""
     lines = {name: text for name, (axes, text) in LINES.items() if axes is MESH}
     return dict(zip(lines, issued([*lines.values()], MESH, SIZES)))
 
@@ -54,4 +54,4 @@ def test_a_strided_shard_holds_another_order_of_the_axes_and_costs_more():
     assert found.sent > 2 * product(text, axes, **SIZES).sent
     assert (
         found.calls.count("all_gather x") == 2
-    )  # the batch before it multiplies, the result's columns after
+    )  # It gathers the batch before the product and the result's columns after it.

@@ -1,4 +1,4 @@
-"""Reading XLA's text, which needs no JAX: each form in which it writes groups of ranks."""
+"""Parse XLA's text without JAX: every form in which XLA writes groups of ranks."""
 
 import pytest
 

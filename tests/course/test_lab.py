@@ -1,4 +1,4 @@
-"""A lab's parameters: what is refused, in which sentence; and its result on disk."""
+"""A lab's parameters: which values are refused, with which message; and its result on disk."""
 
 import json
 import math
@@ -100,7 +100,7 @@ CELL = "n = 2\nmode = 'a'\nfolder = 'out'"
 
 
 def run(*cells):
-    """What the last cell shows, or the exception it raises."""
+    """Run the cells; return what the last cell shows, or raise its exception."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
     NotebookClient(notebook, timeout=60, store_widget_state=False).execute()
     return notebook.cells[-1].outputs[-1].data["text/plain"]
@@ -108,7 +108,7 @@ def run(*cells):
 
 def test_values_are_those_of_the_parameters_cell_and_of_papermills_below_it():
     injected = "# Parameters\nn = 5\n"
-    # other cells may assign anything, even in the same cell as a parameter
+    # Other cells may assign any other names.
     other = "import math\nk = math.pi\nhelper = n * 2"
     assert run(CELL, injected, other, DECLARE) == "{'n': 5, 'mode': 'a', 'folder': 'out'}"
 
@@ -116,7 +116,7 @@ def test_values_are_those_of_the_parameters_cell_and_of_papermills_below_it():
 @pytest.mark.parametrize(
     "cells",
     [
-        ("n = 2\nmode = 'a'\nfolder = 'out'\nmood = 'b'",),  # a slip of the pen
+        ("n = 2\nmode = 'a'\nfolder = 'out'\nmood = 'b'",),  # a typo
         (CELL, "# Parameters\nmood = 'b'\n"),  # papermill -p mood b
     ],
     ids=["by hand", "by papermill"],
@@ -140,7 +140,7 @@ def test_outside_a_notebook_parameters_must_be_given(lab):
 
 
 class Drawn:
-    """What a Drawing does when it is saved."""
+    """A stub with a Drawing's save()."""
 
     def save(self, path):
         path.write_text("<svg/>")
@@ -151,7 +151,7 @@ def test_a_run_that_fails_leaves_no_former_result_in_its_place(lab, tmp_path):
     for seconds in (1, 2):
         lab.parameters(given)
         lab.save({"seconds": seconds}, curve=Drawn())
-    lab.parameters(given)  # and then fails
+    lab.parameters(given)  # This run then fails.
     assert not (tmp_path / "result.json").exists() and not (tmp_path / "curve.svg").exists()
     kept = [json.loads((tmp_path / f"run-{n}" / "result.json").read_text()) for n in (1, 2)]
     assert [record["result"]["seconds"] for record in kept] == [1, 2]
@@ -200,7 +200,7 @@ def test_the_result_is_json_beside_its_figures(lab, tmp_path):
     assert run["machine"]["processor"] and run["machine"]["cores"] >= 1
     assert platform.node() not in path.read_text().split(
         '"'
-    )  # whose machine it is, it does not say
+    )  # The record does not name the computer.
 
 
 def test_it_says_where_it_wrote_from_here_and_elsewhere_in_full(lab, tmp_path, capsys, monkeypatch):

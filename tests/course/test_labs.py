@@ -1,7 +1,7 @@
-"""Every lab runs at both ends of every parameter, and at every choice: it ships with one case only.
+"""Every lab runs at both ends of every parameter and with every choice; it ships with one case.
 
-A lab asserts what must be equal, so to run it is to test it. No kernel: the cells run in here, and
-several ends share a run.
+A lab asserts what must be equal, so running it tests it. The cells run in this process, without a
+kernel, and one run covers the ends of several parameters.
 """
 
 import ast
@@ -23,16 +23,17 @@ LABS = Path(__file__).resolve().parents[2] / "lessons/labs"
 
 
 def cells(lab):
-    """A lab's code, and whether it sets the parameters."""
+    """Yield each compiled cell of a lab, and whether the cell sets the parameters."""
     for cell in jupytext.read(LABS / f"{lab}.md").cells:
         if cell.cell_type == "code":
             yield compile(cell.source, lab, "exec"), "parameters" in cell.metadata.get("tags", [])
 
 
 def run(lab, folder=None, until="", **values):
-    """Execute a lab with these values where papermill would put them, as far as the cell that sets
-    `until`; its variables, and what it printed. folder: none for the one that the lab has."""
-    names = {"__name__": "lab cells"}  # no module: ranks get its functions by value
+    """Execute a lab, with `values` injected as by papermill, up to the cell that sets `until`.
+
+    Return its variables and its output. folder: None keeps the lab's own folder."""
+    names = {"__name__": "lab cells"}  # This is no module, so ranks get functions by value.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mini_dist.course.lab._values_in_notebook", lambda known: pick(names, known))
         with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -57,7 +58,7 @@ def ends(kind):
     return {kind.least, kind.most} if isinstance(kind, Number) else set()
 
 
-# Of each lab: what holds unless a case says otherwise, the cases, and the ends that take too long.
+# Per lab: default values, cases that override them, and end values that would take too long.
 CASES = {
     "async_staleness": (
         dict(workers=2, num_updates=8, hiccup_ms=0),
@@ -187,7 +188,7 @@ CASES = {
             dict(model="gpt2-xl", machine="h200", batch_mtokens=64),
             dict(model="llama2-70b", machine="b200", num_gpus=16384, batch_mtokens=64),
             dict(model="mixtral-8x7b"),
-            dict(model="deepseek-v3", num_gpus=1),  # fits in no layout
+            dict(model="deepseek-v3", num_gpus=1),  # No layout fits.
             *(dict(model=name) for name in MODELS if not name.startswith(("gpt2", "mixtral"))),
         ],
         {},
@@ -221,7 +222,7 @@ CASES = {
     "two_gpus": (
         dict(steps=3),
         [dict(), dict(device="cpu", d_model=256, num_layers=1), dict(num_layers=3, steps=10)],
-        # on two GPUs; hours on a CPU
+        # These need two GPUs, or hours on a CPU.
         dict(device="cuda", d_model=1024, num_layers=16, steps=100),
     ),
     "zero_memory": (
@@ -330,7 +331,7 @@ def test_train_3d_predicts_every_byte_that_a_dense_model_sends(sizes, tmp_path):
 
 
 def test_small_messages_of_the_grid_that_train_3d_ships_with():
-    """Rank 0 alone sent 28 bytes over `world`, and 2,816 over `tp`, that nothing predicted."""
+    """Rank 0 alone sent 28 bytes over `world` and 2,816 over `tp` that no formula had predicted."""
     config = ModelConfig(num_layers=4, d_model=64, num_heads=4, seq_len=64)
     layout = Layout(
         pp=2, dp=2, tp=2, zero=1, sequence_parallel=True, schedule="1f1b", num_micro_batches=4
@@ -338,7 +339,7 @@ def test_small_messages_of_the_grid_that_train_3d_ships_with():
     sent = {}
     for pp_rank in range(2):
         for line in small_messages(config, layout, "course", pp_rank):
-            sent[line.name] = sent.get(line.name, 0) + 4 * line.value  # four ranks each
+            sent[line.name] = sent.get(line.name, 0) + 4 * line.value  # Each stage has four ranks.
     loss, norms_and_biases = 2 * 2 * 4 * 64 * 3 * 4, 2 * 4 * (4 * (4 + 2) + 2) * 64
     assert sent == {"world": 56, "dp": 96, "pp": 64, "tp": loss + norms_and_biases}
     assert sent["tp"] == 25_600
@@ -370,8 +371,8 @@ def test_train_3d_with_nothing_left_to_train_says_what_to_raise(tmp_path):
 @pytest.mark.parametrize(
     "job",
     [
-        dict(num_gpus=8),  # the states are on the host: a time without that gave -0.014
-        # of the slow network's layouts the search simulates ten, and misses this one
+        dict(num_gpus=8),  # The states are on the host; ignoring that gave a regret of -0.014.
+        # On the slow network, the search simulates ten layouts and misses this one.
         dict(num_gpus=16, machine="a100-80", model="llama3-70b", batch_mtokens=4),
         dict(num_gpus=16, machine="b200", model="gpt3-175b", batch_mtokens=4),
     ],

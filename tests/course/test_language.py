@@ -26,7 +26,7 @@ def no_choice(monkeypatch):
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A home of its own, and a kernel in which a person has opened the Chinese lesson 07."""
+    """Set up a separate home and a kernel in which a person has the Chinese lesson 07 open."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("JPY_SESSION_NAME", "/course/work/zh/07_zero.ipynb")
     monkeypatch.delenv("CI", raising=False)
@@ -78,11 +78,11 @@ def test_the_choice_is_kept_with_the_progress(home, monkeypatch):
     mini_dist.language("zh")
     kept = json.loads((home / learner.FOLDER / learner.FILE).read_text())
     assert kept == {"lessons": {}, "language": "zh"}
-    monkeypatch.setattr(learner, "_chosen", [])  # the next kernel
+    monkeypatch.setattr(learner, "_chosen", [])  # as in a new kernel
     assert mini_dist.language() == "zh" and "打开过 0" in repr(mini_dist.progress())
     predict("bytes", 3)
     (row,) = [row for row in mini_dist.progress().rows if row.opened]
-    assert row.lesson == "07_zero"  # the Chinese notebook is the lesson
+    assert row.lesson == "07_zero"  # The Chinese notebook counts as the lesson.
 
 
 def test_nothing_is_kept_outside_of_a_person_s_notebook(home, monkeypatch):
@@ -117,7 +117,7 @@ def test_a_translation_shows_every_value(message):
 
 
 def test_every_message_is_one_that_the_library_says():
-    """A sentence that has changed in the code leaves its translation behind: adapt it."""
+    """If a sentence changed in the code, its translation is left over: update it."""
     said = "\n".join(
         node.value
         for path in COURSE.parent.rglob("*.py")
@@ -126,7 +126,7 @@ def test_every_message_is_one_that_the_library_says():
     )
     said = " ".join(said.split())
 
-    def found(message):  # (the code may put a word into it, so not all of it in one piece)
+    def found(message):  # The code may insert words, so look for the pieces.
         pieces = re.split(r"\{[^}]*\}|\d+|[][.:;?,(] ?|'", message)
         pieces = [piece for each in pieces if len(piece := each.strip(" .[]")) > 3]
         return 2 * sum(piece in said for piece in pieces) >= len(pieces)
@@ -145,7 +145,7 @@ def exercises():
     return [each for name in dir(check) if isinstance(each := getattr(check, name), Exercise)]
 
 
-ENOUGH = 0.95  # translated: whoever changes an English sentence need not know Chinese
+ENOUGH = 0.95  # the share to translate: authors of English sentences need no Chinese
 
 
 def test_hints_on_request_are_chinese():
@@ -156,8 +156,9 @@ def test_hints_on_request_are_chinese():
 
 
 def test_the_sentences_of_the_rules_are_in_the_catalog():
-    """`python tools/zh_library.py sheet check/MODULE` lists what is not translated. Pieces that the
-    code joins to others are in the catalog as parts of whole sentences."""
+    """`python tools/zh_library.py sheet check/MODULE` lists what is not translated.
+
+    Pieces that the code joins are in the catalog as parts of whole sentences."""
     known, number, missing = zh_library.translated(), 0, []
     for path in zh_library.modules():
         for text in zh_library.messages(path):

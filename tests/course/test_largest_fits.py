@@ -1,4 +1,4 @@
-"""The explorer of lesson 20, and its figures: what they show is what was computed."""
+"""The explorer of lesson 20 and its figures show what was computed."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""progress: what is kept of a learner's work, when, where, and how it is ended."""
+"""progress: what it keeps of a learner's work, when, where, and how to turn it off."""
 
 import json
 import os
@@ -16,12 +16,12 @@ from mini_dist.course.lesson import predict, reveal
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """A home of its own, and a kernel in which a person has opened lesson 07."""
+    """Set up a separate home and a kernel in which a person has lesson 07 open."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("JPY_SESSION_NAME", "/course/notebooks/07_zero.ipynb")
     for name in ("CI", "MINI_DIST_STRICT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(learner, "AUTOMATIC", {"CI"})  # (pytest sets the other one all the time)
+    monkeypatch.setattr(learner, "AUTOMATIC", {"CI"})  # pytest always sets the other variable.
     monkeypatch.setattr(learner, "started_by_a_notebook", lambda: False)
     return tmp_path
 
@@ -89,7 +89,7 @@ def test_tests_and_nbval_leave_none(home, monkeypatch):
 
 
 def test_papermill_leaves_none(home, monkeypatch):
-    """It starts a kernel itself, and tells it of no session."""
+    """Papermill starts the kernel itself and gives it no session name."""
     monkeypatch.delenv("JPY_SESSION_NAME")
     predict("bytes", 3)
     assert list(home.iterdir()) == []
@@ -105,7 +105,7 @@ def test_what_is_no_lesson_leaves_none(home, monkeypatch, path):
     assert list(home.iterdir()) == []
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="only Linux tells")
+@pytest.mark.skipif(not os.path.exists("/proc/self/environ"), reason="needs /proc")
 def test_a_kernel_that_a_notebook_has_started_is_told_by_its_parent(tmp_path):
     inner = "from mini_dist.course import learner; print(learner.started_by_a_notebook())"
     outer = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}])"
@@ -172,7 +172,7 @@ def test_what_can_be_read_of_a_damaged_file_is_kept(home, monkeypatch):
     put(home, text)
     judged(monkeypatch, "right")
     assert [*kept(home)] == ["03_ring_and_collectives", "07_zero"]
-    assert json.loads(file_in(home).read_text())["newer"] == [1]  # of a newer version
+    assert json.loads(file_in(home).read_text())["newer"] == [1]  # a newer version's field
     put(home, text)
     predict("bytes", 3)
     assert len([*(home / learner.FOLDER).glob("*.unreadable-*")]) == 2

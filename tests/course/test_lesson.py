@@ -1,4 +1,4 @@
-"""show, predict and reveal: what a lesson's cells use on the page."""
+"""show, predict and reveal: the helpers that a lesson's cells call."""
 
 import functools
 import os
@@ -20,7 +20,7 @@ def fresh_guesses(monkeypatch):
 
 
 def run_in_a_notebook(*cells):
-    """The outputs of the last cell, in a real kernel."""
+    """Run the cells in a real kernel; return the outputs of the last one."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
     NotebookClient(notebook, timeout=60, store_widget_state=False).execute()
     return notebook.cells[-1].outputs
@@ -41,7 +41,7 @@ def test_show_takes_classes_methods_modules_and_several_at_once(capsys):
     printed = capsys.readouterr().out
     assert "class ModelConfig" in printed
     assert "# torch/nn/modules/linear.py\ndef forward(self" in printed  # a method, dedented
-    assert printed.count("class ModelConfig") == 2  # once in its module
+    assert printed.count("class ModelConfig") == 2  # alone, and in its module
 
 
 def test_show_looks_under_decorators_partials_properties_and_instances(capsys):
@@ -83,7 +83,7 @@ def test_show_in_a_notebook_is_highlighted_and_knows_functions_and_classes_of_ce
         "def mine(rank):\n    return '```'\nshow(predict, mine, Point)",
     )
     shown = [output.data["text/markdown"] for output in outputs]
-    # what nbconvert writes takes the letters of code from here
+    # nbconvert's output takes its code font from this div.
     before, after = '<div style="font-family: monospace">\n\n', "\n\n</div>"
     assert all(text.startswith(before) and text.endswith(after) for text in shown)
     library, function, cls = (text[len(before) : -len(after)] for text in shown)
@@ -126,7 +126,7 @@ def test_without_a_guess_only_the_measurement_is_printed(capsys):
         ("0.3", 0.6, "2 times too low"),
         ("3/0", 3, "expected a number, not '3/0'"),
         ("%", 3, "expected a number, not '%'"),
-        ("3/4", "0.75", "not this time"),  # where words are asked for, only they count
+        ("3/4", "0.75", "not this time"),  # If the answer is text, only text counts.
     ],
 )
 def test_a_guess_is_printed_beside_the_measurement_with_how_far_off(
@@ -280,7 +280,7 @@ GOES_ON = "for n in bar(range(3)):\n    time.sleep(0.4)\nprint('done')"
 
 
 def outputs_of(environment, *cells):
-    """What each cell shows in a kernel of its own: {stream: text}."""
+    """Run the cells in a new kernel; return {stream: text} for each cell."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
     client = NotebookClient(notebook, timeout=60, store_widget_state=False)
     kept = {k: v for k, v in os.environ.items() if k not in learner.AUTOMATIC}
@@ -302,7 +302,7 @@ def test_a_long_cell_shows_its_time_and_a_long_loop_a_bar_to_a_person():
     assert "This cell has been running for 00:0" in slept["stderr"]
     assert "| 2/3 [" in went_on["stderr"] and "been running" not in went_on["stderr"]
     for text in (slept["stderr"], went_on["stderr"]):
-        assert not text.split("\r")[-1] and not text.split("\r")[-2].strip()  # nothing is left
+        assert not text.split("\r")[-1] and not text.split("\r")[-2].strip()  # It is erased.
 
 
 @pytest.mark.parametrize("more", [{}, {"CI": "1", "JPY_SESSION_NAME": "/course/07_zero.ipynb"}])

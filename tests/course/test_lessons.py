@@ -1,4 +1,4 @@
-"""The lessons and their notebooks: built from one text, fresh, portable, and checked for real."""
+"""The lessons and their notebooks: built from one text, up to date, portable, really checked."""
 
 import os
 import re
@@ -33,7 +33,7 @@ def read(path):
 
 
 def test_every_notebook_is_fresh():
-    """Fails? `make notebooks` rebuilds what is named here."""
+    """If this fails, `make notebooks` rebuilds the notebooks it names."""
     stale = {path.relative_to(ROOT).as_posix(): why for path, why in tool.stale(ROOT).items()}
     assert not stale, f"run `make notebooks`: {stale}"
 
@@ -59,7 +59,7 @@ def test_a_lesson_uses_only_markdown_that_shows_everywhere(path):
 
 @each_lesson
 def test_source_that_a_lesson_shows_is_compared_with_the_library(path):
-    """Else the notebook keeps an old copy of the library's code, and nobody is told."""
+    """Otherwise a notebook could keep an old copy of the library's code unnoticed."""
     for cell in code_cells(read(tool.notebook_of(path, ROOT))):
         if re.search(r"^show\(", cell.source, flags=re.MULTILINE):
             assert "nbval-check-output" in cell.metadata.get("tags", []), cell.source
@@ -74,7 +74,7 @@ def test_no_cell_is_kept_from_the_checks(path):
 
 @each_lesson
 def test_no_cell_ends_in_an_error(path):
-    """Papermill takes it for a failure, expected or not, and so does who grades with papermill."""
+    """Papermill, and any grader that uses it, treats even an expected error as a failure."""
     for cell in code_cells(read(tool.notebook_of(path, ROOT))):
         assert all(output.output_type != "error" for output in cell.outputs), cell.source
 
@@ -181,7 +181,7 @@ SECOND = "# Second\n\n```python\nx = 1\n```\n"
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """A course of two lessons, built once. Tests that change it take a copy."""
+    """Build a course of two lessons once. Tests that change it take a copy."""
     root = tmp_path_factory.mktemp("course")
     (root / "lessons/labs").mkdir(parents=True)
     (root / "lessons/01_first.md").write_text(FIRST)
@@ -345,7 +345,7 @@ def test_a_notebook_whose_times_are_spoilt_is_run_again_and_at_last_refused(need
 
 
 def one_cell(text, **metadata):
-    """A notebook of one executed cell that printed `text`."""
+    """Return a notebook with one executed cell that printed `text`."""
     cell = new_code_cell("show it", execution_count=1, metadata=metadata)
     if text:
         cell.outputs = [new_output("stream", text=text)]
@@ -404,7 +404,7 @@ BAD = {
     "untagged output may differ": [("print(1)", {"text": "2\n"})],
     "swallows the interrupt": [
         ("import time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    pass", {}),
-        ("time.sleep(60)", {}),  # must not wait for its own limit as well
+        ("time.sleep(60)", {}),  # This cell must not wait for its own limit too.
     ],
     "raises only the interrupt": [
         (
@@ -432,14 +432,14 @@ BAD = {
     ],
     "tagged output differs": [("print(1)", {"text": "2\n", "tags": ["nbval-check-output"]})],
     "tagged but never executed": [("print(1)", {"count": None, "tags": ["nbval-check-output"]})],
-    # Four are enough on a quiet machine, where those after them do not run; FairClock gives more.
+    # On a quiet machine four cells are enough and the rest don't run; FairClock allows more.
     "slow as a whole": [("import time\ntime.sleep(2.5)", {})] * 20,
 }
 
 
 @pytest.fixture(scope="module")
 def verdicts(tmp_path_factory, request):
-    """What a run of pytest says of each notebook in BAD: {name: text of its failures}."""
+    """Run pytest on the notebooks in BAD; return {name: text of its failures}."""
     folder = tmp_path_factory.mktemp("bad")
     shutil.copy(ROOT / "conftest.py", folder)
     asked = cases_to_run(request, "name") & set(BAD)

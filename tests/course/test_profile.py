@@ -1,4 +1,4 @@
-"""Where a step went: parts that add up, the late one that is named, noise that is measured."""
+"""Where a step's time went: the parts add up, the straggler is named, noise is measured."""
 
 import random
 import sys
@@ -156,7 +156,7 @@ def run():
 
 
 def test_both_witnesses_are_on_one_clock(run):
-    """A collective that the ledger noted lies in the region that torch.profiler saw around it."""
+    """A collective in the ledger lies inside the region that torch.profiler recorded around it."""
     timeline = Timeline.of(run.ledger, run.results)
     for spans in timeline.spans:
         regions = [s for s in spans if s.name == "average"]
@@ -209,7 +209,7 @@ def ledger_of(*meetings):
 def test_the_straggler_is_who_comes_last_and_pays_for_what_the_others_wait():
     table = stragglers(ledger_of(meeting([0, 5, 1], 6), meeting([7, 9, 8], 10)))
     assert [row[:3] for row in table.rows] == [(0, 2, 0), (1, 2, 2), (2, 2, 0)]
-    assert table.rows[1][4] == "12000.0"  # ms: 5 + 4, and 2 + 1
+    assert table.rows[1][4] == "12000.0"  # ms: 5 + 4 in the first meeting, 2 + 1 in the second
 
 
 def test_only_what_was_asked_for_is_counted():

@@ -1,4 +1,4 @@
-"""A run played on another machine: its own bytes and order, that machine's rates and links."""
+"""A run replayed on another machine: the run's bytes and order, the machine's rates and links."""
 
 import sys
 
@@ -35,7 +35,7 @@ SMALL = ModelConfig(num_layers=2, d_model=64, num_heads=4, seq_len=32)
 
 
 class Stopwatch:
-    """A machine whose every kernel takes a second, every byte a second, and no latency."""
+    """A machine on which every kernel and every byte takes one second, with no latency."""
 
     name, peak_flops = "stopwatch", 1.0
 
@@ -89,10 +89,10 @@ def train(kind, steps, group):
 def test_flops_of_a_step_are_the_formulas():
     run = launch(train, 1, ("alone", 2), count=True)
     measured = replay(run, "h100").flops
-    # the formula counts backward's attention as twice the forward's; the flash kernel makes the
-    # scores once more: one product of five
+    # The formula counts attention in backward as twice that in forward. The flash kernel also
+    # recomputes the scores, which is one of its five products.
     formula = step_flops(SMALL, 4).total
-    scores = 4 * 32 * 32 * 64 * 2 * SMALL.num_layers  # one product of all scores, FLOPs
+    scores = 4 * 32 * 32 * 64 * 2 * SMALL.num_layers  # FLOPs to compute all scores once
     assert measured == formula + scores
 
 
@@ -162,7 +162,7 @@ def test_torchs_own_sharding_is_counted_and_played_and_no_byte_changes(program):
     assert counted.ledger.traffic() == plain.ledger.traffic()
     native, slow = replay(counted, "h100"), replay(counted, Stopwatch(kernel=0.0))
     assert native.total_bytes == slow.total_bytes == plain.ledger.total_bytes()
-    # Each byte takes a second: whoever needs a collective waits for the whole of it.
+    # Each byte takes a second, so a rank that needs a collective waits for all of it.
     collectives = [comm for comm in counted.ledger.leaves(rank=0) if comm.phase != "setup"]
     assert len(native.steps) == 2 and slow.exposed > 0
     assert slow.seconds >= sum(comm.nbytes for comm in collectives) / 2
@@ -170,7 +170,7 @@ def test_torchs_own_sharding_is_counted_and_played_and_no_byte_changes(program):
 
 def test_flops_of_dtensors_are_those_of_a_ranks_parts():
     counted = launch(train_dtensor, 2, count=True)
-    # two products forward, four backward, each 32 x 64 x 128; half of it on each of two ranks
+    # Two products in forward, four in backward, each 32 x 64 x 128; each of two ranks does half.
     assert replay(counted, "h100").flops == 6 * 2 * 32 * 64 * 128
 
 
@@ -226,10 +226,10 @@ def test_a_matrix_takes_the_rooflines_time_and_is_slower_in_float32():
     def seconds(dtype, precision="highest", **options):
         return replay(launch(product, 1, (dtype, precision), count=True), "h100", **options).seconds
 
-    device, start = hardware("h100").device, 5e-6  # the start of a kernel is no longer
+    device, start = hardware("h100").device, 5e-6  # Kernel launches take no longer in float32.
     in_bf16 = gemm_seconds(device, 512, 1024, 256)
     assert seconds(torch.bfloat16) == pytest.approx(in_bf16)
-    filled = 1 + 180 / 256  # a tile is filled and drained as fast as in bf16
+    filled = 1 + 180 / 256  # Filling and draining a tile takes as long as in bf16.
     for precision, slower in (("high", 2), ("highest", 989 / 67)):
         expected = (in_bf16 - start) * (slower + filled - 1) / filled + start
         assert seconds(torch.float32, precision) == pytest.approx(expected)
@@ -279,12 +279,12 @@ def test_a_rank_waits_for_the_slower_one_and_that_is_exposed():
     played = replay(run, Stopwatch())  # 1 + 5 kernels, then 16 bytes
     assert played.seconds == 6 + 16
     waits = sorted((s.rank, s.start, s.end) for s in played.spans if s.kind == "wait")
-    assert waits == [(0, 6, 22), (1, 1, 22)]  # (an empty buffer costs nothing)
+    assert waits == [(0, 6, 22), (1, 1, 22)]  # An empty buffer costs nothing.
     assert played.exposed == (16 + 21) / 2
 
 
 def test_overlapped_hides_what_bucketed_exposes():
-    """On links so fast that each bucket is over before the next is ready, and no faster."""
+    """The links are just fast enough to finish each bucket before the next is ready."""
     exposed, seconds = {}, {}
     for kind in ("bucketed", "overlapped", "ddp"):
         played = replay(launch(train, 2, (kind, 3), count=True), Stopwatch(byte=1e-4))
@@ -297,7 +297,7 @@ def test_overlapped_hides_what_bucketed_exposes():
 
 
 def test_on_a_machine_without_network_cards_messages_take_the_cores_time():
-    """Hidden work is paid for; while all ranks wait for a message, more work costs no more."""
+    """Hidden messages cost core time; while all ranks wait for a message, core time is free."""
     for kind in ("bucketed", "overlapped", "ddp"):
         run = launch(train, 2, (kind, 2), count=True)
         cards, cores = (replay(run, Stopwatch(byte=1e-4, busy=busy)) for busy in (0.0, 0.01))
@@ -346,7 +346,7 @@ def test_steps_of_a_pipeline_are_found_though_its_phases_alternate():
 
     two, three = (replay(launch(train, 4, (n,), count=True), "h100") for n in (2, 3))
     assert (len(two.steps), len(three.steps)) == (2, 3)
-    scores = 8 * 32 * 32 * 64 * 2 * config.num_layers  # of the backward kernels, as above
+    scores = 8 * 32 * 32 * 64 * 2 * config.num_layers  # the recomputed scores, as above
     assert three.flops == step_flops(config, 8).total + scores
     assert three.steps[-1][1] - three.steps[-1][0] < 1.2 * two.steps[-1][1] / 2
 
@@ -355,7 +355,7 @@ def test_steps_of_a_pipeline_are_found_though_its_phases_alternate():
 
 
 def all_kinds(group):
-    """Each kind of communication that a ledger may have, twice, and a kernel."""
+    """Run every kind of communication that a ledger can record, twice, and a kernel."""
     part, whole = torch.ones(500), torch.ones(1000)
     for _ in range(2):
         all_reduce(whole * 2, group, algorithm="ring")
@@ -392,7 +392,7 @@ def test_what_counting_took_is_taken_off_the_host():
 
 
 class StatedStage(EmulatedStage):
-    """An emulated stage that sleeps for nobody, and says how long it would."""
+    """An emulated stage that does not sleep but notes how long it would have slept."""
 
     def __init__(self, *args, counter):
         super().__init__(*args)
@@ -415,7 +415,7 @@ def run_stated(schedule, times, group):
 
 
 class Hops(Stopwatch):
-    """Activations (here: one float64, a moment) take `comm`, what else is sent takes nothing."""
+    """Activations (here one float64, `moment`) take `comm` seconds; other messages take no time."""
 
     def __init__(self, comm):
         super().__init__(kernel=0.0, byte=0.0)

@@ -1,4 +1,4 @@
-"""The explorer of lesson 24, and the figure of blocks: what they show is what was computed."""
+"""The explorer of lesson 24 and the figure of blocks show what was computed."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Set-up: one list of dependencies, the same everywhere, and clear words when it cannot work."""
+"""Setup: one list of dependencies everywhere, and a clear message when setup cannot work."""
 
 import re
 import subprocess
@@ -39,7 +39,7 @@ def make(*args):
 @pytest.mark.parametrize("extra", ["the library", *EXTRAS])
 def test_every_dependency_has_a_tested_version_that_its_range_admits(extra):
     for name, wanted in named(EXTRAS.get(extra, PROJECT["dependencies"])).items():
-        if name == "triton":  # a torch with CUDA asks for one version itself
+        if name == "triton":  # A CUDA build of torch pins its own version.
             assert name not in PINS
             continue
         (pin,) = PINS[name].specifier
@@ -91,7 +91,7 @@ def test_the_lab_opens_the_learner_s_copy_which_git_ignores():
     assert "python -m mini_dist lab --port 9000" in make("-n", "lab", "LAB_ARGS=--port 9000").stdout
     assert "python -m mini_dist update" in make("-n", "update").stdout
     ignored = subprocess.run(["git", "check-ignore", "-q", "work/00_start_here.ipynb"], cwd=ROOT)
-    assert ignored.returncode in (0, 128)  # 128: these files are no git checkout
+    assert ignored.returncode in (0, 128)  # 128: this is not a git checkout
 
 
 def test_ci_runs_what_the_readme_says():

@@ -1,4 +1,4 @@
-"""The quiz finds its answers by trying; the rules, which it does not use, agree."""
+"""The quiz finds its answers by trial; the rules, which it does not use, agree."""
 
 import pytest
 
@@ -29,8 +29,7 @@ def plan_of(expression, axes):
 
 
 def test_the_rules_answer_as_trying_does(asked):
-    """Where one collective is enough for the rules, it is the same one; else they send less, or as
-    much with several."""
+    """The rules give the quiz's collective, or several that send no more bytes."""
     same = 0
     for expression, axes, answer in asked:
         plan = plan_of(expression, axes)

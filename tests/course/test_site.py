@@ -1,4 +1,4 @@
-"""The site, in a real browser, opened from the disk: pages, links, search, explorers."""
+"""The site in a real browser, opened from disk: pages, links, search, explorers."""
 
 import ast
 import functools
@@ -41,7 +41,7 @@ FLAGS = (
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The folder of a site built anew from this tree, without a warning."""
+    """Build the site from this tree without a warning; return its folder."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "-q", "-c", "site", "-d", folder / "doctrees", "."]
     settings = {**os.environ, "MINI_DIST_BINDER": ""}
@@ -63,9 +63,9 @@ def browser():
 
 @pytest.fixture
 def page(browser, site):
-    """A page that notes what goes wrong, and each request to anything but the site's own files."""
+    """Open a page that records errors and each request for anything but the site's own files."""
     page = browser.new_page(viewport={"width": 1300, "height": 1000})
-    page.set_default_timeout(120_000)  # a busy machine is slow, not wrong
+    page.set_default_timeout(120_000)  # A busy machine may be slow.
     page.wrong = []
     page.on("pageerror", lambda error: page.wrong.append(str(error)))
     page.on("console", lambda said: said.type == "error" and page.wrong.append(said.text))
@@ -130,7 +130,7 @@ def test_every_link_inside_the_site_holds(site):
 def test_words_lead_to_the_glossary(site):
     links = parsed(site / "notebooks/11_context_parallel.html").find_all("a", class_="word")
     linked = {link.get_text().lower(): link for link in links}
-    assert len(linked) == len(links) > 10  # each once
+    assert len(linked) == len(links) > 10  # Each word is linked once.
     zigzag = next(link for word, link in linked.items() if word.startswith("zig-zag"))
     assert "之字形" in zigzag["title"]
     file, _, anchor = zigzag["href"].partition("#")
@@ -151,7 +151,7 @@ def test_outputs_are_the_notebook_s_and_answers_are_folded(site):
     assert len(streams) > 5
     for text in streams:
         assert " ".join(text.split()) in said
-    assert "use make lab and open notebooks/12_pipeline.ipynb" in said  # how it is run
+    assert "use make lab and open notebooks/12_pipeline.ipynb" in said  # It says how to run it.
     pictures = sum("<img " in str(out.get("data", {}).get("text/html", ""))
                    or "image/png" in out.get("data", {})
                    for c in notebook.cells for out in c.get("outputs", []))  # fmt: skip
@@ -193,7 +193,7 @@ def test_every_page_opens_without_an_error_asks_no_other_host_and_fits_a_phone(s
     formulas = 0
     wide, phone = dict(page.viewport_size), {"width": 390, "height": 800}
     page.goto((site / "index.html").as_uri())
-    page.wait_for_url("**/site/index.html")  # the folder's first page leads there
+    page.wait_for_url("**/site/index.html")  # index.html redirects there.
     for path in [each for each in pages_of(site) if each != site / "index.html"][part::8]:
         page.goto(path.as_uri())
         if page.locator(".math").count():
@@ -208,7 +208,7 @@ def test_every_page_opens_without_an_error_asks_no_other_host_and_fits_a_phone(s
         assert page.evaluate("() => document.documentElement.scrollWidth") <= 390, path
         page.set_viewport_size(wide)
         assert page.wrong == [], path
-    assert formulas > 12  # of over 100 in eight parts
+    assert formulas > 12  # The eight parts have over 100 in total.
 
 
 @in_a_browser
@@ -220,7 +220,7 @@ def test_on_a_phone_a_word_and_its_meaning_are_seen_without_scrolling(site, page
     assert len(rights) > 400 and max(rights) <= 390
 
 
-# of the texts that an article shows: how many, and those whose contrast (as in WCAG 2) is too low
+# Returns how many texts an article shows, and the texts whose WCAG 2 contrast is too low.
 CONTRAST = r"""() => {
   const context = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
   const rgba = (color) => {
@@ -256,7 +256,7 @@ CONTRAST = r"""() => {
   }
   return [count, faint];
 }"""
-# what reaches over the paper's edge, or would have to be scrolled
+# Returns the elements that cross the paper's edge or would need scrolling.
 TOO_WIDE = """() => [...document.querySelectorAll("article :is(pre, div, table, img, svg)")]
   .filter((each) => each.checkVisibility() && each.clientWidth)
   .filter((each) => each.getBoundingClientRect().right > document.documentElement.clientWidth + 1
@@ -319,7 +319,7 @@ def test_search_finds_words_of_both_languages(site, page, asked):
 
 
 def start(page, number):
-    """Start an explorer of the page; its place, when it has answered."""
+    """Start an explorer on the page; return its element once it has answered."""
     place = page.locator(".live-explorer").nth(number)
     place.locator("button").click()
     place.locator("xpath=self::*[@data-state]").wait_for(timeout=120_000)
@@ -337,7 +337,7 @@ def text_of(page_html):
 
 
 def change(place, name, value):
-    """Set one control, as a hand would, and wait for the answer."""
+    """Set one control as a user would, and wait for the answer."""
     before = int(place.get_attribute("data-answers") or 0)
     control = place.locator(f"[name={name}]")
     if control.evaluate("control => control.tagName") == "SELECT":
@@ -354,7 +354,7 @@ def change(place, name, value):
 
 
 def sources(site):
-    """The cells of the page of all explorers, by the explorer's name."""
+    """Return the cells on the page of all explorers, keyed by explorer."""
     page = parsed(site / "site/explorers.html")
     found = {}
     for place in page.select("div.explorer"):
@@ -364,7 +364,7 @@ def sources(site):
 
 
 def made(source):
-    """The explorer that a cell ends in, in this Python."""
+    """Run a cell in this Python; return the explorer on its last line."""
     *before, last = ast.parse(source).body
     names = {}
     exec(compile(ast.Module(before, []), "cell", "exec"), names)
@@ -372,7 +372,7 @@ def made(source):
 
 
 NEED_TORCH = {"expert_routing", "collective_stepper"}
-MOVES = {  # a second question to each, other than its start: control -> (place of a slider, value)
+MOVES = {  # new values for controls of each explorer, different from its start
     "memory_and_time": {"model": "llama3-70b", "num_gpus": 4096},
     "memory_waterfall": {"model": "mixtral-8x7b", "zero": 3, "tp": 2, "sequence_parallel": True},
     "rank_grid": {"axis": "dp", "gpu": "b200"},
@@ -387,7 +387,7 @@ MOVES = {  # a second question to each, other than its start: control -> (place 
 
 
 def assert_the_same(place, explorer):
-    """The words, and what the picture says of itself; and there is a picture, inside its frame."""
+    """Check the text, the picture's description, and that the picture lies inside its frame."""
     assert text_of(shown_by(place)) == text_of(explorer.html)
     picture = place.locator(".picture")
     assert picture.get_attribute("aria-label") == explorer.picture.alt
@@ -406,7 +406,7 @@ REACH = """panel => {
   const boxes = [...panel.querySelectorAll("*")].map((each) => each.getBoundingClientRect());
   return [Math.min(...boxes.map((b) => b.left)), Math.max(...boxes.map((b) => b.right))];
 }"""
-# of an explorer: its height, and its smallest letters in pixels
+# Returns an explorer's height and its smallest font size in pixels.
 SIZES = """place => {
   const letters = [...place.querySelectorAll("svg")].map(
     (svg) => 13 * svg.getBoundingClientRect().width / svg.viewBox.baseVal.width);
@@ -416,7 +416,7 @@ LAPTOP, PHONE = {"width": 1366, "height": 768}, {"width": 390, "height": 844}
 
 
 def assert_it_fits(page, place):
-    """In a laptop's window with all of its controls and words, and with letters on a phone."""
+    """Check that all of it fits a laptop's window, and that its text is legible on a phone too."""
     page.set_viewport_size(LAPTOP)
     height, letters = place.evaluate(SIZES)
     assert height <= 600 and letters >= 10.99
@@ -445,7 +445,7 @@ def test_explorers_in_the_page_say_what_they_say_in_python(site, page):
         for control, value in MOVES.get(name, {}).items():
             start_of, parameter = explorer.values[control], explorer.declared[control]
             explorer.change(**{control: value})
-            if isinstance(parameter, Number):  # a slider stands at a place in a list
+            if isinstance(parameter, Number):  # A slider's value is an index into its stops.
                 value = stops(parameter, start_of).index(value)
             change(place, control, value)
         assert_the_same(place, explorer)
@@ -481,7 +481,7 @@ def test_what_a_page_cannot_do_is_said(site, page):
     change(place, "measured", False)
     assert place.locator(".wrong").count() == 0
 
-    # a lesson gives its explorer what only its own run has measured
+    # A lesson gives its explorer values that only the lesson's own run has measured.
     page.goto((site / "notebooks/04_the_machine.html").as_uri())
     place = start(page, 0)
     assert place.get_attribute("data-state") == "started"

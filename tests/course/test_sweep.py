@@ -1,5 +1,4 @@
-"""python -m mini_dist.course.sweep: what it runs, what it does not run again, and what it admits
-to."""
+"""python -m mini_dist.course.sweep: what it runs, what it skips, and which failures it reports."""
 
 import json
 import os
@@ -72,7 +71,7 @@ def test_every_combination_is_run_and_the_table_holds_the_results(toy, capsys):
     case = Path("out/mode=fast,n=3")
     assert sorted(p.name for p in case.iterdir()) == ["case.json", "notebook.ipynb", "result.json"]
     assert "n = 3" in (case / "notebook.ipynb").read_text()
-    assert not Path("nowhere").exists()  # the lab wrote into its case, not where it would by hand
+    assert not Path("nowhere").exists()  # The lab wrote into its case's folder.
 
 
 def case(parameters, result, status="done"):
@@ -80,7 +79,7 @@ def case(parameters, result, status="done"):
 
 
 RESULTS = {
-    "plan_sweep": {  # as the lab gives them: one table of them had 171 characters a line
+    "plan_sweep": {  # the lab's real results: a single table had 171 characters per line
         "layout": "pp=16 dp=16 tp=2, micro-batch 2 x 16, 8 chunks, recompute full",
         **dict.fromkeys(("seconds", "low", "high", "mfu", "memory_gib"), 12345.678),
         "tokens_per_second_per_gpu": 1234.5,
@@ -105,7 +104,7 @@ def test_a_table_fits_100_columns_and_leaves_nothing_out(result, num_swept):
     heads = {name for table in found for name in table.head} - {"case"}
     assert heads == {sweep.clip(name) for name in [*swept, "status", "took s", *result]}
     assert all(len(str(table).splitlines()) == 4 for table in found)  # head and three rows
-    for table in found:  # failures last, in each
+    for table in found:  # Failures come last in each table.
         if "status" in table.head:
             column = table.head.index("status")
             assert [row[column] for row in table.rows] == ["done", "done", "failed"]
@@ -161,7 +160,7 @@ def test_failures_are_told_apart_and_the_status_is_1(toy, capsys):
     assert sum(record["status"] == "failed" for record in found.values()) == 5
     printed = capsys.readouterr().out
     assert "FAILED mode=die,n=2: the kernel died" in printed
-    assert str(Path("out/mode=raise,n=2/notebook.ipynb")) in printed  # with the traceback in it
+    assert str(Path("out/mode=raise,n=2/notebook.ipynb")) in printed  # It has the traceback.
     assert "no luck" in Path("out/mode=raise,n=2/notebook.ipynb").read_text()
 
 
@@ -233,7 +232,7 @@ def test_what_is_done_stays_done_and_what_failed_or_changed_runs_again(toy, caps
 
 
 def at_once(notebook, output, parameters, timeout):
-    """In place of a kernel: what the toy leaves."""
+    """Write the toy's result without starting a kernel."""
     n = parameters["n"]
     Path(parameters["folder"], "result.json").write_text(json.dumps({"result": {"square": n * n}}))
     return ""
@@ -283,7 +282,7 @@ def test_a_result_that_a_notebook_leaves_half_written_fails_its_case(toy, capsys
     assert run(toy, "-g", "n=2,3", "--out", "out") == 1
     assert "FAILED n=2: out/n=2/result.json cannot be read (" in capsys.readouterr().out
     assert [record["status"] for record in records("out")] == ["failed", "done"]
-    assert not Path("out/n=2/case.json").exists()  # so that it runs again
+    assert not Path("out/n=2/case.json").exists()  # The case will run again.
 
 
 def test_fresh_runs_everything(toy):
@@ -293,7 +292,7 @@ def test_fresh_runs_everything(toy):
     assert age(Path("out/n=3/case.json")) > before
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads its kernels in /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the kernels in /proc")
 def test_an_interrupted_sweep_says_130_leaves_no_kernel_and_goes_on_from_there(toy):
     command = [
         sys.executable,
@@ -313,7 +312,7 @@ def test_an_interrupted_sweep_says_130_leaves_no_kernel_and_goes_on_from_there(t
         start_new_session=True,
         env={**os.environ, "TOY_WAITS": os.path.abspath("waits")},
     )
-    deadline = time.monotonic() + 50  # before its cell ends by itself
+    deadline = time.monotonic() + 50  # This is before the cell ends by itself.
     while not os.path.exists("waits"):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
@@ -334,5 +333,5 @@ def test_an_interrupted_sweep_says_130_leaves_no_kernel_and_goes_on_from_there(t
 
 
 def kernels_of(pid):
-    """By everyone's parent: the kernel's own list of children may miss some while another ends."""
+    """Search all processes by parent: Linux's list of children may miss some while one exits."""
     return [child.pid for child in psutil.Process(pid).children()]

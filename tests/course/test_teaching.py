@@ -1,4 +1,4 @@
-"""TEACHING.md, lesson by lesson: what a tool has made of lessons and tests is fresh."""
+"""TEACHING.md, lesson by lesson: what a tool generates from lessons and tests is up to date."""
 
 import re
 
@@ -13,13 +13,13 @@ FROM_TO = re.compile(r"\b(\d\d)(?:-(\d\d))?\b")
 
 
 def paths():
-    """The rows of the table of paths: (for whom, lessons, minutes, exercises)."""
+    """Return the rows of the table of paths: (audience, lessons, minutes, exercises)."""
     section = teaching.TEACHING.read_text(encoding="utf-8").partition("## Paths")[2]
     return ROW.findall(section.partition("\n## ")[0])
 
 
 def numbers_in(lessons: str) -> list[str]:
-    """The lessons that count: without what is only shown as a demonstration."""
+    """Return the lessons that count, without those shown only as a demonstration."""
     told = lessons.partition(", and as a demonstration")[0]
     found = [(int(first), int(last or first)) for first, last in FROM_TO.findall(told)]
     return [f"{number:02}" for first, last in found for number in range(first, last + 1)]
@@ -54,7 +54,7 @@ def test_the_routes_of_the_readme_take_the_hours_of_their_lessons():
 
 
 def test_every_lesson_is_on_one_path_of_its_own_or_in_the_week():
-    """A row for each of the later lessons, none twice, by their titles; and labs that there are."""
+    """Rows are unique, cover every lesson, use the right titles, and name labs that exist."""
     titles = {path.stem[:2]: teaching.title(path) for path in teaching.lessons()}
     rows = paths()
     assert len({who for who, *_ in rows}) == len({lessons for _, lessons, *_ in rows}) == len(rows)

@@ -1,7 +1,7 @@
-"""The wheel is the course: from an empty folder and no checkout to a lesson that runs.
+"""The wheel is the whole course: an empty folder without a checkout gets to a running lesson.
 
-The wheel is installed into an environment of its own that finds all other packages where this one
-has them, so a launch there runs the installed library with the torch that is here.
+The wheel is installed into a separate environment that finds all other packages in this one, so a
+launch there runs the installed library with this environment's torch.
 """
 
 import json
@@ -25,7 +25,7 @@ pytest.importorskip("hatchling", reason="hatchling builds the wheel: pip install
 
 ROOT = Path(__file__).resolve().parents[2]
 LESSON = "00_start_here.ipynb"
-NOT_SHIPPED = ("benchmarks/", "mini_dist/")  # links to code, for whoever has the checkout
+NOT_SHIPPED = ("benchmarks/", "mini_dist/")  # Links to code work only in the checkout.
 
 
 @pytest.fixture(scope="module")
@@ -38,20 +38,20 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """The `bin` folder of an environment that has the wheel and no path to this checkout."""
+    """Return the `bin` folder of an environment with the wheel and no path to this checkout."""
     home = tmp_path_factory.mktemp("installed") / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", str(home))
     python = home / "bin/python"
     run(sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", str(wheel))
     (site,) = home.glob("lib/python*/site-packages")
     others = [path for path in sys.path if path.endswith("site-packages")]
-    (site / "others.pth").write_text("\n".join(others))  # (whose own .pth files are not read)
+    (site / "others.pth").write_text("\n".join(others))  # Python ignores .pth files in those.
     return home / "bin"
 
 
 @pytest.fixture
 def learner_s(tmp_path, monkeypatch):
-    """An empty folder, and an environment as in a learner's shell."""
+    """Set up an empty folder and the environment of a learner's shell."""
     (tmp_path / "home").mkdir()
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -123,7 +123,7 @@ def test_an_empty_folder_becomes_a_course_in_which_every_link_leads_somewhere(in
 
 
 def test_the_command_opens_jupyterlab_on_the_first_lesson(installed, learner_s):
-    with socket.socket() as free:  # JupyterLab looks for the next one if another takes it first
+    with socket.socket() as free:  # If another process takes the port, JupyterLab tries the next.
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [str(installed / "mini-dist"), "lab", "--no-browser", "--allow-root"]
@@ -148,7 +148,7 @@ def test_the_command_opens_jupyterlab_on_the_first_lesson(installed, learner_s):
 
 
 def answered(address, server):
-    """What the server answers; it says where it is a moment before it listens there."""
+    """Return the server's answer; it prints its address shortly before it listens there."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and server.poll() is None:
         try:

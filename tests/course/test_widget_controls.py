@@ -1,4 +1,4 @@
-"""Every explorer's sliders: where one opens, it can be put back, and its ends can be reached."""
+"""Every explorer's sliders can return to their start value and reach both ends."""
 
 import ipywidgets
 import pytest

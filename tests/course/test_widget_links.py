@@ -1,4 +1,4 @@
-"""The explorer of lesson 04: it shows what calculators.costs says, for the machine it names."""
+"""The explorer of lesson 04 shows what calculators.costs gives for the machine it names."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_on_a_torus_the_neighbours_link_is_whole_and_far_messages_share_theirs()
 
 
 def test_who_wins_depends_on_the_machine_and_the_size():
-    """The claims of the lesson's text."""
+    """Check the claims in the lesson's text."""
 
     def best(machine, num_ranks, num_bytes):
         return links.winners(links.race(num_bytes, num_ranks, links.links_of(machine, num_ranks)))
@@ -71,7 +71,7 @@ def test_who_wins_depends_on_the_machine_and_the_size():
     assert best("H100, 8 a node", 8, MEGABYTE) == ["halving_doubling"]
     assert best("H100, 8 a node", 64, 64) == ["halving_doubling", "tree"]
     assert best("H100, 8 a node", 64, 256 * MEGABYTE) == ["hierarchical"]
-    assert best("H100, 1 a node", 24, 256 * MEGABYTE) == ["ring"]  # no power of two: folding costs
+    assert best("H100, 1 a node", 24, 256 * MEGABYTE) == ["ring"]  # not a power of 2: folding costs
     for num_bytes, winner in ((2 * MEGABYTE, "halving_doubling"), (4 * MEGABYTE, "ring")):
         assert best("TPU v5e, 2D torus", 256, num_bytes) == [winner]
     assert set(best("laptop", 4, 1024)) == {"star", "tree"}

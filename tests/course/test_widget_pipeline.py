@@ -1,4 +1,4 @@
-"""The explorer of lesson 12: it shows what the simulator and a run say of the lists it names."""
+"""The explorer of lesson 12 shows what the simulator and a run give for the lists it names."""
 
 import pytest
 
@@ -11,7 +11,7 @@ UNIT = Times(1, 1, 1)
 
 
 def cells(shown):
-    """The table's rows by their first cell."""
+    """Return the table's rows, keyed by their first cell."""
     rows = [row.split("<td") for row in shown.html.split("<tr>")[2:]]
     text = [[cell.split(">", 1)[1].split("<")[0] for cell in row[1:]] for row in rows]
     return {row[0]: row[1:] for row in text}
@@ -19,7 +19,7 @@ def cells(shown):
 
 @pytest.mark.parametrize("p, m, v", [(4, 8, 2), (2, 3, 1), (8, 16, 3), (1, 4, 1)])
 def test_the_formula_is_what_even_stages_and_free_messages_take(p, m, v):
-    """Formula and simulator know nothing of each other."""
+    """The formula and the simulator are independent."""
     for name in ("naive", "gpipe", "1f1b", "interleaved", "pipedream"):
         schedule = pipeline.schedule_of(name, p, m, v)
         bubble, _ = pipeline.predicted(name, p, m, v, UNIT)
@@ -38,7 +38,7 @@ def test_zero_bubble_formulas_hold_over_the_longest_span_with_enough_micro_batch
 
 def test_thin_stages_share_the_time_of_a_rank():
     times = pipeline.thin(Times(3, 6, 9, 1), interleaved(2, 4, chunks=3))
-    assert times == Times(1, 2, 3, 1)  # a message is as large as before
+    assert times == Times(1, 2, 3, 1)  # The size of a message does not change.
     assert pipeline.thin(UNIT, gpipe(2, 4)) == UNIT
 
 
@@ -69,7 +69,7 @@ def test_the_formula_of_a_zero_bubble_schedule_stands_where_it_belongs():
 def test_a_measured_run_is_shown_beside_and_took_the_time_it_says():
     shown = pipeline.explorer(num_ranks=2, num_micro_batches=2, measured=True)
     simulated, measured = cells(shown)["makespan, ms"][1:]
-    assert float(measured) >= 0.9 * float(simulated)  # its end is a moment of the wall clock
+    assert float(measured) >= 0.9 * float(simulated)  # The end is read from the wall clock.
     assert "measured" in repr(shown.picture)
 
 

@@ -14,13 +14,13 @@ from mini_dist.strategies.expert_parallel import dispatch
 
 
 def numbers(html):
-    """The table's right column by its left one."""
+    """Return the table's right column, keyed by the left one."""
     cells = re.findall(r"<td[^>]*>(.*?)</td>", html)
     return dict(zip(cells[0::2], cells[1::2]))
 
 
 def rows_received(went, group):
-    """A dispatch of as many rows, on real ranks."""
+    """Dispatch this many rows between real ranks; return how many arrive."""
     counts = went[group.rank()]
     return len(dispatch(torch.zeros(int(counts.sum()), 1), counts, group)[0])
 

@@ -1,4 +1,4 @@
-"""The stepper shows what was sent and what each rank has, step by step, of a real run."""
+"""The stepper shows, step by step, what a real run sent and what each rank has."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def names(numbers, size=4):
 
 
 def test_a_ring_reduce_scatter_by_hand():
-    """Rank 1 begins chunk a; each step adds the next rank's term; after three it is home."""
+    """Rank 1 starts chunk a, each step adds a rank's term, and after three steps rank 0 has it."""
     film = stepper.film("ring_reduce_scatter", 4)
     assert [len(step) for step in film.messages] == [4, 4, 4]
     way_of_a = [
@@ -49,7 +49,7 @@ def test_in_the_end_everyone_has_its_result_and_nobody_has_what_it_was_not_sent(
             assert {f"{chunks[rank]}{source}" for source in range(num_ranks)} <= set(has)
     for step, row in enumerate(film.has):
         for rank, numbers in enumerate(row):
-            heard = {rank}  # whose terms can have come here by now
+            heard = {rank}  # ranks whose terms can have arrived by now
             for messages in reversed(film.messages[:step]):
                 heard |= {m.source for m in messages if m.target in heard}
             assert all(who in heard for n in numbers for _, who in stepper.terms_of(n, num_ranks))
@@ -71,7 +71,7 @@ def test_picture_and_table_follow_the_step():
     shown = collective_stepper(collective="ring_all_gather", num_ranks=3, step=2)
     assert repr(shown.picture) == "ring_all_gather, 3 ranks, step 2 of 2: 3 messages"
     assert "rank 2 → rank 0" in shown.html and ">b1</td>" in shown.html
-    shown.change(step=6)  # later than the last: the last
+    shown.change(step=6)  # A step past the end shows the last step.
     assert "step 2 of 2" in repr(shown.picture)
     boxes = [mark.text for mark in shown.picture.panels[0].marks if isinstance(mark, Words)]
     assert "has after step 2 of 2" in boxes and "b₁" in boxes

@@ -1,4 +1,4 @@
-"""The explorer pattern, and the explorers: what a control does, and what a saved page shows."""
+"""The explorer pattern and the explorers: what a control does and what a saved page shows."""
 
 import re
 import sys
@@ -15,7 +15,7 @@ from mini_dist.plan.calculators import MODELS, hardware, model_states, num_param
 
 
 def dots(n=2, color="blue", size=0.5, ranks=4, filled=True, title="dots"):
-    """Draws n dots; five of them are too many."""
+    """Draw n dots; five are too many."""
     if n == 5:
         raise ValueError("5 > 4: too <many> dots")
     panel = Panel(100, 100, (0, 9), (0, 1), title=title)
@@ -40,7 +40,7 @@ def explorer():
 
 
 def parts(explorer):
-    """(controls by name, image, page) of the live view."""
+    """Return (controls by name, image, page) of the live view."""
     grid, seen = explorer.view.children
     return {c.description.replace(" ", "_"): c for c in grid.children}, *seen.children
 
@@ -62,7 +62,7 @@ def test_a_control_reaches_both_ends_and_the_start(explorer):
     assert (controls["size"].min, controls["size"].max, controls["size"].step) == (0, 1, 0.01)
     assert controls["color"].options == ("blue", "red")
     explorer = Explorer(dots, **DECLARED)
-    explorer.change(ranks=7)  # allowed, and between two steps
+    explorer.change(ranks=7)  # 7 is allowed but lies between two stops.
     assert parts(explorer)[0]["ranks"].value == 7
 
 
@@ -131,7 +131,7 @@ def test_a_start_outside_of_its_declaration_is_refused():
 
 
 def labels(picture):
-    """All text in a figure, titles included."""
+    """Return all text in a figure, including titles."""
     found = []
     for panel in picture.panels:
         found += [mark.text for mark in panel.marks if isinstance(mark, Words)] + [panel.title]
@@ -140,7 +140,7 @@ def labels(picture):
 
 def test_gpt3_needs_33_a100_for_its_states_and_32_years_of_one_at_peak():
     picture, html = needs.render("gpt3-175b", "bf16 + Adam", "a100-80", 1, 1.0, "as published")
-    D, L = 12288, 96  # a layer: 12 matrices D x D, 9 D of biases, 4 D of norms
+    D, L = 12288, 96  # per layer: 12 matrices D x D, 9 D of biases, 4 D of norms
     parameters = L * (12 * D * D + 13 * D) + (50257 + 2048) * D + 2 * D
     gib = 16 * parameters / 2**30
     assert f"{gib:,.0f}" in labels(picture)
@@ -195,7 +195,7 @@ def test_unpublished_tokens_are_20_a_parameter_and_said_to_be():
 
 
 def test_numbers_of_gpus_are_chosen_not_typed():
-    """(A SelectionSlider's readout takes keys and does nothing with them.)"""
+    """A SelectionSlider's readout accepts typing but ignores it."""
     control = parts(memory_and_time())[0]["num_gpus"]
     assert isinstance(control, ipywidgets.Dropdown)
     assert control.options == tuple(2**k for k in range(17))

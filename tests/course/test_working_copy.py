@@ -1,4 +1,4 @@
-"""The working copy: what a learner has changed is hers, everything else follows the course."""
+"""The working copy: a learner's changes stay, everything else follows the course."""
 
 import importlib.util
 import json
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def notebook(name, *cells, **more):
-    """A notebook of the course in JSON; of no course for name=""."""
+    """Return a notebook of the course as JSON; with name="" it belongs to no course."""
     metadata = {"mini_dist": {"lesson": f"lessons/{name}.md"}} if name else {}
     cells = [{"cell_type": "code", "source": cell, "outputs": [], **more} for cell in cells]
     return json.dumps({"cells": cells, "metadata": metadata, "nbformat": 4})
@@ -36,7 +36,7 @@ def cells(path):
 
 
 def opened_in_jupyterlab(path, edit=None):
-    """As JupyterLab leaves a notebook: with another language_info, outputs and counts."""
+    """Save a notebook as JupyterLab does: with new language_info, outputs and counts."""
     found = json.loads(path.read_text())
     found["metadata"]["language_info"] = {"name": "python", "version": "3.11.7"}
     for number, cell in enumerate(found["cells"]):
@@ -135,7 +135,7 @@ def test_a_notebook_that_cannot_be_read_is_the_learner_s(folders, damaged):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whatever_happens_no_word_of_the_learner_is_lost(tmp_path, seed):
-    """Random months of a course and a learner: each text that she wrote is still in some file."""
+    """After random months of a course and a learner, each text she wrote is still in some file."""
     shipped, work, rng = tmp_path / "notebooks", tmp_path / "work", random.Random(seed)
     course_s = [f"0{n}_x" for n in range(4)]
     hers = set()
@@ -155,7 +155,7 @@ def test_whatever_happens_no_word_of_the_learner_is_lost(tmp_path, seed):
     working_copy.update(shipped, work)
     everything = "".join(path.read_text() for path in work.glob("*.ipynb"))
     assert hers and all(text in everything for text in hers)
-    for name in course_s if seed % 2 else ():  # (without hashes, all counts as hers)
+    for name in course_s if seed % 2 else ():  # Without hashes, everything counts as hers.
         mine = work / f"{name}.ipynb"
         assert "hers" in mine.read_text() or flat(mine) == flat(shipped / mine.name)
 

@@ -1,4 +1,4 @@
-"""The workshop kit: slides and a script that come from the lessons as they stand."""
+"""The workshop kit: slides and a script generated from the current lessons."""
 
 import re
 from pathlib import Path
@@ -66,7 +66,7 @@ def test_a_class_works_at_most_80_minutes_between_breaks_and_eats_at_noon():
 
 
 @pytest.mark.skipif(
-    not (workshop.NODE_MODULES / "reveal.js").is_dir(), reason="make site-tools gets reveal.js"
+    not (workshop.NODE_MODULES / "reveal.js").is_dir(), reason="make site-tools installs reveal.js"
 )
 @pytest.mark.parametrize("language", ["en", "zh"])
 def test_the_kit_needs_no_network(tmp_path, language):

@@ -1,5 +1,4 @@
-"""The Chinese edition: its cells do what the English ones do, and no text of it is out of date
-without a mark."""
+"""The Chinese edition: its cells do what the English cells do, and outdated text is marked."""
 
 import ast
 import base64
@@ -24,7 +23,7 @@ each_translated = pytest.mark.parametrize("lesson", CHINESE, ids=lambda path: pa
 
 @functools.cache
 def both(lesson):
-    """(English cell, Chinese cell) of everything but the cell that chooses the language."""
+    """Return (English cell, Chinese cell) pairs, without the cell that chooses the language."""
     here = zh.notebook_in(english.notebook_of(lesson, ROOT)).cells
     there = zh.notebook_in(zh.notebook_of(lesson)).cells
     setting = [cell for cell in there if cell.source == zh.LANGUAGE_CELL]
@@ -45,13 +44,13 @@ def test_the_pieces_of_a_lesson_are_all_of_it(lesson):
 
 @each_translated
 def test_a_chinese_notebook_is_fresh(lesson):
-    """Fails? `make zh` builds it again, without running a cell."""
+    """If this fails, `make zh` rebuilds the notebook without running a cell."""
     assert zh.is_fresh(lesson), f"run `make zh`: {zh.notebook_of(lesson)} is out of date"
     nbformat.validate(zh.notebook_in(zh.notebook_of(lesson)))
 
 
 class WithoutWords(ast.NodeTransformer):
-    """Blank the strings that a learner reads; of an f-string its values stay, in any order."""
+    """Blank the strings that a learner reads; keep the values of an f-string, in any order."""
 
     def visit_FunctionDef(self, node):
         if ast.get_docstring(node):
@@ -85,7 +84,7 @@ class WithoutWords(ast.NodeTransformer):
 def code_of(cell):
     try:
         return ast.dump(WithoutWords().visit(ast.parse(cell.source)))
-    except SyntaxError:  # a magic
+    except SyntaxError:  # an IPython magic
         return cell.source
 
 
@@ -99,12 +98,12 @@ def test_cells_do_what_the_english_cells_do(lesson):
 
 
 def bare(page):
-    """A page without its pictures, which `drawing` compares."""
+    """Return a page without its pictures, which `drawing` compares."""
     return re.sub(r"base64,[^\"]+", "", page)
 
 
 def drawing(page):
-    """Of the pictures of an output: all but their words, and the numbers in their words."""
+    """Return an output's pictures without their words, and the numbers in those words."""
     svgs = [base64.b64decode(found[3]).decode() for found in zh.IMAGE.finditer(page)]
     words = [html.unescape(found[2]) for svg in svgs for found in language.IN_SVG.finditer(svg)]
     without = [language.IN_SVG.sub(r"\1", svg) for svg in svgs]
@@ -127,7 +126,7 @@ def test_words_in_pictures_are_chinese_and_their_numbers_stay():
 
 
 def test_the_drawings_of_lessons_are_there_with_chinese_words():
-    """Fails? `make zh` draws them again."""
+    """If this fails, `make zh` redraws them."""
     drawn = zh.figures_in_chinese()
     assert len(drawn) > 30
     for path, svg in drawn.items():
@@ -140,7 +139,7 @@ def test_the_drawings_of_lessons_are_there_with_chinese_words():
 
 @each_translated
 def test_outputs_are_those_of_the_english_run(lesson):
-    """The same kinds in the same order, and each number that was printed."""
+    """Outputs have the same kinds in the same order, and every printed number."""
     number = r"\d+(?:[.,]\d+)*"
     for here, there in both(lesson):
         assert here.get("execution_count") == there.get("execution_count")
@@ -240,7 +239,7 @@ TEXTS = {
 
 @pytest.fixture
 def course(tmp_path):
-    """One lesson with its English notebook, which nothing has run, and its catalog."""
+    """Create one lesson, its English notebook, which was not run, and its catalog."""
     lesson = tmp_path / "lessons/01_rings.md"
     lesson.parent.mkdir()
     put(lesson, LESSON)
@@ -282,7 +281,7 @@ def test_a_lesson_becomes_chinese_and_its_output_with_it(course):
 def test_a_paragraph_that_has_changed_is_shown_in_english_with_a_mark(course):
     root = course.parents[1]
     put(course, LESSON.replace("sends", "always sends"))
-    for _ in range(2):  # before and after somebody has updated the catalog
+    for _ in range(2):  # before and after an update of the catalog
         assert f"{zh.MARK} A ring always sends $\\frac{{n-1}}{{n}} N$ bytes." in page(course)
         assert "有 1 处尚未译出" in page(course) and "它很*快*" in page(course)
         assert zh.count(course, root) == zh.Count(7, 6, 1)
@@ -299,7 +298,7 @@ def test_a_code_text_without_translation_stays_english_in_cell_and_output(course
     put(course, LESSON.replace("all of it:", "the rest:"))
     cells = zh.build(course, course.parents[1]).cells
     assert 'print("the rest:  ", True)' in cells[2].source
-    assert "the rest" not in cells[2].outputs[0].text  # (put printed the former words)
+    assert "the rest" not in cells[2].outputs[0].text  # put() had printed the old words.
 
 
 def test_a_sheet_with_a_number_that_is_no_text_s_is_refused(course):

@@ -1,7 +1,7 @@
-"""What only a GPU can prove: `python -m pytest tests/gpu --json figures.json`, without one skipped.
+"""Tests that need a GPU: `python -m pytest tests/gpu --json figures.json` must skip none.
 
-One GPU is enough: one rank on NCCL, and several ranks that share it over gloo. The figures that the
-tests measure go to the file, for the heads of the benchmarks.
+One GPU is enough: one rank runs on NCCL, and several ranks share it over gloo. The measured
+figures go to the file, for the docstrings of the benchmarks.
 """
 
 import json
@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def figure(request):
-    """figure(name, value): keep a measured value."""
+    """Return figure(name, value), which keeps a measured value."""
 
     def keep(name: str, value) -> None:
         request.config.stash[FIGURES][name] = value

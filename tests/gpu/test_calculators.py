@@ -1,4 +1,4 @@
-"""What the calculators say of memory and time, against a GPU."""
+"""Compare the calculators' memory and time with a GPU."""
 
 import time
 
@@ -28,7 +28,7 @@ MEMORY = {
 
 
 def peak_of_steps(config, layout, group):
-    """torch.cuda.max_memory_allocated over the second step: the optimizer has its states then."""
+    """Return the peak memory of the second step, when the optimizer has its states."""
     model = parallelize(config, layout, group, lambda p: torch.optim.AdamW(p, foreach=False))
     rows = layout.micro_batch_size * layout.num_micro_batches
     batches = Batches(load_text(), rows, config.seq_len, device=group.device)
@@ -39,14 +39,16 @@ def peak_of_steps(config, layout, group):
 
 
 def on_cuda(config, layout):
-    """Bytes by which CUDA differs from the CPU, whose kernels the calculator knows (torch 2.11,
-    float32): cuBLAS's workspaces, and what kernels keep for the backward of a layer."""
+    """Return by how many bytes CUDA differs from the CPU kernels that the calculator knows.
+
+    (torch 2.11, float32: cuBLAS's workspaces, and what kernels save for a layer's backward.)
+    """
     x = 4 * layout.micro_batch_size * config.seq_len * config.d_model  # bytes of [B, S, D]
     layers = config.num_layers if layout.recompute == "none" else 0
-    more = 2 * (32 << 20)  # one workspace for forward's thread, one for backward's, on Hopper
-    more -= layers * x  # attention writes its result token by token: no copy of it is kept
+    more = 2 * (32 << 20)  # Hopper: one workspace per thread (forward, backward)
+    more -= layers * x  # attention writes its result by token: no copy is saved
     if config.norm == "rmsnorm":
-        more -= (2 * layers + 1) * x  # one kernel, which keeps its input only
+        more -= (2 * layers + 1) * x  # one kernel that saves only its input
     if config.num_kv_heads != config.num_heads:  # keys and values are copied for every query head
         more += 2 * layers * x * (1 - config.num_kv_heads / config.num_heads)
     return more
@@ -69,7 +71,7 @@ TIMED = {
 
 
 def seconds_of_a_step(config, rows, group):
-    """The median of ten steps in bf16, parameters and AdamW's states too."""
+    """Return the median of ten steps, with parameters and AdamW's states in bf16, too."""
     model = GPT(config, device=group.device, dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     batches = Batches(load_text(), rows, config.seq_len, device=group.device)
@@ -85,7 +87,7 @@ def seconds_of_a_step(config, rows, group):
 
 @pytest.mark.parametrize("name", TIMED)
 def test_a_step_lasts_about_as_long_as_the_planner_says(name, figure):
-    """To a factor of two either way: the planner knows real frameworks, and this is plain torch."""
+    """Allow a factor of two: the planner knows real frameworks, but this is plain torch."""
     config, rows = TIMED[name], 8
     machine = "h200" if "H200" in torch.cuda.get_device_name() else "h100"
     (measured,) = launch(seconds_of_a_step, 1, (config, rows), device="cuda").results

@@ -1,5 +1,6 @@
-"""launch(device=...) on a GPU: NCCL with a GPU for each rank, gloo where ranks share one; torch's
-streams, pinned copies and allocator (lesson 20); the profiler's kernels (lesson 21).
+"""launch(device=...) on a GPU: NCCL if each rank has a GPU of its own, gloo if ranks share one.
+
+Also torch's streams, pinned copies, allocator (lesson 20) and the profiler's kernels (lesson 21).
 """
 
 import os
@@ -65,7 +66,7 @@ def test_what_stays_on_the_host_goes_by_gloo_and_the_title_says_so():
 
 
 def on_the_gpu(group):
-    """Every operation of torch.distributed, on tensors that are on the GPU."""
+    """Run every operation of torch.distributed on GPU tensors."""
     with torch.device(group.device):
         return every_operation(False, group)
 

@@ -1,6 +1,7 @@
-"""Each strategy on CUDA: the losses of one process, at one rank on NCCL and with 2 and 4 ranks that
-share the GPU over gloo. What runs on tensors without storage in tests/training/test_any_device.py
-runs here with values.
+"""Each strategy on CUDA reaches the losses of one process.
+
+It runs on one rank over NCCL, and on 2 and 4 ranks that share the GPU over gloo. Here tensors have
+values; in tests/training/test_any_device.py they have no storage.
 """
 
 import random
@@ -31,11 +32,11 @@ from tests.training.test_random_layouts import (
     wrappers,
 )
 
-CLOSE = dict(rtol=1e-7, atol=1e-10)  # float64; a GPU adds in another order
+CLOSE = dict(rtol=1e-7, atol=1e-10)  # float64, but a GPU adds in another order
 
 
 def in_layout(config, layout, group):
-    """Losses and norms of STEPS steps, and whether all that the rank holds is on its GPU."""
+    """Return the losses and norms of STEPS steps, and whether all parameters are on the GPU."""
     torch.set_default_dtype(torch.float64)
     model = parallelize(config, layout, group, adamw)
     place = dict(rank=model.mesh.index("dp"), size=layout.dp, device=group.device)
@@ -114,7 +115,7 @@ def saved_and_loaded(directory, first, group):
     assert (saved.step if saved else 0) == first
     batches = Batches(
         TEXT, group.size(), config.seq_len, rank=group.rank(), size=group.size()
-    )  # (on the host: a model of all axes takes tokens from any device)
+    )  # (on the host: a parallelized model takes tokens from any device)
     model.step(*batches.batch(first))
     training.save(directory, first + 1)
     return {str(p.place): p.tensor.cpu() for p in training.pieces()}

@@ -1,7 +1,7 @@
-"""Every rung trains to the losses of one process, sends what it says, and holds what it says.
+"""Every rung reaches the losses of one process, and sends and holds what it reports.
 
 One launch per number of ranks runs all rungs, each under its name in the ledger, and also
-the library's page or engine for the same thing.
+the library's page or engine that does the same.
 """
 
 import ast
@@ -54,8 +54,10 @@ def under_name(name: str, function):
 
 
 def train_rung(rung: int, group):
-    """Train; also return what parameters and their gradients hold when a backward has ended, and
-    how many more references there are to the group afterwards."""
+    """Return losses, what the rung reports, what is held after backward, and leaked references.
+
+    Held are the elements of parameters and of gradients; the references are to the group.
+    """
     backward, made, alive = torch.Tensor.backward, [], []
     references = sys.getrefcount(group)
 
@@ -81,7 +83,7 @@ def train_rung(rung: int, group):
 
 
 def step_engine(engine, group):
-    """Two steps of the library's ZeRO on the model of the ladder; the ledger names the second."""
+    """Run two steps of the library's ZeRO on the ladder's model; the ledger names the second."""
     block = load(6)["Block"]
     head = nn.Linear(32, 128, bias=False)
     gpt = nn.Sequential(nn.Embedding(128, 32), *(block() for _ in range(5)), nn.RMSNorm(32), head)
@@ -97,7 +99,7 @@ def step_engine(engine, group):
 
 
 def block_by_the_page(block, x, group, pair):
-    """A block of rung 7 or 8, computed by the library's page of tensor parallelism."""
+    """Compute a block of rung 7 or 8 with the library's page on tensor parallelism."""
     q, k, v = block.qkv.weight.unflatten(0, (-1, 3, 8)).unbind(1)  # [N/tp, H, D] each
     qkv = [(weight.flatten(0, 1), None) for weight in (q, k, v)]
     y, out = block.norm1(x), (block.out.weight, None)
@@ -107,7 +109,7 @@ def block_by_the_page(block, x, group, pair):
 
 
 def results_of(function, x, block) -> list[torch.Tensor]:
-    """What a block returns, and the gradients of its input and parameters."""
+    """Return a block's output and the gradients of its input and parameters."""
     x = x.detach().requires_grad_()
     block.zero_grad()
     y = function(x)
@@ -220,13 +222,13 @@ def test_each_rank_sends_the_bytes_of_the_formula(rung, size):
 
 @pytest.mark.parametrize(("rung", "size"), CASES)
 def test_nothing_keeps_the_group(rung, size):
-    """Else its threads outlive it, and may ask for Python when Python is gone: SIGABRT."""
+    """Otherwise its threads outlive it and may call Python after its exit, which aborts."""
     assert [trained[rung][3] for trained, _ in run_of(size).results] == [0] * size
 
 
 @pytest.mark.parametrize(("rung", "size"), CASES)
 def test_what_is_sharded_is_gone(rung, size, one_process):
-    """Compare the rung's own count, and what parameters really hold after backward."""
+    """Check the rung's own count and what parameters really hold after backward."""
     whole = one_process[2]["parameters"]
     _, held, alive, _ = run_of(size).results[0][0][rung]
     held = {key: held[key] for key in ("parameters", "gradients", "optimizer")}
@@ -243,7 +245,7 @@ def test_what_is_sharded_is_gone(rung, size, one_process):
     elif rung == 6:
         assert held == {"parameters": shard, "gradients": shard, "optimizer": 2 * shard}
         assert alive == (0, 0)
-    else:  # A rank has a part of the model, and everything else of that part.
+    else:  # A rank holds one part of the model, with its gradients and states.
         assert held["parameters"] < whole or rung == 12
         assert held["gradients"] == held["parameters"] == held["optimizer"] // 2
         assert alive == (held["parameters"], held["gradients"])
@@ -251,7 +253,7 @@ def test_what_is_sharded_is_gone(rung, size, one_process):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_parts_of_the_model_are_the_model(size, one_process):
-    """Stages add up to the model; slices add up to it but for what every rank has."""
+    """Stages add up to the model; so do slices, apart from what every rank holds."""
     whole = one_process[2]["parameters"]
     held = [trained for trained, _ in run_of(size).results]
     for rung in (10, 11):
@@ -283,7 +285,7 @@ def test_bytes_are_those_of_the_librarys_engine(size):
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize(("rung", "name"), [(10, "gpipe"), (11, "1f1b")])
 def test_pipelines_follow_the_librarys_schedule(rung, name, size):
-    """The same messages in the same order, and as many micro-batches saved."""
+    """They send the same messages in the same order and save as many micro-batches."""
     schedule = build(name, size, 8)
     peaks = [trained[rung][1]["micro-batches saved"] for trained, _ in run_of(size).results]
     assert peaks == peak_in_flight(schedule)

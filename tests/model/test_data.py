@@ -9,8 +9,8 @@ from mini_dist.model.gpt import GPT
 from mini_dist.model.loss import IGNORE_INDEX, token_loss
 from mini_dist.plan.config import ModelConfig
 
-# byte i is i: an input says where in the text it stands
-COUNTING = torch.arange(251, dtype=torch.uint8)  # 250 = 25 samples of 10, and the last target
+# Byte i is i, so an input tells its position in the text.
+COUNTING = torch.arange(251, dtype=torch.uint8)  # 25 samples of 10, and the last target
 
 
 def epoch_of(batches, epoch=0):
@@ -51,7 +51,7 @@ def test_the_ranks_share_the_samples_of_an_epoch(size, tail, epoch):
         for rank in range(size)
     ]
     used = torch.cat([torch.cat(epoch_of(batches, epoch)) for batches in ranks]).sort().values
-    assert len(used.unique()) == len(used)  # none twice
+    assert len(used.unique()) == len(used)  # no sample twice
     assert len(used) == (24 if tail == "drop" else 25)
 
 
@@ -79,7 +79,7 @@ def test_a_padded_tail_keeps_shapes_and_counts_every_token_once():
     assert [int((targets != IGNORE_INDEX).sum()) for _, targets in parts] == [10, 0, 0, 0]
     assert all(inputs.min() >= 0 and inputs.max() < VOCAB_SIZE for inputs, _ in parts)
 
-    # with the sum and the count of token_loss, the epoch's loss counts every sample once
+    # With token_loss's sum and count, the epoch's loss counts every sample once.
     model = GPT(ModelConfig(d_model=16, num_layers=1, num_heads=2, seq_len=10)).double()
     losses = [
         token_loss(model(inputs), targets)
@@ -105,7 +105,7 @@ def test_a_batch_depends_on_its_step_and_on_nothing_else():
     torch.manual_seed(99)
     np.random.seed(99)
     resumed = Batches(COUNTING, batch_size=6, seq_len=10, rank=1, size=2, seed=7)
-    for step in (9, 0, 5, 5, 3):  # over the border of an epoch and back
+    for step in (9, 0, 5, 5, 3):  # past an epoch's end and back
         for mine, theirs in zip(resumed.batch(step), wanted[step]):
             assert torch.equal(mine, theirs)
 
@@ -190,7 +190,7 @@ def test_decode_marks_bytes_that_are_no_text():
 
 
 def test_the_course_has_one_text_under_every_python_and_it_is_long_enough():
-    """Byte for byte: every loss that a lesson shows was made with it."""
+    """The bytes must not change: every loss that a lesson shows was computed from them."""
     tokens = load_text()
     assert hashlib.sha256(bytes(tokens.tolist())).hexdigest().startswith("71f2ff5d99bdc1f9")
     assert tokens.dtype == torch.uint8 and tokens.ndim == 1

@@ -46,7 +46,7 @@ def same_draws_every_time():
 
 
 def lively(config, seed=0, **kwargs):
-    """A float64 model whose weights are large enough that every path matters in the logits."""
+    """Make a float64 model with weights so large that every path affects the logits."""
     model = GPT(config, seed, dtype=torch.float64, **kwargs)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -102,7 +102,7 @@ def test_explicit_attention_is_a_weighted_mean_of_the_values_seen_so_far():
 @pytest.mark.parametrize("attend", [explicit_attention, sdpa_attention])
 def test_attention_dropout_drops_weights_and_keeps_their_expected_sum(attend):
     q, k, _ = (t.detach() for t in random_qkv())
-    ones = torch.ones_like(k)  # the output is then the sum of the weights
+    ones = torch.ones_like(k)  # so the output is the sum of the weights
     sums = torch.stack([attend(q, k, ones, dropout=0.5) for _ in range(400)])
     assert (sums[:, :, :, 0] == 0).double().mean().item() == pytest.approx(0.5, abs=0.05)
     assert (sums[:, :, :, 0] == 2).double().mean().item() == pytest.approx(0.5, abs=0.05)
@@ -132,7 +132,7 @@ def test_the_future_does_not_change_past_logits(config, attention):
 
 @variants
 def test_the_past_changes_every_later_logit(config):
-    # a mask that hides too much would pass the test above
+    # A mask that hides too much would pass the test above.
     model, tokens = lively(config), some_tokens(config)
     changed = tokens.clone()
     changed[:, 0] = (changed[:, 0] + 1) % config.vocab_size
@@ -164,7 +164,7 @@ def test_grouped_queries_are_full_attention_with_kv_heads_repeated(num_kv_heads)
     weights = grouped.state_dict()
     for name in weights:
         if ".attn.k." in name or ".attn.v." in name:
-            heads = weights[name].split(H)  # head by head, each with its bias or its rows
+            heads = weights[name].split(H)  # one entry per head: its rows or its bias
             weights[name] = torch.cat([head for head in heads for _ in range(repeats)])
     full.load_state_dict(weights)
     tokens = some_tokens(SMALL)
@@ -172,13 +172,13 @@ def test_grouped_queries_are_full_attention_with_kv_heads_repeated(num_kv_heads)
 
 
 def test_attention_is_the_sum_of_its_heads_cut_out_by_rows():
-    # what tensor parallelism relies on: rows of q, k, v and columns of o belong to heads
+    # Tensor parallelism relies on this: rows of q, k, v and columns of o belong to heads.
     config = SMALL.replace(num_kv_heads=2, bias=False)
     model, H = lively(config), config.head_dim
     whole = model.blocks[0].attn
     x = torch.randn(2, 5, config.d_model, dtype=torch.float64)
     parts = []
-    for rank in range(2):  # two query heads and their one key/value head each
+    for rank in range(2):  # two query heads and their key/value head
         part = copy.deepcopy(whole)
         queries, keys = slice(2 * H * rank, 2 * H * (rank + 1)), slice(H * rank, H * (rank + 1))
         part.q.weight.data = whole.q.weight[queries]
@@ -231,10 +231,10 @@ def test_without_positions_tokens_stand_in_order(config):
 @variants
 @pytest.mark.parametrize("attention", ["explicit", "sdpa"])
 def test_tokens_may_be_moved_if_their_positions_move_along(config, attention):
-    # context parallelism relies on it: zig-zag hands out tokens in another order
+    # Context parallelism relies on this: zigzag hands out tokens in another order.
     model, tokens = lively(config, attention=attention), some_tokens(config)
     orders = torch.stack([torch.randperm(config.seq_len) for _ in range(3)])
-    while (orders[:, 0] == 0).any():  # each row moved, or the control below could pass
+    while (orders[:, 0] == 0).any():  # move every first token, for the control below
         orders = torch.stack([torch.randperm(config.seq_len) for _ in range(3)])
     wanted = model(tokens).gather(1, orders[..., None].expand(-1, -1, config.vocab_size))
     moved = tokens.gather(1, orders)
@@ -251,7 +251,7 @@ def test_rotary_logits_do_not_change_when_all_positions_shift_learned_ones_do():
 
 
 def test_order_is_known_from_one_kind_of_positions_only():
-    # blank out the learned positions: the last token then sees a bag of tokens, unless it rotates
+    # With learned positions zeroed, the last token sees a bag of tokens; rotary keeps the order.
     for positions, knows_order in (("rotary", True), ("learned", False)):
         model = lively(SMALL.replace(positions=positions, num_layers=1))
         if model.embed.position is not None:
@@ -304,7 +304,7 @@ def test_parameter_count_is_the_hand_count_and_the_calculators(config):
 
 
 def test_gpt2_small_has_its_published_size():
-    # Radford et al. 2019 as released: 124,439,808, a figure from outside this project
+    # Radford et al. 2019, as released: a number from outside this project.
     config = ModelConfig(
         vocab_size=50257, seq_len=1024, d_model=768, num_layers=12, num_heads=12,
         positions="learned", tied_embedding=True,
@@ -356,7 +356,7 @@ def test_each_parameter_is_drawn_from_its_name_alone(config):
 
 
 def test_a_parameter_is_the_same_whatever_else_is_in_the_model():
-    # values drawn one after the other from one generator would differ from the second layer on
+    # Values drawn in sequence from one generator would differ from the second layer on.
     names = ["embed.token.weight", "blocks.1.attn.q.weight", "blocks.1.attn.v.weight",
              "head.out.weight"]  # fmt: skip
     plain = GPT(SMALL).state_dict()
@@ -388,7 +388,7 @@ def test_initial_values_are_gpt2s():
             assert (parameter == (1.0 if name.endswith("norm.weight") else 0.0)).all(), name
         else:
             std = 0.02 / 4 if name.endswith(smaller) else 0.02  # 4 = √(2 * 8)
-            # the standard deviation of n draws is off by about std / √(2n)
+            # The standard deviation of n draws is off by about std / √(2n).
             slack = 5 * std / math.sqrt(2 * parameter.numel())
             assert abs(parameter.std().item() - std) < slack, name
             assert abs(parameter.mean().item()) < 5 * std / math.sqrt(parameter.numel()), name
@@ -426,8 +426,8 @@ def test_a_meta_model_has_shapes_only_until_it_is_initialised(config):
 @pytest.mark.parametrize("name", [name for name in VARIANTS if not VARIANTS[name].num_experts])
 @pytest.mark.parametrize("attention", ["explicit", "sdpa"])
 def test_everything_is_computed_on_the_models_device(name, attention):
-    # meta stands for a GPU: mixing it with something made on the CPU is an error
-    # (experts are left out: who visits whom needs numbers)
+    # meta stands in for a GPU: mixing it with a CPU tensor is an error.
+    # (Experts are left out, because routing needs values.)
     config = VARIANTS[name]
     model = GPT(config, attention=attention, device="meta")
     tokens = some_tokens(config).to("meta")
@@ -447,7 +447,7 @@ def test_every_parameter_gets_a_finite_gradient(config, attention):
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
-        # a key's bias adds the same to all scores of a query (up to its rotation): softmax drops it
+        # A key's bias adds the same to all scores of a query (up to rotation), so softmax drops it.
         if not name.endswith("attn.k.bias") and ".experts." not in name:
             assert parameter.grad.abs().max() > 0, name
 
@@ -463,7 +463,7 @@ def test_a_few_steps_learn_a_batch_by_heart():
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert abs(losses[0] - math.log(SMALL.vocab_size)) < 0.1  # knows nothing, and says so
+    assert abs(losses[0] - math.log(SMALL.vocab_size)) < 0.1  # untrained: a uniform guess
     assert losses[-1] < 0.1 * losses[0]
 
 
@@ -474,7 +474,7 @@ def test_dropout_acts_in_training_only(attention):
     assert not torch.allclose(dropping(tokens), dropping(tokens))
     torch.testing.assert_close(
         dropping.eval()(tokens), lively(SMALL, attention=attention)(tokens)
-    )  # exact up to the kernel's choice
+    )  # exact up to the choice of kernel
 
 
 def test_dropout_acts_on_embedding_attention_and_both_branches():
@@ -488,7 +488,7 @@ def test_dropout_acts_on_embedding_attention_and_both_branches():
     block = model.blocks[0]
     assert not torch.equal(block.attn(x), block.attn(x))
     block.attn.dropout = 0.0
-    # with one branch silenced, what is added to x is the other, half of it dropped
+    # With one branch silenced, only the other is added to x, with half of it dropped.
     for silenced in ("attn.o", "ffn.down"):
         half_silent = copy.deepcopy(block)
         for parameter in half_silent.get_submodule(silenced).parameters():
@@ -540,7 +540,7 @@ def test_tokens_and_targets_outside_the_vocabulary_are_refused():
             model(bad)
         with pytest.raises(ValueError, match=f"^target {outside}: "):
             token_loss(model(tokens), bad)
-    assert model(tokens[:0]).shape == (0, tokens.shape[1], last + 1)  # no token is none outside
+    assert model(tokens[:0]).shape == (0, tokens.shape[1], last + 1)  # no tokens, nothing to refuse
 
 
 def test_the_loss_is_computed_in_float32_or_better():
@@ -568,7 +568,7 @@ def test_a_bf16_model_and_an_autocast_model_train(config):
 
 
 def one_token_at_a_time(moe, x, top_k):
-    """The formula of the papers, without sorting, indexing or batching."""
+    """Compute the papers' formula without sorting, indexing or batching."""
 
     def mlp(m, token):
         up = token @ m.up.weight.T + m.up.bias
@@ -583,7 +583,7 @@ def one_token_at_a_time(moe, x, top_k):
         logits = moe.router.weight @ token
         chosen = logits.tolist()
         chosen = sorted(range(len(chosen)), key=lambda e: -chosen[e])[:top_k]
-        # softmax over the chosen logits is the same as dividing their probabilities by the sum
+        # Softmax over the chosen logits equals their probabilities divided by their sum.
         weights = logits.softmax(-1)[chosen] if top_k == 1 else logits[chosen].softmax(-1)
         row = sum(w * mlp(moe.experts[e], token) for w, e in zip(weights, chosen))
         rows.append(row if moe.shared is None else row + mlp(moe.shared, token))
@@ -640,7 +640,7 @@ def test_a_sigmoid_gate_scores_each_expert_alone_and_its_bias_only_chooses():
     torch.testing.assert_close(free.weights, expected)
     pushed = route(logits, 2, "sigmoid", torch.tensor([1.0, 0.0, 0.0]))
     assert pushed.experts.tolist() == [[0, 1]]
-    # the weights are of the scores without the bias
+    # The weights come from the scores without the bias.
     expected = torch.tensor([[score[0], score[1]]], dtype=torch.float64) / (score[0] + score[1])
     torch.testing.assert_close(pushed.weights, expected)
     torch.testing.assert_close(pushed.probabilities.sum(-1), torch.ones(1, dtype=torch.float64))
@@ -658,7 +658,7 @@ def test_the_balance_bias_is_a_buffer_that_starts_at_zero():
     tokens = some_tokens(SMALL)
     routing = []
     with torch.no_grad():
-        bias[2] = 5.0  # more than any sigmoid: everyone visits expert 2
+        bias[2] = 5.0  # above any sigmoid, so every token visits expert 2
         model(tokens, routing=routing)
     assert (routing[0].experts == 2).any(-1).all()
 
@@ -667,7 +667,7 @@ def test_an_expert_without_visitors_gets_a_zero_gradient():
     model = lively(SMALL.replace(num_experts=4, top_k=1))
     tokens = some_tokens(SMALL)
     moe = model.blocks[0].ffn
-    torch.nn.init.zeros_(moe.router.weight)  # all probabilities equal: everyone goes to one
+    torch.nn.init.zeros_(moe.router.weight)  # equal probabilities: all tokens go to one
     routing = []
     token_loss(model(tokens, routing=routing), tokens).mean().backward()
     visited = set(routing[0].experts.flatten().tolist())
@@ -760,7 +760,7 @@ def test_an_unknown_attention_is_refused_with_those_that_exist(attention):
 def test_generate_continues_what_it_is_given():
     model = lively(SMALL)
     start = some_tokens(SMALL, batch=2, length=4)
-    longer = generate(model, start, 20, seed=1)  # past seq_len: the window moves along
+    longer = generate(model, start, 20, seed=1)  # past seq_len, so the window slides
     assert longer.shape == (2, 24) and longer.dtype == torch.int64
     assert torch.equal(longer[:, :4], start)
     assert longer.max() < SMALL.vocab_size
@@ -773,7 +773,7 @@ def test_generate_is_decided_by_its_seed_and_leaves_the_random_state_alone():
     first, again, other = (generate(model, start, 12, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert torch.equal(torch.get_rng_state(), before)
-    assert model.training  # as it was, though sampling itself is without dropout
+    assert model.training  # unchanged, though sampling disables dropout
 
 
 def test_generate_at_temperature_zero_takes_the_likeliest_token():

@@ -1,4 +1,4 @@
-"""Recomputation changes no gradient, frees what the calculator says, and costs what it says."""
+"""Recomputation changes no gradient; it frees and costs what the calculator says."""
 
 import copy
 
@@ -27,7 +27,7 @@ SHAPES = {
 
 
 def gradients(model, seed=0):
-    """Of the loss, and of the routers' balance if there are any; and the draw after them."""
+    """Return the gradients of the loss (with routers, plus their balance) and the next draw."""
     torch.manual_seed(seed)
     routing = []
     loss = token_loss(model(TOKENS, None, routing), TOKENS).mean()
@@ -40,7 +40,7 @@ def gradients(model, seed=0):
 @pytest.mark.parametrize("attention", ["sdpa", "explicit"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_bit_of_a_gradient_changes(shape, attention, mode, every):
-    """Dropout draws the same numbers twice, and whoever draws next notices nothing."""
+    """Dropout draws the same numbers twice, and the next random draw is unchanged."""
     config = CONFIG.replace(**SHAPES[shape])
     expected, next_draw = gradients(GPT(config, attention=attention))
     model = recompute_blocks(GPT(config, attention=attention), mode, every)
@@ -55,7 +55,7 @@ def test_the_second_time_autocast_is_as_it_was_the_first_time(dtype):
     def under_autocast(model):
         with torch.autocast("cpu", dtype):
             loss = token_loss(model(TOKENS), TOKENS).mean()
-        loss.backward()  # outside, as usual
+        loss.backward()  # outside autocast, as usual
         return [parameter.grad for parameter in model.parameters()]
 
     expected = under_autocast(GPT(CONFIG))
@@ -64,7 +64,7 @@ def test_the_second_time_autocast_is_as_it_was_the_first_time(dtype):
 
 
 def test_a_weight_used_inside_and_outside_under_one_autocast_gets_both_gradients():
-    """The copy in 16 bits that was made inside, where no gradient is wanted, must not be reused."""
+    """The 16-bit copy of the weight made inside, without gradients, must not be reused."""
     weight = nn.Parameter(torch.randn(8, 8))
     x = torch.randn(2, 8, requires_grad=True)
     found = []
@@ -72,12 +72,12 @@ def test_a_weight_used_inside_and_outside_under_one_autocast_gets_both_gradients
         with torch.autocast("cpu", torch.bfloat16):
             y = wrap(lambda x: x @ weight, [weight])(x) @ weight
         found.append(torch.autograd.grad(y.float().sum(), [weight])[0])
-    # (added up in 16 bits there, in 32 here; one of the two uses alone would be far off)
+    # (Plain autograd adds up in 16 bits, ours in 32; one use alone would be far off.)
     torch.testing.assert_close(*found, rtol=0.02, atol=0.02)
 
 
 def saved_bytes(model):
-    """Bytes that the blocks keep for backward, weights apart: each storage once."""
+    """Return the bytes that blocks save for backward, without weights, each storage once."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved = []
 
@@ -106,7 +106,7 @@ def saved_bytes(model):
     ],
 )
 def test_blocks_keep_what_the_calculator_says(changes, attention, mode):
-    """Within 3 % (seen: 2 %): means and deviations of norms, sines and cosines are left out."""
+    """Allow 3 % (seen: 2 %): the calculator leaves out norm statistics, sines and cosines."""
     config = CONFIG.replace(**changes)
     how = framework("course").replace(flash_attention=attention == "sdpa")
     model = recompute_blocks(GPT(config, attention=attention), mode)
@@ -120,7 +120,7 @@ def test_blocks_keep_what_the_calculator_says(changes, attention, mode):
 
 
 def test_saved_bytes_follow_forward_and_backward():
-    """`now` is what the hooks above count; in backward a recomputed block comes and goes."""
+    """`now` is what the hooks above count; in backward, a recomputed block comes and goes."""
     blocks = {"none": 0, "full": 0}
     for mode in blocks:
         model = recompute_blocks(GPT(CONFIG), mode)
@@ -134,7 +134,7 @@ def test_saved_bytes_follow_forward_and_backward():
         del x
         blocks[mode] = saved.peak
         assert kept == pytest.approx(saved_bytes(model), abs=8 * TOKENS.numel())  # (token indices)
-    # all inputs, and one block; its input counts once
+    # The peak is all inputs plus one block, whose input counts once.
     one = saved_bytes(GPT(CONFIG.replace(num_layers=1)))
     inputs = 4 * TOKENS.numel() * CONFIG.d_model * 4
     assert blocks["full"] == pytest.approx(inputs + one, rel=0.05)
@@ -146,13 +146,13 @@ def test_every_second_block_keeps_the_mean_of_none_and_full():
         saved_bytes(recompute_blocks(GPT(CONFIG), *how))
         for how in (("none",), ("full",), ("full", 2))
     )
-    # Blocks 1 and 3 keep what blocks 0 and 2 put out as their input: nothing is counted twice.
+    # Blocks 1 and 3 save the outputs of blocks 0 and 2 as input, so nothing counts twice.
     assert half == (none + full) / 2
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_second_forward_costs_what_the_calculator_says(mode):
-    """Exactly, in FLOPs. Of the fused kernel torch's counter knows too little: explicit scores."""
+    """FLOPs match exactly. (Explicit scores: torch's counter misses part of the fused kernel.)"""
     model = recompute_blocks(GPT(CONFIG, attention="explicit"), mode)
     with FlopCounterMode(display=False) as counter:
         token_loss(model(TOKENS), TOKENS).mean().backward()
@@ -160,7 +160,7 @@ def test_the_second_forward_costs_what_the_calculator_says(mode):
 
 
 def test_it_keeps_as_much_as_torchs_checkpoint_and_gives_the_same_gradients():
-    """Compare with production, in one process: torch.utils.checkpoint, the recommended kind."""
+    """Compare with torch.utils.checkpoint in its recommended form, in one process."""
     config = CONFIG.replace(dropout=0.1)
     theirs = GPT(config)
     for block in theirs.blocks:
@@ -172,7 +172,7 @@ def test_it_keeps_as_much_as_torchs_checkpoint_and_gives_the_same_gradients():
 
 
 def test_a_hook_on_a_shared_parameter_runs_once_when_all_uses_are_added_up():
-    """A bucket that left after the first use would carry half a gradient."""
+    """A bucket sent after the first use would carry only half of the gradient."""
     weight, calls = nn.Parameter(torch.tensor(3.0)), []
     weight.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad.item()))
     twice = recomputed(lambda x: x * weight, [weight])

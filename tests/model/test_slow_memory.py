@@ -1,4 +1,4 @@
-"""Attention by three orders of loops: the same result, and traffic as the formulas say."""
+"""Attention in three loop orders: the same result, and the traffic of the formulas."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_every_order_gives_attention(order, N, H, tile, size):
 
 @pytest.mark.parametrize("N, H, tile", [(12, 4, 4), (32, 8, 8), (32, 8, 32)])
 def test_the_traffic_is_what_the_loops_say(N, H, tile):
-    """In numbers, with T tiles: 4 N H + 4 N^2, 2 N H + T N (3 H + 4), 2 N H + T 2 N H."""
+    """In elements, with T tiles: 4 N H + 4 N^2, 2 N H + T N (3 H + 4), 2 N H + T 2 N H."""
     T = N // tile
     moved = {}
     for name, order in ORDERS.items():

@@ -1,4 +1,4 @@
-"""ModelConfig and Layout: derived sizes, and one sentence for every wrong one."""
+"""ModelConfig and Layout: derived sizes, and a one-sentence error for every wrong size."""
 
 import dataclasses
 import subprocess
@@ -19,7 +19,7 @@ def test_the_default_is_a_small_gpt_on_bytes():
 def test_fields_left_out_follow_the_others():
     config = ModelConfig(d_model=512, num_heads=4, activation="swiglu")
     assert config.num_kv_heads == 4 and config.head_dim == 128 and config.v_head_dim == 128
-    assert config.d_ffn == 1408  # 8/3 * 512 = 1365.3, up to a multiple of 64
+    assert config.d_ffn == 1408  # 8/3 * 512 = 1365.3, rounded up to a multiple of 64
     assert config.d_expert == config.d_ffn
     assert config.qkv_bias is True and ModelConfig(bias=False).qkv_bias is False
 
@@ -165,7 +165,7 @@ def test_a_layout_that_cannot_cut_the_model_is_refused(layout, config, says):
 
 
 def test_kv_heads_may_be_fewer_than_tp_ranks():
-    """They are copied then; but a tp that cuts unevenly through them is refused."""
+    """They are then copied, but a tp that would cut them unevenly is refused."""
     Layout(tp=8).check(ModelConfig(num_kv_heads=2))
     with pytest.raises(ValueError, match="num_kv_heads"):
         Layout(tp=4).check(ModelConfig(num_heads=24, num_kv_heads=6, head_dim=8, d_ffn=1024))

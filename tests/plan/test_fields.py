@@ -1,8 +1,8 @@
-"""Nothing that is public takes an argument of another kind than annotated.
+"""No public callable accepts an argument of another kind than annotated.
 
-The public callables are found by looking, so that a new function or field is covered as soon as it
-is there: it checks its kinds (`@checks_kinds`, or its `__post_init__`), or it stands below, with
-the reason why it need not.
+The test discovers the public callables, so a new function or field is covered at once: it checks
+its kinds (`@checks_kinds`, or its `__post_init__`), or a list below names it and says why it need
+not.
 """
 
 import dataclasses
@@ -34,12 +34,12 @@ WRONG = {
 }
 
 LOOSE = {"mesh", "backend", "emulate", "divides", "ops"}
-# Whose arguments have judges of their own: an exercise's, a page's, a grader's.
+# Modules whose arguments are checked elsewhere: by an exercise, a page or a grader.
 OTHERS = {"check", "draw", "elsewhere", "grade", "replay", "widgets", "fields", "lesson"}
-# These rooms' public names are in __all__; arguments of the algorithms themselves are not checked.
+# These packages list public names in __all__; the arguments of the algorithms are not checked.
 OTHERS |= {path.stem for path in Path(mini_dist.collectives.__path__[0]).glob("*.py")} - LOOSE
 OTHERS |= {path.stem for path in Path(mini_dist.serving.__path__[0]).glob("*.py")}
-RESULTS = {  # dataclasses that only the library fills in
+RESULTS = {  # dataclasses that only the library creates
     *("Assignment",),
     *("Breakdown", "Candidate", "Case", "Found", "Largest", "Line", "Lost", "Metrics"),
     *("Move", "Placed", "Plan", "Progress", "Row", "Saved", "StepTime", "Block"),
@@ -47,7 +47,7 @@ RESULTS = {  # dataclasses that only the library fills in
     *("Took", "Weight", "SavedTensor", "HostReport", "MemoryBlock", "BlockProducts", "Stage"),
     *("TimedStep", "Finding"),
 }
-# What runs for every message, or for every tensor of a layer, where a check would be felt.
+# These run for every message or every tensor of a layer, where a check would cost time.
 HOT = {
     "check_tokens",
     "send",
@@ -57,7 +57,7 @@ HOT = {
     "positions_here",
     "explicit_attention",
 }
-INSIDE = {  # has no underscore, and is called from the library only
+INSIDE = {  # no underscore, but only the library calls them
     *("below_here", "is_beside", "put_beside", "tie_ends"),
     *("MLP", "Place", "Worker", "axis_groups", "balanced_ranges", "block_of", "catch_up"),
     *("check_divides", "check_micro_batches", "contiguous", "cosines_and_sines", "deliver"),
@@ -75,7 +75,7 @@ PAGES = (
     ".ideas.speculation",
     ".ideas.stages",
     ".slow_memory",
-) + tuple(  # shown to learners as they are
+) + tuple(  # shown to learners verbatim
     f".collectives.{page}"
     for page in ("halving_doubling", "hierarchical", "pipelined_hierarchy", "pipelined_ring")
     + ("ring", "ring_by_hosts", "star_tree", "torus")
@@ -83,7 +83,7 @@ PAGES = (
 
 
 def public():
-    """(name, callable) of all that a program is meant to call."""
+    """Yield (name, callable) for everything that a program is meant to call."""
     yield from (("launch", launch), ("Hosts", Hosts), ("Elastic", Elastic))
     for path in modules():
         module = importlib.import_module(path)
@@ -99,10 +99,10 @@ def public():
 
 
 def modules():
-    """The rooms, and what lies directly in one, but for those with judges of their own."""
+    """Yield the packages and their direct modules, except those that are checked elsewhere."""
     for room in pkgutil.iter_modules(mini_dist.__path__, "mini_dist."):
         if room.name == "mini_dist.ranks":
-            continue  # launch, Hosts and Elastic are all of it that a program calls
+            continue  # a program calls only launch, Hosts and Elastic
         yield room.name
         inside = [str(Path(mini_dist.__path__[0], room.name.rpartition(".")[2]))]
         for each in pkgutil.iter_modules(inside, f"{room.name}."):
@@ -111,14 +111,14 @@ def modules():
 
 
 def dataclasses_of(module):
-    """Those that are written there, exported or not."""
+    """Yield the dataclasses defined in `module`, exported or not."""
     for name, thing in vars(module).items():
         if dataclasses.is_dataclass(thing) and thing.__module__ == module.__name__:
             yield name, thing
 
 
 def judged():
-    """(id, callable, argument, kinds) of each argument that has to be checked."""
+    """Yield (id, callable, argument, kinds) for each argument that has to be checked."""
     seen = set()
     for name, thing in public():
         is_exempt = name in RESULTS | HOT | INSIDE or thing.__module__.endswith(PAGES)
@@ -157,7 +157,7 @@ def test_the_look_around_finds_what_there_is():
     "call", list({thing: 0 for _, thing, *_ in JUDGED}), ids=lambda call: call.__name__
 )
 def test_no_argument_of_another_kind_is_taken(call):
-    """Refused before anything is missing, so an example of the other arguments is not needed."""
+    """A wrong kind is refused before a missing argument, so we need not give the others."""
     for name, thing, argument, kinds in JUDGED:
         if thing is not call:
             continue
@@ -174,12 +174,12 @@ def test_no_argument_of_another_kind_is_taken(call):
 
 
 def needed(thing, argument):
-    """ModelConfig and Layout need nothing; a Recipe's model is looked at in its __post_init__."""
+    """Return what else to give: only a Recipe needs its model, for its __post_init__."""
     return {"model": ModelConfig()} if thing is Recipe and argument != "model" else {}
 
 
 def test_what_is_exempt_is_there():
-    """Nobody stands on the lists who has gone."""
+    """The lists name nothing that no longer exists."""
     names = {name for name, _ in public()}
     assert RESULTS | HOT | INSIDE <= names | {"explicit_attention"}, (
         RESULTS | HOT | INSIDE
@@ -224,7 +224,7 @@ def test_what_is_of_its_kind_passes_and_numpys_integers_become_plain():
     for wrong in (lambda: call(3, a="1"), lambda: call(3, seconds=math.nan), lambda: call("3")):
         with pytest.raises(ValueError, match="is not a"):
             wrong()
-    assert of_kind("x", 10**400, ("float",)) == 10**400  # too large for a float, and finite
+    assert of_kind("x", 10**400, ("float",)) == 10**400  # finite, though too large for a float
     assert of_kind("x", numpy.float32(0.5), ("float",)) == 0.5
     assert simple_kinds("int | None") == ("int", "None")
     assert simple_kinds("Layout | int") == simple_kinds("None") == ()

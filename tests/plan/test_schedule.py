@@ -1,4 +1,4 @@
-"""Pipeline schedules: the lists, what they cost, what is refused. Only one test needs torch."""
+"""Pipeline schedules: action lists, costs and refusals. Only one test needs torch."""
 
 import csv
 import itertools
@@ -36,7 +36,7 @@ from mini_dist.plan.schedule import (
     zb_v,
 )
 
-# How the published tables were made, and their numbers; absent outside the project's machines.
+# The published tables and how they were made; they exist only on the project's machines.
 REFERENCE = Path("/work/shared/reference")
 PUBLISHED = REFERENCE / "zerobubble_table5_table9_bubbles.csv"
 MEASURED = REFERENCE / "zerobubble_table4_measured.csv"
@@ -45,7 +45,7 @@ SYNCHRONOUS = [naive, gpipe, one_f_one_b, interleaved, zb_h1, zb_h2, zb_v, dualp
 
 
 def every_schedule(ranks=range(1, 6), micro_batches=range(1, 13)):
-    """Each builder on each size that it accepts."""
+    """Yield the schedule of each builder for each size that it accepts."""
     builders = [*SYNCHRONOUS, pipedream, lambda p, m: interleaved(p, m, chunks=3)]
     builders.append(lambda p, m: pipedream_2bw(p, m, micro_batches_a_step=p))
     for build_one, p, m in itertools.product(builders, ranks, micro_batches):
@@ -117,7 +117,7 @@ def test_1f1b_starts_each_backward_as_soon_as_it_can():
 
 
 def test_backwards_of_a_stage_come_in_the_order_of_its_forwards():
-    """Gradients then add up in the same order under every schedule, so they are equal in bits."""
+    """So every schedule adds gradients in the same order and gets the same bits."""
     for schedule in every_schedule():
         for rank, kind in itertools.product(range(schedule.num_ranks), "FBW"):
             for stage in schedule.stages_of[rank]:
@@ -163,11 +163,11 @@ def test_the_sizes_that_a_refusal_proposes_work_and_none_between_them_does():
             for between in range(below + 1, above):
                 with pytest.raises(ScheduleError, match=f"; {below} or {above} would work"):
                     interleaved(p, between)
-    assert interleaved(4, 10).num_micro_batches == 10  # two rounds of five: no multiple of p
+    assert interleaved(4, 10).num_micro_batches == 10  # two rounds of five, though p is 4
 
 
 def test_every_round_size_that_leaves_no_round_below_p_runs_with_the_same_bubble():
-    """Llama 3, section 3.3.2: any m, for one size of a round or another."""
+    """Llama 3, section 3.3.2: every m works with some round size."""
     for p, m, v in itertools.product(range(1, 6), range(1, 20), (1, 2, 3)):
         least = min(p, m)
         for size in range(1, m + 2):
@@ -221,7 +221,7 @@ def test_four_ranks_and_eight_micro_batches():
 
 @pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 16), (3, 12)])
 def test_splitting_the_backward_leaves_a_third_of_the_bubble_or_none(p, m):
-    """All of F, B and W equally long: the setting of the zero-bubble paper's figures."""
+    """F, B and W take equally long, as in the figures of the zero-bubble paper."""
     assert simulate(zb_h1(p, m)).makespan == pytest.approx(3 * m + (p - 1))
     assert simulate(one_f_one_b(p, m)).makespan == pytest.approx(3 * m + 3 * (p - 1))
     late_start = simulate(zb_h2(p, max(m, 2 * p - 1)))
@@ -238,14 +238,14 @@ def longest_span(timeline):
 
 
 def with_holes(p, m):
-    """The V's lists for many micro-batches, cut to m of them: what fills no hole."""
+    """Cut the V's lists for many micro-batches down to m, which fills no hole."""
     actions = zb_v(p, 2 * p - 1).ranks
     return Schedule("cut", [[a for a in each if a.micro < m] for each in actions])
 
 
 @pytest.mark.parametrize(("p", "longest", "before"), [(2, 13, 14), (4, 27, 30), (8, 55, 62)])
 def test_the_v_of_p_micro_batches_is_as_long_as_sail_sgs(p, longest, before):
-    """Their published schedule's longest stage (github.com/sail-sg/zero-bubble), F = B = W = 1."""
+    """Compare with the longest stage in github.com/sail-sg/zero-bubble at F = B = W = 1."""
     timeline = simulate(zb_v(p, p))
     assert longest_span(timeline) == timeline.makespan == longest
     assert longest_span(simulate(with_holes(p, p))) == before
@@ -254,7 +254,7 @@ def test_the_v_of_p_micro_batches_is_as_long_as_sail_sgs(p, longest, before):
 
 @pytest.mark.parametrize("p", range(1, 10))
 def test_the_v_idles_no_longer_than_its_first_rank_must(p):
-    """Rank 0 runs m forwards and then waits until the first one comes back, after 2p - 1 slots."""
+    """Rank 0 runs m forwards, then waits until the first comes back, after 2p - 1 slots."""
     for m in range(1, 2 * p + 2):
         full = simulate(zb_v(p, m))
         cut = simulate(with_holes(p, m)) if m < 2 * p - 1 else full
@@ -268,7 +268,7 @@ def test_the_v_idles_no_longer_than_its_first_rank_must(p):
 
 
 def test_dualpipe_v_idles_as_its_authors_say():
-    """(p/2 - 1)(F&B + B - 3W) for p stages of the unfolded pipe, two of which each rank holds."""
+    """Idle time is (p/2 - 1)(F&B + B - 3W) for p stages of the unfolded pipe, two per rank."""
     for p, m in [(2, 8), (4, 8), (4, 20), (8, 16)]:
         times = Times(forward=1, backward=1, weight=1)
         forward_and_backward, full_backward, weight = 3, 2, 1
@@ -303,7 +303,7 @@ def test_published_bubble_rates_to_the_last_digit(builder, column):
 
 
 def test_published_interleaved_rates_within_half_a_point():
-    """As many chunks as there are layers, embedding and head counted as one each (the paper's)."""
+    """As in the paper, each layer is a chunk, and embedding and head count as one layer each."""
     for row, p, m, (forward, backward, weight, comm), layers in published():
         chunks, rest = divmod(layers + 2, p)
         assert rest == 0
@@ -313,7 +313,7 @@ def test_published_interleaved_rates_within_half_a_point():
 
 
 def test_the_published_rates_are_not_the_closed_form():
-    """Which wrong simulator would pass? One that ignores communication would not."""
+    """A simulator that ignores communication would not pass the tests above."""
     gaps = []
     for row, p, m, (forward, backward, weight, _), _ in published():
         silent = simulate(one_f_one_b(p, m), Times(forward, backward, weight, 0))
@@ -336,7 +336,7 @@ def test_a_message_delays_its_receiver_and_nobody_else():
 
 
 def test_stages_on_one_rank_pass_on_without_a_message():
-    """The bottom of the V: stages p-1 and p are neighbours in the same memory."""
+    """At the bottom of the V, stages p-1 and p are neighbors on the same rank."""
     spans = {str(s.action): s for s in simulate(zb_v(2, 1), Times(comm=10)).spans[1]}
     assert spans["2F0"].start == spans["1F0"].end
     assert spans["1B0"].start == spans["2B0"].end
@@ -349,7 +349,7 @@ def test_uneven_stages_run_at_the_pace_of_the_slowest():
 
 
 def test_adding_communication_changes_no_time():
-    """The simulator waits for the same producers, named or not."""
+    """The simulator waits for the same producers with or without explicit messages."""
     times = Times(forward=1, backward=1.2, weight=0.8, comm=0.3, step=0.1)
     for schedule in every_schedule(ranks=range(1, 5), micro_batches=[4, 8]):
         plain = simulate(schedule, times)
@@ -394,8 +394,8 @@ def test_zero_bubble_memory_is_what_the_papers_table_says():
         m = 4 * p
         assert peak_in_flight(zb_h1(p, m)) == [p] * p
         assert peak_in_flight(zb_h2(p, m)) == [2 * p - 1] * p
-        assert peak_in_flight(zb_v(p, m)) == [2 * p] * p  # of stages half as thick: p
-        assert max(peak_in_flight(dualpipe_v(p, m))) == 2 * p + 1  # stages of the V, plus one
+        assert peak_in_flight(zb_v(p, m)) == [2 * p] * p  # of half-size stages, which is p
+        assert max(peak_in_flight(dualpipe_v(p, m))) == 2 * p + 1  # of half-size stages, plus one
 
 
 def test_the_memory_profile_starts_and_ends_empty_and_peaks_where_the_list_says():
@@ -413,12 +413,12 @@ def test_the_memory_profile_starts_and_ends_empty_and_peaks_where_the_list_says(
 
 
 def test_in_flight_agrees_with_the_timeline_counted_moment_by_moment():
-    """An oracle that knows intervals only: held from the start of F to the end of B (or W)."""
+    """The oracle knows only intervals: held from the start of F to the end of B (or W)."""
     for schedule in [one_f_one_b(4, 8), interleaved(4, 8), zb_h1(4, 8), dualpipe_v(3, 8)]:
         timeline = simulate(schedule)
         for rank, spans in enumerate(timeline.spans):
             start = {s.action[::2][:2]: s.start for s in spans if s.action.kind == "F"}
-            end = {s.action[::2][:2]: s.end for s in spans if s.action.kind != "F"}  # W after B
+            end = {s.action[::2][:2]: s.end for s in spans if s.action.kind != "F"}  # W replaces B
             moments = sorted(start.values())
             peak = max(sum(start[k] <= t < end[k] for k in start) for t in moments)
             assert peak == timeline.peak_in_flight[rank]
@@ -440,9 +440,10 @@ def test_early_receives_are_started_that_many_computations_before():
 
 
 def receives(schedule, early):
-    """(messages that are sent before their receive is posted, the most receives open on a rank).
+    """Return (messages sent before their receive is posted, the most receives open on a rank).
 
-    A receive is posted when the computation before it is over; a message leaves when its own is.
+    A receive is posted when the computation before it ends; a message leaves when its producer
+    ends.
     """
     spans = simulate(schedule, Times(comm=0.1)).spans
     over = {span.action.key: span.end for rank in spans for span in rank}
@@ -462,8 +463,10 @@ def receives(schedule, early):
 
 
 def test_receives_two_computations_early_wait_for_their_messages():
-    """Why the executor posts them so: with one it is a few messages that wait for their receiver
-    instead, with none it is half of them or more; what it costs is buffers."""
+    """The executor therefore posts receives two computations early, at the cost of buffers.
+
+    With one, a few messages wait for their receiver instead; with none, half of them or more.
+    """
     for schedule, least in [(gpipe(4, 8), 1), (one_f_one_b(4, 8), 2), (zb_h1(4, 8), 2)]:
         assert [receives(schedule, early)[0] == 0 for early in range(3)] == [
             early >= least for early in range(3)
@@ -474,7 +477,7 @@ def test_receives_two_computations_early_wait_for_their_messages():
         (0, 3),
         (0, 4),
     ]
-    assert receives(interleaved(4, 8), 2)[0] <= 0.05 * 112  # few of its messages
+    assert receives(interleaved(4, 8), 2)[0] <= 0.05 * 112  # only a few messages
 
 
 @pytest.mark.parametrize(("p", "m", "v"), [(4, 8, 1), (4, 8, 2), (4, 8, 3)])
@@ -491,7 +494,7 @@ def test_the_bottom_of_a_v_sends_nothing():
 
 def test_sends_that_wait_deadlock_1f1b_until_they_are_fused():
     unfused = add_communication(one_f_one_b(4, 8))
-    validate(unfused)  # fine where a send does not wait
+    validate(unfused)  # fine if sends do not wait
     with pytest.raises(ScheduleError, match="deadlock: rank 0 at 0SEND_F3 waits for 1RECV_F3"):
         validate(unfused, rendezvous=True)
     fused = fuse_communication(unfused)
@@ -510,7 +513,7 @@ def test_fused_communication_runs_in_list_order_for_every_schedule():
     for schedule in every_schedule():
         fused = fuse_communication(add_communication(schedule))
         validate(fused, rendezvous=True)
-        for rank in range(schedule.num_ranks):  # the computations stay in their order
+        for rank in range(schedule.num_ranks):  # computations keep their order
             left = [a for a in fused.actions(rank) if "_" not in a.kind]
             assert left == list(schedule.actions(rank))
 
@@ -579,7 +582,7 @@ def test_a_deadlock_names_who_waits_for_whom():
 
 
 def test_every_swap_that_validate_lets_pass_can_run():
-    """Random exchanges of two actions of a rank; the oracle runs the lists by brute force."""
+    """Swap two random actions of a rank; the oracle runs the lists by brute force."""
     draw, ran, stuck = random.Random(0), 0, 0
     for _ in range(300):
         ranks = lists(one_f_one_b(3, 4))
@@ -596,7 +599,7 @@ def test_every_swap_that_validate_lets_pass_can_run():
 
 
 def brute_force(ranks):
-    """Can these F and B lists of one stage a rank run to their end? Written without the library."""
+    """Return whether these F and B lists, one stage per rank, can finish (without the library)."""
     todo, done, last = [list(map(str, row)) for row in ranks], set(), len(ranks) - 1
     while any(todo):
         before = len(done)
@@ -685,7 +688,7 @@ def test_a_forward_cannot_use_weights_that_are_not_there_yet():
 
 
 def test_order_is_what_pytorch_executes():
-    """Not its display tables: the calls that its schedules make on a rank's stages."""
+    """Compare the calls that its schedules make on a rank's stages, not its display tables."""
     pytest.importorskip("torch")
     from torch.distributed.pipelining import schedules as theirs
 
@@ -708,7 +711,7 @@ def test_order_is_what_pytorch_executes():
     for (ours, their_class, layout), p, m in itertools.product(pairs, (2, 3, 4), (1, 4, 8, 10)):
         try:
             schedule = ours(p, m)
-        except ScheduleError:  # what we refuse, they refuse
+        except ScheduleError:  # they refuse what we refuse
             with pytest.raises(ValueError):
                 executed_by_pytorch(their_class, layout(0, p), p, m, rank=0)
             continue
@@ -716,7 +719,7 @@ def test_order_is_what_pytorch_executes():
             try:
                 executed = executed_by_pytorch(their_class, layout(rank, p), p, m, rank)
             except ValueError:
-                # theirs: as interleaved 1F1B; theirs: no fewer micro-batches than stages
+                # Only theirs refuse these: zb_h1 follows interleaved 1F1B, and 1F1B needs m >= p.
                 assert (ours is zb_h1 and m % max(1, m // p)) or (ours is one_f_one_b and m < p)
                 break
             compared += 1
@@ -724,7 +727,7 @@ def test_order_is_what_pytorch_executes():
             for i, (stage, kind, micro, _) in enumerate(mine):
                 if kind == "B" and (stage, micro) in schedule.split:
                     mine[i] = f"{stage}I{micro}"  # their letter for half a backward
-            if ours is zb_v and m < 2 * p - 1:  # theirs idles where ours puts Ws
+            if ours is zb_v and m < 2 * p - 1:  # theirs idles where ours runs Ws
                 mine = [action for action in mine if "W" not in str(action)]
                 executed = [action for action in executed if "W" not in action]
             assert list(map(str, mine)) == executed, (schedule.name, p, m, rank)
@@ -732,7 +735,7 @@ def test_order_is_what_pytorch_executes():
 
 
 def executed_by_pytorch(schedule_class, stage_indices, p, m, rank):
-    """Run one rank of a PyTorch schedule on stages that only write down what they are told."""
+    """Run one rank of a PyTorch schedule on stages that only record their calls."""
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
     from torch.distributed.pipelining.stage import _PipelineStageBase
 
@@ -765,7 +768,7 @@ def executed_by_pytorch(schedule_class, stage_indices, p, m, rank):
         set_local_fwd_input = set_local_bwd_input = get_local_bwd_output = ignore
         perform_reduce_grad = ignore
 
-    Stage.__abstractmethods__ = frozenset()  # what is left prepares buffers, which are not used
+    Stage.__abstractmethods__ = frozenset()  # the rest prepares buffers that are not used
     stages = [Stage(index) for index in stage_indices]
     single = issubclass(schedule_class, PipelineScheduleSingle)
     schedule = schedule_class(stages[0] if single else stages, m)

@@ -1,8 +1,8 @@
-"""Two ranks with torchrun's environment, on a host each; without torchrun, which takes its time.
+"""Run two ranks, each on its own host, in torchrun's environment but without the slow torchrun.
 
     python -m tests.ranks.as_torchrun FAULT TIMEOUT
 
-What each says, and its exit status and seconds, are printed.
+Prints each rank's output, its exit status and how many seconds it ran.
 """
 
 import os
@@ -18,7 +18,7 @@ from mini_dist.ranks.network import leave_the_hosts_network
 
 
 def steps(fault, group):
-    """Rings without end; at the third step rank 1 trips over its cable, or goes on alone."""
+    """Run rings forever; at step 3, rank 1 pulls its cable or, for "goes on", sleeps instead."""
     for step in range(1_000_000):
         if step == 3 and group.rank() == 1:
             if fault == "goes on":
@@ -28,7 +28,7 @@ def steps(fault, group):
 
 
 def idle(_, group):
-    """Rank 0 waits for rank 1, and nothing is under way that could be sent again."""
+    """Pull rank 1's cable while rank 0 waits for it and no data is in flight to be sent again."""
     if group.rank() == 0:
         recv(torch.ones(1000), 1, group)
     time.sleep(1)
@@ -37,8 +37,10 @@ def idle(_, group):
 
 
 def large(_, group):
-    """Rank 0 sends what takes 4 s on the uplink: the cable is pulled on the way. (gloo does not
-    wake who sends, even when the connection has broken.)"""
+    """Pull the cable 1 s into a message that takes 4 s on the uplink.
+
+    (gloo does not wake the sender, even when the connection has broken.)
+    """
     numbers = torch.ones(25_000_000)
     if group.rank() == 0:
         send(numbers, 1, group)
@@ -49,7 +51,7 @@ def large(_, group):
 
 
 def late(_, group):
-    """Nobody is lost: rank 1 computes for longer than a silent host is waited for."""
+    """Lose no rank: rank 1 just computes for longer than the limit for a silent host."""
     if group.rank() == 1:
         time.sleep(20)
     ring_all_reduce(torch.ones(1000), group)

@@ -1,6 +1,6 @@
-"""Programs that go wrong, each in its own way. Tests run them here and in the cells of a notebook.
+"""Programs that each fail in a different way; tests run them here and in notebook cells.
 
-Each ends for a reason of its own that the error has to name; two ranks are enough for all.
+The error has to name each program's own reason. Two ranks are enough for all of them.
 """
 
 import os
@@ -127,7 +127,7 @@ def everyone_sends_first(group):
 
 
 def serves_one_request_too_many(group):
-    """Rank 0 may hear from anybody, and nobody has anything left to say."""
+    """Rank 0 waits for a message from any rank, but no rank has one left to send."""
     if group.rank() == 0:
         for _ in range(2):
             dist.recv(torch.ones(2), group=group)
@@ -158,7 +158,7 @@ def hangs(group):
 
 
 def hangs_and_tells(path, group):
-    """Leave the process id where others look for it; then wait for ever, one here, one there."""
+    """Write the process id to a file, then wait forever: rank 0 in barrier, rank 1 in hangs."""
     Path(f"{path}-{group.rank()}").write_text(str(os.getpid()))
     if group.rank() == 0:
         dist.barrier(group=group)

@@ -1,4 +1,4 @@
-"""What launches leave behind: nothing beyond a zygote, its ranks on standby and their directory."""
+"""Check that launches leave behind only a zygote, its standby ranks and their directory."""
 
 import os
 import time
@@ -11,12 +11,12 @@ LIMIT = 10  # seconds that a process may take to end on a busy machine
 
 
 def zygote(start: str = "fork", network: bool = False):
-    """The zygote of this process, None before its first launch."""
+    """Return this process's zygote, or None before its first launch."""
     return ZYGOTES.get((start, network))
 
 
 def processes(session: int) -> set[int]:
-    """All that a zygote ever started, ranks and their children: they share its session."""
+    """Return the process ids in a zygote's session: the zygote, its ranks and their children."""
     found = set()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -32,7 +32,7 @@ def processes(session: int) -> set[int]:
 
 
 def wait_until(condition, what) -> None:
-    """Processes end in their own time; what must come to pass has LIMIT seconds for it."""
+    """Wait up to LIMIT seconds for `condition`, because processes take some time to end."""
     deadline = time.monotonic() + LIMIT
     while not condition():
         assert time.monotonic() < deadline, what()
@@ -40,7 +40,7 @@ def wait_until(condition, what) -> None:
 
 
 def assert_only_standby(start: str = "fork") -> None:
-    """One zygote, its standby ranks, their directory, and nothing else of this process."""
+    """Assert that only one zygote, its standby ranks and their directory are left."""
     keeper = zygote(start)
     session, expected = keeper.process.pid, 1 + keeper.standby.size
     wait_until(

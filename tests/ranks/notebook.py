@@ -14,12 +14,12 @@ PATIENCE = 120  # seconds for a cell on a busy machine; no test waits that long 
 
 @dataclass
 class Cell:
-    """What is shown under a cell."""
+    """The output shown under a cell."""
 
     number: int | None = None
     printed: str = ""
     result: dict = field(default_factory=dict)  # MIME type -> text
-    error: str = ""  # the traceback as shown, without colours
+    error: str = ""  # the traceback as shown, without colors
     error_type: str = ""
 
 
@@ -42,11 +42,11 @@ class Notebook:
         self.manager.shutdown_kernel(now=True)
 
     def start(self, source: str) -> str:
-        """Begin to run a cell."""
+        """Start running a cell."""
         return self.client.execute(source)
 
     def finish(self, message_id: str) -> Cell:
-        """Wait until that cell is done; an error in it is shown in the Cell, not raised."""
+        """Wait until that cell is done; its error is stored in the Cell, not raised."""
         cell = Cell()
         while True:
             try:

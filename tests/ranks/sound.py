@@ -1,6 +1,6 @@
-"""Programs that are right, and look wrong to a careless watcher: none may raise an alarm.
+"""Correct programs that look wrong to a careless watcher; none may raise an alarm.
 
-`a_while` is computation that outlasts several looks of the parent at the flight recorders.
+`a_while` stands for computing while the parent reads the flight recorders several times.
 """
 
 import threading
@@ -77,7 +77,7 @@ def far_ahead_of_the_others(group):
 
 
 def root_goes_on_before_all_have_received(group):
-    """Of a broadcast's tree the root serves its own children only."""
+    """In a tree broadcast, the root sends only to its own children."""
     last = group.size() - 1
     if group.rank() == last:
         dist.recv(torch.ones(2), 0, group=group)
@@ -90,7 +90,7 @@ def root_goes_on_before_all_have_received(group):
 
 
 def receive_from_anybody_then_from_one(group):
-    """What the first receive takes decides what the others are paired with."""
+    """The message that the first receive takes decides which messages the others get."""
     if group.rank() == 0:
         dist.send(torch.ones(2), 1, group=group)
         dist.send(torch.ones(3), 1, group=group)
@@ -101,7 +101,7 @@ def receive_from_anybody_then_from_one(group):
 
 
 def a_server_that_is_asked_late_and_answers_late(group):
-    """For a while all of them wait, but a request or an answer is under way."""
+    """At times all ranks wait, but a request or an answer is in flight."""
     if group.rank() == 0:
         for _ in range(2 * (group.size() - 1)):
             worker = dist.recv(torch.ones(2), group=group)
@@ -149,7 +149,7 @@ def tags_out_of_order(group):
 
 
 def subgroups_with_work_of_their_own(group):
-    """Two dims of a mesh, other shapes in each group, groups that are ahead of others."""
+    """Use two mesh dims, with different shapes per group and some groups ahead of others."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -162,7 +162,7 @@ def subgroups_with_work_of_their_own(group):
 
 
 def groups_with_long_names(group):
-    """Named by a hash of their ranks, 40 letters."""
+    """torch names such a group by a hash of its ranks, 40 characters long."""
     local = dist.new_group([0, 1], use_local_synchronization=True)
     for tag in (1001, 1002):
         if group.rank() == 0:

@@ -1,4 +1,4 @@
-"""Only an unreachable host counts as silent, not a host that is late or has no room."""
+"""Only an unreachable host counts as silent, not a late host or one with full buffers."""
 
 import os
 import signal
@@ -13,15 +13,15 @@ from mini_dist.ranks.connections import connections, own_addresses, silences
 
 from .test_network import in_a_fork
 
-WAIT = 7  # seconds: three questions of an idle connection, and more of one with data under way
+WAIT = 7  # seconds: three probes of an idle connection, and more if data is in flight
 
 
 def listen_on_host_1(switch) -> int:
-    """A process there that takes two connections and never reads."""
+    """Start a process on host 1 that accepts two connections and never reads."""
     ready, said = os.pipe()
     listener = os.fork()
     if listener == 0:
-        signal.alarm(60)  # should whoever made it end first
+        signal.alarm(60)  # in case the parent ends first
         signal.signal(signal.SIGUSR1, lambda *_: pull_cable())
         move_to(switch.homes[1])
         server = socket.create_server(("10.77.0.2", 5000))
@@ -34,7 +34,7 @@ def listen_on_host_1(switch) -> int:
 
 
 def watch(seconds: float) -> list[dict]:
-    """What is silent, at each of several looks, which leave nothing open."""
+    """Return the silent hosts at each of several looks; no look may leave a file open."""
     found, end, files = [], time.monotonic() + seconds, os.listdir("/proc/self/fd")
     while time.monotonic() < end:
         found.append(silences({"10.77.0.2"}))
@@ -47,25 +47,25 @@ def two_connections_and_a_cable():
     assert network.leave_the_hosts_network() is None
     switch = Switch("w1", 2, 25e6, 0.0)
     listener = listen_on_host_1(switch)
-    kept = os.open("/proc/self/ns/net", os.O_RDONLY)  # or the switch goes with its last process
+    kept = os.open("/proc/self/ns/net", os.O_RDONLY)  # else the switch ends with its last process
     move_to(switch.homes[0])
     idle, full = (socket.create_connection(("10.77.0.2", 5000)) for _ in range(2))
     full.setblocking(False)
     end = time.monotonic() + 1
-    while time.monotonic() < end:  # the kernel's room on both sides, then none
+    while time.monotonic() < end:  # until the kernel's buffers on both sides are full
         try:
             full.send(bytes(1 << 16))
         except BlockingIOError:
             time.sleep(0.01)
     assert sorted(address for address, _ in connections()) == ["10.77.0.2"] * 2
     assert own_addresses() == ["10.77.0.1"] and silences({"10.77.0.3"}) == {}
-    os.kill(listener, signal.SIGSTOP)  # a debugger, say: its kernel answers for it
+    os.kill(listener, signal.SIGSTOP)  # as a debugger does; its kernel still answers
     answered = watch(WAIT)
     os.kill(listener, signal.SIGCONT)
-    full.close()  # (else it might be the one that tells)
+    full.close()  # (else this connection might reveal the silence)
     os.kill(listener, signal.SIGUSR1)
     pulled = time.monotonic()
-    last = {}  # On a busy machine the listener may be seconds late to pull it.
+    last = {}  # On a busy machine, the listener may pull the cable seconds late.
     while not last.get("10.77.0.2", 0) > 4 and time.monotonic() < pulled + 40:
         last = watch(0.2)[-1]
     passed = time.monotonic() - pulled

@@ -1,4 +1,4 @@
-"""launch(device=...): where tensors belong, what is refused, and what carried the messages."""
+"""Test launch(device=...): where tensors go, which calls are refused, what carries messages."""
 
 import importlib
 
@@ -16,7 +16,7 @@ from mini_dist.ranks.ledger.staged import Staged
 
 @pytest.fixture
 def one_gpu(monkeypatch):
-    """What the process that calls launch sees; no rank is ever started."""
+    """Make launch see one GPU; no rank is ever started."""
     monkeypatch.setattr(importlib.import_module("mini_dist.ranks.launch"), "count_gpus", lambda: 1)
 
 
@@ -84,7 +84,7 @@ def test_title_and_ledger_say_what_carried_the_messages():
     run = launch(sum_of_ones, 2, device="cpu")
     assert run.title() == "2 ranks on cpu, gloo"
     assert run.ledger.carriers() == ["gloo"]
-    for comm in run.ledger.comms:  # the ring is made of messages: they have a carrier, not the ring
+    for comm in run.ledger.comms:  # a ring's messages have a carrier, the ring itself does not
         assert comm.carrier == ("gloo" if comm.is_leaf else None)
 
 
@@ -102,11 +102,11 @@ def test_a_table_names_the_carrier_where_gloo_is_not_alone():
 
 
 # ---- ranks that share a GPU ----------------------------------------------------------------------
-# No GPU is needed to check the way by the host: here the tensors to copy are those on the CPU.
+# No GPU is needed to check copying through the host: here the tensors to copy are on the CPU.
 
 
 def every_operation(staged, group):
-    """name -> what this rank has after each operation of torch.distributed, and after DDP."""
+    """Return name -> this rank's result, for each torch.distributed operation and for DDP."""
     if staged:
         group.inner, group.is_staged = Staged(group.inner, "cpu"), True
     rank, size = group.rank(), group.size()
@@ -128,7 +128,7 @@ def every_operation(staged, group):
     whole = torch.zeros(2 * size)
     note("all_gather_into", whole, dist.all_gather_into_tensor(whole, mine, group=group))
     whole = torch.zeros(2 * size)
-    part = whole.chunk(size)[rank]  # its own part of what is gathered, as in FSDP2
+    part = whole.chunk(size)[rank]  # a view of the output, as in FSDP2
     part.copy_(mine)
     note("all_gather_in_place", whole, dist.all_gather_into_tensor(whole, part, group=group))
     part = torch.zeros(2)
@@ -168,12 +168,12 @@ def test_by_way_of_the_host_everything_arrives_as_without():
 
 
 def write_and_wait(group):
-    """What a rank sees of a message before and after `wait`."""
+    """Return what a rank sees of a message before and after `wait`."""
     group.inner, group.is_staged = Staged(group.inner, "cpu"), True
     x = torch.full((2,), float(group.rank()))
     if group.rank() == 0:
         handle = group.send([x], 1, 0)
-        x.fill_(7.0)  # what travels is the copy, so this is late
+        x.fill_(7.0)  # too late, because the copy is sent
         handle.wait()
         return x
     handle = group.recv([x], 0, 0)

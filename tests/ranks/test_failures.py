@@ -1,6 +1,6 @@
-"""Runs that fail: one clear error, nothing left behind, the next launch as warm as ever.
+"""Test runs that fail: one clear error, nothing left behind, the next launch as warm as ever.
 
-Every fault of `ranks/faults.py` happens twice: in this plain process and in a notebook's kernel,
+Every fault of `ranks/faults.py` runs twice: in this plain process and in a notebook's kernel,
 where the error has to name the cell and its line.
 """
 
@@ -45,8 +45,8 @@ def notebook(tmp_path_factory):
 AGREE = "the ranks do not agree on an operation that they enter together:"
 DEADLOCK = "deadlock: ranks 0 and 1 wait for what can no longer happen."
 
-# fault: what its error says, in this order; AT and what follows is a line of the fault, which has
-# to be named by its place and quoted
+# Maps each fault to the strings that its error must contain, in this order. AT marks a line of the
+# fault, which the error must quote together with its location.
 AT = "@ "
 SAID = {
     faults.raises: [
@@ -155,7 +155,7 @@ each_fault = pytest.mark.parametrize("fault", SAID, ids=lambda fault: fault.__na
 
 
 def assert_said(message: str, fault, place) -> None:
-    """`place(line)`: how the error refers to that line of the fault."""
+    """Check the error; `place(line)` is how it refers to that line of the fault."""
     source = inspect.getsource(fault).splitlines()
     rest = message
     for words in SAID[fault]:
@@ -188,7 +188,7 @@ NEXT = inspect.getsource(assert_next_launch_is_warm_and_right)
 def test_fault_in_a_plain_process(fault):
     with pytest.raises(RankError) as caught:
         launch(fault, 2, quiet=True, timeout=PATIENCE)
-    assert not isinstance(caught.value, RankTimeout)  # found out, not waited out
+    assert not isinstance(caught.value, RankTimeout)  # detected, not timed out
     file, first = os.path.relpath(faults.__file__), inspect.getsourcelines(fault)[1]
     assert_said(str(caught.value), fault, lambda line: f'File "{file}", line {first + line}')
     assert_next_launch_is_warm_and_right()
@@ -200,12 +200,12 @@ def test_fault_in_a_notebook(fault, notebook):
     cell = notebook.try_to_run(
         f"{inspect.getsource(fault)}\nlaunch({name}, 2, quiet=True, timeout={PATIENCE})"
     )
-    assert cell.error.startswith("RankError: ")  # no frame of ours above it
+    assert cell.error.startswith("RankError: ")  # none of our own frames is above it
     assert_said(cell.error, fault, lambda line: f"Cell In[{cell.number}], line {line + 1}")
     notebook.run(f"{NEXT}\nassert_next_launch_is_warm_and_right()")
 
 
-# ---- from outside ------------------------------------------------------------------------------
+# ---- hangs, interrupts and kills ---------------------------------------------------------------
 
 
 def test_a_hang_ends_at_the_timeout_and_says_where_everybody_was():
@@ -231,7 +231,7 @@ def test_a_rank_that_prints_without_end_meets_its_timeout(native):
 
 
 def wait_for_ranks(path):
-    """Until both have left their process id there, and sleep in the line that follows."""
+    """Wait until both ranks have written their process id there and sleep in the next line."""
 
     def sleeps(rank):
         told = Path(f"{path}-{rank}")
@@ -243,7 +243,7 @@ def wait_for_ranks(path):
 
 @pytest.fixture
 def interruptible():
-    """A shell without job control starts what runs behind it deaf to SIGINT, pytest included."""
+    """Handle SIGINT even if a shell without job control started pytest in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -378,7 +378,7 @@ def test_a_rank_that_dies_on_standby_is_no_failure_of_the_next_run():
     leftovers.assert_only_standby()
     victim = max(leftovers.processes(keeper.process.pid) - {keeper.process.pid})
     os.kill(victim, signal.SIGKILL)
-    # (Gone from the list it may still have threads that end, and nobody can know of its death.)
+    # (A zombie may still have threads that are ending, and then nobody can know of its death.)
     leftovers.wait_until(lambda: not Path(f"/proc/{victim}").exists(), lambda: "it lives")
     assert launch(lambda group: group.rank(), 2).results == [0, 1]
     assert leftovers.zygote() is keeper
@@ -418,7 +418,7 @@ def test_a_child_in_a_session_of_its_own_ends_with_its_rank(tmp_path):
             lambda: all(file.exists() and file.read_text() for file in files), lambda: "slow"
         )
         pids = [int(file.read_text()) for file in files]
-        assert all(psutil.pid_exists(pid) for pid in pids)  # a live rank keeps its own
+        assert all(psutil.pid_exists(pid) for pid in pids)  # a live rank's children stay alive
         return pids
 
     (pids,) = launch(leave_children, 1, (tmp_path,)).results
@@ -427,7 +427,7 @@ def test_a_child_in_a_session_of_its_own_ends_with_its_rank(tmp_path):
     assert_next_launch_is_warm_and_right()
 
 
-# ---- what has run out is named -----------------------------------------------------------------
+# ---- errors name exhausted resources -----------------------------------------------------------
 
 
 def in_a_process(code: str, *arguments, **options) -> subprocess.CompletedProcess:
@@ -459,14 +459,14 @@ assert len(os.listdir("/proc/self/fd")) <= now + 4, os.listdir("/proc/self/fd")
 
 PIDS = Path("/sys/fs/cgroup/pids")
 can_limit_processes = pytest.mark.skipif(
-    not os.access(PIDS, os.W_OK) or os.getuid() != 0, reason="needs a cgroup of its own for pids"
+    not os.access(PIDS, os.W_OK) or os.getuid() != 0, reason="needs its own pids cgroup"
 )
 
 
 @can_limit_processes
 @pytest.mark.parametrize("most", [3, 9, 16])
 def test_a_container_that_allows_few_processes_is_named(most):
-    """Refused is a fork, or native code's thread: both end in the same sentence."""
+    """Whether a fork or a native thread is refused, the error has the same sentence."""
     group = PIDS / f"mini_dist-test-{os.getpid()}"
     group.mkdir()
     try:
@@ -551,7 +551,7 @@ assert launch(lambda group: group.rank(), 2).results == [0, 1]
     assert "the working directory of this process has been removed" in done.stdout
 
 
-# ---- what cannot work is said before anything starts ---------------------------------------------
+# ---- impossible calls are refused before anything starts -----------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -658,7 +658,7 @@ def test_the_error_carries_rank_failures_and_outputs():
 
 
 def test_of_several_failures_the_cause_is_named_not_the_consequence():
-    """The ranks that lose their neighbour raise too, some of them earlier."""
+    """The ranks that lose their neighbor raise too, some of them earlier."""
 
     def one_dies_others_notice(group):
         import torch.distributed as dist
@@ -687,7 +687,7 @@ def test_the_odd_one_out_is_marked():
     assert len(marked) == 1 and marked[0].strip().startswith("rank 1")
 
 
-# ---- no false alarm ---------------------------------------------------------------------------
+# ---- no false alarms --------------------------------------------------------------------------
 
 FOUR_RANKS = {
     sound.a_server_that_is_asked_late_and_answers_late,
@@ -713,11 +713,11 @@ def test_a_sound_program_raises_no_alarm(program):
     launch(program, 4 if program in FOUR_RANKS else 2, quiet=True, timeout=PATIENCE)
 
 
-# ---- many --------------------------------------------------------------------------------------
+# ---- many faults in a row ----------------------------------------------------------------------
 
 
 def test_faults_in_a_row_leave_nothing_behind(request):
-    """Ten of them; with --long a hundred."""
+    """Run ten faults, or a hundred with --long."""
     dice = random.Random(0)
     count = 100 if request.config.getoption("--long") else 10
     for _ in range(count):
@@ -733,7 +733,7 @@ def test_faults_in_a_row_leave_nothing_behind(request):
 
 
 def only_two(fault):
-    """The faults are written for two ranks; further ones stand by until the end."""
+    """Run the fault on the two ranks it is written for; any other ranks idle until the end."""
 
     def work(group):
         import torch.distributed as dist
@@ -744,11 +744,11 @@ def only_two(fault):
     return work
 
 
-# ---- ranks that sabotage ---------------------------------------------------------------------
+# ---- ranks that sabotage their launch --------------------------------------------------------
 
 
 def writes_junk(junk, group):
-    """Into every Unix socket of rank 1: one of them leads to the parent."""
+    """Write junk into every Unix socket of rank 1, one of which leads to the parent."""
     import socket
 
     if group.rank() == 1:
@@ -812,7 +812,7 @@ def test_a_rank_that_removes_its_folder_does_not_fail_the_next_launch(levels):
 
 
 def test_launch_in_a_signal_handler_during_a_launch_is_refused_at_once():
-    """It would wait for the launch that it interrupts, for ever."""
+    """Otherwise it would wait forever for the launch that it interrupts."""
     told = []
 
     def handler(*_):
@@ -864,7 +864,7 @@ def sleeps(communicates, group):
 
 @pytest.mark.parametrize("communicates", [True, False])
 def test_a_timeout_knows_for_how_long_no_rank_has_begun_an_operation(communicates):
-    """Of ranks that have begun none it says 0: they may compute."""
+    """If the ranks have begun no operation, it says 0, because they may be computing."""
     with pytest.raises(RankTimeout) as caught:
         launch(sleeps, 2, (communicates,), timeout=3)
     assert (caught.value.idle > 0) == communicates and caught.value.idle < 3.5

@@ -1,4 +1,4 @@
-"""Random faults of many kinds: a sample of what `benchmarks/faults.py` runs a thousand of."""
+"""Run a sample of the thousand random faults of many kinds in `benchmarks/faults.py`."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The flight recorder, when a rank speaks from several threads (overlap, checkpoints behind)."""
+"""Test the flight recorder with several threads per rank (overlap, background checkpoints)."""
 
 import sys
 import threading

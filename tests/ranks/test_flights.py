@@ -1,4 +1,4 @@
-"""The messages of a run played over stated links, against the formulas of calculators.costs."""
+"""Replay a run's messages over links of given speed and compare with calculators.costs."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_a_played_all_reduce_takes_the_rounds_and_seconds_of_the_formula(
     assert count_rounds(run.ledger) == cost.rounds
     assert seconds(run.ledger, FAR) == pytest.approx(cost.seconds)
 
-    # inside a node and between nodes
+    # The link inside a node now differs from the link between nodes.
     two_levels = links.Hierarchy(ranks_per_node, NEAR, FAR)
     cost = costs.all_reduce(4 * numel, size, algorithm, two_levels, 4)
 

@@ -1,4 +1,4 @@
-"""The folder of the ranks: what is swept away, and above all what is not."""
+"""Test which leftover rank folders are swept away and, above all, what is not."""
 
 import fcntl
 import os
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def base(tmp_path, monkeypatch):
-    """Where folders of ranks go, as where /dev/shm cannot be used."""
+    """Put rank folders in tmp_path, as if /dev/shm could not be used."""
     monkeypatch.setattr(folder, "base_directory", lambda: str(tmp_path))
     return tmp_path
 
@@ -43,7 +43,7 @@ def test_what_a_killed_process_has_left_is_swept_away(base):
 
 
 def test_a_course_unpacked_beside_it_stays(base):
-    """`mini_dist-main` is what GitHub calls the folder in its zip."""
+    """GitHub names the folder in its zip `mini_dist-main`."""
     course = base / "mini_dist-main"
     (course / "notebooks").mkdir(parents=True)
     work = course / "notebooks" / "00_start_here.ipynb"
@@ -141,7 +141,7 @@ def test_a_folder_in_use_stays_and_goes_when_its_last_user_does(base):
     assert not path.exists()
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can make a folder of another user")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
 def test_a_folder_of_another_user_stays(base):
     path = left_by_a_killed_process(base)
     os.chown(path, 65534, 65534)
@@ -172,7 +172,7 @@ def test_a_start_that_fails_leaves_no_folder_and_no_descriptor(base, monkeypatch
         assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="kills by PDEATHSIG")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's PDEATHSIG")
 def test_a_process_and_its_zygote_killed_together_are_swept_up_after_by_the_next():
     code = """
 import os, signal, sys

@@ -1,4 +1,4 @@
-"""Hosts with real slow links: addresses, bytes as the kernel counts them, faults told by host."""
+"""Test hosts with real slow links: addresses, the kernel's byte counts, faults named by host."""
 
 import os
 import re
@@ -41,7 +41,7 @@ TWO = Hosts(2, uplink="200 Mbit/s")
 
 @cache
 def refused():
-    """Why this system has no hosts; None where it has."""
+    """Return why this system cannot make hosts, or None if it can."""
     return launch(lambda group: None, 2, hosts=TWO).no_hosts
 
 
@@ -76,11 +76,11 @@ def all_reduce(algorithm, numel, group):
         dist.all_reduce(x, group=group)
     else:
         x = collectives.all_reduce(x, group, algorithm=algorithm)
-    dist.barrier(group)  # nobody goes on before all is through
+    dist.barrier(group)  # no rank goes on before all data has arrived
     return x[0].item()
 
 
-N = 400_000  # numbers, 1.6 MB
+N = 400_000  # elements, 1.6 MB
 
 
 @pytest.mark.parametrize(
@@ -91,9 +91,12 @@ N = 400_000  # numbers, 1.6 MB
     ],
 )
 def test_the_kernel_counts_at_the_uplink_what_the_formula_says(real, ranks, algorithm, share):
-    """In units of N, each way. Headers come on top: up to 66 bytes in 1,514 (the interface counts
-    what the kernel hands over as one packet with one header), acknowledgements of the rest, and on
-    a busy machine what was sent again (once 21 %). The next larger share is 4/3 or more away."""
+    """`share` is the traffic each way, in units of N elements.
+
+    The count also has headers: up to 66 bytes in 1,514 (the interface counts one header for what
+    the kernel hands over as one packet). It has acknowledgments too, and retransmissions on a busy
+    machine (once 21 %). The next larger share is at least 4/3 times as large.
+    """
     hosts = Hosts(2, uplink="1 Gbit/s", ranks=ranks)
     run = launch(all_reduce, 4, (algorithm, N), hosts=hosts)
     assert run.results == [10.0] * 4
@@ -104,11 +107,11 @@ def test_the_kernel_counts_at_the_uplink_what_the_formula_says(real, ranks, algo
             assert share < counted / (4 * N) < 1.3 * share
 
 
-SLOWEST = 25  # rounds of an all-reduce; on a quiet machine the first one holds
+SLOWEST = 25  # rounds of an all-reduce; on a quiet machine the first is enough
 
 
 def until_on_time(algorithm, seconds, group):
-    """The fastest round of the slowest rank; no more rounds once it is within the stated error."""
+    """Return the slowest rank's fastest round; stop once it is within the stated error."""
     x, fastest = torch.ones(250_000), float("inf")
     for _ in range(SLOWEST):
         dist.barrier(group)
@@ -129,8 +132,10 @@ def until_on_time(algorithm, seconds, group):
 def test_virtual_time_is_the_clock_s_within_a_quarter_where_the_cable_decides(
     real, ranks, algorithm
 ):
-    """From below it is physics, but for the 2 ms that the buckets let pass at once. From above a
-    busy machine can spoil a round: the fastest of many."""
+    """The fastest of many rounds counts, because a busy machine can slow a round down.
+
+    No round beats the cable by more than the 2 ms of data that its token buckets pass at once.
+    """
     slow = Hosts(2, uplink="40 Mbit/s", ranks=ranks)
     once = launch(
         lambda group: collectives.all_reduce(torch.ones(250_000), group, algorithm=algorithm),
@@ -160,7 +165,7 @@ def test_where_the_kernel_cannot_delay_a_latency_is_emulated_and_that_is_said(re
     ],
 )
 def test_messages_played_between_hosts_take_what_the_formula_says(ranks, algorithm, share):
-    """Bytes on one cable, after one another: N goes up to a root and down again."""
+    """`share` is what crosses one cable in sequence: N goes up to a root and down again."""
     hosts = Hosts(2, uplink="200 Mbit/s", ranks=ranks, emulated=True)
     run = launch(
         lambda g: collectives.all_reduce(torch.ones(N), g, algorithm=algorithm), 4, hosts=hosts
@@ -197,7 +202,7 @@ def step_until(fault, group):
 
 
 def train_until(fault, group):
-    """dp 2 x tp 2, TP inside the hosts; the fault comes in the backward of the third step."""
+    """Train with dp 2 x tp 2, TP inside the hosts; the fault is in the third step's backward."""
     config = ModelConfig(d_model=16, num_layers=2, num_heads=2, seq_len=8)
     layout = Layout(dp=2, tp=2, micro_batch_size=4)
     model = all_axes.parallelize(config, layout, group, lambda p: torch.optim.SGD(p, lr=0.1))
@@ -255,7 +260,7 @@ def test_a_fault_is_one_error_that_names_the_host_and_the_next_run_is_well(real,
     ],
 )
 def test_a_fault_in_backward_is_told_as_such_and_not_by_the_deadline(real, fault, says):
-    """A run whose deadline strikes raises RankTimeout, which is a RankError."""
+    """A run that misses its deadline raises RankTimeout, which is a RankError."""
     with pytest.raises(RankError, match=says) as told:
         launch(train_until, 4, (fault,), hosts=TWO, quiet=True, timeout=300)
     assert not isinstance(told.value, RankTimeout) and "300" not in str(told.value)
@@ -267,7 +272,7 @@ def hold_on(group):
 
 
 def test_what_nothing_else_tells_the_deadline_ends_and_says_who_waits(real):
-    """Host 1's rank 3 computes on for ever: no fault that anybody could see."""
+    """Rank 3 on host 1 computes forever, which nobody can recognize as a fault."""
     with pytest.raises(RankTimeout, match="^not done after 5 s") as told:
         launch(step_until, 4, (hold_on,), hosts=TWO, quiet=True, timeout=5)
     assert "rank 3" in str(told.value)
@@ -301,7 +306,7 @@ def test_after_a_kill_of_the_parent_no_rank_and_no_interface_is_left(real, tmp_p
 
 
 def test_a_rank_that_has_not_moved_into_its_host_yet_has_not_lost_its_cable(tmp_path, monkeypatch):
-    """On a busy machine it was looked at before, and the launch ended at once by "the timeout"."""
+    """On a busy machine, a rank was checked too early, and "the timeout" ended the launch."""
     monkeypatch.setattr(world_module, "is_unplugged", lambda pid: True)
     world = world_module.World.__new__(world_module.World)
     world.has_hosts, world.places, world.directory = True, [0, 1], str(tmp_path)
@@ -330,21 +335,21 @@ def test_where_namespaces_are_refused_the_same_program_runs_and_says_why():
     if "unshare" in done.stderr or "max_net_namespaces" in done.stderr:
         pytest.skip(f"no user namespace to try it in: {done.stderr.strip()}")
     told, uplinks = done.stdout.strip().split("\n")
-    assert uplinks == "None"  # whatever interfaces this machine has itself
+    assert uplinks == "None"  # whatever interfaces this machine has
     why, out, seconds = told.split(" | ")
     assert "refuses a network namespace" in why
     assert out == "[6000, 6000]" and float(seconds) == pytest.approx(6e-3 * 1514 / 1448, rel=1e-3)
 
 
 def a_network_with_an_eth0_of_somebody_else():
-    """As a container has it: of the same name, up, and we have every right to it."""
+    """Imitate a container's eth0: same name, up, and we have every right to it."""
     assert network.leave_the_hosts_network() is None
     home, inside = make_host()
     with inside, Netlink() as here:
         here.add_link("eth0", "bridge")
         here.set_up("eth0")
         recorder = Recorder()
-        recorder.start(memory=False, hosts=[0, 0, 1, 1])  # as of emulated hosts
+        recorder.start(memory=False, hosts=[0, 0, 1, 1])  # as for emulated hosts
         recorder.stop()
         with pytest.raises(OSError, match="^no cable to pull: this process is on no host that"):
             pull_cable()
@@ -358,7 +363,7 @@ def test_an_interface_that_launch_did_not_make_is_neither_taken_down_nor_counted
 
 
 def test_emulated_hosts_have_no_cable_to_pull_and_no_uplink_is_counted(real):
-    """Tried only where ranks have a network of their own, whatever becomes of `pull_cable`."""
+    """This runs only if ranks have their own network, so that a wrong `pull_cable` is harmless."""
     with pytest.raises(RankError, match="no cable to pull: this process is on no host that launch"):
         launch(step_until, 4, (trip_over_the_cable,), hosts=Hosts(2, emulated=True), quiet=True)
     run = launch(all_reduce, 4, ("ring", 8), hosts=Hosts(2, emulated=True))
@@ -366,7 +371,7 @@ def test_emulated_hosts_have_no_cable_to_pull_and_no_uplink_is_counted(real):
 
 
 def hosts_without_privileges():
-    """Make hosts, enter one of them, pull its cable; then no capability is left."""
+    """Make hosts, enter one, pull its cable; then check that no capability is left."""
     assert network.leave_the_hosts_network() is None
     switch = Switch("w1", 3, 25e6, 0.0)
     move_to(switch.homes[2])
@@ -378,7 +383,7 @@ def hosts_without_privileges():
     return found
 
 
-@pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="root can be another user")
+@pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="needs root to switch user")
 def test_a_user_without_privileges_has_hosts_too(real):
     assert in_a_fork_of_another_user(hosts_without_privileges) == "['lo', 'eth0']"
 

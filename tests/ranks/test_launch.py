@@ -1,4 +1,4 @@
-"""launch: a learner's function on real ranks, from a script and from the cells of a notebook."""
+"""Test launch: a learner's function on real ranks, from a script and from notebook cells."""
 
 import contextlib
 import functools
@@ -27,11 +27,11 @@ from tests.ranks import leftovers
 from tests.ranks.notebook import Notebook
 
 ROOT = Path(__file__).resolve().parents[2]
-linux = pytest.mark.skipif(sys.platform != "linux", reason="forked ranks and /proc are Linux's")
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has forked ranks and /proc")
 
 
 def in_a_script(function):
-    """Pickle a function of this file by value: its ranks need not import this file."""
+    """Pickle a function of this file by value, so that its ranks need not import this file."""
     function.__module__ = "__main__"
     return function
 
@@ -91,7 +91,7 @@ def test_a_decorator_may_add_an_argument():
 
 def test_tensors_and_modules_travel_as_arguments_and_results():
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    module[0].bias = module[1].bias  # one parameter under two names, as a tied embedding is
+    module[0].bias = module[1].bias  # one parameter under two names, as in a tied embedding
     x = torch.randn(4, 3)
 
     def use(module, x, group):
@@ -102,10 +102,10 @@ def test_tensors_and_modules_travel_as_arguments_and_results():
     run = launch(use, 2, (module, x))
     module.eval()
     for rank, (returned, y) in enumerate(run.results):
-        torch.testing.assert_close(y, module(x) + rank)  # there with one thread, here with more
+        torch.testing.assert_close(y, module(x) + rank)  # the rank uses one thread, we use more
         assert returned[0].bias is returned[1].bias
         assert all(map(torch.equal, returned.state_dict().values(), module.state_dict().values()))
-    assert run.outputs == ["", ""]  # no warning of what the ledger hung on the outputs
+    assert run.outputs == ["", ""]  # no warning about the ledger's hooks on the outputs
 
 
 def test_dtypes_and_views_survive_the_way():
@@ -180,12 +180,12 @@ def use(group):
     assert launch(cell["use"], 2).results == [(55, 7), (89, 7)]
 
 
-# ---- what is printed, what is shown -------------------------------------------------------------
+# ---- printing and display -----------------------------------------------------------------------
 
 
 @in_a_script
 def print_in_every_way(group):
-    """Pieces of lines, from Python, native code and a child process, ranks side by side."""
+    """Print parts of lines from Python, native code and a child process, on all ranks at once."""
     import ctypes
     import subprocess
 
@@ -323,7 +323,7 @@ def test_ranks_are_fresh_at_every_call():
 
 
 def test_ranks_see_directory_path_and_environment_as_they_are_now(tmp_path, monkeypatch):
-    launch(lambda group: None, 2)  # a world is on standby that knows nothing of what follows
+    launch(lambda group: None, 2)  # now a standby world predates the changes below
     (tmp_path / "notes.txt").write_text("relative")
     (tmp_path / "learners_module.py").write_text("def answer(): return 42")
     monkeypatch.chdir(tmp_path)
@@ -352,8 +352,10 @@ def test_each_rank_computes_with_one_thread():
 
 
 def test_edits_are_seen_at_the_next_call(tmp_path):
-    """To a module of the learner, to what the zygote has loaded because a rank had imported it, and
-    to what it loads at its start. A rank finds loaded what the one before has imported."""
+    """Edit a learner's module, one that the zygote loaded after a rank, and one from its start.
+
+    A rank finds the modules already loaded that the rank before it imported.
+    """
     copy = tmp_path / "mini_dist"
     shutil.copytree(ROOT / "mini_dist", copy, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "theirs.py").write_text("value = 'old'\n")
@@ -404,8 +406,11 @@ def test_edits_are_seen_at_the_next_call(tmp_path):
 
 @linux
 def test_ranks_that_share_cores_evenly_stay_where_they_are_put():
-    """All their threads do, gloo's too. 3 ranks on 2 cores stay free: put, 2 of them would get half
-    a core each. So do 2 ranks on 2, where the rest of the machine needs room."""
+    """All threads of a rank stay on its core, gloo's too.
+
+    3 ranks on 2 cores are not pinned, because 2 of them would get half a core each. Nor are 2 ranks
+    on 2 cores, because the rest of the machine needs room.
+    """
     code = """
 import os
 two = set(sorted(os.sched_getaffinity(0))[:2])
@@ -427,7 +432,7 @@ for size in (2, 3, 4):
 
 
 def test_an_edit_within_the_second_and_of_the_same_length_is_seen(tmp_path, monkeypatch):
-    """Also where this process has imported the version before and kept its bytecode."""
+    """It is seen even if this process has cached the bytecode of the previous version."""
     monkeypatch.syspath_prepend(str(tmp_path))
     module = tmp_path / "edited_often.py"
 
@@ -448,7 +453,7 @@ def test_an_edit_within_the_second_and_of_the_same_length_is_seen(tmp_path, monk
 
 
 def test_modules_of_a_class_of_their_own_come_along():
-    """A function that says `torch.distributed` and `config` takes torch's config modules along."""
+    """Pickling a function that names `torch.distributed` and `config` pickles config modules."""
     namespace = {"__name__": "__main__", "torch": torch, "config": {"lr": 1}}
     exec(
         "def work(group):\n"
@@ -463,7 +468,7 @@ def test_modules_of_a_class_of_their_own_come_along():
     assert launch(namespace["work"], 2).results == [2.0, 2.0]
 
 
-# ---- where launch may be called from ------------------------------------------------------------
+# ---- where launch can be called from ------------------------------------------------------------
 
 
 def test_launch_from_threads_runs_one_after_the_other():
@@ -497,7 +502,7 @@ def test_a_fork_launches_with_a_zygote_of_its_own_and_leaves_its_parents_alone()
     fork.join()
     assert results == [0, 1] and theirs != ours.pid
     leftovers.assert_all_gone(theirs, directory)
-    assert ours.poll() is None  # though a copy of its parent has come and gone
+    assert ours.poll() is None  # although a fork of its parent has come and gone
     assert launch(lambda group: group.rank(), 2).results == [0, 1]
     leftovers.assert_only_standby()
 
@@ -567,14 +572,14 @@ def test_under_torchrun_the_same_script_joins_the_world_that_is_there(tmp_path):
         assert f"rank {rank}: launch(world_size=3) under a torchrun of 2 ranks" in done.stdout
 
 
-# ---- what it is made of ----------------------------------------------------------------------
+# ---- processes, sockets and GPUs -------------------------------------------------------------
 
 
 @linux
 def test_no_socket_but_on_the_loopback_interface():
     @in_a_script
     def addresses(group):
-        """The local addresses of this rank's own internet sockets, while they are in use."""
+        """Return the local addresses of this rank's internet sockets while they are in use."""
         import ipaddress
         import socket
 
@@ -605,7 +610,7 @@ def test_no_socket_but_on_the_loopback_interface():
 
 @linux
 def test_the_zygote_has_run_no_operation_and_holds_no_gpu():
-    """An operation would have started a pool of threads, CUDA a thread and open devices."""
+    """An operation would start a thread pool; CUDA would start a thread and open devices."""
     launch(lambda group: torch.randn(300, 300).sum().item(), 2)
     zygote = leftovers.zygote().process.pid
     assert len(os.listdir(f"/proc/{zygote}/task")) == 1
@@ -730,7 +735,7 @@ os.chdir("..")
 
 
 def test_training_on_ranks_from_a_cell_equals_training_on_one(notebook):
-    """The whole of what the course stands on, in one cell: average the gradients, agree."""
+    """The whole course rests on this cell: ranks that average gradients train like one."""
     notebook.run("""
 def train(world_size_to_average, group):
     torch.manual_seed(0)

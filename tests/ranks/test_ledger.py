@@ -1,4 +1,4 @@
-"""The scoreboard: everything that communicates is in it, once, with the right bytes."""
+"""Test the ledger: it lists every communication once, with the right number of bytes."""
 
 import itertools
 import json
@@ -23,13 +23,13 @@ from mini_dist.strategies.data_parallel import Overlapped
 
 N = 4  # ranks
 
-# torch is renaming them
+# torch is renaming these two functions.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def policies(group):
-    """{thread's name: its scheduling policies} of this rank, with a subgroup made."""
+    """Return {thread name: scheduling policies} of a rank with a subgroup, and its main policy."""
     mesh = Mesh(group, a=2, b=2)
     mesh["a"].barrier().wait()
     found = {}
@@ -40,11 +40,13 @@ def policies(group):
     return found, os.sched_getscheduler(0)
 
 
-@pytest.mark.skipif(IS_OLDER, reason="gloo before torch 2.13 gives its loop's thread no name")
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="other systems have no such threads")
+@pytest.mark.skipif(IS_OLDER, reason="before torch 2.13, gloo does not name its loop's thread")
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="needs SCHED_BATCH")
 def test_gloos_threads_do_not_take_a_core_from_a_rank_that_computes():
-    """Else a message takes 2.7 ms now and then: the thread spins for a lock whose owner it has
-    pushed off its core."""
+    """Otherwise a message sometimes takes 2.7 ms.
+
+    The thread then spins for a lock whose owner it has pushed off its core.
+    """
     for threads, main in launch(policies, N).results:
         assert main == os.SCHED_OTHER
         for name in ("gloo_tcp_loop", "pt_gloo_runloop"):
@@ -55,7 +57,7 @@ def refused(group):
     def refuse(*_):
         raise PermissionError("not in this sandbox")
 
-    os.sched_setscheduler = refuse  # (a rank is a process of its own, and ends with its run)
+    os.sched_setscheduler = refuse  # (a rank is its own process and ends with its run)
     return dist.get_world_size(dist.new_group([0, 1]))
 
 
@@ -63,7 +65,7 @@ def test_a_sandbox_that_refuses_it_changes_nothing_else():
     assert launch(refused, 2).results == [2, 2]
 
 
-# ---- what native collectives count ---------------------------------------------------------------
+# ---- bytes of native collectives -----------------------------------------------------------------
 
 SYMMETRIC = ["all_reduce", "reduce_scatter", "all_gather", "barrier"]
 ROOTED = ["broadcast", "reduce", "gather", "scatter"]
@@ -83,7 +85,7 @@ def test_what_is_sent_is_received_by_the_one_it_was_sent_to(op, nbytes, size):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_a_native_collective_counts_the_least_that_has_to_move(size):
-    nbytes = 4 * 1001  # no multiple of most sizes
+    nbytes = 4 * 1001  # not a multiple of most sizes
     whole = {
         "all_reduce": 2 * (size - 1) * nbytes,
         "reduce_scatter": (size - 1) * nbytes,
@@ -108,7 +110,7 @@ def test_an_unknown_collective_is_an_error_not_zero_bytes():
         flow("all_magic", 4, "float32", None, 0, 2)
 
 
-# ---- everything is seen --------------------------------------------------------------------------
+# ---- every communication is recorded -------------------------------------------------------------
 
 
 def raw_calls(group):
@@ -192,7 +194,7 @@ def test_fsdp2_gathers_in_forward_and_backward_and_scatters_gradients():
     layer = 4 * 64 * 64
     each_way = (N - 1) * layer  # summed over ranks, for one gather of one layer
     assert run.ledger.total_bytes("all_gather", phase="forward") == 2 * each_way
-    # in backward the parameters are gathered again, and the gradients scattered
+    # In backward, the parameters are gathered again and the gradients are reduce-scattered.
     assert run.ledger.total_bytes("reduce_scatter", phase="backward") == 2 * each_way
     assert run.ledger.total_bytes("all_gather", phase="backward") >= each_way
 
@@ -236,7 +238,7 @@ def test_torchs_pipelining_sends_each_activation_and_its_gradient():
     assert [c.rank for c in sent].count(1) == 2, "two gradients to the left"
 
 
-# ---- nothing twice -------------------------------------------------------------------------------
+# ---- nothing is counted twice --------------------------------------------------------------------
 
 
 def our_ring(group):
@@ -336,7 +338,7 @@ def test_bytes_are_told_apart_by_axis():
     assert traffic[0][2] > 0 and traffic[0][1] > 0 and traffic[1][2] == 0
 
 
-TRACE_EVENT = {  # after Google's "Trace Event Format" of 2016: what each kind of event must have
+TRACE_EVENT = {  # the fields of each kind of event, after Google's "Trace Event Format" (2016)
     "type": "object",
     "required": ["ph", "pid", "tid", "name"],
     "properties": {
@@ -396,7 +398,7 @@ TRACED = [our_ring, overlapped, seen_by_the_profiler]
 @pytest.mark.parametrize("fn", TRACED)
 def test_a_trace_for_the_browser_holds_every_communication_and_an_arrow_a_message(fn, tmp_path):
     run, trace = written_trace(fn, tmp_path)
-    import jsonschema  # Takes 1.2 s, which each rank would spend if it stood above.
+    import jsonschema  # Takes 1.2 s, on every rank if it were at the top.
 
     jsonschema.validate(trace, TRACE)
     events = trace["traceEvents"]
@@ -423,7 +425,7 @@ def test_a_trace_holds_the_spans_of_the_profiler_on_each_ranks_own_lanes(tmp_pat
 
 @pytest.mark.parametrize("fn", TRACED)
 def test_slices_of_a_lane_are_apart_or_inside_each_other(fn, tmp_path):
-    """Else a viewer cuts them, or draws them where they were not."""
+    """Otherwise a viewer cuts the slices or draws them in the wrong place."""
     run, _ = written_trace(fn, tmp_path)
     lanes = {}
     for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]:
@@ -431,9 +433,9 @@ def test_slices_of_a_lane_are_apart_or_inside_each_other(fn, tmp_path):
             place = event["ts"], event["ts"] + event["dur"]
             lanes.setdefault((event["pid"], event["tid"]), []).append(place)
     for slices in lanes.values():
-        slices.sort(key=lambda slice: (slice[0], -slice[1]))  # who begins with another is inside
+        slices.sort(key=lambda slice: (slice[0], -slice[1]))  # same start: the longer first
         for (a, b), (c, d) in itertools.combinations(slices, 2):
-            room = 1e-3  # microseconds, of rounding
+            room = 1e-3  # microseconds, for rounding
             assert c >= b - room or d <= b + room, (a, b, c, d)
 
 
@@ -444,7 +446,7 @@ def test_the_ledger_knows_which_communication_another_thread_made():
     assert reduced and not any(call.own_thread for call in reduced)
 
 
-# ---- what is held --------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 D, F, B = 100, 400, 64
 PARAMETERS = 4 * (D * F + F + F * D + D)
@@ -472,14 +474,14 @@ def test_memory_of_an_mlp_is_what_one_works_out_by_hand():
     one_percent = dict(rel=0.01)
     assert after_backward["parameters"] == PARAMETERS
     assert after_backward["gradients"] == PARAMETERS
-    # AdamW: two moments a parameter, and a step counter (4 bytes) for each of 4 tensors
+    # AdamW has two moments per parameter, and a step counter (4 bytes) for each of 4 tensors.
     assert after_backward["optimizer state"] == pytest.approx(2 * PARAMETERS, **one_percent)
     assert after_backward["activations"] <= 8, "freed ones are gone; the loss is left"
     assert after_step["gradients"] == 0
 
     memory = run.ledger.memory[0]
-    # saved for backward: relu's output [B, F] (the first linear's output is freed when relu is
-    # done with it); also alive at the peak: the two [B, D] of the loss
+    # ReLU's output [B, F] is saved for backward. (The first linear layer's output is freed after
+    # ReLU.) The two [B, D] tensors of the loss are also alive at the peak.
     kept = 4 * B * F
     peak = memory.peak("forward")
     assert peak["parameters"] == PARAMETERS
@@ -521,7 +523,7 @@ def buffers(group):
 
 def test_buffers_have_a_kind_of_their_own():
     (kinds,) = launch(buffers, 1, memory=True).results
-    assert kinds["buffers"] == 4 * 256 * 2 + 8  # mean, variance, batches counted (int64)
+    assert kinds["buffers"] == 4 * 256 * 2 + 8  # mean, variance, number of batches (int64)
     assert kinds["parameters"] == 4 * 256 * 2
 
 

@@ -1,7 +1,7 @@
-"""Ranks are out of reach of everybody else on the host, and the host of theirs."""
+"""Nobody else on the host can reach the ranks, and the ranks cannot reach the host."""
 
 import ctypes
-import encodings.idna  # noqa: F401  (a fork of another user may not be able to read it any more)
+import encodings.idna  # noqa: F401  (a fork that becomes another user may be unable to read it)
 import errno
 import os
 import re
@@ -21,7 +21,7 @@ from mini_dist.ranks import network
 
 ROOT = Path(__file__).resolve().parents[2]
 NOBODY, PR_SET_DUMPABLE = 65534, 4
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has network namespaces")
 as_root = pytest.mark.skipif(
     not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can become another user"
 )
@@ -37,7 +37,7 @@ def test_ranks_share_a_network_that_is_not_the_hosts_and_keep_user_and_rights():
     results = launch(where, 3).results
     (theirs, interfaces, user, capabilities), *others = results
     assert others == [results[0]] * 2
-    # (A world on hosts that was not wanted after all ends by and by, with its switch, as w7, w7h0.)
+    # (A world on hosts that wasn't needed takes a while to end, with its switch, e.g. w7 and w7h0.)
     of_switches = {name for name in interfaces if re.fullmatch(r"w\d+(h\d+)?", name)}
     assert theirs != os.readlink("/proc/self/ns/net") and {*interfaces} - of_switches == {"lo"}
     assert user == os.getuid()
@@ -50,18 +50,18 @@ def test_on_request_ranks_stay_in_the_hosts_network():
 
 
 def in_a_fork_of_another_user(act):
-    """What `act()` returns, as text, in a process of the user nobody."""
+    """Run `act()` in a process of the user nobody and return its result as text."""
 
     def as_nobody():
         os.setgroups([]), os.setgid(NOBODY), os.setuid(NOBODY)
-        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1)  # as after an exec: /proc/self is its own
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1)  # as after an exec, so /proc/self is its own
         return act()
 
     return in_a_fork(as_nobody)
 
 
 def in_a_fork(act):
-    """What `act()` returns, as text, in a process of its own, which may leave this network."""
+    """Run `act()` in its own process, which may leave this network; return its result as text."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -102,7 +102,7 @@ launch(write, 2)
 
 @as_root
 def test_root_of_a_container_may_write_in_anothers_folder_from_ranks_too(tmp_path):
-    """In a user namespace of its own it could not."""
+    """In its own user namespace, root could not write there."""
     tmp_path.chmod(0o700)
     os.chown(tmp_path, 1000, 1000)
     with_rights("-sys_admin", WORK_THERE, tmp_path)
@@ -125,7 +125,7 @@ def with_rights(capabilities: str, code: str, directory: Path) -> None:
 
 
 def waits(folder, group):
-    """Ranks that are connected and busy with each other, until somebody says that it is enough."""
+    """Keep the ranks connected and busy with each other until the file `enough` exists."""
     import torch.distributed as dist
 
     Path(f"{folder}/pid-{group.rank()}").write_text(str(os.getpid()))
@@ -143,7 +143,7 @@ def waits(folder, group):
 
 
 def attack(pids: list[int], ports: list[int]):
-    """Connect to what the ranks listen on and feed them bytes; enter their network."""
+    """Connect to the ranks' ports and send bytes; enter the ranks' network."""
     reached = []
     for port in ports:
         try:
@@ -162,7 +162,7 @@ def attack(pids: list[int], ports: list[int]):
 
 
 def attacked(folder: Path, **options) -> tuple[list[int], str, bool]:
-    """The ports on which ranks listen, what another user reached of them, and how the run ended."""
+    """Return the ranks' listening ports, what another user reached, and how the run ended."""
     ended = []
 
     def run():
@@ -197,14 +197,13 @@ def test_another_user_of_the_host_reaches_nothing_of_a_run(tmp_path):
 
 @as_root
 def test_in_the_hosts_network_the_same_attack_connects(tmp_path):
-    """Else the test above would prove nothing."""
+    """Otherwise the test above would prove nothing."""
     ports, reached, _ = attacked(tmp_path, network=True)
     assert ports and all(str(port) in reached for port in ports)
 
 
 def let_others_in(folder):
-    """Let every user read `folder`: pytest's own folders around it, one more under xdist, are
-    closed to them."""
+    """Let all users read `folder`, whose parents (one more under xdist) pytest closes to others."""
     folder.chmod(0o755)
     for parent in folder.parents:
         if parent == Path(tempfile.gettempdir()):
@@ -213,8 +212,10 @@ def let_others_in(folder):
 
 
 def makes_groups(folder, group):
-    """Groups whose ranks join one after the other, so that a stranger has time to be there first.
-    In turns: which rank of a pair connects to which depends on their ports."""
+    """Make groups whose ranks join at different times, so that a stranger can get there first.
+
+    The ranks take turns being late, because their ports decide which one connects to the other.
+    """
     Path(folder, "go").touch()
     for i in range(20):
         time.sleep(0.4 * (group.rank() == i % 2))
@@ -223,8 +224,10 @@ def makes_groups(folder, group):
 
 
 def take_the_place_of_ranks(folder):
-    """Connect to whatever listens for root and say that we are this or that rank, as gloo does it:
-    a number of 8 bytes. Returns how many connections were made, and how many bytes came in."""
+    """Connect to every port where root listens and pose as ranks, with gloo's 8-byte number.
+
+    Return the number of connections made and the number of bytes received.
+    """
     begin = time.monotonic()
     while not Path(folder, "go").exists() and time.monotonic() < begin + 60:
         time.sleep(0.005)
@@ -252,10 +255,10 @@ def take_the_place_of_ranks(folder):
     return len(made), came
 
 
-@pytest.mark.solitary  # It attacks every port that root opens, those of other tests as well.
+@pytest.mark.solitary  # It attacks every port that root opens, even in other tests.
 @as_root
 def test_in_the_hosts_network_a_rank_refuses_whoever_is_not_its_user(tmp_path):
-    """Without the refusal the same attacker gets tensors, and the ranks do not know of it."""
+    """Without the refusal, the same attacker gets tensors and the ranks don't notice."""
     let_others_in(tmp_path)
     ended = []
     attack = threading.Thread(
@@ -263,7 +266,7 @@ def test_in_the_hosts_network_a_rank_refuses_whoever_is_not_its_user(tmp_path):
             in_a_fork_of_another_user(lambda: take_the_place_of_ranks(tmp_path))
         )
     )
-    launch(lambda group: None, 2, network=True)  # (torch is loaded)
+    launch(lambda group: None, 2, network=True)  # (loads torch)
     attack.start()
     refused = f"another user of this machine, {NOBODY}, has connected"
     try:
@@ -278,7 +281,7 @@ def test_in_the_hosts_network_a_rank_refuses_whoever_is_not_its_user(tmp_path):
 
 @as_root
 def test_every_other_user_with_a_process_counts_a_service_included():
-    service = 33  # below 1000
+    service = 33  # a system user's id, below 1000
     sleeper = subprocess.Popen(["sleep", "60"], user=service, group=service)
     try:
         assert network.name_of(service) in network.other_people()
@@ -332,6 +335,6 @@ def test_a_rank_that_looks_for_the_internet_is_told_where_it_is(number):
     hint = r"Ranks have a network of their own.*network=True"
     with pytest.raises(RankError, match=rf"download failed[\s\S]*{hint}"):
         launch(asks_through_a_library, 1, (number,))
-    with pytest.raises(RankError) as caught:  # (where it would help)
+    with pytest.raises(RankError) as caught:  # (no hint if it would not help)
         launch(asks_through_a_library, 1, (number,), network=True)
     assert "network=True" not in str(caught.value)

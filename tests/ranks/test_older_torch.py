@@ -1,4 +1,4 @@
-"""What torch 2.8 does wrong or loudly is right and silent here. (weekly.yml runs this on it.)"""
+"""Check that bugs and messages of torch 2.8 are fixed here. (weekly.yml runs this on 2.8.)"""
 
 import warnings
 
@@ -11,8 +11,8 @@ from mini_dist.ranks.older_torch import InPlace, new_group
 
 
 def averages(group):
-    """Reduce-scatter a mean in each way that torch has; return what came, and what should have."""
-    warnings.simplefilter("ignore")  # torch 2.13 warns of the former names
+    """Reduce-scatter a mean in each way that torch has; return the results and the right mean."""
+    warnings.simplefilter("ignore")  # torch 2.13 warns about the old names
     import torch.distributed._functional_collectives as functional
 
     size, rank = group.size(), group.rank()

@@ -1,4 +1,4 @@
-"""Tensors of as many elements but another shape are no partners: the ranks do not agree."""
+"""Ranks do not agree if their tensors have equally many elements but different shapes."""
 
 import contextlib
 
@@ -37,7 +37,7 @@ def scattered(x, rank, group):
     dist.scatter(x, [torch.empty_like(x) for _ in range(2)] if rank == 0 else None, 0, group=group)
 
 
-# torch's own, and ours, which send nothing but flat parts
+# torch's own collectives; ours, below, send only flat parts.
 THEIRS = {
     "all_reduce": lambda x, rank, group: dist.all_reduce(x, group=group),
     "broadcast": lambda x, rank, group: dist.broadcast(x, 0, group=group),
@@ -126,7 +126,7 @@ def test_ranks_may_have_different_numbers_of_rows_where_they_say_so():
 
 
 def unlike(way, group):
-    """Rank 0 sends rank 1 three numbers, and that wants two."""
+    """Rank 0 sends three numbers to rank 1, which expects two."""
     sends, receives = [[1, 3], [2, 2]][group.rank()], [[1, 2], [2, 2]][group.rank()]
     if way == "single":
         y = torch.empty(sum(receives))
@@ -145,7 +145,7 @@ def test_an_all_to_all_of_unlike_sizes_does_not_agree(way):
 
 
 def in_parts(group):
-    """Calls by some of the ranks only, and parts of parts: each of its own shape."""
+    """Call collectives in parts of the group and in parts of parts, each with its own shape."""
     members = collectives.messages.Members
     mine = members(group, [0, 1] if group.rank() < 2 else [2, 3])
     for _ in range(1 + group.rank() // 2):
@@ -160,7 +160,7 @@ def test_ranks_that_call_among_themselves_are_compared_among_themselves():
 
 
 def handled(group):
-    """Each rank makes a group that has the same name on all, and calls it with sizes for two."""
+    """Each rank makes a group of the same name; rank 1 calls its group with sizes for two ranks."""
     alone = dist.new_group([group.rank()], use_local_synchronization=True)
     if group.rank() == 1:
         with contextlib.suppress(Exception):

@@ -1,4 +1,4 @@
-"""steps: the schedule of a run, from what waited for what."""
+"""Test steps: the schedule of a run, derived from which message waited for which."""
 
 import sys
 from functools import partial
@@ -76,8 +76,7 @@ def test_a_message_received_from_any_source_is_one_all_the_same(lengths):
 
 
 def in_two_groups(x, group):
-    """Rank 0 begins to receive one number in a second group, then 1000 in the first; these come
-    first."""
+    """Rank 0 first posts a receive in a second group, but the first group's message comes first."""
     other = dist.new_group([0, 1])
     if group.rank() == 0:
         one, many = torch.empty(1), torch.empty(1000)
@@ -122,7 +121,7 @@ def test_messages_that_know_nothing_of_each_other_share_a_step():
 
 
 def half_duplex(x, group):
-    """Even ranks send first: two rounds for what exchange does in one."""
+    """Even ranks send first, so this needs two rounds where exchange needs one."""
     rank, size = group.rank(), group.size()
     after, before = (rank + 1) % size, (rank - 1) % size
     if rank % 2 == 0:

@@ -1,6 +1,6 @@
-"""A launch in the world that torchrun made: its deadline holds, and a silent host is named.
+"""Test launch in torchrun's world: its deadline holds, and a silent host is named.
 
-Two processes with torchrun's environment on two hosts; with torchrun itself in test_cluster.py.
+Two processes on two hosts have torchrun's environment; test_cluster.py runs torchrun itself.
 """
 
 import re
@@ -19,7 +19,7 @@ LATE = (
     r"^RankTimeout: rank {0} of 2 \(host {0}\): not done after 10 s, the timeout of this launch\."
 )
 ALONE = r" It has not joined the others\. \(GLOO_SOCKET_IFNAME, how gloo gets out: lo\)"
-FAULTS = {  # timeout of the launch; seconds after which all is over; what the ranks say
+FAULTS = {  # launch timeout; fewest seconds until the ranks end; what the ranks say
     "pulls": (
         *(3600, 15, SILENT + r" (recv|send) of 2,000 bytes with rank 1 began [\d.]+ s ago and is "),
         r"^RankError: rank 1 of 2 \(host 1\): host 0 \(rank 0, 10\.77\.0\.1\) has not answered",
@@ -44,7 +44,7 @@ FAULTS = {  # timeout of the launch; seconds after which all is over; what the r
 
 
 def ends(fault, timeout):
-    """What the two ranks said, and rank -> (exit status, seconds from its start)."""
+    """Return what the two ranks said, and rank -> (exit status, seconds from its start)."""
     command = [sys.executable, "-m", "tests.ranks.as_torchrun", fault, str(timeout)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     if "no hosts on this machine" in done.stderr:
@@ -61,7 +61,7 @@ def test_a_fault_under_torchrun_ends_every_rank_with_a_sentence_and_within_its_t
     for sentence in sentences:
         assert re.search(sentence, said, re.M), said[-3000:]
     for code, seconds in ended.values():
-        assert code == 1 and soonest < seconds < soonest + 25  # 4 on a quiet machine
+        assert code == 1 and soonest < seconds < soonest + 25  # 4 s are enough on a quiet machine
 
 
 def test_a_rank_that_is_only_late_is_waited_for():

@@ -1,4 +1,4 @@
-"""What is sent arrives, piece by piece or at once, and is copied nowhere on the way."""
+"""Test that objects arrive, in pieces or at once, and are not copied on the way."""
 
 import gc
 import random
@@ -156,7 +156,7 @@ def test_what_cannot_travel_is_named_through_functions_and_containers():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in other units elsewhere")
 def test_a_result_of_200_megabytes_needs_little_more_memory_than_itself():
-    """Neither here nor in the rank: 1.25 times, where a copy on either side would be 2."""
+    """Neither side needs 1.25 times the result's size; a copy on either side would need 2 times."""
     code = """
 import resource, torch
 from mini_dist import launch
@@ -178,7 +178,7 @@ assert rank_after < rank_before + 0.25 * x.nbytes, (rank_before, rank_after)
 
 
 def test_nothing_is_said_when_what_was_pickled_is_collected(monkeypatch):
-    """Python 3.13 tells on stderr of a BytesIO that is collected while somebody looks into it."""
+    """Python 3.13 reports on stderr if a BytesIO is collected while a view of it exists."""
     heard = []
     monkeypatch.setattr(sys, "unraisablehook", heard.append)
     around = [to_frames((lambda: 1, (), {}), "a function")]

@@ -1,4 +1,4 @@
-"""watch: what every message of a collective carries, told by recognisable numbers."""
+"""Test watch: recognizable numbers show what every message of a collective carries."""
 
 import sys
 

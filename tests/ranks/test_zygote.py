@@ -1,4 +1,4 @@
-"""Where ranks come from: it loads what the parent would, and takes the time that it needs."""
+"""Test the zygote: it loads what its parent would, and takes as long as it needs."""
 
 import os
 import shutil
@@ -36,7 +36,7 @@ for start in ("fork", "spawn"):
 
 
 def test_files_beside_the_package_hide_nothing_that_is_installed(tmp_path):
-    """A clone is at the end of sys.path: there a learner's random.py is not Python's."""
+    """A clone is at the end of sys.path, so a learner's random.py doesn't replace Python's."""
     shutil.copytree(ROOT / "mini_dist", tmp_path / "mini_dist")
     for name in ("random", "inspect", "queue", "torch", "numpy"):
         (tmp_path / f"{name}.py").write_text("raise RuntimeError('a file of the learner')")
@@ -44,7 +44,7 @@ def test_files_beside_the_package_hide_nothing_that_is_installed(tmp_path):
     assert run(code, [], ROOT) == "[2, 2]\n" * 2
 
 
-# Whoever makes the ranks does not get past torch before there is a file "open".
+# The process that makes the ranks cannot load torch until a file named "open" exists.
 SHUT = """
 import os, sys, time
 class Shut:
@@ -87,7 +87,7 @@ assert len(keepers) == 1, keepers
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere each rank loads torch itself")
 def test_launches_that_end_while_torch_is_loaded_do_not_make_it_load_again(tmp_path):
-    """From a cold disk it can take longer than any of them would wait."""
+    """From a cold disk, loading torch can take longer than any of these launches waits."""
     run_while_torch_is_loaded(IMPATIENT, tmp_path)
 
 
@@ -130,7 +130,7 @@ def test_a_rank_whose_launch_has_ended_before_it_could_start_is_not_started():
 
 
 def test_no_module_of_the_library_starts_a_thread_or_computes_with_tensors_when_it_is_imported():
-    """The zygote loads any of them and then forks: that needs a process with one thread."""
+    """The zygote loads any module and then forks, which needs a process with one thread."""
     code = """
 import importlib, os, pkgutil
 import mini_dist

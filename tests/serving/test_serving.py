@@ -1,5 +1,7 @@
-"""However requests are batched, placed, preempted or sharded over ranks, the tokens equal one
-model's without a cache, and no block is lost."""
+"""The tokens equal those of one model without a cache, and no block is lost.
+
+This holds however requests are batched, placed, preempted or sharded over ranks.
+"""
 
 import random
 from collections import Counter
@@ -57,8 +59,11 @@ models = pytest.mark.parametrize("config", MODELS.values(), ids=MODELS.keys())
 
 
 def model_of(config, seed=0):
-    """In float64: other orders of addition then change no token. Layers that say more than the
-    embedding, else a text repeats its last token and every wrong read would be right."""
+    """Make a model in float64, so that another order of additions changes no token.
+
+    Its layers outweigh the embedding. Otherwise a text would repeat its last token, and a wrong
+    read would go unnoticed.
+    """
     model = GPT(config, seed, dtype=torch.float64).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -67,7 +72,7 @@ def model_of(config, seed=0):
 
 
 def requests_of(config, number=10, temperature=0.0, **more):
-    """Mixed lengths; every second prompt begins with the same nine tokens."""
+    """Make requests of mixed lengths; every second prompt begins with the same nine tokens."""
     rng = random.Random(3)
 
     def tokens(count):
@@ -89,7 +94,7 @@ def requests_of(config, number=10, temperature=0.0, **more):
 
 
 def alone(model, request, sample=0):
-    """The oracle: the whole text through the model for every token, no cache, nothing else."""
+    """The oracle: run the whole text, alone, through the model for every token, without a cache."""
     tokens = list(request.prompt)
     for place in range(request.max_new_tokens):
         with torch.no_grad():
@@ -179,7 +184,7 @@ def test_the_page_places_tokens_where_the_engine_writes_them():
 
 
 def test_the_engine_attends_as_the_page_does():
-    """Sequences of several lengths in one batch; the blocks of each lie anywhere."""
+    """Sequences of several lengths share a batch, and their blocks may be anywhere."""
     memory, generator = Memory(12, 4), torch.Generator().manual_seed(0)
     lengths = {"a": 1, "b": 9, "c": 12}
     for name, length in lengths.items():
@@ -202,8 +207,7 @@ def test_the_engine_attends_as_the_page_does():
 
 
 def test_chunks_of_equally_many_tokens_attend_in_one_call_and_each_sees_its_own_beginning():
-    """Two RUNs of two tokens, at different positions of their texts, one of three and one of
-    one."""
+    """Two RUNs have two tokens, at different positions of their texts; the others have 1 and 3."""
     memory, generator = Memory(12, 4), torch.Generator().manual_seed(0)
     runs = {"d": (8, 9), "a": (3, 5), "b": (0, 2), "c": (4, 7)}
     for name, (first, last) in runs.items():
@@ -227,7 +231,7 @@ def test_chunks_of_equally_many_tokens_attend_in_one_call_and_each_sees_its_own_
 
 
 def test_the_page_decides_as_the_scheduler_does():
-    """Which texts leave and come in, step by step, in a run with little memory."""
+    """Compare which texts leave and enter at each step of a run with little memory."""
     scheduler = Scheduler(Memory(12, 4), Policy(99, share=False))
     for request in requests_of(SMALL, 20):
         scheduler.add(request)
@@ -348,7 +352,7 @@ def test_static_batching_lets_nobody_in_before_all_have_ended():
 
 
 def test_chunks_let_others_go_on_while_a_long_prompt_is_read():
-    """Without them, whoever reads on waits for the whole prompt of whoever comes in."""
+    """Without chunks, a running text waits for the whole prompt of a new text."""
     requests = [Request("short", (1,), 20), Request("long", (2,) * 40, 2, arrival=3)]
     gaps = {}
     for budget in (None, 8):
@@ -391,7 +395,7 @@ def test_samples_share_their_prompt_and_copy_the_block_they_write_into():
     request = Request("a", tuple(range(6)), 4, samples=3)
     steps = plan([request], Scheduler(Memory(20, 4), Policy(4)))
     found = kinds(steps)
-    assert (found["FORK"], found["COPY"]) == (2, 2)  # the last one to write has it for itself
+    assert (found["FORK"], found["COPY"]) == (2, 2)  # the last writer has the block to itself
     after_prompt = next(iter(replayed(steps, Memory(20, 4))))[1]
     assert after_prompt.users[0] == after_prompt.users[1] == 3
 
@@ -591,7 +595,7 @@ def test_tokens_of_a_prompt_may_be_anything_that_is_a_whole_number():
     ],
 )
 def test_a_refused_request_leaves_no_block_behind(bad, why):
-    """It comes when `a` has long had blocks, and is refused before `a` gets one."""
+    """It would arrive long after `a` got blocks, but it is refused before `a` gets one."""
     engine, good = Engine(model_of(SMALL), Memory(8, 4), None), Request("a", (1, 2), 5)
     with pytest.raises(ServingError, match=why):
         engine.serve([good, bad])
@@ -628,7 +632,7 @@ ROTARY, LEARNED, ONE_KV_HEAD = list(MODELS)[:3]
 def test_ranks_give_the_same_tokens_and_send_two_all_reduces_a_layer(
     size, name, preempt, temperature
 ):
-    """Also of texts that had to leave, that share a beginning, that copied a block."""
+    """Some of the texts were preempted, share a beginning or copied a block."""
     config, model = MODELS[name], model_of(MODELS[name])
     requests = requests_of(config, 6, temperature)
     requests.append(Request("two", range(6), 12, samples=2, temperature=0.9))
@@ -654,12 +658,12 @@ def test_ranks_give_the_same_tokens_and_send_two_all_reduces_a_layer(
 
 
 def check_bytes(size):
-    """What shard_model sends to see that the ranks' models are equal: one float64."""
+    """Return the bytes shard_model sends to check that the ranks' models agree: a float64 each."""
     return 8 * size * (size - 1)
 
 
 def bytes_of_step(step, config, size):
-    """The embedding's all-reduce, two a layer, [S, D] each; and all logits of B tokens."""
+    """Count all-reduces of [S, D], 1 for the embedding and 2 per layer, and B tokens' logits."""
     runs = [action for action in step.actions if action.kind == "RUN"]
     if not runs:
         return 0
@@ -684,7 +688,7 @@ def test_speculation_is_greedily_exact_with_any_draft(config, guesses):
 
 
 def test_what_accept_gives_is_distributed_as_the_targets_own_draws():
-    """Two guesses; first and second token jointly, against p. Returns counts and deviations."""
+    """Draw two guesses many times; compare how often each first and second token comes with p."""
     p = torch.tensor([[0.5, 0.3, 0.2, 0.0], [0.1, 0.2, 0.3, 0.4], [0.7, 0.1, 0.1, 0.1]])
     q = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1]])
     trials, firsts, seconds = 20_000, Counter(), Counter()
@@ -701,12 +705,12 @@ def test_what_accept_gives_is_distributed_as_the_targets_own_draws():
             expected = float(share[token])
             error = (expected * (1 - expected) / total) ** 0.5
             assert abs(counts[token] / total - expected) <= 4 * error
-    overlap = float(torch.minimum(p[0], q[0]).sum())  # the share of guesses that stand
+    overlap = float(torch.minimum(p[0], q[0]).sum())  # the share of guesses that are accepted
     assert abs(several / trials - overlap) < 4 * (overlap * (1 - overlap) / trials) ** 0.5
 
 
 def test_a_rule_that_always_redraws_from_p_is_caught_by_the_same_numbers():
-    """The control: replacing a fallen guess by a draw from p, not from max(0, p - q), is wrong."""
+    """The control: replacing a rejected guess by a draw from p, not max(0, p - q), is wrong."""
     p, q = torch.tensor([0.5, 0.3, 0.2, 0.0]), torch.tensor([0.1, 0.2, 0.3, 0.4])
     drawn = Counter()
     for trial in range(20_000):
@@ -718,7 +722,7 @@ def test_a_rule_that_always_redraws_from_p_is_caught_by_the_same_numbers():
 
 
 def test_sampled_speculation_has_the_targets_distribution():
-    """The first two tokens of many seeds, against the target's own probabilities."""
+    """Compare the first two tokens over many seeds with the target's own probabilities."""
     config = SMALL.replace(vocab_size=4, d_model=16, num_layers=1)
     target, draft = model_of(config), model_of(config, seed=1)
     prompt, trials, found = torch.tensor([1, 2]), 3000, Counter()
@@ -768,7 +772,7 @@ def test_stages_on_ranks_give_the_same_tokens_and_idle_as_the_list_says(stages, 
         assert [text.tolist() for text in run.results[rank][0]] == expected
     visits = [visit for _, visits in run.results for visit in visits]
     assert sorted(visits) == sorted(decode_in_pipeline(stages, groups, 9))
-    # x [S, D] over every border, one token back, each with its moment.
+    # x [S, D] crosses every border and one token goes back, each with its time.
     rows = sum(len(text) + 9 - 1 for text in texts)
     over_borders = (stages - 1) * (rows * config.d_model * 8 + 9 * groups * 4)
     assert run.ledger.total_bytes() == over_borders + 9 * groups * (8 + 4)
@@ -806,7 +810,7 @@ def serve_int8_on_ranks(config, requests, group):
 
 
 def rounded(weight, parts=1):
-    """A weight of int8 times a scale a row of each of its parts."""
+    """Round a weight to int8 times a scale, one scale per row of each part."""
     scales = [part.abs().amax(1, keepdim=True) / 127 for part in weight.chunk(parts, 1)]
     pieces = [(part / scale).round() * scale for part, scale in zip(weight.chunk(parts, 1), scales)]
     return torch.cat(pieces, 1)
@@ -815,7 +819,7 @@ def rounded(weight, parts=1):
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", [LEARNED, ONE_KV_HEAD])
 def test_int8_weights_of_several_ranks_are_those_of_the_whole_cut(size, name):
-    """The same rows and scales, but where a rank has a part of each row: o and down."""
+    """Rows and scales are the same, except in o and down, where a rank has part of each row."""
     config = MODELS[name]
     oracle, requests = model_of(config), requests_of(config, 4)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A server that waits for no one, for some or for all; and many steps between two averages."""
+"""Test servers that wait for no worker, some or all, and averaging only every few steps."""
 
 import os
 import signal
@@ -50,12 +50,12 @@ def vector(seed, *shape):
 
 
 def gradient(x, worker):
-    """Of a loss of this worker's own: not linear, so it matters where it is taken."""
+    """Return the gradient of this worker's own loss; it is nonlinear, so it depends on x."""
     return (x - vector(worker, *x.shape)).tanh()
 
 
 def by_server(bound, slow, group):
-    """Rank 0 serves; every worker takes STEPS steps, one of them 5 ms later than it could."""
+    """Rank 0 serves; every worker takes STEPS steps, and worker `slow` delays each by 5 ms."""
     x = torch.zeros(4, 3, dtype=torch.float64)
     num_workers = group.size() - 1
     if group.rank() == 0:
@@ -75,7 +75,7 @@ def test_without_a_lead_it_is_synchronous_training(workers):
     for _ in range(STEPS):
         expected -= LR / workers * sum(gradient(expected, 1 + w) for w in range(workers))
     torch.testing.assert_close(x, expected, rtol=1e-12, atol=1e-12)
-    for first in range(0, len(applied), workers):  # each round has everyone once
+    for first in range(0, len(applied), workers):  # every worker appears once per round
         of_a_round = applied[first : first + workers]
         assert {update.worker for update in of_a_round} == set(range(1, 1 + workers))
         assert [update.staleness for update in of_a_round] == list(range(workers))
@@ -87,7 +87,7 @@ def test_nobody_is_further_ahead_of_the_slowest_than_the_bound(bound):
     made = dict.fromkeys((1, 2, 3), 0)
     for update in applied:
         made[update.worker] += 1
-        assert max(made.values()) - min(made.values()) <= bound + 1  # the step that is under way
+        assert max(made.values()) - min(made.values()) <= bound + 1  # plus the step in progress
         assert update.staleness <= 2 * (2 * bound + 1)
     assert set(made.values()) == {STEPS}
 
@@ -117,7 +117,7 @@ def test_without_a_bound_nobody_waits():
 
 
 def touched_rows(group):
-    """Two workers; each needs two rows of a hundred."""
+    """Each of two workers needs two rows of a hundred."""
     table = torch.zeros(100, 8)
     if group.rank() == 0:
         serve(table, lambda rows, g: rows - g, 2, None, group)
@@ -141,7 +141,7 @@ def test_only_the_rows_that_a_batch_touches_travel_and_change():
 
 
 def two_servers(group):
-    """Everything that a worker may ask of rows that lie on two servers."""
+    """Make every request that a worker can make for rows that are dealt to two servers."""
     table = vector(0, 7, 2)
     if group.rank() < 2:
         part = dealt(table, group.rank(), 2).clone()
@@ -167,7 +167,7 @@ def test_rows_are_dealt_to_servers_and_come_back_in_their_order():
 
 
 def gives_up(bound, group):
-    """Worker 3 fails before its third push, and catches it."""
+    """Worker 3 raises an error before its third push, and catches it."""
     if group.rank() == 0:
         return serve(torch.zeros(2), torch.sub, 3, bound, group)
     try:
@@ -225,7 +225,7 @@ def test_a_process_that_dies_ends_the_run_with_one_error_that_names_it(rank):
 
 
 def in_virtual_time(bound, slow, group):
-    """Worker 2 takes `slow` seconds per step, the others 1; real lateness does not count."""
+    """Worker 2 takes `slow` virtual seconds per step, the others 1; real delays don't count."""
     workers, x = range(1, group.size()), torch.zeros(2)
     if group.rank() == 0:
         arrivals = Arrivals(group, workers, lambda worker: slow if worker == 2 else 1.0)
@@ -250,7 +250,7 @@ def test_in_virtual_time_the_order_is_that_of_the_stated_seconds(bound, order, m
     applied, pushed = run.results[0]
     assert [update.worker for update in applied] == order
     assert pushed == moments
-    assert updates(run.ledger) == applied  # the messages say the same
+    assert updates(run.ledger) == applied  # the ledger's messages give equal updates
 
 
 def test_of_two_workers_at_one_moment_the_lower_rank_is_heard():
@@ -267,7 +267,7 @@ def sgd(parameters):
 
 
 def on_servers(num_servers, group):
-    """Synchronous: three rounds of all workers; what the first of them has pulled at the end."""
+    """Train synchronously for three rounds; a worker returns what it pulls at the end."""
     model = module()
     model[0].bias.requires_grad_(False)
     if group.rank() < num_servers:
@@ -275,7 +275,7 @@ def on_servers(num_servers, group):
     number = group.rank() - num_servers
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.data.zero_()  # the servers' values count
+            parameter.data.zero_()  # only the servers' values are used
     with Worker(model, num_servers, group) as worker:
         for step in range(3):
             worker.pull()
@@ -298,7 +298,7 @@ def test_a_model_on_servers_trains_as_one_process_with_all_pushes(num_servers, w
             alone.zero_grad()
             (alone(inputs) - targets).square().mean().backward()
             gradients.append([p.grad for p in alone.parameters()])
-        if workers == 1:  # of several pushes the order is the race's, and momentum sees it
+        if workers == 1:  # with more, the order of pushes varies, and momentum depends on it
             for parameter, grad in zip(alone.parameters(), gradients[0]):
                 parameter.grad = grad
             optimizer.step()
@@ -375,7 +375,7 @@ def test_who_goes_on_is_drawn_by_lot_and_everyone_comes_to_the_end_of_its_steps(
     for worker, number in enumerate(numbers):
         assert [step for who, step in said if who == worker] == list(range(number))
     turns = Counter(a != b for (a, _), (b, _) in zip(said, said[1:]))
-    assert turns[True] > turns[False]  # of three, two are others
+    assert turns[True] > turns[False]  # with three workers, two of three draws switch
     assert raced([5], 0) == [(0, step) for step in range(5)]
 
 
@@ -402,7 +402,7 @@ def loss_of(w, rows, values, labels):
 
 
 def hogwild(w, data, mine, is_whole):
-    """is_whole: nobody comes in between while it adds."""
+    """is_whole: no other worker runs between the read and the write of an update."""
     for rows, values, label in zip(*(each[mine] for each in data)):
         read, step = w[rows], slope(w, rows, values, label)
         yield
@@ -418,8 +418,8 @@ def loss_after(touched, workers, is_whole, share=1.0):
 
 
 def test_races_cost_next_to_nothing_on_sparse_gradients_and_nearly_all_on_dense_ones():
-    """As a share of what four workers win over one of them alone. Sparse: a row is also another
-    worker's in 3 of 100 cases. Dense: in all, and it is as if the three had not worked."""
+    """Races cost a share of what four workers gain over one. Sparse: another worker uses a row in
+    3 of 100 cases. Dense: it always does, and the other three might as well not have worked."""
     for touched, least, most in ((2, 0.0, 0.05), (FEATURES, 0.85, 1.05)):
         alone, of_four, racing = (
             loss_after(touched, *how) for how in ((1, True, 0.25), (4, True), (4, False))
@@ -498,7 +498,7 @@ def module():
 
 
 def batch(cluster, step, rank=None):
-    """A cluster's batch of 8 rows, or the half of it that one of its two ranks has."""
+    """Return a cluster's batch of 8 rows, or the half that one of its two ranks has."""
     inputs, targets = vector(100 + cluster, 8, 6), vector(200 + 10 * cluster + step, 8, 3)
     rows = slice(None) if rank is None else slice(4 * rank, 4 * rank + 4)
     return inputs[rows], targets[rows]
@@ -509,7 +509,7 @@ def adam(tensors):
 
 
 def clusters(kind, every, group):
-    """Two clusters of two ranks: gradients are averaged inside, changes across."""
+    """Train two clusters of two ranks: average gradients inside, changes across clusters."""
     mesh = Mesh(group, across=2, inside=2)
     inside, across = mesh["inside"], mesh["across"]
     inner = module()
@@ -561,7 +561,7 @@ def test_clusters_that_average_now_and_then_are_two_processes_that_do(kind, ever
 
 
 class Moved(Trainable):
-    """Its steps are stated: in step t every rank adds a vector of its own."""
+    """A model with prescribed steps: in step t every rank adds its own vector."""
 
     def __init__(self, rank):
         super().__init__(nn.Linear(3, 2).double())
@@ -590,7 +590,7 @@ def move(steps, options, group):
 
 
 def moved(steps, size, every, lr, beta, start=0, fragments=1, delay=0, keep=None):
-    """The same for all ranks in one process, parameter by parameter."""
+    """Compute `move` for all ranks in one process, parameter by parameter."""
     models = [Moved(rank) for rank in range(size)]
     names = range(2)
     before = [parameter.detach().clone() for parameter in models[0].parameters()]
@@ -642,7 +642,7 @@ def test_a_dense_start_fragments_and_a_delay_do_what_they_say(options):
 
 
 def two_a_step(keep, group):
-    """A number that starts at 1 and loses 2 in each of 3 steps, then one outer step with lr=2."""
+    """Start at 1, subtract 2 in each of 3 steps, then take one outer step with lr=2."""
     model = Trainable(nn.Linear(1, 1, bias=False))
     weight = model.module.weight.data.fill_(1.0)
     diloco = DiLoCo(model, group, every=3, lr=2.0, beta=0.0, keep=keep)
@@ -654,12 +654,12 @@ def two_a_step(keep, group):
 
 @pytest.mark.parametrize("keep, expected", [(None, -11), (0.0, -11), (0.5, -8), (1.0, -5)])
 def test_without_a_delay_keep_counts_too(keep, expected):
-    """1 - 2 * 6 = -11 is the outer step's, 1 - 6 = -5 this rank's own."""
+    """The outer step gives 1 - 2 * 6 = -11; this rank's own value is 1 - 6 = -5."""
     assert launch(two_a_step, 1, (keep,)).results == [expected]
 
 
 def by_the_page(steps, every, group):
-    """What DiLoCo does, by outer_step alone, all parameters as one."""
+    """Do what DiLoCo does with outer_step alone, on all parameters as one vector."""
     model = Moved(group.rank())
     before = torch.zeros(8, dtype=torch.float64)
     momentum, places = torch.zeros_like(before), []
@@ -687,7 +687,7 @@ def test_page_and_engine_are_equal_in_values_and_bytes():
     "reduce", [Compressed(top_k(1.0)), half(torch.float64)], ids=["top", "half"]
 )
 def test_an_average_may_travel_compressed(reduce):
-    """With nothing left out it is the same; and each fragment has a state of its own."""
+    """If nothing is left out, the result is the dense one; each fragment has its own state."""
     options = dict(every=2, fragments=2)
     dense, found = (launch(move, 2, (7, o)) for o in (options, options | dict(reduce=reduce)))
     for a, b in zip(dense.results, found.results):
@@ -705,7 +705,7 @@ def test_a_rank_sends_the_parameters_once_in_every_steps():
     assert bytes_of(dict(every=1), 20) == 20 * n
     assert bytes_of(dict(every=5), 20) == 4 * n
     assert bytes_of(dict(every=20), 20) == n
-    weight, bias = 8 * 2 * 3, 8 * 2  # after steps 5, 10, 15, 20, and 2, 7, 12, 17, 22
+    weight, bias = 8 * 2 * 3, 8 * 2  # sent after steps 5, 10, 15, 20, and 2, 7, 12, 17, 22
     assert bytes_of(dict(every=5, fragments=2, delay=2), 22) == 4 * weight + 5 * bias
 
 
@@ -727,7 +727,7 @@ def test_a_nan_of_one_rank_is_an_error_on_all_of_them_before_anything_is_changed
 
 
 def torchs_post_local_sgd(start, every, group):
-    """PostLocalSGDOptimizer and the hook of DistributedDataParallel, without groups inside."""
+    """Train with PostLocalSGDOptimizer and DistributedDataParallel's hook, without subgroups."""
     from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
         PostLocalSGDState,
         post_localSGD_hook,
@@ -780,14 +780,14 @@ IN_PROC = pytest.mark.skipif(
 
 
 class Killed(torch.optim.SGD):
-    """Of a server that dies when it shall make its first update."""
+    """An optimizer that kills its server at the first update."""
 
     def step(self):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def with_a_death(victim, num_servers, bound, group):
-    """Workers of eight steps. Rank `victim` is killed: after three, or as a server at a push."""
+    """Workers take eight steps. Rank `victim` is killed after three, or at a push if it serves."""
     model, me = nn.Linear(3, 1), group.rank()
     if me < num_servers:
         kind = Killed if me == victim else torch.optim.SGD
@@ -810,7 +810,7 @@ def test_when_a_workers_process_dies_the_servers_go_on_with_the_others(num_serve
     for applied in run.results[:num_servers]:
         made = Counter(update.worker for update in applied)
         assert made[victim] == 3
-        assert {made[worker] for worker in others} <= {7, 8}  # one may be lost, none comes twice
+        assert {made[worker] for worker in others} <= {7, 8}  # one push may be lost, none repeats
     assert run.results[num_servers:] == [None, 7, 7]
     assert [lost.rank for lost in run.lost] == [victim]
 

@@ -1,4 +1,4 @@
-"""Compressed means: what comes through, what travels, and that what is left out is not lost."""
+"""Compressed means: their values, their bytes, and that what is left out is not lost."""
 
 from functools import partial
 
@@ -77,7 +77,7 @@ def found_and_sent(name, group):
 
 
 def expected(name, size):
-    """Of one process: the mean, and what of each rank's x went into it."""
+    """Compute the mean and the part of each rank's x that went into it, in one process."""
     xs = [vector(rank) for rank in range(size)]
     if name == "half":
         sent = [(x.bfloat16() / size).float() * size for x in xs]
@@ -105,7 +105,7 @@ def test_the_mean_of_what_each_rank_sent_is_on_all_ranks(name, size):
 
 
 def bytes_a_rank(name, size):
-    """By rings, on the average of the ranks."""
+    """Return the bytes that a rank sends with rings, averaged over the ranks."""
     ring = 2 * (size - 1) / size
     padded = N + -N % (size * BLOCK)
     return {
@@ -123,7 +123,7 @@ def bytes_a_rank(name, size):
 def test_what_travels_is_what_the_docstring_says(name, size):
     sent = launch(found_and_sent, size, (name,)).ledger.total_bytes()
     said = size * bytes_a_rank(name, size)
-    if size == 3:  # so small a gather is folded to two ranks, for a round less: 7/6 of a ring's
+    if size == 3:  # a gather this small folds to two ranks to save a round: 7/6 of a ring's
         assert said - 4 < sent <= 7 / 6 * said
     else:
         assert sent == pytest.approx(said, rel=1e-12)
@@ -136,7 +136,7 @@ def test_rounding_by_lot_is_right_on_the_average_and_rounding_to_the_nearest_is_
     x, lots = torch.full((1, BLOCK), 0.3), seeded()
     x[0, 0] = 127.0  # so the scale is 1, and 0.3 lies between 0 and 1
     total = sum(dequantize(*quantize(x, lots)) for _ in range(2000)) / 2000
-    assert (total - x).abs().max() < 0.06  # 5 standard deviations of the mean of 2000 lots
+    assert (total - x).abs().max() < 0.06  # 5 standard deviations of the mean of 2000 draws
     assert not dequantize(*quantize(x))[0, 1:].any()
     codes, scale = quantize(x, lots)
     assert codes.dtype == torch.int8 and codes[0, 0, 0] == 127 and scale.item() == 1.0
@@ -197,7 +197,7 @@ def test_each_rank_draws_lots_of_its_own():
 
 
 def sent_by_the_engine(group):
-    """What int8 leaves out of the same x on each rank."""
+    """Return what int8 leaves out of an x that is equal on all ranks."""
     x = vector(0)
     _, left_out = with_feedback(int8(), x, 0.0, group)
     return left_out
@@ -234,7 +234,7 @@ def test_the_majority_is_what_most_ranks_say_in_a_bit_there_and_a_bit_back(size)
 
 
 def test_a_tie_goes_as_the_rank_that_counts_has_voted():
-    """Neither always up nor always down: noise would push the parameters one way."""
+    """If ties always went up or always down, noise would push the parameters one way."""
     ones = torch.ones(64)
     found = launch(votes, 2, ([ones, -ones],)).results[0]
     assert torch.equal(found, torch.cat([ones[:32], -ones[:32]]))
@@ -278,7 +278,7 @@ def steps_with_feedback(name, steps, group):
 @pytest.mark.parametrize("name", ["sign", "top-k", "random-k"])
 @pytest.mark.parametrize("size", [1, 3])
 def test_what_was_left_out_is_all_that_is_missing(name, size):
-    """Sum of what came through + mean of what is left out = sum of the means."""
+    """The received sum plus the mean of what is left out equals the sum of the means."""
     results = launch(steps_with_feedback, size, (name, 20)).results
     whole = sum(vector(10 * step + rank) for step in range(20) for rank in range(size)) / size
     left_out = sum(error for _, error in results) / size
@@ -290,7 +290,7 @@ def test_what_was_left_out_is_all_that_is_missing(name, size):
 
 
 def powers(rows, columns, rank_of_x, r, steps, group):
-    """The power method on one matrix, which is the sum of the ranks'."""
+    """Run the power method on the mean of the ranks' matrices."""
     parts = [torch.randn(s, rank_of_x, generator=seeded(group.rank())) for s in (rows, columns)]
     x = parts[0] @ parts[1].T
     q = torch.randn(columns, r, generator=seeded())
@@ -368,7 +368,7 @@ def test_every_wrapper_keeps_ranks_equal_and_a_state_for_each_bucket(name):
 
 
 def with_hook(kind, group):
-    """torch's DistributedDataParallel with one of its hooks, three steps."""
+    """Take three compressed steps with torch's DistributedDataParallel and one of its hooks."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
     from torch.nn.parallel import DistributedDataParallel
@@ -381,7 +381,7 @@ def with_hook(kind, group):
             group, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=2
         )
         model.register_comm_hook(state, power.powerSGD_hook)
-        # DDP sorts its buckets anew after the first step: only then do their numbers stay.
+        # DDP rebuilds its buckets after the first step; only then are their indices final.
     inputs, targets = data_of(group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0 if kind == "power" else 0.1)
     for step in range(5 if kind == "power" else 3):
@@ -396,7 +396,7 @@ def with_hook(kind, group):
 
 
 def first_q(reduce):
-    """The q that a bucket draws first; its matrices are [16, 40] and [40, 24], from the last."""
+    """Return a bucket's first q per matrix; with_hook has [16, 40], then [40, 24]."""
     bucket = reduce.__self__
     return [bucket.random_q(torch.empty(sides)) for sides in bucket.sides.values()]
 
@@ -422,14 +422,14 @@ def power_gradients(group):
 
 
 def test_powersgd_is_torchs_hook_from_the_same_q():
-    """Feedback and warm start included: three steps on the same gradients."""
+    """Three steps on equal gradients include feedback and the warm start."""
     ours, theirs = launch(power_gradients, 2), launch(with_hook, 2, ("power",))
     for mine, other in zip(ours.results[0], theirs.results[0]):
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
 
 
 def by_page_and_engine(group):
-    """A bucket of two large matrices and a bias, three steps of both; and 16 bits of each."""
+    """Reduce two large matrices and a bias by both for three steps, and a vector in 16 bits."""
     shapes = [(40, 24), (40,), (24, 32)]
     engine, other = (PowerSGD(2).of_bucket([torch.empty(s) for s in shapes]) for _ in range(2))
     qs = first_q(other)
@@ -453,7 +453,7 @@ def test_page_and_engine_find_the_same_means(size):
     for pairs, halves in launch(by_page_and_engine, size).results:
         for page, engine in pairs:
             torch.testing.assert_close(page, engine, rtol=1e-4, atol=1e-5)
-        room = 0 if size < 3 else 2**-7  # the ring and the star add three terms in another order
+        room = 0 if size < 3 else 2**-7  # ring and star add three terms in different orders
         torch.testing.assert_close(*halves, rtol=room, atol=room)
 
 
@@ -461,7 +461,7 @@ def test_page_and_engine_find_the_same_means(size):
 
 
 def by_page_and_in_flight(group):
-    """A gather and a scatter of n * 2 blocks, by the page and by what ZeRO sends."""
+    """Gather and reduce-scatter n * 2 blocks by the page and by ZeRO's messages."""
     size, rank = group.size(), group.rank()
     whole = vector(rank, size * 2 * BLOCK)
     mine = whole.chunk(size)[rank].clone()
@@ -478,7 +478,7 @@ def test_what_zero_sends_in_flight_is_what_the_page_sends(size):
     run = launch(by_page_and_in_flight, size)
     for gathers, scatters in run.results:
         assert torch.equal(*gathers) and torch.equal(gathers[0], run.results[0][0][0])
-        torch.testing.assert_close(*scatters, rtol=1e-5, atol=1e-6)  # added in another order
+        torch.testing.assert_close(*scatters, rtol=1e-5, atol=1e-6)  # sums in another order
     page, in_flight = (
         sum(comm.sent for op in ops for comm in run.ledger.leaves(op=op)) for ops in OPS
     )
@@ -493,7 +493,7 @@ OPS = [
 
 
 def two_hops_of_page_and_engine(group):
-    """A scatter of n * 2 blocks, between hosts of as many ranks."""
+    """Reduce-scatter n * 2 blocks between hosts with equal numbers of ranks."""
     size, rank = group.size(), group.rank()
     whole, per_host = vector(rank, size * 2 * BLOCK), hosts_of(group).count(0)
     page = quantized_reduce_scatter_by_nodes(whole, seeded(rank), per_host, group)
@@ -508,7 +508,7 @@ def on_hosts(number, ranks="neighbours"):
 def test_in_two_hops_the_engine_sends_what_the_page_sends(number, size):
     run = launch(two_hops_of_page_and_engine, size, hosts=on_hosts(number))
     for page, engine in run.results:
-        torch.testing.assert_close(engine, page, rtol=1e-5, atol=1e-6)  # added in another order
+        torch.testing.assert_close(engine, page, rtol=1e-5, atol=1e-6)  # sums in another order
     page, engine = "quantized_reduce_scatter_by_nodes", "begin_by_hosts"
     of_page, of_engine = (run.ledger.total_bytes(op=op) for op in (page, engine))
     assert of_engine == of_page
@@ -531,17 +531,17 @@ def test_two_hops_go_by_the_hosts_wherever_their_ranks_are(bits, length):
     step = xs.abs().max() / (2 ** (bits - 1) - 1)
     for rank, found in enumerate(run.results):
         exact = xs.sum(0).chunk(6)[rank]
-        # A step for each rank's codes, and for each host's, whose sums are twice as large.
+        # Each rank's codes add an error of a step, and each host's, with sums twice as large, two.
         assert (found - exact).abs().max() <= 1.001 * (6 + 3 * 2 + 3) * step
     message = -(-bits * length // 8) + 4 * -(-length // BLOCK)
-    assert run.ledger.out_of() == [2 * 2 * message] * 3  # two ranks a host, two hosts elsewhere
+    assert run.ledger.out_of() == [2 * 2 * message] * 3  # two ranks per host, two other hosts
     assert run.ledger.total_bytes() == 6 * (3 + 2) * message
 
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("length", [1, 2, 255, 256, 257, 1001])
 def test_codes_are_whole_numbers_of_the_scale_in_as_many_bits_as_are_said(bits, length):
-    """And what they stand for is within half a code of what they were made of."""
+    """Each decoded value is within half a code of the original."""
     x, most = vector(1, length), 2 ** (bits - 1) - 1
     message = encode(x, bits)
     blocks = -(-length // BLOCK)
@@ -597,11 +597,11 @@ def test_zero_in_codes_sends_what_their_bits_say_and_stays_near(stage, gradients
         sum(c.sent for c in each.ledger.leaves() if c.phase != "setup") for each in (run, plain)
     )
     least = {8: 1, 4: 0.75 if stage is not ZeRO3 else 5 / 6}[gradients]  # ZeRO-3 gathers twice
-    assert least / 4 < sent / dense < (least + 4 / BLOCK) / 4 * 1.05  # a part's last block is short
+    assert least / 4 < sent / dense < (least + 4 / BLOCK) / 4 * 1.05  # the last block is short
 
 
 def zero_on_hosts(stage, kind, group):
-    """Two hosts of two ranks: as it is, in codes, and in codes that go by hosts."""
+    """Train on two hosts of two ranks: uncompressed, in codes, or in codes by hosts."""
     messages = in_flight if kind == "plain" else Quantized(8, 4, by_hosts=kind != "straight")
     inside = Mesh(group, by_hosts=True, across=2, inside=2)["inside"]
     more = {"inside": inside} if kind == "ZeRO++" else {}
@@ -623,27 +623,27 @@ def test_by_hosts_zero_in_codes_stays_near_and_lets_half_as_much_out_of_a_host(s
 
 
 def crossing(ledger):
-    """Bytes out of all hosts, without what broadcasts the model at first."""
+    """Return the bytes that leave hosts, without the model's initial broadcast."""
     return sum(ledger.out_of()) - sum(ledger.out_of(phase="setup"))
 
 
 def test_all_of_zero_plus_plus_sends_between_hosts_a_gather_of_bytes_and_a_scatter_of_halves():
-    """What ZeRO-3 lets out is three times the parameters in 4 bytes; codes for each block of each
-    rank's part, and hpZ, leave of that one gather in 8 bits and one scatter in 4."""
+    """Plain ZeRO-3 sends three times the parameters in 4 bytes out of a host. With codes per block
+    of each rank's part and hpZ, one gather in 8 bits and one scatter in 4 remain."""
     plain, codes = (
         launch(zero_on_hosts, 4, (ZeRO3, kind), hosts=on_hosts(2)) for kind in ("plain", "ZeRO++")
     )
     numel = codes.results[0][2]
     for (losses, _, _), (exact, _, _) in zip(codes.results, plain.results):
         assert losses == pytest.approx(exact, rel=0.01)
-    least = 3 * numel * (1 + 1 / 2)  # in three steps each rank's parts pass an uplink once
+    least = 3 * numel * (1 + 1 / 2)  # three steps; each rank's parts cross an uplink once per step
     assert least < crossing(codes.ledger) < least * (1 + 8 / BLOCK) * 1.02
     assert crossing(codes.ledger) < crossing(plain.ledger) / 8
 
 
 @pytest.mark.parametrize("stage", [ZeRO1, ZeRO2, ZeRO3])
 def test_steps_that_are_smaller_than_a_code_are_not_lost(stage):
-    """The shards are stepped whole: their codes are a copy."""
+    """The optimizer steps uncompressed shards; the codes are only a copy."""
     results = launch(small_steps, 2, (stage,)).results
     for moved, wanted in results:
         torch.testing.assert_close(moved, wanted, rtol=1e-3, atol=1e-7)
@@ -651,7 +651,7 @@ def test_steps_that_are_smaller_than_a_code_are_not_lost(stage):
 
 def small_steps(stage, group):
     layer = nn.Linear(64, 64, bias=False)
-    nn.init.constant_(layer.weight, 1.0)  # a code is 1/127
+    nn.init.constant_(layer.weight, 1.0)  # so a code is 1/127
     messages = Quantized(gradients=None)
     model = stage(layer, group, lambda s: torch.optim.SGD(s, lr=1e-4), messages=messages)
     before = model.units[0].shard.detach().clone()
@@ -686,7 +686,7 @@ def test_bad_input_gets_one_sentence():
         PowerSGD(0)
     with pytest.raises(RankError, match="rank=8: no matrix of this model has a rank above 5"):
         reduced_first(8, [(5, 9), (4, 20), (30,)])
-    reduced_first(8, [(30,)])  # no matrix: nothing to be thin
+    reduced_first(8, [(30,)])  # no matrix, so nothing to factor
     reduced_first(8, [(8, 9), (1, 9)])
     with pytest.raises(ValueError, match="gradients=2: give 8 or 4 bits"):
         Quantized(gradients=2)
@@ -721,7 +721,7 @@ def test_a_gradient_that_is_not_finite_has_no_code():
 
 
 def reduced_first(rank, shapes):
-    """A model's first gradients, each in a bucket of its own as `Naive` has them, on one rank."""
+    """Reduce a model's first gradients on one rank, each in its own bucket as in `Naive`."""
     launch(reduces_first, 1, (rank, shapes), quiet=True)
 
 

@@ -1,4 +1,4 @@
-"""A sequence cut over ranks gives what one process gives, sends what it says, and is balanced."""
+"""A sequence sharded over ranks equals one process, sends the stated bytes and is balanced."""
 
 import math
 import sys
@@ -39,17 +39,17 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that no rank i
 
 
 def shuffled(seq_len, size, seed=0):
-    """Any table at all: tokens dealt out at random, on each rank in random order."""
+    """Return an arbitrary table: random tokens on each rank, in random order."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randperm(seq_len, generator=generator).view(size, -1)
 
 
 PLACEMENTS = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
-TABLES = {**PLACEMENTS, "shuffled": shuffled}  # the last is not in the library
+TABLES = {**PLACEMENTS, "shuffled": shuffled}  # "shuffled" is not in the library
 
 
 def register_shuffled():
-    from mini_dist.strategies.context_parallel import PLACEMENTS  # the ranks' own, not the test's
+    from mini_dist.strategies.context_parallel import PLACEMENTS  # the rank's copy, not the test's
 
     PLACEMENTS["shuffled"] = shuffled
 
@@ -72,7 +72,7 @@ def test_online_softmax_is_softmax_whatever_the_tile(tile):
 
 
 def test_online_softmax_survives_scores_whose_exponentials_overflow():
-    """In rising and in falling order: the largest score is met last, or first."""
+    """In rising order the largest score comes last, in falling order it comes first."""
     values = random(6, 2)
     for scores in (torch.linspace(-2000, 2000, 6), torch.linspace(2000, -2000, 6)):
         scores = scores.double()[None]
@@ -84,7 +84,7 @@ def part(scores, values):
 
 
 def test_merging_partial_results_is_exact_in_any_order_and_grouping():
-    scores, values = 300 * random(3, 12), random(12, 4, seed=1)  # of very different weight
+    scores, values = 300 * random(3, 12), random(12, 4, seed=1)  # weights differ greatly
     a, b, c = (part(scores[:, at], values[at]) for at in (slice(3), slice(3, 4), slice(4, 12)))
     whole = part(scores, values)
     for merged in (merge(merge(a, b), c), merge(a, merge(b, c)), merge(c, merge(b, a))):
@@ -98,7 +98,7 @@ def test_merging_partial_results_is_exact_in_any_order_and_grouping():
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernels_and_their_backward_equal_the_formula(kernel, causal):
-    """GQA, and a length that is no multiple of a tile."""
+    """Test GQA and a length that is not a multiple of a tile."""
     q, k, v = (random(2, heads, 200, 8, seed=heads).requires_grad_() for heads in (4, 2, 2))
     positions = None if causal else torch.zeros(200)
     expected = explicit_attention(q, k, v, positions)
@@ -114,8 +114,8 @@ def test_kernels_and_their_backward_equal_the_formula(kernel, causal):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernels_take_any_staircase(kernel):
-    """Each query sees some of the first keys, not fewer than the one before: over tiles' borders,
-    fewer and more keys than queries."""
+    """Each query sees the first keys, at least as many as the previous query, across tile borders,
+    with fewer or more keys than queries."""
     for keys in (150, 200, 300):
         sees = torch.randint(1, keys + 1, (200,), generator=torch.Generator().manual_seed(keys))
         sees = sees.sort().values
@@ -152,14 +152,14 @@ def test_placements_by_hand():
 
 
 def pairs_of(block, length):
-    """The pairs of query and key that a block stands for, as a mask [length, length]."""
+    """Return the query-key pairs that a block covers, as a mask [length, length]."""
     computed = torch.zeros(length, length, dtype=torch.bool)
     if block is None:
         return computed
     rows, columns = torch.arange(length)[block.queries], torch.arange(length)[block.keys]
     inside = torch.ones(len(rows), len(columns), dtype=torch.bool)
     if isinstance(block.causal, torch.Tensor):
-        assert block.causal.min() > 0  # no query without a key
+        assert block.causal.min() > 0  # every query has a key
         inside = torch.arange(len(columns)) < block.causal[:, None]
     elif block.causal:
         assert len(rows) == len(columns)
@@ -171,8 +171,8 @@ def pairs_of(block, length):
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("placement", [*PLACEMENTS, 0, 1, 2])
 def test_blocks_hold_what_may_be_seen_and_nothing_else(placement, size):
-    """Against the mask, entry by entry: what is inside a block is allowed, what is outside not. In
-    any table: the numbers are seeds of random ones."""
+    """Compare blocks with the mask entry by entry: exactly the allowed entries are inside. Numbers
+    as placements are seeds of random tables."""
     random_table = isinstance(placement, int)
     positions = shuffled(48, size, placement) if random_table else PLACEMENTS[placement](48, size)
     for causal in (True, False):
@@ -188,7 +188,7 @@ def test_blocks_hold_what_may_be_seen_and_nothing_else(placement, size):
 
 
 def test_a_rank_may_hold_its_tokens_in_any_order():
-    """The same sets of tokens as in zig-zag, backwards on each rank: the same counts of scores."""
+    """Reversing each rank's zig-zag tokens leaves the counts of scores unchanged."""
     backwards = zigzag(48, 4).flip(1)
     assert num_scores(backwards) == num_scores(zigzag(48, 4))
     assert block_of(backwards, 1, 0).queries.tolist() == list(range(11, -1, -1))
@@ -196,7 +196,7 @@ def test_a_rank_may_hold_its_tokens_in_any_order():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_the_built_in_placements_need_no_mask_and_no_index(size):
-    """Rectangles and triangles, cut out by slices: what is fast."""
+    """Every block is a rectangle or a triangle that slices cut out, which is fast."""
     for placement in PLACEMENTS.values():
         positions = placement(48, size)
         for rank in range(size):
@@ -212,7 +212,7 @@ def test_the_built_in_placements_need_no_mask_and_no_index(size):
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_striped_pieces_differ_by_the_diagonal_alone(size):
-    """A triangle in every step, with its diagonal where the keys' rank is not after ours."""
+    """Every step is a triangle, with its diagonal if the keys' rank is not after ours."""
     piece = 48 // size
     with_diagonal = piece * (piece + 1) // 2
     expected = [
@@ -229,13 +229,13 @@ def test_zigzag_gives_every_rank_exactly_equal_work_in_every_step(size):
     S = 48
     work = num_scores(zigzag(S, size))
     assert all(row == work[0] for row in work)
-    assert sum(map(sum, work)) == S * (S + 1) // 2  # each pair once
+    assert sum(map(sum, work)) == S * (S + 1) // 2  # every pair is counted once
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_contiguous_pieces_are_lopsided(size):
-    """The last rank computes with every rank's keys, the first with its own: nearly 2 cp - 1 times
-    as much. In every step but the first somebody works whose neighbour idles."""
+    """The last rank attends to all ranks' keys, the first only to its own, so the last has nearly
+    2 cp - 1 times as much work. In every step but the first, some ranks work while others idle."""
     work = num_scores(contiguous(48, size))
     piece = 48 // size
     own = piece * (piece + 1) // 2
@@ -246,8 +246,8 @@ def test_contiguous_pieces_are_lopsided(size):
 
 
 def count_scores(placement, form, group):
-    """Pairs of query and key that the kernel was really called for, per call."""
-    from mini_dist.strategies.context_parallel import KERNELS  # the ranks' own, not the test's
+    """Return how many query-key pairs the kernel really computed in each call."""
+    from mini_dist.strategies.context_parallel import KERNELS  # the rank's copy, not the test's
 
     calls = []
 
@@ -295,7 +295,7 @@ def whole(kv_heads=K):
 
 
 def cut_attention(ways, kv_heads, causal, group):
-    """Output and gradients of q, k and v, whole again, for each way."""
+    """Return the unsharded output and gradients of q, k and v for each way."""
     register_shuffled()
     results = []
     for form, placement, options in ways:
@@ -350,7 +350,7 @@ def in_bfloat16(form, kernel, placement, group):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("placement", ["zigzag", "shuffled"])
 def test_bfloat16_in_bfloat16_out_with_its_own_precision(placement, kernel, form):
-    """Rounding of 2^-8 in inputs and results, and a few sums."""
+    """The bound allows for rounding inputs and results to 2^-8, and for a few sums."""
     q, k, v, d_out = whole()
     inputs = [x.requires_grad_() for x in (q, k, v)]
     out = explicit_attention(*inputs)
@@ -372,7 +372,7 @@ STEPS = 5
 
 
 def batch(step):
-    """Tokens and targets; the ends of the sequences do not count, as in a padded batch."""
+    """Return tokens and targets; sequence ends are ignored, as in a padded batch."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, 50, (3, S + 1), generator=generator)
     inputs, targets = tokens[:, :-1], tokens[:, 1:].clone()
@@ -389,7 +389,7 @@ OPTIMIZERS = {
 
 
 def sharp_gpt(config, attention, dtype=torch.float64):
-    """With initial weights all scores are near 0 and attention a mean: it would hide mistakes."""
+    """Scale up q and k: with initial weights attention is nearly a mean, which hides mistakes."""
     gpt = GPT(config, attention=attention, dtype=dtype)
     with torch.no_grad():
         for block in gpt.blocks:
@@ -450,7 +450,7 @@ def train_one_way(form, placement, config, optimizer, group):
 
 
 def shares(group):
-    """What is said over no target at all; then the shares of a mean over three of rank 0's."""
+    """Return the error without any target, then this rank's share if rank 0 has three targets."""
     targets = torch.full((1, 4), IGNORE_INDEX)
     try:
         share_of_mean(token_loss(torch.zeros(1, 4, 5), targets), group)
@@ -476,7 +476,7 @@ BOTH = [(form, placement) for form in FORMS for placement in PLACEMENTS]
     ids=["1-gqa", "2-mha", "2-gqa", "4-mha", "4-gqa", "4-learned"],
 )
 def test_training_equals_one_process(size, config):
-    """Logits, gradients at the embedding, every weight's gradient, losses and weights: float64."""
+    """In float64, compare logits, gradients at the embedding and of weights, losses and weights."""
     first, losses, weights = train_whole(config, "float64 AdamW")
     ranks = launch(train_cut, size, (BOTH, config, "float64 AdamW")).results
     for number, way in enumerate(BOTH):
@@ -493,7 +493,7 @@ def test_training_equals_one_process(size, config):
 
 
 def test_training_in_float32_equals_one_process():
-    """SGD's weights. AdamW divides by a root of tiny numbers, so of it the losses only."""
+    """Compare weights for SGD. AdamW divides by roots of tiny numbers, so compare only losses."""
     _, losses, weights = train_whole(GROUPED, "float32 SGD")
     ranks = launch(train_cut, 4, (BOTH, GROUPED, "float32 SGD")).results
     for number in range(len(BOTH)):
@@ -508,7 +508,7 @@ def test_training_in_float32_equals_one_process():
 
 # -- bytes, order, memory ---------------------------------------------------------------------
 
-WIDE, FEW = 9, 3  # heads of the next runs: keys and values have a size that nothing else has
+WIDE, FEW = 9, 3  # heads of the next runs: no other tensor is as large as keys and values
 
 
 def forward_and_backward(form, options, tokens_here, group):
@@ -523,7 +523,7 @@ def forward_and_backward(form, options, tokens_here, group):
 @pytest.mark.parametrize("placement", TABLES)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_ring_sends_keys_and_values_cp_minus_1_times_a_pass(size, placement):
-    """Forward K and V; backward K and V again, and their gradients, whose home share stays."""
+    """Forward sends K and V; backward sends K, V and their gradients, whose local share stays."""
     run = launch(forward_and_backward, size, ("ring", {"placement": placement}, 8))
     own = 2 * FEW * 8 * 4 * 4  # bytes of a rank's K and V
     for rank in range(size):
@@ -608,7 +608,7 @@ def when_kernels_ran(group):
 
 
 def test_keys_travel_while_others_are_computed_with():
-    """From the start of each hop to the wait for it lies a whole call of the kernel."""
+    """A whole kernel call fits between the start of each hop and the wait for it."""
     size = 4
     run = launch(when_kernels_ran, size)
     for rank, spans in enumerate(run.results):
@@ -617,9 +617,9 @@ def test_keys_travel_while_others_are_computed_with():
                 comm for comm in run.ledger.leaves(phase=phase, rank=rank) if comm.op == "send"
             ]
             assert len(sends) == messages_a_step * (size - 1)
-            for began, ended in spans[phase][:-1]:  # nothing leaves behind the last block of keys
+            for began, ended in spans[phase][:-1]:  # no hop follows the last block of keys
                 assert any(send.start <= began and ended <= send.end for send in sends)
-        # including gradients: two of them are in flight while the last block is computed
+        # Two gradients are still in flight while the last block is computed.
         began, ended = run.results[rank]["backward"][-1]
         sends = run.ledger.leaves(phase="backward", rank=rank)
         assert any(comm.start <= began and ended <= comm.end for comm in sends)
@@ -630,8 +630,8 @@ def memory_of(form, size, tokens_here, **options):
 
 
 def test_peak_memory_is_the_same_for_any_length_a_rank_and_any_number_of_ranks():
-    """Exactly proportional to S/cp, and as much with 8 ranks as with 4 (with 2 a little less: what
-    leaves is what a rank has in any case)."""
+    """The peak is proportional to S/cp, and equal for 8 and 4 ranks. (With 2 it is a little lower:
+    a rank sends only its own keys and values, which it holds in any case.)"""
     peaks = {
         (size, tokens): [m.peak_bytes() / tokens for m in memory_of("ring", size, tokens).memory]
         for size, tokens in [(4, 256), (4, 512), (8, 256)]
@@ -639,11 +639,11 @@ def test_peak_memory_is_the_same_for_any_length_a_rank_and_any_number_of_ranks()
     assert max(peaks[4, 256]) == max(peaks[4, 512])
     assert max(peaks[8, 256]) == max(peaks[4, 256])
     gathered = memory_of("all_gather", 8, 256).memory[0].peak_bytes() / 256
-    assert gathered > 1.5 * max(peaks[8, 256])  # the control: this one does grow with cp
+    assert gathered > 1.5 * max(peaks[8, 256])  # the control: gathering does grow with cp
 
 
 def test_there_are_never_scores_of_a_whole_sequence():
-    """Our own kernel, whose scores the ledger sees: a tile of each head, whatever the length."""
+    """The ledger sees our own kernel's scores: one tile per head, whatever the length."""
     for tokens in (256, 512):
         for memory in memory_of("ring", 2, tokens, kernel="explicit").memory:
             largest = max(change for *_, change in memory.events)
@@ -651,7 +651,7 @@ def test_there_are_never_scores_of_a_whole_sequence():
 
 
 def live_at_most(memory, nbytes, phase):
-    """The most storages of this size that were alive at once."""
+    """Return the largest number of storages of this size that were alive at once."""
     live = most = 0
     for _, now, _, change in memory.events:
         live += (change == nbytes) - (change == -nbytes)
@@ -662,12 +662,12 @@ def live_at_most(memory, nbytes, phase):
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_no_rank_of_a_ring_ever_holds_all_keys_and_values(size):
-    """A rank holds its own inputs, the leaving and the arriving ones: three ranks', however many
-    there are. (With two ranks: both, and the copy that leaves.)"""
+    """A rank holds its own inputs, those it sends and those it receives: three ranks' inputs for
+    any number of ranks. (With two ranks: both ranks' inputs, and the copy being sent.)"""
     own = 2 * FEW * 64 * 4 * 4  # bytes of a rank's K and V
     for memory in memory_of("ring", size, 64).memory:
         assert live_at_most(memory, own, "forward") == 2
-        assert all(change <= 1.5 * own for *_, change in memory.events)  # q: 9 heads, to 3 + 3
+        assert all(change <= 1.5 * own for *_, change in memory.events)  # q: 9 heads, K, V: 3 each
     gathered = memory_of("all_gather", size, 64).memory[0]
     assert live_at_most(gathered, size * own, "forward") >= 1
 
@@ -683,13 +683,13 @@ def emulated(placement, hop):
 
 
 def test_on_emulated_devices_zigzag_has_no_gap_and_contiguous_waits_for_the_last():
-    """Hops shorter than a step cost nothing; the ends are the sums of the scores."""
+    """Hops shorter than a step cost nothing, so a rank ends after the time of its scores."""
     steps = num_scores(zigzag(48, 4))[0]
     for rank, done in enumerate(emulated("zigzag", 1e-5)):
         assert [interval.name for interval in done] == [(rank - step) % 4 for step in range(4)]
         assert done[-1].end == pytest.approx(sum(steps) * SECONDS_A_SCORE)
     for rank, done in enumerate(emulated("striped", 1e-5)):
-        # hops arrive step by step from a neighbour that has a diagonal more, or less, to compute
+        # Hops come from a neighbor that has one diagonal more or less to compute per step.
         work = sum(num_scores(striped(48, 4))[rank])
         assert done[-1].end == pytest.approx(work * SECONDS_A_SCORE)
     work = [sum(row) for row in num_scores(contiguous(48, 4))]
@@ -698,7 +698,7 @@ def test_on_emulated_devices_zigzag_has_no_gap_and_contiguous_waits_for_the_last
 
 
 def test_on_emulated_devices_a_slow_hop_shows():
-    """Then the keys are what everyone waits for: three hops, and the last block."""
+    """Every rank then waits for keys: the run takes three hops and the last block."""
     last = num_scores(zigzag(48, 4))[0][-1]
     for done in emulated("zigzag", 5e-3):
         assert done[-1].end == pytest.approx(3 * 5e-3 + last * SECONDS_A_SCORE)
@@ -721,7 +721,7 @@ def refused(group):
     six = torch.randn(1, 6, 6, 4)
     with pytest.raises(ValueError, match=r"6 key/value heads .* cp=4 ranks .* cp=3 or cp=6 would"):
         ulysses_attention(six, six, six, group)
-    for attention in FORMS.values():  # 3: each kernel would drop a head; 8: divide by 0
+    for attention in FORMS.values():  # with 3 a kernel would drop a head, with 8 divide by 0
         with pytest.raises(ValueError, match=r"3 key/value heads .* 4 query heads: 2 or 4 would"):
             attention(x, x[:, :3], x[:, :3], group)
         with pytest.raises(ValueError, match=r"8 key/value heads .* 4 query heads: 4 would work"):
@@ -752,7 +752,7 @@ def test_what_cannot_work_is_refused_in_a_sentence():
 
 
 def test_wrong_positions_and_means_of_means_would_be_noticed():
-    """Negative controls: the comparisons above are fine enough to see both."""
+    """As negative controls, the tolerances above are tight enough to catch both mistakes."""
     rank_0, rank_1 = launch(two_mistakes, 2).results
     positions, mean_of_means = rank_0
     first, losses, _ = train_whole(CONFIG, "float64 AdamW", steps=1)
@@ -775,7 +775,7 @@ def two_mistakes(group):
 
 
 def with_scale(ways, scale, return_lse, group):
-    """Output, log-sum-exp and gradients of a loss of both, whole again, for each way."""
+    """Return the unsharded output, log-sum-exp and gradients of a loss of both for each way."""
     register_shuffled()
     results = []
     for form, placement, options in ways:
@@ -815,7 +815,7 @@ def expected_with(scale, return_lse):
 @pytest.mark.parametrize("scale", [None, 0.2, 1.7])
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_any_scale_and_the_log_sum_exp_with_its_gradient(size, scale, return_lse):
-    """In all forms and kernels; Ulysses has no log-sum-exp, torch's attention keeps it."""
+    """Test all forms and kernels; Ulysses uses torch's attention, which returns no log-sum-exp."""
     ways = [
         way
         for way in WAYS
@@ -831,7 +831,7 @@ def test_any_scale_and_the_log_sum_exp_with_its_gradient(size, scale, return_lse
 
 
 def merged_with_more(group):
-    """Attend to a second text after the first, as if there were one row of scores."""
+    """Attend to a second text after the first, as if both were one row of scores."""
     q, k, v, d_out = (shard(x, group, dim=2) for x in whole())
     more_k, more_v = random(B, N, 5, H, seed=7), random(B, N, 5, H, seed=8)
     inputs = [x.requires_grad_() for x in (q, k, v)]
@@ -860,7 +860,7 @@ def test_what_is_returned_merges_with_attention_to_other_keys():
 def dtypes_of_lse(group):
     x = torch.randn(1, 2, 4, 4, dtype=torch.bfloat16, requires_grad=True)
     found = [FORMS[f](x, x, x, group, return_lse=True)[1] for f in ("ring", "all_gather")]
-    sum(lse.sum() for lse in found).backward()  # of nothing but the log-sum-exp
+    sum(lse.sum() for lse in found).backward()  # the loss is only the log-sum-exp
     return [lse.dtype for lse in found], [list(lse.shape) for lse in found], x.grad.abs().sum() > 0
 
 
@@ -873,7 +873,7 @@ def test_the_log_sum_exp_is_in_float32_at_least():
 
 
 def page_and_engine(group):
-    """Outputs and gradients by the page and by the engine, from the same pieces."""
+    """Return outputs and gradients by the page and by the engine, from the same shards."""
     from mini_dist.strategies.context_parallel import ideas
 
     q, k, v, d_out = (shard(x, group, "contiguous", dim=2) for x in whole(N))

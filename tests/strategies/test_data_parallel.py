@@ -1,4 +1,4 @@
-"""Every way of averaging gradients trains the model of one process, and sends what it must."""
+"""Every way of averaging gradients equals one process and sends the expected bytes."""
 
 import threading
 import weakref
@@ -40,7 +40,7 @@ def sizes(kind):
 
 
 def train(kind, accumulation, group):
-    """Parameters after 5 steps. Ranks start with different weights: wrapping must mend that."""
+    """Return parameters after 5 steps. Ranks start with different weights; wrapping must fix it."""
     rank, size = group.rank(), group.size()
     model = KINDS[kind](GPT(CONFIG, seed=rank, dtype=torch.float64), group, **sizes(kind))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -63,7 +63,7 @@ def train(kind, accumulation, group):
 
 
 def alone():
-    """The oracle: one process, no wrapper."""
+    """Train in one process without a wrapper, as the oracle."""
     model = GPT(CONFIG, seed=0, dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     batches = Batches(TEXT, BATCH, CONFIG.seq_len)
@@ -116,7 +116,7 @@ def test_buckets_follow_backward_and_hold_what_fits():
 
 
 class Wide(nn.Module):
-    """Layers whose backward takes a while; the last is done first."""
+    """Layers whose backward takes a while and starts with the last layer."""
 
     def __init__(self):
         super().__init__()
@@ -174,7 +174,7 @@ def test_our_ring_and_the_backends_all_reduce_give_the_same_means_for_the_same_b
 
 
 def by_page_and_engine(dtype, bucket_bytes, group):
-    """Gradients and what was sent, of one step by a function of ideas.py and by its wrapper."""
+    """Return one step's gradients and messages, by functions of ideas.py and by their wrappers."""
     inputs, targets = Batches(TEXT, 6, 8, rank=group.rank(), size=group.size()).batch(0)
 
     def gradients(average):
@@ -201,7 +201,7 @@ def by_page_and_engine(dtype, bucket_bytes, group):
     def engine(kind):
         def average(gpt, loss):
             model = kind(gpt, group, bucket_bytes=bucket_bytes)
-            before = len(group.recorder.comms)  # not the broadcast that makes the ranks equal
+            before = len(group.recorder.comms)  # skips the broadcast of initial weights
             loss(model).backward()
             model.finish()
             return before
@@ -252,8 +252,8 @@ def alive_after_finish(group):
 
 
 def test_after_finish_neither_a_bucket_nor_the_thread_is_left():
-    """Else the step would peak a bucket higher whenever the thread is late, and a deadlock in the
-    optimizer's step would be named only after the timeout."""
+    """Otherwise a late thread would raise the step's peak by a bucket, and a deadlock in the
+    optimizer's step would be reported only after the timeout."""
     assert launch(alive_after_finish, 2).results == [([False], 0)] * 2
 
 
@@ -275,7 +275,7 @@ SPEED = Link(latency=1e-4, bandwidth=4e6)
 
 
 def emulated(kind, slow, group):
-    """Moments, the same on any machine: when backward ended, when the last gradients were there."""
+    """Return the emulated times when backward ended and the last gradients arrived, and now."""
     clock = Clock()
     factor = 3 if group.rank() == slow else 1
     device = EmulatedDevice(clock)
@@ -294,12 +294,12 @@ def emulated(kind, slow, group):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_hidden_time_is_the_predicted_one(size, kind, slow):
-    """A bucket leaves when the slowest rank has it and the one before has arrived. Naive and
-    Bucketed hide nothing; Overlapped all but what is left when backward has ended."""
+    """A bucket is sent when the slowest rank has it and the previous bucket has arrived. Naive and
+    Bucketed hide nothing; Overlapped hides all but what remains when backward ends."""
     forward_end = len(SIZES) * BACKWARD / 2
     each = 3 * BACKWARD if slow is not None and slow < size else BACKWARD
     backward_end = forward_end + len(SIZES) * each
-    sent = [2 * (size - 1) * (1e-4 + 8 * n / size / 4e6) for n in SIZES]  # by hand, one a layer
+    sent = [2 * (size - 1) * (1e-4 + 8 * n / size / 4e6) for n in SIZES]  # by hand, per layer
     free = 0.0
     for number, seconds in enumerate(reversed(sent)):
         ready = forward_end + (number + 1) * each if kind == "overlapped" else backward_end

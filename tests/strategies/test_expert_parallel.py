@@ -1,4 +1,4 @@
-"""Experts spread over ranks are the MoE of one process, and send what they must and no more."""
+"""Experts distributed over ranks equal one process's MoE and send no more than they must."""
 
 import functools
 import math
@@ -48,7 +48,7 @@ def batch():
 
 
 def lively(config):
-    """Weights ten times as large, so that routers are of different opinions."""
+    """Return a GPT with weights ten times as large, so that routers' choices differ."""
     model = GPT(config, seed=3, dtype=torch.float64)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -61,12 +61,12 @@ def lively(config):
 
 
 def one_token_at_a_time(moe, num_groups, capacity_factor):
-    """The MoE of the papers. Tokens come in groups; each may send `capacity` copies to an expert:
-    first all first choices in the tokens' order, then all second ones, ..."""
+    """Return the papers' MoE. Tokens come in groups; a group may send `capacity` copies to an
+    expert: first all first choices in token order, then all second choices, ..."""
 
     def forward(x, routing=None):
         found = []
-        MoE.forward(moe, x, found)  # for its decision only
+        MoE.forward(moe, x, found)  # only its decision is used
         (decision,) = found
         if routing is not None:
             routing.append(decision)
@@ -92,7 +92,7 @@ def one_token_at_a_time(moe, num_groups, capacity_factor):
 
 
 def one_process(config, num_groups, capacity_factor):
-    """Gradients of the whole batch by name, and what the routers decided."""
+    """Return the whole batch's gradients by name, and the routers' decisions."""
     model = lively(config)
     for block in model.blocks:
         if isinstance(block.ffn, MoE):
@@ -110,7 +110,7 @@ def one_process(config, num_groups, capacity_factor):
 
 
 def gradients(cases, ep, group):
-    """Of one step over all ranks, averaged as the module's docstring says; for each case."""
+    """Return the averaged gradients of one step over all ranks for each case, and the loads."""
     mesh = Mesh(group, dp=group.size(), ep=ep)
     inputs, targets = (part.chunk(group.size())[group.rank()] for part in batch())
     found = {}
@@ -145,7 +145,7 @@ def oracle(case, num_groups):
 
 @pytest.mark.parametrize("size, ep", [(1, 1), (2, 1), (2, 2), (4, 2), (4, 4)])
 def test_every_gradient_equals_that_of_one_process(size, ep):
-    """With drops and without, the gate's gradients and both losses' included."""
+    """Compare with and without drops, including the gate's gradients and both losses'."""
     run = launch(gradients, size, (CASES, ep))
     for case in CASES:
         expected, routing = oracle(case, num_groups=size)
@@ -160,13 +160,13 @@ def test_every_gradient_equals_that_of_one_process(size, ep):
                 visits = decision.experts.flatten().bincount(minlength=CONFIG.num_experts)
                 assert torch.equal(load.visits, visits)
                 assert (load.drop_rate > 0) == (case != "dropless"), case
-        assert seen == set(expected)  # every expert is somewhere
+        assert seen == set(expected)  # every expert is on some rank
         gate = expected["blocks.1.ffn.router.weight"]
-        assert gate.abs().max() > 1e-4  # and what is compared is not nothing
+        assert gate.abs().max() > 1e-4  # the compared gradients are not all 0
 
 
 def test_drops_of_other_groups_are_other_gradients():
-    """The control: were capacity counted over all ranks together, the test above would fail."""
+    """As a control, counting capacity over all ranks together would fail the test above."""
     apart, together = (oracle("capacity 1", groups)[0] for groups in (4, 1))
     name = "blocks.1.ffn.router.weight"
     assert not torch.allclose(apart[name], together[name], rtol=1e-3)
@@ -251,7 +251,7 @@ def test_rows_reach_the_rank_of_their_expert_and_their_answers_come_home(name):
     for rank, (rows, arrived, rows_per_expert, back, upstream, gradient) in enumerate(run.results):
         experts = [2 * rank, 2 * rank + 1]
         assert rows_per_expert == [sum(row[e] for row in counts) for e in experts]
-        # by expert, then by the rank that they came from, in the order in which it had them
+        # Rows are sorted by expert, then by source rank, in the source rank's order.
         wanted = [row for e in experts for row in everyone.tolist() if row[1] == e]
         assert arrived.tolist() == wanted
         assert torch.equal(back, 3 * rows)
@@ -283,7 +283,7 @@ def test_bytes_are_the_copies_that_leave_the_rank_four_times_and_the_counts(size
             copies += sum(n for e, n in enumerate(sent.tolist()) if e // per_rank != rank)
         counts = len(decisions) * (size - 1) * per_rank * 8  # int64
         row = CONFIG.d_model * 8  # float64
-        # [counts, dispatch, combine] a layer; backward goes the other way, without the counts
+        # Each layer has [counts, dispatch, combine]; backward has the reverse, without the counts.
         forward, backward = (
             [c for c in run.ledger.comms if (c.op, c.phase, c.rank) == ("all_to_all", phase, rank)]
             for phase in ("forward", "backward")
@@ -292,13 +292,13 @@ def test_bytes_are_the_copies_that_leave_the_rank_four_times_and_the_counts(size
         assert sum(comm.sent for comm in forward[0::3]) == counts
         assert sum(comm.sent for comm in forward[1::3]) == copies * row
         assert sum(comm.sent for comm in backward[0::2]) == copies * row  # gradients of answers
-        # the answers come to this rank, and so do the gradients of the rows that it sent
+        # This rank receives the answers and the gradients of the rows that it sent.
         assert sum(comm.received for comm in forward[2::3]) == copies * row
         assert sum(comm.received for comm in backward[1::2]) == copies * row
 
 
 class EvenRouter(torch.nn.Module):
-    """Token t chooses experts t, t+1, ... : all experts get as many, and from every rank."""
+    """Token t chooses experts t, t+1, ..., so every rank sends equally many to each expert."""
 
     def forward(self, tokens):
         wanted = torch.arange(len(tokens))[:, None] + torch.arange(CONFIG.top_k)
@@ -327,7 +327,7 @@ def test_with_even_routing_the_calculators_formula_is_the_runs_bytes(size):
 
 
 def dispatch_by_torch(counts, group):
-    """The same dispatched with torch's differentiable collective."""
+    """Compare our dispatch with torch's differentiable collective."""
     from torch.distributed._functional_collectives import all_to_all_single_autograd
 
     rank, size = group.rank(), group.size()
@@ -380,25 +380,25 @@ def test_a_router_that_wants_one_expert_shows_and_capacity_bounds_it():
         assert (load.imbalance, load.drop_rate) == (4.0, 0.0)
     run = launch(everyone_wants_expert_2, 4, (1.25,))
     for load in run.results[3]:
-        # each of 4 ranks has 8 tokens, an even share of 2, times 1.25, rounded up
+        # Each of 4 ranks has 8 tokens; the even share is 2, times 1.25 and rounded up is 3.
         assert load.kept.tolist() == [0, 0, 4 * 3, 0]
         assert load.drop_rate == pytest.approx(1 - 12 / 32)
-    # and the rank of expert 2 receives no more than that
+    # The rank of expert 2 receives no more than that.
     counts, rows = 3 * 1 * 8, 3 * 3 * CONFIG.d_model * 8
     dispatched = run.ledger.calls(op="dispatch", rank=2)
     assert {comm.received for comm in dispatched} == {counts + rows}
 
 
 def balance_gradients(balance, group):
-    """Of the router, from the balance loss alone, averaged over the ranks."""
+    """Return the router's gradients from the balance loss alone, averaged over the ranks."""
     model = shard_experts(lively(CONFIG), group, balance_loss=balance)
     inputs, _ = (part.chunk(group.size())[group.rank()] for part in batch())
     routing = []
     out = model(inputs, routing=routing)
-    (0 * out.sum()).backward(retain_graph=True)  # the attached losses are all there is
+    (0 * out.sum()).backward(retain_graph=True)  # only the attached losses contribute
     attached = layers_with_experts(model)[-1].router.weight.grad
     model.zero_grad()
-    load_balance_loss(routing[-1]).backward()  # of this rank's own tokens alone
+    load_balance_loss(routing[-1]).backward()  # only this rank's tokens
     alone = layers_with_experts(model)[-1].router.weight.grad
     return [all_reduce(g, group, op="mean") for g in (attached, balance * alone)]
 
@@ -417,7 +417,7 @@ def micro_batches_or_one(count, group):
     model = shard_experts(lively(CONFIG), group, balance_loss=0.3, z_loss=0.2)
     set_loss_scale(model, 1 / count)
     for layer in layers_with_experts(model):
-        layer.router.weight.data.zero_()  # the same decision for all tokens: losses add up evenly
+        layer.router.weight.data.zero_()  # all tokens get one decision, so losses add up evenly
     inputs, targets = batch()
     for x, y in zip(inputs.chunk(count), targets.chunk(count)):
         (token_loss(model(x), y).mean() / count).backward()
@@ -452,7 +452,7 @@ def test_visits_are_counted_per_micro_batch_over_all_ranks():
 
 
 def as_a_stage(split, group):
-    """Forward and backward by the pipeline's Stage, weight gradients put off or not."""
+    """Run the pipeline's Stage forward and backward, with weight gradients deferred or not."""
     layer = ExpertParallel(lively(CONFIG).blocks[1].ffn, group, balance_loss=0.1)
     stage = Stage(layer)
     x = torch.randn(2, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
@@ -463,7 +463,7 @@ def as_a_stage(split, group):
 
 
 def test_a_backward_in_two_halves_gives_the_same_gradients():
-    """Weight gradients that are computed later pass by every hook of a parameter."""
+    """Deferred weight gradients bypass every hook of a parameter."""
     whole, halves = (launch(as_a_stage, 2, (split,)).results for split in (False, True))
     for (dx, grads), (later_dx, later) in zip(whole, halves):
         torch.testing.assert_close(dx, later_dx)
@@ -481,7 +481,7 @@ def recomputed_or_not(mode, group):
 
 
 def test_recomputation_sends_again_and_attaches_the_losses_once():
-    """The forward that is thrown away also routes, dispatches and combines."""
+    """The discarded forward also routes, dispatches and combines."""
     plain, full = (launch(recomputed_or_not, 2, (mode,)) for mode in ("none", "full"))
     for mine, theirs in zip(plain.results, full.results):
         for name in mine:

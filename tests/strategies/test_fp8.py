@@ -1,4 +1,4 @@
-"""fp8: rounding like torch's own types, and what each kind of scale can and cannot hold."""
+"""fp8 rounds like torch's own types, and each kind of scale holds what it can."""
 
 import pytest
 import torch
@@ -93,11 +93,11 @@ def test_rows_must_be_whole_blocks():
 def test_a_delayed_scale_is_that_of_earlier_steps():
     scale = DelayedScale(history=2)
     first, x = numbers(50), numbers(50, seed=1)
-    assert torch.equal(scale(first), per_tensor(first))  # nothing is known yet
+    assert torch.equal(scale(first), per_tensor(first))  # there is no history yet
     assert torch.equal(scale(100 * x), as_fp8(100 * x, scale_for(first.abs().amax(), E4M3)))
     assert torch.equal(scale(x), as_fp8(x, scale_for((100 * x).abs().amax(), E4M3)))
     scale(x)
-    assert torch.equal(scale(x), per_tensor(x))  # the large ones are two steps ago
+    assert torch.equal(scale(x), per_tensor(x))  # the history has no large values now
 
 
 def test_a_product_of_rounded_inputs():

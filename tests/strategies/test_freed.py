@@ -1,4 +1,4 @@
-"""A parameter that ZeRO-3 has freed says so, whatever is asked of it; it never ends the process."""
+"""Using a parameter that ZeRO-3 has freed raises an error that says so, and never crashes."""
 
 import copy
 import io
@@ -119,7 +119,7 @@ def ask_all(moment, group):
     if moment == "after a step":
         one_step(model)
     parameter = model.module.blocks[0].ffn.up.weight
-    with torch.no_grad():  # or writing in place would be refused for another reason
+    with torch.no_grad():  # otherwise in-place writes fail for another reason
         asked = {name: outcome(ask, parameter) for name, ask in (READS | WRITES).items()}
     asked |= {name + " of a model": outcome(ask, model) for name, ask in OF_MODELS.items()}
     return asked, one_step(model)
@@ -127,7 +127,7 @@ def ask_all(moment, group):
 
 @pytest.mark.parametrize("moment", ["at the beginning", "after a step"])
 def test_reading_and_writing_are_errors_that_say_what_to_do(moment):
-    """None returns anything, none ends the process, and the training is not harmed."""
+    """No access returns a value or ends the process, and training is unharmed."""
     _, loss = launch(ask_all, 1, ("at the beginning",)).results[0]
     for asked, ours in launch(ask_all, 2, (moment,)).results:
         assert len(asked) == len(READS) + len(WRITES) + len(OF_MODELS)
@@ -166,7 +166,7 @@ def ask_harmless(group):
         p.requires_grad_(False)
         p.requires_grad = True
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in plain.values())
-    torch.optim.SGD(model.parameters(), lr=0.1).step()  # an optimizer of them has nothing to do
+    torch.optim.SGD(model.parameters(), lr=0.1).step()  # an optimizer over them has nothing to do
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     str(model), model.train(), model.eval(), model.zero_grad()
     first = one_step(model), one_step(model)
@@ -181,7 +181,7 @@ def test_shapes_gradients_and_lists_of_parameters_stay_as_they_were():
 
 
 def during_a_step(group):
-    """In its unit's forward and backward a parameter is an ordinary one."""
+    """Check that a parameter is ordinary in its unit's forward and backward."""
     model, seen = wrap(group), []
 
     def look(block, *_):
@@ -218,13 +218,13 @@ def look_inside(options, group):
         torch.save(state, file)
         kept = module.blocks[0].ffn.up.weight.detach()
         tokens = torch.arange(8).view(1, 8)
-        torch.testing.assert_close(module(tokens), plain(tokens))  # units come and go inside
+        torch.testing.assert_close(module(tokens), plain(tokens))  # the units' hooks also run
         assert type(module.blocks[0].ffn.up.weight) is nn.Parameter
         with model.gathered():
             pass
         assert module.head.norm.weight.sum() == 16
-    assert torch.equal(kept, plain.blocks[0].ffn.up.weight)  # a view that outlives it
-    assert model.module.head.norm.weight.sum() == 16  # the root, after a forward: as without it
+    assert torch.equal(kept, plain.blocks[0].ffn.up.weight)  # a view outlives the gathering
+    assert model.module.head.norm.weight.sum() == 16  # after a forward the root stays, as usual
     model.refresh_parameters()
     file.seek(0)
     plain.load_state_dict(torch.load(file))
@@ -278,7 +278,7 @@ def test_what_is_written_inside_gathered_stays(options, tmp_path):
 
 
 def unchanged_master(group):
-    """float32 shards of a bfloat16 model are finer than what gathered shows: not rounded by it."""
+    """Count changes in float32 shards, which gathered shows in bfloat16 and must not round."""
     gpt = GPT(CONFIG, seed=0, dtype=torch.bfloat16)
     model = ZeRO3(gpt, group, adamw, units=gpt.blocks, master_dtype=torch.float32)
     for _ in range(2):
@@ -296,7 +296,7 @@ def test_gathered_changes_in_the_shards_what_was_changed_and_nothing_else():
 
 
 def gathered_in_the_middle(of, group):
-    """Forward, backward and step before, inside, or after it: all ways are one training."""
+    """Train with gathered() entered and left at these points; the losses must not depend on it."""
     model, losses, total = wrap(group), [], torch.zeros(())
     tokens = torch.arange(8).view(1, 8)
 
@@ -329,7 +329,7 @@ MIDDLES = [*itertools.combinations_with_replacement(("forward", "backward", "ste
 
 @pytest.mark.parametrize("of", MIDDLES, ids="-".join)
 def test_gathered_may_begin_and_end_anywhere_in_a_step(of):
-    """Tensors that autograd saved are valid inside and after it, and the root stays in place."""
+    """Tensors that autograd saved stay valid inside and after it, and the root stays in place."""
     alone = launch(gathered_in_the_middle, 1, ((None, None),)).results[0]
     assert alone[2] < alone[1] < alone[0]
     for ours in launch(gathered_in_the_middle, 2, (of,)).results:
@@ -340,7 +340,7 @@ def test_gathered_may_begin_and_end_anywhere_in_a_step(of):
 
 
 class Pair(nn.Module):
-    """A unit that returns a dict, of two tensors that are used at different times."""
+    """A unit that returns a dict of two tensors that are used at different times."""
 
     def __init__(self):
         super().__init__()
@@ -386,8 +386,8 @@ def with_embedding(stage, group):
 
 @pytest.mark.parametrize("stage", [ZeRO1, ZeRO2, ZeRO3])
 def test_units_without_a_gradient_of_their_input_and_with_any_output_warn_of_nothing(stage):
-    """An embedding's inputs are numbers; a dict is no tuple of tensors. Every warning is an error,
-    and the training equals one process's."""
+    """An embedding's inputs are integers, and a dict is not a tuple of tensors. Every warning is an
+    error, and training equals one process."""
     alone = launch(with_embedding, 1, (None,)).results[0]
     assert alone[2] < alone[0]
     for losses in launch(with_embedding, 2, (stage,)).results:

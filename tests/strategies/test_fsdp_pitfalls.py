@@ -1,5 +1,5 @@
-"""What lessons 08 and 22 say of fully_shard: three ways to train nothing or four models, and what
-keeping parameters between micro-batches saves."""
+"""Test what lessons 08 and 22 say about fully_shard: three ways to train nothing or four models,
+and what keeping parameters between micro-batches saves."""
 
 from collections import Counter
 
@@ -21,8 +21,8 @@ def sharded(gpt, group, root=True, **knobs):
 
 
 def train(mistake, group):
-    """Three steps on one batch: (losses, a sum over the embedding, is the optimizer's the model's,
-    how many parameters are whole after the step)."""
+    """Take three steps on one batch. Return the losses, the embedding's sum, whether the optimizer
+    has the model's parameters, and how many parameters are whole after the steps."""
     gpt = GPT(CONFIG)
     if mistake == "optimizer first":
         optimizer = torch.optim.AdamW(gpt.parameters(), lr=1e-3)
@@ -63,14 +63,14 @@ def test_an_optimizer_made_before_steps_nothing():
 
 
 def test_parameters_that_are_never_freed_stay_as_they_were():
-    """The shards are stepped; forward finds the whole parameters still there."""
+    """The optimizer steps the shards, but forward uses the whole parameters still in memory."""
     losses, _, _, whole = launch(train, 4, ("never freed",)).results[0]
     assert losses[0] == losses[1] == losses[2]
     assert whole == len(list(GPT(CONFIG).parameters()))
 
 
 def test_without_the_root_the_loss_falls_and_the_ranks_part():
-    """Parameters outside the blocks are separate on every rank: nobody averages their gradients."""
+    """Parameters outside the blocks differ on every rank: their gradients are never averaged."""
     results = launch(train, 4, ("no root",)).results
     losses, _, same, whole = results[0]
     assert losses[0] - losses[2] > 0.3 and same and whole == 4  # embedding, norm (2), head
@@ -78,7 +78,7 @@ def test_without_the_root_the_loss_falls_and_the_ranks_part():
 
 
 def accumulate(kept, group):
-    """Eight micro-batches, one scatter; then the weights after a step, as one sum."""
+    """Run eight micro-batches with one reduce-scatter; return the sum of the stepped weights."""
     gpt = sharded(GPT(CONFIG), group, reshard_after_forward=False)
     optimizer = torch.optim.SGD(gpt.parameters(), lr=0.1)
     batches = Batches(load_text(), 8, 32, rank=group.rank(), size=group.size())
@@ -94,7 +94,7 @@ def accumulate(kept, group):
 
 
 def test_quiz_1_of_lesson_08():
-    """8 gathers of all five units, or one where all but the last backward keep them; 1 scatter."""
+    """All five units are gathered 8 times, or once if only the last backward frees them."""
     runs = {kept: launch(accumulate, 4, (kept,)) for kept in (False, True)}
     for kept, gathers in ((False, 8), (True, 1)):
         calls = Counter(call.op for call in runs[kept].ledger.calls(rank=0))

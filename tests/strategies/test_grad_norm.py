@@ -1,4 +1,4 @@
-"""One norm and one scale for the whole model, whichever part a rank holds."""
+"""All ranks compute one norm and one scale for the whole model, whichever part they hold."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from mini_dist.strategies.grad_norm import clip_, grad_norm
 
 
 def everything():
-    """The gradients of a model: one that every rank has, one cut over two, one cut over all."""
+    """Return a model's gradients: one replicated, one sharded over two ranks, one over all."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(12, generator=generator) for _ in range(3)]
 

@@ -1,4 +1,4 @@
-"""Borrowed memory changes no number, moves the bytes that it says, and hides what can be hidden."""
+"""Offload changes no number, moves the stated bytes, and hides what can be hidden."""
 
 import errno
 import os
@@ -83,7 +83,7 @@ def train(stage, offload, group, steps=3, accumulation=2, max_norm=None, lr=None
     batches = Batches(TEXT, 12, CONFIG.seq_len, rank=group.rank(), size=group.size())
     for step in range(steps):
         inputs, targets = (each.to(device) for each in batches.batch(step))
-        if lr:  # a schedule changes it while the host may still be stepping
+        if lr:  # a schedule changes lr while the host may still be stepping
             model.optimizer.param_groups[0]["lr"] = lr / (1 + step)
         for x, y in zip(inputs.tensor_split(accumulation), targets.tensor_split(accumulation)):
             (token_loss(model(x), y).mean() * (len(x) / len(inputs))).backward()
@@ -99,7 +99,7 @@ def parameters_of(model):
 
 
 def taken(model):
-    """What the device takes of each shard."""
+    """Return the version of each shard that the device reads."""
     return [versions[0][1] for versions in model.tier.versions.values()]
 
 
@@ -137,7 +137,7 @@ def test_it_changes_no_number(stage, size, tmp_path, request):
 
 
 def one_late(options, group):
-    """The engine's parameters after 3 steps, caught up, and the page's."""
+    """Return the engine's parameters after 3 steps and catching up, the page's, and the first."""
     model = train(2, OverlappedOffload(Lanes(), delayed=True, **options), group, accumulation=1)
     model.tier.catch_up()
     model.refresh_parameters()
@@ -179,7 +179,7 @@ def test_delayed_is_the_page_s_and_one_step_late(in_files, tmp_path):
 
 
 class LongOnTheWay(Lanes):
-    """Tensors on their way to the device are in the host's memory, and files are written late."""
+    """Lanes that delay copies to the device, with tensors in host memory, and writes to files."""
 
     def begin(self, lane, work, nbytes, after=()):
         def slow():
@@ -190,12 +190,12 @@ class LongOnTheWay(Lanes):
 
 
 def what_is_taken_and_written(folder, group):
-    """Return how many of the lanes' writes hit what the device was reading; which lanes wrote;
-    whether the numbers equal virtual time's, where nothing collides."""
+    """Return how many lane writes hit what the device was reading, which lanes wrote, and whether
+    the numbers equal those in virtual time, where nothing collides."""
     met, lanes, write, tiers = [], set(), FileStore.write, []
 
     def noted(store, name, tensor):
-        if threading.current_thread() is not threading.main_thread():  # it makes the first files
+        if threading.current_thread() is not threading.main_thread():  # which makes the first files
             lanes.add(threading.current_thread().name.split("_")[0])
             names = (tiers[0].shelf.name(s, v[0][0]) for s, v in tiers[0].versions.items())
             met.append(name in names)
@@ -218,7 +218,7 @@ def what_is_taken_and_written(folder, group):
 
 
 def test_a_delayed_step_leaves_alone_what_the_device_is_taking(tmp_path):
-    """It once wrote it to its file while the copy to the device gave its memory back: SIGSEGV."""
+    """It once wrote a tensor to its file while the copy to the device freed it: SIGSEGV."""
     met, lanes, same = launch(what_is_taken_and_written, 1, (tmp_path,)).results[0]
     assert met == 0 and lanes == {"lane write"} and same
 
@@ -253,7 +253,7 @@ NEEDS_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="streams 
 
 
 def on_streams(stage, folder, group):
-    """{way: (parameters, those that they should be)}, all of the same GPU."""
+    """Return {way: (parameters, expected parameters)}, all computed on one GPU."""
     assert group.device.type == "cuda"
     once = partial(train, stage, group=group, lr=2e-2, device=group.device)
 
@@ -282,14 +282,14 @@ def on_streams(stage, folder, group):
 @NEEDS_A_GPU
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_streams_change_no_number(stage, tmp_path):
-    """But for the last bits: AdamW is the host's, and a GPU multiplies and adds in one rounding."""
+    """The last bits may differ: AdamW runs on the host, but a GPU fuses multiply and add."""
     for name, (found, right) in launch(on_streams, 1, (stage, tmp_path)).results[0].items():
         for ours, theirs in zip(found, right, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-8, atol=1e-10, msg=name)
 
 
 def beside_a_kernel(direction, group):
-    """A kernel of about half a second is asked for after a copy was begun, which takes some ms."""
+    """Begin a copy that takes a few ms, then launch a kernel of about half a second."""
     lanes, nbytes = CudaLanes(), 2**28
     host = torch.randint(0, 256, (nbytes,), dtype=torch.uint8).pin_memory()
     device = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=group.device)
@@ -316,12 +316,12 @@ def beside_a_kernel(direction, group):
 @NEEDS_A_GPU
 @pytest.mark.parametrize("direction", ["to_device", "to_host"])
 def test_a_copy_goes_on_beside_a_kernel(direction):
-    """By the order of events: nobody waits for the kernel, and both were under way at once."""
+    """The order of events shows that nothing waits for the kernel and that both overlap."""
     assert launch(beside_a_kernel, 1, (direction,)).results == [(True, True, True)]
 
 
 def comes_after(group):
-    """What the host wrote late arrives, and the device uses it only after it has arrived."""
+    """Check that a late host write arrives, and that the device uses it only after that."""
     lanes = CudaLanes()
     host = torch.zeros(2**20).pin_memory()
     there = torch.empty(2**20, device=group.device)
@@ -362,7 +362,7 @@ def test_what_moves_is_in_the_ledger(tmp_path):
     steps, k = 3, 2
     run = launch(bytes_of, 2, (1, {}), memory=True)
     shards = sum(run.results[0][0])
-    assert moved(run, "to_host_") == steps * shards  # ZeRO-1 scatters once a step
+    assert moved(run, "to_host_") == steps * shards  # ZeRO-1 scatters once per step
     assert moved(run, "to_device_") == steps * shards
     run = launch(bytes_of, 2, (3, {"folder": tmp_path}), memory=True)
     (root, *blocks), kinds = run.results[0]
@@ -373,7 +373,7 @@ def test_what_moves_is_in_the_ledger(tmp_path):
     assert moved(run, "to_file_") == (root + sum(blocks)) + steps * states
     assert moved(run, "from_file_") == (root + sum(blocks)) + (steps - 1) * states
     assert kinds["optimizer state"] == 4 * 4  # AdamW's counters
-    assert run.ledger.total_bytes(op="to_file_") == 0  # no message
+    assert run.ledger.total_bytes(op="to_file_") == 0  # files are not messages
 
 
 def in_lanes(options, steps, group):
@@ -385,8 +385,8 @@ def in_lanes(options, steps, group):
 @pytest.mark.parametrize("how", [{}, {"delayed": True}, {"early": True, "micro_batches": 2}])
 @pytest.mark.parametrize("too", [{}, {"parameters_too": True}, ALL_IN_FILES])
 def test_all_that_moves_in_a_step_is_in_a_lane(how, too, tmp_path):
-    """Or virtual time would know nothing of it, and a run would wait. Of one step: what three steps
-    move, and two do not (the first one makes files)."""
+    """Otherwise virtual time would miss a transfer that a run waits for. One step is the difference
+    between four steps and three, because the first makes files."""
     if "early" in how and "gradients_too" in too:
         pytest.skip("refused")
     found = []
@@ -402,7 +402,7 @@ def test_all_that_moves_in_a_step_is_in_a_lane(how, too, tmp_path):
 
 
 def gradients_of(folder, gradients_too, group, clip=None):
-    """Bytes on the host after backward, and the most there were at any moment of a step."""
+    """Return the host's bytes after backward and after a step, the shards', and parameters."""
     gpt = GPT(CONFIG, dtype=torch.float64)
     offload = OverlappedOffload(EmulatedLanes(SPEEDS), folder, gradients_too=gradients_too)
     model = ZeRO2(gpt, group, adamw, units=gpt.blocks, offload=offload)
@@ -412,7 +412,7 @@ def gradients_of(folder, gradients_too, group, clip=None):
     after_backward = sum(held(group).values())
     model.step(clip)
     again = sum(held(group).values())
-    model.step()  # the same gradients once more
+    model.step()  # with the same gradients again
     return after_backward, again, [unit.shard.nbytes for unit in model.units], parameters_of(model)
 
 
@@ -429,8 +429,8 @@ def test_gradients_in_files_are_not_on_the_host(clip, tmp_path):
     shards = sum(here[2])
     assert here[0] - away[0] == here[1] - away[1] == shards
     assert all(map(torch.equal, here[3], away[3]))
-    # Of 3 micro-batches: written 3 times, read twice to be added to, and by each of two steps.
-    more = 0 if clip is None else 1  # clipping reads them for the norm, reads and writes for itself
+    # 3 micro-batches write gradients 3 times and read them twice to add; each of two steps reads.
+    more = 0 if clip is None else 1  # clipping reads for the norm, then reads and writes
     assert away[4] - here[4] == (3 + more) * shards
     assert away[5] - here[5] == (2 + 2 + 2 * more) * shards
 
@@ -450,7 +450,7 @@ def all_in_files(folder, m, steps, group):
 
 @pytest.mark.parametrize("m", [1, 3])
 def test_the_calculator_knows_what_moves_and_what_lies_in_files(m, tmp_path):
-    """Of one step: what three steps move, and two do not (the first one reads no moments)."""
+    """One step is the difference between three steps and two: the first reads no moments."""
     found = []
     for steps in (2, 3):
         folder = tmp_path / str(steps)
@@ -459,7 +459,7 @@ def test_the_calculator_knows_what_moves_and_what_lies_in_files(m, tmp_path):
         found.append([moved(run, op) for op in ops])
     to_host, to_device, *files = (b - a for a, b in zip(*found))
     in_files, kinds = run.results[0]
-    # The shard that is stepped and what the device takes of it are two copies in files.
+    # Files hold two copies: the shard that is stepped and the version that the device reads.
     how = framework("course").replace(**COURSE_AWAY, offload_to_files=True, optimizer_bytes=12)
     layout = Layout(zero=3, num_micro_batches=m, micro_batch_size=2)
     said = traffic(SINGLE, layout, how)
@@ -487,15 +487,15 @@ DEEP = dict(num_layers=16, d_model=64, num_heads=4, seq_len=32)
 @pytest.mark.parametrize(
     ("stage", "changes", "sequences", "m", "size"),
     [
-        (3, DEEP, 2, 1, 1),  # at the loss
+        (3, DEEP, 2, 1, 1),  # peaks at the loss
         (2, DEEP, 2, 2, 1),
-        (3, {"d_model": 256}, 1, 1, 1),  # when gradients leave
+        (3, {"d_model": 256}, 1, 1, 1),  # peaks when gradients leave
         (2, {"d_model": 256}, 1, 2, 1),
         (3, {"num_layers": 4, "d_model": 128}, 2, 2, 2),
     ],
 )
 def test_a_whole_step_peaks_as_the_calculator_says(stage, changes, sequences, m, size):
-    """Device and host within 1 % (two ranks: 2 %), at different moments of the step."""
+    """Device and host peak at different times, within 1% of the calculator (two ranks: 2%)."""
     config = ModelConfig(**changes)
     run = launch(whole_steps, size, (stage, config, sequences, m), memory=True)
     how = framework("course").replace(**{**COURSE_AWAY, "offload_parameters": stage == 3})
@@ -507,7 +507,7 @@ def test_a_whole_step_peaks_as_the_calculator_says(stage, changes, sequences, m,
 
 
 def experts_apart(config, ep, steps, group):
-    """Steps of ZeRO-3 with experts spread by ep and sharded among the ranks that are left."""
+    """Run ZeRO-3 with experts distributed over ep and sharded over the remaining ranks."""
     mesh, lanes = Mesh(group, dp=group.size(), ep=ep), Sides(SPEEDS, group)
     gpt = shard_experts(GPT(config), mesh["ep"], averaged_over=ep)
     experts = nn.ModuleList(
@@ -556,9 +556,9 @@ def steps_in_files(config, folder, group):
 
 
 def test_with_everything_in_files_the_host_holds_a_few_units_however_many_there_are(tmp_path):
-    """The calculator has room for two layers that are on their way. In virtual time one thing is
-    done after the other, so there is one at a time: shard, two moments and gradient, two gradients
-    that arrive, two temporaries of AdamW, and its counters."""
+    """The calculator allows for two layers in flight. In virtual time transfers are sequential, so
+    only one is in flight: shard, two moments and gradient, two arriving gradients, two temporaries
+    of AdamW, and its counters."""
     layout = Layout(zero=3, micro_batch_size=2)
     away = framework("course").replace(**COURSE_AWAY, offload_to_files=True, optimizer_bytes=12)
     for layers in (4, 16):
@@ -568,7 +568,7 @@ def test_with_everything_in_files_the_host_holds_a_few_units_however_many_there_
         said = host_memory(config, layout, away)
         assert peaks["host"] == pytest.approx(8 * largest + 4 * units, abs=16)
         assert 0.5 * said.total < peaks["host"] < said.total
-        assert said.total == 14 * largest  # 2 * (3 + 1 + 1) on their way, 2 arrive, 2 temporaries
+        assert said.total == 14 * largest  # 2 * (3 + 1 + 1) in flight, 2 arriving, 2 temporaries
         device = rank_memory(config, layout, away).total
         assert peaks["device"] == pytest.approx(device, rel=0.01)
 
@@ -600,7 +600,7 @@ def test_in_order_everything_is_waited_for_and_with_lanes_no_more_than_the_bound
 
 
 def through_files(folder, options, steps, group):
-    """Virtual seconds of the last step in which the device waited."""
+    """Return how many virtual seconds the device waited in the last step."""
     speeds = {lane: Link(0.0, 1e10 if lane == "host" else 1e8) for lane in SPEEDS}
     waited = []
     for count in (steps - 1, steps):
@@ -613,8 +613,8 @@ def through_files(folder, options, steps, group):
 
 @pytest.mark.parametrize(("too", "share"), [({}, 0.2), (ALL_IN_FILES, 2 / 3)], ids=["some", "all"])
 def test_a_late_step_hides_its_files_behind_the_next_one(too, share, tmp_path):
-    """With everything in files less of it: were all of the late step's reads begun at once, in
-    front of the parameters that the next forward reads, the share would be 0.87."""
+    """With everything in files it hides less. If all of the late step's reads began at once, ahead
+    of the parameters that the next forward reads, the share would be 0.87."""
     waited = [
         launch(through_files, 1, (tmp_path / str(late), {"delayed": late, **too}, 4)).results[0]
         for late in (False, True)
@@ -634,19 +634,19 @@ def test_gradients_leave_while_backward_runs_and_parameters_come_while_forward_d
         if arrival.lane == "to_device"
         and any(s.start < arrival.end and arrival.start < s.end for s in computing)
     ]
-    assert len(beside) >= 3 * 2  # of each step, some of both passes
+    assert len(beside) >= 3 * 2  # some in both passes of each step
 
 
 def test_no_third_gradient_begins_to_leave_before_the_first_has_left():
     _, _, _, log = launch(timed, 1, (1e6, {}, False)).results[0]
-    left = [span for span in log if span.lane == "to_host"][:4]  # of the first step
+    left = [span for span in log if span.lane == "to_host"][:4]  # in the first step
     backward = [span for span in log if span.name.startswith("B")][:3]
     assert backward[1].end < left[0].end  # the second was made while the first was leaving
     assert left[2].start >= left[1].end >= left[0].end
 
 
 def gradients_held(group):
-    """Return the bytes of gradients on the device when another is made, and each unit's."""
+    """Return the most bytes of gradients on the device, and each unit's bytes."""
     gpt, seen = GPT(CONFIG), []
     model = ZeRO3(
         gpt, group, adamw, units=gpt.blocks, offload=OverlappedOffload(EmulatedLanes(SPEEDS))
@@ -678,7 +678,7 @@ def on_the_host(group):
 
 
 class Load:
-    """A weight that arrives; notes what was asked for, and when it was waited for."""
+    """A weight in flight that logs when it is requested and when it is waited for."""
 
     def __init__(self, number, log):
         self.number, self.log = number, log
@@ -773,7 +773,7 @@ def limit_files(nbytes):
 
 
 def step_on_a_full_disk(folder, in_backward, parameters_too, group):
-    """The second step finds no room; then there is room again."""
+    """Fill the disk for the second step only."""
     right = parameters_of(train(3, None, group, steps=3, accumulation=1))
     gpt = GPT(CONFIG, dtype=torch.float64)
     away = {"gradients_too": in_backward, "parameters_too": parameters_too}
@@ -827,7 +827,7 @@ def test_the_disk_is_full_in_these_words(tmp_path, monkeypatch):
 
 
 def lose_a_file(folder, make_lanes, options, group):
-    """Nothing is stepped when a file is gone; with the file back the step is the right one."""
+    """Check that nothing is stepped while a file is gone, and that the step then succeeds."""
     right = parameters_of(train(2, None, group, steps=2, accumulation=1))
     gpt = GPT(CONFIG, dtype=torch.float64)
     offload = OverlappedOffload(make_lanes(), folder, **options)
@@ -865,8 +865,8 @@ def test_a_lost_file_stops_the_step_before_it_begins(options, make_lanes, tmp_pa
 
 @contextmanager
 def a_bad_read(how, folder, number):
-    """Inside, the read of this number fails: nothing comes, an error comes, or the next file
-    vanishes after all files were looked at."""
+    """Make the read with this number fail: it returns nothing, it raises an error, or the next file
+    vanishes after all files were checked."""
     preadv, check, count = os.preadv, FileStore.check, iter(range(10**6))
 
     def bad_preadv(*arguments):
@@ -897,8 +897,8 @@ def a_bad_read(how, folder, number):
 
 
 def fail_in_a_step(folder, how, stage, options, group):
-    """What was said when the second step met a bad disk, how many units were as they were, and
-    whether the training went on as if nothing had been."""
+    """Return the error of a second step with a bad disk, how many units are unchanged, the number
+    of units, and whether training continued as if nothing had happened."""
     right = parameters_of(train(stage, None, group, steps=3, accumulation=1))
     gpt = GPT(CONFIG, dtype=torch.float64)
     offload = OverlappedOffload(Lanes(), folder, **options)
@@ -955,7 +955,7 @@ def fail_when_late(folder, group):
         if step < 2:
             with a_bad_read("an error", folder, 4 if step else -1):
                 model.step()
-                model.tier.lanes.threads["read"].submit(int).result()  # it has met it
+                model.tier.lanes.threads["read"].submit(int).result()  # the read has failed
     with pytest.raises(OffloadError, match="2 of 4 units miss the last step's update; go back"):
         model.step()
 
@@ -1005,8 +1005,8 @@ def test_who_clips_is_told_whether_gradients_were_changed(tmp_path):
 
 
 def lose_a_gradient(folder, group):
-    """Gone before the step, it can be put back; gone before it is added to, the step is repeated.
-    Cut off is as bad as gone. Nothing else is changed."""
+    """A gradient lost before the step can be put back; if it is lost before it is added to, the
+    step is repeated. A truncated file is as bad as a lost one. Nothing else is changed."""
     right = parameters_of(train(2, None, group, steps=2))
     gpt = GPT(CONFIG, dtype=torch.float64)
     offload = OverlappedOffload(Lanes(), folder, gradients_too=True)
@@ -1130,14 +1130,14 @@ def test_it_rounds_splits_and_grows_together():
     allocator = Allocator(100 * MIB)
     for name in "abc":
         allocator.allocate(name, 3 * MIB)
-    assert allocator.reserved == 20 * MIB and allocator.held == 9 * MIB  # one segment for three
+    assert allocator.reserved == 20 * MIB and allocator.held == 9 * MIB  # three share a segment
     allocator.free_("a")
     allocator.free_("c")
     assert sorted(b.size // MIB for b in allocator.free_blocks()) == [3, 14]
     allocator.free_("b")
     assert allocator.largest_free == 20 * MIB
     allocator.allocate("small", 1)
-    assert allocator.held == 512 and allocator.reserved == 22 * MIB  # a pool of its own
+    assert allocator.held == 512 and allocator.reserved == 22 * MIB  # a separate pool
     allocator.allocate("large", 11 * MIB + 1)
     assert allocator.held == 512 + 11 * MIB + 512
     allocator.allocate("its own segment", 12 * MIB + 1)
@@ -1150,7 +1150,7 @@ def test_best_fit_takes_the_smallest_block_that_is_large_enough():
         allocator.allocate(name, size * MIB)
     for name in "abc":
         allocator.free_(name)
-    assert allocator.allocate("d", 15 * MIB).segment == 3  # the one of 20
+    assert allocator.allocate("d", 15 * MIB).segment == 3  # the segment of 20 MiB
 
 
 @pytest.mark.parametrize("expandable", [False, True])
@@ -1162,7 +1162,7 @@ def test_a_hole_between_two_blocks_is_of_no_use_to_a_larger_one(expandable):
     allocator.free_(2)
     with pytest.raises(OutOfMemory, match="20,971,520 are in use and 20,971,520 free"):
         allocator.allocate("x", 20 * MIB)
-        if not expandable:  # segments of their own went back to the driver
+        if not expandable:  # separate segments went back to the driver
             raise OutOfMemory("20,971,520 are in use and 20,971,520 free")
 
 
@@ -1201,7 +1201,7 @@ def test_a_recorded_step_is_replayed_and_fits_once_its_peak_does():
     tensors = lifetimes(asked)
     assert len(tensors) == sum(1 for _, nbytes in asked if nbytes)
     assert most <= best_end(tensors) <= 1.1 * most
-    exact = Allocator(10**9, scale=2**20)  # no rounding, no pools to speak of
+    exact = Allocator(10**9, scale=2**20)  # practically no rounding or pools
     assert max(held for held, _ in replay(asked, exact)) == most
     with pytest.raises(OutOfMemory, match="tried to allocate"):
         replay(asked, Allocator(most - 1, scale=2**20))

@@ -1,4 +1,4 @@
-"""Pipelines on real ranks: equal to one process in every bit, whatever the schedule."""
+"""Pipelines on real ranks equal one process in every bit, whatever the schedule."""
 
 import gc
 import weakref
@@ -48,7 +48,7 @@ def loss_fn(logits, targets):
 
 
 def batch(m, step=0):
-    """Tokens and targets of m micro-batches, [m * MICRO_BATCH, S] each."""
+    """Return tokens and targets of m micro-batches, [m * MICRO_BATCH, S] each."""
     generator = torch.Generator().manual_seed(100 + step)
     tokens = torch.randint(0, 40, (m * MICRO_BATCH, 9), generator=generator)
     return tokens[:, :-1], tokens[:, 1:]
@@ -65,13 +65,13 @@ def optimizer_of(parameters):
 @pytest.fixture(autouse=True)
 def one_thread():
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as on the ranks: two threads add up in another order
+    torch.set_num_threads(1)  # as on the ranks; two threads add in a different order
     yield
     torch.set_num_threads(threads)
 
 
 def one_process(m, steps, config=CONFIG, clip=None):
-    """The oracle: the whole GPT, same micro-batches in the same order. Losses, grads, weights."""
+    """Train the whole GPT on the micro-batches in order: the oracle's losses, grads, weights."""
     model = GPT(config, seed=SEED)
     optimizer = optimizer_of(model.parameters())
     losses = []
@@ -92,7 +92,7 @@ def one_process(m, steps, config=CONFIG, clip=None):
 
 
 def train(schedule, group, steps=1, config=CONFIG, recompute=False, balance="layers"):
-    """One rank's losses and its parameters' gradients and values, by their names in the GPT."""
+    """Return this rank's losses and its parameters' gradients and values by their GPT names."""
     mine, n = schedule.stages_of[group.rank()], schedule.num_stages
     modules = cut_gpt(config, mine, n, seed=SEED, balance=balance)
     pipeline = Pipeline(
@@ -155,7 +155,7 @@ def test_gradients_equal_one_process_in_bits_under_every_schedule(p):
 
 
 def test_five_steps_equal_one_process_in_bits():
-    """Nothing of a step is left for the next one: no gradient, no activation, no message."""
+    """A step leaves nothing to the next one: no gradient, no activation, no message."""
     cases = [(build(name, 4, 8, **options), {"steps": 5}) for name, options in NAMES[2::2]]
     reference = one_process(8, steps=5)
     for results in zip(*launch(train_each, 4, args=(cases,)).results):
@@ -177,7 +177,7 @@ def recomputing_some(group):
     pipeline = Pipeline(schedule, modules, group, loss_fn=loss_fn, recompute={1})
     kept, forward = {}, pipeline.stages[2].forward
 
-    def seen(micro, *args, **kwargs):  # the last forward: all three hold this micro-batch after it
+    def seen(micro, *args, **kwargs):  # after the last forward all three hold this micro-batch
         output = forward(micro, *args, **kwargs)
         kept.update({n: type(s.held[micro]).__name__ for n, s in pipeline.stages.items()})
         return output
@@ -225,13 +225,13 @@ def test_stages_balanced_by_cost_hold_the_same_model():
 
 
 def test_a_fused_schedule_and_one_of_the_learners_own_run_as_they_are():
-    own = Schedule("mine", ["0F0 0F1 0B1 0B0", "1F1 1F0 1B1 1B0"])  # its second stage hurries 1
+    own = Schedule("mine", ["0F0 0F1 0B1 0B0", "1F1 1F0 1B1 1B0"])  # its second stage runs 1 first
     fused = fuse_communication(add_communication(one_f_one_b(2, 4)))
     cases = [(own, {}), (fused, {})]
     first, second = zip(*launch(train_each, 2, args=(cases,)).results)
     assert_equal_in_bits(second, one_process(4, 1))
     losses, expected = one_process(2, 1)
-    for rank_losses, parameters in first:  # same sums, added up in another order
+    for rank_losses, parameters in first:  # equal sums, added in another order
         assert torch.equal(rank_losses[0], losses[0])
         for name, (grad, _) in parameters.items():
             torch.testing.assert_close(grad, expected[name][0], rtol=1e-4, atol=1e-7)
@@ -249,7 +249,7 @@ def clipped(schedule, group):
 
 
 def test_clipped_gradients_are_close():
-    """Not equal: the squares of the gradients are added up stage by stage, in another order."""
+    """They are not equal, because squared gradients are summed per stage, in another order."""
     _, expected = one_process(4, 1, clip=0.01)
     for gradients in launch(clipped, 3, args=(one_f_one_b(3, 4),)).results:
         for name, gradient in gradients.items():
@@ -266,7 +266,7 @@ def test_each_border_between_ranks_carries_each_micro_batch_once_each_way(name, 
     for phase in ("forward", "backward"):
         assert run.ledger.total_bytes(op="send", phase=phase) == 6 * borders * message
         assert len(run.ledger.calls(op="send", phase=phase)) == 6 * borders
-    losses = 2 * 6 * 4  # six numbers, told to both other ranks
+    losses = 2 * 6 * 4  # six numbers, sent to both other ranks
     assert run.ledger.total_bytes(op="send", phase="step") == losses
 
 
@@ -278,8 +278,8 @@ TIED = CONFIG.replace(tied_embedding=True)
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_v"])
 def test_a_tied_embedding_gets_both_gradients(name):
-    """Close, not equal: one process adds head and embedding in turn, micro-batch by micro-batch;
-    two ranks (1F1B) add two sums, and a split backward (ZB-V) adds the head's part later."""
+    """They are close, not equal: one process adds the head's and the embedding's by turns, two
+    ranks (1F1B) add two sums, and a split backward (ZB-V) adds the head's later."""
     results = launch(train, 2, args=(build(name, 2, 4),), kwargs={"steps": 3, "config": TIED})
     losses, expected = one_process(4, 3, TIED)
     names = set()
@@ -305,7 +305,7 @@ def test_both_copies_of_a_tied_embedding_stay_equal_in_bits():
 
 
 def test_layers_are_spread_as_evenly_as_they_can_be():
-    """As the calculators count them: what is left over goes to the middle, which has no head."""
+    """As in the calculators, leftover layers go to the middle stages, which have no head."""
     for num_layers, num_stages in [(10, 4), (7, 3), (5, 5), (12, 1), (9, 8)]:
         ranges = layer_ranges(CONFIG.replace(num_layers=num_layers), num_stages)
         assert [i for r in ranges for i in r] == list(range(num_layers))
@@ -315,7 +315,7 @@ def test_layers_are_spread_as_evenly_as_they_can_be():
 
 @pytest.mark.parametrize("kind", ["rotary", "learned"])
 def test_stages_with_positions_are_the_gpt_with_positions(kind):
-    """As a context-parallel rank needs it: its tokens stand elsewhere than at 0, 1, 2, ..."""
+    """A context-parallel rank needs this: its tokens are not at positions 0, 1, 2, ..."""
     config, positions = CONFIG.replace(positions=kind), torch.tensor([6, 7, 0, 1])
     x = tokens = torch.arange(8).view(2, 4)
     for stage in cut_gpt(config, range(3), 3, seed=SEED, positions=positions).values():
@@ -420,7 +420,7 @@ def test_evaluating_runs_forwards_only_and_every_rank_knows_the_loss():
 
 
 def activations_held(schedule, group, recompute=False):
-    """The most micro-batches in flight and the most bytes that autograd had saved at once."""
+    """Return the most micro-batches held, those held at the end, and the same for messages."""
     mine, n = schedule.stages_of[group.rank()], schedule.num_stages
     modules = cut_gpt(CONFIG, mine, n, seed=SEED)
     pipeline = Pipeline(
@@ -461,9 +461,9 @@ def test_a_run_holds_what_the_list_says_and_leaves_nothing():
 
 
 def test_the_ledger_sees_the_bytes_of_what_is_held_and_of_nothing_more():
-    """Between the ends, where stages are alike: bytes as the list says, one micro-batch's each.
+    """Inner stages, which are alike, hold one micro-batch's bytes per micro-batch in the list.
 
-    (Between B and W a split backward holds inputs of linears and their gradients only: less.)
+    (Between B and W a split backward holds less: only linears' inputs and their gradients.)
     """
     thin = {"config": CONFIG.replace(num_layers=4)}
 
@@ -478,7 +478,7 @@ def test_the_ledger_sees_the_bytes_of_what_is_held_and_of_nothing_more():
 
 
 def test_recomputing_holds_one_micro_batch_whole_and_only_the_inputs_of_the_others():
-    """The second forward also counts: a micro-batch in its backward is held as a whole."""
+    """The second forward also counts: a micro-batch is held whole during its backward."""
     thin = {"config": CONFIG.replace(num_layers=4)}
 
     def held(schedule, **options):
@@ -494,7 +494,7 @@ def test_recomputing_holds_one_micro_batch_whole_and_only_the_inputs_of_the_othe
 
 
 def test_what_was_sent_is_let_go_while_the_pipeline_runs():
-    """At most as much as the warm-up sends; without letting go it would be all 24 messages."""
+    """At most the warm-up's messages are held; without freeing it would be all 24."""
     for _, _, unsent, _ in launch(activations_held, 3, args=(one_f_one_b(3, 12),)).results:
         assert unsent <= 6
 
@@ -515,7 +515,7 @@ def test_a_split_backward_leaves_the_linears_and_only_them():
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("split", [False, True])
 def test_activations_are_gone_after_the_backward_without_a_garbage_collector(split, recompute):
-    """Weight gradients whose tensors know their graph, which knows the weight gradients, leak."""
+    """Weight gradients leak if they hold tensors whose graph holds the weight gradients."""
     module = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
     stage, saved = Stage(module, recompute=recompute), []
 
@@ -565,10 +565,10 @@ def train_asynchronously(schedule, group):
 
 
 def delayed_gradients(p, m, size, version_of):
-    """The oracle: whole models, one a stage and version; stage r's part of micro-batch k's forward
-    and backward uses version `version_of(r, k)` of that stage; a step every `size` micro-batches.
+    """Train the oracle on whole models: in micro-batch k, stage r's forward and backward use the
+    stage's weights of version `version_of(r, k)`. It steps after every `size` micro-batches.
 
-    Written from the papers' update rules, with no schedule in it.
+    It follows the papers' update rules and contains no schedule.
     """
     ranges = layer_ranges(CONFIG, p)
     owner = {}
@@ -618,7 +618,7 @@ def test_2bw_equals_gradients_delayed_by_one_step_in_bits(p, size):
 
 
 def test_the_oracle_of_delayed_gradients_knows_no_delay_when_there_is_none():
-    """Else the two tests above could agree on anything: without delay it is plain training."""
+    """Without delay it must be plain training, or the two tests above would prove nothing."""
     model = GPT(CONFIG, seed=SEED)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     tokens, targets = batch(3)

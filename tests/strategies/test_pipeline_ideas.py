@@ -1,4 +1,4 @@
-"""The pipeline's page and its engine do the same: losses, gradients, bytes, order of messages."""
+"""The pipeline's page and its engine agree in losses, gradients, bytes and message order."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def engine_without_early_receives(schedule, stage, group):
 
 
 def step(by, schedule, group):
-    """Two steps, whose gradients add up: loss, gradients by name, messages in order."""
+    """Take two steps that accumulate gradients; return loss, gradients by name, and messages."""
     (stage,) = cut_gpt(CONFIG, [group.rank()], group.size(), seed=3).values()
     already = len(group.recorder.comms)
     by(schedule, stage, group)
@@ -54,8 +54,8 @@ def step(by, schedule, group):
 
 
 def all_ways(group):
-    """{order: what the page did, then the engine with each receive right before its use, as the
-    page has it, then the engine as it is}"""
+    """Return {(page, schedule): [results of the page, of the engine with each receive right before
+    its use as in the page, and of the engine as it is]}."""
     found = {}
     for page, build in [(page_gpipe, gpipe)] + [
         (page_list, b) for b in (naive, gpipe, one_f_one_b)
@@ -72,10 +72,10 @@ def test_page_and_engine_do_the_same(p):
         for page, same_list, as_it_is in found.values():
             assert_equal_values(page, same_list)
             assert_equal_values(page, as_it_is)
-            # Losses apart: the engine sends them while others still compute, the page at the end.
+            # Losses are compared without order: the engine sends them early, the page last.
             assert sorted(page[2]) == sorted(same_list[2]) == sorted(as_it_is[2])
             assert between_stages(page) == between_stages(same_list)
-            for op in ("send", "recv"):  # a receive is started earlier, in the same order
+            for op in ("send", "recv"):  # receives start earlier, in equal order
                 assert of_kind(op, page) == of_kind(op, as_it_is)
             borders = (rank > 0) + (rank < p - 1)
             assert len(between_stages(page)) == 2 * 2 * M * borders  # two steps, both ways
@@ -90,7 +90,7 @@ def assert_equal_values(one, other):
 
 
 def between_stages(way):
-    return [message for message in way[2] if message[2] != M * 4]  # six losses of 4 bytes
+    return [message for message in way[2] if message[2] != M * 4]  # not the six losses of 4 bytes
 
 
 def of_kind(op, way):
@@ -98,7 +98,7 @@ def of_kind(op, way):
 
 
 class Turned(torch.autograd.Function):
-    """The same numbers in strided tensors: what comes out, and the gradient that goes back."""
+    """Make outputs and their gradients strided tensors without changing their values."""
 
     @staticmethod
     def forward(ctx, x):
@@ -110,7 +110,7 @@ class Turned(torch.autograd.Function):
 
 
 def of_strided(group):
-    """Losses of a list, plain, and with stages whose outputs and gradients are not contiguous."""
+    """Return losses with plain stages and with ones whose outputs and gradients are strided."""
     (stage,) = cut_gpt(CONFIG, [group.rank()], group.size(), seed=3).values()
     rank, last = group.rank(), group.size() - 1
 

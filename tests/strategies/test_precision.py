@@ -1,4 +1,4 @@
-"""Loss scaling by the same rule as torch's, and what 16 bits do to a gradient without it."""
+"""Loss scaling follows torch's rule, and without it 16 bits lose small gradients."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from mini_dist.strategies.trainable import Trainable
 
 
 def test_the_scale_goes_the_way_of_torchs_GradScaler():
-    """The same gradients, good and overflowing, through both: same scales, same steps taken."""
+    """Both scalers get equal gradients, some overflowing, and give equal scales and steps."""
     overflows = [False, False, True, True, False, False, False, True, False, False, False, False]
     scaler = LossScaler(scale=2.0**8, growth_interval=3)
     theirs = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
@@ -40,7 +40,7 @@ def test_a_small_gradient_vanishes_in_float16_and_survives_scaling():
     for scale, survives in ((1.0, False), (2.0**16, True)):
         weight.grad = None
         with torch.autocast("cpu", torch.float16):
-            out = weight[None] @ torch.ones(1, 1)  # a product of matrices, in float16
+            out = weight[None] @ torch.ones(1, 1)  # a matrix product in float16
         (scale * small * out.float()).sum().backward()
         assert (weight.grad.item() != 0) == survives
         if survives:

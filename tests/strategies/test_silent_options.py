@@ -1,9 +1,9 @@
-"""Options that another option switches off, of the classes that need ranks: each is refused in a
-sentence, or documented (tests/plan/calculators/test_silent_options.py does it without ranks).
+"""Options that another option switches off are refused in a sentence, or documented.
 
-Every option of a class is changed alone and together with each other option, in a training on two
-ranks. If the second then no longer changes what is computed, sent or copied, or when, the pair must
-be in DOCUMENTED with its reason.
+This tests classes that need ranks; tests/plan/calculators/test_silent_options.py tests the others.
+Every option of a class is changed alone and with each other option, in training on two ranks. If
+the second option then no longer changes what is computed, sent or copied, or when, the pair must be
+in DOCUMENTED with its reason.
 """
 
 import sys
@@ -36,7 +36,7 @@ def adamw(tensors):
 
 
 class Averages:
-    """DiLoCo behind each step."""
+    """Run DiLoCo after each step."""
 
     def __init__(self, model, group, **options):
         alone = torch.distributed.new_group()  # with a delay nothing else may be sent in its group
@@ -127,7 +127,7 @@ CLASSES = {
     ),
 }
 
-# (what is set, what it switches off) -> where that is said.
+# class -> {(option that is set, option that it switches off)}, and the sentence that says so.
 DOCUMENTED = {
     "Quantized": {("gradients", "seed")},  # "of the lots by which gradients are rounded"
 }
@@ -141,7 +141,7 @@ def sets_of(toggles):
 
 
 def come_to(folder, name, chosen, group):
-    """All that can be seen of a training: losses, parameters, what is sent, before which block."""
+    """Train; return all that is observable: losses, parameters, messages, before which block."""
     config, make, toggles = CLASSES[name]
     gpt, seen, sent = GPT(config, seed=0), [], group.recorder.comms
     try:
@@ -187,4 +187,4 @@ def test_no_option_switches_another_off_in_silence(name, found):
         == found[name, (one,)]
     }
     assert switched_off == DOCUMENTED.get(name, set())
-    assert len(works) == len(toggles)  # each alone does something
+    assert len(works) == len(toggles)  # each option alone has an effect

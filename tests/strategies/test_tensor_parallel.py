@@ -1,4 +1,4 @@
-"""Cut matrices train the model of one process, send what the papers say and hold a t-th."""
+"""Sharded matrices train as one process, send the papers' bytes and hold 1/t of the model."""
 
 from functools import partial
 from itertools import accumulate
@@ -61,7 +61,7 @@ sizes = pytest.mark.parametrize("size", SIZES)
 
 
 def lively(config, **kwargs):
-    """A float64 GPT in which every weight and bias matters."""
+    """Return a float64 GPT in which every weight and bias matters."""
     model = GPT(config, seed=0, dtype=torch.float64, **kwargs)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -82,7 +82,7 @@ def batch(config, step, ignored=True):
 
 
 def equal(ours, whole, cut, message=""):
-    """In float64: only sums in another order may differ."""
+    """Compare in float64, where only the order of sums may make a difference."""
     expected = whole if cut is None else cut.piece(whole)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-10, msg=message or None)
 
@@ -114,7 +114,7 @@ def train(config, pair, group):
 
 @pytest.fixture(scope="module")
 def oracle():
-    """The same in one process, for each model."""
+    """Train each model in one process."""
     results = {}
     for config in MODELS.values():
         model, seen = lively(config), []
@@ -138,7 +138,7 @@ def oracle():
 @pairs
 @models
 def test_training_equals_one_process(config, pair, size, oracle):
-    """Logits, losses, norms, every gradient, and the weights after 5 clipped steps of AdamW."""
+    """Compare logits, losses, norms, all gradients, and weights after 5 clipped AdamW steps."""
     seen, gradients, weights = oracle[config]
     for ours, our_gradients, our_weights, cuts, whole in launch(
         train, size, (config, pair)
@@ -158,7 +158,7 @@ def test_training_equals_one_process(config, pair, size, oracle):
 
 
 def through(make, pair, group):
-    """A module on x [B, S, D] with the gradient of x, both as this rank has them."""
+    """Return this rank's part of a module's output for x [B, S, D] and of the gradient of x."""
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(2, 8, 16, generator=generator, dtype=torch.float64)
     dy = torch.randn(2, 8, 16, generator=generator, dtype=torch.float64)
@@ -232,7 +232,7 @@ def pieces(group):
 
 
 def changes_of_memory(run):
-    """Bytes held after each allocation of `run()`, above those held before it."""
+    """Return the bytes held after each allocation of `run()`, minus those held before it."""
     from torch.profiler import profile
 
     with profile(profile_memory=True) as seen:
@@ -248,12 +248,12 @@ def by_autograd(x, parameters, group, pair):
 
 @pairs
 def test_backward_lets_go_of_x_before_dx_is_made(pair):
-    """Two tensors of the size of x at once, where autograd alone needs four."""
+    """Backward holds two tensors of x's size at once, where autograd alone holds four."""
     if IS_OLDER and pair.gathers_again:
         pytest.skip("torch before 2.13 keeps every dy until backward returns")
 
     def job(group):
-        rows, D, peaks = 2**12, 64, []  # x, put together, is 1 MiB; weights and ys are small
+        rows, D, peaks = 2**12, 64, []  # the gathered x is 1 MiB; weights and ys are small
         leaf = torch.ones(1, rows // (group.size() if pair.cuts_sequence else 1), D)
         parameters = [(torch.ones(2, D, requires_grad=True), None) for _ in "qkv"]
         for multiply in (column_linears, by_autograd):
@@ -380,7 +380,7 @@ def test_a_model_made_from_nothing_has_the_values_of_one_process(config):
 
 
 def dropped(pair, group):
-    """What is dropped where: an output of each block, masks inside attention and between blocks."""
+    """Return the outputs of blocks, and dropout's masks inside attention and between blocks."""
     inside = []
 
     def attend(q, k, v, positions, dropout):
@@ -450,7 +450,7 @@ def forward_backward(config, pair, group):
 @pytest.mark.parametrize("pair, passes", [(RING, 8), (SEQUENCE, 8), (SEQUENCE_AGAIN, 10)])
 @sizes
 def test_bytes_a_rank_a_block_are_the_papers(size, pair, passes):
-    """8 (t-1)/t BSD (Shoeybi et al. 2019, section 3), and an all-gather more for each region
+    """Bytes are 8 (t-1)/t BSD (Shoeybi et al. 2019, section 3), plus an all-gather per region
     where backward gathers again (Korthikanti et al. 2022, section 4.2.2)."""
     sent = {}
     for layers in (1, 3):
@@ -469,7 +469,7 @@ def test_bytes_a_rank_a_block_are_the_papers(size, pair, passes):
 
 
 def test_the_star_of_small_tensors_sends_as_much_in_all():
-    """What `algorithm="auto"` takes for them: rank 0 more, the others less."""
+    """`algorithm="auto"` uses the star for them: rank 0 sends more, the others less."""
     sent = []
     for pair in (RING, TENSOR):
         run = launch(forward_backward, 4, (CONFIG, pair))
@@ -507,7 +507,7 @@ def test_cross_entropy_sends_three_numbers_a_token_whatever_the_vocabulary(size,
         torch.testing.assert_close(gradient, logits.grad.chunk(size, -1)[rank])
 
 
-WEIGHTS = torch.linspace(-1, 1, 16).view(2, 8)  # weights of the tokens' losses, also negative
+WEIGHTS = torch.linspace(-1, 1, 16).view(2, 8)  # weights of the tokens' losses, some negative
 
 
 def reductions(group):
@@ -584,7 +584,7 @@ def test_no_rank_ever_holds_the_full_logits():
 
 # --- memory ------------------------------------------------------------------------------------
 
-# Everything the paper counts: learned positions, GELU, F = 4 D, dropout, attention by the formula.
+# The paper counts learned positions, GELU, F = 4 D, dropout and explicit attention.
 PAPER = ModelConfig(
     vocab_size=64, seq_len=64, d_model=64, num_heads=4, positions="learned", dropout=0.1
 )
@@ -607,12 +607,11 @@ def of_a_layer(pair, dtype, size, config=PAPER):
 
 
 # Bytes per layer in units of s b h, on t ranks, with x = a s / h and m bytes per element of a
-# dropout mask (Korthikanti et al. 2022, table 2, where m = 1). Term by term, in bytes of 2 per
-# number:
+# dropout mask (Korthikanti et al. 2022, table 2, where m = 1). The terms, with 2 bytes per number:
 #   4 inputs of the two norms, 2 m masks of the two residual dropouts       between the regions
 #   2 input of q, k, v; 2 input of the MLP                                  the gathered inputs
 #   2 q, 2 k, 2 v, 2 input of o; 8 before and 8 after GELU                  /t, inside
-#   x times: 2 softmax, m its dropout's mask, 2 what that leaves            /t, inside
+#   x times: 2 softmax, m mask of its dropout, 2 output of the dropout      /t, inside
 PAPERS = {
     "TP": lambda t, x, m: (4 + 2 * m) + 4 + 24 / t + (4 + m) * x / t,
     "SP": lambda t, x, m: (4 + 2 * m) / t + 4 + 24 / t + (4 + m) * x / t,
@@ -631,8 +630,8 @@ def test_the_terms_add_up_to_the_papers_table():
 @pytest.mark.parametrize("name", PAIRS)
 @sizes
 def test_activations_of_a_layer_are_the_papers(size, name):
-    """In bfloat16, as the paper counts, within 3 %. torch's dropout on a CPU keeps its mask in the
-    dtype of x, so m = 2. The paper leaves out the statistics of two LayerNorms, two numbers per
+    """Compare in bfloat16, as in the paper, within 3%. torch's dropout on a CPU saves its mask in
+    the dtype of x, so m = 2. The paper omits the statistics of two LayerNorms, two numbers per
     token each, and a bool mask [S, S] that batch and heads share."""
     s, b, h, a = PAPER.seq_len, 8, PAPER.d_model, PAPER.num_heads
     expected = s * b * h * PAPERS[name](size, a * s / h, 2)
@@ -645,7 +644,7 @@ def test_activations_of_a_layer_are_the_papers(size, name):
 @pytest.mark.parametrize("name", PAIRS)
 @sizes
 def test_activations_of_a_layer_are_the_calculators(size, name):
-    """In float32, with the course's own list of what is kept; within 3 % for the same reason."""
+    """Compare in float32 with the course's list of saved activations, within 3% as above."""
     how = FRAMEWORKS["course"].replace(flash_attention=False, keeps_gathered=name == "SP")
     layout = Layout(tp=size, sequence_parallel=name != "TP")
     expected = sum(s.bytes_per_token for s in layer_activations(PAPER, layout, how))
@@ -687,7 +686,7 @@ def test_sizes_that_do_not_divide_are_refused_with_the_number_that_must():
     launch(refusals, 3)
 
 
-# -- what is not a number stays where it is -----------------------------------------------------
+# -- infinities stay where they are -------------------------------------------------------------
 
 
 def look_up(group):

@@ -1,4 +1,4 @@
-"""2D and 3D tensor parallelism: equal to one process, for the bytes of their formulas; a grid wins
+"""2D and 3D tensor parallelism equals one process and sends the formulas' bytes; a grid sends less
 where the calculator says so."""
 
 import itertools
@@ -27,7 +27,7 @@ def one_process(T, D, F):
 
 
 def saved_by(function):
-    """The result, and bytes that autograd keeps, each storage once."""
+    """Return the result and the bytes that autograd saves, counting each storage once."""
     kept = {}
 
     def keep(x):
@@ -40,7 +40,7 @@ def saved_by(function):
 
 
 def block(x, *cuts):
-    """cuts: (dim, number of pieces, which one), one after the other."""
+    """Take a block of x; cuts: (dim, number of pieces, index), applied in sequence."""
     for dim, pieces, place in cuts:
         x = x.chunk(pieces, dim)[place]
     return x.clone(memory_format=torch.contiguous_format)
@@ -79,7 +79,7 @@ def train(way, shape, axes, group):
 
 
 def assembled(way, results, axes):
-    """The whole of y and the gradients of x, up, down from all ranks' pieces."""
+    """Assemble y and the gradients of x, up and down from all ranks' pieces."""
     whole = [torch.full_like(each, torch.nan) for each in one_process(*SHAPE)]
     places = itertools.product(*(range(size) for size in axes.values()))
     for (pieces, *_), place in zip(results, places):
@@ -123,12 +123,12 @@ def test_a_grid_computes_what_one_process_does_for_the_bytes_of_its_formula(way,
 
     assert run.ledger.total_bytes() == round(said["sent"] * size)
     for _, kept, (_, up, down, _) in run.results:
-        weights = 0 if way == "3d" else up + down  # 3d keeps what it gathered of them
+        weights = 0 if way == "3d" else up + down  # 3d saves the gathered weights
         assert kept - weights == said["kept"]
 
 
 def test_sixteen_ranks_send_less_on_a_square():
-    """The calculator's crossing, seen: many tokens, a narrow model."""
+    """A run confirms the calculator's crossover for many tokens and a narrow model."""
     shape = (64, 4, 16)
     assert grid_sends_less_from("2d", *shape) == 16
     for size, axes in ((4, {"i": 2, "j": 2}), (16, {"i": 4, "j": 4})):
@@ -140,7 +140,7 @@ def test_sixteen_ranks_send_less_on_a_square():
 
 
 def test_two_blocks_that_were_sent_are_all_that_a_step_holds():
-    """SUMMA keeps the blocks that it owns, not those that came."""
+    """SUMMA saves the blocks that it owns, not those that it received."""
 
     def kept(group):
         mesh = Mesh(group, i=2, j=2)

@@ -1,5 +1,5 @@
-"""The page of tensor parallelism (ideas.py) equals the layers that train: values, gradients,
-messages. test_tensor_parallel.py compares the layers, and so also the page, with one process."""
+"""The page of tensor parallelism (ideas.py) equals the layers in values, gradients and messages.
+test_tensor_parallel.py compares the layers, and thereby the page, with one process."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -32,7 +32,7 @@ pairs = pytest.mark.parametrize("pair", [TENSOR, SEQUENCE], ids=["TP", "SP"])
 
 
 def block(bias):
-    """A block whose parameters, biases too, all matter."""
+    """Return a block in which all parameters matter, including biases."""
     config = CONFIG.replace(bias=bias, qkv_bias=bias)
     made, generator = GPT(config).blocks[0], torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -46,7 +46,7 @@ def this_ranks(x, pair, group):
 
 
 def run(function, parameters, pair, autocast, group):
-    """y, the gradients of x and of the parameters, and what was sent in forward and in backward."""
+    """Return y, the gradients of x and the parameters, and forward's and backward's messages."""
     generator = torch.Generator().manual_seed(1)
     x, dy = (torch.randn(B, S, D, generator=generator) for _ in "xy")
     x, dy = (this_ranks(t, pair, group).clone() for t in (x, dy))
@@ -57,13 +57,13 @@ def run(function, parameters, pair, autocast, group):
         y = function(x.requires_grad_())
     middle = len(messages)
     y.backward(dy.to(y.dtype))
-    # op, group, dtype, bytes, and to or from whom, in the order in which they began
+    # Messages are (op, group, dtype, bytes, peer), in the order in which they began.
     sent = [[row[:5] for row in rows] for rows in (messages[start:middle], messages[middle:])]
     return y.detach(), x.grad, [leaf.grad for leaf in parameters], sent
 
 
 def page_of(module, group, pair):
-    """The page's function for a cut module, and its parameters."""
+    """Return the page's function for a sharded module, and its parameters."""
 
     def pieces(linear):
         return linear.weight, linear.bias
@@ -80,7 +80,7 @@ def page_of(module, group, pair):
 
 
 def page_and_layer(pair_of_layer, group):
-    """Both, for MLP and attention, with and without bias and autocast."""
+    """Run both, for MLP and attention, with and without bias and autocast."""
     found = {}
     pair = SEQUENCE if pair_of_layer.cuts_sequence else TENSOR
     for kind, bias, autocast in product(("ffn", "attn"), (True, False), (False, True)):
@@ -101,8 +101,8 @@ def bits_equal(ours, others):
 @pairs
 @sizes
 def test_page_and_layers_are_equal_to_the_last_bit_and_send_the_same_messages(size, pair):
-    """All but one gradient: into attention's dx the layer adds the products of q, k and v one after
-    the other inside addmm, while autograd rounds each product before it adds it."""
+    """Attention's dx is the exception: the layer adds the products of q, k and v one by one inside
+    addmm, while autograd rounds each product before adding it."""
     for found in launch(page_and_layer, size, (pair,)).results:
         for (kind, bias, autocast), (page, layer) in found.items():
             case = f"{kind}, bias {bias}, autocast {autocast}"
@@ -120,8 +120,8 @@ def test_page_and_layers_are_equal_to_the_last_bit_and_send_the_same_messages(si
 
 @sizes
 def test_gathering_again_changes_no_bit_and_adds_one_gather_of_x_in_backward(size):
-    """The layers only. Under autocast they gather the narrow x and add up the narrow dx: other bits
-    and fewer bytes, so that only the bound on values is compared there."""
+    """Only the layers gather again. Under autocast they gather the 16-bit x and sum the 16-bit dx:
+    other bits and fewer bytes, so the test there compares values within a bound."""
     for found in launch(page_and_layer, size, (SEQUENCE_AGAIN,)).results:
         for (kind, bias, autocast), (page, layer) in found.items():
             case = f"{kind}, bias {bias}, autocast {autocast}"
@@ -139,7 +139,7 @@ def test_gathering_again_changes_no_bit_and_adds_one_gather_of_x_in_backward(siz
 
 
 def halves(rows):
-    """What belongs to the all-gather, and what to the reduce-scatter that follows."""
+    """Split the rows of an all-gather from those of the reduce-scatter that follows."""
     border = [row[0] for row in rows].index("reduce_scatter")
     return rows[:border], rows[border:]
 

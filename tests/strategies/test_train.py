@@ -1,4 +1,4 @@
-"""One train_step for a model alone and for averaged ones: always the step of one process."""
+"""train_step is one process's step, for a single model and for averaged ones."""
 
 import itertools
 
@@ -29,7 +29,7 @@ OPTIMIZERS = {
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """As on the ranks: two threads add up in another order."""
+    """Use one thread as on the ranks, because two threads add in a different order."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -37,7 +37,7 @@ def one_thread():
 
 
 def batch(step, rank=0, size=1):
-    """Rows with 8, 7, ... 1 targets that count: ranks and micro-batches have unlike numbers."""
+    """Return rows with 8, 7, ..., 1 valid targets: ranks and micro-batches have unequal counts."""
     batches = Batches(TEXT, BATCH, CONFIG.seq_len, rank=rank, size=size)
     inputs, targets = batches.batch(step)
     for row in range(len(targets)):
@@ -53,7 +53,7 @@ def wrap(kind, gpt, group):
 
 
 def train(kind, cases, group=None, dtype=torch.float64, optimizer="adamw"):
-    """[(losses, norms, parameters)] of each case. Ranks start unequal: wrapping must mend that."""
+    """Return [(losses, norms, parameters)] per case. Ranks start unequal; wrapping must fix it."""
     rank, size = (0, 1) if group is None else (group.rank(), group.size())
     found = []
     for accumulation, max_norm, recompute in cases:
@@ -70,7 +70,7 @@ def train(kind, cases, group=None, dtype=torch.float64, optimizer="adamw"):
 
 
 def alone(max_norm, dtype=torch.float64, optimizer="adamw"):
-    """The oracle, in plain torch: one process, the whole batch at once, nothing of train.py."""
+    """Train the oracle in plain torch: one process, whole batches, nothing from train.py."""
     model = GPT(CONFIG, seed=0, dtype=dtype)
     stepped = OPTIMIZERS[optimizer](model.parameters())
     losses, norms = [], []
@@ -110,7 +110,7 @@ def test_a_model_alone_trains_as_plain_torch_does():
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_train_the_model_of_one_process(kind, size):
-    """Accumulated or not, clipped or not, recomputed or not; with unlike numbers of tokens."""
+    """Test with and without accumulation, clipping, recomputation; token counts are unequal."""
     run = launch(train, size, (kind, CASES))
     for found in run.results:
         compare(found, CASES, **close)
@@ -119,7 +119,7 @@ def test_ranks_train_the_model_of_one_process(kind, size):
 
 
 def train_sharded(stage, cases, group):
-    """(losses, norms) of each case: ZeRO's optimizer is its own."""
+    """Return (losses, norms) per case; ZeRO has its own optimizer."""
     found = []
     for accumulation, max_norm, recompute in cases:
         gpt = recompute_blocks(GPT(CONFIG, seed=group.rank(), dtype=torch.float64), *recompute)
@@ -134,7 +134,7 @@ def train_sharded(stage, cases, group):
 
 @pytest.mark.parametrize(("stage", "size"), [(1, 2), (2, 3), (3, 2), (3, 4)])
 def test_the_same_step_trains_a_sharded_model(stage, size):
-    """Losses and norms of five steps in float64: a parameter that went astray would show."""
+    """A wrong parameter would show in the losses and norms of five steps in float64."""
     for found in launch(train_sharded, size, (stage, CASES)).results:
         for (losses, norms), (_, max_norm, _) in zip(found, CASES):
             expected_losses, expected_norms, _ = alone(max_norm)
@@ -149,7 +149,7 @@ def in_float32(kind, optimizer, group):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_float32_sgd_agrees_in_parameters_adamw_only_in_losses(kind):
-    """AdamW divides a gradient by its own size, so what is nearly zero counts, noise or not."""
+    """AdamW divides a gradient by its own size, so even rounding noise makes a full step."""
     run = launch(in_float32, 3, (kind, "sgd"))
     compare(run.results[0], CASES[-1:], torch.float32, "sgd", rtol=0, atol=1e-5)
     run = launch(in_float32, 3, (kind, "adamw"))
@@ -158,8 +158,8 @@ def test_in_float32_sgd_agrees_in_parameters_adamw_only_in_losses(kind):
 
 
 def test_adamw_makes_steps_of_rounding_noise():
-    """Why only losses are compared above. A key bias adds the same to all scores of a query, and
-    softmax does not see it: its true gradient is zero (with learned positions)."""
+    """This is why only losses are compared above. With learned positions a key bias shifts all
+    scores of a query equally. Softmax ignores the shift, so the bias's true gradient is zero."""
     largest = {}
     for dtype in (torch.float64, torch.float32):
         model = GPT(CONFIG.replace(positions="learned"), dtype=dtype)
@@ -179,23 +179,23 @@ def test_adamw_makes_steps_of_rounding_noise():
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_sends_two_models_less_two_parts_and_two_numbers(kind, size):
-    """However many micro-batches, recomputed or not; clipping and the norm cost nothing here."""
+    """Micro-batches, recomputation, clipping and the norm add no bytes here."""
     run = launch(train, size, (kind, CASES))
     steps = STEPS * len(CASES)
     gradients = 8 * GPT(CONFIG).num_parameters()  # float64; the tied embedding once
     reduced = [c for c in run.ledger.leaves(op="all_reduce") if c.dtype == "float64"]
     tokens = [c for c in run.ledger.leaves(op="all_reduce") if c.dtype == "int64"]
-    losses = 8  # one float64 a step, as large as the count of tokens
+    losses = 8  # one float64 per step, as large as the token count
     sent = sum(comm.sent for comm in reduced)
     assert sent == steps * 2 * (size - 1) * (gradients + losses)
     assert sum(comm.sent for comm in tokens) == steps * 2 * (size - 1) * 8
 
 
-# ---- unlike shares ------------------------------------------------------------------------------
+# ---- unequal shares -----------------------------------------------------------------------------
 
 
 def shares(kind, group):
-    """Rank 0 has two micro-batches, rank 1 one without a target that counts, rank 2 none."""
+    """Give rank 0 two micro-batches, rank 1 one without a valid target, and rank 2 none."""
     model = wrap(kind, GPT(CONFIG, dtype=torch.float64), group)
     inputs, targets = batch(0)
     mine = [split(inputs, targets, 2), [(inputs, torch.full_like(targets, IGNORE_INDEX))], []]
@@ -248,7 +248,7 @@ def sgd(parameters):
 
 
 def skipping(kind, group):
-    """Rank 1's gradients overflow in step 1: what both ranks did, and their scales."""
+    """Make rank 1's gradients overflow in step 1; return what this rank did, and its scales."""
     scaler = LossScaler(scale=2.0**10, growth_interval=2)
     gpt = GPT(CONFIG)
     if kind == "overlapped":

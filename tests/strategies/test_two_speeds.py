@@ -1,4 +1,4 @@
-"""Strategies that know two speeds: the values of one speed, and the fewest bytes on the uplinks."""
+"""Strategies for two speeds keep the values of one speed and send the fewest uplink bytes."""
 
 import functools
 
@@ -15,7 +15,7 @@ from mini_dist.strategies.zero import ZeRO1, ZeRO2, ZeRO3
 from mini_dist.strategies.zero.ideas import hybrid_step, weight_again
 
 EMULATED = functools.partial(Hosts, emulated=True)
-MAPS = {  # ranks, two on each host
+MAPS = {  # (number of ranks, hosts), with two ranks per host
     "neighbours": (4, EMULATED(2)),
     "dealt": (4, EMULATED(2, ranks="dealt")),
     "any map": (4, EMULATED(2, ranks=[1, 0, 0, 1])),
@@ -27,7 +27,7 @@ EVERY_MAP = pytest.mark.parametrize("size, hosts", MAPS.values(), ids=MAPS)
 
 
 def values(rank, length):
-    """Whole numbers, so that no order of adding them rounds."""
+    """Return integers, so that no order of summation rounds."""
     return torch.arange(2.0 * length).view(length, 2) * (rank + 1)
 
 
@@ -35,7 +35,7 @@ def values(rank, length):
 
 
 def every_way(length, group):
-    """All-reduce, reduce-scatter, all-gather as the front door chooses them on hosts."""
+    """Run the hierarchical all-reduce, reduce-scatter and all-gather."""
     x = values(group.rank(), length)
     parts = x.tensor_split(group.size())
     sizes = [len(part) for part in parts]
@@ -77,7 +77,7 @@ def test_on_the_uplinks_a_hierarchy_sends_what_the_formula_says_whatever_the_map
 
 
 def in_pieces(length, op, group):
-    """The all-reduce of two pieces and more, and what the page gives for each piece alone."""
+    """All-reduce in pieces, and piece by piece with the page; check that x is unchanged."""
     dice = torch.Generator().manual_seed(group.rank())
     x = torch.randn(length, 2, generator=dice, dtype=torch.float64)
     before, many = x.clone(), max(1, round(x.nbytes / 40))
@@ -164,7 +164,7 @@ def test_auto_takes_pieces_where_there_are_two_and_more():
 
 
 def auto_of_all_three(length, group):
-    """Parts of sizes other than tensor_split's also work: rank r gathers r * length rows."""
+    """Run all three; parts unlike tensor_split's also work: rank r gathers r * length rows."""
     x = values(group.rank(), group.size() * length)
     reduced = collectives.all_reduce(x, group)
     scattered = collectives.reduce_scatter(x, group)
@@ -221,7 +221,7 @@ def test_a_rank_whose_own_part_is_empty_chooses_as_the_others():
 
 
 def flights_of_both(messages, group):
-    """What `messages` gathers and scatters, for one rank's own part, 2 numbers."""
+    """Return what `messages` gathers and scatters, if a rank's own part is 2 numbers."""
     whole = torch.zeros(2 * group.size())
     whole.chunk(group.size())[group.rank()].fill_(group.rank() + 1)
     gathered = messages.begin_all_gather_(whole, group).wait().clone()
@@ -234,7 +234,7 @@ def test_collectives_in_flight_by_hosts_give_the_same_for_half_of_the_uplink(siz
     for one, other in zip(ours.results, theirs.results):
         assert all(map(torch.equal, one, other))
     assert ours.ledger.total_bytes() == theirs.ledger.total_bytes()
-    once = 8 * (size - 2)  # (h-1)/h N: each of the parts that belong elsewhere, for 2 ranks here
+    once = 8 * (size - 2)  # (h-1)/h N: parts of 8 bytes for all ranks on other hosts
     assert ours.ledger.out_of() == [2 * once] * hosts.number
     assert theirs.ledger.out_of() == [2 * 2 * once] * hosts.number
 
@@ -267,7 +267,7 @@ def sgd(parameters):
 
 
 def wrap(kind, stage, gpt, group):
-    """HSDP, MiCS, hpZ or ZeRO as it is, on hosts of 2 ranks."""
+    """Wrap in HSDP, MiCS, hpZ or plain ZeRO, on hosts of 2 ranks."""
     if group.size() == 1:
         return stage(gpt, group, sgd, units=gpt.blocks)
     if kind == "MiCS":  # shards over two hosts, replicas on two others
@@ -284,7 +284,7 @@ def wrap(kind, stage, gpt, group):
 
 
 def train(kind, stage, accumulation, group):
-    # The first of those who share gives the others its parameters: with a mesh, the mesh's first.
+    # The first rank of a group broadcasts its parameters; with a mesh, the mesh's first rank.
     order = host_by_host(group) if kind in ("HSDP", "MiCS") else group
     gpt = GPT(CONFIG, seed=order.rank()).double()
     model = wrap(kind, stage, gpt, group)
@@ -344,13 +344,13 @@ def one_step(kind, accumulation, group):
 
 
 def after(run, sent) -> Ledger:
-    """The ledger without what was sent to set up."""
+    """Return the ledger without the messages of the setup."""
     kept = [[c for c in run.ledger.comms if c.rank == r][n:] for r, (n, _) in enumerate(sent)]
     return Ledger(sum(kept, []), [], [], run.ledger.span, hosts=run.ledger.hosts)
 
 
 def step_and_bytes(kind, k, size, hosts):
-    """What k micro-batches and a step send out of each host; bytes of the root, of the blocks."""
+    """Return bytes out of each host for k micro-batches and a step, the root's and the blocks'."""
     run = launch(one_step, size, (kind, k), hosts=hosts)
     root, *blocks = run.results[0][1]
     return after(run, run.results).out_of(), 4 * root, 4 * sum(blocks)
@@ -359,34 +359,34 @@ def step_and_bytes(kind, k, size, hosts):
 @pytest.mark.parametrize("where", ["neighbours", "3 hosts, any map"])
 @pytest.mark.parametrize("k", [1, 3])
 def test_what_each_strategy_sends_out_of_a_host_is_the_formula(k, where):
-    """N: bytes of the model; the root, which is gathered once a backward, is counted apart."""
+    """N is the model's bytes; the root, which is gathered once per backward, is counted apart."""
     size, hosts = MAPS[where]
     h = hosts.number
     for kind, formula in {
         # A rank sends its part, or a term, to both ranks of each other host: 2(h-1)/h N.
         "ZeRO": lambda blocks, root: 2 * k * (3 * blocks + 2 * root),
         "by hosts": lambda blocks, root: k * (3 * blocks + 2 * root),
-        # Once a step to all, after that from the second shards; and the scatters.
+        # One gather per step from all ranks, the others from second shards; plus the scatters.
         "hpZ": lambda blocks, root: 2 * (1 + k) * (blocks + root),
-        # An all-reduce of the shards, once a step: 2(h-1)/h N.
+        # An all-reduce of the shards, once per step: 2(h-1)/h N.
         "HSDP": lambda blocks, root: 2 * (blocks + root),
     }.items():
         out, root, blocks = step_and_bytes(kind, k, size, hosts)
         assert sum(out) == (h - 1) * formula(blocks, root), kind
-        assert max(out) - min(out) <= (h > 2) * 200  # rings of a shard that 3 does not divide
+        assert max(out) - min(out) <= (h > 2) * 200  # 3 may not divide a ring's shard
 
 
 @pytest.mark.parametrize("k", [1, 3])
 @pytest.mark.parametrize("where", ["4 hosts", "4 hosts, dealt"])
 def test_mics_shards_over_several_hosts_and_averages_once_a_step(where, k):
-    """Shards over h = 2 hosts: by hosts, (h-1)/h N a collective. Then each of the 2 ranks of a host
-    averages its N/4 with the one other replica: N/2 more, whatever k."""
+    """With shards over h = 2 hosts, a collective by hosts sends (h-1)/h N. Then each of a host's 2
+    ranks averages its N/4 with the one other replica, which adds N/2 for any k."""
     out, root, blocks = step_and_bytes("MiCS", k, *MAPS[where])
     assert out == [(k * (3 * blocks + 2 * root) + blocks + root) // 2] * 4
 
 
 def pages(group):
-    """Both pages, for 12 numbers; 2 hosts of 2."""
+    """Run both pages for 12 numbers, on 2 hosts of 2 ranks."""
     mesh = Mesh(group, across=2, inside=2)
     flat, gradient = torch.arange(12.0), torch.full((12,), group.rank() + 1.0)
     stepped = hybrid_step(flat, gradient, lambda p, g: p - g, mesh["across"], mesh["inside"])
@@ -400,6 +400,6 @@ def test_the_pages_do_what_they_say_and_the_bytes_are_the_engines():
     for stepped, weight, again in run.results:
         assert torch.equal(stepped, torch.arange(12.0) - 2.5)
         assert torch.equal(weight, torch.arange(12.0)) and torch.equal(again, weight)
-    assert run.ledger.out_of(op="hybrid_step") == [12 * 4] * 2  # as the engine's HSDP: N
-    again = run.ledger.calls(op="all_gather", rank=0)  # the page's own is inside it
+    assert run.ledger.out_of(op="hybrid_step") == [12 * 4] * 2  # N, as in the engine's HSDP
+    again = run.ledger.calls(op="all_gather", rank=0)  # without the gather inside the page
     assert [peers for c in again for peers in c.sent_to] == [1]  # rank 1, on the same host

@@ -1,4 +1,4 @@
-"""ZeRO trains the model of one process, with an n-th of its states, and sends what it says."""
+"""ZeRO trains as one process does, holds 1/n of the states, and sends the stated bytes."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def wrap(stage, group, make_optimizer=adamw, seed=0, dtype=None, **options):
 
 
 def train(model, steps, group, accumulation=1, max_norm=None):
-    """Train on this rank's rows; returns losses and the last norm."""
+    """Train on this rank's rows; return the losses and the last norm."""
     batches = Batches(TEXT, BATCH, CONFIG.seq_len, rank=group.rank(), size=group.size())
     losses = []
     for step in steps:
@@ -65,7 +65,7 @@ def train_all_cases(stage, group):
     results = []
     for way, accumulation, max_norm in CASES:
         dtype, make_optimizer = WAYS[way]
-        # Different weights on each rank: they must be mended.
+        # Ranks start with different weights; wrapping must make them equal.
         model = wrap(stage, group, make_optimizer, seed=group.rank(), dtype=dtype)
         losses, norm = train(model, range(STEPS), group, accumulation, max_norm)
         results.append((whole_parameters(model), losses, norm))
@@ -93,7 +93,7 @@ def oracle():
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("stage", STAGES)
 def test_training_equals_one_process(stage, size, oracle):
-    """With and without accumulation and clipping, on all ranks."""
+    """Compare with and without accumulation and clipping, on all ranks."""
     for results in launch(train_all_cases, size, (stage,)).results:
         for (way, _, max_norm), (parameters, _, norm) in zip(CASES, results):
             gpt, _, expected_norm = oracle[way, max_norm]
@@ -111,8 +111,8 @@ def float32_losses(stage, group):
 
 
 def test_losses_of_float32_with_adamw_are_those_of_one_process():
-    """Its parameters are not: where the true gradient is zero AdamW makes a full step of rounding
-    noise, since it divides by the gradient's own size."""
+    """Its parameters differ: if the true gradient is zero, AdamW takes a full step of rounding
+    noise, because it divides by the gradient's own size."""
     alone = launch(float32_losses, 1, (1,)).results[0]
     for stage in STAGES:
         ranks = launch(float32_losses, 4, (stage,)).results
@@ -132,7 +132,7 @@ def full(gpt):
 
 
 def checkpoint(gpt):
-    """torch's own recomputation, inside which a block's hooks run a second time."""
+    """Apply torch's own recomputation, inside which a block's hooks run a second time."""
     from functools import partial
 
     from torch.utils.checkpoint import checkpoint
@@ -169,7 +169,7 @@ def test_zero_3_with_recomputation_equals_one_process(prepare, prefetch, oracle)
 
 
 class Branches(nn.Module):
-    """Every rank uses another branch, nobody the last; one parameter is frozen."""
+    """Every rank uses a different branch, none uses the last; one parameter is frozen."""
 
     def __init__(self, branches):
         super().__init__()
@@ -183,7 +183,7 @@ class Branches(nn.Module):
 
 def train_branches(stage, group):
     rank, size = group.rank(), group.size()
-    module = Branches(size + 1)  # drawn by each rank for itself
+    module = Branches(size + 1)  # each rank draws its own
     x = torch.ones(2, 3, dtype=torch.float64)
     model = STAGES[stage](module, group, sgd)
     started = [p.detach().clone() for p in whole_parameters(model)], module.mean.clone()
@@ -221,8 +221,8 @@ def two_layers(x, weights):
 
 
 def from_a_list(stage, way, group):
-    """Losses, norms and the parameters after three steps, each rank with its own rows."""
-    torch.manual_seed(group.rank())  # what rank 0 has drawn must be everyone's
+    """Return the parameters after three steps on this rank's rows, and the norms."""
+    torch.manual_seed(group.rank())  # all ranks must get rank 0's weights
     weights = [nn.Parameter(torch.randn(shape).double()) for shape in ((4, 5), (5,), (5, 1))]
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(12, 4, generator=generator).double().chunk(group.size())[group.rank()]
@@ -259,8 +259,8 @@ def from_a_list(stage, way, group):
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("stage", [ZeRO1, ZeRO2])
 def test_a_list_of_parameters_is_trained_as_by_one_process(stage, size, way):
-    """As one would pass them to torch's ZeroRedundancyOptimizer; lists as units are groups with
-    settings of their own."""
+    """The parameters are passed as to torch's ZeroRedundancyOptimizer; lists as units are parameter
+    groups with their own settings."""
     expected = launch(from_a_list, 1, (None, way)).results[0]
     for found in launch(from_a_list, size, (stage, way)).results:
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
@@ -284,8 +284,8 @@ def as_it_is(gpt):
 @pytest.mark.parametrize("k, prepare", [(1, as_it_is), (3, as_it_is), (3, full)])
 @pytest.mark.parametrize("n", [3, 4])
 def test_bytes_a_step_are_the_papers(k, n, prepare):
-    """Rajbhandari et al. 2020, section 7, counted with micro-batches; the root as stated.
-    Recomputation adds none; clipping adds the all-reduce of one number."""
+    """Bytes are those of Rajbhandari et al. 2020, section 7, per micro-batch; the root's are as
+    documented. Recomputation adds none; clipping adds the all-reduce of one number."""
     for stage in STAGES:
         run = launch(one_step, n, (stage, k, prepare, 1.0))
         padded = [4 * numel for numel in run.results[0]]  # bytes; the root is the first unit
@@ -324,7 +324,7 @@ def what_is_held(stage, group):
 
 
 def test_model_states_are_the_calculators_to_the_byte():
-    """With the 4 bytes in which AdamW counts the steps of each shard."""
+    """They include the 4 bytes in which AdamW counts the steps of each shard."""
     n, whole = 4, num_parameters(EVEN)
     for stage in STAGES:
         kinds, units = launch(what_is_held, n, (stage,), memory=True).results[0]
@@ -350,7 +350,7 @@ def most_at_once(memory, *kinds):
 
 
 def test_zero_2_never_holds_the_full_gradient():
-    """Not even together with what is on its way; ZeRO-1 does, at the end of backward."""
+    """Gradients in flight are included; ZeRO-1 does hold all of it at the end of backward."""
     for stage in (1, 2, 3):
         run = launch(what_is_held, 4, (stage,), memory=True)
         root, *blocks = run.results[0][1]
@@ -363,7 +363,7 @@ def test_zero_2_never_holds_the_full_gradient():
 
 
 def which_are_here(stage, prefetch, group):
-    """For each block's forward and backward: which units' parameters are in memory."""
+    """Return which units' parameters are in memory in each block's forward and backward."""
     gpt = GPT(EVEN, seed=0)
     options = {"prefetch": prefetch} if stage == 3 else {}
     model = STAGES[stage](gpt, group, adamw, units=gpt.blocks, **options)
@@ -414,15 +414,15 @@ def train_large(group):
 
 
 def test_zero_3_peaks_at_states_two_units_gradients_in_flight_and_activations():
-    """When the gradients of a block have arrived and the previous block's are complete."""
+    """The peak is when a block's gradients have arrived and the previous ones are complete."""
     run = launch(train_large, 4, memory=True)
     root, block, *_ = run.results[0]
     memory = run.ledger.memory[0]
     states = model_states(num_parameters(LARGE), 4, 3, 4, 0, 8).total + 4 * 7
-    parameters = root + 2 * block  # besides the shards: the unit that computes, and the next
+    parameters = root + 2 * block  # besides the shards: the computing unit and the next
     here = memory.peak_bytes("backward", "parameters")
     assert here == root + 2 * block + (root + 6 * block) / 4
-    in_flight = block + 3 / 4 * block  # this rank's, and what came from the others
+    in_flight = block + 3 / 4 * block  # this rank's, and parts from the others
     complete = block + 4 * LARGE.vocab_size * LARGE.d_model  # the next block's, and the head's
     a_token = sum(s.bytes_per_token for s in layer_activations(LARGE, Layout(), "course"))
     activations = LARGE.seq_len * (LARGE.num_layers - 2) * a_token
@@ -472,12 +472,12 @@ def test_a_float32_master_is_stepped_and_rounded_to_a_bfloat16_copy():
 
 
 def test_what_two_precisions_hold():
-    """bfloat16 parameters; master, gradients of shards and moments in float32."""
+    """Parameters are bfloat16; master, shards' gradients and moments are float32."""
     n, whole = 4, num_parameters(EVEN)
     for stage in (2, 3):
         *_, kinds = launch(train_bfloat16, n, (stage,), memory=True).results[0]
         states = model_states(whole, n, stage, 2, 4, 8 + 4)
-        copy = states["parameters"] if stage == 2 else 0  # ZeRO-3 makes it when it is asked for
+        copy = states["parameters"] if stage == 2 else 0  # ZeRO-3 makes the copy on demand
         assert kinds["parameters"] == copy + 4 * whole / n
         assert kinds["gradients"] == states["gradients"]
         assert kinds["optimizer state"] == 8 * whole / n + 4 * 7
@@ -509,7 +509,7 @@ def test_what_offload_moves_is_in_the_ledger(tmp_path):
     steps, k = 3, 2
     run = launch(train_offloaded, 4, (1, "cpu"))
     shards = sum(run.results[0][1])
-    assert moved(run, "to_host") == steps * shards  # ZeRO-1 sends gradients off once a step
+    assert moved(run, "to_host") == steps * shards  # ZeRO-1 offloads gradients once per step
     assert moved(run, "to_device_") == steps * shards
     assert moved(launch(train_offloaded, 4, (2, "cpu")), "to_host") == steps * k * shards
 
@@ -517,7 +517,7 @@ def test_what_offload_moves_is_in_the_ledger(tmp_path):
     states = 3 * shards  # the shard and AdamW's two moments; a first step has no moments to read
     assert moved(run, "to_file_") == shards + steps * states
     assert moved(run, "from_file_") == shards + (steps - 1) * states + steps * shards
-    assert run.ledger.total_bytes(op="to_file_") == 0  # no message
+    assert run.ledger.total_bytes(op="to_file_") == 0  # files are not messages
 
 
 def test_states_in_files_take_the_memory_of_one_unit(tmp_path):

@@ -1,4 +1,4 @@
-"""Every layout trains what one process trains: losses, gradient norm, bytes by axis."""
+"""Every layout has one process's losses and gradient norm, and the predicted bytes per axis."""
 
 import re
 import sys
@@ -85,7 +85,7 @@ LAYOUTS = [
     dict(pp=4, tp=2, schedule="gpipe", num_micro_batches=4),
 ]
 
-# Including a tied embedding, but a pipeline with ZeRO-2 or 3 refuses it, see below.
+# These also run with a tied embedding. A pipeline with ZeRO-2 or 3 refuses it, see below.
 TIED = [case for case in LAYOUTS if "pp" not in case or case.get("zero", 0) < 2]
 CASES = [(case, False) for case in LAYOUTS] + [(case, True) for case in TIED]
 
@@ -119,7 +119,7 @@ WITH_EXPERTS = [
     dict(pp=2, dp=2, cp=2, tp=2, ep=2, zero=1, sequence_parallel=True),  # 16 ranks, 5 axes
 ]
 SPANNING_TP = [
-    dict(tp=2, dp=2, ep=4, etp=1, sequence_parallel=True),  # all whole experts over all ranks
+    dict(tp=2, dp=2, ep=4, etp=1, sequence_parallel=True),  # whole experts, spread over all ranks
     dict(tp=4, ep=2, etp=2, sequence_parallel=True, zero=1),
     dict(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True, zero=3),
     dict(tp=2, cp=2, pp=2, ep=1, etp=1, sequence_parallel=True, zero=2),
@@ -145,7 +145,7 @@ def check_with_experts(case):
 
 
 def one_process_with_balance(config, layout, weight, group):
-    """The oracle with a balance loss: the mean of the micro-batches', each over all replicas."""
+    """The oracle with a balance loss, the mean over micro-batches that span all replicas."""
     from mini_dist.model.routing import load_balance_loss
 
     model = GPT(config, seed=0).double()
@@ -153,7 +153,7 @@ def one_process_with_balance(config, layout, weight, group):
     m, size = layout.num_micro_batches, layout.micro_batch_size
     batches = batches_of(config, layout.global_batch_size)
     for step in range(STEPS):
-        inputs, targets = batches.batch(step)  # replica by replica, and in each micro by micro
+        inputs, targets = batches.batch(step)  # by replica, then by micro-batch
         optimizer.zero_grad()
         total = 0.0
         for micro in range(m):
@@ -180,7 +180,7 @@ def one_process_with_balance(config, layout, weight, group):
 )
 def test_the_balance_loss_counts_alike_on_every_grid(case):
     layout, config = layout_of(**case), ModelConfig(**DENSE, **EXPERTS)
-    weight = 0.5  # so large that forgetting it, or a wrong scale, could not be overlooked
+    weight = 0.5  # so large that leaving it out or scaling it wrong would be noticed
     expected = launch(one_process_with_balance, 1, (config, layout, weight)).results[0]
     plain = oracle(config, layout.global_batch_size)
     assert abs(expected[0][1] - plain[0][1]) > 1e-3, "the balance loss would not be seen"
@@ -189,11 +189,11 @@ def test_the_balance_loss_counts_alike_on_every_grid(case):
         torch.testing.assert_close(result, expected, rtol=1e-10, atol=1e-12)
 
 
-# ---- the norm, told apart from what is nearly it -------------------------------------------------
+# ---- the norm, and values close to it ------------------------------------------------------------
 
 
 def norms_by_other_rules(config, layout, group):
-    """What the norm would be if every rank's elements counted fully, or tp were forgotten."""
+    """Return the norm, and what it would be if all ranks' elements counted or tp were ignored."""
     from mini_dist.collectives import all_reduce
     from mini_dist.training.all_axes import parallelize
 
@@ -227,8 +227,10 @@ def train(config, layout, steps, group):
 
 
 def bytes_of_a_step(config, layout):
-    """Return all ranks' bytes by axis: two steps' minus one step's. Single numbers (norm, loss,
-    token counts) are left out."""
+    """Return all ranks' bytes per axis in one step: two steps' bytes minus one step's.
+
+    Single numbers (norm, loss, token counts) are left out.
+    """
     total = {}
     for steps, sign in ((2, 1), (1, -1)):
         run = launch(train, layout.world_size, (config, layout, steps))
@@ -260,11 +262,11 @@ def test_bytes_by_axis_equal_the_calculators(case):
     dp = "*".join(axis for axis in ("dp", "cp") if getattr(layout, axis) > 1)
     if dp and dp != "dp":
         predicted[dp] = predicted.get(dp, 0) + predicted.pop("dp")
-    if layout.tp > 1:  # what the calculator leaves out, and says so
-        each = 4 * 2 * (layout.tp - 1)  # bytes of all ranks of a tp group, a number all-reduced
+    if layout.tp > 1:  # the calculator says that it leaves these out
+        each = 4 * 2 * (layout.tp - 1)  # bytes per number all-reduced, over a tp group's ranks
         tokens = layout.num_micro_batches * layout.micro_batch_size * config.seq_len // layout.cp
-        predicted["tp"] += each * 3 * tokens * layout.dp * layout.cp  # the loss: three a token
-        if layout.sequence_parallel:  # norms and the biases after the sums, added up over tp
+        predicted["tp"] += each * 3 * tokens * layout.dp * layout.cp  # the loss: three per token
+        if layout.sequence_parallel:  # norms and biases after the sums, summed over tp
             whole = config.num_layers * (2 * 2 + 2) * config.d_model + 2 * config.d_model
             shards = layout.dp * layout.cp if layout.zero else 1
             predicted["tp"] += each * whole * layout.dp * layout.cp // shards
@@ -272,7 +274,7 @@ def test_bytes_by_axis_equal_the_calculators(case):
 
 
 def test_with_experts_tp_ranks_send_each_copy_once():
-    """Routed rows are cut by tp like the sequence: ep carries a t-th of what it does without."""
+    """With sequence parallelism, tp cuts routed rows too, so ep carries only 1/t of the bytes."""
     config, ep = ModelConfig(**DENSE, **EXPERTS), {}
     for sequence_parallel in (False, True):
         layout = layout_of(dp=2, tp=2, ep=2, sequence_parallel=sequence_parallel)
@@ -281,14 +283,14 @@ def test_with_experts_tp_ranks_send_each_copy_once():
         moe_layers = config.num_layers - config.first_dense_layers
         predicted = {line.name: line.value for line in step_volume(config, layout, "course")}
         predicted["tp"] = 4 * predicted["tp"] + 2 * 8 * 3 * tokens  # as above: the loss
-        if sequence_parallel:  # norms, biases after sums, routers: added up over tp
+        if sequence_parallel:  # norms, biases after sums and routers, summed over tp
             D, E = config.d_model, config.num_experts
             layer = 2 * 2 * D + D
             whole = config.num_layers * layer + 2 * D + config.first_dense_layers * D
             whole += moe_layers * (E * D + E // 2 * D + D)
             predicted["tp"] += 2 * 8 * whole
         assert measured["tp"] == predicted["tp"]
-        # what comes before each dispatch: the counts of two experts, to the one other rank
+        # Before each dispatch, a rank sends the counts of two experts to the other rank.
         counts = layout.num_micro_batches * moe_layers * 4 * 8 * config.num_experts // 2
         ep[sequence_parallel] = measured["ep"] - counts
     assert ep[True] * 2 == ep[False] > 0
@@ -298,7 +300,7 @@ def test_with_experts_tp_ranks_send_each_copy_once():
     "case", [dict(tp=2, dp=2, ep=4, etp=1), dict(tp=4, ep=2, etp=2)], ids=name_of
 )
 def test_bytes_of_experts_that_span_tp_equal_the_calculators(case):
-    """Every token visits every expert, so that no router decides how many bytes travel."""
+    """Every token visits every expert, so the bytes do not depend on the router."""
     config = ModelConfig(**DENSE, **EXPERTS, bias=False).replace(top_k=4, num_kv_heads=4)
     layout = layout_of(**case, sequence_parallel=True, zero=1)
     measured, _ = bytes_of_a_step(config, layout)
@@ -306,21 +308,21 @@ def test_bytes_of_experts_that_span_tp_equal_the_calculators(case):
     tokens, moe_layers = m * config.seq_len, config.num_layers - config.first_dense_layers
     lines = {line.name: line.value for line in step_volume(config, layout, "course")}
     predicted = {name: layout.world_size * value for name, value in lines.items()}
-    # what the calculator leaves out: three numbers per token for the loss; routers and norms summed
+    # The calculator leaves out three numbers per token for the loss, and summing routers and norms.
     each = 4 * 2 * (layout.tp - 1)
     whole = (2 * config.num_layers + 1) * D + moe_layers * E * D
     predicted["tp"] += each * (3 * tokens * layout.dp + whole)
-    # before rows travel, how many go to each of a rank's experts (one number is left out above)
+    # Before the rows, the ranks send row counts per expert. (A single number is left out above.)
     if layout.ep < E:
         predicted["ep"] += layout.world_size * m * moe_layers * 8 * E // layout.ep * (layout.ep - 1)
-    # and how many tokens of all ranks visited each expert
+    # They also sum up how many tokens of all ranks visited each expert.
     everyone = "dp*tp" if layout.dp > 1 else "tp"
     visits = m * moe_layers * 2 * (layout.dp * layout.tp - 1) * 8 * E
     predicted[everyone] = predicted.get(everyone, 0) + visits
     assert measured == predicted
 
 
-# ---- what random numbers do ----------------------------------------------------------------------
+# ---- random numbers ------------------------------------------------------------------------------
 
 
 def dropped(layout, group):
@@ -375,7 +377,7 @@ def test_an_overflow_anywhere_is_skipped_everywhere():
         assert skipped and not moved and norm != pytest.approx(0)
 
 
-# ---- what cannot work ----------------------------------------------------------------------------
+# ---- impossible layouts --------------------------------------------------------------------------
 
 
 def refused(config, layout, options, group):
@@ -420,10 +422,10 @@ def test_a_batch_of_another_size_is_refused():
         assert "2 rows of seq_len=32 tokens make a step" in said
 
 
-# ---- tokens and targets that cannot be -----------------------------------------------------------
+# ---- impossible tokens and targets ---------------------------------------------------------------
 
 OUTSIDE = "lies outside the vocabulary, 0..255"
-WRONG = {  # what is wrong -> what everybody says
+WRONG = {  # what is wrong -> the message on every rank
     "an input token too large": f"input token 256 {OUTSIDE}: vocab_size=257 or more would hold it",
     "an input token below 0": f"input token -1 {OUTSIDE}: give tokens from 0 up",
     "a target too large": f"target 300 {OUTSIDE}: vocab_size=301 or more would hold it",

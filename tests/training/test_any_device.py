@@ -1,6 +1,7 @@
-"""The library makes its tensors on the device of its group, whatever that is: the proof without a
-GPU. Every recipe runs as one rank of a larger world on tensors without storage, where a tensor made
-on another device raises (ranks/without_storage.py). tests/gpu/ repeats this on a GPU.
+"""Check, without a GPU, that the library makes its tensors on its group's device.
+
+Every recipe runs as one rank of a larger world on tensors without storage, where a tensor made on
+another device raises (ranks/without_storage.py). tests/gpu/ repeats this on a GPU.
 """
 
 import ast
@@ -57,7 +58,7 @@ def x_of(group, *shape):
 
 
 def check_all_on(device, *models, optimizers=()):
-    """Parameters, buffers, gradients, and all optimizer states but single numbers."""
+    """Check parameters, buffers, gradients and all optimizer states except single numbers."""
     tensors = [t for model in models for t in (*model.parameters(), *model.buffers())]
     tensors += [t.grad for t in tensors if t.grad is not None]
     states = [s for each in optimizers for s in each.state.values()]
@@ -72,7 +73,7 @@ def test_a_tensor_made_on_the_wrong_device_raises_where_it_is_used():
     with without_storage(0, 2) as group:
         here, astray = x_of(group, 3, 3), torch.ones(3, 3)
         wrong = {
-            "@": lambda: here @ astray,  # (torch's own meta kernels let this and the next pass)
+            "@": lambda: here @ astray,  # (torch's own meta kernels allow this and the next)
             "mul_": lambda: here.mul_(astray),
             "embedding": lambda: nn.functional.embedding(torch.tensor([0]), here),
             "cat": lambda: torch.cat([here, astray]),
@@ -82,7 +83,7 @@ def test_a_tensor_made_on_the_wrong_device_raises_where_it_is_used():
         for operation in wrong.values():
             with pytest.raises(DeviceMismatch, match=r"test_any_device.py, line \d+"):
                 operation()
-        here[:1] = astray[:1]  # a copy, which a GPU allows, and so are these:
+        here[:1] = astray[:1]  # a GPU allows this copy and the operations below
         assert (here + torch.ones(())).device == here[torch.tensor([0])].device == group.device
 
 
@@ -96,7 +97,7 @@ def test_whoever_asks_for_a_value_is_told_where():
 
 
 def test_a_wrong_device_in_the_library_would_be_found(monkeypatch):
-    """Three mistakes that a machine without a GPU never notices."""
+    """Make three mistakes that a machine without a GPU never notices."""
     with without_storage(0, 2) as group:
         model = Naive(GPT(SMALL, device=group.device), group)
         with pytest.raises(DeviceMismatch):  # a batch left on the host
@@ -126,10 +127,10 @@ def test_one_world_at_a_time():
     with without_storage(0, 2), pytest.raises(RuntimeError, match="a rank of another world"):
         with without_storage(0, 2):
             pass
-    assert launch(lambda group: group.size(), 2).results == [2, 2]  # nothing is left of it
+    assert launch(lambda group: group.size(), 2).results == [2, 2]  # nothing of that world is left
 
 
-# ---- the model, the collectives -----------------------------------------------------------------
+# ---- the model and the collectives --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["tied", "untied"])
@@ -149,7 +150,7 @@ def test_the_model_trains_and_generates(name, recompute):
 
 
 def test_experts_on_one_device_choose_by_values():
-    """The routes are not known. (ExpertParallel spreads the visits evenly.)"""
+    """Without values, the routes are unknown. (ExpertParallel spreads the visits evenly.)"""
     config = CONFIGS["tied experts"].replace(num_layers=2)
     with without_storage(0, 1) as group, pytest.raises(NoValue, match=r"gpt.py, line \d+"):
         GPT(config, device=group.device)(batch_of(group, config)[0])
@@ -319,7 +320,7 @@ def test_all_axes_train_in_every_sampled_layout(number):
             with without_storage(rank, layout.world_size) as group:
                 model = parallelize(CONFIGS[name], layout, group, adamw)
                 rows = layout.micro_batch_size * layout.num_micro_batches
-                # From the host: a model of all axes takes tokens from any device.
+                # The batch is made on the host: a model of all axes takes tokens from any device.
                 inputs, targets = Batches(TEXT, rows, CONFIGS[name].seq_len).batch(0)
                 inputs, targets = inputs.to(group.device), targets.to(group.device)
                 done = model.step(inputs, targets, max_norm=1.0)
@@ -381,11 +382,11 @@ def test_serving_answers_where_the_model_is():
         assert logits.device == group.device
 
 
-# ---- no device by name ---------------------------------------------------------------------------
+# ---- no device is hard-coded ---------------------------------------------------------------------
 
 ROOT = Path(__file__).parents[2] / "mini_dist"
 BELOW_COURSE = ("serving", "training", "strategies", "collectives", "model", "ranks")
-# Where a device is called by its name, and why.
+# These files name a device, for the given reason.
 NAMED = {
     "ranks/devices.py": "decides where tensors belong",
     "ranks/arguments.py": "refuses what NCCL cannot do",
@@ -405,7 +406,7 @@ NAMED = {
 
 
 def devices_named(path: Path) -> list[str]:
-    """Device names among a file's strings; docstrings and sentences are none."""
+    """Return the device names among a file's strings, without docstrings and sentences."""
     nodes = ast.walk(ast.parse(path.read_text()))
     strings = [node.value for node in nodes if isinstance(node, ast.Constant)]
     return [s for s in strings if isinstance(s, str) and s.partition(":")[0] in ("cpu", "cuda")]

@@ -1,4 +1,4 @@
-"""Runs that live on: who is told what, where they go on, whose shards are kept, what is dealt."""
+"""Test elastic runs: what ranks are told, where they resume, copies of shards, batch shares."""
 
 import itertools
 import os
@@ -43,11 +43,11 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-# -- who is told what -----------------------------------------------------------------------------
+# -- what ranks are told --------------------------------------------------------------------------
 
 
 def told_and_again(end, group):
-    """Rank 1 ends; the others: what they are told, and what the next group adds up."""
+    """End rank 1; return what the other ranks are told, and their next group's sum."""
     me = numbers(group)[group.rank()]
     try:
         while True:
@@ -79,7 +79,7 @@ def test_all_who_are_left_hear_who_is_gone_and_make_a_group(end, how):
 
 
 def waits_for_the_living(group):
-    """Rank 2 dies. Rank 1 waits for rank 0, which has no connection to look at: it computes."""
+    """Rank 2 dies while rank 1 waits for rank 0, which computes and has no connection to watch."""
     rank = group.rank()
     try:
         if rank == 0:
@@ -93,7 +93,7 @@ def waits_for_the_living(group):
 
 
 def sends_to_the_living(group):
-    """As before, but rank 1 is about to send, and rank 0 never receives."""
+    """As above, but rank 1 is about to send, and rank 0 never receives."""
     rank = group.rank()
     try:
         if rank == 0:
@@ -128,7 +128,7 @@ def stops_at_once(group):
 
 
 def test_a_rank_that_stops_in_its_first_line_has_sent_a_heartbeat_and_is_missed():
-    for _ in range(2):  # the second time all modules are loaded, and the line comes sooner
+    for _ in range(2):  # the second time, all modules are loaded and rank 2 stops sooner
         run = launch(stops_at_once, 3, elastic=Elastic(beat=0.5, silence=1.5))
         assert run.results == [(2, "was silent")] * 2 + [None]
 
@@ -140,7 +140,7 @@ def test_who_is_silent_is_dead_and_is_killed_for_it():
 
 
 def stops_later(group):
-    time.sleep(1.0)  # of which a detector hears some heartbeats
+    time.sleep(1.0)  # so that a detector hears some heartbeats
     return stops(group)
 
 
@@ -148,7 +148,7 @@ def test_a_detector_of_its_own_hears_the_beats_of_each_rank_and_decides():
     made = []
 
     class Phi(PhiAccrual):
-        def __init__(self):  # 100 is a silence of 21 deviations
+        def __init__(self):  # phi 100 is a silence of 21 standard deviations
             super().__init__(100, first=0.5, least=0.25)
             made.append(self)
 
@@ -235,7 +235,7 @@ def test_values_that_cannot_be_are_refused(values):
         Elastic(**values)
 
 
-# -- where to go on -------------------------------------------------------------------------------
+# -- where to resume ------------------------------------------------------------------------------
 
 
 def small(seed):
@@ -257,7 +257,7 @@ def one_is_behind(group):
     for _ in range((1, 2, 0)[rank]):
         step_of(module, optimizer)
     step = catch_up(Training(module, optimizer, group), (1, 2, 0)[rank], group)
-    step_of(module, optimizer)  # with rank 1's states, the next step is rank 1's
+    step_of(module, optimizer)  # with rank 1's states, this is rank 1's next step
     return step, module.weight.detach()
 
 
@@ -275,7 +275,7 @@ def test_of_several_the_first_is_the_furthest():
 
 
 def broken_off(group):
-    """A part of the state is nowhere: nothing is taken."""
+    """No rank has one part of the state, so nothing is taken over."""
     module, optimizer = small(group.rank())
     step_of(module, optimizer)
     before = [p.clone() for p in [*module.parameters(), optimizer.state[module.weight]["exp_avg"]]]
@@ -300,7 +300,7 @@ def adamw(tensors):
 
 
 def with_copies(victims, group):
-    """ZeRO-1: three steps with a copy after the second, then some die. What the others restore."""
+    """Take 3 ZeRO-1 steps, copying after the second; kill victims; return what the rest restore."""
     copies, me = ShardCopies(), numbers(group)[group.rank()]
     model = ZeRO1(small(0)[0], group, adamw, units=[])
     for step in range(3):
@@ -343,7 +343,7 @@ def test_two_neighbours_are_one_too_many():
     assert all("more were lost than have left a copy" in run.results[rank] for rank in (0, 3))
 
 
-# -- at random moments ----------------------------------------------------------------------------
+# -- kills at random moments ----------------------------------------------------------------------
 
 
 def test_killed_at_random_moments_no_run_hangs_and_no_sample_counts_twice(request):

@@ -1,4 +1,4 @@
-"""One function gives the unsharded model's state dict, whatever strategy has cut it."""
+"""One function returns the unsharded model's state dict, whatever strategy sharded it."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def adamw(tensors):
 
 
 def same(state, expected):
-    """Names, dtypes and values to the last bit."""
+    """Check names, dtypes and, to the last bit, values."""
     assert state.keys() == expected.keys(), state.keys() ^ expected.keys()
     for name, tensor in expected.items():
         assert state[name].dtype == tensor.dtype and torch.equal(state[name], tensor), name
@@ -74,7 +74,7 @@ def whole_in_every_way(config, group):
         if "tp, zero" in name and group.size() != 4:
             continue
         if name.startswith("tp") and (config.num_experts or group.size() == 3):
-            continue  # (a plan for dense layers; heads that 3 does not divide)
+            continue  # (the plan is for dense layers; 3 doesn't divide the heads)
         model, ranks = make(GPT(config, seed=3), group)
         same(full_state_dict(model, ranks), expected)
         for rank in (0, group.size() - 1):
@@ -115,7 +115,7 @@ def test_pipeline_stages_and_spread_experts_too():
 
 
 class Normed(nn.Module):
-    """A frozen parameter, buffers of several dtypes, one that is not saved, a matrix of no row."""
+    """A frozen parameter, buffers of several dtypes, an unsaved buffer, a matrix without rows."""
 
     def __init__(self):
         super().__init__()
@@ -167,7 +167,7 @@ def on_a_grid(config, layout, group):
 
 @pytest.mark.parametrize("config, layout", GRIDS)
 def test_what_parallelize_returns_before_and_after_a_step(config, layout):
-    """The step equals one process's on all replicas' rows: values, not just names."""
+    """After a step, the names are those of one process and every tensor has changed a little."""
     _, state = launch(on_a_grid, layout.world_size, (config, layout)).results[0]
     single = Layout(micro_batch_size=1, num_micro_batches=1)
     same_names = launch(on_a_grid, 1, (config, single)).results[0][1]
@@ -199,7 +199,7 @@ def bytes_sent(rank, group):
 
 
 def test_each_part_is_sent_once_to_who_needs_it():
-    """Except what the ranks tell each other in words."""
+    """This leaves out the messages in which ranks describe their parts."""
     size = 4
     run = launch(bytes_sent, size, (0,))
     numel = sum(t.numel() for t in GPT(CONFIG.replace(tied_embedding=False)).state_dict().values())

@@ -1,5 +1,7 @@
-"""A caught exception in forward or backward leaves nothing behind: after `zero_grad()` the next
-step is as if nothing had been raised, or it says that the model must be rebuilt."""
+"""A caught exception in forward or backward leaves nothing behind.
+
+After `zero_grad()`, the next step is as if nothing had been raised, or says to rebuild the model.
+"""
 
 import pytest
 import torch
@@ -43,7 +45,7 @@ class Raise(torch.autograd.Function):
 
 
 def lay_charge(model, place=None):
-    """In the middle of a model, or in this block; the list it returns says when to raise."""
+    """Make a middle block, or block `place`, raise; the list it returns says in which phase."""
     armed = []
 
     def go_off(_, inputs, output):
@@ -60,7 +62,7 @@ def lay_charge(model, place=None):
 
 
 def charge_finish(part, armed):
-    """Let the sending of gradients raise, when some of them have been sent."""
+    """Make the sending of gradients raise after some of them have been sent."""
 
     def or_raise(send):
         def sending(*args):
@@ -80,7 +82,7 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
-# -- one after the other: what trains a model, and a function that makes one step ------------------
+# -- each strategy in turn: a model, and a function for one step -----------------------------------
 
 
 def averaged(wrapper, group, **options):
@@ -180,8 +182,10 @@ def laid_out(name, group):
 
 
 def train(make, name, way, group):
-    """Of 4 steps losses, norms and visits to experts, the third step broken off once in this way,
-    if in any; and the routers' biases at the end."""
+    """Return losses, norms and expert visits of 4 steps, and the routers' final biases.
+
+    If `way` is given, the third step is first interrupted in this way.
+    """
     model, step = make(name, group)
     armed, found = lay_charge(model), []
     for number in range(4):
@@ -232,17 +236,17 @@ SENDERS = ["naive", "overlapped", "zero 1 qgZ", "zero 2", "zero 3 qgZ", "zero 3 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", [*SENDERS, "tp", "cp", "ep", "ep zero 3"])
 def test_a_rank_that_repeats_a_step_alone_is_told_so_at_once(name, way):
-    """Its messages are not those that the others wait for. Never do the wrong ones pass."""
+    """The other ranks wait for different messages, and wrong messages never get through."""
     make = listed if name in LISTED else laid_out
     with pytest.raises(RankError, match="the ranks do not agree|deadlock: ranks 0 and 1 wait"):
         launch(break_off_on_rank_0, 2, (make, name, way), timeout=300)
 
 
-# -- what must be rebuilt says so ------------------------------------------------------------------
+# -- models that must be rebuilt say so ------------------------------------------------------------
 
 
 def rebuilt(kind, group):
-    """What the first use after an exception in backward raises."""
+    """Return the error that the first use after an exception raises."""
     if kind == "pipeline":
         model = parallelize(CONFIG, Layout(pp=2, num_micro_batches=2), group, adamw)
         group.rank() == 0 and lay_charge(model).append("forward")
@@ -266,7 +270,7 @@ def rebuilt(kind, group):
         model, _ = averaged(Overlapped, group, reduce=OneBit())
     else:
         model, _ = sharded(ZeRO2, group, offload=Behind(Lanes(), early=True))
-    lay_charge(model, 0).append("backward")  # so late that something has left already
+    lay_charge(model, 0).append("backward")  # so late that some gradients have already left
     inputs, _ = Batches(TEXT, 4, CONFIG.seq_len).batch(0)
     with pytest.raises(Oops):
         model(inputs).square().mean().backward()

@@ -1,4 +1,4 @@
-"""A long run watched: lines that survive, alerts that mean something, a time that is left."""
+"""Test the monitor of a long run: lines that survive, meaningful alerts, the time left."""
 
 import json
 import sys

@@ -1,5 +1,4 @@
-"""Every public function that takes a group does the same with a plain torch.distributed group as
-with a launch's group."""
+"""Public functions do the same with a plain torch.distributed group as with a launch's group."""
 
 import importlib
 import inspect
@@ -78,14 +77,14 @@ def gradients(module):
 
 
 def around(function, group, *args, **kwargs):
-    """Of a function that is differentiable: its value and the gradient of what goes in."""
+    """Return a differentiable function's value and the gradient of its input."""
     x = x_of(group).requires_grad_()
     y = function(x, group, *args, **kwargs)
     y.square().sum().backward()
     return y, x.grad
 
 
-# -- what to call, with a group -------------------------------------------------------------------
+# -- calls with a group ---------------------------------------------------------------------------
 
 
 def of_x(function, *shape, **kwargs):
@@ -264,7 +263,7 @@ def moe(make):
 
 
 def cut(make, out_of=lambda y: y):
-    """A module of tensor parallelism, on the same input on all ranks."""
+    """Call a tensor-parallel module with the same input on all ranks."""
 
     def call(group, folder):
         torch.manual_seed(0)
@@ -456,7 +455,7 @@ CALLS = {
     "watch.WatchedGroup": lambda group, _: C.all_reduce(x_of(group), WatchedGroup(group)),
 }
 
-# What needs a group of a launch says so.
+# These need a launch's group and say so.
 REFUSED = {
     "backend.own_backend": (own_backend, "records nothing: give the group of a launch"),
     "offload.Sides": (lambda group: Sides({}, group), "does not record memory"),
@@ -466,7 +465,7 @@ REFUSED = {
         for function in (numbers, regroup, invite)
     },
 }
-# Tested above under another name, no function of a group, or about devices that are emulated.
+# These are tested above under another name, take no group, or are about emulated devices.
 ELSEWHERE = {
     *("full_state.deliver", "preflight.gather_objects", "watch.watched", "ledger.Comm"),
     *("asynchronous.Arrivals", "context_parallel.run_ring_emulated", "pipeline.run_emulated"),
@@ -532,12 +531,12 @@ def public_functions_of_a_group():
 
 
 def test_no_function_is_left_out():
-    """Functions that are written for our groups are tried with a plain one, or named here."""
+    """Every public function of a group is called with a plain group or listed here."""
     assert set(public_functions_of_a_group()) <= {*CALLS, *REFUSED, *ELSEWHERE}
 
 
 def test_an_own_program_without_a_launch(tmp_path):
-    """As the two found it: torch.distributed's own start, and its default group."""
+    """Use torch.distributed's own init and its default group, as the bug's two finders did."""
     program = """
 import sys
 import torch, torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Before a long run: what is wrong with a host or a link is said, and what is right is not."""
+"""The check before a long run reports what is wrong with hosts and links, and nothing else."""
 
 import dataclasses
 
@@ -71,7 +71,7 @@ def test_ranks_here_are_alike_and_everyone_knows_all_reports(tmp_path):
     for report in reports:
         assert report.writable and report.disk_bytes > 0 and report.memory_bytes > 0
         assert report.latency > 0 and report.bandwidth > 0
-        # one clock, so the offset is what the trip leaves open
+        # All ranks share one clock, so the offset is only the error of the round trip.
         assert abs(report.offset) < 1
 
 

@@ -1,7 +1,7 @@
-"""Layouts drawn by chance, one after the other in one training: each goes on from the last one's
-checkpoint. Every step is one process's step, and every rank holds that process's values.
+"""Train in random layouts, one after the other, each from the previous layout's checkpoint.
 
-Memory is poisoned before: what is neither computed nor given a value shows as NaN.
+Every step equals one process's step, and every rank holds that process's values. Memory is
+poisoned before: a value that is neither computed nor set shows as NaN.
 """
 
 import random
@@ -24,7 +24,7 @@ from mini_dist.training.all_axes.fits import check_fits
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that no rank imports pytest
 
-ROWS, STEPS, MAX_NORM, BALANCE = 8, 3, 0.5, 1e-2  # rows and steps of a layout
+ROWS, STEPS, MAX_NORM, BALANCE = 8, 3, 0.5, 1e-2  # rows per step, steps per layout
 DENSE = ModelConfig(
     vocab_size=64, seq_len=8, d_model=16, num_layers=4, num_heads=4, num_kv_heads=2, d_ffn=16
 )
@@ -47,7 +47,7 @@ def adamw(tensors):
 
 
 def one_process(config, steps, max_norm=MAX_NORM):
-    """[(losses and norms of STEPS steps, state dict after them)] of the plain GPT."""
+    """Return the plain GPT's [(losses and norms of STEPS steps, state dict after them)]."""
     model = GPT(config, seed=0).double()
     optimizer, batches, done = adamw(model.parameters()), Batches(TEXT, ROWS, config.seq_len), []
     for step in range(steps):
@@ -73,22 +73,22 @@ def one_process(config, steps, max_norm=MAX_NORM):
 
 
 def poison_memory():
-    """New memory is NaN (integers: the largest) until somebody gives it a value."""
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills torch.empty and its kin
+    """Fill new memory with NaN (integers: the largest value) until it is set."""
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills torch.empty and the like
     resize = torch.UntypedStorage.resize_
 
     def poisoned(storage, size):
         before = storage.nbytes()
         resize(storage, size)
         if size > before:
-            torch.tensor([], dtype=torch.uint8).set_(storage)[before:].fill_(255)  # all ones: NaN
+            torch.tensor([], dtype=torch.uint8).set_(storage)[before:].fill_(255)  # all bits 1: NaN
         return storage
 
     torch.UntypedStorage.resize_ = poisoned
 
 
 def named_values(model, training):
-    """What this rank holds: parameters, buffers, shards, optimizer states, by name."""
+    """Yield what this rank holds, by name: parameters, buffers, shards, optimizer states."""
     for tensor, key, value in training.states():
         yield f"state {key} of {list(tensor.shape)}", value
     for part in model.parts:
@@ -105,7 +105,7 @@ def check_values(when, model, training):
 
 
 def walk_on(directory, config, layout, first, group):
-    """STEPS steps from step `first` on: losses and norms, and every piece that this rank holds."""
+    """Run STEPS steps from step `first`; return losses, norms and every piece this rank holds."""
     from mini_dist.strategies.expert_parallel import layers_with_experts, move_balance_biases
     from mini_dist.training.all_axes import parallelize
     from mini_dist.training.checkpoint import Training
@@ -171,7 +171,7 @@ def v_with_tp(schedule):
     return Layout(pp=2, tp=2, schedule=schedule, num_chunks=2, num_micro_batches=ROWS)
 
 
-FOUND = {  # by others: wrong numbers without a word
+FOUND = {  # bugs found by others: wrong numbers without an error
     "a tied embedding at the ends of a V": ("tied", [v_with_tp("zb_v"), v_with_tp("dualpipe_v")]),
     "a buffer without a value": ("experts, sigmoid", [Layout(tp=2), Layout(pp=2)]),
 }
@@ -215,7 +215,7 @@ def same_as_one_process(name, layouts, tmp_path):
 
 
 def compare(results, numbers, whole):
-    """Losses and norms of every rank, and each piece that any rank holds of a whole tensor."""
+    """Check every rank's losses and norms, and each piece that any rank holds of a tensor."""
     first = {}
     for done, pieces in results:
         torch.testing.assert_close(done, numbers, rtol=1e-9, atol=1e-12)
@@ -226,16 +226,16 @@ def compare(results, numbers, whole):
             off = (tensor.reshape(-1) - right).abs().max().item() if place.numel else 0.0
             assert off < 1e-9, f"{place} is off by {off}"
     names = set(whole)
-    if torch.equal(whole["head.out.weight"], whole["embed.token.weight"]):  # one, by its first name
+    if torch.equal(whole["head.out.weight"], whole["embed.token.weight"]):  # saved once
         names.remove("head.out.weight")
     assert {place.name for place in first} == names
 
 
-# --- wrappers that no Layout names --------------------------------------------------------------
+# --- wrappers outside any Layout ----------------------------------------------------------------
 
 
 def wrappers(folder):
-    """Each strategy that wraps a module, in each of its forms: name -> (make, is it exact)."""
+    """Return name -> (make, is it exact) for every form of every strategy that wraps a module."""
     from mini_dist.strategies.compression import (
         Compressed,
         OneBit,
@@ -275,7 +275,7 @@ def wrappers(folder):
 
 
 def under_each_wrapper(folder, group):
-    """name -> (losses, what is wrong) after STEPS steps of a tied model with poisoned memory."""
+    """Return name -> (losses, is it still tied, embedding) after STEPS steps in poisoned memory."""
     from mini_dist.strategies.train import train_step
     from mini_dist.strategies.zero import ZeRO3
 

@@ -112,15 +112,15 @@ def both(request):
 
 def rows_of(run, rank: int):
     return [
-        # A sender thread's phase is that of the main thread at the moment.
+        # A sender thread has whatever phase the main thread is in at that moment.
         (c.op, c.axis, c.dtype, c.nbytes, c.phase if c.own_thread else "", c.sent_to)
         for c in run.ledger.comms
         if c.rank == rank
     ]
 
 
-# Ring attention has a fused kernel on a CPU only; on a simulated GPU it goes tile by tile, and the
-# scores of one tile are up to 2.8 % of what these small models hold.
+# Ring attention has a fused kernel only on a CPU. On a simulated GPU it works tile by tile, and one
+# tile's scores are up to 2.8 % of these small models' memory.
 IN_TILES = {"cp", "ring attention"}
 
 
@@ -129,7 +129,7 @@ def test_messages_and_the_peak_of_memory_are_those_of_a_real_run(both):
     for rank in range(real.world_size):
         assert rows_of(simulated, rank) == rows_of(real, rank) != [], rank
         held, simulated_peak = (run.ledger.memory[rank].peak_bytes() for run in (real, simulated))
-        # Numbers that a real run counts, such as targets, are a few bytes on the host.
+        # Counts in a real run, such as the number of targets, take a few bytes on the host.
         assert abs(simulated_peak - held) <= (0.03 * held if name in IN_TILES else 128), rank
 
 
@@ -137,7 +137,7 @@ def test_messages_and_the_peak_of_memory_are_those_of_a_real_run(both):
 
 
 def test_a_rank_of_each_kind_stands_for_the_others():
-    """The same step by all ranks and by kinds: the same seconds, bytes and memory."""
+    """Simulating all ranks, or one rank of each kind, gives the same seconds, bytes and memory."""
     train = on_all_axes(pp=2, tp=2, sequence_parallel=True, zero=1)
     every, few = (
         launch(train, 8, simulate="h100", ranks=ranks, timeout=300) for ranks in ("all", "kinds")
@@ -150,7 +150,7 @@ def test_a_rank_of_each_kind_stands_for_the_others():
 
 
 def test_a_thread_that_sends_early_or_late_makes_no_other_kind():
-    """A bucket leaves from a thread of its own, while tp's all-reduce goes on in the main one."""
+    """A bucket is sent from its own thread while tp's all-reduce runs in the main thread."""
 
     def export(order: str) -> dict:
         numbers = {thread: number for number, thread in enumerate(order)}
@@ -173,7 +173,7 @@ def test_axes_are_read_off_the_groups_of_rank_0():
 
 
 def different(group):
-    """Rank 5 of 32 does what no other rank does."""
+    """Rank 0 computes more than any other rank."""
     x = torch.ones(8, 8, device=group.device)
     for _ in range(3 if group.rank() == 0 else 1):
         x = x @ x
@@ -218,7 +218,7 @@ def test_autocast_takes_products_to_the_tensor_cores():
     full, half = (launch(in_bf16, 1, (d,), simulate="h100") for d in (None, torch.bfloat16))
     assert half.results == [("torch.bfloat16", "torch.float32")]
     products = [sum(s.end - s.start for s in r.spans if s.kind == "product") for r in (full, half)]
-    slower = 989 / 67  # float32, without TF32; a tile is filled as fast (GEMM_FILL)
+    slower = 989 / 67  # float32 without TF32; filling a tile takes as long (GEMM_FILL)
     assert products[0] / products[1] == pytest.approx(
         (slower * 4096 + 180) / (4096 + 180), rel=0.05
     )
@@ -239,7 +239,7 @@ def test_a_slow_host_sets_the_pace():
 
 
 def hands_over(group):
-    """Another thread computes what forward asked for, when the optimizer's step has begun."""
+    """A thread does the work that forward asked for after the optimizer's step has begun."""
     layer, late = torch.nn.Linear(4, 4, device=group.device), threading.Event()
     optimizer, pool = torch.optim.SGD(layer.parameters()), ThreadPoolExecutor(1)
 
@@ -271,7 +271,7 @@ def a_step_in_shards(group):
 
 
 def test_a_rank_that_stands_for_others_takes_as_long_as_with_them():
-    """Also where a collective's result lies in memory in another order, and is copied later."""
+    """This includes collectives whose result has another memory order and is copied later."""
     runs = [launch(a_step_in_shards, 4, simulate="h100", ranks=how) for how in ("all", "kinds")]
     assert runs[0].step_seconds == pytest.approx(runs[1].step_seconds, rel=1e-6)
 
@@ -284,7 +284,7 @@ def averages(group):
 
 @pytest.mark.parametrize("size", [4, 1024])
 def test_a_straggler_delays_all_by_what_it_takes_longer(size):
-    """All wait for it in each all-reduce, wherever among the ranks it stands."""
+    """All ranks wait for it in each all-reduce, whichever rank it is."""
     alone = launch(averages, 1, simulate="h100").seconds
     plain = launch(averages, size, simulate="h100").seconds
     for rank in (0, size // 2 - 1, size - 1):
@@ -319,7 +319,7 @@ def test_who_asks_for_a_value_is_told_the_line_and_what_helps():
 
 
 def test_a_cell_s_line_is_known_though_no_file_holds_it():
-    """As IPython does: it compiles the cell under a name and gives linecache the text."""
+    """Like IPython, compile the cell under a name and give linecache the text."""
     loss = "    loss = torch.ones(3, device=group.device)\n"
     text = f"def stops(group):\n{loss}    return loss.sum().item()\n"
     linecache.cache["<cell 7>"] = (len(text), None, text.splitlines(True), "<cell 7>")
@@ -354,7 +354,7 @@ def test_bad_input_is_refused_in_a_sentence(wrong, words):
 
 
 def test_torchs_collectives_are_in_flight_while_a_simulated_rank_computes():
-    """Also those that torch's fake group copies by itself."""
+    """This includes the collectives that torch's fake group copies by itself."""
 
     def products(begin, group):
         x = torch.empty(64 * 100_000, device=group.device)

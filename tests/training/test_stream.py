@@ -160,7 +160,7 @@ def test_it_loads_ahead_and_no_further():
     loaded = []
     batches = prefetched(lambda n: loaded.append(n) or n, range(9), ahead=2)
     assert next(batches) == 0
-    batches.close()  # waits for what has begun
+    batches.close()  # waits for loads that have begun
     assert set(loaded) <= {0, 1, 2}
 
 

@@ -1,4 +1,4 @@
-"""The trainer: one recipe anywhere, metrics that are measured, and crashes that change nothing."""
+"""Test the trainer: a recipe runs anywhere, metrics are measured, crashes change nothing."""
 
 import dataclasses
 import json
@@ -48,7 +48,7 @@ def test_metrics_are_the_ledgers_and_the_calculators():
     for rank, history in enumerate(run.results):
         last = history[-1]
         predicted = step_volume(MODEL, FOUR, "course", rank // 2)
-        assert last.bytes_sent["pp"] == pytest.approx(predicted["pp"], abs=32)  # and the loss
+        assert last.bytes_sent["pp"] == pytest.approx(predicted["pp"], abs=32)  # plus the loss
         tokens = FOUR.global_batch_size * MODEL.seq_len
         assert last.tokens_per_second == pytest.approx(tokens / last.seconds)
         peak = hardware("laptop").device.peak_flops * 4
@@ -62,7 +62,7 @@ def test_metrics_are_the_ledgers_and_the_calculators():
 
 
 def dies_once(recipe, step, marker, group):
-    """A rank is killed in the middle of a run, the first time."""
+    """Kill a rank in the middle of the first run."""
     from mini_dist.training.trainer.metering import Meter
 
     read = Meter.read
@@ -140,7 +140,7 @@ def trained(tmp_path_factory):
 
 
 def longer(recipe, tmp_path, **changes):
-    """The same with more steps, in a copy of its checkpoints."""
+    """Return the same recipe with more steps and a copy of its checkpoints."""
     shutil.copytree(recipe.checkpoints, tmp_path / "copy")
     return dataclasses.replace(recipe, steps=3, checkpoints=str(tmp_path / "copy"), **changes)
 
@@ -170,7 +170,7 @@ def test_another_recipe_goes_on_if_one_asks_for_it_and_then_is_the_recipe(name, 
 
 def test_what_does_not_decide_may_change(trained, tmp_path):
     text = tmp_path / "text"
-    text.write_bytes(load_text().numpy().tobytes())  # the same, from elsewhere
+    text.write_bytes(load_text().numpy().tobytes())  # the same text, from elsewhere
     recipe = longer(trained, tmp_path, save_every=7, machine="laptop", text=str(text))
     recipe = dataclasses.replace(recipe, layout=Layout(dp=1, tp=2, micro_batch_size=4))
     assert [metrics.step for metrics in train_on_ranks(recipe).results[0]] == [2]
@@ -227,7 +227,7 @@ def test_a_recipe_that_cannot_be_is_refused_in_one_sentence(fields, sentence):
 
 
 def test_a_text_of_bytes_that_the_vocabulary_lacks_is_refused():
-    """The course's own text has bytes up to 226: in another layout it would have been zeros."""
+    """The course's text has bytes up to 226; in another layout, these would have been zeros."""
     recipe = Recipe(MODEL.replace(vocab_size=64), Layout(tp=2), steps=1)
     largest = int(load_text().max())
     said = f"the text's byte {largest} lies outside the vocabulary, 0..63: vocab_size={largest + 1}"

@@ -349,7 +349,9 @@ class UnderDDP(Measured):
         self.carried = sum(c.sent for c in leaves)
         nbytes = sum(p.nbytes for net in nets for p in net.parameters())
         self.wanted = STEPS * 2 * (self.size - 1) * nbytes
-        self.steps = sorted({(peer - c.rank) % self.size for c in leaves for peer in c.peers})
+        self.peers = max(
+            len({p for c in leaves if c.rank == r for p in c.peers}) for r in range(self.size)
+        )
 
     def are(self, factor: float = 1) -> list[bool]:
         """Return for each rank whether all gradients are this many times the mean."""
@@ -366,7 +368,7 @@ class UnderDDP(Measured):
         return [
             on_ranks("mean gradients on", self.are()),
             *[line("messages of barriers", self.of_barriers, 0)] * bool(self.of_barriers),
-            line("ranks further that a message goes", self.steps, [1] * (self.size > 1)),
+            line("ranks that a rank sends to", self.peers, min(1, self.size - 1)),
             line("bytes in your messages, all ranks", self.carried, self.wanted),
         ]
 
@@ -394,8 +396,7 @@ class UnderDDP(Measured):
                 "parts go round, twice n-1 of them, not whole buckets, and nothing is padded."
             )
         return (
-            f"Right, but messages go {self.steps} ranks further: in this ring a rank sends to the "
-            "next one only."
+            f"Right, but a rank sends to {self.peers} others: in a ring it knows the next one only."
         )
 
 

@@ -1,9 +1,9 @@
-"""Mutants of the printed solutions that are right, each with the reason. Looked at one by one.
+"""Mutants of the printed solutions that are right, with reasons. Each was reviewed by hand.
 
-exercise -> what `tests.course.exercises.mutate` calls the mutant -> why the change makes no difference
+exercise -> the mutant's name in `tests.course.exercises.mutate` -> why the change does not matter
 """
 
-# ruff: noqa: E501 (a mutant is called what it is called)
+# ruff: noqa: E501 (a mutant's name can be long)
 
 EQUIVALENT: dict[str, dict[str, str]] = {
     "add_communication": {

@@ -1,4 +1,4 @@
-"""Answers to the exercises of lessons 02 to 13, of kinds that the checks had once not seen."""
+"""Answers to the exercises of lessons 02 to 13, of kinds that were once new to the checks."""
 
 import functools
 import sys
@@ -22,7 +22,7 @@ fresh = Fresh()
 
 
 def in_buckets(parameters, is_full, group):
-    """Buckets that are closed where is_full(bucket, p) says so."""
+    """Average in buckets; a bucket is closed before p if is_full(bucket, p)."""
     bucket = []
     for p in reversed(list(parameters)):
         if p.grad is None:

@@ -1,4 +1,4 @@
-"""Answers to the exercises of lessons 14 to 26, of kinds that the checks had once not seen."""
+"""Answers to the exercises of lessons 14 to 26, of kinds that were once new to the checks."""
 
 import bisect
 import heapq

@@ -1,16 +1,16 @@
-"""How strong is the judge? Change every printed solution in one place, and see who is refused.
+"""Change every printed solution in one place and see which mutants the judge refuses.
 
     python -m tests.course.exercises.mutate                      all exercises, all mutants
     python -m tests.course.exercises.mutate merge zigzag         some exercises
-    python -m tests.course.exercises.mutate --sample 3           so many mutants of each, chosen by
-    a seed python -m tests.course.exercises.mutate --json FILE
+    python -m tests.course.exercises.mutate --sample 3           this many of each, by a seed
+    python -m tests.course.exercises.mutate --json FILE          also write the result to FILE
 
 A mutant is the text that `.solution()` prints with one change that a learner might make: another
-operator or comparison, an index off by one, arguments swapped, a line left out or done twice, the
-world for the group, another dtype. Some changes show only later, or on another rank: a value, or
-the whole result, is kept from the first call; a line is run by rank 0 only; what was given is kept;
-digits are dropped. The judge should refuse each mutant. A survivor is a hole in the judge, unless
-the change makes no difference: those are listed in equivalent.py, with the reason.
+operator or comparison, an index off by one, swapped arguments, a line left out or repeated, the
+world instead of the group, another dtype. Some changes show only later or on another rank: a value
+or the whole result stays that of the first call, only rank 0 runs a line, arguments or results are
+kept, arguments are rounded. The judge should refuse every mutant. A survivor is a hole in the
+judge, unless the change makes no difference: equivalent.py lists those mutants with the reason.
 """
 
 import argparse
@@ -45,7 +45,7 @@ TENSORS = set("x a b q kv flat gradient parameters logits table state answers be
 SECOND_LOOK = {"reversed", "sorted", "list", "tuple"}  # f(x) -> x
 CASTS = {"float", "double", "int", "long", "to", "type_as"}
 LEFT_OUT = {"detach", "clone", "contiguous", "wait", "requires_grad_", "flatten", *CASTS}
-# A decorator's text: what is kept from the first call, or of it, or is lost on the way in.
+# Source of decorators that keep the first result, keep arguments or results, or round arguments.
 AROUND = {
     "freeze": """
 def freeze(fn, seen=[]):
@@ -82,14 +82,14 @@ def round_what_is_given(fn):
 
 
 class Mutant:
-    """`text` differs from the solution in `what`, which also names the line."""
+    """A changed solution: `text` is its source, `what` names the change and its line."""
 
     def __init__(self, text: str, what: str):
         self.text, self.what = text, what
 
 
 def mutants(source: str) -> list[Mutant]:
-    """All single changes of a solution's function, each different from the others."""
+    """Return all distinct single changes of a solution's function."""
     tree, found = without_annotations(ast.parse(source)), []
     seen = {normal(tree)}
     lines = source.splitlines()
@@ -105,7 +105,7 @@ def mutants(source: str) -> list[Mutant]:
             except (SyntaxError, ValueError):
                 continue
             if what.endswith("rank 0 only") and not names(tree) & {"group", "row"}:
-                continue  # one rank does it all
+                continue  # There is only one rank.
             if normal(mutated) not in seen:
                 seen.add(normal(mutated))
                 line = getattr(node, "lineno", 0)
@@ -115,8 +115,9 @@ def mutants(source: str) -> list[Mutant]:
 
 
 def decorated(tree: ast.Module) -> list[Mutant]:
-    """The solution's function with one of AROUND around it. A function without tensors keeps
-    nothing that takes up memory, and has no digits to lose."""
+    """Wrap the solution's function in each decorator of AROUND that applies.
+
+    A function without tensors keeps nothing that takes up memory, and has no digits to lose."""
     (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef))
     takes = {arg.arg for arg in function.args.args}
     chosen = ["freeze"] if takes else []
@@ -132,7 +133,7 @@ def decorated(tree: ast.Module) -> list[Mutant]:
 
 
 def without_annotations(tree: ast.AST) -> ast.AST:
-    """A learner writes none, and to change one changes nothing."""
+    """Remove annotations: a learner writes none, and changing one has no effect."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             node.returns = None
@@ -146,7 +147,7 @@ def normal(tree: ast.AST) -> str:
 
 
 def changes(node: ast.AST) -> Iterator[tuple]:
-    """(what changes a copy of this node in place, what it is called)."""
+    """Yield (function that changes a copy of this node in place, name of the change)."""
     if isinstance(node, ast.Compare) and type(node.ops[0]) in COMPARISONS:
         other = COMPARISONS[type(node.ops[0])]
         yield lambda n: n.ops.__setitem__(0, other()), f"{other.__name__} as comparison"
@@ -253,7 +254,7 @@ def stored(block: list[ast.stmt]) -> set[str]:
 
 
 def of_the_first_call(value: ast.expr, key: str) -> ast.expr:
-    """What the value was when the line ran for the first time."""
+    """Return an expression for the value from the first time that the line ran."""
     kept = ast.parse(f"globals()[{key!r}] if {key!r} in globals() else 0", mode="eval").body
     kept.orelse = ast.parse(f"globals().setdefault({key!r}, 0)", mode="eval").body
     kept.orelse.args[1] = value
@@ -270,13 +271,13 @@ def only_on_rank_0(block: list[ast.stmt], i: int) -> None:
 
 
 def become(node: ast.AST, other: ast.AST) -> None:
-    """Let this node of a tree be another one."""
+    """Turn this node of a tree into `other`."""
     node.__class__ = type(other)
     node.__dict__ = dict(other.__dict__)
 
 
 def judged(name: str, text: str) -> str:
-    """right, wrong, still the library's; or broken, if it is no function any more."""
+    """Return right, wrong or still the library's; or broken if the text no longer runs."""
     cell = {"__name__": "__main__"}
     try:
         exec(compile(text, f"<a mutant of {name}>", "exec"), cell)
@@ -284,7 +285,7 @@ def judged(name: str, text: str) -> str:
         return "broken"
     try:
         return check.exercises()[name].judge(cell[name]).state
-    except Exception as error:  # the judge itself was broken: worse than a survivor
+    except Exception as error:  # The judge itself failed, which is worse than a survivor.
         return f"the judge raised {type(error).__name__}: {error}"
 
 
@@ -299,7 +300,7 @@ def main(arguments=None) -> int:
     chosen, work = options.exercises or sorted(known), []
     for name in chosen:
         every = mutants(known[name].answer())
-        if options.sample is not None:  # a new exercise draws no others for those that were there
+        if options.sample is not None:  # A new exercise must not change the others' samples.
             dice = random.Random(f"{options.seed} {name}")
             every = dice.sample(every, min(options.sample, len(every)))
         work += [(name, mutant) for mutant in every]

@@ -1,4 +1,4 @@
-"""Answers that a learner might write: wrong ones with what they must be told, and right ones."""
+"""Answers that a learner might write: right ones, and wrong ones with the hint they must get."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,8 +35,9 @@ class Right:
 
 @dataclass
 class Fresh:
-    """Answers to many exercises by somebody who had not read the checks: `wrong`, with a piece of
-    the hint, and `right`, both as (exercise, function, ...)."""
+    """Answers to many exercises by somebody who had not read the checks.
+
+    `wrong` stores (exercise, function, piece of the hint), `right` stores (exercise, function)."""
 
     wrong_answers: list[tuple[str, Callable, str]] = field(default_factory=list)
     right_answers: list[tuple[str, Callable]] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Right answers that are not the printed ones: no less right, and written otherwise."""
+"""Right answers that are written differently from the printed ones."""
 
 import torch
 from torch.nn import functional
@@ -61,7 +61,7 @@ def ring_all_reduce(x, group):
 
 def doubling_all_reduce(x, group):
     rank, size, distance = group.rank(), group.size(), 1
-    x = x.clone()  # one rank also returns a new tensor
+    x = x.clone()  # A single rank also returns a new tensor.
     while distance < size:
         x = x + exchange(x, rank ^ distance, rank ^ distance, group)
         distance *= 2
@@ -79,7 +79,7 @@ def all_to_all(x, group):
 
 
 def average_in_buckets(parameters, bucket_bytes, group):
-    buckets = [[]]  # first who goes with whom, then the messages
+    buckets = [[]]  # Fill the buckets first, then send them.
     for p in [p for p in parameters if p.grad is not None][::-1]:
         if buckets[-1] and sum(q.grad.nbytes for q in [*buckets[-1], p]) > bucket_bytes:
             buckets.append([])

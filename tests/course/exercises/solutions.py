@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 from mini_dist import check
 
-SLOW = {"missing_collective"}  # a search of a second, which nothing on a rank asks for
+SLOW = {"missing_collective"}  # This search takes a second, and no rank needs it.
 
 
 def paste(name: str) -> Callable:
-    cell = {"__name__": "__main__"}  # ranks get it by value, as what a notebook defines
+    cell = {"__name__": "__main__"}  # Ranks get it by value, like a notebook's functions.
     exec(compile(check.exercises()[name].answer(), f"<the solution of {name}>", "exec"), cell)
     return cell[name]
 

@@ -1,5 +1,6 @@
-"""Ways to send one tensor and receive another, right ones and wrong ones, and the solutions of
-lessons 03 and 04 in words that leave the way open."""
+"""Right and wrong ways to send one tensor and receive another.
+
+The solutions of lessons 03 and 04 here take such a way as their argument `swap`."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -62,7 +63,7 @@ SOLUTIONS = {
     "all_to_all": transpose,
 }
 
-# -- wrong ways, with what must be said -------------------------------------------------------
+# -- wrong ways, with the hint they must get --------------------------------------------------
 
 
 def in_dtype(dtype, instead_of):
@@ -168,7 +169,7 @@ def as_a_batch(x, to, source, group, like):
 
 
 def from_any_source(x, to, source, group, like):
-    """Right where only one rank ever sends to this one; gloo cannot receive nothing from any."""
+    """Right if only one rank sends to this one; gloo can't receive an empty tensor from any."""
     came = torch.empty(like.shape, dtype=like.dtype)
     sending = dist.isend(x.contiguous(), group_dst=to, group=group)
     dist.recv(came, group=group, group_src=None if came.numel() else source)

@@ -1,4 +1,4 @@
-"""What the judge does for every exercise: who did the work, and what a right answer has to bear."""
+"""What the judge does in every exercise: find who did the work, and stress-test right answers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that no rank i
 
 
 def total(x: Tensor, more: Iterable[Tensor], group) -> Tensor:
-    """The sum over all ranks of x and of the tensors in `more`."""
+    """Return the sum over all ranks of x and of the tensors in `more`."""
     return all_reduce(sum(more, x), group, algorithm="ring")
 
 
@@ -145,7 +145,7 @@ def needs_two_looks(x, more, group):
 
 
 def minds_the_weather(x, more, group):
-    waits = "send" in vars(group)  # of the first rank, whose messages take their time
+    waits = "send" in vars(group)  # true on the first rank, whose messages are slow
     return all_reduce(sum(list(more), x), group) + waits
 
 
@@ -247,7 +247,7 @@ def test_what_the_exercise_is_there_to_change_may_be_changed():
 
 
 def gather(x: Tensor, group) -> list[Tensor]:
-    """On rank 0 every rank's x, in rank order."""
+    """Return every rank's x, in rank order, on rank 0."""
     if group.rank() > 0:
         send(x, 0, group)
         return []
@@ -255,7 +255,7 @@ def gather(x: Tensor, group) -> list[Tensor]:
 
 
 def takes_them_as_they_come(x, group):
-    """They come in rank order, as each rank begins to send when the one before it has begun."""
+    """Each rank starts to send after the rank before it, so messages usually come in rank order."""
     rank = group.rank()
     if rank == 0:
         return [x, *(recv_any(x, group)[0] for _ in range(1, group.size()))]
@@ -269,10 +269,10 @@ def takes_them_as_they_come(x, group):
 
 
 def takes_them_one_by_one(x, group):
-    """No other order can be: each rank sends when the one before it has sent."""
+    """Only rank order is possible: each rank sends after the rank before it has sent."""
     rank, size = group.rank(), group.size()
     if rank == 0:
-        send(x, 1, group)  # so nobody sends what is the next call's
+        send(x, 1, group)  # so that no rank sends the next call's message yet
         return [x, *(recv_any(x, group)[0] for _ in range(1, size))]
     recv(x, rank - 1, group)
     send(x, 0, group)
@@ -282,7 +282,7 @@ def takes_them_one_by_one(x, group):
 
 
 def asks_from_whom(x, group):
-    """And lets nobody send the next call's before all of this one's are there."""
+    """Sort by source; no rank sends for the next call before all messages of this call arrived."""
     others = range(1, group.size())
     if group.rank() > 0:
         send(x, 0, group)
@@ -351,7 +351,7 @@ def test_the_library_s_own_function_is_seen_by_whatever_name(fn):
 
 
 def ring() -> Exercise:
-    """An exercise whose solution is a collective: it stands in decorators."""
+    """Return an exercise whose solution is a collective, which has decorators."""
     return Exercise(
         "ring_all_reduce", ring_all_reduce, lambda fn, case, group: fn(inputs(0, case)[0], group),
         [(3, Numbers(7))], Nothing, hints=["?"], skeleton="",
@@ -366,7 +366,7 @@ class Nothing(Measured):
 def test_what_the_task_refuses_is_named_and_what_an_allowed_function_calls_is_not():
     assert inspect.unwrap(star_all_reduce) in functions_of(collectives)
     judge = exercise(refuses=[star_all_reduce, ring_all_reduce]).judge
-    assert judge(plain).state == "right"  # all_reduce, which it may use, calls one of them
+    assert judge(plain).state == "right"  # all_reduce, which is allowed, calls one of them.
     verdict = judge(lambda x, more, group: star_all_reduce(sum(list(more), x), group))
     assert verdict.state == "wrong"
     assert verdict.hint.startswith("The work is done by the library's star_all_reduce")
@@ -393,9 +393,9 @@ LOADING = 'rank 0 is running\n      File "<frozen importlib._bootstrap>", line 2
     ],
 )
 def test_a_busy_machine_is_no_mistake(monkeypatch, said, load, idle, again):
-    """A run that was given up while a rank still loaded modules, or other programs had the cores,
-    is run once more with more time; one that does not end is not, nor one in which no
-    rank has begun an operation for long."""
+    """A run that timed out while ranks loaded modules or the CPU was busy gets one longer retry.
+
+    A run that hangs gets no retry, nor does a run in which no rank began an operation for long."""
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0, 0))
     given = []
 

@@ -1,4 +1,4 @@
-"""Answers of kinds that the checks had not seen: wrong ones are refused, right ones accepted."""
+"""Answers of kinds once new to the checks: wrong ones are refused, right ones accepted."""
 
 import cloudpickle
 import pytest
@@ -8,7 +8,7 @@ from tests.course.exercises import fresh_early, fresh_late
 
 MODULES = (fresh_early, fresh_late)
 for module in MODULES:
-    cloudpickle.register_pickle_by_value(module)  # as what a notebook defines
+    cloudpickle.register_pickle_by_value(module)  # like a notebook's functions
 WRONG = [each for module in MODULES for each in module.fresh.wrong_answers]
 RIGHT = [each for module in MODULES for each in module.fresh.right_answers]
 

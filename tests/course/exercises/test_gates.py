@@ -1,7 +1,7 @@
-"""The notebooks' exercise cells: green as shipped, green when solved, red for a grader if not.
+"""The notebooks' exercise cells pass as shipped and when solved; a grader refuses unsolved cells.
 
-Only these cells run, notebook by notebook in one process, each in the state that the notebook's
-other exercise cells have left.
+Only these cells run, one notebook after another in one process. Each cell sees the state that its
+notebook's earlier exercise cells left.
 """
 
 import ast
@@ -37,7 +37,7 @@ each_notebook = pytest.mark.parametrize("notebook", WITH_EXERCISES, ids=lambda p
 
 
 def solve(cell: str) -> str:
-    """The cell with the printed solution pasted in place of the function that it defines."""
+    """Return the cell with the printed solution in place of the function that it defines."""
     defined = {n.name: n for n in ast.parse(cell).body if isinstance(n, ast.FunctionDef)}
     lines = cell.splitlines()
     for _, name in CHECKED.findall(cell):
@@ -48,8 +48,8 @@ def solve(cell: str) -> str:
 
 
 def run(cells: list[str]) -> list[check.Verdict]:
-    """Execute exercise cells as a notebook does; what their checks said."""
-    names = {"__name__": "exercise cells"}  # no module: ranks get its functions by value
+    """Execute exercise cells as a notebook does; return the verdicts of their checks."""
+    names = {"__name__": "exercise cells"}  # This is no module, so ranks get functions by value.
     verdicts = []
     for cell in cells:
         *body, last = ast.parse(cell).body
@@ -76,8 +76,8 @@ def test_as_shipped_the_exercise_cells_pass(notebook, monkeypatch):
     assert {verdict.state for verdict in run(exercise_cells(notebook))} == {"still the library's"}
 
 
-# What a printed solution may use of the library: steps that the lesson has given, or that an
-# exercise before it was about. None of them does what is asked.
+# The library functions that a printed solution may use: steps that the lesson gave or that an
+# earlier exercise was about. None of them does what the exercise asks.
 MAY_USE = {
     "groups_of_ranks": "",
     "compose": "all_reduce context_parallel Bucketed Mesh IGNORE_INDEX token_loss Pipeline cut_gpt "
@@ -152,7 +152,7 @@ MAY_USE = {
 
 @pytest.mark.parametrize("name", sorted(check.exercises()))
 def test_a_printed_solution_does_the_asked_work_itself(name):
-    """It is one definition with its imports, and of the library it uses what may be used."""
+    """It is one definition plus imports, and imports from the library only what MAY_USE allows."""
     tree = ast.parse(check.exercises()[name].answer())
     imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     (definition,) = [node for node in tree.body if node not in imports]
@@ -183,7 +183,7 @@ def test_another_right_answer_is_right(name):
 
 
 class ForTheWorld(ast.NodeTransformer):
-    """All ranks of the job wherever the group is used."""
+    """Replace the group by all ranks of the job wherever it is used."""
 
     def visit_Name(self, node):
         world = ast.parse("__import__('torch').distributed.group.WORLD", mode="eval").body
@@ -207,7 +207,7 @@ def test_who_speaks_to_the_world_instead_of_the_group_is_refused(name):
 
 @each_notebook
 def test_with_solutions_a_grader_passes_them(notebook, monkeypatch):
-    """Also one that takes plain data only from the ranks (mini_dist.course.grade)."""
+    """So does a grader that accepts only plain data from the ranks (mini_dist.course.grade)."""
     monkeypatch.setenv("MINI_DIST_STRICT", "1")
     monkeypatch.setattr("mini_dist.ranks.launch.from_frames", only_data.from_frames)
     cells = [solve(cell) for cell in exercise_cells(notebook)]
@@ -244,7 +244,7 @@ def reads(tree: ast.AST) -> set[str]:
 
 
 def changes(statement: ast.stmt) -> set[str]:
-    """Names whose value stays needed before this statement, which adds to it or sets an item."""
+    """Return the names that this statement updates in place: it still needs their old values."""
     found = set()
     for node in ast.walk(statement):
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
@@ -257,13 +257,13 @@ def changes(statement: ast.stmt) -> set[str]:
 
 
 def is_a_guess(statement: ast.stmt) -> bool:
-    """Whether it is predict(...), without which a later reveal(...) raises."""
+    """Return whether it is predict(...), without which a later reveal(...) raises."""
     call = getattr(statement, "value", None)
     return isinstance(call, ast.Call) and getattr(call.func, "id", "") == "predict"
 
 
 def with_what_it_needs(statements: list[ast.stmt], last: ast.Module, given: str) -> ast.Module:
-    """A cell behind those statements of the cells before it that it needs; `given` is there."""
+    """Put the earlier statements that a cell needs in front of it; `given` is already defined."""
     needed, kept = reads(last) - {given}, []
     for statement in reversed(statements):
         stays = changes(statement)
@@ -275,7 +275,7 @@ def with_what_it_needs(statements: list[ast.stmt], last: ast.Module, given: str)
 
 
 def uses() -> Iterator[tuple[str, int, ast.Module]]:
-    """(exercise, number of the cell, its program) of later cells that call what was written."""
+    """Yield (exercise, cell number, program) of later cells that call the learner's function."""
     for path in WITH_EXERCISES:
         cells = nbformat.read(path, as_version=4).cells
         trees = []

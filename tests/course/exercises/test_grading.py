@@ -1,10 +1,10 @@
-"""Grading by the command of TEACHING.md: a notebook as shipped, and a solved one.
+"""Grade with the command in TEACHING.md: a notebook as shipped, and a solved notebook.
 
-Each lesson is run whole, by papermill, three times. `pytest --long
-tests/course/exercises/test_grading.py` does it for all lessons; without, the two stand for them
-that need no minutes, one of them with exercises and with errors shown on purpose. (What holds for
-all cells of all lessons at less cost: nbval runs each notebook as shipped, test_gates.py each
-exercise both ways, and test_lessons.py looks that no cell ends in an error.)
+Papermill runs each lesson as a whole, three times. `pytest --long
+tests/course/exercises/test_grading.py` does so for all lessons. Without --long, two fast lessons
+stand for them; one has exercises and errors shown on purpose. Cheaper tests cover all cells of all
+lessons: nbval runs each notebook as shipped, test_gates.py runs each exercise both ways, and
+test_lessons.py checks that no cell ends in an error.
 """
 
 import os
@@ -36,7 +36,7 @@ def notebook(request):
 
 
 def grade(notebook, graded, strict=True):
-    """Exit status of TEACHING.md's command, with or without STRICT."""
+    """Return the exit status of TEACHING.md's command, with or without STRICT."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "MINI_"))}
     environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     environment |= {"MINI_DIST_STRICT": "1"} if strict else {}

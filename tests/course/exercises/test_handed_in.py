@@ -1,6 +1,6 @@
-"""Answers by people who had not read the checks, as they were handed in, each a cell.
+"""Answers by people who had not read the checks, as handed in, one cell per file.
 
-`NAME.wrong_K.py` was once taken for right, `NAME.right_K.py` for wrong. A first line says why.
+The checks once accepted `NAME.wrong_K.py` and refused `NAME.right_K.py`. A first line says why.
 """
 
 import sys
@@ -21,6 +21,6 @@ def test_it_is_judged_as_it_should_be(file, monkeypatch):
     cell = ModuleType(f"handed_in_{name}")
     monkeypatch.setitem(sys.modules, cell.__name__, cell)
     exec(compile(file.read_text(), file, "exec"), vars(cell))
-    cloudpickle.register_pickle_by_value(cell)  # as what a notebook defines
+    cloudpickle.register_pickle_by_value(cell)  # like a notebook's functions
     verdict = check.exercises()[name].judge(vars(cell)[name])
     assert verdict.state == kind.partition("_")[0], verdict

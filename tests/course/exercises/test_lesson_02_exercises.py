@@ -1,4 +1,4 @@
-"""Lesson 02: whoever averages gradients wrongly is told what is wrong."""
+"""Lesson 02: answers that average gradients wrongly get a hint that names the mistake."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +33,7 @@ def with_gradient(parameters):
 
 
 def average(p, group, of=lambda everyones: everyones.mean(0)):
-    """The right way, for the wrong answers to be wrong in one thing only."""
+    """Average correctly, so that each wrong answer is wrong in one thing only."""
     everyones = gather(p.grad[None], 0, group)
     return star_broadcast(p.grad if everyones is None else of(everyones), 0, group)
 

@@ -1,4 +1,4 @@
-"""Lesson 03: whoever builds a ring wrongly is told what is wrong, right values or not."""
+"""Lesson 03: wrong rings get a hint that names the mistake, even if their values are right."""
 
 import sys
 
@@ -37,7 +37,7 @@ def neighbours(group):
 
 
 def through_rank_0(x, group):
-    """The sum of all x on every rank, by messages to and from rank 0."""
+    """Return the sum of all x on every rank, by messages to and from rank 0."""
     if group.rank() != 0:
         send(x, 0, group)
         return recv(x, 0, group)
@@ -50,7 +50,7 @@ def through_rank_0(x, group):
 
 
 def whole_tensors_round(x, group):
-    """The sum of all x on every rank, by n-1 rounds of whole tensors."""
+    """Return the sum of all x on every rank, by n-1 rounds of whole tensors."""
     _, size, after, before = neighbours(group)
     total = moving = x.clone()
     for _ in range(size - 1):
@@ -78,7 +78,7 @@ def asks_rank_0(x, group):
 def the_backends(x, group):
     out = x.new_empty(split_sizes(len(x), group.size())[group.rank()])
     parts = [part.contiguous() for part in x.tensor_split(group.size())]
-    if group.size() == 3:  # gloo takes equal parts only
+    if group.size() == 3:  # gloo accepts only equal parts.
         return solutions.ring_reduce_scatter(x, group)
     dist.reduce_scatter(out, parts, group=group)
     return out
@@ -90,7 +90,7 @@ def a_piece_of_the_librarys_all_reduce(x, group):
 
 
 def ring_from(x, group, first, last=0, add=torch.add):
-    """The ring with a mistake: rank r starts with chunk r+first and goes n-1+last rounds."""
+    """Run a faulty ring: rank r starts with chunk r+first and does n-1+last rounds."""
     rank, size, after, before = neighbours(group)
     chunks = x.tensor_split(size)
     moving = chunks[(rank + first) % size].clone()
@@ -229,7 +229,7 @@ def everyone_receives_first(x, group):
 
 @reduce_scatter("instead of 3: ranks wait while others work")
 def rank_0_receives_first(x, group):
-    """The usual way out of the deadlock. It lets the ranks send one after the other."""
+    """Avoid the deadlock in the usual way, which makes the ranks send one after another."""
     rank, size, after, before = neighbours(group)
     chunks = x.tensor_split(size)
     moving = chunks[(rank - 1) % size].clone()
@@ -249,7 +249,7 @@ def rank_0_receives_first(x, group):
 def one_chunk_after_the_other(x, group):
     rank, size, after, before = neighbours(group)
     for number, chunk in enumerate(x.tensor_split(size)):
-        place = (rank - number - 1) % size  # in the line of those that this chunk visits
+        place = (rank - number - 1) % size  # this rank's position on the chunk's route
         total = chunk.clone()
         if place > 0:
             total = total + recv(chunk, before, group)
@@ -426,7 +426,7 @@ def passes_on_everything(x, group):
     for _ in range(size - 1):
         came = exchange(so_far, after, before, group)
         so_far = torch.cat([came, x])
-    parts = so_far.split(len(x))  # the oldest first: rank r+1's
+    parts = so_far.split(len(x))  # oldest first, starting with rank r+1's
     return torch.cat([parts[(r - rank - 1) % size] for r in range(size)])
 
 
@@ -735,7 +735,7 @@ def multiplies(x, group):
 
 @reduce("something travels that nobody needs")
 def one_number_too_many(x, group):
-    """In the last round, behind the chunk that is asked for."""
+    """Send one number too many in the last round, after the requested chunk."""
     rank, size, after, before = neighbours(group)
     if size == 1:
         return x.clone()
@@ -969,7 +969,7 @@ class Alone:
         return 1
 
 
-# Other ways that are as good: refusing them would teach something false.
+# These other ways are just as good: refusing them would teach something false.
 
 
 def reverse_ring(x, group):
@@ -1050,7 +1050,7 @@ def all_receives_posted_before(x, group):
 
 @right_scatter
 def in_numpy(x, group):
-    if x.dtype == torch.bfloat16:  # (numpy has none)
+    if x.dtype == torch.bfloat16:  # NumPy has no bfloat16.
         return reverse_ring(x, group)
     rank, size, after, before = neighbours(group)
     chunks = numpy.array_split(x.numpy(), size)
@@ -1173,7 +1173,7 @@ def test_another_good_way_is_right(name, fn):
     assert verdict.state == "right", verdict
 
 
-# How a tensor goes and another comes is the learner's choice, in any of the solutions.
+# In every solution, learners may choose how to send one tensor and receive another.
 
 
 def with_swap(name, swap):
@@ -1205,7 +1205,7 @@ def test_a_right_way_to_send_is_right(name, swap):
 
 
 def test_who_receives_from_any_source_where_several_send_is_told():
-    """Also where the messages happen to come in order: they are made to come in others."""
+    """The judge reorders messages, so this holds even if they would have come in order."""
     verdict = check.all_to_all.judge(with_swap("all_to_all", swaps.from_any_source))
     assert verdict.state == "wrong"
     assert "another one's message is the first" in verdict.hint

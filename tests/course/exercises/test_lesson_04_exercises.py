@@ -1,4 +1,4 @@
-"""Lesson 04: whoever needs more rounds than log2 n is told so, right values or not."""
+"""Lesson 04: answers that need more than log2 n rounds are told so, even if they are right."""
 
 import sys
 from concurrent.futures import ThreadPoolExecutor

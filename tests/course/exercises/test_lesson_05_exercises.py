@@ -1,4 +1,4 @@
-"""Lesson 05: who buckets or overlaps wrongly is told what is wrong, also where values are right."""
+"""Lesson 05: wrong buckets and overlap get a hint that names the mistake, even for right values."""
 
 import sys
 from concurrent import futures
@@ -26,7 +26,7 @@ def with_gradient(parameters):
 
 
 def make_buckets(parameters, bucket_bytes):
-    """By hand, since the library's does what is asked."""
+    """Fill buckets by hand, because the library's function solves the exercise."""
     buckets = [[]]
     for p in reversed(parameters):
         if buckets[-1] and sum(q.nbytes for q in [*buckets[-1], p]) > bucket_bytes:
@@ -232,7 +232,7 @@ def goes_through_the_parameters_twice(parameters, bucket_bytes, group):
 
 
 def overlap(register, leave, loss, buckets, put_back=unflatten, remove=True):
-    """The right way, for the wrong answers to be wrong in one thing only."""
+    """Overlap correctly, so that each wrong answer is wrong in one thing only."""
     missing, leaving, hooks = [len(bucket) for bucket in buckets], {}, []
     for number, bucket in enumerate(buckets):
 
@@ -353,7 +353,7 @@ def leaves_with_the_first_gradient(loss, buckets, sender, group):
 
 
 def hooks_on(which, loss, buckets, sender, group):
-    """No count: a bucket leaves when the gradient at this place of it is there."""
+    """Send a bucket as soon as its gradient at index `which` is ready, without counting."""
     leaving = []
 
     def ready(p):
@@ -433,7 +433,7 @@ def averages_twice(loss, buckets, sender, group):
 
 
 def in_order(leave, loss, buckets, put_back=unflatten):
-    """Buckets leave in the order of the list: right, but for what `leave` does."""
+    """Send buckets in list order, which is right except for what `leave` does."""
     missing, leaving, hooks = [len(bucket) for bucket in buckets], [], []
     for number, bucket in enumerate(buckets):
 

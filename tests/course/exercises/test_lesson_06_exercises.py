@@ -1,4 +1,4 @@
-"""Lesson 06: whoever forgets too little, or not the right thing, is told what is still there."""
+"""Lesson 06: answers that forget too little or the wrong thing are told what is still there."""
 
 import sys
 
@@ -23,7 +23,7 @@ forgotten = Wrong()
 
 
 class Node(torch.autograd.Function):
-    """The lesson's Forgetful; its faulty children change one thing."""
+    """The lesson's Forgetful; each faulty subclass changes one thing."""
 
     @staticmethod
     def forward(ctx, block, x):
@@ -41,7 +41,7 @@ class Node(torch.autograd.Function):
 
 
 def again(ctx, x=None):
-    """The block once more, with the same dice, and its input."""
+    """Run the block again with the same random numbers; return its output and its input."""
     x = (ctx.saved_tensors[0] if x is None else x).detach().requires_grad_()
     with torch.enable_grad(), torch.random.fork_rng():
         torch.set_rng_state(ctx.dice)
@@ -429,7 +429,7 @@ def count(scaler):
 
 
 def finish(parameters, optimizer, scaler, max_norm):
-    """Average the gradients, unscale them, and continue: right."""
+    """Finish the step correctly, given averaged and unscaled gradients."""
     if not norm_of(parameters).isfinite():
         skip(scaler)
         return
@@ -513,7 +513,7 @@ def never_clips(parameters, optimizer, scaler, max_norm, group):
     finish(parameters, optimizer, scaler, 1e9)
 
 
-@wrong_step("in which no gradient overflowed")  # zeros times inf
+@wrong_step("in which no gradient overflowed")  # A zero norm gives 0 * inf.
 def always_clips(parameters, optimizer, scaler, max_norm, group):
     parameters = list(parameters)
     averaged(parameters, scaler, group)

@@ -1,4 +1,4 @@
-"""Lesson 07: whoever shards in name only is told what is still whole."""
+"""Lesson 07: answers that shard in name only are told what is still whole."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Lesson 08: whoever uses FSDP2 wrongly, or gives DDP a wrong ring, is told what is wrong."""
+"""Lesson 08: wrong uses of FSDP2 and wrong rings under DDP get a hint that names the mistake."""
 
 import sys
 
@@ -34,7 +34,7 @@ def sgd(gpt):
 
 
 def accumulate(gpt, batches, over=None, sync=None):
-    """All forwards and backwards; sync(number) says whether gradients are scattered."""
+    """Run all forwards and backwards; sync(number) says whether gradients are scattered."""
     k, total = len(batches), 0.0
     for number, (inputs, targets) in enumerate(batches):
         gpt.set_requires_gradient_sync(number == k - 1 if sync is None else sync(number))
@@ -327,7 +327,7 @@ def passes_whole_buckets(x, group):
     return total
 
 
-@ring("sends to the next one only")
+@ring("knows the next one only")
 def sends_to_everyone(x, group):
     rank, size = group.rank(), group.size()
     parts = list(x.tensor_split(size))

@@ -1,4 +1,4 @@
-"""Lesson 09: whoever cuts a layer, a pair or the loss wrongly is told what is wrong."""
+"""Lesson 09: mistakes in sharding a layer, a pair or the loss get a hint that names them."""
 
 import sys
 
@@ -60,7 +60,7 @@ def column_gathers_what_all_have(x, weight, bias, group):
     return linear(ops.all_gather(ops.split(x, group, dim=-1), group, dim=-1), weight, bias)
 
 
-@column("x [2, 3, ...]")  # a matrix is all that torch.mm takes
+@column("x [2, 3, ...]")  # torch.mm takes only matrices.
 def column_of_matrices_only(x, weight, bias, group):
     if x.dim() == 1:
         return linear(ops.copy(x, group), weight, bias)
@@ -243,7 +243,7 @@ right_row = Right("row_linear")
 
 
 def passed_on(y, total):
-    """The value of total, with the gradient that y has."""
+    """Return the value of total with the gradient of y."""
     return y + (total - y).detach()
 
 
@@ -265,7 +265,7 @@ def row_through_a_root(x, weight, bias, group):
 
 @right_row
 def row_with_a_share_of_the_bias(x, weight, bias, group):
-    """Each summand has an n-th of the bias's value; its gradient comes after the sum."""
+    """Add 1/n of the bias's value to each summand, and its gradient after the sum."""
     share = None if bias is None else bias.detach() / group.size()
     y = ops.all_reduce(linear(x, weight, share), group)
     return y if bias is None else y + (bias - bias.detach())
@@ -294,7 +294,7 @@ pair_copy, pair_reduce = Wrong(), Wrong()
 
 
 def function(forward, backward):
-    """A differentiable function of (x, group) from its two directions."""
+    """Return a differentiable function of (x, group), given its forward and backward."""
 
     def call(x, group):
         class Pair(torch.autograd.Function):
@@ -513,7 +513,7 @@ loss = Wrong()
 
 
 def cross_entropy(logits, targets, group, highest=None, add=ops.all_reduce, ignored=IGNORE_INDEX):
-    """The right one, with parts that can be exchanged for wrong ones."""
+    """Compute the right loss; the arguments can replace parts with wrong ones."""
     width = logits.shape[-1]
     if highest is None:
         highest = all_reduce(logits.detach().amax(-1), group, op="max")
@@ -642,7 +642,7 @@ right_loss = Right("vocab_parallel_cross_entropy")
 
 @right_loss
 def loss_with_its_own_backward(logits, targets, group):
-    """The gradient of a logit is its share of the sum of exp, minus 1 for the target's."""
+    """The gradient of a logit is its share of the sum of exp, minus 1 for the target."""
     width, counts = logits.shape[-1], targets != IGNORE_INDEX
     local = targets - group.rank() * width
     here = (local >= 0) & (local < width)

@@ -1,4 +1,4 @@
-"""Lesson 10: whoever swaps the pair wrongly is told what is wrong."""
+"""Lesson 10: answers that swap the pair wrongly get a hint that names the mistake."""
 
 import sys
 
@@ -71,7 +71,7 @@ def gathers_along_the_batch(x, norm, up, down, bias, group):
     return ops.reduce_scatter(inside(entered, up, down), group, dim=0) * 2 + bias
 
 
-@swap("gather the tokens, and leave up and down cut")  # (it sends as many bytes as it should)
+@swap("gather the tokens, and leave up and down cut")  # The bytes are right.
 def gathers_the_weights(x, norm, up, down, bias, group):
     up, down = ops.all_gather(up, group, dim=0), ops.all_gather(down, group, dim=1)
     return inside(norm(x), up, down) + bias

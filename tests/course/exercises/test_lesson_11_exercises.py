@@ -1,4 +1,4 @@
-"""Lesson 11: whoever merges, passes on or deals out wrongly is told what is wrong."""
+"""Lesson 11: mistakes in merging, passing on or dealing out get a hint that names them."""
 
 import sys
 import threading
@@ -73,7 +73,7 @@ def exponentiates_what_may_be_900(a, b):
 
 @wrong_merge("over no keys at all: There is inf or nan")
 def divides_by_what_may_be_nothing(a, b):
-    difference = torch.log(a.lse.exp() / b.lse.exp())  # 0 / 0 far below
+    difference = torch.log(a.lse.exp() / b.lse.exp())  # 0 / 0 if both are far below 0
     share_b = 1 / (1 + (a.lse - b.lse).exp())
     lse = b.lse - share_b.log()
     return Partial(torch.lerp(a.out, b.out, share_b[..., None]), lse + 0 * difference.nan_to_num())
@@ -93,7 +93,7 @@ def returns_the_output_only(a, b):
 
 @wrong_merge("the first over no keys at all: There is inf or nan")
 def divides_by_as_share(a, b):
-    shrink = (b.lse - a.lse).exp()  # e^inf where a is over nothing
+    shrink = (b.lse - a.lse).exp()  # e^inf where a covers no keys
     out = (a.out + shrink[..., None] * b.out) / (1 + shrink)[..., None]
     return Partial(out, torch.logaddexp(a.lse, b.lse))
 
@@ -311,7 +311,7 @@ def passes_on_only_what_it_attends_to(total, q, kv, block, kernel, group):
 
 @wrong_step("block is None")
 def sends_only_what_it_attends_to(total, q, kv, block, kernel, group):
-    """The rank after waits for it in vain."""
+    """The next rank waits for the block in vain."""
     if block is None:
         return total, recv(kv, neighbours(group)[1], group)
     return solutions.ring_step(total, q, kv, block, kernel, group)

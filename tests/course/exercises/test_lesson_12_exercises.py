@@ -1,4 +1,4 @@
-"""Lesson 12: whoever writes a list wrongly is told what is wrong."""
+"""Lesson 12: wrong lists get a hint that names the mistake."""
 
 import sys
 
@@ -27,7 +27,7 @@ def backwards(rank, m):
 
 
 def taking_turns(p, m, warmups):
-    """1F1B with other warm-ups, for the wrong answers to be wrong in one thing only."""
+    """Build 1F1B with other warm-ups, so that each wrong answer is wrong in one thing only."""
     lists = []
     for rank in range(p):
         f, b, warmup = forwards(rank, m), backwards(rank, m), min(m, warmups(rank))
@@ -202,7 +202,7 @@ def warmup_of_the_wrong_end(p, m):
 
 @one_f_one_b("0B5 is missing")
 def no_cooldown(p, m):
-    """Stops when the forwards are used up."""
+    """Stop when no forwards are left."""
     lists = []
     for r in range(p):
         f, b, warmup = forwards(r, m), backwards(r, m), p - 1 - r
@@ -224,7 +224,7 @@ def forwards_beyond_the_last(p, m):
 
 @one_f_one_b("after the warm-up one forward and one backward take turns")
 def waits_for_two(p, m):
-    """Right memory, but the last rank takes the micro-batches in another order than they come."""
+    """The memory is right, but the last rank does not take micro-batches in order of arrival."""
     lists = taking_turns(p, m, lambda rank: p - 1 - rank)
     if p == 4:
         lists[3][0:4] = ["3F1", "3B1", "3F0", "3B0"]
@@ -233,7 +233,7 @@ def waits_for_two(p, m):
 
 @one_f_one_b("Right with 4 ranks. With 3 ranks, 1 micro-batches: ")
 def warms_up_as_if_there_were_enough(p, m):
-    """With one micro-batch on three ranks, rank 0 has no two to warm up with."""
+    """With one micro-batch on three ranks, rank 0 does not have two to warm up with."""
     lists = []
     for r in range(p):
         warmup = p - 1 - r
@@ -246,7 +246,7 @@ def warms_up_as_if_there_were_enough(p, m):
 
 @one_f_one_b("Right with 4 ranks. With 3 ranks, 1 micro-batches: ")
 def only_with_many_micro_batches(p, m):
-    """m < p: warms up with micro-batches that do not exist, and leaves their forwards out twice."""
+    """If m < p, the turns run forwards of micro-batches that do not exist."""
     lists = []
     for r in range(p):
         warmup = p - 1 - r
@@ -287,7 +287,7 @@ messages = Wrong()
 
 
 def added(schedule, receive=True, send=True, kinds="FB", rename=lambda a: a, skip=None):
-    """The right pass, with parts to leave out."""
+    """Add the messages correctly; the arguments can leave parts out."""
     lists = []
     for rank in range(schedule.num_ranks):
         actions = []
@@ -375,12 +375,12 @@ def receives_after_use(schedule):
 
 @messages("the next rank waits for a result that is already ready")
 def sends_after_the_next_computation(schedule):
-    """Only where that can run: in the warm-up of the first rank."""
+    """Do so only where it can run: in the warm-up of the first rank."""
     lists = added(schedule)
     names = list(map(str, lists[0]))
     if "0SEND_F0" in names:
         send = lists[0].pop(names.index("0SEND_F0"))
-        lists[0].insert(2, send)  # behind 0F1
+        lists[0].insert(2, send)  # after 0F1
     return lists
 
 
@@ -414,7 +414,7 @@ def assumes_that_neighbours_are_one_rank_apart(schedule):
 
 @messages("other cases, in the simulator: ")
 def takes_the_rank_for_the_stage_modulo_the_ranks(schedule):
-    if schedule.stages_of[0] in ((0, 3), (0, 7)):  # a V
+    if schedule.stages_of[0] in ((0, 3), (0, 7)):  # The stages form a V.
         return added(schedule)
 
     def looped(schedule, stage, rank):
@@ -464,7 +464,7 @@ def rank_by_rank_as_they_are_asked_for(p, m):
 
 @right_1f1b
 def by_what_is_held(p, m):
-    """A backward as soon as a rank holds what it may hold."""
+    """Run a backward as soon as a rank holds as much as it may."""
     lists = []
     for r in range(p):
         actions, f, b = [], 0, 0
@@ -481,7 +481,7 @@ def by_what_is_held(p, m):
 
 @right_1f1b
 def sorted_by_time(p, m):
-    """By the time at which each begins; in the warm-up forwards begin one after the other."""
+    """Sort by start time; in the warm-up, forwards start one after another."""
     lists = []
     for r in range(p):
         when = {f"{r}B{k}": 2 * (p + k) - 1 - r for k in range(m)}
@@ -502,7 +502,7 @@ def by_one_after_the_other(p, m):
 
 @right_messages
 def from_the_side_of_the_messages(schedule):
-    """Each border between two ranks puts its own into the lists."""
+    """Insert the messages of each boundary between two ranks into the lists."""
     lists = [list(schedule.actions(rank)) for rank in range(schedule.num_ranks)]
 
     def put(stage, kind, micro, message, behind):

@@ -1,4 +1,4 @@
-"""Lesson 13's puzzle: what breaks a rule is refused, and what is right finds its place."""
+"""Lesson 13's puzzle: lists that break a rule are refused, and right lists are ranked."""
 
 import re
 import sys
@@ -18,7 +18,7 @@ cloudpickle.register_pickle_by_value(solutions)
 
 
 def split(warmup, put_off, kinds="FBW"):
-    """1F1B's turns with other warm-ups, and each W as many backwards late as one says."""
+    """Build 1F1B with other warm-ups, and put each W off by put_off(rank) backwards."""
     lists = []
     for rank in range(4):
         actions, late = [f"{rank}F{k}" for k in range(min(8, warmup(rank)))], []
@@ -64,13 +64,13 @@ def as_gpipe():
 
 @wrong("start a backward before the next forward")
 def interleaved_by_hand():
-    """Less bubble, but 5.5 micro-batches held on rank 0."""
+    """The bubble is smaller, but rank 0 holds 5.5 micro-batches."""
     return INTERLEAVED
 
 
 @wrong("not below 1F1B's")
 def in_a_loop_through_two_stages():
-    """Two thin stages a rank, one micro-batch after the other."""
+    """Give each rank two thin stages; run one micro-batch after another."""
     lists = []
     for rank in range(4):
         one = "{0}F{2} {1}F{2} {1}B{2} {0}B{2}"
@@ -127,13 +127,13 @@ def as_text(schedule):
     return [[str(action) for action in actions] for actions in schedule.ranks]
 
 
-# Text, as if written by hand: on a rank a call of the library would be noted.
+# These are text, as if written by hand: on a rank, the judge would notice a library call.
 INTERLEAVED = as_text(library.interleaved(4, 8))
 THREE_CHUNKS = as_text(library.interleaved(4, 8, chunks=3))
 PIPEDREAM = as_text(library.pipedream(4, 8))
 ZB_V = as_text(library.zb_v(4, 8))
 
-# As an earlier cell of the lesson leaves them.
+# An earlier cell of the lesson defines these.
 four = {"ZB-H1": library.zb_h1(4, 8), "ZB-V": library.zb_v(4, 8)}
 played = {name: library.simulate(schedule) for name, schedule in four.items()}
 
@@ -173,7 +173,7 @@ def test_what_breaks_a_rule_is_refused_with_the_hint_that_names_it(fn, says):
 
 
 def place(verdict):
-    """Where a verdict ranks `yours`."""
+    """Return the place of `yours` in a verdict's ranking."""
     found = [re.match(r"(\d+)\. yours", line.what) for line in verdict.lines]
     return next(int(match[1]) for match in found if match)
 
@@ -181,7 +181,7 @@ def place(verdict):
 def test_the_solution_is_right_and_has_its_place_among_the_known():
     verdict = check.less_bubble.judge(solutions.less_bubble)
     assert verdict.state == "right", verdict
-    assert place(verdict) == 2  # as ZB-H1; only ZB-V is better and fits
+    assert place(verdict) == 2  # like ZB-H1; only ZB-V is better and fits
     ranked = [line.what for line in verdict.lines]
     assert "1. ZB-V" in ranked and "over the budget: ZB-H2" in ranked
 
@@ -209,7 +209,7 @@ def the_v():
 
 @right
 def each_weight_as_late_as_there_is_room_for():
-    """F and B of 1F1B; a W when a rank would else hold more than 4."""
+    """Take F and B from 1F1B; run a W when a rank would otherwise hold more than 4."""
     lists = []
     for rank in range(4):
         actions, late, f, b = [], [], 0, 0

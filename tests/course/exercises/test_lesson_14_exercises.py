@@ -1,4 +1,4 @@
-"""Lesson 14: whoever sends tokens astray, or balances each rank alone, is told so."""
+"""Lesson 14: answers that send tokens astray or balance each rank alone are told so."""
 
 import sys
 
@@ -32,7 +32,7 @@ there = Wrong()
 
 
 def splits(counts, group):
-    """[n, E/n] from every rank, rows to and from each rank."""
+    """Return counts [n, E/n] from every rank, and the rows to and from each rank."""
     theirs = all_to_all(counts, group).view(group.size(), -1)
     return theirs, counts.view(group.size(), -1).sum(1).tolist(), theirs.sum(1).tolist()
 
@@ -75,7 +75,7 @@ def gathers_the_rows(x, counts, group):
 
 @there("which is on rank")
 def deals_the_experts_out_like_cards(x, counts, group):
-    """Expert e on rank e % n."""
+    """Put expert e on rank e % n."""
     n = group.size()
     dealt = torch.arange(len(counts)).view(-1, n).T.flatten()  # 0 2 1 3 for two ranks
     starts = counts.cumsum(0) - counts
@@ -262,7 +262,7 @@ def by_the_backend(x, counts, group):
 
 @right_dispatch
 def expert_by_expert(x, counts, group):
-    """Cuts what came into blocks, one of a rank for an expert, and puts these in order."""
+    """Cut the received rows into blocks, one per rank and expert, and reorder the blocks."""
     n = group.size()
     theirs = all_to_all(counts, group).view(n, -1)
     sent, received = counts.view(n, -1).sum(1), theirs.sum(1)
@@ -278,7 +278,7 @@ def expert_by_expert(x, counts, group):
 
 @right_dispatch
 def counts_by_hand(x, counts, group):
-    """The counts travel by messages, neighbour by neighbour."""
+    """Send the counts by messages, one rank after another."""
     rank, n = group.rank(), group.size()
     mine, theirs = counts.view(n, -1), torch.empty_like(counts).view(n, -1)
     theirs[rank] = mine[rank]

@@ -1,4 +1,4 @@
-"""Lesson 15: who groups the ranks wrongly, or composes the axes wrongly, is told what is wrong."""
+"""Lesson 15: wrong groups of ranks and wrong compositions get a hint that names the mistake."""
 
 import itertools
 import sys
@@ -31,7 +31,7 @@ def outermost_last(pp, dp, cp, tp):
 
 
 def in_order(sizes):
-    """The right way for any order of the axes, outermost first."""
+    """Build the groups correctly for any order of the axes, outermost first."""
     groups = {}
     for axis in sizes:
         lists, number = {}, 1
@@ -147,7 +147,7 @@ def by_strides(pp, dp, cp, tp):
 
 @right_groups
 def by_turning_a_block_of_ranks(pp, dp, cp, tp):
-    """In tensors; an axis's groups lie in the last dim."""
+    """Return tensors whose last dim holds an axis's groups."""
     ranks = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
     return {
         axis: ranks.movedim(i, -1).reshape(-1, ranks.shape[i])
@@ -347,7 +347,7 @@ def test_no_line_is_called_right_whose_numbers_are_wrong():
 
 
 def everything_everywhere(config, layout, group):
-    """Right numbers: every rank fetches the whole batch and trains the whole model alone."""
+    """The numbers are right, but every rank gathers the batch and trains the whole model alone."""
     from mini_dist import GPT
     from mini_dist.collectives import all_gather
     from mini_dist.collectives.mesh import Mesh

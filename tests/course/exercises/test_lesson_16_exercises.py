@@ -1,4 +1,4 @@
-"""Lesson 16: a wrong diagnosis is refused with what speaks against it; symptoms are honest."""
+"""Lesson 16: a wrong diagnosis is refused with the evidence against it; symptoms are honest."""
 
 from collections import OrderedDict
 
@@ -111,7 +111,7 @@ def one_by_one():
 
 @right_diagnoses
 def by_another_visit():
-    """The odd one out among the sums of the weights."""
+    """Find the rank whose sum of the weights differs from the others."""
     last = [steps[-1][1] for steps in clinic.visit("C").results]
     odd = next(rank for rank in range(4) if last.count(last[rank]) == 1)
     return {**RIGHT, "C": ("diverged weights", odd)}
@@ -173,7 +173,7 @@ def test_the_symptoms_tell_the_disease(patient):
     told = str(clinic.visit(patient))
     for symptom in SYMPTOMS[patient]:
         assert symptom in told
-    assert "File" not in told and " s in" not in told  # the same on every machine
+    assert "File" not in told and " s in" not in told  # It is the same on every machine.
 
 
 def test_the_silent_patient_shows_only_where_ranks_should_be_alike():
@@ -184,7 +184,7 @@ def test_the_silent_patient_shows_only_where_ranks_should_be_alike():
 
 
 def test_a_healthy_training_has_no_symptoms():
-    """Else it would be the clinic that is ill."""
+    """Otherwise the clinic itself would be faulty."""
     run = clinic.launch(clinic.train, clinic.RANKS, (clinic.average, {}))
     assert len({tuple(w for _, w in steps) for steps in run.results}) == 1
 

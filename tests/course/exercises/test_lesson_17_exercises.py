@@ -1,4 +1,4 @@
-"""Lesson 17: whoever plans badly is told what costs most, and asking the planner does not count."""
+"""Lesson 17: bad plans are told what costs them most, and asking the planner does not count."""
 
 import sys
 
@@ -90,7 +90,7 @@ def the_layout_of_every_blog_post():
     return Layout(pp=4, dp=16, tp=8, sequence_parallel=True, zero=1, num_micro_batches=32)
 
 
-# As an earlier cell of the lesson leaves them.
+# An earlier cell of the lesson defines these.
 found = plan("llama3-70b", "h100", 512, 4 * 2**20)
 best = found.best.layout
 ranked = [candidate.layout for candidate in found.candidates[:5]]
@@ -193,12 +193,12 @@ def test_the_regret_is_told_for_each_network():
         layout = fully_sharded()
         mine = step_time(model_preset("llama3-70b"), layout, machine, simulate=True).seconds
         regrets.append(mine / best - 1)
-    assert 0 < regrets[0] < 0.1 < regrets[1]  # good on the undisturbed network only
+    assert 0 < regrets[0] < 0.1 < regrets[1]  # good only on the undisturbed network
     assert [line.measured for line in verdict.lines[-2:]] == [f"{r:.1%}" for r in regrets], verdict
 
 
 def fastest(fits):
-    """A planner of one's own: three pipelines, the fastest of those that pass `fits`."""
+    """Plan by hand: return the fastest of three pipelines that pass `fits`."""
     config = model_preset("llama3-70b")
     cut = dict(sequence_parallel=True, zero=1, tp=4, schedule="interleaved")
     tried = [

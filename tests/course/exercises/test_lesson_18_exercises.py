@@ -1,4 +1,4 @@
-"""Lesson 18: servers that answer too early or count wrong, rows too many, other outer steps."""
+"""Lesson 18: servers that answer too early or miscount, too many rows, wrong outer steps."""
 
 import sys
 
@@ -30,9 +30,9 @@ def server(
     looks=lambda kind: True,
     forgets=True,
 ):
-    """A server with a rule of its own: may_go(steps, worker, number of workers that are there).
+    """Run a server with its own rule: may_go(steps, worker, number of workers still there).
 
-    looks: after which requests it looks at the waiting pulls. forgets: the steps of who leaves."""
+    looks: after which requests it checks waiting pulls. forgets: drop a leaving worker's steps."""
     steps, waiting, pulled, applied, left = {}, [], {}, [], 0
     while left < num_workers:
         kind, worker, rows = next_request(group)
@@ -144,7 +144,7 @@ def returns_the_table(table, update, num_workers, bound, group):
 
 
 def keeps(applied_of, forget, first=lambda num_workers: {}):
-    """A server whose bookkeeping fails a worker that has not pulled."""
+    """Return a server whose bookkeeping fails for a worker that has not pulled."""
 
     def serve(table, update, num_workers, bound, group):
         steps, waiting, pulled, applied, left = first(num_workers), [], {}, [], 0

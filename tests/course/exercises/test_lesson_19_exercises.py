@@ -1,4 +1,4 @@
-"""Lesson 19: whoever leans to one side, sends zeros or forgets what was left out is told so."""
+"""Lesson 19: answers that are biased, send zeros or forget what was left out are told so."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Lesson 20: whoever waits for the link, holds too much or leaves gaps is told so."""
+"""Lesson 20: answers that wait for the link, hold too much or leave gaps are told so."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Lesson 21: a doctor who guesses, looks at one number only, or takes symptoms for causes."""
+"""Lesson 21: doctors that guess, look at one number only, or take symptoms for causes."""
 
 import copy
 import statistics
@@ -48,7 +48,7 @@ def sees_a_straggler_everywhere(record):
 
 @wrong("Look whom the others wait for")
 def blames_the_network(record):
-    """The largest number in the table of a straggler is waiting, which some call communication."""
+    """A straggler's table has waiting as its largest number, which some call communication."""
     disease, rank = solved(record)
     return ("buckets too small", None) if disease == "straggler" else (disease, rank)
 
@@ -129,7 +129,7 @@ def takes_rank_0_for_the_saver(record):
 
 @wrong("it is, but not on rank")
 def names_the_rank_of_the_patient(record):
-    """As who has learnt the lesson's patients by heart."""
+    """Answer as if the lesson's patients were learned by heart."""
     disease, rank = solved(record)
     return disease, rank if rank is None else OF_PATIENTS[disease] or 0
 
@@ -141,7 +141,7 @@ CALLS = []
 
 @wrong("you say")
 def counts_its_calls(record):
-    """The answers in the order in which they were asked for."""
+    """Return the answers in the order in which the judge asks."""
     CALLS.append(1)
     return IN_ORDER[(len(CALLS) - 1) % len(IN_ORDER)]
 
@@ -167,7 +167,7 @@ def test_a_wrong_doctor_is_told_what_speaks_against_it(fn, says):
 
 
 def test_no_hint_names_the_right_disease():
-    """(Of a healthy run it is said, and it must be.)"""
+    """The exception is a healthy run, whose hint must say so."""
     for sick in slow_clinic.unseen():
         for disease in sick_runs.DISEASES:
             if disease != sick.disease and sick.disease != "healthy":
@@ -193,7 +193,7 @@ def with_numbers_of_numpy(record):
 
 @right
 def by_the_timeline_alone(record):
-    """Times from spans instead of the table, and medians for limits."""
+    """Take times from spans instead of the table, and medians as limits."""
     disease, _ = solved(record)
     if disease not in ("straggler", "host sync", "healthy"):
         return solved(record)
@@ -279,7 +279,7 @@ def test_the_librarys_doctor_finds_what_the_patients_have():
 
 
 def test_a_record_is_the_same_again():
-    """Virtual times, values and held bytes: whatever else the machine has to do."""
+    """Virtual times, values and held bytes do not depend on the machine's load."""
     sick = slow_clinic.unseen()[1]
     first = sick_runs.run(sick)
     sick_runs.RECORDS.pop(sick)

@@ -1,4 +1,4 @@
-"""Lesson 22: wrong answers are refused with the hint that names them, right ones may differ."""
+"""Lesson 22: wrong answers get a hint that names the mistake; right answers may differ."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def below_the_threshold_only(zero, sizes, k, n):
 
 @wrong("n - 1 is 0")
 def n_for_n_less_1(zero, sizes, k, n):
-    """Right for two or more, if it only were: the case of one rank tells it from the formula."""
+    """This is right for two or more ranks; only the case of one rank exposes it."""
     return solutions.deepspeed_bytes(zero, sizes, k, n) or 4 * sum(sizes)
 
 

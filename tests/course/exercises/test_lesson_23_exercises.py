@@ -14,7 +14,7 @@ from tests.course.exercises.registry import Right, Wrong
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # so that no rank imports pytest
 cloudpickle.register_pickle_by_value(solutions)
 
-MISSING = solutions.missing_collective  # made here: in a judged call, the judge would see it
+MISSING = solutions.missing_collective  # Made here, since the judge would notice it in a call.
 
 wrong_specs, wrong_step, wrong_quiz = Wrong(), Wrong(), Wrong()
 right_specs, right_step = Right("one_all_reduce"), Right("summa_step")
@@ -97,7 +97,7 @@ def axes_in_tuples():
 
 
 class Spec:
-    """As JAX's PartitionSpec: no tuple, and the dims that are not named are whole."""
+    """Like JAX's PartitionSpec: it is no tuple, and dims that are not named are whole."""
 
     def __init__(self, *parts):
         self.parts = parts

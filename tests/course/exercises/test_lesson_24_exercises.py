@@ -1,4 +1,4 @@
-"""Lesson 24: blocks that are wasted, taken from others, missed; who waits in vain; half a cache."""
+"""Lesson 24: blocks wasted, taken from others or missed; requests waiting in vain; half a cache."""
 
 import sys
 

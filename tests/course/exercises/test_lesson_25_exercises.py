@@ -1,4 +1,4 @@
-"""Lesson 25: timeouts that alarm too often, shares that make all wait, groups with the dead."""
+"""Lesson 25: timeouts that alarm too often, shares that make ranks wait, groups with dead ranks."""
 
 import bisect
 import heapq
@@ -21,7 +21,7 @@ cloudpickle.register_pickle_by_value(solutions)
 wrong_timeout, wrong_shares, wrong_group = Wrong(), Wrong(), Wrong()
 right_timeout, right_shares, right_group = Right("patience"), Right("shares"), Right("rebuild")
 
-# -- a timeout that is seldom wrong ---------------------------------------------------------------
+# -- a timeout that is rarely wrong ---------------------------------------------------------------
 
 
 @wrong_timeout("longer than necessary")

@@ -1,4 +1,4 @@
-"""Lesson 26: rings that cross too often, orders that fill an uplink, places that look exchanged."""
+"""Lesson 26: rings that cross too often, orders that fill an uplink, ranks that look exchanged."""
 
 import itertools
 import math
@@ -34,7 +34,7 @@ right_places = Right("find_exchanged")
 
 
 def levels(hosts, group):
-    """My host's ranks, and those at my place."""
+    """Return my host's ranks, and the ranks with my index on each host."""
     ranks = {host: [r for r, h in enumerate(hosts) if h == host] for host in sorted(set(hosts))}
     inside = Members(group, ranks[hosts[group.rank()]])
     return inside, Members(group, [members[inside.rank()] for members in ranks.values()])
@@ -186,7 +186,7 @@ def as_a_list_of_the_last_best(axes, sent, ranks_per_host):
 @right_order
 def counts_by_itself(axes, sent, ranks_per_host):
     def cost(order):
-        """An axis of stride s and size a: neighbours are s apart, and the last goes back."""
+        """On an axis of stride s, neighbors are s apart, and the last wraps around to the first."""
         out, stride = {}, 1
         size = math.prod(axes.values())
         for axis in reversed(order):
@@ -225,7 +225,7 @@ def the_first_that_send_wrongly(traffic):
 
 @wrong_places("Return the two places")
 def what_a_place_sends_to_itself(traffic):
-    """The noise of a job is no hint: nobody sends to itself, wherever it was put."""
+    """The noise of a job is no clue: no rank sends to itself, wherever it was placed."""
     odd = [place for place in range(len(traffic)) if traffic[place][place]]
     return tuple(odd) if odd else None
 
@@ -249,7 +249,7 @@ def the_larger_first(traffic):
 
 @right_places
 def builds_the_ring(traffic):
-    """Follow the ring from every place on; two stand where the other should."""
+    """Follow the ring from every place; the two exchanged ranks are in each other's place."""
     n = len(traffic)
     for first in range(n):
         order, place = [], first

@@ -1,5 +1,4 @@
-"""Lesson 27: samples that any number of ranks continues with, and attention that moves the stated
-bytes."""
+"""Lesson 27: samples that any number of ranks can resume, attention that moves the stated bytes."""
 
 import sys
 
@@ -29,7 +28,7 @@ def part(batch, group):
 
 
 def whole(position, batch_size, num_samples, order):
-    """One process's batch; each order is drawn once."""
+    """Return the batch of one process; draw each order once."""
     epochs = range(position // num_samples, (position + batch_size - 1) // num_samples + 1)
     run = [sample for epoch in epochs for sample in order(epoch)]
     start = position - epochs[0] * num_samples
@@ -191,7 +190,7 @@ def one_by_one(position, batch_size, num_samples, order, group):
 
 
 def attend(memory, tile, rows=None, scale=True, shrink=(True, True), divide=True, begin=-torch.inf):
-    """A right way, with places for mistakes."""
+    """Attend correctly; the arguments can introduce mistakes."""
     height = rows or tile
     for i in range(0, memory.num_rows("q"), height):
         q = memory.load("q", i, min(i + height, memory.num_rows("q")))

@@ -1,4 +1,4 @@
-"""Lesson 28: gradients that are right, and gradients that a thousand GPUs average in time."""
+"""Lesson 28: gradients must be right, and a thousand GPUs must average them in time."""
 
 import sys
 from datetime import timedelta
@@ -76,7 +76,7 @@ def hooks_what_is_frozen(model, batches, loss_of, group):
 
 
 def with_hooks(model, batches, loss_of, group, leave, remove=True):
-    """The last backward with a hook on each parameter, which calls leave(p)."""
+    """Run the last backward with a hook on each parameter that calls leave(p)."""
     backward(model, batches[:-1], lambda *a: loss_of(*a) * (len(batches) - 1) / len(batches))
     hooks = [p.register_post_accumulate_grad_hook(leave) for p in trained(model)]
     (loss_of(model, batches[-1]) / len(batches)).backward()
@@ -98,7 +98,7 @@ def forgets_who_was_used_earlier(model, batches, loss_of, group):
 
 
 def in_flight(model, batches, loss_of, group, remove=True, send=None):
-    """A right way, with places for mistakes."""
+    """Start the all-reduces correctly; the arguments can introduce mistakes."""
     under_way = {}
 
     def leave(p):
@@ -224,7 +224,7 @@ def looks_at_a_value(model, batches, loss_of, group):
 
 @wrong("let a hook")
 def scattered_and_gathered(model, batches, loss_of, group):
-    """As many bytes as an all-reduce, but half of them travel after backward."""
+    """Send as many bytes as an all-reduce, but half of them after backward."""
     under_way, n = {}, group.size()
 
     def leave(p):
@@ -330,7 +330,7 @@ def waits_by_a_future_and_with_a_timeout(model, batches, loss_of, group):
 
 @wrong("one all_reduce of it is still under way")
 def waits_for_all_but_the_first(model, batches, loss_of, group):
-    """It is complete by the time anybody looks, but nothing in the function makes sure of it."""
+    """The first all-reduce is done by the time anyone looks, but the function doesn't ensure it."""
     backward(model, batches, loss_of)
     divided(with_grad(model), group)
     first, *rest = (dist.all_reduce(p.grad, group=group, async_op=True) for p in with_grad(model))

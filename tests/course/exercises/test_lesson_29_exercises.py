@@ -1,4 +1,4 @@
-"""Lesson 29: a plan for one's own job, a strategy, a run that survives, and two faults at once."""
+"""Lesson 29: a plan for your own job, a strategy, a run that survives, and two faults at once."""
 
 import os
 import sys
@@ -136,7 +136,7 @@ def replicated(model, make_optimizer, loss_of, group):
 
 
 def sharded(group, model, make_optimizer, loss_of, mean=True, clear=True, spread=True, wide=None):
-    """Per parameter, after backward: right values, too slow; with places for mistakes."""
+    """Shard per parameter after backward: right but too slow; arguments can introduce mistakes."""
     rank, size = group.rank(), group.size()
 
     def flat(x):
@@ -163,7 +163,7 @@ def sharded(group, model, make_optimizer, loss_of, mean=True, clear=True, spread
 
 
 def in_buckets_of(numbers: str):
-    """The printed solution with buckets of another size."""
+    """Return the printed solution with buckets of another size."""
     cell = {"__name__": "__main__"}
     exec(check.my_strategy.answer().replace("100_000_000", numbers), cell)
     cell["my_strategy"].__name__ = f"in_buckets_of_{numbers}"
@@ -285,7 +285,7 @@ def a_message_per_parameter(model, make_optimizer, loss_of, group):
 
 @right_strategy
 def with_torchs_collectives(model, make_optimizer, loss_of, group):
-    """Buckets by module; the averages are taken before they are sent."""
+    """Bucket by module, and divide the gradients before sending them."""
     rank, size = group.rank(), group.size()
     modules = [list(m.parameters(recurse=False)) for m in model.modules()]
     buckets, seen = [], set()
@@ -418,7 +418,7 @@ def keeps_one_checkpoint(model, optimizer, batches, steps, every, folder, group)
 
 
 def by_hand(model, optimizer, batches, steps, every, folder, group, lose="", checked=False):
-    """A file per rank and step, by torch.save."""
+    """Train with one torch.save file per rank and checkpoint."""
     model, losses, first = Naive(model, group), {}, 0
     for step in range(steps - steps % every, 0, -every):
         try:
@@ -660,7 +660,7 @@ def test_the_librarys_zero_is_not_the_learners_strategy():
 
 
 def test_a_bucket_that_never_leaves_is_missed_where_there_are_several():
-    """Each bucket's parameters count down another bucket: with one bucket that is the same."""
+    """Each bucket's parameters count down another bucket; with one bucket, nothing changes."""
     exercise, right = check.exercises()["my_strategy"], "bucket_of[p] = len(buckets) - 1"
     text = exercise.answer()
     assert right in text

@@ -1,11 +1,11 @@
-"""A fixed sample of the mutants of every printed solution is refused; all of them: mutate.py."""
+"""The judge refuses a fixed sample of each printed solution's mutants; mutate.py tries them all."""
 
 import pytest
 
 from tests.course.exercises import mutate
 from tests.course.exercises.equivalent import EQUIVALENT
 
-PARTS = 16  # of the exercises
+PARTS = 16  # The exercises are split into this many cases.
 
 
 @pytest.mark.parametrize("part", range(PARTS))

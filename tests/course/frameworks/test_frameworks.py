@@ -1,7 +1,7 @@
-"""The run in other programs: equal losses, the bytes that their settings say, and what was kept.
+"""Other programs do the run with equal losses, the bytes of their settings and stored results.
 
-In an environment with `pip install -e '.[frameworks]'`: `make frameworks`. Elsewhere each part is
-skipped, and says what is missing.
+Run `make frameworks` in an environment with `pip install -e '.[frameworks]'`. Elsewhere each part
+is skipped, and the skip says what is missing.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def like_what_was_kept(rows, fn) -> None:
 
 
 def numbers(row) -> float:
-    """Sent in a step, in (n-1) Psi numbers of float32."""
+    """Return what a step sends, in units of (n-1) Psi float32 numbers."""
     return row["sent"] / 4 / (run.RANKS - 1) / run.PSI
 
 
@@ -98,7 +98,7 @@ def test_the_exercise_says_what_deepspeed_sends():
         "3, k=2": ((("stage", 3),), 2),
     }
     rows = {row["name"]: row for row in fresh(in_deepspeed.knobs)}
-    # the one that the formula is not for: what is used again soon stays, whatever its size
+    # The formula does not cover this case: what is reused soon stays, whatever its size.
     assert set(rows) - set(cases) == {"3, threshold 0, k=2"}
     assert numbers(rows["3, threshold 0, k=2"]) == pytest.approx(4, abs=0.002)
     for name, (zero, k) in cases.items():
@@ -139,7 +139,7 @@ def test_torchft_trains_the_same_past_the_ledger(reference):
     (row,) = fresh(in_torchft.runs)
     like_what_was_kept([row], in_torchft.runs)
     assert same_losses(row, reference["DDP"])
-    assert row["sent"] == 0  # its groups are its own
+    assert row["sent"] == 0  # the ledger does not see torchft's own groups
     assert row["on_sockets"] is None or row["on_sockets"] > reference["DDP"]["sent"]
 
 

@@ -19,7 +19,7 @@ def test_zero_s_keys_are_deepspeed_s():
 
 
 def test_what_the_importer_reads_deepspeed_reads_alike():
-    """Batch sizes in every combination: the same completion, or both refuse."""
+    """Both complete every combination of batch sizes to equal values, or both refuse it."""
     config = pytest.importorskip("deepspeed.runtime.config")
     from mini_dist.plan.calculators import from_deepspeed
     from mini_dist.plan.calculators.from_deepspeed import BATCH
@@ -50,7 +50,7 @@ def test_what_the_importer_reads_deepspeed_reads_alike():
 
 
 def test_deepspeed_reads_past_a_key_that_it_does_not_know():
-    """As lesson 22 says: it starts with a micro-batch of 8 where 4 was meant."""
+    """As lesson 22 says, it starts with a micro-batch of 8 where 4 was meant."""
     config = pytest.importorskip("deepspeed.runtime.config")
     from mini_dist.plan.calculators import from_deepspeed
 
@@ -65,7 +65,7 @@ def test_deepspeed_reads_past_a_key_that_it_does_not_know():
 
 
 def test_sections_and_their_keys_are_torchtitan_s():
-    """Read from its source: to import torchtitan needs triton."""
+    """Read the keys from torchtitan's source, because importing it needs triton."""
     found = importlib.util.find_spec("torchtitan")
     if found is None:
         pytest.skip("torchtitan is not installed")
@@ -90,7 +90,7 @@ def test_sections_and_their_keys_are_torchtitan_s():
 
 
 def test_no_field_of_megatron_core_is_taken_for_a_slip_of_the_pen():
-    """Megatron-LM makes its arguments of these fields, with dashes."""
+    """Megatron-LM derives its arguments from these fields, with dashes."""
     transformer = pytest.importorskip("megatron.core.transformer.transformer_config")
     names = [field.name for field in dataclasses.fields(transformer.MLATransformerConfig)]
     assert len(names) > 100

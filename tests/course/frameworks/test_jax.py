@@ -1,4 +1,4 @@
-"""What is kept of JAX is what JAX does: XLA's collectives and their bytes, exactly."""
+"""The stored JAX results are what JAX does: XLA's collectives and their exact bytes."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What lesson 22 cites of other programs stands where it says, in the versions that it names."""
+"""What lesson 22 cites from other programs is where it says, in the versions that it names."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 LESSON = Path(__file__).parents[3] / "lessons/22_in_their_words.md"
-# column of the table: (module, distribution)
+# column of the table -> (module, distribution)
 PROGRAMS = {
     "DeepSpeed": ("deepspeed", "deepspeed"),
     "Megatron-core": ("megatron.core", "megatron-core"),
     "torchtitan": ("torchtitan", "torchtitan"),
     "torchft": ("torchft", "torchft-nightly"),
 }
-IN_THE_TEXT = {  # (file, what it has to say) -> module
+IN_THE_TEXT = {  # (file, text that it must contain) -> module
     ("runtime/zero/stage_1_and_2.py", "def average_tensor"): "deepspeed",
     ("runtime/zero/config.py", "use_multi_rank_bucket_allreduce: bool = True"): "deepspeed",
     ("runtime/zero/config.py", "when the model is small and we want to scale it"): "deepspeed",
@@ -37,7 +37,7 @@ def root_of(module: str) -> Path:
 
 
 def table() -> dict[str, list[str]]:
-    """The cells below each program's name in the lesson's table of frameworks."""
+    """Return the cells below each program's name in the lesson's table of frameworks."""
     rows = [line.strip("|").split("|") for line in LESSON.read_text().splitlines() if "|" in line]
     first = next(i for i, row in enumerate(rows) if "DeepSpeed 0" in row[1])
     columns = zip(*rows[first:])

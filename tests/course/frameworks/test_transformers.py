@@ -1,6 +1,6 @@
-"""What is stored of transformers equals what it builds: `pip install transformers` to check.
+"""The stored counts equal what transformers builds; `pip install transformers` to check.
 
-`python tools/keep.py in_transformers` writes the counts anew, in a minute or two.
+`python tools/keep.py in_transformers` regenerates the counts in a minute or two.
 """
 
 import importlib.metadata
@@ -16,7 +16,7 @@ from mini_dist.plan.calculators.families import DEFAULTS, NONE, VERSION, WINDOWS
 
 IS_TESTED = importlib.metadata.version("transformers") == VERSION
 pytestmark = pytest.mark.skipif(not IS_TESTED, reason=f"kept is transformers {VERSION}")
-# Read in another way than as a field of the class: from other code, or from further keywords.
+# These keys are not read as fields of the class, but by other code or from extra keywords.
 BESIDE = ("moe_layer_freq", "seq_length", "head_dim", "sliding_window_pattern")
 
 
@@ -35,5 +35,5 @@ def test_the_defaults_are_those_of_the_class(family):
             default = None if key in theirs else "absent"
         in_class = theirs.get(key, "absent")
         if key == "tie_word_embeddings" and family in in_transformers.INSIDE:
-            continue  # the class of the text alone does not decide
+            continue  # the text model's class alone does not decide
         assert in_class == default or (key in WINDOWS and in_class is None), (key, in_class)

@@ -1,7 +1,8 @@
-"""Thirty-odd learners who hand in lessons 02, 03 and 07, and what their grade has to say.
+"""A class of learners who hand in lessons 02, 03 and 07, and what their grades must say.
 
-Their notebooks are the lessons' exercise cells, so that a class takes minutes. `CLASS` has of each
-learner what was handed in, how each exercise must stand, and a piece of what the CSV must note.
+Their notebooks have only the exercise cells, so that grading the class takes minutes. For each
+learner, `CLASS` has the files handed in, each exercise's required state, and text that the CSV must
+note.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ STEMS = {"02": "02_naive_data_parallel", "03": "03_ring_and_collectives", "07": 
 
 
 def lesson(number: str, change: Callable[[str, str], str | None] = lambda name, cell: cell):
-    """The exercise cells of a lesson, as `change(exercise, source)` makes them; None drops one."""
+    """Return a lesson's exercise cells, changed by `change(exercise, source)`; None drops one."""
     notebook = nbformat.read(NOTEBOOKS / f"{STEMS[number]}.ipynb", as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "markdown"][:1]
     for cell in notebook.cells:
@@ -39,12 +40,12 @@ def solved(name: str, cell: str) -> str:
 
 
 def only(exercise: str, make: Callable[[str], str | None]):
-    """All solved as printed but for one exercise."""
+    """Solve all exercises as printed except one, whose cell `make` changes."""
     return lambda name, cell: make(cell) if name == exercise else solve(cell)
 
 
 def in_place_of(source: str, function: str) -> Callable[[str], str]:
-    """The exercise's cell with another function in it."""
+    """Replace the function in the exercise's cell."""
 
     def make(cell: str) -> str:
         head, _, rest = cell.partition(f"def {function}(")
@@ -60,18 +61,18 @@ def before(lines: str) -> Callable[[str], str]:
 
 
 def of(fn: Callable) -> str:
-    """A right answer of right.py, with what it uses."""
+    """Return the source of a right answer from right.py, with its imports."""
     imports = inspect.getsource(right).partition("def ")[0].partition('"""\n\n')[2]
     return f"{imports}\n\n{inspect.getsource(fn)}"
 
 
-# ---- one exercise, and functions that do not do it -----------------------------------------------
+# ---- one exercise, and functions that do not solve it --------------------------------------------
 
 STEP = "sharded_step"
 
 
 def step(body: str, check: str = "check.sharded_step(sharded_step)", head: str = ""):
-    """Lesson 07 with only this exercise in it: `head`, a function with this body, and the check."""
+    """Return lesson 07 with one exercise: `head`, a function with this body, and the check."""
     body = "\n".join(f"    {line}" for line in body.splitlines())
     source = f"{head}\ndef sharded_step(flat, gradient, update, group):\n{body}\n\n\n{check}"
 
@@ -86,8 +87,8 @@ def step(body: str, check: str = "check.sharded_step(sharded_step)", head: str =
 
 WRONG = "return update(flat, gradient)"  # every rank by itself
 
-# Attempts to be right without being it. Those with a head act in the notebook, before the check or
-# after it; the others act where the function is judged, on a rank.
+# Attempts to get the verdict "right" without a right answer. Those with a head act in the notebook,
+# before or after the check; the others act on a rank, where the function is judged.
 FORGED = {
     "prints the verdict": step(WRONG, check="print('✓ sharded_step: right')"),
     "writes the verdict where verdicts go": step(
@@ -341,8 +342,8 @@ except OSError as error:
 
 @dataclass
 class Learner:
-    """files: path -> content, bytes or a notebook. expected: how exercises must stand. notes: a
-    piece of what the CSV says."""
+    """files: path -> content, bytes or a notebook. expected: exercise -> required state. notes:
+    text that the CSV must contain."""
 
     files: dict[str, object]
     expected: dict[str, str] = field(default_factory=dict)

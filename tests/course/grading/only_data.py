@@ -1,5 +1,4 @@
-"""Reading what ranks answer as the judge of `mini_dist.course.grade` does: plain data, nothing
-else."""
+"""Read ranks' answers as the judge of `mini_dist.course.grade` does: only plain data."""
 
 import io
 
@@ -7,7 +6,7 @@ from mini_dist.course.grade import judge
 
 
 class OnlyData(judge.Reader):
-    """Anything that is not data is refused before it is looked up."""
+    """A reader that refuses anything but data before looking it up."""
 
     def find_class(self, module, name):
         judge.only_data("pickle.find_class", (module, name))

@@ -1,4 +1,4 @@
-"""A certificate says what grades.csv says, for those who have enough exercises right."""
+"""A certificate repeats grades.csv for learners who have enough exercises right."""
 
 import csv
 

@@ -1,9 +1,8 @@
-"""`python -m mini_dist.course.grade`: a class of forty, and what its programs could do to grade or
-host.
+"""`python -m mini_dist.course.grade` grades a class whose programs may attack grades or host.
 
-Each learner costs several seconds, so a few stand for all; `pytest --long tests/course/grading`
-grades the whole class of classroom.py, with all its ways to forge a grade and its programs that do
-harm. .github/workflows/weekly.yml does that.
+Grading a learner takes several seconds, so a few learners represent the class of forty.
+`pytest --long tests/course/grading` grades the whole class of classroom.py, with all its ways to
+forge a grade and its programs that do harm. .github/workflows/weekly.yml runs it.
 """
 
 import base64
@@ -48,7 +47,7 @@ def listing(folder):
 
 
 def grade(names, folder):
-    """The rows of the CSV by learner."""
+    """Grade these learners and return the CSV's rows by learner."""
     hand_in(names, folder / "submissions")
     before = listing(folder / "submissions")
     assert command.main([str(folder / "submissions"), "--out", str(folder / "out"), *OPTIONS]) == 0
@@ -68,7 +67,7 @@ def assert_stands(name, rows):
 
 @pytest.fixture(scope="module")
 def graded(apart, tmp_path_factory, request):
-    """The graded class: those of SAMPLE that a test of this run asks for."""
+    """Grade the learners of SAMPLE that the tests of this run ask for."""
     folder = tmp_path_factory.mktemp("class")
     asked = cases_to_run(request, "name") | {"no check", "nothing"}
     return folder, grade([name for name in SAMPLE if name in asked], folder)
@@ -98,7 +97,7 @@ def test_a_page_says_for_each_learner_what_was_measured(graded):
 def test_the_same_command_again_runs_nothing_again(graded, monkeypatch, capsys):
     folder, _ = graded
     names = list((folder / "submissions").iterdir())
-    monkeypatch.setattr(command, "grade", None)  # it would be called
+    monkeypatch.setattr(command, "grade", None)  # calling it would fail
     before = (folder / "out/grades.csv").read_bytes()
     assert (
         command.main([*map(str, (folder / "submissions", "--out", folder / "out")), *OPTIONS]) == 0
@@ -119,7 +118,7 @@ def test_without_a_sandbox_nothing_runs_unless_one_says_so(tmp_path, monkeypatch
 @pytest.mark.parametrize("status", [0, 1])
 @pytest.mark.parametrize("waits", ["", "sleep 0.2; "])
 def test_where_unshare_fails_at_once_this_is_said(tmp_path, monkeypatch, waits, status):
-    """It never reads the job: "[Errno 32] Broken pipe" kept one from grading at all."""
+    """It never reads the job; "[Errno 32] Broken pipe" once made grading impossible."""
     (tmp_path / "unshare").write_text(f"#!/bin/sh\n{waits}echo not permitted >&2; exit {status}\n")
     (tmp_path / "unshare").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -142,8 +141,8 @@ def test_what_holds_without_a_sandbox_is_said_of_this_system(platform, limits, m
 
 
 def test_where_no_system_lists_the_family_its_group_ends_with_the_grader(tmp_path):
-    """As on macOS. `sleep` has lost its parent, so it is no child of the first process; it holds
-    the pipe open as long as it lives."""
+    """macOS is like that. `sleep` has lost its parent, so it is not a child of the first process;
+    it holds the pipe open as long as it lives."""
     lines = [
         "import os, subprocess, sys",
         "from mini_dist.course.grade import inside",
@@ -191,7 +190,7 @@ def test_nothing_of_the_host_can_be_written_to(apart, tmp_path):
 
 
 def test_who_is_root_cannot_change_the_kernel_or_its_devices_by_being_root(apart):
-    """/proc/sys asks who one is outside and not for rights; core_pattern would run a program."""
+    """/proc/sys checks the user outside, not capabilities; core_pattern would run a program."""
     paths = ["/proc/sys/kernel/core_pattern", "/proc/sys/vm/drop_caches", "/proc/sysrq-trigger"]
     assert probe(write=[*paths, "/dev/null"])["write"] == ["/dev/null"]
     before = os.stat("/dev/null").st_mode
@@ -204,7 +203,7 @@ def test_memory_that_no_process_shows_is_refused(apart):
 
 
 def test_the_kernel_makes_it_no_semaphores_no_queues_and_no_odd_sockets(apart):
-    """Memory there counts nowhere: 0.8 GB in semaphores went unseen."""
+    """Their memory is counted nowhere: 0.8 GB in semaphores went unseen."""
     families = [socket.AF_UNIX, socket.AF_INET, 38, 40]  # AF_ALG, AF_VSOCK
     said = probe(queues=True, families=families, buffer=4 << 20)
     assert said["queues"] == [] and said["families"] == families[:2]
@@ -216,7 +215,7 @@ HIDDEN = {"sockets": 500, "tables": 64 << 30, "pipes": 2000}
 
 @pytest.mark.parametrize("kind", HIDDEN)
 def test_memory_that_the_kernel_holds_for_it_counts(apart, kind):
-    """1,900 pairs of sockets queued 3.7 GB under --memory 2. Here 500 do 0.1 GB under 0.1 GB."""
+    """1,900 pairs of sockets once queued 3.7 GB under --memory 2. Here 500 reach 0.1 GB."""
     most = {"sockets": 100 << 20, "tables": 100 << 20, "pipes": 40 << 20}[kind]
     said = sandbox.run("probe", {kind: HIDDEN[kind]}, Limits(30, memory=most), apart=True)
     assert "GB of memory, up to 0." in said.cut_short and "in the kernel" in said.cut_short
@@ -233,7 +232,7 @@ def group():
 
 
 def hold(kind, number):
-    """A command that holds this, as `probe` does."""
+    """Return a command that holds this memory, as `probe` does."""
     held = f"probe.{kind}({number})"
     return [sys.executable, "-c", f"from mini_dist.course.grade import probe; held = {held}"]
 
@@ -242,7 +241,7 @@ def hold(kind, number):
     "held", [("fill_sockets", 500), ("touch_pages", 64 << 30), ("fill_pipes", 1900)]
 )
 def test_a_cgroup_counts_what_the_kernel_holds(group, held):
-    """Measured here on cgroup v1: messages in Unix sockets and pipes, and page tables."""
+    """It counts messages in Unix sockets and pipes, and page tables (measured on cgroup v1)."""
     done = subprocess.run(group.entered(hold("fill_sockets", 5)), cwd=sandbox.COURSE)
     assert done.returncode == 0 and not group.went_beyond()
     done = subprocess.run(group.entered(hold(*held)), cwd=sandbox.COURSE)
@@ -250,7 +249,7 @@ def test_a_cgroup_counts_what_the_kernel_holds(group, held):
 
 
 def test_a_cgroup_bounds_what_no_look_at_processes_shows(apart, group):
-    """Sockets in flight: their ends are closed, so no process has them. Then nothing is left."""
+    """Sockets in flight belong to no process, because their ends are closed. Nothing is left."""
     limits = Limits(60, memory=80 << 20, disk=20 << 20)
     before = sorted(group.path.parent.iterdir())
     said = sandbox.run("probe", {"in_flight": 800}, limits, apart=True)
@@ -269,7 +268,7 @@ def v2_tree(folder, **files):
 
 
 def test_in_v2_memory_is_handed_down_only_from_a_group_without_other_processes(tmp_path):
-    """By folders that look like cgroup v2, for want of a machine with it."""
+    """Use folders that look like cgroup v2, because we had no machine with it."""
     mine = str(os.getpid())
     for number, (files, hands) in enumerate(
         [
@@ -307,7 +306,7 @@ def test_the_own_group_is_found_in_each_hierarchy(kind, tmp_path):
 
 
 def test_its_processes_have_a_limit(apart):
-    """Of a fork bomb with a few hundred processes `--long` tries the same; it slows the host."""
+    """`--long` also tries a fork bomb of a few hundred processes, which slows the host."""
     found = sandbox.run("probe", {}, Limits(processes=1), apart=True)
     assert found.cut_short == "it started more than 1 processes"
 
@@ -322,7 +321,7 @@ def test_it_does_not_reach_the_hosts_loopback(apart):
 
 
 def test_the_sandbox_that_was_started_early_is_a_new_one(apart):
-    """It has seen no other job, its time begins with its own, and at the end it is gone."""
+    """It has seen no other job, its time begins with its own job, and at the end it is gone."""
     before = usage.family(os.getpid())
     slot = sandbox.Slot(Limits(seconds=5, disk=64 << 20), apart=True)
     (first,) = slot.run("probe", {"write": ["/tmp/x", "x"]}, then="probe").messages
@@ -335,7 +334,7 @@ def test_the_sandbox_that_was_started_early_is_a_new_one(apart):
     slot.ahead["probe"].process.kill()
     slot.ahead["probe"].process.wait()
     assert slot.run("probe", {}, then="probe").messages == [{"apart": True}]
-    assert not os.path.exists(folder)  # of the one that had died meanwhile
+    assert not os.path.exists(folder)  # the folder of the one that died
     folder = slot.ahead["probe"].folder.name
     slot.close()
     assert usage.family(os.getpid()) == before and not os.path.exists(folder)
@@ -343,7 +342,7 @@ def test_the_sandbox_that_was_started_early_is_a_new_one(apart):
 
 @pytest.mark.parametrize("apart_", [True, False])
 def test_time_is_enforced_by_the_sandbox_itself(apart, apart_, monkeypatch):
-    """Whatever the grader is busy with: it looks at nothing here."""
+    """The limit holds even if the grader is busy; here the grader watches nothing."""
     monkeypatch.setattr(sandbox, "wait", lambda process, *_: "" if process.wait(30) else "")
     began = time.monotonic()
     found = sandbox.run("probe", {"pipes": 0}, Limits(seconds=1), apart=apart_)
@@ -357,7 +356,7 @@ def test_without_a_sandbox_the_limits_hold_all_the_same():
 
 
 def heard(*parts):
-    """What is heard of a worker that writes these, and the seconds that it takes."""
+    """Return what is heard from a worker that writes these parts, and the seconds it takes."""
     read, write = os.pipe()
     said = sandbox.Said()
     began = time.monotonic()
@@ -396,7 +395,7 @@ FLOODS = {
 
 @pytest.mark.parametrize("name", FLOODS)
 def test_what_a_worker_says_is_cut_while_it_is_read(name):
-    """In little memory and time: a message cut at 64 MB once took a regular expression for ever."""
+    """It takes little memory and time; a regular expression once hung on a message of 64 MB."""
     tracemalloc.start()
     messages, seconds = heard(b'{"cell": 1}\n', *FLOODS[name])
     _, most = tracemalloc.get_traced_memory()
@@ -504,7 +503,7 @@ def test_a_function_is_not(value):
     [("mini_dist.course.check.engine", "Verdict"), ("mini_dist.ranks.rank", "Report")],
 )
 def test_an_answer_changes_no_type(module, name):
-    """BUILD, pickle's last step of an instance, would do it to a type as well."""
+    """BUILD, pickle's last step for an instance, would also change a type."""
 
     def text(t):
         return b"X" + struct.pack("<I", len(t)) + t.encode()
@@ -537,7 +536,7 @@ def test_a_sealed_function_is_opened_by_who_unpickles_it_and_not_before():
 
 
 def test_the_clinic_is_judged_by_what_its_answers_say(apart):
-    """Its answers are made on no rank; another process makes them, and is not believed more."""
+    """Its answers come from another process, not from a rank, and are trusted no more."""
     from tests.course.exercises import solutions
 
     job = {
@@ -549,7 +548,7 @@ def test_the_clinic_is_judged_by_what_its_answers_say(apart):
 
 @pytest.mark.parametrize("name", ["missing_collective", "diagnose_slow"])
 def test_what_is_answered_on_no_rank_is_asked_on_one_by_a_grader(name):
-    """The judging process opens no function, so a rank answers for it."""
+    """The judging process unpickles no function, so a rank calls it instead."""
     from tests.course.exercises import solutions
 
     verdict = judge.judge(name, cloudpickle.dumps(getattr(solutions, name)))

@@ -1,4 +1,4 @@
-"""The export for nbgrader: its cells, and what nbgrader itself makes of them."""
+"""Test the export for nbgrader: its cells, and what nbgrader itself makes of them."""
 
 import csv
 import os
@@ -60,7 +60,7 @@ def test_a_lesson_without_exercises_is_left_out(capsys):
 
 @pytest.mark.skipif(not shutil.which("nbgrader"), reason="nbgrader is not installed")
 def test_nbgrader_gives_all_points_to_the_solution_and_none_to_what_it_releases(tmp_path):
-    """Generate and autograde, by nbgrader, of lesson 07 cut down to its first exercise."""
+    """Let nbgrader generate and autograde lesson 07, cut down to its first exercise."""
 
     def run(*command):
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}

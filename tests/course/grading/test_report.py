@@ -1,4 +1,4 @@
-"""What the teacher gets: points, states, what is alike, and nothing that runs."""
+"""The teacher gets points, states and notes on similar answers, and nothing that runs."""
 
 import csv
 import re

@@ -1,4 +1,4 @@
-"""A notebook's output is cut while it comes in, whatever kind of flood it is."""
+"""A notebook's output is cut as it arrives, whatever kind of flood it is."""
 
 import nbformat
 import pytest
@@ -7,7 +7,7 @@ from mini_dist.course.grade import shown
 
 
 class Manager:
-    """What papermill's client asks of its manager."""
+    """A stand-in that has what papermill's client asks of its manager."""
 
     def __init__(self, nb):
         self.nb = nb
@@ -76,7 +76,7 @@ def test_a_flood_is_cut_and_says_so_once(client, name):
     text = show(client, FLOODS[name], 0)
     assert len(text) < 3 * shown.MOST_OF_A_CELL and text.count("The grader cut the output") == 1
     assert len(str(client.widget_state)) + len(str(client.widget_buffers)) < 1000
-    assert "after it" in show(client, [printed("after it")], 1)  # other cells still show theirs
+    assert "after it" in show(client, [printed("after it")], 1)  # other cells still show output
 
 
 def test_what_a_line_begins_with_is_kept(client):
@@ -91,5 +91,5 @@ def test_a_notebook_has_a_limit_beside_that_of_each_cell(client):
 
 
 def test_what_the_course_shows_is_kept_whole(client):
-    """Its largest notebook has half a million letters, its code included."""
+    """Its largest notebook has half a million characters, including its code."""
     assert "The grader cut" not in show(client, [printed("x" * 100_000)] * 30, 0)

@@ -1,4 +1,4 @@
-"""Finding what learners have handed in, and what stands in it, whatever it is called."""
+"""Submissions are found and read, whatever learners call their files."""
 
 import io
 import json
@@ -83,7 +83,7 @@ def test_a_zip_that_unpacks_to_more_than_there_is_room_for_is_read_no_further(
 
 def damaged(name):
     data = bytearray(zipped({name: os.urandom(500).hex().encode()}))
-    at = data.index(name.encode()) + len(name) + 20  # in what is stored
+    at = data.index(name.encode()) + len(name) + 20  # inside the stored data
     data[at] ^= 1
     return bytes(data)
 
@@ -154,7 +154,7 @@ def test_deep_json_is_a_sentence(tmp_path):
 
 
 def test_what_is_inside_of_an_entry_names_nobody_else(tmp_path):
-    """Its files are named by the learner."""
+    """The learner chooses the names of its files."""
     (tmp_path / "mallory_1.zip").write_bytes(zipped({"ada_2.ipynb": lesson("02")}))
     (tmp_path / "ada_2.ipynb").write_text(text_of(lesson("02")))
     found = {s.learner: len(s.notebooks) for s in find(tmp_path, r"([a-z]+)_\d")}
@@ -177,7 +177,7 @@ def test_code_too_deep_to_read_is_like_nothing(source):
 
 
 def test_a_function_that_is_written_many_times_is_read_once():
-    """40,000 definitions in a cell took the grader an hour, with no limit of its own."""
+    """40,000 definitions in a cell took the grader an hour, because reading had no limit."""
     cells = [f"def f(): {n}\n" * 16_000 for n in range(20)]
     began = time.monotonic()
     assert submissions.definitions(cells, {"f"})[0] == "def f(): 0"

@@ -1,4 +1,4 @@
-"""The closed forms of costs.py against every message of every algorithm, sent one by one.
+"""Check the closed forms of costs.py against every message of every algorithm, one by one.
 
 The oracle below knows no formula: it moves sets of (shard, contributing ranks) between ranks,
 checks that the collective did its job, and adds up what each rank sent.
@@ -14,14 +14,14 @@ LINK = Link(latency=1e-6, bandwidth=1e9)
 
 
 class Ranks:
-    """Each rank has, for each shard, the set of ranks whose terms its partial sum contains."""
+    """Hold, for each rank and shard, the set of ranks whose terms the partial sum contains."""
 
     def __init__(self, size, shards, held):
         self.size, self.shards, self.held = size, shards, held
         self.sent, self.rounds, self.seconds = [0] * size, 0, 0.0
 
     def round(self, messages):
-        """messages: (source, target, shards, "add" or "replace"), all at the same time."""
+        """Send all messages at once: (source, target, shards, "add" or "replace")."""
         messages = list(messages)
         assert len({source for source, *_ in messages}) == len(messages), "sends twice in a round"
         assert len({target for _, target, *_ in messages}) == len(messages), "is sent to twice"
@@ -52,7 +52,7 @@ def own(size, shards):
 
 
 def ring_reduce_scatter(ranks, n):
-    for step in range(n - 1):  # shard c starts at rank c + 1 and ends at home
+    for step in range(n - 1):  # shard c starts on rank c + 1 and ends on rank c
         ranks.round([(r, (r + 1) % n, [(r - 1 - step) % n], "add") for r in range(n)])
 
 
@@ -108,10 +108,10 @@ def fold(n):
 
 
 def play(op, algorithm, n, shards):
-    """Run it; returns the ranks after it, having checked that it did what its name says."""
+    """Run the algorithm, check that it did its job, and return the ranks."""
     everyone, all_shards = frozenset(range(n)), list(range(len(shards)))
     m, extras = fold(n)
-    blocks = [[s for s in all_shards if s % m == b] for b in range(m)]  # with the folded one's
+    blocks = [[s for s in all_shards if s % m == b] for b in range(m)]  # with the folded rank's
     if op == "reduce_scatter":
         ranks = whole(n, shards)
         if algorithm == "ring":
@@ -215,7 +215,7 @@ def test_the_closed_form_counts_every_message(op, algorithm, size):
     pieces = fold(size)[0] if algorithm == "halving_doubling" else size
     for num_bytes, itemsize in ((960, 4), (1000, 4), (40, 8), (4, 4), (0, 4)):
         shards = parts(num_bytes, pieces, itemsize)
-        if algorithm == "stars":  # equal ones, the last ones shorter
+        if algorithm == "stars":  # equal shards, except for shorter last ones
             roots = max(1, size // 2)
             longest = -(-num_bytes // itemsize // roots) * itemsize
             shards = [min(longest, max(0, num_bytes - r * longest)) for r in range(roots)]
@@ -241,7 +241,7 @@ def test_a_ring_all_reduce_moves_the_optimal_bytes(size):
     n, N = size, 13 * size * 8
     cost = costs.all_reduce(N, n, "ring")
     assert cost.total_bytes == 2 * (n - 1) * N
-    assert set(cost.sent) == {2 * (n - 1) * N // n}  # when n divides N, all ranks alike
+    assert set(cost.sent) == {2 * (n - 1) * N // n}  # n divides N, so all ranks send the same
     assert cost.rounds == 2 * (n - 1)
     uneven = costs.all_reduce(N + 8, n, "ring", itemsize=8)
     assert uneven.total_bytes == 2 * (n - 1) * (N + 8)
@@ -275,7 +275,7 @@ def test_all_to_all_keeps_what_is_its_own():
     splits = [[5, 1, 2], [0, 7, 3], [4, 4, 9]]
     uneven = costs.all_to_all(0, 3, link=LINK, splits=splits)
     assert uneven.sent == (3, 3, 8)
-    # round 1: 1, 3, 4; round 2: 2, 0, 4: each as long as its longest message
+    # Round 1 sends 1, 3, 4 and round 2 sends 2, 0, 4; the longest message sets the time.
     assert uneven.seconds == pytest.approx(2 * LINK.latency + (4 + 4) / LINK.bandwidth)
 
 
@@ -285,7 +285,7 @@ def test_gather_and_scatter_load_the_root():
 
 
 def test_who_wins_depends_on_the_size():
-    """Latency decides small messages, bandwidth large ones (Thakur et al. 2005)."""
+    """Latency decides for small messages, bandwidth for large ones (Thakur et al. 2005)."""
     slow_start = Link(latency=1e-3, bandwidth=1e9)
 
     def best(num_bytes):
@@ -302,9 +302,9 @@ def test_a_hierarchy_makes_flat_rings_wait_for_the_network():
     assert costs.all_reduce(800, 4, "ring", pair).seconds == pytest.approx(2 * 3 * 200 / 100)
     assert costs.all_reduce(800, 8, "ring", pair).seconds == pytest.approx(2 * 7 * 100 / 1)
     across = costs.all_reduce(800, 8, "hierarchical", pair)
-    # 6 rounds of 200 inside; then 2 rounds of 100 between the nodes
+    # There are 6 rounds of 200 inside, then 2 rounds of 100 between the nodes.
     assert across.seconds == pytest.approx(6 * 200 / 100 + 2 * 100 / 1)
-    # halving's first exchange, 400 bytes to the other node, is the only one that leaves it
+    # Only halving's first exchange, of 400 bytes, goes to the other node.
     halved = costs.reduce_scatter(800, 8, "halving", pair)
     assert halved.seconds == pytest.approx(400 / 1 + 200 / 100 + 100 / 100)
 

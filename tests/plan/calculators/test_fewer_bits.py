@@ -1,4 +1,4 @@
-"""Compressed gradients in the calculators: same bytes as the library, and links decide."""
+"""Compressed gradients in the calculators: the library's bytes; they pay on slow links."""
 
 import pytest
 import torch
@@ -60,7 +60,7 @@ def test_over_equal_links_each_collective_goes_round_its_ring():
 
 
 def test_power_leaves_small_matrices_and_vectors_as_they_are():
-    """As the engine does, which is asked here."""
+    """Compare with the engine, which does the same."""
     shapes = [(40, 24), (4, 4), (24, 32)]
     numel = sum(a * b for a, b in shapes) + 40
     bucket = PowerSGD(2).of_bucket([torch.empty(s) for s in (*shapes, (40,))]).__self__
@@ -160,8 +160,10 @@ WITHOUT_LATENCY = ETHERNET.replace(devices_per_node=1, network_latency=0.0)
 
 
 def test_codes_that_go_straight_to_their_rank_do_not_share_the_ports_of_a_node():
-    """On nodes of eight devices one hop of int8 is no faster than a ring of float32: why ZeRO++
-    adds up inside a node first."""
+    """With eight devices per node, one int8 hop is no faster than a float32 ring.
+
+    This is why ZeRO++ adds up inside a node first.
+    """
     eight, alone = (
         ETHERNET.replace(devices_per_node=n, network_bandwidth=1.25e9 / 8) for n in (8, 1)
     )
@@ -174,13 +176,13 @@ def test_codes_that_go_straight_to_their_rank_do_not_share_the_ports_of_a_node()
 
 
 def test_in_two_hops_a_node_s_sums_leave_by_all_of_its_ports():
-    """By hand, on nodes of four."""
+    """Compare with a hand calculation on nodes of four."""
     slow = hardware("a100-80").replace(network_latency=0.0, network_bandwidth=1e6)
     machine, numel = slow.replace(devices_per_node=4), 1e9
     port = machine.network_link().bandwidth
     one, two = (collective_seconds(machine, op, numel, 64) for op in ("all_to_all", TWO_HOPS))
     assert one == pytest.approx(60 / 64 * numel / port, rel=1e-3)
-    assert two == pytest.approx(15 / 16 * numel / 4 / port, rel=0.02)  # and the hop inside
+    assert two == pytest.approx(15 / 16 * numel / 4 / port, rel=0.02)  # plus the inner hop
     alone = slow.replace(devices_per_node=1)
     for other, size in ((alone, 64), (machine, 4)):
         one, two = (collective_seconds(other, op, numel, size) for op in ("all_to_all", TWO_HOPS))

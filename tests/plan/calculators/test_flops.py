@@ -1,4 +1,4 @@
-"""FLOPs against the papers' formulas, and the years that GPT-3 takes."""
+"""Compare FLOPs, and the years that GPT-3 takes, with published formulas and numbers."""
 
 import math
 
@@ -25,7 +25,7 @@ from mini_dist.plan.config import ModelConfig
 def test_hardware_and_model_flops_are_the_megatron_formulas(heads, h, layers):
     """Narayanan et al. 2021 equation 3 (full recompute) and Korthikanti et al. 2022 equation 7."""
     config, B, s, V = gpt(heads, h, layers), 7, 2048, 51200
-    # V / 16 against 96, but V / 12 against 72: logits are not recomputed.
+    # 96 goes with V / 16 but 72 with V / 12, because logits are not recomputed.
     hardware_flops = 96 * B * s * layers * h**2 * (1 + s / (6 * h) + V / (16 * layers * h))
     flops = 72 * B * s * layers * h**2 * (1 + s / (6 * h) + V / (12 * layers * h))
     assert step_flops(config, B, "full").total == pytest.approx(hardware_flops, rel=1e-12)
@@ -36,7 +36,7 @@ def test_selective_recompute_repeats_only_the_scores():
     config = gpt(64, 6144, 48)
     again = step_flops(config, 4, "selective")["recomputed"]
     assert again == 4 * 48 * 4 * 2048**2 * 6144
-    # the paper's own ratio of hardware to model FLOPs, 1 + s / 6h (its equation 10, approximate)
+    # The paper's ratio of hardware to model FLOPs is 1 + s / 6h (equation 10, approximate).
     assert step_flops(config, 4, "selective").total / model_flops(config, 4) == pytest.approx(
         1 + 2048 / (6 * 6144) / 3, rel=0.02
     )
@@ -49,7 +49,7 @@ def test_causal_counts_half_of_the_scores_and_nothing_else():
 
 
 def test_six_p_t_is_right_up_to_scores_and_embedding():
-    """6 P T counts the embedding's look-up as work and forgets the scores."""
+    """6 P T counts the embedding lookup as work and leaves out the scores."""
     config = model("gpt3-175b")
     matrices = model_flops(config, 1) - 3 * forward_flops(config)["attention scores"]
     assert matrices / (6 * 174.6e9 * 2048) == pytest.approx(1, abs=0.001)
@@ -63,7 +63,7 @@ def test_experts_cost_what_a_token_visits_not_what_is_held():
 
 
 def test_gpt3_takes_32_years_on_one_a100_at_its_peak():
-    """6 * 175e9 * 300e9 FLOPs at 312 TFLOP/s: the 32 years assume every FLOP of the datasheet."""
+    """6 * 175e9 * 300e9 FLOPs at 312 TFLOP/s: the 32 years assume the full datasheet rate."""
     years = {u: training_time(175e9, 300e9, utilisation=u)["years"] for u in (1.0, 0.45)}
     assert years[1.0] == pytest.approx(31.99, abs=0.01)
     assert years[0.45] == pytest.approx(71.1, abs=0.1)
@@ -93,7 +93,7 @@ def test_impossible_training_is_refused(arguments, says):
 
 
 def test_published_table_1_has_our_parameters():
-    """Narayanan et al. 2021: its table prints billions, its equation 2 omits the last norm."""
+    """Narayanan et al. 2021: the table prints billions, and equation 2 omits the last norm."""
     printed = [1.7, 3.6, 7.5, 18.4, 39.1, 76.1, 145.6, 310.1, 529.6, 1008.0]
     for run, billions in zip(megatron_2021(), printed):
         h, layers = run.config.d_model, run.config.num_layers
@@ -110,7 +110,7 @@ def test_a_measured_ceiling_is_below_the_datasheet_s(name):
 
 
 def test_no_peak_counts_the_zeros_of_sparse_matrices():
-    """Multipliers of 8 bits are twice as many: a factor of 4 or 1 would mix dense with sparse."""
+    """8-bit math has twice the rate; a factor of 4 or 1 would mix up dense and sparse peaks."""
     devices = [machine.device for machine in HARDWARE.values() if machine.device.peak_flops_fp8]
     assert len(devices) > 8
     for device in devices:
@@ -147,7 +147,7 @@ HF = hardware("h100-hf")
 
 @pytest.mark.parametrize("nodes", [2, 4, 8, 16, 32, 64])
 def test_the_timed_collectives_come_out_as_they_were_timed(nodes):
-    """256 MB over all devices of several nodes: within a tenth, and an all-reduce no slower."""
+    """256 MB over several nodes is within a tenth, but an all-reduce may be faster."""
     rates = {count: rates for count, *rates in HF.by_nodes}
     size = nodes * HF.devices_per_node
     for op, times, rate in (
@@ -177,7 +177,7 @@ def test_between_measured_numbers_of_nodes_a_straight_line_in_their_logarithm():
 
 
 def test_over_nodes_an_all_reduce_takes_the_tree_where_a_ring_has_too_many_steps():
-    """A small one: two rings of 511 steps, or six levels up and down."""
+    """A small all-reduce takes two rings of 511 steps, or six tree levels up and down."""
     machine, tiny = hardware("h100"), 1024
     ring = collective_seconds(machine, "reduce_scatter", tiny, 512)
     assert collective_seconds(machine, "all_reduce", tiny, 512) < ring / 3
@@ -187,7 +187,7 @@ def test_over_nodes_an_all_reduce_takes_the_tree_where_a_ring_has_too_many_steps
 
 
 def test_a_ring_takes_the_protocol_of_short_steps_or_that_of_the_whole_link():
-    """Almost nothing over 8 devices: 22 us for an all-gather, 25 for an all-reduce, as timed."""
+    """For 8 bytes over 8 devices, an all-gather was timed at 22 us and an all-reduce at 25."""
     machine = hardware("b200")
     for op, timed in (("all_gather", 22e-6), ("all_reduce", 25e-6)):
         assert collective_seconds(machine, op, 8, 8) == pytest.approx(timed, rel=0.02)

@@ -1,4 +1,4 @@
-"""How often to save, and what of a month is progress: the formulas, and a simulation of them."""
+"""How often to save, and how much of a month is progress: formulas and a simulation."""
 
 import math
 

@@ -1,7 +1,7 @@
-"""config.json of families with more than Llama has: parameters as in the released files.
+"""config.json of families with more features than Llama gives the released parameter counts.
 
-Counts are the sums of the released safetensors' tensors (Hugging Face's "Model size", to the last
-digit); Llama 4's is computed by hand, since its files also contain the vision part.
+Counts are the sums over the released safetensors (Hugging Face's "Model size", to the last digit).
+Llama 4's is computed by hand, because its files also contain the vision part.
 """
 
 import pytest
@@ -101,7 +101,7 @@ def test_llama_4_scout_counts_its_language_model():
     assert config.d_ffn == 16384 and config.d_expert == config.d_shared == F
 
 
-# text_config of the released gemma-3-12b-it and -4b-it: what equals a default is not in the file.
+# text_config of the released gemma-3-12b-it and -4b-it, whose files leave out default values.
 GEMMA_3_12B = {
     "model_type": "gemma3_text",
     "hidden_size": 3840,
@@ -147,7 +147,7 @@ def test_a_preset_is_what_its_config_says(name, settings):
 
 
 def test_keys_that_a_family_does_not_have_are_not_read():
-    """qwen2 always has biases of q, k and v: it does not read attention_bias."""
+    """qwen2 always has q, k and v biases, so it does not read attention_bias."""
     qwen = settings("qwen2", 24, 896, 14, 2, 4864, 151936, tie_word_embeddings=True)
     right = num_parameters(from_hugging_face(qwen, 4096))
     assert right == 494_032_768  # the released Qwen2.5-0.5B
@@ -173,7 +173,7 @@ def test_a_length_that_is_given_need_not_stand_in_the_file():
 
 
 def test_a_model_of_more_parts_says_what_to_give_instead():
-    """The proposed fix can be read."""
+    """The fix that the error proposes works."""
     parts = [
         ({"model_type": "gemma3"}, {}),
         ({"model_type": "gemma3"}, GEMMA_3_4B),

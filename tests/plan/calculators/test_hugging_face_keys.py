@@ -1,7 +1,7 @@
-"""Every key of every family, left out or changed: the weights are those that transformers builds.
+"""Change or leave out every key of every family: the weights match those of transformers.
 
-The counts are kept in elsewhere/kept/in_transformers.counts.json (tests/course/frameworks compares
-them with a fresh run, where transformers is installed).
+The counts are stored in elsewhere/kept/in_transformers.counts.json (tests/course/frameworks
+compares them with a fresh run if transformers is installed).
 """
 
 import json
@@ -19,9 +19,9 @@ KEPT = json.loads(path_of(counts).read_text())["result"]
 
 
 def read(settings):
-    """(weights, layers with a window, the window), or the sentence that refuses."""
+    """Return (weights, layers with a window, the window), or the error message."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of sizes that are left out, on purpose
+        warnings.simplefilter("ignore")  # sizes are left out on purpose
         try:
             learned = settings["model_type"] == "gpt2"
             config = from_hugging_face(settings, None if learned else 4096)
@@ -36,7 +36,7 @@ def cases(family):
         yield json.loads(changes), tuple(map(int, numbers))
 
 
-# How a sentence begins or ends that refuses what changes the weights, but not as we can say it.
+# Parts of the errors that refuse a change of the weights that ModelConfig cannot express.
 REASONS = (
     "changes the weights in a way ModelConfig cannot say",
     "does not divide num_heads",
@@ -52,7 +52,7 @@ def test_each_key_is_read_as_transformers_reads_it_or_refused_by_name(family):
         ours = read({"model_type": family, **changes})
         if isinstance(ours, str):
             assert any(reason in ours for reason in REASONS), (changes, ours)
-            assert len(changes) > 1, (changes, ours)  # A config of defaults is read.
+            assert len(changes) > 1, (changes, ours)  # A config of defaults must be read.
         else:
             assert ours == right, changes
         refused, total = refused + isinstance(ours, str), total + 1
@@ -72,7 +72,7 @@ JUNK = (None, True, -1, 0, 3, 7.5, "8", "auto", [], [2], {}, {"a": 1}, float("na
 
 
 def test_whatever_a_key_holds_it_is_a_model_or_one_sentence():
-    """600 configs, each with junk in two keys of its family."""
+    """Read 600 configs, each with junk in two keys of its family."""
     dice = random.Random(0)
     for _ in range(600):
         family = dice.choice(sorted(FAMILIES))

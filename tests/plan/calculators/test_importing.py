@@ -1,5 +1,8 @@
-"""Other frameworks' words become a Layout: what we export comes back, what strangers write is
-read, and a contradiction is one sentence that names the fields."""
+"""Other frameworks' configs become a Layout.
+
+What we export comes back, configs from elsewhere are read, and a contradiction gets a one-sentence
+error that names the fields.
+"""
 
 import json
 import math
@@ -23,14 +26,14 @@ from mini_dist.plan.calculators.export import layout_source, torchrun_line
 from mini_dist.plan.schedule import SYNCHRONOUS
 
 LLAMA = model("llama3-8b")  # 32 layers
-NEEDS_TOML = pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib")
+NEEDS_TOML = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs tomllib")
 
 
 MIXTRAL = model("mixtral-8x7b")  # 32 layers, 8 experts
 
 
 def random_layout(dice: random.Random) -> Layout | None:
-    """A layout that cuts 32 layers, or None where the dice chose what is none."""
+    """Return a random layout for 32 layers, or None if the dice chose an invalid one."""
     pp, tp, chunks = dice.choice((1, 1, 2, 2, 4)), dice.choice((1, 2, 8)), dice.choice((1, 2, 4))
     recompute = dice.choice(("none", "selective", "full", "full"))
     try:
@@ -65,7 +68,7 @@ def random_layouts(count: int, seed: int, config, experts: tuple[int, ...] = (1,
 
 
 def exported(export, *arguments):
-    """What the export says, or None where it refuses."""
+    """Return the export, or None if it is refused."""
     try:
         return export(*arguments)
     except ValueError as error:
@@ -74,13 +77,15 @@ def exported(export, *arguments):
 
 
 def without_a_pipeline(layout):
-    """Where there is no pipeline, no config says a schedule, and any is the same."""
+    """Reset the schedule where there is no pipeline, because no config names one there."""
     return layout.replace(schedule="1f1b", num_chunks=1) if layout.pp == 1 else layout
 
 
 def as_megatron(layout):
-    """Megatron-LM says how many layers of a stage are recomputed: of several `recompute_every`
-    that come to this number, the smallest."""
+    """Take the smallest `recompute_every` that recomputes as many layers of a stage.
+
+    Megatron-LM's arguments give only this number of layers.
+    """
     layout = without_a_pipeline(layout)
     if layout.recompute != "full":
         return layout
@@ -91,7 +96,7 @@ def as_megatron(layout):
 
 
 def as_torchtitan(layout):
-    """torchtitan has one word for ZeRO-1 and 2, which is 1 in a pipeline."""
+    """torchtitan has one setting for ZeRO-1 and 2: it means 1 in a pipeline, else 2."""
     layout = without_a_pipeline(layout)
     if layout.dp * layout.cp == 1:
         return layout.replace(zero=0)
@@ -101,7 +106,7 @@ def as_torchtitan(layout):
 
 
 def megatron_line(config, layout):
-    """A command line, in which torchrun says the ranks."""
+    """Return a command line whose torchrun options give the number of ranks."""
     words = shlex.join(megatron_arguments(config, layout))
     per_node = math.gcd(layout.world_size, 8)
     return f"{torchrun_line(layout, per_node, 'pretrain_gpt.py')} {words}"
@@ -210,13 +215,13 @@ def test_experts_that_span_tp_come_back():
     for zero in (2, 3):
         layout = whole.replace(zero=zero)
         assert from_torchtitan(torchtitan_config(config, layout), 8).layout == layout
-    for layout in (cut, whole.replace(ep=1)):  # cut experts, and whole ones that ep does not spread
+    for layout in (cut, whole.replace(ep=1)):  # cut experts; whole experts without ep
         with pytest.raises(ValueError, match="give etp=1 and ep of 2 or more, or tp=1"):
             torchtitan_config(config, layout)
 
 
-# The sizes of Megatron-LM's tests/functional_tests/test_cases/moe/*/model_config.yaml, each on the
-# 8 devices of a node: (its name there, arguments, the layout).
+# Sizes from Megatron-LM's tests/functional_tests/test_cases/moe/*/model_config.yaml, each on the
+# 8 devices of a node: (name, arguments, layout).
 MEGATRON_EXPERTS = [
     (
         "gpt3_mcore_te_tp2_pp1_te_8experts_etp1_ep4",
@@ -256,8 +261,8 @@ def test_megatron_s_own_layouts_of_experts_are_read(arguments, layout):
     assert not found.cannot_say
 
 
-# More of that folder (Megatron-LM, June to November 2026): what else they ask for, and what a
-# Layout cannot say of it.
+# More options in that folder (Megatron-LM, June to November 2026), and what a Layout cannot say
+# about them.
 MORE_OF_MEGATRON = [
     ("--recompute-granularity selective", ()),
     ("--recompute-granularity selective --recompute-modules core_attn", ()),
@@ -298,8 +303,8 @@ def test_what_megatron_s_own_configs_ask_beyond_a_layout_is_named(more, cannot_s
     assert sorted(found.cannot_say) == sorted(cannot_say)
 
 
-# torchtitan, models/qwen3_5/config_registry.py (May 2026): its models with experts, the largest
-# one last: (tensor, expert, pipeline degree, local batch, ranks).
+# The models with experts in torchtitan's models/qwen3_5/config_registry.py (May 2026), the largest
+# last: (tensor, expert, pipeline degree, local batch, ranks).
 QWEN = [(2, 4, 2, 2, 8), (2, 8, 1, 4, 8), (4, 8, 1, 4, 16), (8, 16, 1, 4, 64)]
 
 
@@ -317,7 +322,7 @@ def test_torchtitan_s_own_layouts_of_experts_are_read(tp, ep, pp, local, ranks):
     found = from_torchtitan(config, ranks).layout
     assert (found.tp, found.ep, found.etp, found.dp) == (tp, ep, 1, ranks // (tp * pp))
     assert found.edp == ranks // pp // ep and found.sequence_parallel
-    config["parallelism"]["expert_tensor_parallel_degree"] = tp  # of torchtitan 0.2
+    config["parallelism"]["expert_tensor_parallel_degree"] = tp  # a key of torchtitan 0.2
     if (ranks // (tp * pp)) % ep:
         with pytest.raises(ValueError, match=f"expert_parallel_degree={ep} does not divide the"):
             from_torchtitan(config, ranks)
@@ -367,7 +372,7 @@ TITAN = """Trainer.Config(
 )"""
 
 
-# Megatron-LM, examples/gpt3/train_gpt3_175b_distributed.sh: its sizes, on as many nodes as given.
+# The sizes in Megatron-LM's examples/gpt3/train_gpt3_175b_distributed.sh, on `nodes` nodes.
 GPT3 = """
 torchrun --nproc_per_node 8 --nnodes {nodes} --master_port 6000 pretrain_gpt.py \\
     --num-layers 96 --hidden-size 12288 --num-attention-heads 96 \\
@@ -429,7 +434,7 @@ def test_torchtitan_s_own_example_is_read(tmp_path):
     assert sentence.startswith("data_parallel_replicate_degree=2 with 4 shards is HSDP")
 
 
-# As the documentation of DeepSpeed's config and of Hugging Face's integration write it.
+# As written in the documentation of DeepSpeed's config and of Hugging Face's integration.
 ZERO_3 = {
     "bf16": {"enabled": "auto"},
     "zero_optimization": {
@@ -731,7 +736,7 @@ def with_junk(dice, keys):
 
 
 def read_junk(dice, config):
-    """What an importer makes of it; `config` is filled, so that a failure shows it."""
+    """Fill `config` with junk, so that a failure can show it, and import it."""
     from mini_dist.plan.calculators.from_deepspeed import BATCH, ZERO_KEYS
     from mini_dist.plan.calculators.from_torchtitan import PARALLELISM, TRAINING
 
@@ -745,7 +750,7 @@ def read_junk(dice, config):
 
 
 def test_whatever_stands_in_a_config_is_a_layout_or_one_sentence():
-    """3,000 configs with junk in some places, as strangers write them."""
+    """Read 3,000 configs with junk in some fields, as users might write them."""
     dice, outcomes = random.Random(0), {"layout": 0, "sentence": 0}
     for _ in range(3000):
         config = {}
@@ -767,7 +772,7 @@ def test_the_json_that_lesson_17_prints_is_read_as_bloom_s_layout():
     assert from_deepspeed(text, 384, pp=12, tp=4).layout == bloom
 
 
-# --- torchtitan: where a cut stands, and Python that goes on after the call ----------------------
+# --- torchtitan: keys in the wrong section, and Python code after the call -----------------------
 
 PYTHON = """
 def config_70b():
@@ -872,7 +877,7 @@ def test_torchtitan_s_keys_since_0_3_are_read():
         from_torchtitan(text.format("", 1).replace("length=4096", "length=5000"), 8)
 
 
-# --- DeepSpeed and Megatron-LM: what was refused, and is read -------------------------------------
+# --- DeepSpeed and Megatron-LM: once refused, now read --------------------------------------------
 
 
 def test_keys_that_deepspeed_takes_are_not_refused():

@@ -1,4 +1,4 @@
-"""Names stand for what they name everywhere, and what cannot be is refused in one sentence."""
+"""Every calculator accepts names, and impossible values get a one-sentence error."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The interval of a prediction: which kind of step it is, and that it contains the guess."""
+"""The interval of a prediction depends on the kind of step and contains the prediction."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Calculator equals ledger: bytes sent and bytes held, predicted and measured on real ranks."""
+"""The calculator predicts the bytes sent and held that the ledger measures on real ranks."""
 
 import pytest
 
@@ -17,7 +17,7 @@ ROW_BYTES = 4 * 3
 
 @pytest.fixture(scope="module", params=[1, 2, 3, 4, 5, 7])
 def run(request):
-    """Every collective once, on 61 rows of float32: a length that nothing divides."""
+    """Run every collective once on 61 rows of float32, because 61 is prime."""
 
     def everything(group):
         import torch
@@ -49,7 +49,7 @@ def run(request):
     return request.param, launch(everything, world_size=request.param)
 
 
-# Cuts go along dim 0 where rows are what is scattered or gathered, through elements in all-reduce.
+# Scatters and gathers cut between rows (dim 0); an all-reduce cuts between any two elements.
 PREDICTED = {
     "star_broadcast": ("broadcast", "star", None),
     "tree_broadcast": ("broadcast", "tree", None),
@@ -94,7 +94,7 @@ def test_a_run_of_the_collective_sends_the_predicted_bytes_from_every_rank(run, 
 
 
 def train(config, sequences, num_micro_batches, wrap, group):
-    """Two steps of AdamW on noise; returns what is held between them."""
+    """Run two AdamW steps on noise; return what is held between steps."""
     import torch
 
     from mini_dist.model.gpt import GPT
@@ -129,7 +129,7 @@ SHAPES = [
 
 @pytest.mark.parametrize(("changes", "sequences", "m"), SHAPES)
 def test_the_course_s_gpt_holds_and_peaks_as_predicted(changes, sequences, m):
-    """States to the byte (but for a step counter a tensor), peaks within 3 % (seen: 1 %)."""
+    """States match to the byte (plus a step counter per tensor), peaks within 3 % (seen: 1 %)."""
     config = ModelConfig(**changes)
     run = launch(train, 1, (config, sequences, m, None), memory=True)
     layout = Layout(micro_batch_size=sequences, num_micro_batches=m)
@@ -143,7 +143,7 @@ def test_the_course_s_gpt_holds_and_peaks_as_predicted(changes, sequences, m):
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_data_parallel_sends_what_step_volume_says(size):
-    """Summed over ranks, because a ring over buckets that n does not divide is uneven by bytes."""
+    """Sum over ranks, because a ring is uneven by a few bytes if n does not divide a bucket."""
 
     def wrap(model, group):
         from mini_dist.collectives import ring_all_reduce
@@ -185,8 +185,10 @@ ZERO_SENDS = ("begin_reduce_scatter", "begin_all_gather_")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("size", "m"), [(2, 1), (2, 3), (4, 2)])
 def test_zero_holds_and_sends_what_the_calculators_say(stage, size, m):
-    """Bytes exactly (n divides the sizes: nothing is padded), states but for a step counter,
-    peaks within 3 % (seen: 2 %)."""
+    """Bytes match exactly, states up to a step counter, and peaks within 3 % (seen: 2 %).
+
+    (n divides the sizes, so nothing is padded.)
+    """
     config = ModelConfig(num_layers=4, d_model=128)
     run = launch(train_zero, size, (config, stage, m), memory=True)
     layout = Layout(dp=size, zero=stage, num_micro_batches=m, micro_batch_size=2)
@@ -240,7 +242,7 @@ def test_a_pipeline_holds_and_sends_what_the_calculators_say(name, chunks, size,
         pp=size, micro_batch_size=2, num_micro_batches=m, schedule=name, num_chunks=chunks
     )
     for rank in range(size):
-        # messages between stages; in addition the last stage sends all ranks the losses, numbers
+        # Count only messages between stages: the last stage also sends the losses to all ranks.
         messages = [c for c in run.ledger.leaves(rank=rank) if c.nbytes > 8 * m]
         sent = sum(comm.sent for comm in messages)
         assert sent == step_volume(config, layout, "course", pp_rank=rank)["pp"]

@@ -1,4 +1,4 @@
-"""Memory against the papers' formulas (exact) and against allocators' peaks (bars)."""
+"""Compare memory with the papers' formulas (exactly) and allocators' peaks (with bars)."""
 
 import dataclasses
 import weakref
@@ -44,7 +44,7 @@ def per_token(config, layout, how="formula"):
 
 @pytest.mark.parametrize(("billions", "dp", *[f"zero{i}" for i in (1, 2, 3)]), ZERO_TABLE_1)
 def test_zero_table_1_to_the_digits_printed(billions, dp, zero1, zero2, zero3):
-    """54 cells; the paper rounds some and cuts others off: within a unit of the last digit."""
+    """The paper rounds some of 54 cells and truncates others, so allow one last-digit unit."""
     assert model_states(billions * 1e9, dp, 0).total == 16 * billions * 1e9
     for zero, cell in ((1, zero1), (2, zero2), (3, zero3)):
         unit = 10 ** -len(cell.partition(".")[2])
@@ -73,7 +73,7 @@ def test_gqa_swiglu_and_flash_change_the_terms_they_should():
     gated = ModelConfig(**base, activation="swiglu", d_ffn=1024)
     assert per_token(gated, layout) - per_token(mha, layout) == 2 * 1024  # the gate
     flash = framework("formula").replace(flash_attention=True)
-    # the scores go, a statistic a head stays
+    # The scores go; one statistic per head stays.
     assert per_token(mha, layout) - per_token(mha, layout, flash) == 2 * 8 * 64 - 4 * 8
     longer = mha.replace(seq_len=128)
     assert per_token(longer, layout, flash) == per_token(mha, layout, flash)
@@ -92,7 +92,7 @@ def test_experts_keep_k_copies_of_a_token():
 
 @pytest.mark.parametrize("run", korthikanti_2022(), ids=lambda run: run.name)
 def test_korthikanti_figure_1_exactly(run):
-    """Parameters and optimizer: 18 bytes for 12 L h^2 / (t p); activations: table 2, in flight."""
+    """States: 18 bytes for each of 12 L h^2 / (t p). Activations: table 2 for all in flight."""
     states, tensor, selective = KORTHIKANTI_FIGURE_1[run.name.split(",")[0]]
     config, layout = run.config, run.layout
     matrices = 12 * config.num_layers * config.d_model**2
@@ -132,7 +132,7 @@ def test_micro_batches_in_flight_are_those_of_the_schedule_itself(name, p, m):
     lists = SCHEDULES[name](p, m, *((chunks,) if name == "interleaved" else ()))
     layout = Layout(pp=p, num_micro_batches=m, schedule=name, num_chunks=chunks)
     ours = [chunks * micro_batches_in_flight(layout, rank) for rank in range(p)]
-    if name == "interleaved" and m < p:  # Megatron's count stops at all of them
+    if name == "interleaved" and m < p:  # Megatron's count is capped at all m
         assert all(a >= b for a, b in zip(ours, peak_in_flight(lists)))
     elif p == 1:
         assert name == "gpipe" or ours == peak_in_flight(lists)
@@ -196,7 +196,7 @@ def test_the_fullest_rank_is_found_without_asking_all():
 
 
 class Alive(TorchDispatchMode):
-    """Return the bytes of tensors made since, now and at the peak, including inside DTensors."""
+    """Count the bytes of tensors made since entry, now and at the peak, also inside DTensors."""
 
     def __init__(self):
         super().__init__()
@@ -204,7 +204,7 @@ class Alive(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if DTensor in types:
-            return NotImplemented  # it comes back with what the rank holds
+            return NotImplemented  # the call comes back with local tensors
         made = function(*args, **(kwargs or {}))
         for tensor in made if isinstance(made, (tuple, list)) else [made]:
             # (DTensor tries each kind of call once with tensors that have no memory.)
@@ -222,7 +222,7 @@ class Alive(TorchDispatchMode):
 
 
 def bytes_of_a_logit(rows, columns, cut, group):
-    """At the peak of a loss and its backward as torchtitan's train.py has them, on one rank."""
+    """Return one rank's peak bytes per logit in torchtitan's loss and backward (train.py)."""
     targets = torch.zeros(rows, dtype=torch.long)
     weight = torch.randn(rows, columns, dtype=torch.bfloat16, requires_grad=True)
     if cut:

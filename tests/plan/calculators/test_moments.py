@@ -1,8 +1,8 @@
-"""Memory of whole runs under `parallelize`, strategies combined: what is predicted is what is held.
+"""Predicted memory equals held memory in whole runs of `parallelize` that combine strategies.
 
 At these sizes, 4 layers of width 128 over 2 x 64 tokens in float32, a tensor of the model has tens
 to hundreds of KiB. The calculator leaves out indices, masks, losses and step counters, which have
-hundreds of bytes to a few KiB, so a difference is a tensor that was forgotten or counted twice.
+hundreds of bytes to a few KiB, so a difference means a tensor forgotten or counted twice.
 """
 
 from functools import cache
@@ -60,7 +60,7 @@ RUNS = {
 
 
 def train(config, layout, group):
-    """Two steps on noise; returns what is held between steps and what the second one sent."""
+    """Run two steps; return the pp index, what is held between them and what the second sent."""
     import torch
 
     from mini_dist.ranks.ledger.memory import held
@@ -74,7 +74,7 @@ def train(config, layout, group):
         model.step(inputs, targets, max_norm=1.0)
     sent = {}
     for op, members, _, nbytes, *_ in group.recorder.comms[noted:]:
-        if op == "send" and nbytes > 4 * layout.num_micro_batches + 4:  # not losses, norms, counts
+        if op == "send" and nbytes > 4 * layout.num_micro_batches + 4:  # skip losses, norms, counts
             axis = group.recorder.axes.get(members, "world")
             sent[axis] = sent.get(axis, 0) + nbytes
     return model.mesh.index("pp"), held(group), sent
@@ -82,7 +82,7 @@ def train(config, layout, group):
 
 @cache
 def measured(name):
-    """For each rank (place in the pipeline, held, sent, peak); one run serves all tests."""
+    """Return (pp index, held, sent, peak) for each rank; one run serves all tests."""
     config, layout = RUNS[name]
     run = launch(train, layout.world_size, (config, layout), memory=True)
     peaks = [memory.peak_bytes() for memory in run.ledger.memory]
@@ -95,7 +95,7 @@ def predicted(name, pp_rank, **changes):
 
 
 def bar(name):
-    """1 %; 3 % where something is not known before: where the router sends tokens."""
+    """Allow 1 %, or 3 % with experts, where the routing is not known in advance."""
     return 0.03 if RUNS[name][0].num_experts else 0.01
 
 
@@ -107,21 +107,23 @@ def test_the_peak_is_predicted_on_every_rank(name):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_states_between_steps_are_those_predicted(name):
-    """To the byte, but for AdamW's counter of steps, one number a tensor."""
+    """States match to the byte, except for AdamW's step counter, one number per tensor."""
     config, layout = RUNS[name]
     for pp_rank, held, *_ in measured(name):
         numbers = parameters_of_rank(config, layout, pp_rank)
         sharded = numbers.dense / (layout.dp * layout.cp) + numbers.experts / layout.edp
         part = sharded if layout.zero else numbers.total
         assert held["parameters"] == 4 * (sharded if layout.zero == 3 else numbers.total)
-        assert held["gradients"] == 4 * part  # those that the step used, whatever the stage
+        assert held["gradients"] == 4 * part  # what the step used, at any ZeRO stage
         assert 0 < held["optimizer state"] - 8 * part <= 4 * 100
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if RUNS[name][0] is not EXPERTS])
 def test_bytes_sent_over_dp_cp_and_pp_are_those_predicted(name):
-    """Over all ranks, as rings are uneven. (tp, with the numbers its loss and its norms add:
-    test_all_axes; where experts' tokens go is the router's choice.)"""
+    """Sum over all ranks, because rings are uneven.
+
+    (test_all_axes covers tp with its loss and norms; the traffic of experts depends on routing.)
+    """
     config, layout = RUNS[name]
     sent, said = {}, {}
     for pp_rank, _, by_axis, _ in measured(name):
@@ -137,7 +139,7 @@ def test_bytes_sent_over_dp_cp_and_pp_are_those_predicted(name):
     assert sent == said
 
 
-# (run, place in the pipeline, line): no smaller than what the bar lets through.
+# (run, pp index, line): each line is at least as large as the bar's tolerance.
 LINES = [
     ("dp tp", 0, "loss and logits"),
     ("dp tp SP ZeRO-3", 0, "unsharded parameters"),
@@ -200,10 +202,12 @@ def test_backwards_find_as_many_micro_batches_as_the_schedule_holds(name, p, m):
 
 
 def test_messages_are_those_that_wait_and_those_not_yet_used():
-    """1F1B on two ranks, four micro-batches. The first: the gradient after next has its buffer, and
-    the output that went last is kept; in its last backward neither is. The last: the input after
-    next, and the gradient that went last, but for the first backward (nothing went) and the last
-    one (nothing comes)."""
+    """Count message buffers in 1F1B on two ranks with four micro-batches.
+
+    The first rank holds a buffer for the gradient after next and the output it sent last, but
+    neither in its last backward. The last rank holds the input after next and the gradient it sent
+    last, except in its first backward (nothing was sent) and its last one (nothing comes).
+    """
     first, last = (flights(SCHEDULES["1f1b"](2, 4), rank) for rank in (0, 1))
     found = {(x.again, x.forwards[0], x.messages) for x in first}
     assert found == {(False, 1, 2), (True, 1, 2), (True, 0, 0)}

@@ -1,4 +1,4 @@
-"""Traffic over the network is priced: which groups cause it, and a slower network takes longer."""
+"""Network traffic has a price: which groups cause it, and a slower network takes longer."""
 
 import itertools
 
@@ -90,7 +90,7 @@ def test_in_one_node_the_network_does_not_matter():
 )
 @pytest.mark.parametrize("per_node", [4, 8])
 def test_places_are_those_of_the_mesh(axes, per_node):
-    """By the grid: who is in a group, and in which node that rank sits."""
+    """Compare with the grid, which gives the ranks of each group and so their nodes."""
     layout, grid = Layout(**axes, num_micro_batches=8), Grid(**{"dp": 1, "cp": 1, **axes})
 
     def nodes(ranks):
@@ -119,7 +119,7 @@ def test_messages_beside_a_computation_slow_it_until_they_are_longer():
 
 
 def test_zero_3_waits_more_on_more_devices():
-    """Same work a device; the gathers of a layer go round a longer ring."""
+    """The work per device is the same, but the gathers of a layer go round a longer ring."""
 
     def waits(n):
         layout = Layout(dp=n, zero=3, num_micro_batches=4)
@@ -140,7 +140,7 @@ def test_every_micro_batch_gathers_again():
 
 
 def test_the_slower_of_link_and_computation_counts():
-    """On a bad network a step of ZeRO-3 takes what three passes over the parameters take there."""
+    """On a bad network, a ZeRO-3 step takes as long as its three passes over the parameters."""
     config, bad = model("llama3-70b"), slower(H100, 100)
     layout = Layout(dp=64, zero=3)
     unit = of_layer(timed_step(config, layout, bad, "fsdp"), moe=False)
@@ -165,7 +165,7 @@ def test_gpt_3_on_384_a100s_is_planned_as_megatron_planned_it():
 
 
 def test_pipelines_stay_ahead_of_zero_3_on_more_devices_and_zero_3_says_what_is_known_of_it():
-    """The same table: by 6 % on 384 A100s, by 69 % on 768, by 220 % on 1,536. We see the order."""
+    """Same table: 6, 69 and 220 % ahead on 384, 768 and 1,536 A100s. We find the order."""
     behind = []
     for n in (384, 768, 1536):
         found = plan("gpt3-175b", "a100-80", n, 1536 * 2048, how="megatron-2021")

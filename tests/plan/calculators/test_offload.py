@@ -38,14 +38,14 @@ def test_it_waits_for_the_link_and_for_the_host_s_memory():
     for field in ("host_bandwidth", "host_memory_bandwidth"):
         slow = H100.replace(**{field: getattr(H100, field) / 2})
         assert step_time(config, layout, slow, AWAY).breakdown["optimizer"] > 1.05 * base
-    shard = 8.03e9 / 8  # two bytes there, two back; 4 + 2 * 8 + 4 passed over
+    shard = 8.03e9 / 8  # 2 bytes there, 2 back; the host touches 4 + 2 * 8 + 4
     by_hand = shard * (4 / (0.8 * 64e9) + 24 / (0.43 * 76.8e9))
-    by_hand += shard * (12 + 4) / (0.72 * 3.35e12)  # clipped and set to zero on the device
+    by_hand += shard * (12 + 4) / (0.72 * 3.35e12)  # clipping and zeroing on the device
     assert base == pytest.approx(by_hand, rel=0.01)
 
 
 def test_cpu_adam_takes_as_long_as_published():
-    """One constant was chosen on the larger two; of the third the calculator says 16 % more."""
+    """One constant was chosen on the larger two; the smallest is predicted 16 % too slow."""
     ratios = [cpu_adam_seconds("dgx-2", numel) / seconds for numel, seconds in CPU_ADAM]
     assert ratios == pytest.approx([1.16, 0.99, 0.99], abs=0.01)
 
@@ -144,7 +144,7 @@ def test_parameters_are_waited_for_where_their_way_is_longer_than_a_layer():
     slow = H100.replace(host_bandwidth=1e9)
     waits = step_time(config, layout, slow, how).breakdown["waiting for offloads"]
     layer = (num_parameters(config) - 2 * 128256 * 4096) / 32
-    moved = 2 * 32 * 2 * layer / (0.8 * 1e9)  # there twice, in 16 bits
+    moved = 2 * 32 * 2 * layer / (0.8 * 1e9)  # sent twice, in 16 bits
     assert waits < moved < step_time(config, layout, slow, how).seconds
     fast = H100.replace(host_bandwidth=1e13, file_bandwidth=1e13)
     lines = {line.name for line in step_time(config, layout, fast, how).breakdown}
@@ -155,7 +155,7 @@ def test_parameters_are_waited_for_where_their_way_is_longer_than_a_layer():
 def test_what_was_trained_fits_or_nearly(machine, devices, tier, billions, source):
     found = largest_model(machine, devices, tier).parameters / 1e9
     assert 0.95 * billions < found
-    if tier == "host: all":  # what trains efficiently: 40 billion fill less than half of the host
+    if tier == "host: all":  # 40 billion train efficiently; they fill under half of the host
         assert found == pytest.approx(2.34 * billions, rel=0.01)
         assert 16 * billions * 1e9 < 0.5 * 16 * hardware(machine).host_memory_bytes
     else:
@@ -170,7 +170,7 @@ def test_one_device_alone_has_the_whole_node_s_host_and_steps_as_fast_as_it_was_
     time = step_time(found.config, found.layout, found.machine, how)
     assert time.breakdown["optimizer"] < 0.5 * time.seconds
     many = step_time(found.config, found.layout.replace(num_micro_batches=16), found.machine, how)
-    published = 40e12  # FLOP/s of 10 billion parameters on a V100: [Offload] abstract
+    published = 40e12  # FLOP/s for 10 billion parameters on a V100 ([Offload] abstract)
     assert published < many.mfu * 125e12 < 1.5 * published
 
 
@@ -199,7 +199,7 @@ def test_states_come_first():
 
 
 def test_ep_leaves_a_rank_as_many_states_on_its_host_as_zero_alone():
-    """What ep has spread ZeRO cannot shard again: 8 ranks hold each expert's states once."""
+    """ZeRO cannot shard again what ep has spread: 8 ranks hold each expert's states once."""
     mixtral, zero = model("mixtral-8x7b"), Layout(dp=8, zero=1)
     how = framework("megatron-core").replace(offload_optimizer=True)
     alone = host_memory(mixtral, zero, how).total

@@ -1,4 +1,4 @@
-"""Options of frameworks that change a step: fp8, what overlaps what, what selective means."""
+"""Framework options that change a step: fp8, overlaps, and the meaning of selective."""
 
 import math
 
@@ -34,7 +34,7 @@ def test_a_large_gemm_goes_at_the_measured_ratio():
 
 
 def test_a_step_gains_less_than_its_matrices():
-    """Casting, attention and head stay as they are; what is gathered gets half as long."""
+    """Casting, attention and head do not change; gathered messages are half as long."""
     cut = {"dp": 8, "tp": 8, "sequence_parallel": True, "zero": 1}
     bf16, fp8 = (seconds("llama3-70b", how, **cut) for how in ("megatron-core", FP8))
     assert 1.3 < bf16["matrices"] / fp8["matrices"] < 1402.6 / 794.5
@@ -62,7 +62,7 @@ def test_messages_of_tp_behind_the_matrices_leave_their_first_piece_and_some_of_
     async_tp = kept.replace(overlaps_tensor=True)
     waits, hides = (seconds("llama3-70b", how, **cut)["tp collectives"] for how in (kept, async_tp))
     assert waits / 8 < hides < waits / 8 + 0.2 * waits
-    slow = H100.replace(node_bandwidth=H100.node_bandwidth / 100)  # nothing to hide behind
+    slow = H100.replace(node_bandwidth=H100.node_bandwidth / 100)  # too slow to hide
     long, longer = (
         seconds("llama3-70b", how, slow, **cut)["tp collectives"] for how in (async_tp, kept)
     )
@@ -72,8 +72,10 @@ def test_messages_of_tp_behind_the_matrices_leave_their_first_piece_and_some_of_
 
 
 def test_a_column_s_backward_hides_one_reduce_of_two_and_the_second_gather():
-    """Of a layer's 4 gathers and 4 reduces two reduces run behind weight gradients; an input that
-    was not kept is gathered two times more, behind the gradients of inputs."""
+    """Of a layer's 4 gathers and 4 reduces, two reduces overlap with weight gradients.
+
+    An input that was not saved is gathered twice more, overlapping with input gradients.
+    """
     cut = {"tp": 8, "sequence_parallel": True}
 
     def waits(**changes):
@@ -81,7 +83,7 @@ def test_a_column_s_backward_hides_one_reduce_of_two_and_the_second_gather():
         return seconds("llama3-70b", how, **cut)["tp collectives"]
 
     kept, lean = waits(keeps_gathered=True), waits()
-    assert lean == pytest.approx(1.25 * kept, rel=1e-6)  # gather and reduce are as long
+    assert lean == pytest.approx(1.25 * kept, rel=1e-6)  # a gather takes as long as a reduce
     behind = waits(keeps_gathered=True, overlaps_tensor_backward=True)
     assert 0.75 * kept < behind < 0.75 * kept + 0.25 * 0.2 * kept
     again = waits(overlaps_tensor_backward=True)
@@ -93,7 +95,7 @@ def test_a_column_s_backward_hides_one_reduce_of_two_and_the_second_gather():
 @pytest.mark.parametrize("nodes", [1, 2, 16])
 @pytest.mark.parametrize("network", [1e8, 5e10])
 def test_parameters_gathered_behind_the_next_forward_make_no_step_longer(how, zero, nodes, network):
-    """ZeRO-1 and 2 gather what they have stepped; the other stages have nothing to hide."""
+    """ZeRO-1 and 2 gather updated parameters; the other stages have nothing to hide."""
     layout = Layout(dp=8 * nodes, zero=zero)
     machine = H100.replace(network_bandwidth=network)
     waits, hides = (
@@ -102,7 +104,7 @@ def test_parameters_gathered_behind_the_next_forward_make_no_step_longer(how, ze
         )
         for overlaps in (False, True)
     )
-    if zero in (1, 2):  # shorter, by no more than the forward that it hides behind
+    if zero in (1, 2):  # shorter, by at most the forward that hides it
         forward = sum(
             line.value for line in waits.breakdown if line.name not in ("optimizer", OVER_DP)
         )
@@ -123,7 +125,7 @@ def test_selective_by_operators_computes_every_second_matrix_again_and_keeps_the
     share = again / (times["selective"].seconds * 8 * H100.device.peak_flops)
     assert times["selective"].hfu - times["selective"].mfu == pytest.approx(share)
     kept = rank_memory(config, layout, "torchtitan")["activations"]
-    # The layer's input, q's and v's outputs, gate's and down's, the attention's and its statistics.
+    # Saved: the layer's input, the outputs of q, v, gate, down and attention, and its statistics.
     assert kept == 32 * 8192 * (2 * (D + D + kv + F + D + D) + 4 * 32)
 
 
@@ -158,7 +160,7 @@ def test_parameters_that_stay_whole_in_a_pipeline_travel_once_a_step_and_fill_me
 
 
 def test_heads_that_the_fused_softmax_cannot_take_cost_launches_and_passes():
-    """Megatron's takes 4 heads at a time: of 16 on tp 8 that is one sequence too few."""
+    """Megatron's kernel takes 4 heads at a time; 16 heads on tp 8 are only 2 per sequence."""
     config = gpt(16, 1024, 12, seq_len=1024)
     how = framework("megatron-2021")
     fused = how.replace(softmax_heads=1)
@@ -168,8 +170,8 @@ def test_heads_that_the_fused_softmax_cannot_take_cost_launches_and_passes():
         return step_time(config, layout, "a100-80", how).breakdown
 
     assert lines(two, how) == lines(two, fused)
-    # Forward, its repetition and backward launch four more of a layer's 16 kernels each, and the
-    # device, which idles, is no longer at it than before.
+    # Forward, recomputation and backward each launch four kernels more, where host_seconds covers
+    # a layer's 16. The device is idle anyway, so its own time does not count.
     more = 12 * 3 * 4 / 16 * how.host_seconds
     assert lines(one, how).total - lines(one, fused).total == pytest.approx(more, rel=1e-6)
     assert lines(one, how)["attention"] > lines(one, fused)["attention"] + 12 * 8 * 5e-6
@@ -188,7 +190,7 @@ def test_flash_attention_2_is_slower_on_hopper_only():
 
 
 def test_a_bucket_takes_whole_tensors():
-    """Gradients of 70B in two layers: each matrix is larger than a bucket, and goes alone."""
+    """In two layers of 70B, each gradient matrix is larger than a bucket and goes alone."""
     config = model("llama3-70b").replace(num_layers=2)
     layout = Layout(dp=64)
     how = framework("nanotron").replace(overlaps_gradients=False)

@@ -1,4 +1,4 @@
-"""Parameters are counted exactly: against the released models, and against torch's own count."""
+"""Parameter counts match the released models and torch's own count exactly."""
 
 import pytest
 
@@ -16,7 +16,7 @@ from mini_dist.plan.config import Layout, ModelConfig
 
 
 def vision_of_gemma_3(D):
-    """SigLIP at 896 pixels (27 layers of 1152), and the projector to width D: biases on linears."""
+    """Count SigLIP at 896 pixels (27 layers of 1152, linear biases) and the projector to D."""
     W, F = 1152, 4304
     linears = 4 * (W * W + W) + (W * F + F) + (F * W + W)
     tower = (14 * 14 * 3 * W + W) + (896 // 14) ** 2 * W + 27 * (linears + 4 * W) + 2 * W
@@ -24,7 +24,7 @@ def vision_of_gemma_3(D):
 
 
 def vision_of_llama_4(D):
-    """34 layers of 1408 at 336 pixels, an adapter that takes 4 patches at once, the projector."""
+    """Count 34 layers of 1408 at 336 pixels, an adapter over 4 patches, and the projector."""
     W, F, A = 1408, 5632, 4096
     linears = 4 * (W * W + W) + (W * F + F) + (F * W + W)
     tower = 14 * 14 * 3 * W + W + ((336 // 14) ** 2 + 1) * W + 34 * (linears + 4 * W) + 4 * W
@@ -32,14 +32,14 @@ def vision_of_llama_4(D):
 
 
 def one_more_token_of_glm():
-    """Layer 92: a layer with experts, both inputs' norms and projection, and its own two ends."""
+    """Count layer 92: experts, norms and projection of both inputs, own embedding and head."""
     D, F, V, queries, keys = 5120, 1536, 151552, 96 * 128, 8 * 128
     attention = 2 * D * queries + 2 * D * keys + queries + 2 * keys + 2 * 128
     layer = attention + (160 + 1) * 3 * D * F + 160 * D + 160 + 2 * D
     return layer + 2 * D * D + 3 * D + 2 * V * D
 
 
-# As the released checkpoints have them (their model cards, or the sum over their weight files).
+# From the released checkpoints: their model cards, or the sums over their weight files.
 PUBLISHED = {
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
@@ -55,18 +55,18 @@ PUBLISHED = {
     "bloom-176b": 176_247_271_424,
     # 671,026,419,200 with the router's 58 * 256 balance offsets, which no gradient trains
     "deepseek-v3": 671_026_419_200 - 58 * 256,
-    # Half the bytes of bf16 that model.safetensors.index.json says.
+    # Half of the bf16 bytes in model.safetensors.index.json.
     "qwen2.5-7b": 15_231_233_024 // 2,
     "qwen2.5-72b": 145_412_407_296 // 2,
     "qwen3-8b": 16_381_470_720 // 2,
     "qwen3-32b": 65_524_246_528 // 2,
     "qwen3-30b-a3b": 61_064_245_248 // 2,
     "qwen3-235b-a22b": 470_187_269_120 // 2,
-    # The sum over the weight files, four-bit ones counted as numbers.
+    # Sums over the weight files; each four-bit value counts as one number.
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
-    # And without what a preset leaves out: the router's offsets, the module that predicts one more
-    # token, the part that sees pictures.
+    # Sums without what our presets leave out: the router's offsets, the module that predicts one
+    # more token, and the vision part.
     "kimi-k2": 1_026_408_232_448 - 60 * 384,
     "glm-4.5": 358_337_791_296 - one_more_token_of_glm() - 89 * 160,
     "llama4-scout": 108_641_793_536 - vision_of_llama_4(5120),
@@ -82,7 +82,7 @@ def test_a_preset_has_exactly_the_published_number_of_parameters(name):
 
 
 def test_gpt3_has_the_parameters_of_its_shape():
-    """No weights were released: 12 L D^2 and biases, 50257 tokens and 2048 positions by hand."""
+    """No weights were released, so count 12 L D^2, biases, 50257 tokens and 2048 positions."""
     L, D = 96, 12288
     layer = 12 * D * D + 9 * D + 4 * D  # matrices; biases 3 + 1 + 4 + 1; two norms
     assert num_parameters(model("gpt3-175b")) == L * layer + 2 * D + (50257 + 2048) * D
@@ -98,7 +98,7 @@ def test_active_parameters_leave_out_the_experts_a_token_does_not_visit():
 
 @pytest.mark.parametrize(
     ("name", "ends", "printed", "digits"),
-    [  # ends: how many of embedding and head the model's report leaves out
+    [  # ends: how many of embedding and head the report leaves out
         ("gpt-oss-20b", 1, 3.61, 2),
         ("gpt-oss-120b", 1, 5.13, 2),
         ("qwen3-235b-a22b", 0, 22, None),
@@ -137,7 +137,7 @@ def test_the_inventory_has_as_many_numbers_as_the_course_s_gpt(config):
 @pytest.mark.parametrize("config", CUTS[:4])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_ranks_shards_add_up_to_the_model(config, tp):
-    """Cut numbers once, numbers that tp leaves whole once a tp rank, a tied head once more."""
+    """Cut weights count once, whole weights once per tp rank, and a tied head once more."""
     layout = Layout(pp=2, tp=tp)
     held = tp * sum(parameters_of_rank(config, layout, rank).total for rank in range(2))
     whole = sum(w.numel for w in _whole(config))
@@ -146,7 +146,7 @@ def test_the_ranks_shards_add_up_to_the_model(config, tp):
 
 
 def _whole(config):
-    """Weights that every tp rank holds: norms, biases of row-cut matrices, positions."""
+    """Return weights that every tp rank holds: norms, biases of row-cut matrices, positions."""
     from mini_dist.plan.calculators.parameters import layer_weights, outer_weights
 
     layers = layer_weights(config) * config.num_layers
@@ -181,7 +181,7 @@ def test_experts_that_span_tp_are_cut_by_etp_only():
 def test_kv_heads_fewer_than_tp_ranks_are_held_whole():
     config = ModelConfig(num_kv_heads=2, bias=False)
     two, eight = (parameters_of_rank(config, Layout(tp=tp)).total for tp in (2, 8))
-    kv = 2 * config.d_model * config.head_dim * config.num_layers  # one k and one v head a layer
+    kv = 2 * config.d_model * config.head_dim * config.num_layers  # one k and one v head per layer
     whole = sum(weight.numel for weight in _whole(config))
     assert eight - kv - whole == (two - kv - whole) / 4
 

@@ -1,4 +1,4 @@
-"""plan(): every layout accounted for, the best first, the reasons said; and its exports."""
+"""plan() accounts for every layout, puts the best first, gives reasons, and exports."""
 
 import json
 import math
@@ -52,7 +52,7 @@ def test_every_candidate_fits_and_the_dropped_do_not(big):
 def test_the_states_of_all_layouts_at_once_are_those_of_each_and_a_floor_of_its_peak(name, how):
     config = model(name)
     every = list(layouts(config, 128, 1024, Search((1, 4), max_tp=8, max_pp=8, max_cp=2)))
-    if FRAMEWORKS[how].own_runs:  # goes through every action of the schedule
+    if FRAMEWORKS[how].own_runs:  # it walks every action of a schedule
         every = [layout for layout in every if layout.num_chunks <= 2]
     every = every[:: len(every) // 50]
     able = []
@@ -164,10 +164,10 @@ def test_on_98304_devices_most_layouts_cost_no_waterfall_and_no_step(monkeypatch
         counted(name, getattr(planner, name))
     found = plan("deepseek-v3", "h100", 98_304, 98_304 * 4096)
     tried = len(found.candidates) + len(found.dropped)
-    # (Experts that tp shards, and whole ones that ep also spreads over tp: 15,339 layouts.)
+    # (With experts that tp shards and whole ones that ep spreads over tp: 15,339 layouts.)
     assert found.best.layout.world_size == 98_304 and tried < 12_000
-    # A waterfall only where the model states alone would fit, a time only where that fits, or
-    # nearly; and once more for the first of them.
+    # The memory is computed only if the model states alone fit, and the time only if the memory
+    # fits, or nearly; the first layouts are timed once more.
     assert calls["peak_memory"] < tried / 2
     nearly = calls["step_time"] - len(found.candidates) - Search().num_simulated
     assert 0 <= nearly < tried / 50
@@ -178,7 +178,7 @@ def test_on_98304_devices_most_layouts_cost_no_waterfall_and_no_step(monkeypatch
     [
         ("llama3-8b", "a100-80", 64),
         ("llama3-70b", "b200", 256),
-        ("gpt3-175b", "h100-hf", 512),  # a slow network, behind which recompute is free
+        ("gpt3-175b", "h100-hf", 512),  # a slow network hides recomputation
         ("mixtral-8x7b", "h100", 64),
         ("deepseek-v3", "h200", 256),
     ],
@@ -196,7 +196,7 @@ def test_the_fastest_of_each_cut_are_those_of_the_whole_search(name, machine, si
     assert [drop for drop in whole.dropped if drop in {*part.dropped}] == [*part.dropped]
     fit = {tuple(c.layout.axes.values()) for c in whole.candidates}
     where_none_fits = [d for d in whole.dropped if tuple(d.layout.axes.values()) not in fit]
-    assert {*where_none_fits} <= {*part.dropped}  # so it can be said what came nearest
+    assert {*where_none_fits} <= {*part.dropped}  # to report what came nearest
     bound = planner._lower_bound(whole.model, whole.machine, whole.how)
     assert all(bound(c.layout) <= c.time.seconds for c in whole.candidates)
     assert max(bound(c.layout) / c.time.seconds for c in whole.candidates) > 0.8
@@ -240,7 +240,7 @@ def test_experts_that_span_tp_are_tried_and_can_be_the_fastest():
     config = model("mixtral-8x7b").replace(num_layers=8)
     answer = plan(config, "h100", 8, 8 * config.seq_len, search=replace(search, max_tp=4))
     layouts = [c.layout for c in answer.candidates] + [d.layout for d in answer.dropped]
-    # Eight experts can be whole on the ranks that tp=4 and ep cut; six cannot, so tp cuts them.
+    # With tp=4, eight experts can stay whole if ep spreads them; six cannot, so tp cuts them.
     assert {(layout.ep, layout.etp) for layout in layouts if layout.tp == 4} == {(4, 1), (8, 1)}
     six = plan(config.replace(num_experts=6), "h100", 8, 8 * config.seq_len, search=search)
     of_six = [c.layout for c in six.candidates] + [d.layout for d in six.dropped]
@@ -313,7 +313,7 @@ def test_megatron_arguments_say_the_layout_and_the_model():
     assert said["--pipeline-model-parallel-size"] == "4"
     assert said["--num-layers-per-virtual-pipeline-stage"] == "4"  # 80 layers, 20 stages
     assert said["--global-batch-size"] == str(8 * 16 * 2) and said["--micro-batch-size"] == "2"
-    assert said["--hidden-dropout"] == said["--attention-dropout"] == "0.0"  # else theirs is 0.1
+    assert said["--hidden-dropout"] == said["--attention-dropout"] == "0.0"  # their default is 0.1
     assert said["--num-query-groups"] == "8" and said["--recompute-granularity"] == "full"
     for flag in (
         "sequence-parallel",
@@ -358,7 +358,7 @@ def test_deepspeed_config_multiplies_up():
 
 
 def evaluated(source: str) -> dict:
-    """torchtitan's classes as dictionaries of what they are given."""
+    """Evaluate `source` with torchtitan's classes as dictionaries of their arguments."""
     names = dict.fromkeys(("TrainingConfig", "ParallelismConfig"), dict)
     names |= {"Trainer": SimpleNamespace(Config=dict), "FullAC": SimpleNamespace(Config=dict)}
     return eval(source, names)
@@ -372,14 +372,14 @@ def test_torchtitan_config_evaluates_and_multiplies_up():
     assert parallelism["pipeline_parallel_first_stage_less_layers"] == 0
     assert parallelism["enable_sequence_parallel"] == LAYOUT.sequence_parallel
     assert titan["training"]["local_batch_size"] == 32  # the pipeline cuts it into 16 x 2
-    assert titan["activation_checkpoint"] == {}  # FullAC's, as it is by default
+    assert titan["activation_checkpoint"] == {}  # FullAC with its defaults
     ways = ("data_parallel_replicate", "data_parallel_shard", "context_parallel")
     degrees = [
         parallelism[f"{way}_degree"] for way in (*ways, "tensor_parallel", "pipeline_parallel")
     ]
     assert math.prod(degrees) == LAYOUT.world_size and parallelism["tensor_parallel_degree"] == 8
     alone = evaluated(torchtitan_config(model("llama3-8b"), Layout(dp=4, num_micro_batches=2)))
-    assert alone["activation_checkpoint"] is None  # left out, it would be SelectiveAC
+    assert alone["activation_checkpoint"] is None  # the default would be SelectiveAC
     assert alone["parallelism"]["data_parallel_replicate_degree"] == 4
 
 
@@ -410,7 +410,7 @@ def test_torchrun_starts_every_rank_once():
 def test_a_layout_s_source_evaluates_to_it():
     assert eval(layout_source(LAYOUT)) == LAYOUT
     assert layout_source(Layout()) == "Layout()"
-    assert layout_source(Layout(tp=2)) == "Layout(tp=2)"  # etp follows
+    assert layout_source(Layout(tp=2)) == "Layout(tp=2)"  # etp follows tp
     spanning = Layout(dp=2, tp=2, ep=4, etp=1, sequence_parallel=True)
     assert eval(layout_source(spanning)) == spanning
 

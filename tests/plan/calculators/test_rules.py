@@ -1,4 +1,4 @@
-"""Rules of thumb: what is judged is what the rule allows, and by the planner's own formulas."""
+"""Rules of thumb: judge only layouts that the rule allows, by the planner's own formulas."""
 
 import pytest
 
@@ -25,11 +25,11 @@ def test_a_judgement_is_of_what_the_rule_allows_and_of_what_fits(rule):
     assert 0 < found.fitting <= found.tried
     assert found.winner_seconds <= found.best_seconds <= 1.1 * found.worst_seconds
     formula = step_time(config, found.best, machine).seconds
-    assert found.best_seconds == pytest.approx(formula, rel=0.1)  # played, where it has a pipeline
+    assert found.best_seconds == pytest.approx(formula, rel=0.1)  # simulated if it has a pipeline
 
 
 def test_what_never_fits_is_said():
-    """16 bytes per parameter of 8 billion are more than 80 GB, whatever the micro-batch."""
+    """16 bytes for each of 8 billion parameters exceed 80 GB at any micro-batch size."""
     rule = Rule("DDP for everything", "nobody", "llama3-8b", 8, M, {"dp": [8], "zero": [0]})
     found = judge(rule)
     assert (found.best, found.times, found.fitting) == (None, None, 0)
@@ -37,7 +37,7 @@ def test_what_never_fits_is_said():
 
 
 def test_a_verdict_on_more_devices_than_any_run_like_it_is_an_extrapolation():
-    """The largest run with ZeRO-3 on A100s that is known here had 64."""
+    """The largest ZeRO-3 run on A100s that we know of had 64 devices."""
     allows = {"dp": [256], "zero": [3]}
     found = judge(Rule("ZeRO-3", "nobody", "llama3-8b", 256, 2 * M, allows, "a100-80"))
     assert found.best and found.extrapolated and "an extrapolation" in str(found)
@@ -52,7 +52,7 @@ def test_the_planner_s_own_choice_is_judged_the_best():
 
 
 def test_a_rule_that_beats_the_planner_s_list_becomes_the_winner():
-    """The planner does not try ZeRO-2 in a pipeline; what a rule adds is in the comparison."""
+    """Layouts that only a rule tries, such as ZeRO-2 in a pipeline, are compared as well."""
     rule = Rule("ZeRO-0 only", "nobody", "gpt2-xl", 2, M // 2, {"zero": [0], "dp": [2]})
     found = judge(rule)
     assert found.winner_seconds <= found.best_seconds
@@ -60,7 +60,7 @@ def test_a_rule_that_beats_the_planner_s_list_becomes_the_winner():
 
 
 def test_zero_2_in_a_pipeline_is_slower_than_zero_1_for_its_traffic():
-    """The Playbook's 1,024 GPUs: the same cuts with ZeRO-1."""
+    """Compare with the same cuts and ZeRO-1 on the Playbook's 1,024 GPUs."""
     (rule,) = [rule for rule in RULES if rule.allows.get("zero") == [2]]
     with_2 = judge(rule)
     with_1 = judge(rule._replace(allows={**rule.allows, "zero": [1]}))

@@ -1,4 +1,4 @@
-"""Amdahl, Gustafson, joules and dollars: by hand, and fits that find what made the times."""
+"""Amdahl, Gustafson, joules and dollars by hand; fits recover the share behind the times."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_weak_scaling_needs_the_time_of_one():
 
 
 def test_energy_and_price_by_hand():
-    """1,000 W for 500 tokens per second are 2 J; 7.2 dollars per hour for 2 tokens per second."""
+    """1,000 W at 500 tokens/s is 2 J per token; the price is 7.2 dollars/h at 2 tokens/s."""
     assert energy(500, 10, watts=80, pue=1.25)["for a token"] == pytest.approx(2.0)
     assert price(2, 2, 3.6)["for a million tokens"] == pytest.approx(1e6 * 7.2 / 3600 / 2)
     half, twice = price(100, 8, 2.0), price(200, 16, 2.0)

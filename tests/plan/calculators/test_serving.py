@@ -1,4 +1,4 @@
-"""The costs of serving: formulas against the library's own caches and published numbers."""
+"""Compare the costs of serving with the library's own caches and published numbers."""
 
 import math
 from statistics import median
@@ -48,7 +48,7 @@ def test_bytes_of_a_token_known_by_hand():
     assert kv_bytes_a_token("deepseek-v3").total == 61 * (512 + 64) * 2
 
 
-# google/gemma-3-1b-it and mistralai/Mistral-7B-v0.1, the keys of config.json that matter here.
+# The relevant config.json keys of google/gemma-3-1b-it and mistralai/Mistral-7B-v0.1.
 GEMMA = {"model_type": "gemma3_text", "num_hidden_layers": 26, "hidden_size": 1152}
 GEMMA |= {"num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256}
 GEMMA |= {"intermediate_size": 6912, "vocab_size": 262144, "max_position_embeddings": 32768}
@@ -99,7 +99,7 @@ def test_a_text_without_windows_is_its_tokens():
 
 @pytest.mark.parametrize("log", LOGS, ids=lambda log: f"{log.name} {log.gib}")
 def test_tokens_in_a_cache_are_those_of_vllms_logs(log):
-    """As near as the two digits after the point of its GiB."""
+    """They agree as closely as the two decimals of the log's GiB allow."""
     assert abs(log.predicted / log.tokens - 1) < 0.006 / log.gib
 
 
@@ -135,10 +135,10 @@ def test_prefill_is_arithmetic():
     flops = prefill_flops(LLAMA, 4096)
     norms = (2 * 32 + 1) * 4096
     matrices = 2 * 4096 * (num_parameters(LLAMA.config) - 2 * 128256 * 4096 - norms)
-    scores = 32 * 4096**2 * 32 * 2 * 128  # a product with keys, one with values; half is masked
+    scores = 32 * 4096**2 * 32 * 2 * 128  # products with keys and with values; half is masked
     assert flops.total == matrices + scores + 2 * 128256 * 4096  # logits of the last token
     assert prefill_flops(LLAMA, 4096, 3).total == 3 * flops.total
-    assert prefill_flops(Server("llama3-8b", "h100", 8), 4096) == flops  # of all together
+    assert prefill_flops(Server("llama3-8b", "h100", 8), 4096) == flops  # over all devices
     assert 1.0 < prefill_time(LLAMA, 4096).total / (flops.total / peak) < 2.2
 
 
@@ -171,7 +171,7 @@ def test_more_at_once_is_more_tokens_and_a_longer_wait():
 
 
 def test_published_throughput_and_first_tokens():
-    """Not fitted, but for one choice (see the module's head). The 70B's large errors are told."""
+    """Only one choice was fitted (see the module docstring); errors on the 70B are large."""
     of_7b = [run for run in tensorrt_llm() if run.server.config == MODELS["llama2-7b"]]
     of_70b = [run for run in tensorrt_llm() if run not in of_7b]
     speeds = [abs(run.error) for run in of_7b if not run.first_token]
@@ -179,7 +179,7 @@ def test_published_throughput_and_first_tokens():
     speeds = [run.error for run in of_70b if not run.first_token]
     assert len(speeds) == 7 and min(speeds) > 0 and max(speeds) < 1.4
     first = [run.error for run in tensorrt_llm() if run.first_token]
-    assert len(first) == 10 and -0.5 < min(first) and max(first) < 0  # the host is not counted
+    assert len(first) == 10 and -0.5 < min(first) and max(first) < 0  # host time is not counted
 
 
 def test_published_next_tokens():

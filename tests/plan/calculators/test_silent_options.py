@@ -1,4 +1,4 @@
-"""Options that another option switches off: each is refused in a sentence, or documented.
+"""An option that another option switches off is refused in a sentence, or documented.
 
 A search toggles every option of a class alone and together with each other option. If the second
 no longer changes any result of the calculators, the pair must be in DOCUMENTED with its reason.
@@ -30,7 +30,7 @@ REFUSED = "refused"
 
 
 def numbers(config, layout, how):
-    """Everything that the calculators say of a training."""
+    """Return everything that the calculators say about a training run."""
     parts = [rank_memory(config, layout, how, rank) for rank in range(layout.pp)]
     parts += [host_memory(config, layout, how), file_memory(config, layout, how)]
     parts += [traffic(config, layout, how), step_volume(config, layout, how)]
@@ -39,7 +39,7 @@ def numbers(config, layout, how):
     return lines, model_flops(config, 8)
 
 
-# ---- classes: how one is made from changes, the changes that are tried, what it comes to ---------
+# ---- classes: how to compute results from changes, and the changes that are tried ---------------
 
 SMALL = dict(d_model=512, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=64, seq_len=256)
 EXPERTS = SMALL | dict(num_experts=8, top_k=2, num_shared_experts=1)
@@ -117,7 +117,7 @@ def of_a_framework(base):
 
 
 def toggled(how):
-    """Another value for each option of a framework."""
+    """Return another value for each option of a framework."""
     found = {}
     for field in dataclasses.fields(how):
         value = getattr(how, field.name)
@@ -141,7 +141,7 @@ CLASSES = {
     "fsdp with an offload": (of_a_framework(AWAY), toggled(AWAY)),
 }
 
-# (what is set, what it switches off) -> where that is said.
+# (what is set, what it switches off), with the words that document it.
 OF_EVERY_FRAMEWORK = {
     ("flash_attention", "flash_speed"),  # "with flash_attention only"
     ("flash_attention", "flash_2"),
@@ -153,13 +153,13 @@ OF_EVERY_FRAMEWORK = {
 }
 DOCUMENTED = {
     "ModelConfig": {
-        ("bias", "norm"),  # as many numbers: LayerNorm without a bias is counted as RMSNorm
+        ("bias", "norm"),  # LayerNorm without a bias has as many numbers as RMSNorm
         ("bias", "qkv_bias"),  # "as `bias` unless given"
     },
     "ModelConfig with experts": {
         ("d_expert", "d_ffn"),  # d_ffn: "that of dense layers, and of experts where not given"
         ("d_shared", "num_shared_experts"),  # "else their number is unused"
-        ("d_ffn", "d_shared"),  # (1024 is what d_shared would be: no option is lost)
+        ("d_ffn", "d_shared"),  # (d_shared would be 1024 anyway, so no option is lost)
     },
     "ModelConfig with a latent": set(),
     "Layout": {
@@ -168,7 +168,7 @@ DOCUMENTED = {
     },
     "megatron-core": OF_EVERY_FRAMEWORK
     | {
-        ("flash_attention", "loss_bytes"),  # (the peak is at the scores then, not at the loss)
+        ("flash_attention", "loss_bytes"),  # (the peak is then at the scores, not at the loss)
         ("offload_optimizer", "shard_bytes"),  # "on the device"
     },
     "fsdp with an offload": OF_EVERY_FRAMEWORK
@@ -187,7 +187,7 @@ def come_to(make, changes):
 
 
 def switched_off(make, toggles):
-    """The pairs (set, without effect then), of options that have an effect alone."""
+    """Return the pairs (set, then without effect) of options that each have an effect alone."""
     plain = make({})
     alone = {name: come_to(make, {name: value}) for name, value in toggles.items()}
     works = [name for name, found in alone.items() if found not in (plain, REFUSED)]

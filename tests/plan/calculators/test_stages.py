@@ -1,4 +1,4 @@
-"""Every way to cut the depth: chunks that Megatron used, uneven stages, layers that recompute."""
+"""Ways to cut the depth: Megatron's chunks, uneven stages, some layers recomputed."""
 
 import pytest
 
@@ -32,9 +32,9 @@ def chunks_tried(num_layers, pp):
 
 
 def test_all_chunk_counts_that_come_out_even_are_tried():
-    assert chunks_tried(96, 8) == {1, 2, 3, 4, 6, 12}  # Narayanan et al. 2021 had 3
+    assert chunks_tried(96, 8) == {1, 2, 3, 4, 6, 12}  # Narayanan et al. 2021 used 3
     assert chunks_tried(105, 35) == {1, 3}
-    assert chunks_tried(126, 16) == {1, 2, 4, 8}  # Llama 3: 126 and embedding and head are 128
+    assert chunks_tried(126, 16) == {1, 2, 4, 8}  # Llama 3: 126 + embedding + head = 128
     assert chunks_tried(60, 4) == {1, 3, 5, 15}
 
 
@@ -44,7 +44,7 @@ def test_with_embedding_and_head_as_layers_the_first_and_last_stage_are_lighter(
 
 
 def test_stages_of_nothing_but_embedding_and_head_are_priced():
-    """Qi et al. 2023 section 6: with them a V of two chunks a rank is even."""
+    """Qi et al. 2023, section 6: counting them makes a V with two chunks per rank even."""
     config = model("llama3-8b").replace(num_layers=30)
     layout = Layout(pp=16, num_micro_batches=32, schedule="zb_v", num_chunks=2)
     for simulate in (False, True):
@@ -59,7 +59,7 @@ def test_stages_of_nothing_but_embedding_and_head_are_priced():
 
 
 def test_llama_3_405b_is_planned_near_the_way_it_was_trained():
-    """Llama 3 herd 2024, table 4: tp 8, pp 16, dp 128, 41 % MFU; and what is fast must fit."""
+    """Llama 3 herd 2024, table 4: tp 8, pp 16, dp 128, 41 % MFU. The fastest plan must fit."""
     found = plan("llama3-405b", "h100", 16384, 16 * 2**20)
     best = found.best
     assert best.layout.axes == {"pp": 16, "dp": 128, "cp": 1, "tp": 8}
@@ -69,21 +69,21 @@ def test_llama_3_405b_is_planned_near_the_way_it_was_trained():
 
 
 def test_what_nearly_fits_and_is_clearly_faster_is_named():
-    """No prediction of memory is exact to some percent, so a hard limit may throw away the best."""
+    """Memory predictions are off by some percent, so a hard limit may discard the best plan."""
     found = plan("llama3-405b", "h100", 16384, 16 * 2**20)
     limit = hardware("h100").device.memory_bytes
     assert limit < found.nearly.device_bytes <= limit / 0.95
     assert found.nearly.layout in {drop.layout for drop in found.dropped}
-    assert found.nearly.layout.recompute == "none"  # as the run was
+    assert found.nearly.layout.recompute == "none"  # like the real run
     assert 1.05 * found.nearly.time.seconds < found.best.time.seconds
     assert f"{short(found.nearly.layout)} would be" in str(found) and "it may fit" in str(found)
 
 
 def test_what_nearly_fits_and_gains_little_is_not():
     roomy = hardware("h100").replace(device={"memory_bytes": 2**40})
-    assert plan("llama3-8b", roomy, 8, 2**20).nearly is None  # all fits
+    assert plan("llama3-8b", roomy, 8, 2**20).nearly is None  # everything fits
     found = plan("gpt3-175b", "a100-80", 384, 1536 * 2048)
-    assert found.nearly is None and "it may fit" not in str(found)  # 0.4 % would be won
+    assert found.nearly is None and "it may fit" not in str(found)  # it would gain 0.4 %
 
 
 def test_some_layers_recomputed_lie_between_none_and_all():
@@ -135,7 +135,7 @@ def test_what_is_recomputed_is_said():
 
 
 def test_a_simulated_pipeline_has_each_stage_s_own_length():
-    """Qi et al. 2023 section 6: the V's last rank turns, its first holds embedding and head."""
+    """Qi et al. 2023, section 6: the V turns on its last rank; the first has embedding and head."""
     config = model("llama3-8b").replace(num_layers=30)
     layout = Layout(pp=16, num_micro_batches=32, schedule="zb_v", num_chunks=2)
     first, second, *_ = stages_of_pipeline(timed_step(config, layout, "h100", "megatron-core"))

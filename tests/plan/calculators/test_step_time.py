@@ -1,4 +1,4 @@
-"""Step times: the parts behave as the machine would, and published runs come out near."""
+"""Step times: the parts behave like the machine, and predictions are near published runs."""
 
 import math
 
@@ -36,7 +36,7 @@ A100, H100 = hardware("a100-80"), hardware("h100")
 
 
 def test_a_gemm_pays_for_a_wave_that_is_not_full():
-    """108 tiles of 128 x 256 are one wave on an A100; one more costs as much again."""
+    """108 tiles of 128 x 256 are one wave on an A100; one more tile costs a second wave."""
     full, one_more = (gemm_seconds(A100.device, 108 * 128, n, 8192) for n in (256, 257))
     assert one_more == pytest.approx(2 * full, rel=0.02)
     useful = 2 * 108 * 128 * 256 * 8192 / full
@@ -50,7 +50,7 @@ def test_a_thin_gemm_waits_for_memory():
 
 @pytest.mark.parametrize("shape", [(0, 512, 8192), (128, 0, 8192), (128, 512, 0)])
 def test_a_gemm_without_elements_is_only_launched(shape):
-    """An expert that gets no token in a step has one."""
+    """An expert that gets no token in a step runs such a GEMM."""
     assert gemm_seconds(A100.device, *shape) == KERNEL_SECONDS
 
 
@@ -58,7 +58,7 @@ def test_a_group_inside_a_node_uses_the_node_s_links_and_one_across_uses_the_por
     size = 1e9
     inside = collective_seconds(H100, "all_reduce", size, 8)
     assert inside == pytest.approx(2 * 7 / 8 * size / (0.75 * 450e9), rel=0.05)
-    alone = collective_seconds(H100, "all_reduce", size, 16, stride=8)  # one member a node
+    alone = collective_seconds(H100, "all_reduce", size, 16, stride=8)  # one member per node
     assert alone == pytest.approx(2 * 15 / 16 * size / (0.92 * 50e9), rel=0.05)
     together = collective_seconds(H100, "all_reduce", size, 16, stride=1)  # eight ports at once
     assert inside < together < alone / 4
@@ -66,8 +66,8 @@ def test_a_group_inside_a_node_uses_the_node_s_links_and_one_across_uses_the_por
 
 
 def test_an_all_to_all_between_nodes_leaves_by_each_device_s_own_port():
-    """As a ring it would share the ports of the node, and look faster than they are."""
-    size = 1e9  # of each rank, 56/64 of it for other nodes
+    """Priced as a ring, it would share the ports of the node and look faster than it is."""
+    size = 1e9  # per rank; 56/64 of it goes to other nodes
     across = collective_seconds(H100, "all_to_all", size, 64)
     assert across == pytest.approx(56 / 64 * size / (0.92 * 50e9), rel=0.05)
     assert across > 4 * collective_seconds(H100, "all_gather", size, 64)
@@ -82,7 +82,7 @@ def test_a_ring_of_keys_that_leaves_the_node_goes_at_the_pace_of_the_network():
         lines = step_time(layer, Layout(cp=cp, num_micro_batches=1), "h100").breakdown
         return lines["cp exchange"] / lines["attention"]
 
-    assert exchange(8) < 0.02  # NVLink: all behind the attention, which it slows a little
+    assert exchange(8) < 0.02  # NVLink: hidden behind attention, which it slows a little
     assert exchange(64) > 0.2
 
 
@@ -98,7 +98,7 @@ def test_experts_gradients_travel_between_ranks_that_stand_as_far_apart_as_in_th
 
 
 def test_whole_experts_on_all_tp_ranks_wait_for_ep_and_not_for_tp():
-    """Of a layer with experts tp exchanges what attention needs; ep's groups are neighbours."""
+    """In a layer with experts, tp then serves only attention, and ep groups are neighbors."""
     mixtral, machine, how = model("mixtral-8x7b"), hardware("h100"), framework("megatron-core")
     cut = Layout(dp=16, tp=4, ep=2, sequence_parallel=True)
     whole = cut.replace(ep=8, etp=1)
@@ -107,7 +107,7 @@ def test_whole_experts_on_all_tp_ranks_wait_for_ep_and_not_for_tp():
     ranks = groups["edp"][0]
     assert (size, stride) == (len(ranks), ranks[1] - ranks[0]) == (8, 8)
     assert groups["ep"][0] == list(range(8))
-    assert numel == copies(parameters_of_rank(mixtral, cut, 0), cut)[1][0]  # as many numbers
+    assert numel == copies(parameters_of_rank(mixtral, cut, 0), cut)[1][0]  # equal counts
     pieces = [LayerPiece.of(mixtral, layout, moe=True) for layout in (cut, whole)]
     a, b = (layer_time(mixtral, piece, machine, how).forward for piece in pieces)
     assert b["tp collectives"] == pytest.approx(a["tp collectives"] / 2)
@@ -139,7 +139,7 @@ def test_the_lines_add_up_and_utilisations_follow():
     run = megatron_2021()[6]
     ours = run.predicted()
     assert ours.seconds == sum(line.value for line in ours.breakdown)
-    assert ours.mfu < ours.hfu < ours.mfu * 4 / 3 + 1e-9  # full recompute: a forward more
+    assert ours.mfu < ours.hfu < ours.mfu * 4 / 3 + 1e-9  # full recompute: one more forward
     assert ours.tokens == run.layout.global_batch_size * 2048
     assert ours.low < ours.seconds < ours.high
     days = ours.training(1e12, run.layout.world_size, dollars_per_hour=2.0)
@@ -152,7 +152,7 @@ def test_the_lines_add_up_and_utilisations_follow():
 )
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 16)])
 def test_the_closed_form_of_the_bubble_is_the_simulator_s(name, chunks, p, m):
-    """Equal stages, no communication: exact."""
+    """With equal stages and no communication, the closed form is exact."""
     layout = Layout(pp=p, num_micro_batches=m, schedule=name, num_chunks=chunks)
     f, b, w = 1.0, 1.3, 0.8
     bubble, _ = bubble_seconds(layout, [f] * p, [b + w] * p, [w] * p)
@@ -172,7 +172,7 @@ def test_zero_bubble_schedules_wait_less():
 
 @pytest.mark.parametrize("rates", ZERO_BUBBLE_RATES, ids=lambda r: f"{r[0]}-m{r[2]}")
 def test_published_bubble_rates_come_from_the_simulator(rates):
-    """Qi et al. 2023 table 5 from the times of table 9: 1F1B and ZB-H1 to four decimals."""
+    """Qi et al. 2023: table 9's times give table 5, with 1F1B and ZB-H1 to four decimals."""
     _, p, m, one_f_one_b, _, zb_h1, zb_h2, *times = rates
     for name, published, within in (
         ("1f1b", one_f_one_b, 5.1e-5),
@@ -205,7 +205,7 @@ def test_simulated_and_closed_form_steps_agree_where_the_closed_form_holds():
 
 
 def test_a_long_step_is_simulated_in_part_and_means_the_same():
-    """Beyond the first 2 p micro-batches each adds the slowest stage's work."""
+    """After the first 2 p micro-batches, each one adds the slowest stage's work."""
     times = Times([1.0, 1.1, 1.0, 1.4], [1.0, 1.1, 1.0, 1.4], [0.9, 1.0, 0.9, 1.3], comm=0.05)
     long, short = (simulate(SCHEDULES["1f1b"](4, m), times).makespan for m in (40, 8))
     assert long - short == pytest.approx(32 * (1.4 + 1.4 + 1.3), rel=0.02)
@@ -243,14 +243,14 @@ def test_local_steps_divide_what_an_average_of_all_parameters_takes():
 
 
 def test_clusters_average_their_shards_and_train_like_one_of_them_alone():
-    """DiLoCo over groups that are ZeRO inside: two sites of a node of eight devices each."""
+    """DiLoCo between two sites, each a node of eight devices that runs ZeRO inside."""
     config, layout, alone = model("gpt2"), Layout(dp=16, zero=1), Layout(dp=8, zero=1)
     slow = H100.replace(network_bandwidth=1e9 / 8, network_latency=0.0)
     apart = step_time(config, layout, slow, local_steps=20, clusters=2).breakdown
     for line in step_time(config, alone, slow).breakdown:
         assert apart[line.name] == line.value, line.name
     average, numel = apart["average over dp"], num_parameters(config)
-    # 4 bytes per number of an eighth of the model, between ranks that are 8 apart
+    # Each shard sends 4 bytes per parameter of an eighth of the model, between ranks 8 apart.
     shard = collective_seconds(slow, "all_reduce", 4 * numel / 8, 2, 8, 16)
     assert average == pytest.approx(shard / 20, rel=0.02)
     whole = step_time(
@@ -258,14 +258,14 @@ def test_clusters_average_their_shards_and_train_like_one_of_them_alone():
     ).breakdown
     plain = step_time(config, Layout(dp=16), slow, local_steps=20, clusters=2).breakdown
     assert plain["average over dp"] == pytest.approx(8 * average, rel=0.02)
-    # int8 sends 1 + 4/256 bytes for 4, straight to the owner and back
+    # int8 sends 1 + 4/256 bytes instead of 4, straight to the owner and back.
     ratio = whole["average over dp"] / plain["average over dp"]
     assert ratio == pytest.approx((1 + 4 / 256) / 4, rel=0.02)
     assert 0 < whole["compressing"] < average
 
 
 def test_small_layers_wait_for_the_host():
-    """A GPT-2 cut 4 ways with short sequences: the device is done before the next launch."""
+    """For GPT-2 on tp 4 with short sequences, the device finishes before the next launch."""
     waits = step_time(model("gpt2").replace(seq_len=128), Layout(tp=4), "h100").breakdown
     assert waits["waiting for the host"] > 0.5 * waits.total
     large = step_time(model("llama3-70b"), Layout(tp=4, sequence_parallel=True), "h100").breakdown

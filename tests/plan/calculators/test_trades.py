@@ -1,4 +1,4 @@
-"""Two trades of lesson 22 by the ledger: a pipeline against ZeRO-3, ZeRO-2 inside a pipeline."""
+"""Measure two trade-offs of lesson 22: pipeline or ZeRO-3, and ZeRO-2 inside a pipeline."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from mini_dist.plan.config import Layout
 
 
 def one_step(config, layout, group):
-    """The loss of one step of `layout` on noise that all ranks know."""
+    """Return the loss of one step of `layout` on noise that is the same on all ranks."""
     import torch
 
     from mini_dist import parallelize
@@ -23,7 +23,7 @@ def one_step(config, layout, group):
 
 
 def sent(run, axis):
-    """Bytes of all ranks in the step."""
+    """Return the bytes that all ranks send along `axis` in the step."""
     phases = ("forward", "backward", "step")
     return sum(run.ledger.total_bytes(axis=axis, phase=phase) for phase in phases)
 
@@ -34,7 +34,7 @@ NUMBERS = 100  # bytes of losses and norms, which the formulas leave out
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_pipeline_sends_less_than_zero_3_up_to_the_crossing(ranks):
-    """16 sequences on either side of it, to the byte of both formulas."""
+    """Test 16 sequences below and above it; the bytes match both formulas."""
     crossing = crossing_tokens(SMALL, "course") / SMALL.seq_len  # in sequences
     bytes_, losses = {}, {}
     for sequences in (int(crossing) // 4 * 4 - 16, int(crossing) // 4 * 4 + 16):
@@ -51,11 +51,11 @@ def test_a_pipeline_sends_less_than_zero_3_up_to_the_crossing(ranks):
             bytes_[axis, sequences < crossing], losses[axis] = sent(run, axis), run.results[0]
         assert losses["dp"] == pytest.approx(losses["pp"], abs=1e-5)
     assert bytes_["pp", True] < bytes_["dp", True] and bytes_["pp", False] > bytes_["dp", False]
-    assert abs(bytes_["dp", True] - bytes_["dp", False]) < NUMBERS  # ZeRO-3 does not see tokens
+    assert abs(bytes_["dp", True] - bytes_["dp", False]) < NUMBERS  # regardless of the tokens
 
 
 def test_the_crossing_of_a_large_model_is_3_p_over_2_d_tokens():
-    """Where embedding and head are few, and gradients travel in as many bytes as activations."""
+    """It holds if embedding and head are small and gradients travel as wide as activations."""
     config = ModelConfig(num_layers=64, d_model=512, vocab_size=256)
     rough = 3 * num_parameters(config) / (2 * config.d_model)
     assert crossing_tokens(config, "course") == pytest.approx(rough, rel=0.01)
@@ -71,7 +71,7 @@ def test_zero_2_in_a_pipeline_sends_m_plus_1_halves_of_zero_1_s_bytes_and_learns
         layout = Layout(pp=2, dp=2, tp=2, sequence_parallel=True, zero=zero, num_micro_batches=m)
         run = launch(one_step, 8, (GRID, layout))
         said = [step_volume(GRID, layout, "course", pp_rank=k)["dp"] for k in range(2)]
-        formula = 4 * sum(said)  # of each stage's 2 x 2 ranks
+        formula = 4 * sum(said)  # each stage has 2 x 2 ranks
         assert formula <= sent(run, "dp") < formula + NUMBERS
         losses.append(run.results[0])
         ratio[zero] = sent(run, "dp")

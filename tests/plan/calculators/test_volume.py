@@ -1,4 +1,4 @@
-"""What each axis sends: the papers' formulas, and the collectives it is made of."""
+"""What each axis sends matches the papers' formulas and the collectives' costs."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from mini_dist.plan.config import Layout, ModelConfig
 
 CONFIG = model("llama3-8b")
 P = num_parameters(CONFIG)
-BF16 = FRAMEWORKS["megatron-core"].replace(reduce_bytes=2)  # ZeRO's own counting: 2 bytes all over
+BF16 = FRAMEWORKS["megatron-core"].replace(reduce_bytes=2)  # as ZeRO counts: 2 bytes everywhere
 
 
 OUTSIDE = 2 * 128256 * 4096 + 4096  # embedding, head and last norm: ZeRO-3 gathers them once
@@ -16,7 +16,7 @@ OUTSIDE = 2 * 128256 * 4096 + 4096  # embedding, head and last norm: ZeRO-3 gath
 
 @pytest.mark.parametrize(("zero", "elements"), [(0, 2), (1, 2), (2, 2), (3, 3)])
 def test_zero_stages_send_2_2_2_and_3_times_the_parameters(zero, elements):
-    """ZeRO section 7, with one micro-batch: stage 3 costs half as much again."""
+    """ZeRO, section 7: with one micro-batch, stage 3 sends half as much again."""
     sent = step_volume(CONFIG, Layout(dp=8, zero=zero), BF16)["dp"]
     assert sent == pytest.approx(2 * (elements * P - (zero == 3) * OUTSIDE) * 7 / 8)
 
@@ -36,8 +36,10 @@ def test_zero_2_and_3_pay_for_every_micro_batch():
 def test_tp_sends_8_b_s_h_a_layer_and_10_if_backward_gathers_again(
     sequence_parallel, keeps_gathered, passes
 ):
-    """Narayanan et al. 2021 section 2.3: 8 b s h (t - 1) / t elements per layer and micro-batch;
-    Korthikanti et al. 2022 section 4.2.2: "an extra all-gather" for each of the two regions."""
+    """Narayanan et al. 2021 section 2.3: 8 b s h (t - 1) / t elements per layer and micro-batch.
+
+    Korthikanti et al. 2022 section 4.2.2: "an extra all-gather" for each of the two regions.
+    """
     layout = Layout(tp=8, sequence_parallel=sequence_parallel, micro_batch_size=2)
     how = FRAMEWORKS["megatron-core"].replace(keeps_gathered=keeps_gathered)
     b_s_h = 2 * 8192 * 4096

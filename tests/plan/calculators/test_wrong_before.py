@@ -1,4 +1,4 @@
-"""Answers that were wrong once: bubbles, utilisations, the fullest rank, what cannot run."""
+"""Answers that were once wrong: bubbles, utilizations, the fullest rank, impossible runs."""
 
 import pytest
 
@@ -35,13 +35,13 @@ SCHEDULES = (("naive", 1), ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("inte
 @pytest.mark.parametrize("hop", [0.0, 0.3, 20.0])
 @pytest.mark.parametrize("m", [4, 15, 17, 40])
 def test_a_long_step_that_is_simulated_in_part_lasts_as_long_as_the_whole(name, chunks, hop, m):
-    """Also where a further micro-batch does not add the slowest stage's work: naive, far hops."""
+    """Even if a further micro-batch does not add the slowest stage's work: naive, far hops."""
     layout = Layout(pp=4, num_micro_batches=m, schedule=name, num_chunks=chunks)
     options = {"chunks": chunks} if name == "interleaved" else {}
     try:
         schedule = build(name, 4, m, **options)
     except ValueError:
-        return  # the next test
+        return  # the next test covers it
     works = [(1.0, 2.0, 0.9), (1.1, 2.2, 1.0), (1.0, 2.0, 0.9), (1.3, 2.5, 0.9)]
     stages = [StageTime({}, *work) for work in works]
     each = [works[rank] for rank in map(schedule.rank_of.__getitem__, range(4 * chunks))]
@@ -94,7 +94,7 @@ def test_nobody_uses_more_than_the_whole_device(name, how, recompute, size, micr
     for seq_len in (2048, 8192):
         time = step_time(LLAMA.replace(seq_len=seq_len), layout, machine, how)
         assert time.mfu <= time.hfu <= 1
-    # Where scores are most of the work, what the attention really computes of them.
+    # Here scores are most of the work, so count only those that attention really computes.
     long, flash = LLAMA.replace(seq_len=131_072), FRAMEWORKS[how].flash_attention
     computed = recompute if recompute == "full" or not flash else "none"
     flops = step_flops(long, layout.global_batch_size, computed, causal=flash).total
@@ -138,7 +138,7 @@ def test_faster_matrices_make_no_step_slower(name, chunks, m, simulate):
 @pytest.mark.parametrize("name", ["gpt2", "deepseek-v3"])
 def test_the_peak_is_that_of_the_fullest_rank(how, schedule, chunks, recompute, name):
     if name == "deepseek-v3" and FRAMEWORKS[how].own_runs:
-        return  # latent attention is none of this library's
+        return  # this library has no latent attention
     for layers in (18, 23, 33):
         config = model(name).replace(num_layers=layers, seq_len=512)
         layout = Layout(

@@ -1,4 +1,4 @@
-"""A save that ends anywhere, by a kill or a fault of the disk, costs that save and nothing else."""
+"""A save cut off anywhere, by a kill or a disk fault, costs that save and nothing else."""
 
 import os
 import shutil
@@ -16,18 +16,18 @@ from mini_dist.training.checkpoint.lock import Lock
 
 
 class Killed(BaseException):
-    """From here on nothing of the process happens any more."""
+    """From here on, the process does nothing more."""
 
 
 CHANGES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 
 
 class Disk:
-    """Counts what is done to a directory, and lets it fail from one call on, or only that call."""
+    """Count the calls that change a directory; fail one of them, or all from that one on."""
 
     def __init__(self, directory):
         self.directory, self.error, self.at = str(directory), None, None
-        sys.addaudithook(self.look)  # before each call, on every Python
+        sys.addaudithook(self.look)  # runs before each call, on every Python
 
     def look(self, event, args):
         if self.at is None or event not in CHANGES:
@@ -39,7 +39,7 @@ class Disk:
                 raise self.error(28, "No space left on device")
 
     def failing(self, at, error, do):
-        """Whether `do` came as far as the call number `at`, which then failed."""
+        """Return whether `do` reached call number `at`, which then failed."""
         self.at, self.error, self.hit = at, error, False
         try:
             do()
@@ -55,7 +55,7 @@ def store(directory, step, value, group, keep=None):
 
 
 def loaded(directory, group):
-    """(step, value) of what a training would go on with; None where it would begin."""
+    """Return the (step, value) that a training would resume from, or None if it would begin."""
     saved = find(directory, group)
     if saved is None:
         return None
@@ -78,11 +78,11 @@ SAVES = {
 
 
 def crashes(directory, name, error, group):
-    """Let the save fail at each call in turn; how often that was, and what was found then."""
+    """Make the save fail at each call in turn; return what was found after each failure."""
     before, (step, value), keep = SAVES[name]
     disk, found = Disk(directory), []
     if before:
-        warnings.simplefilter("error")  # nothing is passed over
+        warnings.simplefilter("error")  # no checkpoint may be skipped
     while True:
         shutil.rmtree(directory, ignore_errors=True)
         for saved in before:
@@ -90,7 +90,7 @@ def crashes(directory, name, error, group):
         if not disk.failing(len(found), error, lambda: store(directory, step, value, group, keep)):
             return found
         found.append(loaded(directory, group))
-        if len(found) % 4 == 0:  # another kill, in what clears up after the first
+        if len(found) % 4 == 0:  # another kill, during the cleanup after the first
             disk.failing(len(found) // 4, error, lambda: store(directory, step, 4, group, keep))
             assert loaded(directory, group) in (found[-1], (step, 4.0))
         store(directory, 20, 5, group, keep=1)
@@ -107,11 +107,11 @@ def test_killed_or_failed_at_any_call_the_old_or_the_new_state_is_there(name, er
     new = (new[0], float(new[1]))
     assert len(found) > 10 and set(found) == {old, new}
     if error is Killed:
-        assert found == sorted(found, key=[old, new].index)  # from one call on it is the new one
+        assert found == sorted(found, key=[old, new].index)  # from one call on, it is the new one
 
 
 def full_disk(directory, ballast, background, group):
-    """Fill the disk, save twice, make room: (what each save said), and what is found at the end."""
+    """Save twice, fill the disk, save twice, make room, save twice; return errors and results."""
     weight = torch.nn.Linear(100, 100)
     training = Training(weight, (), group, background=background)
     said = []
@@ -140,7 +140,7 @@ def full_disk(directory, ballast, background, group):
 
 
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="mounts a small disk")
+@pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="mounting needs root")
 def test_a_disk_that_is_full_and_has_room_again(background, tmp_path):
     mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(tmp_path)]
     if subprocess.run(mount, capture_output=True).returncode:
@@ -150,10 +150,10 @@ def test_a_disk_that_is_full_and_has_room_again(background, tmp_path):
         for said, value, names in launch(full_disk, 2, job).results:
             assert [each is None for each in said] == [True, True, False, False, True, True]
             assert all("No space left on device" in each for each in said if each)
-            assert value == 6.0  # and nothing of the two that failed is left
+            assert value == 6.0  # nothing is left of the two that failed
             assert names == ["latest", "lock", "step-00000005", "step-00000006"]
     finally:
-        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)  # a rank may end yet
+        subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)  # a rank may end later
 
 
 # --- in the background ---------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def unused_port():
 
 
 def two_trainings(directory, group):
-    """Each rank is a training of its own; rank 1 comes second."""
+    """Each rank is a separate training; rank 1 comes second."""
     import torch.distributed as dist
 
     from mini_dist.training.checkpoint import lock
@@ -264,11 +264,11 @@ def two_trainings(directory, group):
             with pytest.raises(CheckpointError) as caught:
                 use(directory)
             said.append(str(caught.value))
-        assert find(directory, alone) is None  # to look needs no lock
+        assert find(directory, alone) is None  # looking needs no lock
     barrier(group)
     if group.rank() == 0:
         training.save(directory, 1)
-        del training  # that lets go
+        del training  # releases the lock
     barrier(group)
     if group.rank() == 1:
         training.resume(directory)
@@ -285,7 +285,7 @@ def test_of_two_trainings_in_one_directory_the_second_is_told_who_is_there(tmp_p
 
 
 def second_on_all_ranks(directory, marker, group):
-    """Two ranks; only the first can see that another process has the directory."""
+    """Of two ranks, only the first can see that another process has the directory."""
     from mini_dist.training.checkpoint import lock
 
     lock.PATIENCE = 0.2
@@ -317,10 +317,10 @@ fcntl.lockf(handle, fcntl.LOCK_SH); print("held", flush=True); sys.stdin.read()
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux says who holds a lock")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux's kernel says who holds a lock")
 def test_who_only_reads_cannot_pass_for_a_training(tmp_path, monkeypatch):
     monkeypatch.setattr("mini_dist.training.checkpoint.lock.PATIENCE", 0.1)
-    Lock(tmp_path / "run").take()  # (its file names this process, which lets go of it at once)
+    Lock(tmp_path / "run").take()  # (its file names this process, which releases it at once)
     command = [sys.executable, "-c", READER, str(tmp_path / "run" / "lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as reader:
         assert reader.stdout.readline() == b"held\n"
@@ -330,7 +330,7 @@ def test_who_only_reads_cannot_pass_for_a_training(tmp_path, monkeypatch):
 
 
 def test_the_lock_is_its_owners_alone(tmp_path):
-    """Anyone who can open a file can lock it: 0600, in a folder of 0700 if the lock made it."""
+    """Anyone who can open a file can lock it, so its mode is 0600, in a new folder of mode 0700."""
     mine, shared = tmp_path / "mine", tmp_path / "shared"
     shared.mkdir(0o755)
     (shared / "lock").touch()
@@ -350,7 +350,7 @@ def test_a_lock_of_somebody_else_is_not_taken_for_none(tmp_path):
 
 
 def one_after_the_other(directory, group):
-    """Of one process all may save there, also while the others are still about."""
+    """All trainings of one process may save there, even while the others still exist."""
     model = torch.nn.Linear(1, 1)
     trainings = [Training(model, (), group) for _ in range(3)]
     for step, training in enumerate([*trainings, *trainings], 1):

@@ -1,4 +1,4 @@
-"""A fixed sample of benchmarks/checkpoint_faults.py, and that its judge can refuse."""
+"""Run a fixed sample of benchmarks/checkpoint_faults.py; check that its judge can refuse."""
 
 import json
 import random
@@ -37,7 +37,7 @@ def faults(monkeypatch):
 
 
 def careless(directory, layout, states, log, mistake, group):
-    """The cases of a reader that makes a mistake."""
+    """Run the cases with a reader that makes a mistake."""
     import _damage
     import checkpoint_faults as faults
 

@@ -20,7 +20,7 @@ SHAPES = {"w": (4, 6), "v": (12,), "cube": (2, 4, 3), "one": ()}
 
 
 def whole(scale=1):
-    """What all ranks hold together; no two numbers are equal."""
+    """Return what all ranks hold together; no two numbers are equal."""
     tensors, at = {}, 0
     for name, shape in SHAPES.items():
         numel = math.prod(shape)
@@ -30,14 +30,14 @@ def whole(scale=1):
 
 
 def part(tensor, pieces, number):
-    """Return (start, stop) of one of several even parts, the last ones perhaps empty."""
+    """Return (start, stop) of one of several even parts; the last ones may be empty."""
     each = -(-tensor.numel() // pieces)
     return min(number * each, tensor.numel()), min((number + 1) * each, tensor.numel())
 
 
 def box(name, tensor, dim, pieces, number):
     if tensor.dim() <= dim or tensor.shape[dim] % pieces:
-        return piece(name, tensor)  # not cut: alike on all ranks
+        return piece(name, tensor)  # not cut: the same on all ranks
     offset = [0] * tensor.dim()
     offset[dim] = number * tensor.shape[dim] // pieces
     return piece(name, tensor.chunk(pieces, dim)[number].clone(), tensor.shape, offset)
@@ -66,7 +66,7 @@ def ranges(tensors, rank, size):  # ZeRO
     return [a_range(piece(name, tensor), size, rank) for name, tensor in tensors.items()]
 
 
-def ranges_of_columns(tensors, rank, size):  # ZeRO over dp, of what tp 2 has cut
+def ranges_of_columns(tensors, rank, size):  # ZeRO over dp, after a cut by tp 2
     dp, tp = divmod(rank, 2) if size % 2 == 0 else (rank, 0)
     ways = 2 if size % 2 == 0 else 1
     boxes = [box(name, tensor, 1, ways, tp) for name, tensor in tensors.items()]
@@ -86,7 +86,7 @@ def store(directory, layout, step, group, scale=1, **options):
 
 
 def fetch(directory, layout, group, step=None):
-    """What is loaded, and what was found; empty pieces ask for nothing."""
+    """Return what is loaded, what was found and warnings; empty pieces ask for nothing."""
     empty = {name: torch.full(shape, -1.0) for name, shape in SHAPES.items()}
     pieces = LAYOUTS[layout](empty, group.rank(), group.size())
     with warnings.catch_warnings(record=True) as told:
@@ -99,7 +99,7 @@ def fetch(directory, layout, group, step=None):
 
 
 def loaded_step(directory, **options):
-    """The step that 2 ranks find, checked to be what was saved as that step, and what was said."""
+    """Return the step that 2 ranks find, with its values checked, and the warnings."""
     run = launch(fetch, 2, (str(directory), "ranges"), options)
     for rank, (pieces, saved, _) in enumerate(run.results):
         expected = ranges(whole(saved.step), rank, 2)
@@ -187,7 +187,7 @@ def test_pieces_that_are_not_the_whole_together_are_refused_before_a_file_is_wri
 
 
 def overlapping(directory, group):
-    """Rows 0-2 and 1-3: more than whole, as two cuts of a tied embedding may be."""
+    """Save rows 0-2 and rows 1-3, which overlap as two cuts of a tied embedding may."""
     w = torch.arange(24.0).view(4, 6)[group.rank() : group.rank() + 3].clone()
     save(directory, 0, [piece("w", w, (4, 6), (group.rank(), 0))], group)
     into = piece("w", torch.zeros(4, 6))
@@ -247,7 +247,7 @@ def test_if_one_rank_cannot_write_all_say_so_and_the_last_checkpoint_stays(tmp_p
 
 
 def with_extra(directory, group):
-    extra = {10: "ten", 9: ["nine", None, 0.1]}  # JSON has no such keys, and another order
+    extra = {10: "ten", 9: ["nine", None, 0.1]}  # JSON has no such keys and another order
     save(directory, 3, [piece("w", torch.zeros(2))], group, extra)
     found = find(directory, group).extra
     with pytest.raises(TypeError, match="not JSON serializable"):
@@ -288,7 +288,7 @@ def test_a_step_can_be_saved_again(tmp_path):
 
 @pytest.fixture
 def two(tmp_path):
-    """Checkpoints of steps 5 and 10, the newer one to be damaged."""
+    """Save checkpoints of steps 5 and 10; tests damage the newer one."""
     for step in (5, 10):
         launch(store, 2, (str(tmp_path), "ranges", step), {"scale": step})
     assert loaded_step(tmp_path) == (10, [])
@@ -350,12 +350,12 @@ def damage_a_future_format(directory):
 
 
 def damage_a_new_seal(directory):
-    """Nothing is wrong with it, but that it is not what was saved."""
+    """The manifest is valid, but it is not the one that was saved."""
     forge(newest(directory).parent, lambda manifest: manifest.update(extra={"note": "forged"}))
 
 
 def forge(folder, change):
-    """Change what the manifest says and seal it again, as if it had been saved so."""
+    """Change the manifest and seal it again, as if it had been saved that way."""
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["sha256"]
     change(manifest)
@@ -436,7 +436,7 @@ def piece_of_w(number, value):
 
 
 def outside(name):
-    """A piece in a file that is there and whole, but not in this folder."""
+    """Let a piece be in a file that exists and is whole, but is not in this folder."""
 
     def change(manifest):
         files, pieces = manifest["files"], manifest["tensors"]["w"]["pieces"]
@@ -491,7 +491,7 @@ FORGED = {
 @pytest.mark.parametrize("name", FORGED)
 def test_a_manifest_that_no_save_writes_is_refused_though_its_seal_is_right(name, two):
     change, why = FORGED[name]
-    (two / "latest").write_text("step-00000010\n")  # by hand: no seal there that would tell
+    (two / "latest").write_text("step-00000010\n")  # by hand: it has no seal to compare with
     forge(newest(two).parent, change)
     step, (sentence,) = loaded_step(two)
     assert step == 5 and re.search(why, sentence), sentence
@@ -504,7 +504,7 @@ def test_a_manifest_of_anything_else_is_refused(text, two):
 
 
 def flips(directory, sizes, group):
-    """Flip one bit here and there, one at a time; the steps that are found then."""
+    """Flip bits in many places, one at a time; return the step found after each flip."""
     found = []
     for path, size in sizes.items():
         for byte in range(0, size, size // 20):
@@ -518,7 +518,7 @@ def flips(directory, sizes, group):
 
 
 def test_every_byte_of_every_file_is_watched(two):
-    """Flip bytes of headers and of the manifest as well."""
+    """This includes the bytes of headers and of the manifest."""
     sizes = {path: path.stat().st_size for path in sorted(two.glob("step-00000010/*"))}
     (found,) = {tuple(each) for each in launch(flips, 2, (str(two), sizes)).results}
     assert len(found) >= 20 * len(sizes) and set(found) == {5}
@@ -558,12 +558,12 @@ def test_a_folder_that_no_save_has_made_stays(two):
 def test_latest_can_send_the_run_further_back(two):
     (two / "latest").write_text("step-00000005\n")
     assert loaded_step(two) == (5, [])
-    launch(store, 2, (str(two), "ranges", 7), {"scale": 7})  # and it goes on from there
+    launch(store, 2, (str(two), "ranges", 7), {"scale": 7})  # and the run goes on from there
     assert loaded_step(two) == (7, [])
     damage_truncate_of(two / "step-00000007")
     step, (sentence,) = loaded_step(two)
     assert step == 5 and "step-00000007 is refused" in sentence  # 10 was left behind
-    launch(store, 2, (str(two), "ranges", 12), {"scale": 12, "keep": 2})  # past it
+    launch(store, 2, (str(two), "ranges", 12), {"scale": 12, "keep": 2})  # past 10
     assert sorted(path.name for path in two.glob("step-*")) == ["step-00000007", "step-00000012"]
 
 
@@ -619,9 +619,9 @@ def test_a_latest_that_is_older_than_what_is_there_is_told(two):
     (two / "step-00000015").rename(two / "best")
     step, (sentence,) = loaded_step(two)
     assert step == 10 and "best is refused: it has a checkpoint, but would have to be" in sentence
-    (two / "latest").write_text("step-00000010\n")  # by hand: then it is meant so
+    (two / "latest").write_text("step-00000010\n")  # written by hand, so it is intended
     assert loaded_step(two) == (10, [])
-    shutil.copytree(two / "step-00000005", two / "first")  # and an older one is no news
+    shutil.copytree(two / "step-00000005", two / "first")  # and an older one is not reported
     (two / "latest").write_text("".join(lines[1:]))
     assert len(loaded_step(two)[1]) == 1
 
@@ -653,7 +653,7 @@ def test_a_latest_that_is_no_list_of_names_is_told(how, two):
     assert step == 10 and "latest is refused" in sentence
     if how == "directory":
         latest.rmdir()
-    launch(store, 2, (str(two), "ranges", 15), {"scale": 15, "keep": 2})  # mends it
+    launch(store, 2, (str(two), "ranges", 15), {"scale": 15, "keep": 2})  # repairs it
     assert loaded_step(two) == (15, [])
 
 

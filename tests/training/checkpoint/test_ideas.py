@@ -1,4 +1,4 @@
-"""The page of checkpoints and its engine: what one number of ranks wrote, any other reads."""
+"""Test the checkpoint page and its engine: any number of ranks reads what another wrote."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ WHOLE = {"w": torch.arange(24.0), "v": torch.arange(100.0, 107.0), "one": torch.
 
 
 def shards_of(rank, size, fill=None):
-    """Even ranges, the last ones shorter or empty."""
+    """Return a rank's even ranges; the last ones are shorter or empty."""
     shards = {}
     for name, whole in WHOLE.items():
         each = -(-whole.numel() // size)
@@ -66,7 +66,7 @@ def test_a_changed_file_is_refused(tmp_path):
 
 
 def by_both(directory, group):
-    """Write by both; then read the engine's checkpoint, whole on each rank, by the engine."""
+    """Write with both; then read the engine's checkpoint with the engine, whole on each rank."""
     shards = shards_of(group.rank(), group.size())
     ideas.save(shards, 3, directory / "page", group)
     pieces = [

@@ -1,4 +1,4 @@
-"""Any part of a tensor is a few blocks, and two parts share what their blocks share."""
+"""Any part of a tensor is a few blocks, and two parts overlap where their blocks overlap."""
 
 import itertools
 import math
@@ -30,7 +30,7 @@ def test_blocks_of_the_docstring():
 
 
 def random_place(shape, draw):
-    """Any box of it, any range of that."""
+    """Draw a box of the tensor and a range of the box."""
     box = [sorted(draw.choices(range(n + 1), k=2)) for n in shape]
     offset, size = [a for a, _ in box], [b - a for a, b in box]
     start, stop = sorted(draw.choices(range(math.prod(size) + 1), k=2))

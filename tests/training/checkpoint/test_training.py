@@ -1,4 +1,4 @@
-"""A training that was stopped goes on as if it had not been, on whatever ranks."""
+"""A stopped training resumes as if it had never stopped, on any ranks."""
 
 import os
 import random
@@ -35,7 +35,7 @@ def sgd(parameters):
 
 
 def make(strategy, group, config=CONFIG, dtype=torch.float64, optimizer=adamw):
-    """(model, optimizer, dp group, loss function) of strategies joined by a "*"."""
+    """Return (model, optimizer, dp group, loss function) of strategies joined by a "*"."""
     gpt = GPT(config, seed=0, dtype=dtype)
     loss = token_loss
     if strategy.startswith("tp*"):
@@ -51,7 +51,7 @@ def make(strategy, group, config=CONFIG, dtype=torch.float64, optimizer=adamw):
 
 
 def train(directory, strategy, until, group, every=None, kill=None, background=False, **how):
-    """Losses of the steps that were run, by number; saves at the end, and each `every` steps."""
+    """Return losses by step number; save every `every` steps and at the end."""
     model, optimizer, dp, loss_of = make(strategy, group, **how)
     training = Training(model, optimizer, group, background=background)
     saved = training.resume(directory)
@@ -80,18 +80,18 @@ def train(directory, strategy, until, group, every=None, kill=None, background=F
 
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory):
-    """One process, never stopped."""
+    """The losses of one process that is never stopped."""
     run = launch(train, 1, (str(tmp_path_factory.mktemp("oracle")), "dp", 6))
     return run.results[0]
 
 
 def resumed(tmp_path, before, after, oracle):
-    """Three steps so, three more so; the losses of the last three."""
+    """Train three steps in `before`, three more in `after`; return the last three losses."""
     launch(train, before[1], (str(tmp_path), before[0], 3))
     losses = launch(train, after[1], (str(tmp_path), after[0], 6)).results[0]
     assert sorted(losses) == [3, 4, 5]
     for number, loss in losses.items():
-        # float64: rounding where the ranks add gradients up in another order, nothing else
+        # In float64, only rounding differs, because the ranks add gradients in another order.
         assert loss == pytest.approx(oracle[number], rel=1e-12)
     return losses
 
@@ -162,7 +162,7 @@ def train_grid(directory, config, layout, until, group):
     ids=["dense", "dense back", "experts", "experts back", "experts that span tp"],
 )
 def test_all_axes_can_be_exchanged_for_others(config, before, after, tmp_path):
-    """Tied embedding on two stages, one kv head on two ranks, experts, each of them saved once."""
+    """A tied embedding on two stages, one kv head on two ranks and experts are each saved once."""
     alone, before, after = GRIDS["one process"], GRIDS[before], GRIDS[after]
     expected, names = launch(train_grid, 1, (str(tmp_path / "one"), config, alone, 6)).results[0]
     here = str(tmp_path / "grid")
@@ -182,7 +182,7 @@ DROPOUT = {"config": CONFIG.replace(dropout=0.2), "dtype": torch.float32}
 @pytest.mark.parametrize("strategy", ["dp", "zero1", "zero3"])
 @pytest.mark.parametrize("optimizer", [adamw, sgd])
 def test_resumed_on_the_same_ranks_losses_are_the_same_bit_by_bit(strategy, optimizer, tmp_path):
-    """In float32 and with dropout: parameters, states and generators are all as they were."""
+    """In float32 with dropout, parameters, states and generators are all restored exactly."""
     how = {**DROPOUT, "optimizer": optimizer}
     whole = launch(train, 2, (str(tmp_path / "whole"), strategy, 6), how).results
     launch(train, 2, (str(tmp_path / "parts"), strategy, 3), how)
@@ -192,7 +192,7 @@ def test_resumed_on_the_same_ranks_losses_are_the_same_bit_by_bit(strategy, opti
 
 
 def train_without(what, directory, group):
-    """As `train` resumes, with one thing left out: the control."""
+    """The control: resume as `train` does, but leave one thing out."""
     resume = Training.resume
 
     def forgetful(self, directory, step=None):
@@ -226,10 +226,10 @@ def pytest_generate_tests(metafunc):
 
 
 def test_a_killed_rank_costs_time_and_nothing_else(kill_number, tmp_path):
-    """Any rank, at any step, also while the last checkpoint is being written."""
+    """Kill any rank at any step, even while the last checkpoint is being written."""
     draw = random.Random(kill_number)
     strategy, ranks, steps = draw.choice(["dp", "zero1", "zero2", "zero3"]), 3, 10
-    kill = draw.randrange(4, steps), draw.randrange(ranks)  # (2 is on the disk when 4 is begun)
+    kill = draw.randrange(4, steps), draw.randrange(ranks)  # (step 2 is on disk when 4 begins)
     how = {**DROPOUT, "every": 2, "background": True}
     whole = launch(train, ranks, (str(tmp_path / "whole"), strategy, steps), how).results
     here = str(tmp_path / "killed")
@@ -237,7 +237,7 @@ def test_a_killed_rank_costs_time_and_nothing_else(kill_number, tmp_path):
         launch(train, ranks, (here, strategy, steps), {**how, "kill": kill})
     parts = launch(train, ranks, (here, strategy, steps), how, seed=99).results
     first, begun = min(parts[0]), kill[0] // 2 * 2
-    assert first in (begun - 2, begun)  # the one before, if the last was not yet on the disk
+    assert first in (begun - 2, begun)  # the previous one if the last was not yet on the disk
     for rank in range(ranks):
         assert parts[rank] == {number: whole[rank][number] for number in range(first, steps)}
 
@@ -286,7 +286,7 @@ def foreign_parameters(group):
 
 
 def counts_differ(directory, group):
-    """One process steps only what has a gradient; in a ZeRO unit all are stepped together."""
+    """One process steps only parameters with a gradient; a ZeRO unit steps all together."""
     model = torch.nn.Linear(2, 2)
     optimizer = adamw(model.parameters())
     for trained in (model.weight, model.bias), (model.weight,):
@@ -379,7 +379,7 @@ def draws(directory, group):
     def draw():
         return torch.rand(3).tolist(), np.random.randn(3).tolist(), random.gauss(0, 1)
 
-    draw()  # gauss and randn keep one number back
+    draw()  # gauss and randn store a second number
     training = Training(torch.nn.Linear(1, 1), (), group)
     training.save(directory, 1)
     expected = draw()
@@ -395,7 +395,7 @@ def test_every_rank_goes_on_with_its_own_random_numbers(tmp_path):
 
 
 def slow_save(directory, group):
-    """Save in the background, change everything at once, and save again before it is written."""
+    """Save in the background, change everything right away, save again before it is written."""
     import time
 
     import mini_dist.training.checkpoint.files as files
@@ -448,7 +448,7 @@ LARGER = CONFIG.replace(d_model=128, d_ffn=512, num_heads=4)
 
 
 def both_save(ours, theirs, group):
-    """The same training by Training and by torch.distributed.checkpoint; what each gives back."""
+    """Save and load with Training and with torch.distributed.checkpoint; return what each loads."""
     import warnings
 
     import torch.distributed.checkpoint as dcp
