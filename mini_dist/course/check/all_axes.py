@@ -134,7 +134,7 @@ class Job:
 
 
 JOBS = [
-    Layout(dp=2, cp=2, micro_batch_size=4),
+    Layout(dp=2, cp=2, micro_batch_size=2, num_micro_batches=2),
     Layout(pp=2, cp=2, tp=2, sequence_parallel=True, micro_batch_size=4, num_micro_batches=2),
     Layout(pp=2, tp=2, micro_batch_size=4, num_micro_batches=2),
     Layout(pp=2, micro_batch_size=4, num_micro_batches=2),
