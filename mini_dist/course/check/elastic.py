@@ -278,6 +278,7 @@ def patience(silences, allowed):
             *((1, Devices(7, each)) for each in ((3.0, 2.0, 2.5, 10.0), (1.0, 1.0, 1.0), (3.0,))),
             (1, Devices(1, (4.0, 2.0, 4.0))),
             (1, Devices(3, (0.0001, 0.0002))),
+            (1, Devices(4, (1.0, 5.0, 5.0))),
         ],
         Shared,
         hints=[

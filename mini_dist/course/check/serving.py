@@ -454,6 +454,7 @@ MISTRAL = (  # its window limits attention; the cache here saves all tokens
     *llama(4096, 32, 32, 14336, num_key_value_heads=8),
     *dict(model_type="mistral", sliding_window=4096, max_position_embeddings=32768).items(),
 )
+NEMO = llama(5120, 40, 32, 14336, num_key_value_heads=8, head_dim=128)  # 32 heads: 4,096, not 5,120
 GPT_2 = tuple(
     dict(
         model_type="gpt2", vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12
@@ -468,6 +469,7 @@ REAL = [
     (1, Real("Mistral 7B", MISTRAL, 40_000, 2, 1, 2 * 32 * 8 * 128)),
     (1, Real("Llama 3 70B", LLAMA_70B, 4096, 1, 4, 2 * 80 * 2 * 128)),
     (1, Real("Llama 3 70B", LLAMA_70B, 100, 2, 16, 2 * 80 * 1 * 128)),
+    (1, Real("Mistral Nemo", NEMO, 1000, 2, 1, 2 * 40 * 8 * 128)),
     (1, Real("GPT-2 medium", GPT_2_MEDIUM, 1000, 4, 3, 2 * 24 * 5 * 64)),
 ]
 

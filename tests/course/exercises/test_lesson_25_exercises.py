@@ -269,9 +269,10 @@ def gathers_all_states(state, step, dead, group):
 @right_group
 def with_the_step_in_front_of_the_state(state, step, dead, group):
     there = living(dead, group)
-    root = int(all_gather(torch.tensor([step]), there).argmax())
+    steps = all_gather(torch.tensor([step]), there)
+    root = int(steps.argmax())
     packed = broadcast(torch.cat([torch.tensor([step], dtype=state.dtype), state]), root, there)
-    return there, packed[1:], int(packed[0])
+    return there, packed[1:], int(steps[root])  # In float32, 2**24 + 1 would be 2**24.
 
 
 @right_group
