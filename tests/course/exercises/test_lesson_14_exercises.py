@@ -251,6 +251,7 @@ right_dispatch = Right("dispatch")
 
 @right_dispatch
 def by_the_backend(x, counts, group):
+    counts = counts.contiguous()
     theirs = torch.empty_like(counts)
     dist.all_to_all_single(theirs, counts, group=group)
     theirs = theirs.view(group.size(), -1)
