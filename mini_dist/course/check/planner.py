@@ -204,7 +204,7 @@ class OwnLayout(Exercise):
     """Accepts a Layout from an earlier cell unless it is one of the planner's objects."""
 
     def made_before(self, fn):
-        plans = [each for each in fn.__globals__.values() if isinstance(each, Plan)]
+        plans = [each for each in getattr(fn, "__globals__", {}).values() if isinstance(each, Plan)]
         planned = {id(candidate.layout) for each in plans for candidate in each.candidates}
         name = made_before(fn, (Candidate, Plan)) or made_before(
             fn, (Layout,), counts=lambda layout: id(layout) in planned
