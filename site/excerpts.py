@@ -14,7 +14,8 @@ def write_text(app, doctree, docname):
     path = Path(app.outdir) / "_static/texts" / f"{docname}.js"
     path.parent.mkdir(parents=True, exist_ok=True)
     text = " ".join(doctree.astext().split())
-    path.write_text(f"textIs({json.dumps(docname)}, {json.dumps(text, ensure_ascii=False)});\n")
+    call = f"textIs({json.dumps(docname)}, {json.dumps(text, ensure_ascii=False)});\n"
+    path.write_text(call, encoding="utf-8")
 
 
 def load_script(app, pagename, templatename, context, doctree):

@@ -75,7 +75,7 @@ KEPT = {"mini_dist", "pytest"}
 def main(rank: int, size: int, device: str, directory: str, control: int, output: int) -> None:
     pid = os.getpid()
     parent = socket.socket(fileno=control)
-    streams, result, members, last = [], [], None, next(reversed(sys.modules))
+    streams, result, members, num_loaded = [], [], None, len(sys.modules)
     try:
         streams = redirect_output(output)
         # A rank that waits in C++ runs no Python; on this signal, and when native code aborts, its
@@ -108,10 +108,14 @@ def main(rank: int, size: int, device: str, directory: str, control: int, output
     for stream in (*streams, sys.stdout, sys.stderr):
         with contextlib.suppress(BaseException):  # the job may have put anything in its place
             stream.flush()
-    # From the end: to look at what the zygote has loaded would copy the pages that it is in.
-    imported = [*itertools.takewhile(lambda name: name != last, reversed(sys.modules))]
+    # The new modules are the last ones. Looking at those that the zygote loaded would copy their
+    # pages. (Python code between two names would let a thread of the job change the dict.)
+    num_new = max(0, len(sys.modules) - num_loaded)
+    names = [*itertools.islice(reversed(sys.modules), num_new)]
     report.imported = {
-        name: sys.modules[name].__file__ for name in imported if name.partition(".")[0] in KEPT
+        name: sys.modules[name].__file__
+        for name in names
+        if name.partition(".")[0] in KEPT and name in sys.modules
     }
     with contextlib.suppress(OSError):
         with members.speaking if members else contextlib.nullcontext():

@@ -1,7 +1,8 @@
 // Under each result of a search, an excerpt around the words: see site/excerpts.py.
 
 const BEFORE = 60, LONGEST = 240; // characters
-const waiting = {}; // of each page whose text is being loaded: the results that want it
+const texts = {}; // of each page: a promise of its text, as one page may be found several times
+const arrived = {}; // what fulfills it
 
 document.addEventListener("DOMContentLoaded", () => {
   const results = document.getElementById("search-results");
@@ -14,20 +15,26 @@ document.addEventListener("DOMContentLoaded", () => {
 function request(result) {
   const root = document.documentElement.dataset.content_root;
   const page = result.querySelector("a").getAttribute("href").split(".html")[0];
-  if (page in waiting) return waiting[page].push(result);
-  waiting[page] = [result];
-  const script = document.createElement("script");
-  script.src = `${root}_static/texts/${page}.js`;
-  document.head.append(script);
+  texts[page] ??= new Promise((resolve) => {
+    arrived[page] = resolve;
+    const script = document.createElement("script");
+    script.src = `${root}_static/texts/${page}.js`;
+    document.head.append(script);
+  });
+  texts[page].then((text) => show(result, text));
 }
 
 // Each text is a call of this function.
 function textIs(page, text) {
+  arrived[page](text);
+}
+
+function show(result, text) {
   const query = new URLSearchParams(location.search).get("q").trim().toLowerCase();
   const stemmer = new Stemmer();
   const words = splitQuery(query).map((word) => stemmer.stemWord(word.toLowerCase()));
   const found = excerpt(text, [query, ...words]);
-  for (const result of waiting[page]) if (found) result.append(paragraph(...found));
+  if (found) result.append(paragraph(...found));
 }
 
 // The text around the place with the most of these words: [before, the word, after].

@@ -536,7 +536,7 @@ def test_no_function_is_left_out():
 
 
 def test_an_own_program_without_a_launch(tmp_path):
-    """Use torch.distributed's own init and its default group, as the bug's two finders did."""
+    """Use torch.distributed's own init and its default group."""
     program = """
 import sys
 import torch, torch.distributed as dist

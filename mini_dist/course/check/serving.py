@@ -231,7 +231,8 @@ class Day:
     made: int = 0  # situations at random instead, with any number of a text's blocks missing
 
     def __str__(self) -> str:
-        return f"{self.num_blocks} blocks of {self.block_size}"
+        special = ", situations at random" * bool(self.made)
+        return f"{self.num_blocks} blocks of {self.block_size}{special}"
 
     def make(self, rng: random.Random) -> Situation:
         texts, running = [], rng.randint(0, 4)
@@ -454,7 +455,7 @@ MISTRAL = (  # its window limits attention; the cache here saves all tokens
     *llama(4096, 32, 32, 14336, num_key_value_heads=8),
     *dict(model_type="mistral", sliding_window=4096, max_position_embeddings=32768).items(),
 )
-NEMO = llama(5120, 40, 32, 14336, num_key_value_heads=8, head_dim=128)  # 32 heads: 4,096, not 5,120
+NEMO = llama(5120, 40, 32, 14336, num_key_value_heads=8, head_dim=128)  # not 5,120 / 32
 GPT_2 = tuple(
     dict(
         model_type="gpt2", vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12
