@@ -28,6 +28,7 @@ ONLY ?=
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+TEST_INSTALLED := $(VENV)/.installed-test
 SITE_INSTALLED := $(VENV)/.installed-site
 
 .PHONY: lab update test test-all notebooks zh site site-tools workshop check everywhere frameworks torchtitan
@@ -50,7 +51,7 @@ APART := -n 2 --dist loadfile --no-loadscope-reorder
 SAMPLE := --sample
 PART ?= library notebooks
 LIBRARY := $(if $(filter library,$(PART)),tests,$(patsubst %,tests/%,$(filter-out notebooks,$(PART))))
-test: $(INSTALLED)
+test: $(TEST_INSTALLED)
 	@$(BIN)/python -m compileall -q mini_dist tests  # Or each rank does it anew where Python may not.
 	@status=0; \
 	if [ -n "$(LIBRARY)" ]; then \
@@ -71,10 +72,10 @@ test-all: test
 # (The cells of the Chinese notebooks are those of the English ones: tests/course/test_zh.py.)
 NBVAL := --nbval-lax --nbval-current-env --nbval-cell-timeout=90 --ignore=notebooks/zh
 
-notebooks: $(INSTALLED)
+notebooks: $(TEST_INSTALLED)
 	$(BIN)/python tools/build_notebooks.py
 
-zh: $(INSTALLED)
+zh: $(TEST_INSTALLED)
 	$(BIN)/python tools/zh.py
 
 # Nothing is executed: pages show the outputs that notebooks/ keep. Warnings end the build.
@@ -88,7 +89,7 @@ workshop: site-tools
 
 site-tools: $(SITE_INSTALLED) site/node_modules/.package-lock.json
 
-$(SITE_INSTALLED): $(INSTALLED)
+$(SITE_INSTALLED): $(TEST_INSTALLED)
 	$(BIN)/pip install -c constraints.txt -e '.[lab,test,site]'
 	@touch $@
 
@@ -97,12 +98,12 @@ site/node_modules/.package-lock.json: site/package.json site/package-lock.json
 	npm ci --prefix site --no-audit --no-fund
 	@touch $@
 
-check: $(INSTALLED)
+check: $(TEST_INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
-everywhere: $(INSTALLED)
+everywhere: $(TEST_INSTALLED)
 	$(BIN)/python tools/everywhere.py $(ONLY)
 
 # An environment of their own: 3 GB that the course does without. These tests are skipped in
@@ -137,5 +138,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo "This Python cannot make virtual environments. On Debian and Ubuntu: sudo apt install python3-venv"; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(if $(TORCH),$(BIN)/pip install --no-deps -c constraints.txt --index-url https://download.pytorch.org/whl/$(TORCH) torch)
+	$(BIN)/pip install -c constraints.txt -e '.[lab]'
+	@touch $@
+
+$(TEST_INSTALLED): $(INSTALLED)
 	$(BIN)/pip install -c constraints.txt -e '.[lab,test]'
 	@touch $@

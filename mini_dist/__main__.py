@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import os
 import runpy
 import sys
 
@@ -31,6 +32,10 @@ COMMANDS = {  # the module that each runs, as `python -m` would
     "certificate": "mini_dist.course.grade.certificate",
 }
 FIRST_LESSON = "/lab/tree/work/00_start_here.ipynb"
+AS_ROOT = (
+    "You are root, and then JupyterLab wants to be asked: mini-dist lab --allow-root, or "
+    "make lab LAB_ARGS=--allow-root. (On a machine that others use, be another user.)"
+)
 
 
 def main() -> None:
@@ -50,6 +55,8 @@ def main() -> None:
     else:
         if command == "lab":
             arguments = [*open_first_lesson(), *arguments]
+            if hasattr(os, "geteuid") and os.geteuid() == 0 and "--allow-root" not in arguments:
+                sys.exit(AS_ROOT)
         sys.argv = [f"mini-dist {command}", *arguments]
         runpy.run_module(COMMANDS[command], run_name="__main__", alter_sys=True)
 
@@ -66,7 +73,8 @@ def open_first_lesson() -> list[str]:
         sys.exit("JupyterLab is not installed in this environment: pip install jupyterlab")
     if status := working_copy.main(["--once"]):
         sys.exit(status)
-    return [f"--LabApp.default_url={FIRST_LESSON}"]
+    quiet = "--LabApp.news_url=None"  # no dialog about news over the first cell
+    return [f"--LabApp.default_url={FIRST_LESSON}", quiet]
 
 
 if __name__ == "__main__":

@@ -110,9 +110,13 @@ def relink(markdown, lesson, root):
     return re.sub(r"\]\(([\w./-]+)\.md((?:#[^)]*)?)\)", to_notebook, markdown)
 
 
+FIRST = "00_start_here"
+IN_CHINESE = f"[中文](zh/{FIRST}.ipynb)"  # below the first lesson's title
+
+
 def front_door(lesson):
     """What the first lesson's notebook begins with, for people who open it on Colab or Kaggle."""
-    if not REPOSITORY or lesson.stem != "00_start_here":
+    if not REPOSITORY or lesson.stem != FIRST:
         return []
     badge = nbformat.v4.new_markdown_cell(BADGE.format(repository=REPOSITORY))
     return [badge, nbformat.v4.new_code_cell(INSTALL.format(repository=REPOSITORY))]
@@ -128,6 +132,9 @@ def convert(lesson, root):
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
             cell.source = relink(cell.source, lesson, root)
+    if lesson.stem == FIRST:
+        top = notebook.cells[0]
+        top.source = top.source.replace("\n", f"\n\n{IN_CHINESE}\n", 1)
     notebook.cells[:0] = front_door(lesson)
     if links:
         notebook.cells.append(nbformat.v4.new_markdown_cell(f"---\n{links}"))

@@ -23,6 +23,7 @@ import re
 import sys
 import textwrap
 import threading
+import time
 from contextlib import contextmanager
 from fractions import Fraction
 from numbers import Real
@@ -223,8 +224,11 @@ def _shell():
 _guesses = {}  # the learner's guesses, by name, as long as the kernel lives
 
 
-def predict(name, value=None):
-    """Store the learner's guess as `name` until `reveal(name, ...)`; None means no guess yet."""
+def predict(name, value=None, *more):
+    """Store the learner's guess as `name` until `reveal(name, ...)`; None means no guess yet.
+    Raises TypeError for several values, as in predict(name, 2,5)."""
+    if more:
+        raise TypeError(f"give one guess, with a decimal point: {value}.{more[0]}, say")
     _guesses[name] = value
     if value is not None:
         learner.note(guess=(str(name), value))
@@ -354,7 +358,28 @@ def bar(items, unit="it"):
     from tqdm import tqdm
 
     CLOCK.end()
-    return tqdm(items, unit=unit, leave=False, disable=not learner.open_notebook())
+    disable = not learner.open_notebook()
+    return tqdm(items, unit=unit, leave=False, disable=disable, file=None if disable else Line())
+
+
+class Line:
+    """A file whose newest line stands below the cell, in an output of its own that becomes empty at
+    the end. (A line that is erased on stderr leaves a red band.)"""
+
+    def __init__(self):
+        self.shown = None
+
+    def write(self, text):
+        from IPython.display import display
+
+        line = {"text/plain": text.replace("\r", "").strip()}
+        if self.shown is not None:
+            self.shown.update(line, raw=True)
+        elif line["text/plain"]:
+            self.shown = display(line, raw=True, display_id=True)
+
+    def flush(self):
+        """Do nothing: each line is shown at once."""
 
 
 class Clock:
@@ -377,15 +402,11 @@ class Clock:
             self.thread.join()
 
     def show(self, done):
-        if done.wait(self.PATIENCE):
-            return
-        from tqdm import tqdm
-
-        form = "{desc} for {elapsed}"
-        running = said("This cell has been running")
-        with tqdm(desc=running, bar_format=form, leave=False) as shown:
-            while not done.wait(1):
-                shown.refresh()
+        began, line, wait = time.monotonic(), Line(), self.PATIENCE
+        while not done.wait(wait):
+            seconds, wait = int(time.monotonic() - began), 1
+            line.write(said(f"This cell has been running for {seconds} s."))
+        line.write("")
 
 
 CLOCK = Clock()

@@ -16,6 +16,10 @@ tells which of three cases holds:
 A notebook counts as changed if its cells differ, in their text, number or order. Outputs do not
 count, so a notebook that was only run takes the new version.
 
+In the copy, no cell counts as run, and what a `reveal` printed is left out, because it would answer
+the question above it. The metadata says about Python what the kernel will say, or JupyterLab would
+call every notebook changed as soon as it is open.
+
 Notebooks link to `../docs/` and show figures of `../lessons/figures/`. A checkout has both there.
 Elsewhere both are put beside the working copy, by the same three cases.
 """
@@ -24,13 +28,16 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -40,6 +47,7 @@ NOTEBOOKS = COURSE / "notebooks"
 WORK = Path("work")
 MANIFEST = ".shipped.json"
 LINKED = ("docs", "lessons/figures")  # folders of the course to which notebooks link
+REVEALS = re.compile(r"^\s*reveal\(", re.MULTILINE)
 NEW = "-new"  # after the stem of a new version, next to a notebook that the learner has changed
 
 
@@ -90,6 +98,34 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
+def to_open(content: bytes) -> bytes:
+    """Return a notebook as a learner opens it first; any other file as it is."""
+    try:
+        notebook = json.loads(content)
+        cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    except (ValueError, KeyError, TypeError):
+        return content
+    for cell in cells:
+        cell["execution_count"] = None
+        if REVEALS.search("".join(cell["source"])):
+            cell["outputs"] = []
+        for output in cell["outputs"]:
+            if "execution_count" in output:
+                output["execution_count"] = None
+    notebook["metadata"]["language_info"] = kernels_language()
+    return (json.dumps(notebook, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+@cache
+def kernels_language() -> dict:
+    """Return what a kernel of this Python says about its language, and JupyterLab writes down."""
+    if importlib.util.find_spec("ipykernel") is None:
+        return {"name": "python"}
+    from ipykernel.ipkernel import IPythonKernel
+
+    return dict(IPythonKernel.language_info)
+
+
 # ---- the working copy ----------------------------------------------------------------------------
 
 
@@ -138,7 +174,7 @@ def update(shipped: Path, work: Path, committed: dict[str, bytes] | None = None)
         new, mine = (shipped / name).read_bytes(), work / name
         original = digest((committed or {}).get(name, new))
         if not mine.exists():
-            write(mine, new)
+            write(mine, to_open(new))
             done.added.append(name)
         elif digest(new) != original:  # somebody changed the shipped notebook
             done.left.append(name)
@@ -146,7 +182,7 @@ def update(shipped: Path, work: Path, committed: dict[str, bytes] | None = None)
         elif known.get(name) != original:
             current = digest(mine.read_bytes())
             if current == known.get(name):
-                write(mine, new)
+                write(mine, to_open(new))
                 done.taken.append(name)
             elif current != original:
                 done.kept[name] = put_beside(work, name, new, known)
@@ -178,7 +214,7 @@ def put_beside(work: Path, name: str, content: bytes, known: dict[str, str]) -> 
         beside = path.with_stem(f"{path.stem}{NEW}{number if number > 1 else ''}").as_posix()
         there = work / beside
         if not there.exists() or digest(there.read_bytes()) in (known.get(beside), digest(content)):
-            write(there, content)
+            write(there, to_open(content))
             known[beside] = digest(content)
             return beside
         number += 1

@@ -81,7 +81,8 @@ def check_call(fn, args, kwargs) -> None:
     except TypeError as error:
         given = ", ".join([*(f"args[{i}]" for i in range(len(args))), "group"])
         name = getattr(fn, "__name__", "fn")
+        more = f"Give the others as launch({name}, ..., args=(...)). " * ("missing" in str(error))
         raise TypeError(
             f"{name}{signature} cannot take what launch passes to it, {name}({given}): {error}. "
-            "The process group is the last positional argument."
+            f"{more}The process group is the last positional argument."
         ) from None

@@ -84,7 +84,7 @@ def explain(outcome: str, world: World, timeout: float) -> RankError:
         lines = [f"rank {culprit} of {world.size} {describe_status(died[culprit])}"]
         lines += hosts_that_are_gone(world, died)
         lines += words_of_the_system(world.ranks[culprit].text())
-        lines += scene.tell([culprit, *scene.waiting])
+        lines += scene.tell([culprit, *sorted([*scene.waiting, *({*raised} - {*genuine})])])
     elif raised:
         culprit = min(genuine or raised)
         lines = describe_exception(culprit, world.size, raised[culprit])
@@ -171,7 +171,8 @@ class Scene:
             last = {entry.channel: entry.k for entry in counted}
             return f"has returned, after {plural(sum(last.values()), 'collective')}"
         if rank.report:
-            return f"raised {rank.report.error.type}"
+            error = rank.report.error
+            return "has lost a connection" if error.is_connection else f"raised {error.type}"
         if rank.gone:
             return "is gone"
         if rank.pid is None:

@@ -274,41 +274,47 @@ import time
 from mini_dist.course import lesson
 from mini_dist.course.lesson import bar
 lesson.Clock.PATIENCE = 0.2
+lines, write = [], lesson.Line.write
+
+def noting(line, text):
+    lines.append(text)
+    write(line, text)
+
+lesson.Line.write = noting
 """
-SLEEPS = "time.sleep(1.5)\nprint('done')"
-GOES_ON = "for n in bar(range(3)):\n    time.sleep(0.4)\nprint('done')"
+SLEEPS = "lines.clear()\ntime.sleep(1.5)\nprint('done')"
+GOES_ON = "lines.clear()\nfor n in bar(range(3)):\n    time.sleep(0.4)\nprint('done')"
+QUICK = "print('done')"
+LINES = "print(lines)"
 
 
 def outputs_of(environment, *cells):
-    """Run the cells in a new kernel; return {stream: text} for each cell."""
+    """Run the cells in a new kernel; return the texts of each cell's outputs."""
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells])
     client = NotebookClient(notebook, timeout=60, store_widget_state=False)
     kept = {k: v for k, v in os.environ.items() if k not in learner.AUTOMATIC}
     client.execute(env=kept | environment, cleanup_kc=True)
     return [
-        {
-            kind: "".join(o.text for o in cell.outputs if o.name == kind)
-            for kind in {o.name for o in cell.outputs}
-        }
+        [o.text if o.output_type == "stream" else o.data["text/plain"] for o in cell.outputs]
         for cell in notebook.cells
     ]
 
 
 def test_a_long_cell_shows_its_time_and_a_long_loop_a_bar_to_a_person():
-    _, slept, went_on, quick = outputs_of(
-        {"JPY_SESSION_NAME": "/course/work/07_zero.ipynb"}, LONG, SLEEPS, GOES_ON, "print('done')"
+    """Each in an output of its own, which is empty when the cell is done."""
+    _, slept, clock, went_on, bars, quick = outputs_of(
+        {"JPY_SESSION_NAME": "/course/work/07_zero.ipynb"},
+        *(LONG, SLEEPS, LINES, GOES_ON, LINES, QUICK),
     )
-    assert slept["stdout"] == went_on["stdout"] == "done\n" and quick == {"stdout": "done\n"}
-    assert "This cell has been running for 00:0" in slept["stderr"]
-    assert "| 2/3 [" in went_on["stderr"] and "been running" not in went_on["stderr"]
-    for text in (slept["stderr"], went_on["stderr"]):
-        assert not text.split("\r")[-1] and not text.split("\r")[-2].strip()  # It is erased.
+    assert slept == ["", "done\n"] and sorted(went_on) == ["", "done\n"] and quick == ["done\n"]
+    assert "This cell has been running for 1 s." in clock[0]
+    assert "| 2/3 [" in bars[0] and "been running" not in bars[0]
 
 
 @pytest.mark.parametrize("more", [{}, {"CI": "1", "JPY_SESSION_NAME": "/course/07_zero.ipynb"}])
 def test_a_machine_sees_no_bar(more):
     _, *shown = outputs_of(more, LONG, SLEEPS, GOES_ON)
-    assert shown == [{"stdout": "done\n"}] * 2
+    assert shown == [["done\n"]] * 2
 
 
 def test_outside_a_notebook_there_is_none_either(capsys):

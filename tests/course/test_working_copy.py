@@ -10,6 +10,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from ipykernel.ipkernel import IPythonKernel
 
 from mini_dist.course import working_copy
 
@@ -61,7 +62,28 @@ def names(work):
 def test_the_copy_has_the_course_s_notebooks_and_no_others(folders):
     shipped, work = folders
     assert names(work) == ["07_zero.ipynb", "08_torch.ipynb", "labs/sweep.ipynb"]
-    assert (work / "07_zero.ipynb").read_bytes() == (shipped / "07_zero.ipynb").read_bytes()
+    assert cells(work / "07_zero.ipynb") == cells(shipped / "07_zero.ipynb")
+    assert str(working_copy.update(shipped, work)) == "work/ is up to date"
+
+
+def test_in_the_copy_nothing_counts_as_run_and_no_reveal_answers(tmp_path):
+    shipped, work = tmp_path / "notebooks", tmp_path / "work"
+    put(shipped, **{"07_zero": ""})
+    found = json.loads((shipped / "07_zero.ipynb").read_text())
+    stored = [{"output_type": "execute_result", "execution_count": 3, "data": {}, "metadata": {}}]
+    sources = "1 + 1", "x = 2\nreveal('seconds', x)", "show(lesson.reveal)"
+    found["cells"] = [
+        {"cell_type": "code", "source": source, "outputs": stored, "execution_count": 3}
+        for source in sources
+    ] + [{"cell_type": "markdown", "source": "reveal(it)"}]
+    (shipped / "07_zero.ipynb").write_text(json.dumps(found))
+    working_copy.update(shipped, work)
+    copy = json.loads((work / "07_zero.ipynb").read_text())
+    *code, prose = copy["cells"]
+    assert [len(cell["outputs"]) for cell in code] == [1, 0, 1] and "outputs" not in prose
+    counts = [each["execution_count"] for cell in code for each in [cell, *cell["outputs"]]]
+    assert counts == [None] * 5
+    assert copy["metadata"]["language_info"] == IPythonKernel.language_info  # else: "unsaved"
     assert str(working_copy.update(shipped, work)) == "work/ is up to date"
 
 

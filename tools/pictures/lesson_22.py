@@ -27,7 +27,7 @@ def one_run_many_programs():
 
 WORDS = (  # ours, DeepSpeed, Megatron-LM, torchtitan
     ("ours", "DeepSpeed (JSON)", "Megatron-LM (arguments)", "torchtitan (config)"),
-    ("tp", "-", "tensor-model-parallel-size", "tensor_parallel_degree"),
+    ("tp", "tensor_parallel:\nautotp_size", "tensor-model-parallel-size", "tensor_parallel_degree"),
     ("pp", "-", "pipeline-model-parallel-size", "pipeline_parallel_degree"),
     ("dp", "ranks / (tp · pp)", "ranks / (tp · pp · cp)", "data_parallel_shard_degree"),
     ("micro-batch", "train_micro_batch_\nsize_per_gpu", "micro-batch-size", "local_batch_size *"),
@@ -44,8 +44,8 @@ def their_words_in_ours():
         400,
         "A table of words. Our dp, tp, pp, micro-batch size, number of micro-batches, global batch "
         "and ZeRO stage, each with its name in DeepSpeed's JSON file, in Megatron-LM's arguments "
-        "and in torchtitan's config. DeepSpeed has no words for tp and pp: the program passes "
-        "them. torchtitan has no word for ZeRO-1.",
+        "and in torchtitan's config. DeepSpeed has no word for pp: the training script "
+        "sets it. torchtitan has no word for ZeRO-1.",
     )
     columns = ((10, 104), (118, 184), (306, 226), (536, 214))
     for row, cells in enumerate(WORDS):

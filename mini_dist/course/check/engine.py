@@ -116,7 +116,8 @@ class Verdict:
     def _repr_html_(self) -> str:
         color = {RIGHT: "#2e7d32", WRONG: "#c62828", LIBRARY: "#666666"}[self.state]
         table = self.table()._repr_html_() if self.lines else ""
-        hint = f"<p>{html.escape(said(self.hint))}</p>" if self.hint else ""
+        hint = html.escape(said(self.hint)).replace("\n", "<br>")
+        hint = f"<p>{hint}</p>" if hint else ""
         title = html.escape(self.title)
         style = f"color:{color};color:{near_ink(color)};font-weight:bold"
         return f"<p style='{style}'>{title}</p>{table}{hint}"

@@ -83,11 +83,13 @@ class Counts:
 
 
 # The verdict shows the first case. In the second, a rank sends nothing and no row is for expert 2.
-# The third has enough rows that an unstable sort mixes them up. The last is a group of one rank.
+# The third has enough rows that an unstable sort mixes them up. The fourth has as many rows on each
+# rank as the first, in another order. The last is a group of one rank.
 CASES = [
     (2, Counts(((3, 0, 2, 1), (1, 4, 2, 2)))),
     (3, Counts(((1, 2, 0), (0, 0, 0), (2, 0, 0)), 5, F32)),
     (4, Counts(((11, 0, 0, 42, 0, 0, 31, 3),) * 2 + ((0, 52, 21, 0, 0, 41, 0, 0),) * 2, 3, BF16)),
+    (2, Counts(((0, 3, 1, 2), (4, 1, 1, 3)))),
     (1, Counts(((2, 0, 1),), 2)),
 ]
 

@@ -55,6 +55,7 @@ class Seen:
     kept: int  # bytes that autograd holds between forward and backward
     held: int  # bytes made in forward that still exist then, without the output
     inside: int  # outputs inside the block that still exist then
+    output_held: bool  # whether the output still exists when its caller has let go of it
     runs: tuple[int, int]  # of the block, in forward and in backward
 
 
@@ -82,10 +83,14 @@ def seen(fn: Callable, case: Block) -> Seen:
         places = {storage.data_ptr() for storage in there}
         del there
         kept, in_forward = saved.now, runs[0]
-        held = alive.nbytes() - out.untyped_storage().nbytes()
+    result = out.detach().clone()
+    loss = (out * torch.linspace(-1, 1, out.shape[-1], dtype=case.dtype)).sum()  # forgets out
+    output = weakref.ref(out.untyped_storage())
+    del out
+    held, output_held = alive.nbytes(), referred_to(output) is not None
     torch.rand(())  # the next block draws as well
     wanted = [leaf, *block.parameters()]
-    out.square().sum().backward()
+    loss.backward()
     gradients = [None if each.grad is None else each.grad.clone() for each in wanted]
     in_backward, next_draw = runs[0] - in_forward, torch.rand(()).item()
     again = x.detach().requires_grad_()  # a second pass, which adds to .grad
@@ -95,8 +100,8 @@ def seen(fn: Callable, case: Block) -> Seen:
         out_again = fn(block, out_again)
     out_again.square().sum().backward()
     added = [again.grad, *(parameter.grad for parameter in block.parameters())]
-    found = out.detach(), gradients, added, next_draw
-    return Seen(*found, kept, held, len(places), (in_forward, in_backward))
+    found = result, gradients, added, next_draw
+    return Seen(*found, kept, held, len(places), output_held, (in_forward, in_backward))
 
 
 def plain(block: nn.Module, x: Tensor) -> Tensor:
@@ -130,6 +135,7 @@ class Forgetting(Measured):
             at_most("bytes that autograd keeps", found.kept, self.room),
             at_most("bytes made in forward that are held", found.held, self.room_held),
             line("tensors inside the block still held", found.inside, 0),
+            line("outputs still held", int(found.output_held), 0),
             line("runs in forward, in backward", found.runs, once),
             yes("same gradients", same(found.gradients, expected.gradients)),
             yes("added to existing gradients", same(found.added, expected.added)),
@@ -154,6 +160,11 @@ class Forgetting(Measured):
             return (
                 f"{found.held:,} bytes made in forward still exist when it is "
                 "over: in ctx, in a list, as a copy. The input and the random state are enough."
+            )
+        if found.output_held:
+            return (
+                "The output still exists after its caller has let go of it: something of yours "
+                "holds it until backward. The input and the random state are enough."
             )
         if found.runs != (times, times):
             return (

@@ -285,7 +285,9 @@ def inputs(rank: int) -> torch.Tensor:
 
 
 def apply(x, weight):
-    return (x * weight.view(-1, 24).mean(0)).sin()
+    """Return the next x. Each of its elements uses another part of the weight, so parts that
+    change places show."""
+    return (x * weight.view(24, -1).mean(1)).sin()
 
 
 def forward_trial(fn, case: Sharded, group):

@@ -149,6 +149,9 @@ def recorded(function, alike: bool = False):
         group = args[place] if place < len(args) else kwargs["group"]
         recorder = getattr(group, "recorder", None)
         if recorder is None:
+            if isinstance(group, torch.Tensor):
+                usage = f"{name}({', '.join(names)})"
+                raise TypeError(f"{usage}: group is a process group, but a tensor was given for it")
             return function(*args, **kwargs)
         if alike and recorder.shortcut:
             result = recorder.shortcut(function, args, kwargs, group)
