@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import log10
 
 from mini_dist.ranks.ledger import Ledger
@@ -14,49 +15,61 @@ UPRIGHT = 560  # width in pixels of a panel with vertical bars
 UNITS = [(1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "bytes")]
 
 
-def timeline(ledger: Ledger, title: str = "") -> Drawing:
+def timeline(
+    ledger: Ledger,
+    title: str = "",
+    between: tuple[float, float] | None = None,
+    rows: Sequence[int] | None = None,
+) -> Drawing:
     """Draw what each rank did when: the phases of its training below, its communication above.
 
     ledger: a run's ledger, or the run. A large simulated run has one row per kind of rank.
     Communications that overlap in time are stacked. Time is in milliseconds from the first start.
+    between: the part of the run to draw, in these milliseconds. rows: the rows to draw, from 0.
     """
     ledger = getattr(ledger, "ledger", ledger)
     size = len(ledger.span)
     names = getattr(ledger, "row_names", [f"rank {rank}" for rank in range(size)])
+    rows = range(size) if rows is None else rows
     began = min(start for start, _ in ledger.span)
     ended = max(end for _, end in ledger.span)
-    last = 1e3 * (ended - began)
+    first, last = between or (0.0, 1e3 * (ended - began))
     ops = list(dict.fromkeys(comm.op for comm in ledger.calls()))
     colors = {op: COMM_COLORS[i % len(COMM_COLORS)] for i, op in enumerate(ops)}
     phases = {phase for changes in ledger.phases for _, phase in changes}
     panel = Panel(
-        WIDEST, 90 + 68 * size, (0, last), (size - 0.7, -0.75), title=title, xlabel="ms",
-        xticks=numbered(round_places(0, last, 9)),
-        yticks=dict(enumerate(names)),
+        WIDEST, 90 + 68 * len(rows), (first, last), (len(rows) - 0.7, -0.75), title=title,
+        xlabel="ms", xticks=numbered(round_places(first, last, 9)),
+        yticks={row: names[rank] for row, rank in enumerate(rows)},
         legend={phase: PHASE_COLORS[phase] for phase in PHASE_COLORS if phase in phases} | colors,
     )  # fmt: skip
-    for rank in range(size):
+
+    def box(left: float, right: float, bottom: float, top: float, color: str) -> None:
+        if left < last and right > first:
+            panel.box(max(left, first), bottom, min(right, last), top, color)
+
+    for row, rank in enumerate(rows):
         changes = [(max(t, began), phase) for t, phase in ledger.phases[rank]]
         ends = [t for t, _ in changes[1:]] + [ledger.span[rank][1]]
         for (start, phase), end in zip(changes, ends):
             if end > began:
                 color = PHASE_COLORS.get(phase, "#bdbdbd")
                 left, right = 1e3 * (start - began), 1e3 * (end - began)
-                panel.box(left, rank - 0.17, right, rank + 0.17, color)
+                box(left, right, row - 0.17, row + 0.17, color)
         lanes: list[float] = []  # when each lane above the phases is free again
-        least = last / 1500  # so that a short message stays visible
+        least = (last - first) / 1500  # so that a short message stays visible
         boxes = {op: [] for op in ops}  # drawn color by color: one path per color, not one per box
         for comm in ledger.calls(rank=rank):
             lane = next((i for i, free in enumerate(lanes) if free <= comm.start), len(lanes))
             lanes[lane : lane + 1] = [comm.end]
-            middle = rank - 0.25 - 0.13 * min(lane, 3)
+            middle = row - 0.25 - 0.13 * min(lane, 3)
             left = 1e3 * (comm.start - began)
             right = left + max(1e3 * (comm.end - comm.start), least)
-            boxes[comm.op].append((left, middle - 0.055, right, middle + 0.055))
+            boxes[comm.op].append((left, right, middle - 0.055, middle + 0.055))
         for op, places in boxes.items():
             for place in places:
-                panel.box(*place, colors[op])
-    return Drawing([panel], f"timeline of {size} ranks over {last:.0f} ms")
+                box(*place, colors[op])
+    return Drawing([panel], f"timeline of {len(rows)} ranks over {last - first:.0f} ms")
 
 
 def traffic(ledger: Ledger, title: str = "", axis: str | None = None) -> Drawing:
