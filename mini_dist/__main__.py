@@ -31,6 +31,7 @@ COMMANDS = {  # the module that each runs, as `python -m` would
     "grade": "mini_dist.course.grade",
     "certificate": "mini_dist.course.grade.certificate",
 }
+WITHOUT_ARGUMENTS = ("doctor", "progress")
 FIRST_LESSON = "/lab/tree/work/00_start_here.ipynb"
 AS_ROOT = (
     "You are root, and then JupyterLab wants to be asked: mini-dist lab --allow-root, or "
@@ -52,6 +53,10 @@ def main() -> None:
             f"mini-dist has no command {command!r}{meant}: {', '.join(COMMANDS)}", file=sys.stderr
         )
         sys.exit(2)
+    elif arguments and command in WITHOUT_ARGUMENTS:
+        print(next(line.strip() for line in __doc__.splitlines() if f" {command} " in line))
+        if not {*arguments} & {"-h", "--help"}:
+            sys.exit(f"mini-dist {command} takes no arguments, and not {arguments[0]!r}")
     else:
         if command == "lab":
             arguments = [*open_first_lesson(), *arguments]

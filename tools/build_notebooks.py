@@ -34,13 +34,13 @@ STAMP = "mini_dist"  # our key in a notebook's metadata
 SETTINGS = {"build": 1, "cell_timeout_s": 60, "notebook_limit_s": 90}  # part of every stamp
 KERNELSPEC = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 
-# Where the course is on GitHub, as "owner/name". Once maintainers set it, lesson 00 begins with a
-# badge for Colab and a cell that installs the course where it is not. "" leaves both out.
+# Where the course is on GitHub, as "owner/name". Once maintainers set it, each notebook begins with
+# a badge for Colab and a cell that installs the course where it is not. "" leaves both out.
 REPOSITORY = ""
 COLAB = "https://colab.research.google.com"
 BADGE = (
     f"[![Open in Colab]({COLAB}/assets/colab-badge.svg)]"
-    f"({COLAB}/github/{{repository}}/blob/main/notebooks/00_start_here.ipynb)"
+    f"({COLAB}/github/{{repository}}/blob/main/notebooks/{{notebook}})"
 )
 INSTALL = """\
 import importlib.util
@@ -114,12 +114,14 @@ FIRST = "00_start_here"
 IN_CHINESE = f"[中文](zh/{FIRST}.ipynb)"  # below the first lesson's title
 
 
-def front_door(lesson):
-    """What the first lesson's notebook begins with, for people who open it on Colab or Kaggle."""
-    if not REPOSITORY or lesson.stem != FIRST:
+def front_door(lesson, root):
+    """What a notebook begins with, for people who open it alone, on Colab or Kaggle."""
+    if not REPOSITORY:
         return []
-    badge = nbformat.v4.new_markdown_cell(BADGE.format(repository=REPOSITORY))
-    return [badge, nbformat.v4.new_code_cell(INSTALL.format(repository=REPOSITORY))]
+    notebook = lesson.relative_to(root / "lessons").with_suffix(".ipynb").as_posix()
+    badge = BADGE.format(repository=REPOSITORY, notebook=notebook)
+    install = nbformat.v4.new_code_cell(INSTALL.format(repository=REPOSITORY))
+    return [nbformat.v4.new_markdown_cell(badge), install]
 
 
 def convert(lesson, root):
@@ -135,7 +137,7 @@ def convert(lesson, root):
     if lesson.stem == FIRST:
         top = notebook.cells[0]
         top.source = top.source.replace("\n", f"\n\n{IN_CHINESE}\n", 1)
-    notebook.cells[:0] = front_door(lesson)
+    notebook.cells[:0] = front_door(lesson, root)
     if links:
         notebook.cells.append(nbformat.v4.new_markdown_cell(f"---\n{links}"))
     for index, cell in enumerate(notebook.cells):

@@ -1,6 +1,6 @@
 """Run a notebook for every combination of some parameters, and put the results in a table.
 
-    python -m mini_dist.course.sweep work/labs/collectives_cost.ipynb \
+    mini-dist sweep work/labs/collectives_cost.ipynb \\
         -g algorithm=ring,tree -g world_size=2,4 -p repeats=3
 
 Cases run one after the other, since two at a time would distort each other's timings. Each case is
@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import difflib
 import hashlib
+import importlib.util
 import itertools
 import json
 import logging
@@ -282,7 +283,7 @@ def parameter_names(notebook: Path) -> set[str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m mini_dist.course.sweep",
+        prog="mini-dist sweep",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -307,6 +308,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--timeout", type=float, default=600, help="seconds a cell may take (600)")
     parser.add_argument("--fresh", action="store_true", help="run also what is done")
     options = parser.parse_args(argv)
+    if importlib.util.find_spec("papermill") is None:
+        parser.error("papermill is not installed in this environment: pip install papermill")
     out = options.out or Path("runs") / options.notebook.stem
     try:
         fixed = read_assignments(options.parameter)

@@ -47,6 +47,7 @@ NOTEBOOKS = COURSE / "notebooks"
 WORK = Path("work")
 MANIFEST = ".shipped.json"
 LINKED = ("docs", "lessons/figures")  # folders of the course to which notebooks link
+FOR_TEACHERS = "wrong_answers.md"  # the usual mistakes, and the hints that they get
 REVEALS = re.compile(r"^\s*reveal\(", re.MULTILINE)
 NEW = "-new"  # after the stem of a new version, next to a notebook that the learner has changed
 
@@ -70,6 +71,7 @@ def beside(shipped: Path, work: Path) -> list[str]:
     if course.resolve() == work.parent.resolve():
         return []
     found = sorted(path for folder in LINKED for path in (course / folder).rglob("*.*"))
+    found = [path for path in found if path.name != FOR_TEACHERS]
     names = [path.relative_to(course).as_posix() for path in found if path.is_file()]
     return [f"../{name}" for name in names if "__pycache__" not in name]
 
@@ -98,13 +100,15 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def to_open(content: bytes) -> bytes:
-    """Return a notebook as a learner opens it first; any other file as it is."""
-    try:
-        notebook = json.loads(content)
-        cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    except (ValueError, KeyError, TypeError):
+def to_open(content: bytes, name: str) -> bytes:
+    """Return a file as a learner opens it first: a notebook that nobody has run, a page that links
+    to the copy's notebooks."""
+    if name.endswith(".md"):
+        return content.replace(b"](../notebooks/", f"](../{WORK}/".encode())
+    if not name.endswith(".ipynb"):
         return content
+    notebook = json.loads(content)
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     for cell in cells:
         cell["execution_count"] = None
         if REVEALS.search("".join(cell["source"])):
@@ -167,14 +171,14 @@ def update(shipped: Path, work: Path, committed: dict[str, bytes] | None = None)
     if not names:
         raise ValueError(f"{shipped} holds no notebook of the course: give the folder notebooks/.")
     if work.exists() and not work.is_dir():
-        raise ValueError(f"{work} is not a folder: move it away, or give another one with --work.")
+        raise ValueError(f"{work} is not a folder: move it away, or work in another folder.")
     names += beside(shipped, work)
     known, done = read_manifest(work), Update(work)
     for name in names:
-        new, mine = (shipped / name).read_bytes(), work / name
+        new, mine = to_open((shipped / name).read_bytes(), name), work / name
         original = digest((committed or {}).get(name, new))
         if not mine.exists():
-            write(mine, to_open(new))
+            write(mine, new)
             done.added.append(name)
         elif digest(new) != original:  # somebody changed the shipped notebook
             done.left.append(name)
@@ -182,7 +186,7 @@ def update(shipped: Path, work: Path, committed: dict[str, bytes] | None = None)
         elif known.get(name) != original:
             current = digest(mine.read_bytes())
             if current == known.get(name):
-                write(mine, to_open(new))
+                write(mine, new)
                 done.taken.append(name)
             elif current != original:
                 done.kept[name] = put_beside(work, name, new, known)
@@ -214,7 +218,7 @@ def put_beside(work: Path, name: str, content: bytes, known: dict[str, str]) -> 
         beside = path.with_stem(f"{path.stem}{NEW}{number if number > 1 else ''}").as_posix()
         there = work / beside
         if not there.exists() or digest(there.read_bytes()) in (known.get(beside), digest(content)):
-            write(there, to_open(content))
+            write(there, content)
             known[beside] = digest(content)
             return beside
         number += 1
@@ -265,7 +269,7 @@ def changed_in_place(shipped: Path) -> dict[str, bytes]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m mini_dist.course.working_copy",
+        prog="mini-dist update",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -278,6 +282,13 @@ def main(argv: list[str] | None = None) -> int:
             command = "mini-dist update" if IS_INSTALLED else "make update"
             print(f"{len(found)} notebooks have a new version. `{command}` takes them.")
         return 0
+    if not options.once and not options.work.exists():
+        print(
+            f"There is no folder {options.work} here. Go to the folder in which you ran "
+            "`mini-dist lab`, or run that first.",
+            file=sys.stderr,
+        )
+        return 1
     try:
         done = update(options.shipped, options.work, changed_in_place(options.shipped))
     except (ValueError, OSError) as error:

@@ -333,12 +333,24 @@ def place(filename: str) -> str:
     """Return `Cell In[3]` for a cell of this notebook, else the file's shortest clear path."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
-    if shell and (name := shell.compile.format_code_name(filename)):
-        return " ".join(name)
+    if shell and (name := name_of_cell(shell, filename)):
+        return name
     short = ".."
     with suppress(OSError, ValueError):  # the working directory is gone; another drive
         short = os.path.relpath(filename)
     return f'File "{filename if short.startswith("..") else short}"'
+
+
+def name_of_cell(shell, filename: str) -> str:
+    """Return `Cell In[3]` if IPython has compiled a cell under this name, else ""."""
+    if hasattr(shell.compile, "format_code_name"):
+        return " ".join(shell.compile.format_code_name(filename) or ())
+    # IPython 7, which Colab has, keeps no such record, but it names a cell by its text or number.
+    raw, parsed = shell.history_manager.input_hist_raw, shell.history_manager.input_hist_parsed
+    for number in reversed(range(len(raw))):
+        if shell.compile.get_code_name(raw[number], parsed[number], number) == filename:
+            return f"Cell In[{number}]"
+    return ""
 
 
 def same(one: Failure, other: Failure) -> bool:

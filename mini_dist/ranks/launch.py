@@ -336,7 +336,7 @@ def warn_if_open(zygote: ZygoteHandle, deadline: float) -> None:
         some = ", ".join(sorted(people)[:3])
         warnings.warn(
             f"other users of this machine ({some}) can connect to your ranks: {why}. Ranks refuse "
-            "them, but a run may fail by it. TEACHING.md says what that means.",
+            "them, but a run may fail by it. (If nobody else uses this machine, all is well.)",
             stacklevel=5,
         )
 

@@ -16,7 +16,7 @@ import socket
 import struct
 import sys
 from collections.abc import Iterator
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from .unsendable import blame
 
@@ -63,6 +63,7 @@ def from_frames(frames: Frames):
 
 def pickler():
     import cloudpickle
+    from cloudpickle.cloudpickle import _code_reduce as reduce_code
     from cloudpickle.cloudpickle import _should_pickle_by_reference as by_reference
 
     class Pickler(cloudpickle.Pickler):
@@ -88,6 +89,11 @@ def pickler():
             if isinstance(obj, functools._lru_cache_wrapper) and not by_reference(obj.__wrapped__):
                 # By default it is pickled by name, and ranks do not know a cell's names.
                 return cached, (obj.__wrapped__, obj.cache_parameters())
+            if isinstance(obj, CodeType):
+                make, arguments = reduce_code(obj)
+                # Since version 3.1.3, cloudpickle leaves out the file, so no error could name it.
+                named = (obj.co_filename if a == "<dynamic-code>" else a for a in arguments)
+                return make, (*named,)
             return super().reducer_override(obj)
 
     return Pickler

@@ -252,15 +252,16 @@ def test_a_traceback_names_files_without_this_machines_folders(course):
     assert sys.base_prefix not in traceback
 
 
-def test_with_an_address_lesson_00_begins_with_a_cell_that_installs_only_what_is_missing(
-    monkeypatch,
+@pytest.mark.parametrize("name", ["00_start_here", "05_fast_data_parallel", "labs/two_gpus"])
+def test_with_an_address_a_notebook_begins_with_a_cell_that_installs_only_what_is_missing(
+    name, monkeypatch
 ):
-    lesson = ROOT / "lessons/00_start_here.md"
+    lesson = ROOT / f"lessons/{name}.md"
     before = tool.convert(lesson, ROOT)
     monkeypatch.setattr(tool, "REPOSITORY", "somebody/a_course")
     badge, install, *rest = tool.convert(lesson, ROOT).cells
     assert [cell.source for cell in rest] == [cell.source for cell in before.cells]
-    assert "/github/somebody/a_course/blob/main/notebooks/00_start_here.ipynb)" in badge.source
+    assert f"/github/somebody/a_course/blob/main/notebooks/{name}.ipynb)" in badge.source
     assert "--no-deps git+https://github.com/somebody/a_course " in install.source
     ran, here = [], install.source.replace("%pip install", "ran.append(1) #")
     exec(here, {"ran": ran})

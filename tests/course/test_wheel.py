@@ -108,8 +108,8 @@ VERSION = "import importlib.metadata as m, mini_dist; print(mini_dist.__version_
 
 
 def test_an_empty_folder_becomes_a_course_in_which_every_link_leads_somewhere(installed, learner_s):
-    told = run(str(installed / "mini-dist"), "update")
-    assert f"added: {LESSON}" in told
+    told = run(str(installed / "python"), "-m", "mini_dist.course.working_copy", "--once")
+    assert told.startswith("work/ is yours")
     assert run(str(installed / "mini-dist"), "update") == "work/ is up to date\n"
     work = learner_s / "work"
     found = [path.relative_to(work).as_posix() for path in work.rglob("*.ipynb")]
@@ -120,6 +120,18 @@ def test_an_empty_folder_becomes_a_course_in_which_every_link_leads_somewhere(in
         for link in {*re.findall(r"\]\((\.\./[^)#\s]+)", text)}:
             there = (work / name).parent.joinpath(link).exists()
             assert there or link.lstrip("./").startswith(NOT_SHIPPED), f"{name} links to {link}"
+    docs = learner_s / "docs"
+    links = re.findall(r"\]\((\.\./work/[^)#\s]+)", (docs / "glossary.md").read_text())
+    assert len(links) > 20 and all((docs / link).exists() for link in links)
+    assert not (docs / "wrong_answers.md").exists()  # the teacher's
+
+
+@pytest.mark.parametrize("command", ["doctor", "progress"])
+def test_a_command_without_arguments_refuses_some_and_describes_itself(installed, command):
+    program = str(installed / "mini-dist")
+    assert run(program, command, "--help").startswith(f"mini-dist {command} ")
+    refused = subprocess.run([program, command, "x"], capture_output=True, text=True)
+    assert refused.returncode == 1 and "takes no arguments" in refused.stderr
 
 
 def test_the_command_opens_jupyterlab_on_the_first_lesson(installed, learner_s):

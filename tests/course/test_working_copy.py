@@ -235,6 +235,11 @@ def test_a_folder_without_the_course_and_a_file_in_the_copy_s_place_are_refused(
     assert "work is not a folder" in capsys.readouterr().err
 
 
+def test_an_update_in_another_folder_makes_no_second_copy(tmp_path, capsys):
+    assert working_copy.main(["--work", str(tmp_path / "work")]) == 1
+    assert "There is no folder" in capsys.readouterr().err and not [*tmp_path.iterdir()]
+
+
 def test_every_notebook_that_is_built_belongs_to_the_course():
     lessons = sorted(
         path.relative_to(ROOT / "lessons").with_suffix(".ipynb").as_posix()

@@ -14,12 +14,14 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 
 from mini_dist import RankError, RankTimeout, launch
+from mini_dist.ranks import diagnose
 from tests.ranks import faults, leftovers, sound
 from tests.ranks.notebook import PATIENCE, Notebook
 
@@ -355,6 +357,16 @@ def test_a_zygote_killed_during_a_run_in_a_notebook(notebook):
         "assert launch(lambda group: group.rank(), 2).results == [0, 1]\n"
         "leftovers.assert_only_standby()"
     )
+
+
+def test_a_cell_is_named_by_an_ipython_that_keeps_no_names():
+    """IPython 7.34, which Colab has, names a cell by a hash of its text."""
+    raw = ["", "import torch", "1 / 0", "x = 2"]
+    compiler = SimpleNamespace(get_code_name=lambda raw, parsed, number: f"/tmp/{raw}.py")
+    history = SimpleNamespace(input_hist_raw=raw, input_hist_parsed=raw)
+    shell = SimpleNamespace(compile=compiler, history_manager=history)
+    assert diagnose.name_of_cell(shell, "/tmp/1 / 0.py") == "Cell In[2]"
+    assert diagnose.name_of_cell(shell, "/tmp/train.py") == ""
 
 
 def test_a_zygote_killed_between_runs_is_replaced_unseen():

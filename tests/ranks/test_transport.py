@@ -137,6 +137,25 @@ def test_a_function_that_torch_has_decorated_travels_without_torch():
     assert there(None, 3) == 6 and sum(memoryview(frame).nbytes for frame in frames) < 5000
 
 
+def test_a_function_keeps_its_file_and_lines_with_a_cloudpickle_that_leaves_them_out(monkeypatch):
+    """Version 3.1.3 puts "<dynamic-code>" there, and no error could name the learner's cell."""
+    from cloudpickle import cloudpickle
+
+    with_file = cloudpickle._code_reduce
+
+    def without_file(code):
+        make, arguments = with_file(code)
+        return make, tuple("<dynamic-code>" if a == code.co_filename else a for a in arguments)
+
+    monkeypatch.setattr(cloudpickle, "_code_reduce", without_file)
+    cell = {"__name__": "__main__"}
+    source = "def outer():\n    def inner():\n        pass\n    return inner"
+    exec(compile(source, "/tmp/ipykernel_1/2.py", "exec"), cell)
+    there = from_frames(to_frames(cell["outer"]))
+    found = [(f.__code__.co_filename, f.__code__.co_firstlineno) for f in (there, there())]
+    assert found == [("/tmp/ipykernel_1/2.py", 1), ("/tmp/ipykernel_1/2.py", 2)]
+
+
 def test_what_cannot_travel_is_named_through_functions_and_containers():
     lock = threading.Lock()
 

@@ -1,6 +1,6 @@
 """Grade what a class has handed in.
 
-    python -m mini_dist.course.grade submissions/ --out grades/
+    mini-dist grade submissions/ --out grades/
 
 submissions/ is a folder, or a zip, with one entry for each learner: a notebook, a folder or a zip,
 of any name. Every notebook runs in a sandbox, by papermill, with limits on time, memory, files and
@@ -38,7 +38,7 @@ CORES_A_NOTEBOOK = 2
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m mini_dist.course.grade",
+        prog="mini-dist grade",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -63,6 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         known = lessons(working_copy.NOTEBOOKS)
         submissions = find(options.submissions, options.learner)
+        if not submissions:
+            raise ValueError(f"{options.submissions} is empty: give what the learners handed in")
         counted = chosen(known, options.lessons)
         apart = may_run(options.without_sandbox)
     except (ValueError, OSError) as error:

@@ -97,7 +97,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--share {options.share}: expected a share above 0 and up to 1")
     try:
         of_class = learners(options.grades)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        why = f"{options.grades}: {error.strerror}"
+        parser.error(f"{why}. Give the grades.csv that `mini-dist grade` has written.")
+    except ValueError as error:
         parser.error(str(error))
     enough = [each for each in of_class if len(each.right) >= options.share * each.of]
     target = options.grades.with_name("certificates.html")

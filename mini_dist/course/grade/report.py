@@ -119,7 +119,7 @@ def notes(record: Record, found: dict[str, Graded | None]) -> str:
     told += [f"{n.path}: {n.ended}" for n in record.notebooks if n.ended]
     told += [f"{name}: {each.note}" for name, each in found.items() if each and each.note]
     if not record.notebooks and not record.problems:
-        told.append("no notebook was handed in")
+        told.append("no notebook with an exercise was handed in")
     return "; ".join(told)
 
 

@@ -451,7 +451,9 @@ CLASS = {
         {"a.ipynb": lesson("07", only(STEP, lambda cell: cell.replace("def ", "dfe ")))},
         {STEP: "not reached", "backward_in_units": "right"},
     ),
-    "nothing": Learner({"readme.txt": "I was ill"}, {}, "no notebook was handed in"),
+    "nothing": Learner(
+        {"readme.txt": "I was ill"}, {}, "no notebook with an exercise was handed in"
+    ),
     "an empty file.ipynb": Learner({"": ""}, {}, "it is no notebook"),
     "half a file.ipynb": Learner({"": text_of(lesson("02"))[:3000]}, {}, "it is no notebook"),
     "no zip.zip": Learner({"": b"PK not a zip"}, {}, "the zip cannot be read"),

@@ -108,11 +108,17 @@ def test_the_same_command_again_runs_nothing_again(graded, monkeypatch, capsys):
 
 def test_without_a_sandbox_nothing_runs_unless_one_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sandbox, "why_not_apart", lambda: "macOS has no namespaces")
-    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "ann").mkdir(parents=True)
     with pytest.raises(SystemExit):
         command.main([str(tmp_path / "x"), "--out", str(tmp_path / "out")])
     assert "could read, change and delete your files" in " ".join(capsys.readouterr().err.split())
     assert command.may_run(without_sandbox=True) is False
+
+
+def test_an_empty_folder_is_nothing_to_grade(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        command.main([str(tmp_path), "--out", str(tmp_path / "out")])
+    assert "is empty: give what the learners handed in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("status", [0, 1])
