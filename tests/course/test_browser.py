@@ -144,6 +144,9 @@ IDLE = """() => {
 }"""
 
 
+DIRTY = "() => window.jupyterapp.shell.currentWidget.context.model.dirty"
+
+
 def open_notebook(lab, page, name):
     page.goto(f"{lab}lab/tree/work/{name}?token=learner&reset")
     page.wait_for_selector(".jp-NotebookPanel .jp-Cell", timeout=60_000)
@@ -152,7 +155,10 @@ def open_notebook(lab, page, name):
 
 def test_the_first_lesson_opens_and_runs_in_jupyterlab(lab, page):
     open_notebook(lab, page, LESSON)
-    shipped = page.evaluate(STATE)
+    page.wait_for_timeout(1000)
+    assert page.evaluate(DIRTY) is False, "nobody has changed it"
+    cells = json.loads((ROOT / "notebooks" / LESSON).read_text())["cells"]
+    shipped = [cell for cell in cells if cell["cell_type"] == "code"]
     # Clear all outputs first, so that every output at the end comes from this run.
     page.evaluate("() => window.jupyterapp.commands.execute('notebook:clear-all-cell-outputs')")
     assert not any(cell["outputs"] for cell in page.evaluate(STATE))

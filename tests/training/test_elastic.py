@@ -390,6 +390,7 @@ def test_patience_is_wrong_as_often_as_allowed_and_no_shorter_one_is():
         assert judged(FixedTimeout(shorter), silences).false_alarms > allowed * 200
     with pytest.raises(ValueError, match="at least one"):
         patience([], 0.1)
+    assert patience(range(100), 0.29) == 70  # 29 alarms in 100, though 0.29 * 100 is below 29
 
 
 def test_phi_counts_the_digits_of_what_is_improbable():

@@ -29,8 +29,8 @@ def patience(silences: Sequence[float], allowed: float) -> float:
     silence, and for a share that is not from 0 to below 1.
     """
     check_silences(silences, allowed)
-    most = allowed * len(silences)
-    return next(t for t in sorted(silences) if sum(each > t for each in silences) <= most)
+    n = len(silences)
+    return next(t for t in sorted(silences) if sum(each > t for each in silences) / n <= allowed)
 
 
 def check_silences(silences: Sequence[float], allowed: float) -> None:
