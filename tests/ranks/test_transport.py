@@ -151,7 +151,7 @@ def test_a_function_keeps_its_file_and_lines_with_a_cloudpickle_that_leaves_them
     cell = {"__name__": "__main__"}
     source = "def outer():\n    def inner():\n        pass\n    return inner"
     exec(compile(source, "/tmp/ipykernel_1/2.py", "exec"), cell)
-    there = from_frames(to_frames(cell["outer"]))
+    there = from_frames(to_frames(cell["outer"], "a function"))
     found = [(f.__code__.co_filename, f.__code__.co_firstlineno) for f in (there, there())]
     assert found == [("/tmp/ipykernel_1/2.py", 1), ("/tmp/ipykernel_1/2.py", 2)]
 

@@ -32,6 +32,7 @@ from .measures import close
 VALUES = (0.3, 0.6, -0.3, -1.75, 2.5, 40.02, 300.3, 0.0, 7.0, -3.0)
 TRIES = 8000
 ROOM = 5 * 0.5 / TRIES**0.5  # five times the largest standard deviation of a mean
+SMALL, MANY = 2.0**-10, 200_000  # a number that needs more than 8 random bits
 TOGETHER = 5 / TRIES**0.5  # five standard deviations of a correlation of independent draws
 
 
@@ -61,6 +62,7 @@ class Rounded:
     next: object  # from the same generator, one call later
     untouched: bool  # whether torch's global generator is as it was
     odd: list[tuple]  # shapes of x for which the result is wrong
+    small: float  # the mean result of many times SMALL
 
 
 def rounding_trial(fn, case: Numbers, group) -> Rounded:
@@ -76,7 +78,9 @@ def rounding_trial(fn, case: Numbers, group) -> Rounded:
         except Exception:  # (the matrix above raised nothing)
             right = False
         odd += [shape] * (not right)
-    return Rounded(found, again, other, next, torch.equal(before, torch.get_rng_state()), odd)
+    untouched = torch.equal(before, torch.get_rng_state())
+    small = fn(torch.full((MANY // 10, 10), SMALL, dtype=case.dtype), lots).double().mean().item()
+    return Rounded(found, again, other, next, untouched, odd, small)
 
 
 class Rounding(Measured):
@@ -111,6 +115,7 @@ class Rounding(Measured):
             yes("other lots give others", self.moves),
             yes("the next call draws new ones", self.goes_on),
             line("shapes of x with a wrong result", self.seen.odd, []),
+            yes(f"{SMALL:g} becomes 1 as often", abs(self.seen.small / SMALL - 1) < 0.4),
             yes("no other random numbers are drawn", self.seen.untouched),
         ]
         if self.together > TOGETHER:
@@ -156,6 +161,11 @@ class Rounding(Measured):
             return "Elements share random numbers, so errors add up: torch.rand(x.shape, ...)."
         if self.seen.odd:
             return f"Right for a matrix, not for x of shape {list(self.seen.odd[0])}: allow any."
+        if abs(self.seen.small / SMALL - 1) >= 0.4:
+            return (
+                f"{SMALL:g} becomes 1 in {self.seen.small:.4f} of all cases. A random number of "
+                "few bits is never as small as that: torch.rand in x's dtype."
+            )
         if self.moves and self.same and not self.goes_on:
             return (
                 "A second call with the same generator draws the first call's numbers again: draw "

@@ -52,8 +52,8 @@ class Case:
 
 CASES = [
     (4, Case(0)),
-    (3, Case(1, unused=True, frozen=0)),
-    (2, Case(2, strided=True)),
+    (3, Case(1, unused=True, frozen=2)),
+    (2, Case(2, strided=True, frozen=0)),
     (3, Case(3, torch.float64, frozen=4)),
     (5, Case(4, torch.bfloat16)),
     (1, Case(5)),

@@ -269,19 +269,21 @@ class Backward(Measured):
 class Sharded:
     layers: int
     length: int = 24 * 12  # of a weight, large compared with x [24]
+    nothing: bool = False  # the last rank's x is empty
 
     def __str__(self) -> str:
-        return f"{self.layers} layers"
+        return f"{self.layers} layers" + ", an empty x on the last rank" * self.nothing
+
+    def inputs(self, rank: int, size: int) -> torch.Tensor:
+        if self.nothing and rank == size - 1:
+            return torch.empty(0, 24)
+        return torch.randn(24, generator=torch.Generator().manual_seed(rank))
 
 
 def weights(case: Sharded) -> list[torch.Tensor]:
     made = [torch.linspace(-1, 1 + i, case.length).sin() for i in range(case.layers)]
     made[-1][: case.length // 2] = 0  # with several ranks, all of rank 0's shard
     return made
-
-
-def inputs(rank: int) -> torch.Tensor:
-    return torch.randn(24, generator=torch.Generator().manual_seed(rank))
 
 
 def apply(x, weight):
@@ -315,7 +317,7 @@ def forward_trial(fn, case: Sharded, group):
     shards = [weight.chunk(size)[rank].clone() for weight in weights(case)]
     recorder.begin = arriving
     with alive:
-        result = fn(inputs(rank), [layer] * case.layers, shards, group)
+        result = fn(case.inputs(rank, size), [layer] * case.layers, shards, group)
     recorder.begin = begin
     return something(result), int(max(nbytes) / whole + 0.1), sizes, before
 
@@ -324,7 +326,7 @@ class Forward(Measured):
     def measure(self):
         self.expected = []
         for rank in range(self.size):
-            x = inputs(rank)
+            x = self.case.inputs(rank, self.size)
             for weight in weights(self.case):
                 x = apply(x, weight)
             self.expected.append(x)
@@ -429,7 +431,12 @@ def backward_in_units(loss, units, group):
         "forward_on_demand",
         forward_on_demand,
         forward_trial,
-        [(4, Sharded(5)), (3, Sharded(1, 24 * 1500)), (2, Sharded(2)), (1, Sharded(3))],
+        [
+            (4, Sharded(5)),
+            (3, Sharded(1, 24 * 1500)),
+            (2, Sharded(2, nothing=True)),
+            (1, Sharded(3)),
+        ],
         Forward,
         hints=[
             "all_gather(shard, group) gives the whole weight, layer(x, weight) the next x. Who "
