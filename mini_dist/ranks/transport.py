@@ -89,6 +89,8 @@ def pickler():
             if isinstance(obj, functools._lru_cache_wrapper) and not by_reference(obj.__wrapped__):
                 # By default it is pickled by name, and ranks do not know a cell's names.
                 return cached, (obj.__wrapped__, obj.cache_parameters())
+            if type(obj) is functools.cached_property:  # before Python 3.12 it holds a lock
+                return cached_property, (obj.func, obj.attrname)
             if isinstance(obj, CodeType):
                 make, arguments = reduce_code(obj)
                 # Since version 3.1.3, cloudpickle leaves out the file, so no error could name it.
@@ -101,6 +103,13 @@ def pickler():
 
 def cached(function, parameters: dict):
     return functools.lru_cache(**parameters)(function)
+
+
+def cached_property(function, name: str | None):
+    made = functools.cached_property(function)
+    if name is not None:
+        made.__set_name__(None, name)
+    return made
 
 
 def reduce_tensor(x):

@@ -156,6 +156,30 @@ def test_a_function_keeps_its_file_and_lines_with_a_cloudpickle_that_leaves_them
     assert found == [("/tmp/ipykernel_1/2.py", 1), ("/tmp/ipykernel_1/2.py", 2)]
 
 
+def test_a_class_of_a_cell_may_have_cached_properties():
+    cell = {"__name__": "__main__"}
+    source = """
+from functools import cached_property
+
+class Sizes:
+    @cached_property
+    def width(self):
+        return self.heads * Sizes.EACH
+
+    @cached_property
+    def heads(self):
+        return 3
+
+    EACH = 4
+
+def width():
+    sizes = Sizes()
+    return sizes.width, sizes.__dict__
+"""
+    exec(compile(source, "a cell", "exec"), cell)
+    assert from_frames(to_frames(cell["width"], "it"))() == (12, {"heads": 3, "width": 12})
+
+
 def test_what_cannot_travel_is_named_through_functions_and_containers():
     lock = threading.Lock()
 
