@@ -229,7 +229,7 @@ def language(name: str | None = None) -> str:
 # ---- what is shown -------------------------------------------------------------------------------
 
 
-def counted(guesses: int) -> str:
+def _counted(guesses: int) -> str:
     return "1 guess" if guesses == 1 else f"{guesses} guesses"
 
 
@@ -265,11 +265,11 @@ class Progress:
         lines = [
             f"{len(opened)} of {len(self.rows)} lessons opened, "
             f"{sum(row.right for row in self.rows)} of {sum(row.exercises for row in self.rows)} "
-            f"exercises right, {counted(sum(row.guesses for row in self.rows))} made"
+            f"exercises right, {_counted(sum(row.guesses for row in self.rows))} made"
         ]
         for row in opened:
             done = f"{row.right} of {row.exercises} right" if row.exercises else "no exercise"
-            lines.append(f"  {row.lesson:32} {row.opened}  {done:12}  {counted(row.guesses)}")
+            lines.append(f"  {row.lesson:32} {row.opened}  {done:12}  {_counted(row.guesses)}")
         return "\n".join([*map(said, lines), self.where()])
 
     def _repr_html_(self) -> str:

@@ -100,7 +100,7 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def to_open(content: bytes, name: str) -> bytes:
+def _to_open(content: bytes, name: str) -> bytes:
     """Return a file as a learner opens it first: a notebook that nobody has run, a page that links
     to the copy's notebooks."""
     if name.endswith(".md"):
@@ -175,7 +175,7 @@ def update(shipped: Path, work: Path, committed: dict[str, bytes] | None = None)
     names += beside(shipped, work)
     known, done = read_manifest(work), Update(work)
     for name in names:
-        new, mine = to_open((shipped / name).read_bytes(), name), work / name
+        new, mine = _to_open((shipped / name).read_bytes(), name), work / name
         original = digest((committed or {}).get(name, new))
         if not mine.exists():
             write(mine, new)

@@ -97,16 +97,21 @@ from mini_dist import launch
 from mini_dist.ranks.diagnose import RankInterrupt
 module = sys.modules["mini_dist.ranks.launch"]
 take_world = module.take_world
-def press(waits):
-    waits.wait(), threading.Event().wait(1.0)
-    os.kill(os.getpid(), signal.SIGINT)
+def press(waits, done):
+    waits.wait()
+    seconds = 1.0
+    while not done.wait(seconds):
+        os.kill(os.getpid(), signal.SIGINT)
+        seconds = 15.0  # again, because Python drops an interrupt that meets a callback
 for _ in range(2):  # while it makes ranks, and while it waits for those on standby
     waits = threading.Event()  # before that, an interrupt is Python's own, or even dropped
+    done = threading.Event()
     module.take_world = lambda *args, waits=waits: (waits.set(), take_world(*args))[1]
-    threading.Thread(target=press, args=(waits,), daemon=True).start()
+    threading.Thread(target=press, args=(waits, done), daemon=True).start()
     try:
         launch(lambda group: None, 2)
     except RankInterrupt as error:
+        done.set()
         assert str(error).startswith("interrupted.")
     else:
         raise AssertionError("there were ranks")

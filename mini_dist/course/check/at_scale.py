@@ -144,6 +144,8 @@ class Averaging(Measured):
         others = [number for number in range(len(found)) if number != first]
         if all(grad is None for grad in found):
             return "No parameter has a .grad at the end: leave the averages there."
+        if any(grad is not None and mean is None for grad, mean in zip(found, self.means)):
+            return "A parameter that no rank used has a gradient now: such a .grad stays None."
         if self.is_all(found, lambda mean: mean * self.size):
             return "These are the sums over the ranks: divide by group.size()."
         if self.is_all(found, lambda mean: mean * self.case.micro_batches):

@@ -62,6 +62,13 @@ def stays_alone(model, batches, loss_of, group):
     backward(model, batches, loss_of)
 
 
+@wrong("such a .grad stays None")
+def fills_with_zeros(model, batches, loss_of, group):
+    backward(model, batches, loss_of)
+    for p in trained(model):
+        p.grad = all_reduce(torch.zeros_like(p) if p.grad is None else p.grad, group, op="mean")
+
+
 @wrong("leave the averages there")
 def leaves_nothing(model, batches, loss_of, group):
     backward(model, batches, loss_of)
