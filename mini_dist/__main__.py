@@ -78,8 +78,7 @@ def open_first_lesson() -> list[str]:
         sys.exit("JupyterLab is not installed in this environment: pip install jupyterlab")
     if status := working_copy.main(["--once"]):
         sys.exit(status)
-    quiet = "--LabApp.news_url=None"  # no dialog about news over the first cell
-    return [f"--LabApp.default_url={FIRST_LESSON}", quiet]
+    return [f"--LabApp.default_url={FIRST_LESSON}"]
 
 
 if __name__ == "__main__":
