@@ -174,7 +174,7 @@ def answered(address, server):
 def test_the_first_lesson_runs_where_only_the_wheel_is(installed, learner_s, request):
     if not request.config.getoption("long"):
         pytest.skip("half a minute: --long runs it")
-    run(str(installed / "mini-dist"), "update")
+    run(str(installed / "python"), "-m", "mini_dist.course.working_copy", "--once")
     path = learner_s / "work" / LESSON
     run(str(installed / "python"), "-m", "papermill", "--cwd", "work", str(path), "out.ipynb")
     cells = json.loads(Path("out.ipynb").read_text())["cells"]
