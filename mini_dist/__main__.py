@@ -34,8 +34,8 @@ COMMANDS = {  # the module that each runs, as `python -m` would
 WITHOUT_ARGUMENTS = ("doctor", "progress")
 FIRST_LESSON = "/lab/tree/work/00_start_here.ipynb"
 AS_ROOT = (
-    "You are root, and then JupyterLab wants to be asked: mini-dist lab --allow-root, or "
-    "make lab LAB_ARGS=--allow-root. (On a machine that others use, be another user.)"
+    "JupyterLab runs as root only if you allow it: mini-dist lab --allow-root, or "
+    "make lab LAB_ARGS=--allow-root. If others use this machine, log in as another user instead."
 )
 
 
@@ -56,7 +56,7 @@ def main() -> None:
     elif arguments and command in WITHOUT_ARGUMENTS:
         print(next(line.strip() for line in __doc__.splitlines() if f" {command} " in line))
         if not {*arguments} & {"-h", "--help"}:
-            sys.exit(f"mini-dist {command} takes no arguments, and not {arguments[0]!r}")
+            sys.exit(f"mini-dist {command} takes no arguments, but got {arguments[0]!r}")
     else:
         if command == "lab":
             arguments = [*open_first_lesson(), *arguments]

@@ -358,11 +358,12 @@ def bar(items, unit="it"):
     from tqdm import tqdm
 
     CLOCK.end()
-    disable = not learner.open_notebook()
-    return tqdm(items, unit=unit, leave=False, disable=disable, file=None if disable else Line())
+    is_read = bool(learner.open_notebook())
+    below = LineBelow() if is_read else None
+    return tqdm(items, unit=unit, leave=False, disable=not is_read, file=below)
 
 
-class Line:
+class LineBelow:
     """A file whose newest line stands below the cell, in an output of its own that becomes empty at
     the end. (A line that is erased on stderr leaves a red band.)"""
 
@@ -402,7 +403,7 @@ class Clock:
             self.thread.join()
 
     def show(self, done):
-        began, line, wait = time.monotonic(), Line(), self.PATIENCE
+        began, line, wait = time.monotonic(), LineBelow(), self.PATIENCE
         while not done.wait(wait):
             seconds, wait = int(time.monotonic() - began), 1
             line.write(said(f"This cell has been running for {seconds} s."))

@@ -336,7 +336,7 @@ def warn_if_open(zygote: ZygoteHandle, deadline: float) -> None:
         some = ", ".join(sorted(people)[:3])
         warnings.warn(
             f"other users of this machine ({some}) can connect to your ranks: {why}. Ranks refuse "
-            "them, but a run may fail by it. (If nobody else uses this machine, all is well.)",
+            "them, but a run may fail by it. You can ignore this if nobody else uses this machine.",
             stacklevel=5,
         )
 

@@ -274,13 +274,13 @@ import time
 from mini_dist.course import lesson
 from mini_dist.course.lesson import bar
 lesson.Clock.PATIENCE = 0.2
-lines, write = [], lesson.Line.write
+lines, write = [], lesson.LineBelow.write
 
 def noting(line, text):
     lines.append(text)
     write(line, text)
 
-lesson.Line.write = noting
+lesson.LineBelow.write = noting
 """
 SLEEPS = "lines.clear()\ntime.sleep(1.5)\nprint('done')"
 GOES_ON = "lines.clear()\nfor n in bar(range(3)):\n    time.sleep(0.4)\nprint('done')"

@@ -32,7 +32,7 @@ from .measures import close
 VALUES = (0.3, 0.6, -0.3, -1.75, 2.5, 40.02, 300.3, 0.0, 7.0, -3.0)
 TRIES = 8000
 ROOM = 5 * 0.5 / TRIES**0.5  # five times the largest standard deviation of a mean
-SMALL, MANY = 2.0**-10, 200_000  # a number that needs more than 8 random bits
+SMALL, MANY = 1 / 1024, 200_000  # a number that needs more than 8 random bits; how often
 TOGETHER = 5 / TRIES**0.5  # five standard deviations of a correlation of independent draws
 
 
@@ -115,7 +115,7 @@ class Rounding(Measured):
             yes("other lots give others", self.moves),
             yes("the next call draws new ones", self.goes_on),
             line("shapes of x with a wrong result", self.seen.odd, []),
-            yes(f"{SMALL:g} becomes 1 as often", abs(self.seen.small / SMALL - 1) < 0.4),
+            yes("1/1024 becomes 1 once in 1,024 times", abs(self.seen.small / SMALL - 1) < 0.4),
             yes("no other random numbers are drawn", self.seen.untouched),
         ]
         if self.together > TOGETHER:
@@ -163,8 +163,8 @@ class Rounding(Measured):
             return f"Right for a matrix, not for x of shape {list(self.seen.odd[0])}: allow any."
         if abs(self.seen.small / SMALL - 1) >= 0.4:
             return (
-                f"{SMALL:g} becomes 1 in {self.seen.small:.4f} of all cases. A random number of "
-                "few bits is never as small as that: torch.rand in x's dtype."
+                f"1/1024 becomes 1 in {self.seen.small:.2%} of all cases, not in 0.10%. A random "
+                "number of few bits is never that small: use torch.rand in x's dtype."
             )
         if self.moves and self.same and not self.goes_on:
             return (

@@ -28,8 +28,7 @@ def timeline(
     between: the part of the run to draw, in these milliseconds. rows: the rows to draw, from 0.
     """
     ledger = getattr(ledger, "ledger", ledger)
-    size = len(ledger.span)
-    names = getattr(ledger, "row_names", [f"rank {rank}" for rank in range(size)])
+    names, size = row_names(ledger), len(ledger.span)
     rows = range(size) if rows is None else rows
     began = min(start for start, _ in ledger.span)
     ended = max(end for _, end in ledger.span)
@@ -70,6 +69,11 @@ def timeline(
             for place in places:
                 box(*place, colors[op])
     return Drawing([panel], f"timeline of {len(rows)} ranks over {last - first:.0f} ms")
+
+
+def row_names(ledger: Ledger) -> list[str]:
+    """Return the names of a timeline's rows: ranks, or kinds of ranks of a large simulated run."""
+    return getattr(ledger, "row_names", [f"rank {rank}" for rank in range(len(ledger.span))])
 
 
 def traffic(ledger: Ledger, title: str = "", axis: str | None = None) -> Drawing:

@@ -21,7 +21,6 @@ def timeline_zoom(run: Run, **start) -> Explorer:
     """
     span = run.ledger.span
     whole_run = 1e3 * (max(end for _, end in span) - min(begin for begin, _ in span))
-    names = getattr(run.ledger, "row_names", [f"rank {rank}" for rank in range(len(span))])
     last_row = max(len(span) - ROWS, 0)
 
     def render(from_ms: float = 0.0, share: float = 1.0, first_row: int = 0) -> tuple[Drawing, str]:
@@ -29,7 +28,7 @@ def timeline_zoom(run: Run, **start) -> Explorer:
         begin = min(from_ms, whole_run - length)
         rows = range(first_row, min(first_row + ROWS, len(span)))
         picture = ledgers.timeline(run, between=(begin, begin + length), rows=rows)
-        return picture, page.table(told(run, begin, begin + length, rows, names), HEAD)
+        return picture, page.table(told(run, begin, begin + length, rows), HEAD)
 
     explorer = Explorer(
         render,
@@ -45,10 +44,10 @@ def timeline_zoom(run: Run, **start) -> Explorer:
 HEAD = ("in this window", "calls", "longest", "ms together")
 
 
-def told(run: Run, begin: float, end: float, rows: range, names: list[str]) -> list[tuple]:
+def told(run: Run, begin: float, end: float, rows: range) -> list[tuple]:
     """Return for each row its calls that overlap the window (in ms): how many, which is the
     longest, and their milliseconds inside the window, which count twice where two overlap."""
-    first = min(start for start, _ in run.ledger.span)
+    first, names = min(start for start, _ in run.ledger.span), ledgers.row_names(run.ledger)
     lines = []
     for row in rows:
         inside = {}
