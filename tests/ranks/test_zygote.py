@@ -62,7 +62,10 @@ sys.meta_path[:] = [each for each in sys.meta_path if type(each).__name__ != "Sh
 def run_while_torch_is_loaded(code: str, directory: Path) -> None:
     gate = str(directory / "open")
     (directory / "sitecustomize.py").write_text(SHUT.format(gate=gate))
-    run(NOT_HERE + code.replace("GATE", repr(gate)), [directory, ROOT], ROOT)
+    try:
+        run(NOT_HERE + code.replace("GATE", repr(gate)), [directory, ROOT], ROOT)
+    finally:  # If the code fails, the process that makes the ranks would wait for it forever.
+        Path(gate).touch()
 
 
 IMPATIENT = """
