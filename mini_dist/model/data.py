@@ -79,7 +79,7 @@ class Batches:
         tokens: [num_bytes], as from `load_text`.
         batch_size: B, over all ranks. seq_len: S.
         rank, size: this rank's index on the dp axis, and the size of the axis.
-        device: where the batches go; the text stays where it is.
+        device: where the batches go, by default torch's default device; the text stays where it is.
     Raises ValueError when the text is too short or the sizes do not fit.
     """
 
@@ -118,7 +118,7 @@ class Batches:
             )
         self.tokens, self.batch_size, self.seq_len = tokens, batch_size, seq_len
         self.rank, self.size, self.seed = rank, size, seed
-        self.device = tokens.device if device is None else device
+        self.device = torch.get_default_device() if device is None else device
         self.num_samples = (len(tokens) - 1) // seq_len
         full, rest = divmod(self.num_samples, batch_size)
         self.steps_per_epoch = full + (1 if rest and tail == "pad" else 0)
@@ -142,7 +142,9 @@ class Batches:
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Return this rank's (inputs, targets) of `step`, each [B/dp, S] int64."""
         samples = self.sample_indices(step)
-        where = samples[:, None] * self.seq_len + torch.arange(self.seq_len + 1)
+        where = samples[:, None] * self.seq_len + torch.arange(
+            self.seq_len + 1, device=samples.device
+        )
         window = self.tokens[where].to(self.device, torch.int64)  # [up to B/dp, S+1]
         inputs, targets = window[:, :-1], window[:, 1:]
         missing = self.batch_size // self.size - len(samples)

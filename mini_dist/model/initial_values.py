@@ -30,12 +30,14 @@ def initial_value(name: str, shape: tuple[int, ...], config: ModelConfig, seed: 
     Radford et al. 2019, section 2.3). Norms start at 1. Biases and the one
     buffer, `balance_bias`, start at 0. Returns float32 on the CPU.
     """
+    generator = torch.Generator()  # on the CPU: the same values on every device
+    how = dict(dtype=torch.float32, device=generator.device)
     if name.endswith("bias"):
-        return torch.zeros(shape)
+        return torch.zeros(shape, **how)
     if name.endswith("norm.weight"):
-        return torch.ones(shape)
+        return torch.ones(shape, **how)
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+    generator.manual_seed(int.from_bytes(digest[:8], "little"))
     writes_to_residual = name.endswith(("attn.o.weight", ".down.weight"))
     std = 0.02 / math.sqrt(2 * config.num_layers) if writes_to_residual else 0.02
-    return torch.empty(shape, dtype=torch.float32).normal_(0.0, std, generator=generator)
+    return torch.empty(shape, **how).normal_(0.0, std, generator=generator)

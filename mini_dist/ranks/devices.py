@@ -5,17 +5,23 @@
     launch(fn, 4, device="cuda")      rank r on GPU r: NCCL
     launch(fn, 4, device="cuda:0")    all ranks share GPU 0: gloo, by way of the host's memory
 
-A rank reads its device from `group.device` and makes its tensors there. We don't set torch's
-default device for the rank. A default device would also move the small tables that the library
-keeps on the host on purpose (positions, plans, texts), and it would move them only in the rank's
-main thread: autograd calls a hook of a CUDA tensor in a thread of its own, where torch's default
-device is the CPU again.
+A rank reads its device from `group.device`. If the caller asked for a GPU, it is also torch's
+default device while the function runs: what the function makes without `device=` is there, so a
+cell that was written on a laptop runs on a GPU as it stands. With device=None it is not, because a
+lesson prints the same on every machine, and a GPU adds numbers in another order.
+
+The library relies on no default device. It makes its tensors on the device of those it gets, and
+the tables that the host reads on HOST. It could not rely on one: torch's default device is one of
+a thread, and autograd calls the hooks of CUDA tensors in threads of its own.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from contextlib import nullcontext
+
+HOST = "cpu"  # for tables that the host reads, and for what waits there
 
 
 def count_gpus() -> int:
@@ -70,6 +76,12 @@ def gpus(number: int) -> str:
 def is_shared(device: str) -> bool:
     """Whether all ranks use one GPU. NCCL refuses that, so gloo carries their messages."""
     return ":" in device
+
+
+def by_default(device, is_asked: bool):
+    """Return a context in which torch makes tensors on this torch.device, if it is a GPU that the
+    caller asked for."""
+    return device if is_asked and device.type == "cuda" else nullcontext()
 
 
 def device_of_rank(device: str, index: int):

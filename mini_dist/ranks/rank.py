@@ -20,6 +20,7 @@ import sys
 import traceback
 from dataclasses import dataclass, field
 
+from .devices import by_default
 from .flight import FlightRecorder
 from .membership import LONGER_THAN_ANY_RUN, Membership
 from .threads import stay_on_a_core
@@ -36,6 +37,7 @@ class Job:
     directory: str  # the parent's working directory, sys.path and environment
     path: list[str]
     environment: dict[str, str]
+    is_asked: bool = False  # the device: the caller gave it (devices.py)
     hosts: list[int] | None = None  # of each rank, with launch(hosts=...)
     elastic: bool = False  # a rank's death is not the end of the others
     beat: float | None = None  # seconds between two signs of life
@@ -201,7 +203,8 @@ def run(job: Job, call: Frames, group) -> tuple[Report, Frames]:
         seed_everything(job.seed + group.rank())
         function, args, kwargs = from_frames(call)
         recorder.start(job.memory, job.count, job.hosts)
-        result = function(*args, group, **kwargs)
+        with by_default(group.device, job.is_asked):
+            result = function(*args, group, **kwargs)
         recorder.stop()
         frames = to_frames(result, f"the result of rank {group.rank()}")
         return Report("returned", ledger=recorder.export()), frames

@@ -43,7 +43,7 @@ def join_torchrun(
     import torch
     import torch.distributed as dist
 
-    from .devices import choose_device, device_of_rank, is_shared
+    from .devices import by_default, choose_device, device_of_rank, is_shared
     from .ledger import Ledger
     from .ledger.group import register
     from .ledger.recording import Recorder
@@ -73,7 +73,8 @@ def join_torchrun(
         group.recorder.start(memory, count, hosts if len({*hosts}) > 1 else None)
         watch.hosts, watch.recorder = hosts, group.recorder
         watch.addresses = {each: host for host, some in nodes for each in some if host != own[0]}
-        result = fn(*args, group, **kwargs)
+        with by_default(group.device, device is not None):
+            result = fn(*args, group, **kwargs)
         group.recorder.stop()
         both = [None] * actual
         dist.all_gather_object(both, (result, group.recorder.export()), group=group)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from mini_dist.collectives import all_reduce
 from mini_dist.model.loss import IGNORE_INDEX, TokenLoss, check_any_counts, token_loss
 from mini_dist.plan.fields import checks_kinds
+from mini_dist.ranks.devices import HOST
 
 from .grad_norm import clip_
 from .precision import FULL, LossScaler, Precision
@@ -130,7 +131,8 @@ def count_tokens(model: Trainable, micro_batches: Iterable[tuple[Tensor, Tensor]
     if any(targets.is_meta for _, targets in micro_batches):  # no values: all of them count
         size = 1 if model.group is None else model.group.size()
         over_ranks(model, torch.zeros((), dtype=torch.int64, device="meta"))  # for the ledger
-        return torch.tensor(size * sum(targets.numel() for _, targets in micro_batches))
+        all_of_them = size * sum(targets.numel() for _, targets in micro_batches)
+        return torch.tensor(all_of_them, device=HOST)
     here = sum(int((targets != IGNORE_INDEX).sum()) for _, targets in micro_batches)
     tokens = over_ranks(model, torch.tensor(here, device=next(model.parameters()).device))
     check_any_counts(tokens)

@@ -47,6 +47,21 @@ def test_ranks_share_a_gpu_over_gloo(size):
         assert current == 0 and device == torch.device("cuda:0")
 
 
+def made_without_device(group):
+    """Return where things are that were made without `device=`, and a random number."""
+    x, (inputs, _) = torch.rand(1), Batches(load_text(), 2, 8).batch(0)
+    here = [x.device, inputs.device, next(GPT(SMALL).parameters()).device]
+    return *map(str, here), x.item()
+
+
+def test_a_gpu_that_was_asked_for_is_where_tensors_are_made():
+    first, second = launch(made_without_device, 2, device="cuda:0").results
+    assert first[:3] == second[:3] == ("cuda:0",) * 3
+    assert first[3] != second[3]  # each rank has a seed of its own, on the GPU, too
+    assert launch(made_without_device, 2, device="cuda:0").results == [first, second]
+    assert launch(made_without_device, 1).results[0][:3] == ("cpu",) * 3  # a GPU, but not asked for
+
+
 def test_more_ranks_than_gpus_are_refused_where_nccl_would_fail():
     number = torch.cuda.device_count()
     with pytest.raises(ValueError, match="NCCL refuses two ranks on one GPU"):
@@ -55,7 +70,7 @@ def test_more_ranks_than_gpus_are_refused_where_nccl_would_fail():
 
 def test_what_stays_on_the_host_goes_by_gloo_and_the_title_says_so():
     def on_the_host(group):
-        x = torch.ones(3)
+        x = torch.ones(3, device="cpu")
         dist.all_reduce(x, group=group)
         return x
 
@@ -65,15 +80,9 @@ def test_what_stays_on_the_host_goes_by_gloo_and_the_title_says_so():
     assert run.title() == "1 rank on cuda, NCCL"
 
 
-def on_the_gpu(group):
-    """Run every operation of torch.distributed on GPU tensors."""
-    with torch.device(group.device):
-        return every_operation(False, group)
-
-
 def test_every_operation_on_a_shared_gpu_is_that_on_the_host():
     here = launch(every_operation, 3, (False,), device="cpu")
-    there = launch(on_the_gpu, 3, device="cuda:0")
+    there = launch(every_operation, 3, (False,), device="cuda:0")
     assert {c.carrier for c in there.ledger.comms if c.is_leaf and c.op != "barrier"} == {"gloo"}
     for ours, theirs in zip(there.results, here.results):
         for name in {*theirs} - {"DDP"}:

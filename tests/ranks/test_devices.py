@@ -10,7 +10,7 @@ from torch import nn
 from mini_dist import Hosts, launch
 from mini_dist.collectives import ring_all_reduce, send
 from mini_dist.collectives.messages import recv_any
-from mini_dist.ranks.devices import choose_device
+from mini_dist.ranks.devices import by_default, choose_device
 from mini_dist.ranks.ledger.staged import Staged
 
 
@@ -37,6 +37,14 @@ def one_gpu(monkeypatch):
 )
 def test_what_is_asked_for_is_chosen_where_the_gpus_suffice(device, num_ranks, num_gpus, chosen):
     assert choose_device(device, num_ranks, num_gpus) == chosen
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_only_a_gpu_that_was_asked_for_is_the_default_device(device, is_asked):
+    with by_default(torch.device(device), is_asked):
+        found = torch.get_default_device()
+    assert found == torch.device(device if is_asked else "cpu")
 
 
 def test_fewer_gpus_than_ranks_are_refused_with_nccls_words_and_what_works(one_gpu):

@@ -264,15 +264,16 @@ SECONDS = 10  # until a run that neither ends nor is a recognized deadlock is gi
 def once_started(function: Callable, size: int, args: tuple, seconds: float = SECONDS) -> Run:
     """Launch, and launch again with six times the seconds if the machine may have been too slow: a
     module was still being loaded, or other programs keep the cores busy. If ranks that communicate
-    have begun no operation for SECONDS, more time would not help."""
+    have begun no operation for SECONDS, more time would not help. The inputs are on the host, and
+    so are the ranks, whatever GPUs this machine has."""
     try:
-        return launch(function, size, args, timeout=seconds, quiet=True)
+        return launch(function, size, args, timeout=seconds, device="cpu", quiet=True)
     except RankError as error:
         loading = any(sign in str(error) for sign in ("No rank has started", "<frozen importlib"))
         slow = isinstance(error, RankTimeout) and error.idle < SECONDS and is_busy()
         if not loading and not slow:
             raise
-    return launch(function, size, args, timeout=6 * seconds, quiet=True)
+    return launch(function, size, args, timeout=6 * seconds, device="cpu", quiet=True)
 
 
 def is_busy() -> bool:

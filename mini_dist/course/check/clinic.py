@@ -140,7 +140,8 @@ def visit(patient: str) -> Visit:
         raise KeyError(f"no patient {patient!r}; there are {', '.join(patients())}")
     sick = patients()[patient]
     try:
-        run = launch(train, RANKS, (sick.average, dict(sick.num_batches)), quiet=True)
+        args = sick.average, dict(sick.num_batches)
+        run = launch(train, RANKS, args, device="cpu", quiet=True)
     except RankError as error:
         # The lines of code are left out, because they are the library's.
         lines = [line for line in str(error).splitlines() if not line.lstrip().startswith("File ")]

@@ -122,7 +122,7 @@ def run_all(several: Iterable[Sick]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             waiting = {}
             try:
-                launch(train_all, together[0].size, (together, folder), quiet=True)
+                launch(train_all, together[0].size, (together, folder), device="cpu", quiet=True)
             except RankError as error:
                 if together not in stops or not all(flight.waiting for flight in error.flights):
                     raise

@@ -121,7 +121,7 @@ class Sealed:
     def asked(self, args: tuple, refuses, facts) -> tuple[object, set[str]]:
         """What the function answers, on a rank, and which of `refuses` it has called."""
         given = call, self, args, refuses, facts
-        ((came, called),) = launch(watched, 1, given, quiet=True).results
+        ((came, called),) = launch(watched, 1, given, device="cpu", quiet=True).results
         return came, called
 
 
@@ -139,7 +139,8 @@ def judge(name: str, data: bytes) -> Verdict:
         if isinstance(exercise, Clinic):  # its answers are no ranks' work
             return from_the_clinic(exercise, data)
         if exercise._makes:
-            (found,) = launch(seen_made_before, 1, (fn, exercise._makes), quiet=True).results
+            how = dict(device="cpu", quiet=True)
+            (found,) = launch(seen_made_before, 1, (fn, exercise._makes), **how).results
             if found:
                 return exercise.told_made_before(found)
         return exercise.judge(fn)

@@ -240,7 +240,9 @@ class PowerBucket:
             error.copy_(x)
 
     def random_q(self, x: Tensor) -> Tensor:
-        return torch.randn(x.shape[1], self.options.rank, generator=self.generator).to(x)
+        shape = x.shape[1], self.options.rank
+        dice = self.generator
+        return torch.randn(shape, generator=dice, device=dice.device).to(x)
 
 
 def means_together(tensors: list[Tensor], group) -> list[Tensor]:

@@ -228,7 +228,8 @@ def random_k_mean(x: Tensor, k: int, generator: torch.Generator, group) -> tuple
     rank.
     """
     check_k(k, x)
-    places = torch.randperm(len(x), generator=generator)[:k].to(x.device)
+    places = torch.randperm(len(x), generator=generator, device=generator.device)[:k]
+    places = places.to(x.device)
     values = all_reduce(x[places], group, op="mean")
     mean = torch.zeros_like(x).index_copy_(0, places, values)
     return mean, torch.zeros_like(x).index_copy_(0, places, x[places])

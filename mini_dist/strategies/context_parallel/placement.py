@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mini_dist.collectives.divides import check_divides
+from mini_dist.ranks.devices import HOST
 
 
 def contiguous(seq_len: int, size: int) -> Tensor:
@@ -21,7 +22,7 @@ def contiguous(seq_len: int, size: int) -> Tensor:
     Under a causal mask the last rank has the most work: its tokens see all the others.
     """
     check_divides(size, seq_len, "seq_len", by=f"cp={size}")
-    return torch.arange(seq_len).view(size, -1)
+    return torch.arange(seq_len, device=HOST).view(size, -1)
 
 
 def zigzag(seq_len: int, size: int) -> Tensor:
@@ -34,7 +35,7 @@ def zigzag(seq_len: int, size: int) -> Tensor:
     """
     two_chunks_each = f"2*cp={2 * size} (zig-zag gives each rank two chunks)"
     check_divides(2 * size, seq_len, "seq_len", by=two_chunks_each)
-    chunks = torch.arange(seq_len).view(2 * size, -1)
+    chunks = torch.arange(seq_len, device=HOST).view(2 * size, -1)
     return torch.cat([chunks[:size], chunks.flip(0)[:size]], dim=1)
 
 
@@ -46,7 +47,7 @@ def striped(seq_len: int, size: int) -> Tensor:
     every step of the ring (Brandon et al. 2023, Striped Attention).
     """
     check_divides(size, seq_len, "seq_len", by=f"cp={size}")
-    return torch.arange(seq_len).view(-1, size).T.contiguous()
+    return torch.arange(seq_len, device=HOST).view(-1, size).T.contiguous()
 
 
 PLACEMENTS = {"contiguous": contiguous, "zigzag": zigzag, "striped": striped}
@@ -115,7 +116,7 @@ def block_of(positions: Tensor, rank: int, source: int, causal: bool = True) -> 
     rows, columns = part(rows, first_query, len(queries)), part(columns, 0, last_key)
     if sees[0] == last_key:
         return ScoreBlock(rows, columns, False)
-    one_more_each = torch.equal(sees, torch.arange(1, last_key + 1))
+    one_more_each = torch.equal(sees, torch.arange(1, last_key + 1, device=HOST))
     return ScoreBlock(rows, columns, True if one_more_each else sees)
 
 

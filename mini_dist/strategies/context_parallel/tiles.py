@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mini_dist.model.digits import at_least_float32
+from mini_dist.ranks.devices import HOST
 from mini_dist.ranks.older_torch import KERNEL_SHARES_HEADS
 
 from .ideas import Partial, merge
@@ -86,14 +87,15 @@ def tiles(
     completely hidden; the mask is None if no pair is."""
     S, T = q.shape[-2], k.shape[-2]
     if not isinstance(causal, Tensor):
-        causal = torch.arange(1, S + 1) if causal else torch.full((S,), T)
+        stairs = torch.arange(1, S + 1, device=HOST)
+        causal = stairs if causal else torch.full_like(stairs, T)
     for i in range(0, S, TILE):
         sees = causal[i : i + TILE]
         for j in range(0, int(sees[-1]), TILE):
             seeing = sees[sees > j]  # the last of these queries
             rows = slice(i + len(sees) - len(seeing), i + len(sees))
             columns = slice(j, min(j + TILE, T))
-            hidden = torch.arange(j, columns.stop) >= seeing.unsqueeze(-1)
+            hidden = torch.arange(j, columns.stop, device=HOST) >= seeing.unsqueeze(-1)
             yield rows, columns, hidden if hidden.any() else None
 
 
@@ -152,8 +154,8 @@ def mask(q: Tensor, k: Tensor, causal: bool | Tensor) -> Tensor | None:
     """Return the mask [S, T] that the fused kernel adds to the scores, if it needs one."""
     if not isinstance(causal, Tensor):
         return None
-    hidden = torch.arange(k.shape[-2]) >= causal.unsqueeze(-1)
-    return torch.zeros(hidden.shape, dtype=q.dtype).masked_fill(hidden, -math.inf)
+    hidden = torch.arange(k.shape[-2], device=HOST) >= causal.unsqueeze(-1)
+    return torch.zeros(hidden.shape, dtype=q.dtype, device=HOST).masked_fill(hidden, -math.inf)
 
 
 class TileKernel(NamedTuple):

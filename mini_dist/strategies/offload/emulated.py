@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from mini_dist.collectives.emulate import EmulatedLink
 from mini_dist.plan.calculators.links import Link as Speed
 from mini_dist.plan.fields import checks_kinds
+from mini_dist.ranks.devices import HOST
 
 from .lanes import LANES
 
@@ -77,7 +78,7 @@ class EmulatedLanes:
         return arrival
 
     def empty(self, like, dtype):
-        return torch.empty(like.shape, dtype=dtype)
+        return torch.empty(like.shape, dtype=dtype, device=HOST)
 
     def compute(self, seconds: float, name: str = "") -> None:
         """The device computes."""

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mini_dist.ranks.devices import HOST
 from mini_dist.ranks.ledger.recording import recorded
 
 LANES = ("to_host", "to_device", "host", "read", "write")
@@ -55,7 +56,7 @@ class Lanes:
         """Return host memory for a temporary tensor; none if the tensor has no storage."""
         if like.is_meta:
             return torch.empty_like(like, dtype=dtype)
-        return torch.empty(like.shape, dtype=dtype, pin_memory=self.pins)
+        return torch.empty(like.shape, dtype=dtype, device=HOST, pin_memory=self.pins)
 
 
 @dataclass

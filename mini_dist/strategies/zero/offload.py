@@ -17,9 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from mini_dist.ranks.devices import HOST
 from mini_dist.ranks.ledger.recording import recorded
-
-HOST = torch.device("cpu")
 
 
 class OnDevice:
