@@ -10,19 +10,18 @@ the median of STEPS. A GPU that the planner does not know is refused. `--long` a
 
 Simulated / measured - 1 in November 2026, torch 2.11 (no constant was chosen on these rows):
 
-                                     H100 SXM    H200
+                                     H100 SXM       H200
     peak bytes, six models           -1.2 ... -0.2 %, mean 0.6 %
-    GPT 125M, 350M, 1.5B, bf16       -23 -15 -3     -33 -18  -4 %   of a step's seconds
+    GPT 125M, 350M, 1.5B, bf16       -23 -22  -4    -33 -18  -4 %   of a step's seconds
     Llama, 1B and 4 layers of 8B     +9  +8         +5  +4 %
-    GPT 125M in float32              +58            +60 %
+    GPT 125M in float32              +59            +60 %
 
 In four of the six models the peak differs by 67 to 70 MB: cuBLAS's two workspaces of 32 MiB, which
 a simulation does not have. Small models are slower than simulated because the attention of a head
 of 64 takes twice the roofline's time. In float32 a weight's gradient has fewer tiles than the GPU
 has multiprocessors; cuBLAS divides the inner dimension, which the planner's formula does not know.
-The H100 was measured before this comparison found three errors in the simulation: float32 counted
-as TF32, a tensor that is read twice counted twice, RMS norm as ten kernels. The H100's column
-compares those times with the corrected simulation.
+This comparison found three errors in the simulation, which are mended: float32 counted as TF32, a
+tensor that is read twice counted twice, RMS norm as ten kernels. (H100: 28 November 2026.)
 """
 
 import statistics
