@@ -17,13 +17,13 @@ TITLES = "print(*_titles, sep='\\n')"
 FIRST = """
 import mini_dist
 
-_titles, there = [], mini_dist.launch
+_titles, _launch = [], mini_dist.launch
 
 
 def launch(*args, **how):
     if not how.keys() & {"hosts", "elastic", "simulate"}:
         how = {"device": "DEVICE"} | how
-    run = there(*args, **how)
+    run = _launch(*args, **how)
     _titles.append(run.title())
     return run
 
@@ -33,7 +33,7 @@ mini_dist.launch = launch
 
 
 def executed(lesson: str, device: str) -> tuple[list[str], list[str]]:
-    """Return the cells that raised, with the error, and the _titles of the runs."""
+    """Return the cells that raised, with the error, and the titles of the runs."""
     notebook = nbformat.read(ROOT / f"notebooks/{lesson}.ipynb", as_version=4)
     new = nbformat.v4.new_code_cell
     notebook.cells = [new(FIRST.replace("DEVICE", device)), *notebook.cells, new(TITLES)]
