@@ -6,9 +6,10 @@
     launch(fn, 4, device="cuda:0")    all ranks share GPU 0: gloo, by way of the host's memory
 
 A rank reads its device from `group.device`. If the caller asked for a GPU, it is also torch's
-default device while the function runs: what the function makes without `device=` is there, so a
-cell that was written on a laptop runs on a GPU as it stands. With device=None it is not, because a
-lesson prints the same on every machine, and a GPU adds numbers in another order.
+default device while the function runs, and tensors that come with the function (arguments, and the
+variables of a cell) arrive there. So a cell that was written on a laptop runs on a GPU as it
+stands. With device=None nothing of this happens: a lesson prints the same on every machine, and a
+GPU adds numbers in another order. (Under torchrun nothing comes with the function: it was there.)
 
 The library relies on no default device. It makes its tensors on the device of those it gets, and
 the tables that the host reads on HOST. It could not rely on one: torch's default device is one of
@@ -19,7 +20,6 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import nullcontext
 
 HOST = "cpu"  # for tables that the host reads, and for what waits there
 
@@ -78,10 +78,9 @@ def is_shared(device: str) -> bool:
     return ":" in device
 
 
-def by_default(device, is_asked: bool):
-    """Return a context in which torch makes tensors on this torch.device, if it is a GPU that the
-    caller asked for."""
-    return device if is_asked and device.type == "cuda" else nullcontext()
+def default_device(device, is_asked: bool):
+    """Return this torch.device if it is a GPU that the caller asked for, else None: torch's own."""
+    return device if is_asked and device.type == "cuda" else None
 
 
 def device_of_rank(device: str, index: int):

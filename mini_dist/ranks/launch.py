@@ -84,7 +84,7 @@ def launch(
     device: where the ranks' tensors belong; a rank reads it from `group.device`. "cpu"; "cuda", a
     GPU for each rank; "cuda:0", one GPU that all ranks share, with gloo instead of NCCL; None,
     "cuda" if there is a GPU for each rank, else "cpu". A GPU that is given here is also torch's
-    default device in `fn` (`devices.py`).
+    default device in `fn`, and tensors among `args` arrive there (`devices.py`).
     timeout: seconds until a run that is not done is ended; under torchrun each rank says then where
     it waits, and ends its process, as it does for a host that answers no more (torchrun.py).
     memory: record bytes held by kind. count: record every kernel, for mini_dist.course.replay

@@ -20,7 +20,7 @@ import sys
 import traceback
 from dataclasses import dataclass, field
 
-from .devices import by_default
+from .devices import default_device
 from .flight import FlightRecorder
 from .membership import LONGER_THAN_ANY_RUN, Membership
 from .threads import stay_on_a_core
@@ -201,9 +201,10 @@ def run(job: Job, call: Frames, group) -> tuple[Report, Frames]:
 
             torch.cuda.set_device(group.device)
         seed_everything(job.seed + group.rank())
-        function, args, kwargs = from_frames(call)
+        there = default_device(group.device, job.is_asked)
+        function, args, kwargs = from_frames(call, there)
         recorder.start(job.memory, job.count, job.hosts)
-        with by_default(group.device, job.is_asked):
+        with there or contextlib.nullcontext():
             result = function(*args, group, **kwargs)
         recorder.stop()
         frames = to_frames(result, f"the result of rank {group.rank()}")

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 from .connections import own_addresses, silences
 from .diagnose import RankError, ranks_text, traceback_lines
@@ -43,7 +43,7 @@ def join_torchrun(
     import torch
     import torch.distributed as dist
 
-    from .devices import by_default, choose_device, device_of_rank, is_shared
+    from .devices import choose_device, default_device, device_of_rank, is_shared
     from .ledger import Ledger
     from .ledger.group import register
     from .ledger.recording import Recorder
@@ -73,7 +73,7 @@ def join_torchrun(
         group.recorder.start(memory, count, hosts if len({*hosts}) > 1 else None)
         watch.hosts, watch.recorder = hosts, group.recorder
         watch.addresses = {each: host for host, some in nodes for each in some if host != own[0]}
-        with by_default(group.device, device is not None):
+        with default_device(group.device, device is not None) or nullcontext():
             result = fn(*args, group, **kwargs)
         group.recorder.stop()
         both = [None] * actual

@@ -57,8 +57,22 @@ def pickled(obj) -> Frames:
     return [buffer.getvalue(), *large]
 
 
-def from_frames(frames: Frames):
-    return pickle.loads(frames[0], buffers=frames[1:])
+def from_frames(frames: Frames, device=None):
+    """Unpickle. device: the torch.device on which tensors arrive; None: the host."""
+    if device is None:
+        return pickle.loads(frames[0], buffers=frames[1:])
+    return UnpicklerTo(device, io.BytesIO(frames[0]), buffers=frames[1:]).load()
+
+
+class UnpicklerTo(pickle.Unpickler):
+    def __init__(self, device, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.device = device
+
+    def find_class(self, module: str, name: str):
+        found = super().find_class(module, name)
+        to_device = found is rebuild_tensor
+        return functools.partial(found, device=self.device) if to_device else found
 
 
 def pickler():
@@ -134,7 +148,7 @@ def reduce_tensor(x):
     return rebuild_tensor, (data, x.dtype, tuple(x.shape), strides, x.requires_grad)
 
 
-def rebuild_tensor(data, dtype, shape, strides, requires_grad):
+def rebuild_tensor(data, dtype, shape, strides, requires_grad, device=None):
     import torch
 
     if math.prod(shape) == 0:
@@ -145,6 +159,7 @@ def rebuild_tensor(data, dtype, shape, strides, requires_grad):
         if flat.nbytes < IN_A_FRAME_FROM:
             flat = flat.clone()  # into torch's own memory, which can be resized
         x = flat.view(shape) if strides is None else flat.as_strided(shape, strides)
+    x = x if device is None else x.to(device)
     return x.requires_grad_(requires_grad)
 
 

@@ -54,7 +54,9 @@ def made_without_device(group):
     return *map(str, here), x.item()
 
 
-def test_a_gpu_that_was_asked_for_is_where_tensors_are_made():
+def test_a_gpu_that_was_asked_for_is_where_tensors_are_made_and_arrive():
+    x = torch.ones(3)
+    assert launch(lambda group: str(x.device), 2, device="cuda:0").results == ["cuda:0"] * 2
     first, second = launch(made_without_device, 2, device="cuda:0").results
     assert first[:3] == second[:3] == ("cuda:0",) * 3
     assert first[3] != second[3]  # each rank has a seed of its own, on the GPU, too

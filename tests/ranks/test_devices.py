@@ -10,7 +10,7 @@ from torch import nn
 from mini_dist import Hosts, launch
 from mini_dist.collectives import ring_all_reduce, send
 from mini_dist.collectives.messages import recv_any
-from mini_dist.ranks.devices import by_default, choose_device
+from mini_dist.ranks.devices import choose_device, default_device
 from mini_dist.ranks.ledger.staged import Staged
 
 
@@ -42,9 +42,8 @@ def test_what_is_asked_for_is_chosen_where_the_gpus_suffice(device, num_ranks, n
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 @pytest.mark.parametrize("is_asked", [False, True])
 def test_only_a_gpu_that_was_asked_for_is_the_default_device(device, is_asked):
-    with by_default(torch.device(device), is_asked):
-        found = torch.get_default_device()
-    assert found == torch.device(device if is_asked else "cpu")
+    found = default_device(torch.device(device), is_asked)
+    assert found == (torch.device(device) if is_asked and device != "cpu" else None)
 
 
 def test_fewer_gpus_than_ranks_are_refused_with_nccls_words_and_what_works(one_gpu):

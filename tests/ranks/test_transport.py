@@ -27,6 +27,16 @@ def there_and_back(obj):
 LARGE = 100_000
 
 
+def test_tensors_arrive_on_the_device_that_is_asked_for():
+    large, small = torch.zeros(300, 100)[:, ::2], torch.ones(2, requires_grad=True)
+    frames = to_frames({"large": large, "weight": nn.Parameter(small), "n": 3}, "it")
+    back = from_frames(frames, torch.device("meta"))
+    assert {back["large"].device.type, back["weight"].device.type} == {"meta"} and back["n"] == 3
+    assert back["large"].shape == (300, 50) and back["weight"].requires_grad
+    assert type(back["weight"]) is nn.Parameter and back["weight"].is_leaf
+    assert from_frames(frames)["large"].device.type == "cpu"
+
+
 @pytest.mark.parametrize(
     "x",
     [

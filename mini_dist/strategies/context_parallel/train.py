@@ -26,11 +26,12 @@ FORMS = {
 @checks_kinds
 def positions_here(seq_len: int, group, placement: str = "zigzag") -> Tensor:
     """Return the positions of this rank's tokens in the sequence: [S/cp], for the model and
-    `shard`.
+    `shard`, on torch's default device.
 
     Raises ValueError if the placement cannot split the sequence.
     """
-    return positions_of_ranks(placement, seq_len, group.size())[group.rank()]
+    mine = positions_of_ranks(placement, seq_len, group.size())[group.rank()]
+    return mine.to(torch.get_default_device())
 
 
 @checks_kinds

@@ -231,7 +231,8 @@ class Training:
             for tensor, states in optimizer.state.items():
                 for key, value in states.items():
                     if value is not None:  # (as SGD's momentum_buffer without momentum)
-                        yield tensor, key, torch.as_tensor(value)
+                        is_tensor = isinstance(value, Tensor)  # (the state itself, no copy)
+                        yield tensor, key, value if is_tensor else torch.tensor(value)
 
     def make_states(self, saved: Saved) -> None:
         """Give the optimizers the saved states, with the right shapes, to be filled."""
