@@ -116,7 +116,7 @@ def block_of(positions: Tensor, rank: int, source: int, causal: bool = True) -> 
     rows, columns = part(rows, first_query, len(queries)), part(columns, 0, last_key)
     if sees[0] == last_key:
         return ScoreBlock(rows, columns, False)
-    one_more_each = torch.equal(sees, torch.arange(1, last_key + 1, device=HOST))
+    one_more_each = torch.equal(sees, torch.arange(1, last_key + 1, device=sees.device))
     return ScoreBlock(rows, columns, True if one_more_each else sees)
 
 
