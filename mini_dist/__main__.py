@@ -19,6 +19,7 @@ import importlib.util
 import os
 import runpy
 import sys
+from pathlib import Path
 
 from . import __version__
 
@@ -33,6 +34,7 @@ COMMANDS = {  # the module that each runs, as `python -m` would
 }
 WITHOUT_ARGUMENTS = ("doctor", "progress")
 FIRST_LESSON = "/lab/tree/work/00_start_here.ipynb"
+DEFAULTS = Path(__file__).parent / "course/jupyter"  # for JupyterLab
 AS_ROOT = (
     "JupyterLab runs as root only if you allow it: mini-dist lab --allow-root, or "
     "make lab LAB_ARGS=--allow-root. If others use this machine, log in as another user instead."
@@ -67,7 +69,8 @@ def main() -> None:
 
 
 def open_first_lesson() -> list[str]:
-    """Make the working copy; return the arguments that make JupyterLab show the first lesson.
+    """Make the working copy; return the arguments that make JupyterLab show the first lesson, and
+    nothing in front of it: by default JupyterLab asks whether it may fetch its news.
 
     The lesson is JupyterLab's default address and not its argument: the address that JupyterLab
     prints then leads there too, which is what people on WSL2 and remote machines open.
@@ -78,6 +81,8 @@ def open_first_lesson() -> list[str]:
         sys.exit("JupyterLab is not installed in this environment: pip install jupyterlab")
     if status := working_copy.main(["--once"]):
         sys.exit(status)
+    theirs = os.environ.get("JUPYTER_CONFIG_PATH")  # a user's own settings count for more
+    os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, [theirs, str(DEFAULTS)]))
     return [f"--LabApp.default_url={FIRST_LESSON}"]
 
 

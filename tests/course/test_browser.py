@@ -15,6 +15,7 @@ import nbformat
 import pytest
 
 from mini_dist import widgets
+from mini_dist.__main__ import DEFAULTS
 from mini_dist.course import working_copy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,14 +69,12 @@ def lab(tmp_path_factory):
     tmp_path = tmp_path_factory.mktemp("lab")
     working_copy.update(ROOT / "notebooks", tmp_path / "work")  # as make lab does
     notebook_of_explorers(tmp_path / "work/explorers.ipynb")
-    settings = tmp_path / "config/lab/user-settings/@jupyterlab/apputils-extension"
-    settings.mkdir(parents=True)
-    (settings / "notification.jupyterlab-settings").write_text('{"fetchNews": "false"}')
     # Like a learner's shell, the environment has no variables of this test run.
     not_theirs = ("PYTEST_", "MPLBACKEND")
     env = {key: value for key, value in os.environ.items() if not key.startswith(not_theirs)}
     for kind in ("config", "data", "runtime"):
         env[f"JUPYTER_{kind.upper()}_DIR"] = str(tmp_path / kind)
+    env["JUPYTER_CONFIG_PATH"] = str(DEFAULTS)  # as mini-dist lab does
     with socket.socket() as free:  # If another process takes the port, JupyterLab tries the next.
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -196,6 +195,7 @@ def test_the_first_lesson_opens_and_runs_in_jupyterlab(lab, page):
 
     assert page.errors == []
     assert page.outside == []
+    assert page.locator("text=Jupyter news").count() == 0, "JupyterLab asks before the first cell"
 
 
 SHOWN = """cell => {
