@@ -399,7 +399,7 @@ def test_a_busy_machine_is_no_mistake(monkeypatch, said, load, idle, again):
     monkeypatch.setattr("os.getloadavg", lambda: (load, 0, 0))
     given = []
 
-    def busy(function, size, args, timeout, quiet):
+    def busy(function, size, args, timeout, device, quiet):
         given.append(timeout)
         if len(given) == 1:
             error = RankTimeout(f"not done after {timeout} s\n{said}")
