@@ -54,7 +54,7 @@ class Unit:
         """When the gradients are complete, start the reduce-scatter; backward continues."""
         self.missing -= 1
         if self.missing == 0:
-            parts = list(self.grad.chunk(self.group.size()))  # Rank r gets the sum of every part r.
+            parts = list(self.grad.chunk(self.group.size()))  # Rank r gets the sum of part r.
             self.work = dist.reduce_scatter(self.shard.grad, parts, group=self.group, async_op=True)
             self.missing = len(self.parameters)
 

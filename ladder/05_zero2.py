@@ -57,7 +57,7 @@ class Unit:
             for p in self.parameters:
                 p.grad = None
             # No overlap here: backward waits, so that only one layer's gradients exist at a time.
-            parts = list(whole.chunk(self.group.size()))  # Rank r gets the sum of every part r.
+            parts = list(whole.chunk(self.group.size()))  # Rank r gets the sum of part r.
             dist.reduce_scatter(self.shard.grad, parts, group=self.group)
             self.missing = len(self.parameters)
 

@@ -78,7 +78,7 @@ def train(device, group):
         tokens, targets = rows[:, :-1].chunk(M), rows[:, 1:].chunk(M)  # [B/M, S] each
         model.zero_grad()
         losses.append(0.0)
-        warmup = stages - 1 - stage  # forwards before it begins to alternate
+        warmup = stages - 1 - stage  # forwards until its first gradient can be back
         for turn in range(M + warmup):
             if turn < M:
                 forward(turn)

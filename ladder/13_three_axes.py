@@ -17,7 +17,7 @@ ROWS = torch.tensor(list(TEXT)).unfold(0, S + 1, 1)  # [rows, S + 1]: one token 
 
 
 def all_reduce(x, group):
-    """Sum x over the group. Autograd sees a copy: each term gets the sum's gradient unchanged."""
+    """Sum x over the group. In backward, each term gets the gradient of the sum, the same on all."""
     total = x.clone()
     dist.all_reduce(total.data, group=group)  # `.data` hides this from autograd.
     return total
@@ -95,7 +95,7 @@ def train(device, group):
         tokens, targets = rows[:, :-1].chunk(M), rows[:, 1:].chunk(M)  # [B/dp/M, S] each
         model.zero_grad()
         losses.append(0.0)
-        warmup = stages - 1 - stage  # forwards before it begins to alternate
+        warmup = stages - 1 - stage  # forwards until its first gradient can be back
         for turn in range(M + warmup):
             if turn < M:
                 forward(turn)
