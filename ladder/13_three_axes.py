@@ -17,7 +17,7 @@ ROWS = torch.tensor(list(TEXT)).unfold(0, S + 1, 1)  # [rows, S + 1]: one token 
 
 
 def all_reduce(x, group):
-    """Sum x over the group. In backward, each term gets the gradient of the sum, the same on all."""
+    """Sum x over the group. In backward, each term gets the gradient of the sum, equal on all."""
     total = x.clone()
     dist.all_reduce(total.data, group=group)  # `.data` hides this from autograd.
     return total
