@@ -704,6 +704,9 @@ def repr_of(text):
     return '"""' + text.replace("\\", "\\\\").replace('"', '\\"') + '"""'
 
 
+VALUE = r"((?:\[[^\[\]\n]*\]|.)*?)"  # a list counts as one value, whatever is in it
+
+
 def patterns(string):
     """Regular expressions of how a string of a cell is printed: up to the end of its line, or
     before other values."""
@@ -711,7 +714,7 @@ def patterns(string):
         edge = r"(?!\w)" if string.text[-1].isalnum() else ""
         return [rf"(?<!\w){re.escape(string.whole)}{edge}"]
     parts, literal = parts_of(string.whole)
-    body = "".join(re.escape(p) if is_literal else "(.*?)" for p, is_literal in zip(parts, literal))
+    body = "".join(re.escape(p) if is_literal else VALUE for p, is_literal in zip(parts, literal))
     ends = ["$", "(?=[ :])", *[""] * literal[-1]]
     return [rf"(?m)(?:^|(?<=\s)){body}{end}" for end in ends]
 
