@@ -95,7 +95,7 @@ def tiles(
             seeing = sees[sees > j]  # the last of these queries
             rows = slice(i + len(sees) - len(seeing), i + len(sees))
             columns = slice(j, min(j + TILE, T))
-            hidden = torch.arange(j, columns.stop, device=HOST) >= seeing.unsqueeze(-1)
+            hidden = torch.arange(j, columns.stop, device=causal.device) >= seeing.unsqueeze(-1)
             yield rows, columns, hidden if hidden.any() else None
 
 
@@ -154,8 +154,10 @@ def mask(q: Tensor, k: Tensor, causal: bool | Tensor) -> Tensor | None:
     """Return the mask [S, T] that the fused kernel adds to the scores, if it needs one."""
     if not isinstance(causal, Tensor):
         return None
-    hidden = torch.arange(k.shape[-2], device=HOST) >= causal.unsqueeze(-1)
-    return torch.zeros(hidden.shape, dtype=q.dtype, device=HOST).masked_fill(hidden, -math.inf)
+    hidden = torch.arange(k.shape[-2], device=causal.device) >= causal.unsqueeze(-1)
+    return torch.zeros(hidden.shape, dtype=q.dtype, device=hidden.device).masked_fill(
+        hidden, -math.inf
+    )
 
 
 class TileKernel(NamedTuple):
