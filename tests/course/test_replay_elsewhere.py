@@ -249,6 +249,29 @@ def test_what_is_read_twice_moves_once_and_what_is_overwritten_is_not_read():
     assert found[-3:] == [("add", 8000), ("copy_", 8000), ("zero_", 4000)]
 
 
+@pytest.mark.parametrize(
+    "operator, read, written",  # elements of 4 bytes
+    [
+        (lambda x, i: x.sum(), 200, 1),  # A number comes out, but all of x goes in.
+        (lambda x, i: torch.linalg.vector_norm(x), 200, 1),
+        (lambda x, i: torch.zeros_like(x), 0, 200),
+        (lambda x, i: x.new_ones(5, 5), 0, 25),
+        (lambda x, i: torch.nn.functional.embedding(i, x), 2 * 3 + 3 * 20, 3 * 20),
+        (lambda x, i: x.index_select(0, i), 2 * 3 + 3 * 20, 3 * 20),
+        (lambda x, i: x.gather(1, i[:, None]), 2 * 3 + 3, 3),
+        (lambda x, i: x.index_add_(0, i, torch.empty(3, 20)), 2 * 3 + 60 + 60, 60),
+        (lambda x, i: x.add_(1), 200, 200),
+    ],
+)
+def test_what_an_operator_touches_is_counted_and_nothing_else(operator, read, written):
+    def work(group):
+        operator(torch.empty(10, 20), torch.empty(3, dtype=torch.int64).zero_())
+
+    (program,) = launch(work, 1, count=True).ledger.programs
+    *_, last = [event for _, event in program if isinstance(event, Kernel)]
+    assert last.nbytes == 4 * (read + written)
+
+
 def test_inside_a_node_and_between_nodes():
     def pass_on(group):
         rank, x = group.rank(), torch.empty(1000)

@@ -102,7 +102,8 @@ def _gradients(step: TimedStep, forward: float, backward: float) -> tuple[float,
             for part, messages in zip(parts, _messages(step, parts))
         )
         behind = how.overlaps_gradients and not once
-        seconds += _hidden(backward, traffic, behind)
+        last = _of_embedding(step, op, each, *parts[0][1:]) if behind else 0.0
+        seconds += _hidden(backward, traffic - last, behind) + last
         where = " behind the last backward" if behind else ""
         said.append(f"{op.replace('_', '-')} of {each:g} P{where}")
     if gathers:
@@ -112,6 +113,12 @@ def _gradients(step: TimedStep, forward: float, backward: float) -> tuple[float,
         where = " behind the first forward" if how.overlaps_parameters else ""
         said.append(f"{op.replace('_', '-')} of {each:g} P{where}")
     return seconds, ", ".join(said)
+
+
+def _of_embedding(step: TimedStep, op: str, each: float, size: int, stride: int) -> float:
+    """Seconds of the last message: the embedding's gradient is there when backward is over."""
+    numel = step.config.vocab_size * step.config.d_model / step.layout.tp
+    return collective_seconds(step.machine, op, each * numel, size, stride, step.layout.world_size)
 
 
 def _averages(step: TimedStep) -> tuple[float, str]:

@@ -285,7 +285,16 @@ class KernelMode(TorchDispatchMode):
 
 FREE = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten._unsafe_view}
 FREE |= {aten._local_scalar_dense, aten.promote_types, aten.set_, aten.resize_}
-OVERWRITE = {aten.copy_, aten.zero_, aten.fill_, aten.normal_, aten.uniform_}  # and do not read
+# Which argument an operator takes for its shape only, or overwrites: it does not read it.
+UNREAD = dict.fromkeys([aten.copy_, aten.zero_, aten.fill_, aten.normal_, aten.uniform_], 0)
+UNREAD |= dict.fromkeys([aten.zeros_like, aten.ones_like, aten.full_like, aten.rand_like], 0)
+UNREAD |= dict.fromkeys([aten.randn_like, aten.new_zeros, aten.new_ones, aten.new_full], 0)
+UNREAD |= {aten.nll_loss_backward: 1}
+# These read from their first argument only the elements that an index names, ...
+LOOK_UP = {aten.embedding, aten.gather, aten.index, aten.index_select, aten.nll_loss_forward}
+# ... and these change only such elements of it, in place.
+CHANGE_PARTS = {aten.index_put_, aten.index_add_, aten.index_copy_, aten.scatter_}
+CHANGE_PARTS |= {aten.scatter_add_, aten._index_put_impl_}
 ATTENTION = {  # products of all scores with a head's vectors: the kernel computes scores twice
     "_scaled_dot_product_flash_attention_for_cpu": 2,
     "_scaled_dot_product_flash_attention_for_cpu_backward": 5,
@@ -299,14 +308,10 @@ ATTENTION = {  # products of all scores with a head's vectors: the kernel comput
 def kernel_of(function, args, kwargs, result, phase: str, seconds: float) -> Kernel | None:
     """Return what a call costs; None if nothing. Scalars stay on the host, as in optimizers."""
     packet = function.overloadpacket
-    written = list(tensors_in((result,)))
-    if packet in FREE or not any(t.numel() > 1 for t in written):
+    read, written = list(tensors_in((args, kwargs))), list(tensors_in((result,)))
+    if packet in FREE or not written or not any(t.numel() > 1 for t in (*read, *written)):
         return None
-    read = list(tensors_in((args, kwargs)))
-    moved = {id(t): t for t in read}  # x + x reads x once
-    if packet in OVERWRITE:
-        del moved[id(args[0])]
-    nbytes = sum(t.nbytes for t in (*moved.values(), *written))
+    nbytes = bytes_moved(packet, args, read, written)
     name, arithmetic = packet.__name__, arithmetic_of(written[0])
     if name in ATTENTION:
         q, k = read[1:3] if name.endswith("backward") else read[:2]  # backward: its gradient first
@@ -319,6 +324,23 @@ def kernel_of(function, args, kwargs, result, phase: str, seconds: float) -> Ker
         shape = product_shape(name, args)
         return Kernel(name, "product", flops, nbytes, shape, arithmetic, False, phase, seconds)
     return Kernel(name, "stream", 0, nbytes, (), "", False, phase, seconds)
+
+
+def bytes_moved(packet, args, read: list[Tensor], written: list[Tensor]) -> int:
+    """Return the bytes that an operator reads from memory and writes to it."""
+    moved = {id(t): t.nbytes for t in read}  # x + x reads x once
+    if packet in UNREAD:
+        moved.pop(id(args[UNREAD[packet]]), None)
+    if packet not in LOOK_UP | CHANGE_PARTS:
+        return sum(moved.values()) + sum(t.nbytes for t in written)
+    table = args[0]
+    others = [t for t in read if t is not table]
+    if packet in CHANGE_PARTS:  # each changed element is read and written
+        moved[id(table)] = 2 * table.element_size() * max(t.numel() for t in others)
+        return sum(moved.values())
+    named = max(t.numel() for t in (*others, *written))
+    moved[id(table)] = min(table.nbytes, table.element_size() * named)
+    return sum(moved.values()) + sum(t.nbytes for t in written)
 
 
 def arithmetic_of(result: Tensor) -> str:

@@ -242,6 +242,19 @@ def test_local_steps_divide_what_an_average_of_all_parameters_takes():
             assert local[line.name] == line.value
 
 
+def test_the_embeddings_gradient_comes_last_and_hides_behind_nothing():
+    """The other gradients hide; the embedding's all-reduce is as long as if it were alone."""
+    config = model("llama3-8b").replace(num_layers=64, tied_embedding=True)
+    layout = Layout(dp=64, micro_batch_size=2)
+    waits = {line.name: line.value for line in step_time(config, layout).breakdown}
+    embedding = 4 * config.vocab_size * config.d_model  # bytes on the wire
+    alone = collective_seconds(hardware("h100"), "all_reduce", embedding, 64, 1, 64)
+    small = step_time(config.replace(vocab_size=64), layout).breakdown
+    (behind,) = [line.value for line in small if line.name == "gradients over dp"]
+    assert waits["gradients over dp"] == pytest.approx(behind + alone, rel=0.02)
+    assert alone > 0.1 * behind
+
+
 def test_clusters_average_their_shards_and_train_like_one_of_them_alone():
     """DiLoCo between two sites, each a node of eight devices that runs ZeRO inside."""
     config, layout, alone = model("gpt2"), Layout(dp=16, zero=1), Layout(dp=8, zero=1)
