@@ -39,7 +39,7 @@ LLAMA_70B = Layout(
 )  # fmt: skip
 
 
-def train(config, layout, group, steps=1):
+def train(config, layout, steps, group):
     """Steps of our GPT on all axes, everything in bf16."""
     torch.set_default_dtype(torch.bfloat16)
     model = parallelize(config, layout, group, lambda tensors: torch.optim.AdamW(tensors))

@@ -31,7 +31,7 @@ def hierarchical_all_reduce(
 ) -> torch.Tensor:
     """Reduce-scatter in the node, all-reduce each chunk between nodes, all-gather in the node.
 
-    x: any shape -> the same. A rank sends only 2(h-1)/h N/k of N bytes between nodes.
+    x: any shape -> the same. For N bytes, a rank sends only 2(h-1)/h N/k between nodes.
     Raises ValueError for nodes of unequal size.
     """
     node, same_place = two_levels(group, nodes)

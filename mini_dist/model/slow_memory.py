@@ -95,7 +95,7 @@ def keys_outside(memory: SlowMemory, tile: int) -> None:
 
     Every tile of keys visits all queries, so each visit loads what the query has so far and stores
     it again. The memory needs `total` and `largest`, each [N, 1]: the sum of the exponentials and
-    the largest score. `out` and `total` begin as 0, `largest` as -inf. (FlashAttention, Dao et al.
+    the largest score. `out` and `total` start at 0, `largest` at -inf. (FlashAttention, Dao et al.
     2022, algorithm 1, with tiles of equal heights.)
     """
     for j in range(0, memory.num_rows("k"), tile):

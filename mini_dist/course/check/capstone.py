@@ -208,7 +208,7 @@ class Stepped(Measured):
     def lines(self) -> list[Line]:
         lines = [
             on_ranks("parameters as one process's on", map(self.right, range(self.size))),
-            line("hooks more after the last step", max(self.hooks), 0),
+            line("extra hooks after the last step", max(self.hooks), 0),
         ]
         return lines
 

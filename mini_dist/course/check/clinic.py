@@ -29,8 +29,8 @@ DISEASES = {
     "skipped collective": "a rank skips one collective that the others enter",
     "swapped group order": "ranks communicate in two groups, but not all in the same order",
     "uneven batches": "a rank has fewer batches than the others",
-    "wrong dtype": "a rank sends numbers of another type",
-    "diverged weights": "nothing fails, but a rank trains another model than the others",
+    "wrong dtype": "a rank sends numbers of a different type",
+    "diverged weights": "nothing fails, but a rank trains a different model from the others",
 }
 RANKS, STEPS, WIDTH = 4, 6, 8
 
@@ -196,7 +196,7 @@ class Asked(Exercise):
             hint = f"Your function raised {type(error).__name__}: {error}{where}"
             return None, Verdict(self.name, WRONG, [*lines], hint)
         if called:
-            hint = f"These are the library's. Replace its call in {name_of(fn)} by your own."
+            hint = f"These are the library's. Replace its call in {name_of(fn)} with your own code."
             return None, Verdict(self.name, LIBRARY, [*lines], hint)
         return came, None
 

@@ -169,16 +169,16 @@ class Plan:
             faster = best.time.seconds / self.nearly.time.seconds - 1
             said.append(
                 f"{short(self.nearly.layout)} would be {faster:.1%} faster and needs "
-                f"{readable(self.nearly.device_bytes, 'bytes')}, as far above "
-                f"{readable(machine.device.memory_bytes, 'bytes')} as predictions of memory are "
-                "off: it may fit."
+                f"{readable(self.nearly.device_bytes, 'bytes')}, above "
+                f"{readable(machine.device.memory_bytes, 'bytes')} by no more than predictions of "
+                "memory are off: it may fit."
             )
         nodes = math.ceil(self.num_devices / machine.devices_per_node)
         measured = max((count for count, *_ in machine.by_nodes), default=2)
         if nodes > measured:
             said.append(
-                f"How the network of {machine.name} shares itself among {nodes:,} nodes was not "
-                f"measured: its bandwidth is taken as that of {measured}."
+                f"How {nodes:,} nodes share the network of {machine.name} was not measured: its "
+                f"bandwidth is taken as that of {measured} nodes."
             )
         runs = [run.layout for run in published.alike(best.layout, machine)]
         largest = max((layout.world_size for layout in runs), default=0)

@@ -29,7 +29,7 @@ def round_size(num_ranks: int, num_micro_batches: int) -> int:
         above = min(m for m in works if m > num_micro_batches)
         raise ScheduleError(
             f"interleaved 1F1B on {num_ranks} ranks runs {num_micro_batches} micro-batches in "
-            f"{rounds} rounds, which does not divide them; {below} or {above} would work"
+            f"{rounds} rounds, and that does not divide evenly; {below} or {above} would work"
         )
     return num_micro_batches // rounds
 

@@ -231,9 +231,9 @@ def visits_of_whole_steps(modules: Iterable[nn.Module]):
 @checks_kinds
 @torch.no_grad()
 def move_balance_biases(model: nn.Module, rate: float = 1e-3) -> None:
-    """Make crowded experts less attractive and idle ones more, by `rate` each, after a step.
+    """Make crowded experts less attractive and idle ones more so, by `rate` each, after a step.
 
-    For gate "sigmoid": the bias affects which experts are chosen and has no gradient, so balancing
+    For sigmoid routers: the bias affects which experts are chosen and has no gradient, so balancing
     does not change the model's gradients (Wang et al. 2024, algorithm 1; DeepSeek-V3). Counts
     forwards with gradients since the last call, over all ranks of the balance group, so the ranks
     stay equal. A step that ended in an exception counts, except inside `visits_of_whole_steps`,
