@@ -705,6 +705,11 @@ def repr_of(text):
 
 
 VALUE = r"((?:\[[^\[\]\n]*\]|.)*?)"  # a list counts as one value, whatever is in it
+NUMBER = r"( *[-+]?(?:[\d,]*\.?\d+(?:e[-+]\d+)?%?|inf|nan))"  # of a format such as 5.1f
+
+
+def value(part):
+    return NUMBER if re.search(r":[^:]*[\d,.][feg%]$", part) else VALUE
 
 
 def patterns(string):
@@ -714,7 +719,9 @@ def patterns(string):
         edge = r"(?!\w)" if string.text[-1].isalnum() else ""
         return [rf"(?<!\w){re.escape(string.whole)}{edge}"]
     parts, literal = parts_of(string.whole)
-    body = "".join(re.escape(p) if is_literal else VALUE for p, is_literal in zip(parts, literal))
+    body = "".join(
+        re.escape(p) if is_literal else value(p) for p, is_literal in zip(parts, literal)
+    )
     ends = ["$", "(?=[ :])", *[""] * literal[-1]]
     return [rf"(?m)(?:^|(?<=\s)){body}{end}" for end in ends]
 

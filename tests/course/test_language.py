@@ -54,6 +54,15 @@ def test_a_guess_is_never_translated(capsys):
     assert capsys.readouterr().out.endswith("equal：实测 no，你的预测是 yes：这次没猜中\n")
 
 
+def test_every_word_that_a_lesson_has_for_a_value_is_chinese_too():
+    lessons = Path(mini_dist.__file__).parent.parent / "lessons"
+    texts = [page.read_text() for page in lessons.rglob("*.md")]
+    words = {word for text in texts for word in re.findall(r'\bhow="([^"]*)"\)', text)}
+    for word in words:
+        assert language.messages().said(f"x: {word} 4") != f"x: {word} 4", word
+    assert words > {"computed", "planned"}
+
+
 def test_a_verdict_is_chinese_with_its_measurements_and_its_hint():
     lines = [on_ranks("right gradients on", [True, True]), line("a new line", 3, 3)]
     verdict = Verdict(
