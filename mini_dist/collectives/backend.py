@@ -49,7 +49,7 @@ SUMS = ("SUM", "AVG")
 
 
 class OwnGroup(RecordingGroup):
-    """torch fills the tensors that it passes; our functions return new tensors."""
+    """torch passes tensors to be filled; our functions return new tensors."""
 
     def __init__(self, options, like: RecordingGroup, all_reduce, all_gather, reduce_scatter):
         super().__init__(options, like.recorder, like.device, like.is_staged)

@@ -37,7 +37,7 @@ def recv_any(like: torch.Tensor, group) -> tuple[torch.Tensor, int]:
 def exchange(x, to: int, source: int, group, *, like=None, out=None) -> torch.Tensor:
     """Send x while receiving another tensor, shaped like `like` (default x), into `out` if given.
 
-    If all ranks sent first, all would wait forever for a receiver, because a message needs both.
+    If all ranks sent first, all would wait forever, because a message also needs a receiver.
     """
     incoming = empty(x if like is None else like) if out is None else out
     wait(start(group, receives=[(incoming, source)], sends=[(x.contiguous(), to)]))

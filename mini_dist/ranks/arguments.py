@@ -66,8 +66,8 @@ def only_gloo(asked: str | None, chosen: str, option: str) -> str:
         "elastic": "NCCL cannot go on without a rank that died",
     }
     raise ValueError(
-        f'device="cuda" does not go with {option}=...: {why[option]}; give "cpu", or "cuda:0", '
-        "where gloo carries the messages of all ranks on one GPU"
+        f'device="cuda" cannot be combined with {option}=...: {why[option]}; give "cpu", or '
+        '"cuda:0", where gloo carries the messages of all ranks on one GPU'
     )
 
 

@@ -131,8 +131,8 @@ def launch(
 
         if hosts or elastic or device:
             raise ValueError(
-                "simulate does not go with hosts, elastic or device: the simulated machine has its "
-                "own devices and links"
+                "simulate cannot be combined with hosts, elastic or device: the simulated machine "
+                "has its own devices and links"
             )
         check_world(world_size, args, kwargs, seed)
         check_call(fn, args, kwargs or {})

@@ -53,8 +53,8 @@ class LossScaler:
                 raise ValueError(f"{field}={value!r} is too small: give more than {least}")
 
     def adjust(self, overflowed: bool) -> None:
-        """Adjust to one step: lower the scale after an overflow, raise it after a long time
-        without."""
+        """Adjust the scale after a step: lower it after an overflow, raise it after many
+        steps without one."""
         if overflowed:
             self.scale, self.good_steps = self.scale / self.factor, 0
             return

@@ -191,7 +191,7 @@ def problems(reports: list[HostReport], limits: Limits) -> list[str]:
             if r.bandwidth < limits.share * usual:
                 found.append(
                     f"the link from rank {r.rank} to rank {to} carries {r.bandwidth / 1e9:.2f} "
-                    f"GB/s where the median carries {usual / 1e9:.2f}."
+                    f"GB/s, but the median link carries {usual / 1e9:.2f}."
                 )
             if r.latency > lag / limits.share and r.latency - lag > 1e-4:
                 found.append(

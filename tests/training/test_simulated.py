@@ -339,7 +339,7 @@ def test_a_cell_s_line_is_known_though_no_file_holds_it():
     [
         (dict(simulate="h1000"), "did you mean h100"),
         (dict(simulate="h100", ranks="some"), "ranks='some'"),
-        (dict(simulate="h100", device="cpu"), "does not go with"),
+        (dict(simulate="h100", device="cpu"), "cannot be combined with"),
         (dict(ranks="all"), "are of simulated runs"),
         (dict(stragglers={0: 2.0}), "are of simulated runs"),
         (dict(simulate="h100", stragglers={4: 2.0}), "names rank 4: there are 0 to 3"),

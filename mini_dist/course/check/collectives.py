@@ -345,7 +345,7 @@ class ReduceScatter(Collective):
         yield self.no_way_through()
         if self.whole_tensors():
             yield (
-                "You send whole tensors round. Cut x into as many chunks as there are ranks and "
+                "You send whole tensors around. Cut x into as many chunks as there are ranks and "
                 "send one chunk per round."
             )
         yield self.means()
@@ -459,8 +459,8 @@ class AllReduce(Collective):
             )
         if self.whole_tensors():
             yield (
-                f"You send whole tensors round: {max(self.by_rank):,} bytes per rank. In a ring of "
-                f"chunks it is 2 (n-1)/n of one tensor, {self.wanted[0]:,} bytes."
+                f"You send whole tensors around: {max(self.by_rank):,} bytes per rank. In a ring "
+                f"of chunks it is 2 (n-1)/n of one tensor, {self.wanted[0]:,} bytes."
             )
         yield self.means()
         chunks = list(sums(self.inputs).tensor_split(n))

@@ -112,7 +112,7 @@ class Rounding(Measured):
             yes("integers next to x", self.next_to),
             Line("largest error of a mean over all tries", off if not right else room, room, right),
             yes("the same random numbers give the same result", self.same),
-            yes("other lots give others", self.moves),
+            yes("other random numbers give other results", self.moves),
             yes("the next call draws new ones", self.goes_on),
             line("shapes of x with a wrong result", self.seen.odd, []),
             yes("1/1024 becomes 1 once in 1,024 times", abs(self.seen.small / SMALL - 1) < 0.4),

@@ -266,7 +266,8 @@ class Exercise:
     def _not_the_learners(self, fn: Callable, used: set[str], lines: list[Line]) -> Verdict:
         if used & {self.name, *(solution.__name__ for solution in (self._solution, *self._answer))}:
             note = (
-                f"These are the library's numbers. Replace its call in {name_of(fn)} with your own code."
+                "These are the library's numbers. Replace its call in "
+                f"{name_of(fn)} with your own code."
             )
             return Verdict(self.name, LIBRARY, lines, note)
         names = ", ".join(sorted(used))

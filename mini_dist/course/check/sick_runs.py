@@ -31,15 +31,15 @@ from ..profile.where import Went
 from .measures import Alive
 
 DISEASES = {
-    "input stall": "batches come later than they are needed",
+    "input stall": "batches arrive after they are needed",
     "straggler": "a rank's device is slow, and all wait for it",
     "another batch size": "a rank has more samples in a batch, or fewer, than the others",
-    "unsynchronised seeds": "a rank shuffles the samples by a seed of its own",
+    "unsynchronised seeds": "a rank shuffles the samples with a seed of its own",
     "buckets too small": "gradients leave in very many messages, so latency adds up",
-    "host sync": "in each step the host waits for the device before it issues more",
+    "host sync": "in each step the host waits for the device before it issues more work",
     "memory leak": "each step holds more bytes than the one before",
-    "bad shard": "a rank reads data that are garbage, and the loss jumps",
-    "save on one rank": "a rank alone enters a collective, to save",
+    "bad shard": "a rank reads garbage data, and the loss jumps",
+    "save on one rank": "one rank alone enters a collective, to save a checkpoint",
     "healthy": "nothing is wrong",
 }
 

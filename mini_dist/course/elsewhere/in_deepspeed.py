@@ -62,7 +62,7 @@ def zero(settings, batches, group):
         for inputs, targets in micro_batches:
             loss = token_loss(engine(inputs), targets).mean()
             engine.backward(loss)
-            engine.step()  # it counts, and steps after the last micro-batch
+            engine.step()  # counts calls, and steps only after the last micro-batch
             total += loss.item()
         losses.append(total / len(micro_batches))
     return losses

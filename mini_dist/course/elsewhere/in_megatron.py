@@ -45,7 +45,7 @@ def grid(tp, pp, micro, batches, group):
         from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
         from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
-        ranks.destroy_model_parallel()  # left from an earlier run
+        ranks.destroy_model_parallel()  # left over from an earlier run
         initialize_rng_tracker(
             inference_rng_tracker=True
         )  # the default one asks CUDA for its state

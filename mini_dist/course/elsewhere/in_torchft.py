@@ -50,7 +50,7 @@ def replicas(batches, group):
             optimizer.zero_grad()  # also asks for a quorum
             loss = token_loss(model(inputs), targets).mean()
             loss.backward()
-            optimizer.step()  # if all who took part say so
+            optimizer.step()  # only if all replicas that took part agree
             losses.append(loss.item())
         manager.shutdown(wait=False)
         group.barrier().wait()

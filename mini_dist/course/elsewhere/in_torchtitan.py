@@ -135,7 +135,7 @@ def exported() -> dict[str, str]:
 
 
 # of version 0.3, where a config is Python; the other functions here are for 0.2
-@kept("torchtitan.trainer", how="`make torchtitan` has an environment for its version 0.3")
+@kept("torchtitan.trainer", how="`make torchtitan` builds an environment with its version 0.3")
 def exports() -> dict[str, dict]:
     """What was exported, and what its Trainer.Config has of it, by name."""
     torch._utils._get_available_device_type = lambda: "cpu"

@@ -39,7 +39,7 @@ def kept(*needs: str, how: str = "pip install -e '.[frameworks]'") -> Callable:
             versions = " and ".join(f"{name} {v}" for name, v in record["versions"].items())
             print(
                 f"{missing[0]} is not installed here ({how}). "
-                f"Shown is what was kept from a run with {versions}."
+                f"These results were saved from a run with {versions}."
             )
             return record["result"]
 

@@ -198,8 +198,8 @@ def deepspeed_json(layout: Layout) -> str:
     """
     if layout.pp > 1 and layout.zero > 1:
         raise ValueError(
-            f"zero={layout.zero} does not go with pp={layout.pp} in DeepSpeed: give zero=1, or "
-            "pp=1."
+            f"zero={layout.zero} cannot be combined with pp={layout.pp} in DeepSpeed: give zero=1, "
+            "or pp=1."
         )
     return json.dumps(
         {

@@ -112,8 +112,8 @@ def from_deepspeed(
         )
     if zero > 1 and outside.pp > 1:
         raise ValueError(
-            f"zero_optimization.stage={zero} does not go with pp={outside.pp}: DeepSpeed's pipeline"
-            " refuses stages 2 and 3 (runtime/pipe/engine.py); give stage=1, or pp=1."
+            f"zero_optimization.stage={zero} cannot be combined with pp={outside.pp}: DeepSpeed's "
+            "pipeline refuses stages 2 and 3 (runtime/pipe/engine.py); give stage=1, or pp=1."
         )
     said = [None if config.get(name) == "auto" else config.get(name) for name in BATCH]
     sizes = (None if value is None else integer(name, value) for name, value in zip(BATCH, said))

@@ -215,7 +215,8 @@ def _zero(said: dict, pp: int, cannot_say: list[str]) -> int:
         ):
             if clash:
                 raise ValueError(
-                    f"use-torch-fsdp2 does not go with {name}, says Megatron-LM: give one of them."
+                    f"use-torch-fsdp2 cannot be combined with {name}, says Megatron-LM: give "
+                    "one of them."
                 )
         return 3
     strategy = said.get("data-parallel-sharding-strategy", "no_shard")
@@ -283,11 +284,11 @@ def _parse(words: list[str]) -> tuple[dict, list[str]]:
             values.append(words[index])
             index += 1
         if name in GONE:
-            raise ValueError(f"--{name} is no argument of Megatron-LM: give --{GONE[name]}.")
+            raise ValueError(f"--{name} is not an argument of Megatron-LM: give --{GONE[name]}.")
         if name not in READ:
             near = alike(name, (*READ, *CANNOT_SAY), SLIP)
             if near and near not in name:
-                raise ValueError(f"--{name} is no argument of Megatron-LM: give --{near}.")
+                raise ValueError(f"--{name} is not an argument of Megatron-LM: give --{near}.")
             others.append(name)
             continue
         found = _value(name, values)
@@ -315,7 +316,7 @@ def _value(name: str, values: list[str]) -> object:
         return choice(name, values[0], CHOICES[name])
     if re.fullmatch(r"[+-]?\d+", values[0]):
         return integer(name, int(values[0]))
-    raise ValueError(f"{name}={values[0]} is no whole number: give an int, 1 or more.")
+    raise ValueError(f"{name}={values[0]} is not a whole number: give an int, 1 or more.")
 
 
 def _split(arguments: str | list[str]) -> tuple[list[str], list[str]]:

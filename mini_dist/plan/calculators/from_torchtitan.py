@@ -75,7 +75,7 @@ def from_torchtitan(
     for group, key in GONE:
         if key in section(group, config.get(group, {})):
             raise ValueError(
-                f"{group}.{key} is no key of torchtitan any more: give {GONE[group, key]}."
+                f"{group}.{key} is no longer a key of torchtitan: give {GONE[group, key]}."
             )
     _check_sections(config)
     training = section("training", config.get("training", {}))
@@ -140,7 +140,7 @@ def _check_sections(config: dict) -> None:
             continue
         near = alike(str(name), (*OWN, *SECTIONS), SLIP)
         if name not in SECTIONS and near:
-            raise ValueError(f"{name!r} is no key of torchtitan: give {near!r}.")
+            raise ValueError(f"{name!r} is not a key of torchtitan: give {near!r}.")
         keys = group if isinstance(group, dict) else ()
         for key in keys:
             home = "parallelism" if key in PARALLELISM else None
@@ -248,7 +248,7 @@ def _batch_of_tokens(training, cuts, dp, pp, cannot_say) -> tuple[int, int]:
     if tokens % length:
         near = max(1, round(tokens / length)) * length
         raise ValueError(
-            f"{TOKENS}={tokens} is no whole number of sequences of max_context_length={length}: "
+            f"{TOKENS}={tokens} is not a whole number of sequences of max_context_length={length}: "
             f"give {near}."
         )
     each = integer("num_pp_microbatches", cuts["num_pp_microbatches"]) if pp > 1 else 1

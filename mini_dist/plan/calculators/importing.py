@@ -39,7 +39,7 @@ class Imported:
         lines = [f"{short(self.layout)} on {self.layout.world_size} ranks", self.batch]
         lines += [f"not in a Layout: {sentence}" for sentence in self.cannot_say]
         if self.passed_over:
-            lines.append(f"passed over: {', '.join(self.passed_over)}")
+            lines.append(f"ignored: {', '.join(self.passed_over)}")
         return "\n".join(lines)
 
 
@@ -130,7 +130,7 @@ def integer(name: str, value: object, at_least: int = 1) -> int:
             near = None
         quotes = ", without quotes" if isinstance(value, str) and near is not None else ""
         give = f"give {near}{quotes}" if near is not None else f"give an int, {at_least} or more"
-        raise ValueError(f"{name}={value!r} is no whole number: {give}.")
+        raise ValueError(f"{name}={value!r} is not a whole number: {give}.")
     return whole(name, value, at_least)
 
 
@@ -170,7 +170,7 @@ def check_keys(found: Iterable[str], known: Iterable[str], where: str) -> None:
         if key not in known:
             near = alike(str(key), known)
             fix = f"give {near!r}" if near else "take it out"
-            raise ValueError(f"{key!r} is no key of {where}: {fix}.")
+            raise ValueError(f"{key!r} is not a key of {where}: {fix}.")
 
 
 def _nearest_multiple(number: int, factor: int) -> int:

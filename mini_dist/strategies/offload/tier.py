@@ -427,8 +427,8 @@ class Tier:
             self.shelf.check()
         except OffloadError as error:
             raise error.but(
-                "Nothing was changed; put the file back, and model.optimizer.step() and "
-                "model.refresh_parameters() go on, or go back to the last checkpoint"
+                "Nothing was changed; put the file back and continue with model.optimizer.step() "
+                "and model.refresh_parameters(), or go back to the last checkpoint"
             ) from error
 
     def read(self, shard: Tensor, gradient: Tensor | None = None) -> None:

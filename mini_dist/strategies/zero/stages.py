@@ -108,7 +108,7 @@ class ZeRO1(Trainable):
         self.tier.take_over(self.optimizer)
 
     def step(self, max_norm: float | None = None) -> Tensor | None:
-        """Take one optimizer step with the gradients of all backwards since `zero_grad`.
+        """Take one optimizer step with the gradients of all backward passes since `zero_grad`.
 
         With `max_norm` the gradients are clipped, and their norm before clipping is returned.
         """

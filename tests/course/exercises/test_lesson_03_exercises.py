@@ -64,7 +64,7 @@ def whole_tensors_round(x, group):
 reduce_scatter = Wrong()
 
 
-@reduce_scatter("whole tensors round")
+@reduce_scatter("whole tensors around")
 def passes_whole_tensors_round(x, group):
     return whole_tensors_round(x, group).tensor_split(group.size())[group.rank()].clone()
 
@@ -635,7 +635,7 @@ def the_backends_all_reduce(x, group):
     return x
 
 
-@reduce("send whole tensors round")
+@reduce("send whole tensors around")
 def passes_whole_tensors(x, group):
     return whole_tensors_round(x, group)
 

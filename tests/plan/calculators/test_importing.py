@@ -460,7 +460,7 @@ def test_a_ds_config_of_hugging_face_is_read_and_its_offload_said():
     assert found.layout.global_batch_size == 128
     (sentence,) = found.cannot_say
     assert "offload_optimizer.device='cpu' is the Framework's" in sentence
-    assert "passed over: bf16, gradient_clipping" in str(found)
+    assert "ignored: bf16, gradient_clipping" in str(found)
 
 
 def test_clipping_that_is_not_said_is_said_to_be_at_1():
@@ -506,8 +506,8 @@ BAD = [
     ),
     (
         deepspeed({"zero_optimization": {"stage": 3}}, pp=4),
-        "zero_optimization.stage=3 does not go with pp=4: DeepSpeed's pipeline refuses stages 2 "
-        "and 3 (runtime/pipe/engine.py); give stage=1, or pp=1.",
+        "zero_optimization.stage=3 cannot be combined with pp=4: DeepSpeed's pipeline refuses "
+        "stages 2 and 3 (runtime/pipe/engine.py); give stage=1, or pp=1.",
     ),
     (deepspeed({}, pp=3), "pp=3 does not divide world_size=16: give world_size=15, or pp=2."),
     (
@@ -516,16 +516,16 @@ BAD = [
     ),
     (
         deepspeed({"train_microbatch_size_per_gpu": 4}),
-        "'train_microbatch_size_per_gpu' is no key of DeepSpeed's config: give "
+        "'train_microbatch_size_per_gpu' is not a key of DeepSpeed's config: give "
         "'train_micro_batch_size_per_gpu'.",
     ),
     (
         deepspeed({"zero_optimization": {"Stage": 3}}),
-        "'Stage' is no key of zero_optimization: give 'stage'.",
+        "'Stage' is not a key of zero_optimization: give 'stage'.",
     ),
     (
         deepspeed({"zero_optimization": {"stage": "3"}}),
-        "zero_optimization.stage='3' is no whole number: give 3, without quotes.",
+        "zero_optimization.stage='3' is not a whole number: give 3, without quotes.",
     ),
     (
         deepspeed({"zero_optimization": {"stage": 4}}),
@@ -533,11 +533,11 @@ BAD = [
     ),
     (
         deepspeed({"train_batch_size": 64.0}),
-        "train_batch_size=64.0 is no whole number: give 64.",
+        "train_batch_size=64.0 is not a whole number: give 64.",
     ),
     (
         deepspeed({"train_batch_size": "sixty-four"}),
-        "train_batch_size='sixty-four' is no whole number: give an int, 1 or more.",
+        "train_batch_size='sixty-four' is not a whole number: give an int, 1 or more.",
     ),
     (
         deepspeed({"gradient_accumulation_steps": 0}),
@@ -591,16 +591,17 @@ BAD = [
     ),
     (
         megatron("--tensor_model_parallel_size 8"),
-        "--tensor_model_parallel_size is no argument of Megatron-LM: give "
+        "--tensor_model_parallel_size is not an argument of Megatron-LM: give "
         "--tensor-model-parallel-size.",
     ),
     (
         megatron("--tensor-parallel-size 8"),
-        "--tensor-parallel-size is no argument of Megatron-LM: give --tensor-model-parallel-size.",
+        "--tensor-parallel-size is not an argument of Megatron-LM: give "
+        "--tensor-model-parallel-size.",
     ),
     (
         megatron("--use-distributed-optimiser"),
-        "--use-distributed-optimiser is no argument of Megatron-LM: give "
+        "--use-distributed-optimiser is not an argument of Megatron-LM: give "
         "--use-distributed-optimizer.",
     ),
     (
@@ -621,7 +622,7 @@ BAD = [
     ),
     (
         megatron("--pipeline-model-parallel-size two"),
-        "pipeline-model-parallel-size=two is no whole number: give an int, 1 or more.",
+        "pipeline-model-parallel-size=two is not a whole number: give an int, 1 or more.",
     ),
     (
         megatron("--micro-batch-size 4"),
@@ -629,8 +630,8 @@ BAD = [
     ),
     (
         megatron("--use-torch-fsdp2 --pipeline-model-parallel-size 4"),
-        "use-torch-fsdp2 does not go with pipeline-model-parallel-size=4, says Megatron-LM: give "
-        "one of them.",
+        "use-torch-fsdp2 cannot be combined with pipeline-model-parallel-size=4, says Megatron-LM: "
+        "give one of them.",
     ),
     (
         megatron("--recompute-granularity full"),
@@ -656,11 +657,11 @@ BAD = [
     ),
     (
         titan({"batch_size": 2}),
-        "training.batch_size is no key of torchtitan any more: give training.local_batch_size.",
+        "training.batch_size is no longer a key of torchtitan: give training.local_batch_size.",
     ),
     (
         titan(cuts={"tensor_parallel_degre": 2}),
-        "'tensor_parallel_degre' is no key of parallelism: give 'tensor_parallel_degree'.",
+        "'tensor_parallel_degre' is not a key of parallelism: give 'tensor_parallel_degree'.",
     ),
     (
         titan(cuts={"tensor_parallel_degree": 3}),
@@ -701,7 +702,7 @@ BAD = [
     ),
     (
         titan(trainning={}),
-        "'trainning' is no key of torchtitan: give 'training'.",
+        "'trainning' is not a key of torchtitan: give 'training'.",
     ),
     (
         lambda: from_torchtitan("Trainer.Config(training=TrainingConfig(local_batch_size=n))\n"),
@@ -835,7 +836,7 @@ def test_a_value_that_is_computed_and_a_second_config_are_refused():
         from_torchtitan(2 * PYTHON, 16)
     with pytest.raises(ValueError, match=r"\*\*common is computed: give the fields"):
         from_torchtitan("config = Trainer.Config(**common)\n", 16)
-    with pytest.raises(ValueError, match="'pipeline_degree' is no key of parallelism"):
+    with pytest.raises(ValueError, match="'pipeline_degree' is not a key of parallelism"):
         python(["config.parallelism.pipeline_degree = 2"])
 
 
@@ -873,7 +874,7 @@ def test_torchtitan_s_keys_since_0_3_are_read():
         from_torchtitan(text.format("", 2), 8)
     in_pipeline = text.format("", "2, num_pp_microbatches=6")
     assert from_torchtitan(in_pipeline, 8).layout.num_micro_batches == 6
-    with pytest.raises(ValueError, match="16384 is no whole number of sequences of max_context_l"):
+    with pytest.raises(ValueError, match="16384 is not a whole number of sequences"):
         from_torchtitan(text.format("", 1).replace("length=4096", "length=5000"), 8)
 
 

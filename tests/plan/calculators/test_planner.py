@@ -422,7 +422,7 @@ def test_a_layout_s_source_evaluates_to_it():
         (lambda c: megatron_arguments(c, Layout(pp=2, schedule="gpipe")), "schedule='gpipe'"),
         (lambda c: megatron_arguments(c, Layout(pp=3)), "pp*num_chunks=3 does not divide"),
         (lambda c: megatron_arguments(c.replace(positions="alibi"), Layout()), "positions='alibi'"),
-        (lambda c: deepspeed_json(Layout(pp=2, zero=2)), "zero=2 does not go with pp=2"),
+        (lambda c: deepspeed_json(Layout(pp=2, zero=2)), "zero=2 cannot be combined with pp=2"),
         (lambda c: torchtitan_config(c, Layout(pp=3)), "pp*num_chunks=3 does not divide"),
         (lambda c: torchtitan_config(c, Layout(recompute="selective")), "recompute='selective'"),
         (
