@@ -705,11 +705,11 @@ def repr_of(text):
 
 
 VALUE = r"((?:\[[^\[\]\n]*\]|.)*?)"  # a list counts as one value, whatever is in it
-NUMBER = r"( *[-+]?(?:[\d,]*\.?\d+(?:e[-+]\d+)?%?|inf|nan))"  # of a format such as 5.1f
+FORMATTED = r"( *[-+]?(?:[\d,]*\.?\d+(?:e[-+]\d+)?%?|inf|nan))"  # of a format such as 5.1f
 
 
-def value(part):
-    return NUMBER if re.search(r":[^:]*[\d,.][feg%]$", part) else VALUE
+def group_for(part):
+    return FORMATTED if re.search(r":[^:]*[\d,.][feg%]$", part) else VALUE
 
 
 def patterns(string):
