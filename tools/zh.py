@@ -720,7 +720,7 @@ def patterns(string):
         return [rf"(?<!\w){re.escape(string.whole)}{edge}"]
     parts, literal = parts_of(string.whole)
     body = "".join(
-        re.escape(p) if is_literal else value(p) for p, is_literal in zip(parts, literal)
+        re.escape(p) if is_literal else group_for(p) for p, is_literal in zip(parts, literal)
     )
     ends = ["$", "(?=[ :])", *[""] * literal[-1]]
     return [rf"(?m)(?:^|(?<=\s)){body}{end}" for end in ends]
