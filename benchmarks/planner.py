@@ -66,6 +66,7 @@ from mini_dist.plan.calculators.published import (
     megatron_2021_against_zero_3,
     mpt,
     mpt_h100,
+    nemo_h100,
     torchtitan_2024,
     torchtitan_2025,
 )
@@ -399,6 +400,7 @@ NEW = (
     "Megatron 2021 table 2, tp and pp",
     "Megatron 2021 table 2, ZeRO-3",
     "MosaicML MPT, FSDP on H100",
+    "NVIDIA NeMo, fp8 on H100",
 )
 MEAN, LARGEST, CALIBRATED = 10, 25, 5  # percent; the same bars for every table
 
@@ -427,6 +429,7 @@ def time_cases():
         "torchtitan, FSDP2 on H100 at 500 W": (torchtitan_2024(), {}),
         **dict(zip(NEW[2:4], ((runs, {}) for runs in megatron_2021_against_zero_3()))),
         NEW[4]: (mpt_h100(), {}),
+        NEW[5]: (nemo_h100(), {}),
         NEW[0]: (torchtitan_2025(), {}),
         NEW[1]: ([run for run, _ in zero_bubble(interleaved=True)], {}),
         "vTrain, 2 to 8 A100": (

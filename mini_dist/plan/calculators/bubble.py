@@ -10,6 +10,7 @@ from ..schedule import simulate as run_schedule
 from ..schedule.sizes import round_size
 from .activations import tokens_of_micro_batch
 from .collective_time import collective_seconds, crossings, message_seconds
+from .frameworks import Framework
 from .lines import Line, readable
 from .stage_time import StageTime
 from .timed_step import TimedStep
@@ -33,7 +34,9 @@ def pipeline_lines(step: TimedStep, stages: list[StageTime], simulate: bool) -> 
         [stage.weight for stage in stages],
     )
     source = "Narayanan et al. 2021 s2.2; Qi et al. 2023"
-    sent, of_messages = message_line(layout, hops)
+    busiest = max(stages, key=lambda stage: stage.total)
+    times = busiest.forward, busiest.backward
+    sent, of_messages = message_line(layout, step.how, hops, *times)
     return [
         Line("pipeline bubble", seconds, "s", formula, source),
         Line("pipeline messages", sent, "s", of_messages, "Narayanan et al. 2021 s2.2"),
@@ -135,9 +138,25 @@ def hop_seconds(step: TimedStep) -> list[float]:
     return [joined + ways[leaves] for leaves in crossings(layout, machine.devices_per_node)]
 
 
-def message_line(layout: Layout, hops: list[float]) -> tuple[float, str]:
-    """Return the seconds of a step's messages, and the formula: all messages of the rank with the
-    slowest neighbor, and once the way there and back of the first and last micro-batch."""
-    slowest, count = max(hops), 2 * layout.num_micro_batches * layout.num_chunks
-    formula = f"{count} * {readable(slowest, 's')} + 2 * {readable(sum(hops), 's')} there and back"
-    return count * slowest + 2 * sum(hops), formula
+def message_line(
+    layout: Layout, how: Framework, hops: list[float], forward: float, backward: float
+) -> tuple[float, str]:
+    """Return the seconds that a step waits for messages between stages, and the formula.
+
+    forward, backward: seconds of one micro-batch on the slowest rank.
+    The first micro-batch goes to the last stage, and its gradient comes back. Between these, a rank
+    waits for each message of its slowest neighbor. In an interleaved schedule it computes other
+    chunks meanwhile, if the framework lets messages overlap; then only the ends of the schedule
+    wait. There, a lap around all ranks takes longer than the computation of a round of N
+    micro-batches, unless N exceeds pp. (`simulate` finds the same seconds, up to messages that take
+    as long as a chunk.)
+    """
+    slowest, m, v = max(hops), layout.num_micro_batches, layout.num_chunks
+    there_and_back = f"2 * {readable(sum(hops), 's')} there and back"
+    if layout.schedule != "interleaved" or not how.overlaps_messages:
+        seconds = 2 * m * v * slowest + 2 * sum(hops)
+        return seconds, f"{2 * m * v} * {readable(slowest, 's')} + {there_and_back}"
+    lap, spare = sum(hops) + slowest, (round_size(layout.pp, m) - layout.pp) / v
+    late = sum(max(0.0, lap - spare * each) if spare else lap for each in (forward, backward))
+    seconds = (v - 1) * late + 2 * sum(hops)
+    return seconds, f"{v - 1} laps * {readable(late, 's')} + {there_and_back}"

@@ -87,6 +87,9 @@ class Framework:
     # the backward; what ZeRO-1 and 2 have stepped, with the next forward.
     overlaps_gradients: bool = True
     overlaps_parameters: bool = False
+    # In an interleaved pipeline a rank computes while its messages travel. (Megatron-LM does since
+    # 2023, unless --no-overlap-p2p-communication is given: arguments.py [code].)
+    overlaps_messages: bool = True
     # In the backward of a column-cut matrix its input is gathered again (unless it was saved)
     # during the GEMM for the input's gradient; that gradient is reduced during the weights' GEMM.
     overlaps_tensor_backward: bool = False
@@ -223,6 +226,7 @@ FRAMEWORKS = {
         reduce_bytes=2,
         around_step=32,  # optimizer.py: and made fp32 (6), unscaled and checked (8)
         overlaps_gradients=False,
+        overlaps_messages=False,
         host_seconds=0.9e-3,
         softmax_heads=4,
         source="[N21], Megatron-LM 2021 [code]",
@@ -238,6 +242,7 @@ FRAMEWORKS = {
         fragmentation=FRAGMENTATION,
         around_step=26,  # and unscaled and checked
         overlaps_gradients=False,
+        overlaps_messages=False,
         overlaps_tensor_backward=True,  # [K22] 4.2.2; layers.py, LinearWithGradAccumulation...
         host_seconds=0.9e-3,
         softmax_heads=4,

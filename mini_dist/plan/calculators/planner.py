@@ -226,7 +226,7 @@ def _lower_bound(config: ModelConfig, machine: Hardware, how: Framework):
     def messages(layout) -> float:
         if (key := (*layout.axes.values(), layout.micro_batch_size)) not in ways:
             ways[key] = hop_seconds(timed_step(config, layout, machine, how))
-        return message_line(layout, ways[key])[0]
+        return message_line(layout, how, ways[key], math.inf, math.inf)[0]
 
     def bound(layout: Layout) -> float:
         forward, backward = all_layers(layout)

@@ -424,6 +424,47 @@ def torchtitan_2025() -> list[PublishedRun]:
     return runs
 
 
+def nemo_h100() -> list[PublishedRun]:
+    """NVIDIA's performance summaries of NeMo 24.07 and 25.11, DGX H100, fp8, sequence and context
+    parallel, interleaved. `tp_comm_overlap` is on in its recipes, where tp > 1.
+
+    No constant was chosen with these rows in view. They showed that the messages of an interleaved
+    pipeline were counted as if nothing hid them, against what `simulate` says of its lists.
+    """
+    fp8 = framework("megatron-core").replace(name="NeMo, fp8", fp8=True, overlaps_tensor=True)
+    rows = [  # GPUs, sequences, micro-batch, length, tp, pp, cp, chunks, tokens/s per GPU
+        ("gpt3-175b", 128, 256, 1, 2048, 4, 8, 1, 6, 716),
+        ("gpt3-175b", 512, 2048, 2, 2048, 4, 8, 1, 6, 825),
+        ("llama2-7b", 8, 128, 1, 4096, 1, 1, 1, 1, 16934),
+        ("llama2-13b", 16, 128, 1, 4096, 1, 4, 1, 10, 8715),
+        ("llama2-70b", 64, 128, 1, 4096, 4, 4, 1, 20, 1728),
+        ("llama3-8b", 8, 128, 1, 8192, 1, 1, 2, 1, 12273),
+        ("llama3-70b", 64, 128, 1, 8192, 4, 4, 2, 5, 1524),
+        ("llama3-70b", 64, 128, 1, 8192, 4, 8, 1, 5, 1619),
+        ("llama3-405b", 1024, 512, 1, 8192, 8, 8, 2, 8, 302),
+    ]
+    runs = []
+    for name, gpus, sequences, size, length, tp, pp, cp, chunks, speed in rows:
+        config = gpt(96, 12288, 96) if name == "gpt3-175b" else model_preset(name)
+        # (The 126 layers of 405B, embedding and head share 64 chunks of two.)
+        config = config.replace(seq_len=length, dropout=0.0)
+        dp = gpus // (tp * pp * cp)
+        layout = Layout(
+            pp=pp,
+            dp=dp,
+            cp=cp,
+            tp=tp,
+            sequence_parallel=tp > 1,
+            zero=1,
+            micro_batch_size=size,
+            num_micro_batches=sequences // (dp * size),
+            **_pipeline(chunks),
+        )
+        seconds = sequences * length / (speed * gpus)
+        runs.append(PublishedRun(name, config, layout, "h100", fp8, seconds, "NVIDIA NeMo"))
+    return runs
+
+
 def nearest(config: ModelConfig, machine: Hardware, num_devices: int) -> PublishedRun:
     """The published run most like this one: in size, in number of devices, on the same device."""
     size = math.log(num_parameters(config))

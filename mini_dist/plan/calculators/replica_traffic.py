@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ..config import Layout
+from ..schedule.sizes import round_size
 from .collective_time import TWO_HOPS, collective_seconds
 from .compression import shapes_of_matrices
 from .frameworks import Framework
 from .kernels import LayerPiece, matrices, stream_seconds, together
 from .lines import Line
+from .machines import SLOWED
 from .parameters import HeldParameters, copies
 from .timed_step import RankWork, TimedStep
 
@@ -103,13 +106,13 @@ def _gradients(step: TimedStep, forward: float, backward: float) -> tuple[float,
         )
         behind = how.overlaps_gradients and not once
         last = _of_embedding(step, op, each, *parts[0][1:]) if behind else 0.0
-        seconds += _hidden(backward, traffic - last, behind) + last
+        seconds += _left(layout, backward, traffic - last, behind) + last
         where = " behind the last backward" if behind else ""
         said.append(f"{op.replace('_', '-')} of {each:g} P{where}")
     if gathers:
         op, each = gathers
         traffic = _collective(machine, op, each, parts, world)
-        seconds += _hidden(forward, traffic, how.overlaps_parameters)
+        seconds += _left(layout, forward, traffic, how.overlaps_parameters)
         where = " behind the first forward" if how.overlaps_parameters else ""
         said.append(f"{op.replace('_', '-')} of {each:g} P{where}")
     return seconds, ", ".join(said)
@@ -178,6 +181,20 @@ def _compressed(step: TimedStep, parts) -> tuple[float, str]:
             seconds += collective_seconds(step.machine, op, num_bytes, size, stride, world)
             said.append(f"{op.replace('_', '-')} of {num_bytes / numel:.2g} P")
     return seconds, ", ".join(said)
+
+
+def _left(layout: Layout, compute: float, traffic: float, behind: bool) -> float:
+    """What is left of a step's gradients behind the last backward, or parameters before the first.
+
+    In an interleaved schedule each of v chunks sends its v-th part, and after the last backward of
+    a chunk all micro-batches of a round pass through the next one. So only the last chunk's part
+    has no more to hide behind than its own backward. (Parameters: the same, seen from the front.)
+    """
+    v, round_of = layout.num_chunks, round_size(layout.pp, layout.num_micro_batches)
+    if not behind or layout.schedule != "interleaved":
+        return _hidden(compute, traffic, behind)
+    all_but_last = compute * (1 + (v - 1) * round_of) / v
+    return max(SLOWED * traffic, (traffic - compute) / v, traffic - all_but_last)
 
 
 def _hidden(compute: float, traffic: float, behind: bool) -> float:

@@ -15,7 +15,7 @@ from mini_dist.plan.calculators import (
     readable,
     step_time,
 )
-from mini_dist.plan.calculators.bubble import bubble_seconds
+from mini_dist.plan.calculators.bubble import bubble_seconds, message_line
 from mini_dist.plan.calculators.collective_time import collective_seconds
 from mini_dist.plan.calculators.devices import KERNEL_SECONDS
 from mini_dist.plan.calculators.frameworks import FRAMEWORKS, framework
@@ -28,6 +28,7 @@ from mini_dist.plan.calculators.published import (
     megatron_2021,
     mpt_h100,
     nearest,
+    nemo_h100,
 )
 from mini_dist.plan.config import Layout
 from mini_dist.plan.schedule import SCHEDULES, Times, simulate
@@ -159,6 +160,45 @@ def test_the_closed_form_of_the_bubble_is_the_simulator_s(name, chunks, p, m):
     lists = SCHEDULES[name](p, m, *((chunks,) if chunks > 1 else ()))
     makespan = simulate(lists, Times(f / chunks, b / chunks, w / chunks)).makespan
     assert bubble == pytest.approx(makespan - m * (f + b + w), rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize(("p", "v", "m"), [(2, 3, 8), (4, 2, 6), (4, 5, 16), (8, 2, 9), (8, 3, 24)])
+@pytest.mark.parametrize("hop", [0.02, 0.3, 1.0])  # of a chunk's forward
+def test_waiting_for_messages_between_chunks_is_the_simulator_s(p, v, m, hop):
+    """While a message travels, a rank computes other chunks; only the schedule's ends wait."""
+    layout = Layout(pp=p, num_micro_batches=m, schedule="interleaved", num_chunks=v)
+    lists, f, b = SCHEDULES["interleaved"](p, m, v), 1.0, 2.0
+    still, moving = (
+        simulate(lists, Times(f / v, b / v / 2, b / v / 2, comm=comm)).makespan
+        for comm in (0.0, hop * f / v)
+    )
+    hops, core = [hop * f / v] * (p - 1), framework("megatron-core")
+    waits, _ = message_line(layout, core, hops, f, b)
+    assert waits == pytest.approx(moving - still, rel=1e-9)
+    old, _ = message_line(layout, framework("megatron-2021"), hops, f, b)
+    assert old > waits  # It waits for every message.
+
+
+def test_gradients_of_chunks_hide_behind_the_chunks_that_follow():
+    """Only the last chunk's gradients have no more than their own backward to hide behind."""
+
+    def waits(layout):
+        lines = step_time(config, layout, slow).breakdown
+        return {line.name: line.value for line in lines}.get("gradients over dp", 0.0)
+
+    config = model("llama3-70b").replace(vocab_size=64)
+    slow = H100.replace(network_bandwidth=H100.network_bandwidth / 8)
+    layout = Layout(pp=8, tp=8, dp=64, zero=1, sequence_parallel=True, num_micro_batches=16)
+    chunks = [layout.replace(schedule="interleaved", num_chunks=v) for v in (2, 5, 10)]
+    assert waits(layout) > waits(chunks[0]) > waits(chunks[1]) > waits(chunks[2]) > 0
+
+
+def test_large_runs_with_context_parallelism_and_chunks_come_out_near():
+    errors = [
+        step_time(run.config, run.layout, run.machine, run.how).seconds / run.seconds - 1
+        for run in nemo_h100()
+    ]
+    assert sum(map(abs, errors)) / len(errors) < 0.05 and abs(sum(errors)) / len(errors) < 0.03
 
 
 def test_zero_bubble_schedules_wait_less():
