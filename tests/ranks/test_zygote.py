@@ -98,6 +98,7 @@ INTERRUPTED = """
 import os, signal, sys, threading
 from mini_dist import launch
 from mini_dist.ranks.diagnose import RankInterrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest & in a script ignores it
 module = sys.modules["mini_dist.ranks.launch"]
 take_world = module.take_world
 def press(waits, done):

@@ -375,5 +375,5 @@ def test_the_printed_solution_is_right_and_the_lesson_says_what_it_takes():
     verdict = check.gradients_at_scale.judge(solutions.gradients_at_scale)
     assert verdict.state == "right", verdict
     after = check.gradients_at_scale.judge(after_backward)
-    for each, words in ((after, "takes {} as long"), (verdict, "the printed solution takes {}")):
+    for each, words in ((after, "takes {} as long"), (verdict, "our solution takes {}")):
         assert words.format(each.lines[-1].measured) in text
