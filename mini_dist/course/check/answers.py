@@ -237,7 +237,7 @@ def one_all_reduce():
 
 
 def deepspeed_bytes(zero, sizes, k, n):
-    total, stage = sum(sizes), zero["stage"]
+    total, stage = sum(sizes), zero.get("stage", 0)
     if stage == 3:
         limit = zero.get("stage3_param_persistence_threshold", 100_000)
         small = sum(size for size in sizes if size <= limit)

@@ -532,6 +532,7 @@ def serve(table, update, num_workers, bound, group):
             (4, Touched(2, (3, 7, 7, 12, 30, 3, 4, 9))),
             (5, Touched(3, (6, 9, 9, 12), dtype=torch.float64)),
             (2, Touched(1, (0, 1), vocabulary=2)),
+            (5, Touched(3, (38, 2, 9, 12))),
         ],
         Pushed,
         refuses={asynchronous.push_dealt},

@@ -429,6 +429,7 @@ EXERCISES = [
             (4, Place(18, (6, 6))),
             (1, Place(47, (6, 8))),
             (3, Place(9, (12, 4), 5)),
+            (2, Place(1, (11, 4), 3)),
         ],
         Sampling,
         refuses=[TokenStream.batch],

@@ -64,7 +64,7 @@ class Counted(Measured):
             )
         if self.came * (case.ranks - 1) == wanted * case.ranks:
             return "n times where it is n - 1 times: a rank does not send itself its own part."
-        stage = zero["stage"]
+        stage = zero.get("stage", 0)
         if stage == 3:
             if self.came == 4 * (case.ranks - 1) * 3 * k * total:
                 return (
@@ -142,7 +142,7 @@ EXERCISES = [
         ],
         skeleton="""
 def deepspeed_bytes(zero, sizes, k, n):
-    total, stage = sum(sizes), zero["stage"]
+    total, stage = sum(sizes), zero.get("stage", 0)
     if stage == 3:
         limit = zero.get("stage3_param_persistence_threshold", 100_000)
         small = ...

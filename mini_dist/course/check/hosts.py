@@ -303,6 +303,7 @@ def order_on_hosts(axes, sent, ranks_per_host):
             (1, Cabled(8, (3, 4))),
             (1, Cabled(6, (0, 5))),
             (1, Cabled(5, (0, 2))),
+            (1, Cabled(5, (3, 4))),
             (1, Cabled(16, (1, 9))),
             (1, Cabled(7, (0, 5))),
             (1, Cabled(9, (1, 8), most=20_000)),

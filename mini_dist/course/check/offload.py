@@ -371,6 +371,7 @@ def read_ahead(x, layers, load):
             (1, Tensors("by lot", number=39)),
             (1, Tensors("given", LOWEST)),
             (1, Tensors("given", ((5, 0, 1),))),
+            (1, Tensors("given", ((4, 0, 2), (4, 0, 2), (2, 1, 3), (4, 0, 2)))),
             (1, Tensors("given")),
         ],
         Placed,

@@ -146,17 +146,23 @@ def message_line(
     forward, backward: seconds of one micro-batch on the slowest rank.
     The first micro-batch goes to the last stage, and its gradient comes back. Between these, a rank
     waits for each message of its slowest neighbor. In an interleaved schedule it computes other
-    chunks meanwhile, if the framework lets messages overlap; then only the ends of the schedule
-    wait. There, a lap around all ranks takes longer than the computation of a round of N
-    micro-batches, unless N exceeds pp. (`simulate` finds the same seconds, up to messages that take
-    as long as a chunk.)
+    chunks meanwhile, if the framework lets messages overlap. Then mostly the ends of the schedule
+    wait: there, a lap of the messages around all ranks has only the micro-batches of a round beyond
+    pp to hide behind; later, all of a round. (`simulate` finds the same seconds, up to messages
+    that take as long as a chunk.)
     """
     slowest, m, v = max(hops), layout.num_micro_batches, layout.num_chunks
     there_and_back = f"2 * {readable(sum(hops), 's')} there and back"
     if layout.schedule != "interleaved" or not how.overlaps_messages:
         seconds = 2 * m * v * slowest + 2 * sum(hops)
         return seconds, f"{2 * m * v} * {readable(slowest, 's')} + {there_and_back}"
-    lap, spare = sum(hops) + slowest, (round_size(layout.pp, m) - layout.pp) / v
-    late = sum(max(0.0, lap - spare * each) if spare else lap for each in (forward, backward))
-    seconds = (v - 1) * late + 2 * sum(hops)
-    return seconds, f"{v - 1} laps * {readable(late, 's')} + {there_and_back}"
+    size = round_size(layout.pp, m)
+
+    def late(meanwhile: int) -> float:
+        """A lap around all ranks, less the computation of this many micro-batches of a chunk."""
+        lap, times = sum(hops) + slowest, (forward, backward)
+        return sum(max(0.0, lap - (meanwhile * each / v if meanwhile else 0.0)) for each in times)
+
+    laps = late(size - layout.pp) + (m // size - 1) * late(size)
+    seconds = (v - 1) * laps + 2 * sum(hops)
+    return seconds, f"{v - 1} laps * {readable(laps, 's')} + {there_and_back}"

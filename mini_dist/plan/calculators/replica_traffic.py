@@ -190,9 +190,9 @@ def _left(layout: Layout, compute: float, traffic: float, behind: bool) -> float
     a chunk all micro-batches of a round pass through the next one. So only the last chunk's part
     has no more to hide behind than its own backward. (Parameters: the same, seen from the front.)
     """
-    v, round_of = layout.num_chunks, round_size(layout.pp, layout.num_micro_batches)
     if not behind or layout.schedule != "interleaved":
         return _hidden(compute, traffic, behind)
+    v, round_of = layout.num_chunks, round_size(layout.pp, layout.num_micro_batches)
     all_but_last = compute * (1 + (v - 1) * round_of) / v
     return max(SLOWED * traffic, (traffic - compute) / v, traffic - all_but_last)
 
