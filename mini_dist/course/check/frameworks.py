@@ -131,6 +131,7 @@ EXERCISES = [
         [
             *((1, Settings((("stage", stage), *more), k, n)) for stage, more, k, n in SAID),
             (1, Settings((("stage", 3), *FREED), 1, 4, (*SIZES, 100_000, 100_001))),
+            (1, Settings((), 2, 4)),  # Without a stage it is 0.
         ],
         Counted,
         hints=[

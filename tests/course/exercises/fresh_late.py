@@ -420,7 +420,7 @@ def with_a_deque_of_one(x, layers, load):
 
 
 def by_the_book(zero, sizes, k, n, limit=100_000, ignore_in_3=True, twice=2, key="stage"):
-    total, stage = sum(sizes), zero[key]
+    total, stage = sum(sizes), zero.get(key, 0)
     if stage == 3:
         limit = zero.get("stage3_param_persistence_threshold", limit)
         small = sum(s for s in sizes if s <= limit)
@@ -441,7 +441,7 @@ def stage_3_all_reduces_too(zero, sizes, k, n):
 
 @fresh.wrong("deepspeed_bytes")
 def counts_small_ones_in_each_micro_batch(zero, sizes, k, n):
-    if zero["stage"] < 3:
+    if zero.get("stage", 0) < 3:
         return by_the_book(zero, sizes, k, n)
     limit = zero.get("stage3_param_persistence_threshold", 100_000)
     small = sum(s for s in sizes if s <= limit)
@@ -455,7 +455,7 @@ def another_default_of_the_threshold(zero, sizes, k, n):
 
 @fresh.wrong("deepspeed_bytes")
 def gathers_once_a_micro_batch(zero, sizes, k, n):
-    if zero["stage"] < 3:
+    if zero.get("stage", 0) < 3:
         return by_the_book(zero, sizes, k, n)
     limit = zero.get("stage3_param_persistence_threshold", 100_000)
     small = sum(s for s in sizes if s <= limit)

@@ -56,31 +56,31 @@ def says_nothing(zero, sizes, k, n):
 @wrong("After the step the ranks gather")
 def gathers_nothing_where_parts_are_reduced(zero, sizes, k, n):
     found = solutions.deepspeed_bytes(zero, sizes, k, n)
-    apart = zero["stage"] == 1 and not zero.get(TOGETHER, True)
+    apart = zero.get("stage", 0) == 1 and not zero.get(TOGETHER, True)
     return found - 4 * (n - 1) * sum(sizes) * apart
 
 
 @wrong("Stages 1 and 2 gather parameters once a step")
 def forgets_the_gather(zero, sizes, k, n):
-    gather = 4 * (n - 1) * sum(sizes) if zero["stage"] in (1, 2) else 0
+    gather = 4 * (n - 1) * sum(sizes) if zero.get("stage", 0) in (1, 2) else 0
     return solutions.deepspeed_bytes(zero, sizes, k, n) - gather
 
 
 @wrong("it reduces them after each micro-batch")
 def stage_2_as_stage_1(zero, sizes, k, n):
-    k = k if zero["stage"] == 3 else 1
+    k = k if zero.get("stage", 0) == 3 else 1
     return solutions.deepspeed_bytes(zero, sizes, k, n)
 
 
 @wrong("Stage 1 holds whole gradients")
 def stage_1_as_stage_2(zero, sizes, k, n):
-    stage = 2 if zero["stage"] == 1 else zero["stage"]
+    stage = 2 if zero.get("stage", 0) == 1 else zero.get("stage", 0)
     return solutions.deepspeed_bytes(dict(zero, stage=stage), sizes, k, n)
 
 
 @wrong("Stage 0 is data parallelism")
 def stage_0_as_stage_1(zero, sizes, k, n):
-    return solutions.deepspeed_bytes(dict(zero, stage=zero["stage"] or 1), sizes, k, n)
+    return solutions.deepspeed_bytes(dict(zero, stage=zero.get("stage", 0) or 1), sizes, k, n)
 
 
 @wrong("With reduce_scatter false")
@@ -114,12 +114,12 @@ def n_for_n_less_1(zero, sizes, k, n):
 def message_by_message(zero, sizes, k, n):
     sent = 0
     for size in sizes:
-        if zero["stage"] == 3:
+        if zero.get("stage", 0) == 3:
             large = size > zero.get(LIMIT, 100_000)
             sent += size * (3 * k if large else k + 1)
-        elif zero["stage"] == 2:
+        elif zero.get("stage", 0) == 2:
             sent += size * (k * (1 + together(zero)) + 1)
-        elif zero["stage"] == 1:
+        elif zero.get("stage", 0) == 1:
             sent += size * (1 + together(zero) + 1)
         else:
             sent += 2 * size
@@ -130,8 +130,8 @@ def message_by_message(zero, sizes, k, n):
 def by_table(zero, sizes, k, n):
     apart = not together(zero)
     table = {0: 2, 1: 2 if apart else 3, 2: k + 1 if apart else 2 * k + 1}
-    if zero["stage"] in table:
-        return float(4 * (n - 1) * table[zero["stage"]] * sum(sizes))
+    if zero.get("stage", 0) in table:
+        return float(4 * (n - 1) * table[zero.get("stage", 0)] * sum(sizes))
     large = [size for size in sizes if size > zero.get(LIMIT, 1e5)]
     return 4 * (n - 1) * ((k + 1) * sum(sizes) + (2 * k - 1) * sum(large))
 
@@ -141,7 +141,7 @@ def rank_by_rank(zero, sizes, k, n):
     def gather(numbers):
         return sum(numbers * 4 * (n - 1) / n for _ in range(n))
 
-    total, stage = sum(sizes), zero["stage"]
+    total, stage = sum(sizes), zero.get("stage", 0)
     small = sum(s for s in sizes if s <= zero.get(LIMIT, 100_000))
     if stage == 3:
         return round(gather(small) + k * (2 * gather(total - small) + gather(total)))
@@ -151,7 +151,7 @@ def rank_by_rank(zero, sizes, k, n):
 
 @right
 def by_cases(zero, sizes, k, n):
-    match zero["stage"]:
+    match zero.get("stage", 0):
         case 0:
             factor = 2
         case 1:
