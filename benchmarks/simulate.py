@@ -40,7 +40,7 @@ LLAMA_70B = Layout(
 
 
 def train(config, layout, steps, group):
-    """Steps of our GPT on all axes, everything in bf16."""
+    """Train our GPT on all axes for some steps, everything in bf16."""
     torch.set_default_dtype(torch.bfloat16)
     model = parallelize(config, layout, group, lambda tensors: torch.optim.AdamW(tensors))
     rows = layout.micro_batch_size * layout.num_micro_batches
@@ -50,7 +50,8 @@ def train(config, layout, steps, group):
 
 
 def simulated(config, layout, machine, steps=1):
-    """The last of so many steps: the first one also makes the optimizer's states."""
+    """Simulate these steps. With several, `step_seconds` leaves out the first, in which the
+    optimizer makes its states."""
     args, how = (config, layout, steps), {"ranks": "kinds", "timeout": 3600}
     return launch(train, layout.world_size, args, simulate=machine, **how)
 

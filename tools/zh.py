@@ -709,6 +709,7 @@ FORMATTED = r"( *[-+]?(?:[\d,]*\.?\d+(?:e[-+]\d+)?%?|inf|nan))"  # of a format s
 
 
 def group_for(part):
+    """A name may contain spaces. If numbers match only numbers, the name stays whole."""
     return FORMATTED if re.search(r":[^:]*[\d,.][feg%]$", part) else VALUE
 
 

@@ -87,8 +87,8 @@ class Framework:
     # the backward; what ZeRO-1 and 2 have stepped, with the next forward.
     overlaps_gradients: bool = True
     overlaps_parameters: bool = False
-    # In an interleaved pipeline a rank computes while its messages travel. (Megatron-LM does since
-    # 2023, unless --no-overlap-p2p-communication is given: arguments.py [code].)
+    # In an interleaved pipeline a rank computes while its messages travel. (Megatron-LM does so
+    # unless --no-overlap-p2p-communication is given: arguments.py [code], read in November 2026.)
     overlaps_messages: bool = True
     # In the backward of a column-cut matrix its input is gathered again (unless it was saved)
     # during the GEMM for the input's gradient; that gradient is reduced during the weights' GEMM.

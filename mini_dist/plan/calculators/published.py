@@ -425,11 +425,11 @@ def torchtitan_2025() -> list[PublishedRun]:
 
 
 def nemo_h100() -> list[PublishedRun]:
-    """NVIDIA's performance summaries of NeMo 24.07 and 25.11, DGX H100, fp8, sequence and context
-    parallel, interleaved. `tp_comm_overlap` is on in its recipes, where tp > 1.
+    """NVIDIA's performance summaries of NeMo 24.07 and 25.09 (the last two rows): DGX H100, fp8.
 
-    No constant was chosen with these rows in view. They showed that the messages of an interleaved
-    pipeline were counted as if nothing hid them, against what `simulate` says of its lists.
+    We assume that `tp_comm_overlap` is on, as in NeMo's recipes, and ZeRO-1. No constant was chosen
+    with these rows in view. But they led us to a wrong term: messages of an interleaved pipeline
+    were counted as if nothing hid them, while `simulate` hides most of them.
     """
     fp8 = framework("megatron-core").replace(name="NeMo, fp8", fp8=True, overlaps_tensor=True)
     rows = [  # GPUs, sequences, micro-batch, length, tp, pp, cp, chunks, tokens/s per GPU

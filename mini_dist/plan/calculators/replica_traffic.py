@@ -119,7 +119,7 @@ def _gradients(step: TimedStep, forward: float, backward: float) -> tuple[float,
 
 
 def _of_embedding(step: TimedStep, op: str, each: float, size: int, stride: int) -> float:
-    """Seconds of the last message: the embedding's gradient is there when backward is over."""
+    """Return the seconds of the last message. The embedding's gradient is ready last of all."""
     numel = step.config.vocab_size * step.config.d_model / step.layout.tp
     return collective_seconds(step.machine, op, each * numel, size, stride, step.layout.world_size)
 
@@ -184,11 +184,12 @@ def _compressed(step: TimedStep, parts) -> tuple[float, str]:
 
 
 def _left(layout: Layout, compute: float, traffic: float, behind: bool) -> float:
-    """What is left of a step's gradients behind the last backward, or parameters before the first.
+    """Return the seconds of a step's data-parallel messages that computation does not hide.
 
-    In an interleaved schedule each of v chunks sends its v-th part, and after the last backward of
-    a chunk all micro-batches of a round pass through the next one. So only the last chunk's part
-    has no more to hide behind than its own backward. (Parameters: the same, seen from the front.)
+    In an interleaved schedule, each of the v chunks sends a v-th of the gradients. After a chunk's
+    last backward pass, all micro-batches of a round still pass backward through the next chunk. So
+    only the last chunk's gradients have nothing but their own backward pass to hide behind. For
+    parameters gathered in the forward pass, the same holds in reverse order.
     """
     if not behind or layout.schedule != "interleaved":
         return _hidden(compute, traffic, behind)

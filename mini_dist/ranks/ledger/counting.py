@@ -285,7 +285,7 @@ class KernelMode(TorchDispatchMode):
 
 FREE = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten._unsafe_view}
 FREE |= {aten._local_scalar_dense, aten.promote_types, aten.set_, aten.resize_}
-# Which argument an operator takes for its shape only, or overwrites: it does not read it.
+# The argument that an operator does not read: it uses only its shape, or overwrites it.
 UNREAD = dict.fromkeys([aten.copy_, aten.zero_, aten.fill_, aten.normal_, aten.uniform_], 0)
 UNREAD |= dict.fromkeys([aten.zeros_like, aten.ones_like, aten.full_like, aten.rand_like], 0)
 UNREAD |= dict.fromkeys([aten.randn_like, aten.new_zeros, aten.new_ones, aten.new_full], 0)
