@@ -704,13 +704,16 @@ def repr_of(text):
     return '"""' + text.replace("\\", "\\\\").replace('"', '\\"') + '"""'
 
 
-VALUE = r"((?:\[[^\[\]\n]*\]|.)*?)"  # a list counts as one value, whatever is in it
 FORMATTED = r"( *[-+]?(?:[\d,]*\.?\d+(?:e[-+]\d+)?%?|inf|nan))"  # of a format such as 5.1f
 
 
-def group_for(part):
-    """A name may contain spaces. If numbers match only numbers, the name stays whole."""
-    return FORMATTED if re.search(r":[^:]*[\d,.][feg%]$", part) else VALUE
+def group_for(part, after):
+    """A number, where the format says so. Else any text (a list is one value, whatever is in it)
+    up to a colon that follows it; it may contain spaces, so that a name stays whole."""
+    if re.search(r":[^:]*[\d,.][feg%]}$", part):
+        return FORMATTED
+    until = rf"(?!{re.escape(after)})" if after.startswith(":") else ""
+    return rf"((?:\[[^\[\]\n]*\]|{until}.)*?)"
 
 
 def patterns(string):
@@ -721,10 +724,11 @@ def patterns(string):
         return [rf"(?<!\w){re.escape(string.whole)}{edge}"]
     parts, literal = parts_of(string.whole)
     body = "".join(
-        re.escape(p) if is_literal else group_for(p) for p, is_literal in zip(parts, literal)
+        re.escape(part) if is_literal else group_for(part, after)
+        for part, is_literal, after in zip(parts, literal, [*parts[1:], ""])
     )
-    ends = ["$", "(?=[ :])", *[""] * literal[-1]]
-    return [rf"(?m)(?:^|(?<=\s)){body}{end}" for end in ends]
+    ends = ["$", "(?=[ :,])", *[""] * literal[-1]]
+    return [rf"(?m)(?:^|(?<=[\s，：])){body}{end}" for end in ends]
 
 
 def spoken(string, chinese, text):

@@ -346,3 +346,26 @@ def test_values_of_a_string_may_move_and_must_stay():
     text = "rank {rank} sends {n:,} bytes"
     assert [*zh.faults(text, "发送 {n:,} 字节的是 rank {rank}", "string")] == []
     assert [*zh.faults(text, "rank {rank} 发送 {n} 字节", "string")]
+
+
+@pytest.mark.parametrize(
+    "english, text, chinese, shown",
+    [
+        (
+            "{name:9} {1e3 * s:5.1f} ms a step",
+            "one place  50.0 ms a step",
+            "{name:9} 每步 {1e3 * s:5.1f} ms",
+            "one place 每步  50.0 ms",
+        ),
+        (
+            "fullest of {n}: {x:.1f} GB",
+            "fullest of 128: 10.7 GB, of one: 18.1 GB",
+            "{n} 块：{x:.1f} GB",
+            "128 块：10.7 GB, of one: 18.1 GB",
+        ),
+    ],
+)
+def test_values_of_an_output_stay_what_they_are(english, text, chinese, shown):
+    source = f'f"{english}"'
+    string = zh.String(source, ast.parse(source, mode="eval").body, "said", [])
+    assert zh.spoken(string, {english: chinese}, text) == shown
