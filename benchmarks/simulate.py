@@ -25,7 +25,7 @@ from _form import Case, main
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from mini_dist import launch, parallelize
-from mini_dist.plan.calculators import framework, hardware, model
+from mini_dist.plan.calculators import framework, hardware, model, peak_memory
 from mini_dist.plan.calculators.published import korthikanti_2022, megatron_2021
 from mini_dist.plan.calculators.step_time import step_time
 from mini_dist.plan.config import Layout
@@ -120,6 +120,11 @@ EAGER = framework("fsdp").replace(
     name="ours", parameter_bytes=2, gradient_bytes=2, optimizer_bytes=4, around_step=50,
     loss_traffic=36, host_seconds=0, flash_2=False, copies_units=False, overlaps_parameters=False,
 )  # fmt: skip
+# Its memory is that of our program, in bf16. The simulated norm is one kernel, as on a GPU, which
+# keeps what layer_norm's keeps; torch's for CPUs keeps the normalized inputs as well.
+OURS = framework("course").replace(
+    name="ours in bf16", parameter_bytes=2, gradient_bytes=2, optimizer_bytes=4, activation_bytes=2
+)  # fmt: skip
 WHY = {
     "attention": "the same kernel",
     "matrix products": "q, k, v, gate and up are five products here, and two in the planner",
@@ -153,6 +158,13 @@ def parts_of(run, planned, config, layout) -> dict[str, tuple[float, float]]:
     return theirs | {"waiting for messages": waits}
 
 
+def bytes_in_steps(run) -> int:
+    """The most that a rank holds in a step. (Before, each rank makes its stage whole and cuts it.)
+    """
+    phases = ("forward", "backward", "step")
+    return max(rank.peak_bytes(phase) for rank in run.ledger.memory for phase in phases)
+
+
 def tables(long: bool) -> None:
     head = f"{'published':44} {'simulated':>8} {'':7} {'planner':>7} {'':7} {'measured':>8}"
     print(head + f" {'CPU s':>7} {'ran':>4}")
@@ -166,17 +178,27 @@ def tables(long: bool) -> None:
             which = "fused attention, as ours" if fused else "attention that makes scores"
             print(f"{len(rows)} rows with {which}: mean error, {name}: {statistics.mean(each):.1%}")
     print("\nrandom layouts of Llama 3, 4 layers per stage: simulated, planner for our program")
-    parts = defaultdict(list)
+    parts, off = defaultdict(list), defaultdict(list)
     for name, config, layout in random_layouts(200 if long else 6):
         run = simulated(config, layout, "h100", steps=2)
         planned = step_time(config, layout, "h100", EAGER)
         ours, theirs = run.step_seconds, planned.seconds
+        held = bytes_in_steps(run)
+        known = peak_memory(config.replace(norm="layernorm"), layout, OURS).total
+        off["time"].append(ours / theirs - 1)
+        off["memory"].append(held / known - 1)
         axes = " ".join(f"{axis} {size}" for axis, size in layout.axes.items())
         print(f"{name:11} {axes} zero {layout.zero} {layout.recompute:5} "
-              f"{ours:8.3f} {theirs:8.3f} {ours / theirs - 1:+7.1%}", flush=True)  # fmt: skip
+              f"{ours:8.3f} s {theirs:8.3f} {ours / theirs - 1:+7.1%} "
+              f"{held / 1e9:7.2f} GB {known / 1e9:7.2f} {held / known - 1:+8.2%}",
+              flush=True)  # fmt: skip
         if layout.pp == 1 and layout.recompute == "none":
             for part, pair in parts_of(run, planned, config, layout).items():
                 parts[part].append((*pair, theirs))
+    for what, all_of_them in off.items():
+        close = sum(abs(each) <= 0.05 for each in all_of_them)
+        print(f"{what}: mean {statistics.mean(all_of_them):+.2%}, {min(all_of_them):+.2%} to "
+              f"{max(all_of_them):+.2%}, {close} of {len(all_of_them)} within 5 %")  # fmt: skip
     print(f"\nwithout pipeline and recomputation, {len(parts['attention'])} layouts:")
     print(f"{'part':24} {'simulated / planned':>19} {'of the step':>12}")
     for part, rows in parts.items():

@@ -173,6 +173,10 @@ class OneDevice(TorchDispatchMode):
                     return out
         if func.namespace == "_c10d_functional":
             return self.collective(func, args, kwargs)
+        if func.is_view and args[0].is_meta:  # No kernel, no new memory: nothing to remember.
+            if self.memory:
+                self.memory.see(args[0])
+            return func(*args, **kwargs)
         try:
             key = (func, *map(signature, args), *map(signature, kwargs.items()))
             outcome = self.outcomes.get(key)
@@ -308,20 +312,24 @@ class Outcome:
             return outcome
         outcome.is_one = not isinstance(result, tuple)
         outputs = (result,) if outcome.is_one else result
-        if func.is_view or not all(type(each) is Tensor and each.is_meta for each in outputs):
+        made = [each for each in outputs if each is not None]  # (gradients that nobody wants)
+        if not all(type(each) is Tensor and each.is_meta for each in made):
             return outcome
         given = {each.untyped_storage()._cdata for each in tensors_in(args)}
-        if not any(each.untyped_storage()._cdata in given for each in outputs):
+        if made and not any(each.untyped_storage()._cdata in given for each in made):
             outcome.repeats = True
-            outcome.outputs = [(each.shape, each.stride(), each.dtype) for each in outputs]
+            outcome.outputs = [
+                None if each is None else (each.shape, each.stride(), each.dtype)
+                for each in outputs
+            ]
         return outcome
 
     def again(self, args):
         if self.argument is not None:
             return args[self.argument]
         made = [
-            torch.empty_strided(shape, stride, dtype=dtype, device=META)
-            for shape, stride, dtype in self.outputs
+            known and torch.empty_strided(known[0], known[1], dtype=known[2], device=META)
+            for known in self.outputs
         ]
         return made[0] if self.is_one else tuple(made)
 

@@ -1,9 +1,11 @@
 """A simulated run is the real run without its values: the same bytes, the same memory."""
 
+import gc
 import linecache
 import math
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -16,7 +18,7 @@ from torch.nn import functional
 from mini_dist import GPT, Layout, launch
 from mini_dist.collectives import all_reduce, exchange, ring_all_reduce
 from mini_dist.model.data import Batches
-from mini_dist.plan.calculators import hardware
+from mini_dist.plan.calculators import framework, hardware, model, peak_memory
 from mini_dist.plan.calculators.collective_time import collective_seconds
 from mini_dist.plan.config import ModelConfig
 from mini_dist.ranks.diagnose import RankError
@@ -134,6 +136,54 @@ def test_messages_and_the_peak_of_memory_are_those_of_a_real_run(both):
 
 
 # ---- one rank of each kind -----------------------------------------------------------------------
+
+
+IN_BF16 = framework("course").replace(
+    parameter_bytes=2, gradient_bytes=2, optimizer_bytes=4, activation_bytes=2
+)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(tp=8, sequence_parallel=True, zero=1, num_micro_batches=2),
+        Layout(dp=2, num_micro_batches=1),
+        Layout(dp=32, tp=8, sequence_parallel=True, zero=3, recompute="full"),
+        Layout(pp=4, dp=8, tp=4, sequence_parallel=True, zero=1, num_micro_batches=8),
+    ],
+    ids=lambda layout: " ".join(f"{axis}{size}" for axis, size in layout.axes.items()),
+)
+def test_a_step_of_llama_holds_what_the_planner_says(layout):
+    config = model("llama3-8b").replace(num_layers=4 * layout.pp, seq_len=4096)
+
+    def train(group):
+        torch.set_default_dtype(torch.bfloat16)
+        ours = parallelize(config, layout, group, adamw)
+        rows = layout.micro_batch_size * layout.num_micro_batches
+        tokens = torch.zeros(rows, config.seq_len, dtype=torch.int64, device=group.device)
+        for _ in range(2):
+            ours.step(tokens, tokens, max_norm=1.0)
+
+    run = launch(train, layout.world_size, simulate="h100", ranks="kinds", timeout=300)
+    phases = ("forward", "backward", "step")
+    most = max(rank.peak_bytes(phase) for rank in run.ledger.memory for phase in phases)
+    # The norm is one kernel, as on a GPU, and keeps what layer_norm's does.
+    planned = peak_memory(config.replace(norm="layernorm"), layout, IN_BF16)
+    assert most == pytest.approx(planned.total, rel=1e-3)
+
+
+def test_what_a_thread_returned_goes_with_its_last_user():
+    def in_a_thread(group):
+        with ThreadPoolExecutor(1) as pool:
+            made = [pool.submit(torch.ones, 1000, device=group.device) for _ in range(3)]
+            returned = [weakref.ref(future.result()) for future in made]
+        gc.disable()  # It would find a circle.
+        del made
+        alive = [each() is not None for each in returned]
+        gc.enable()
+        return alive
+
+    assert launch(in_a_thread, 1, simulate="h100").results == [[False] * 3]
 
 
 def test_a_rank_of_each_kind_stands_for_the_others():

@@ -78,10 +78,13 @@ def after_backward(rank: RankSizes) -> Iterator[Moment]:
         yield Moment("while gradients are scattered", held)
     if how.offload_optimizer:  # the host steps
         return
+    # The norm of 16-bit gradients is computed in float32: a copy, and its squares.
+    wide = 8 * rank.largest_matrix() / (rank.ways if layout.zero else 1)
     if layout.zero:
         units = [rank.held(moe).dense for stage in rank.stages for moe, _ in rank.layers(stage)]
         largest = how.gradient_bytes * max(*map(float, units), rank.outside) / rank.ways
-    yield Moment("in the optimizer's step", {**states, "optimizer's temporaries": 2 * largest})
+    temporaries = max(2 * largest, wide if how.gradient_bytes < 4 else 0.0)
+    yield Moment("in the optimizer's step", {**states, "optimizer's temporaries": temporaries})
 
 
 def why(rank: RankSizes, name: str, value: float, states: dict[str, Line]) -> tuple[str, str]:
@@ -106,7 +109,7 @@ WHY = {
     "gradients on their way": ("g P_unit / n, until they are on the host", "offload/gradients.py"),
     "new gradients": ("of the layer that computes; leaving, with a flat copy", "zero/unit.py"),
     "flat gradients": ("a bucket's copy and its mean", "data_parallel/wrappers.py"),
-    "optimizer's temporaries": ("2 * largest tensor", "torch.optim [code]"),
+    "optimizer's temporaries": ("2 * largest tensor, or for its norm", "torch.optim [code]"),
     "recomputed layer": ("all that it keeps, and its output", "recompute/blocks.py"),
     "statistics and angles": ("in float32: 2 a norm and token; 2 S H/cp a layer", "gpt.py"),
     "loss and logits": ("kept: 2 e D + 4 V/t a token; on top 8 V, cut 12 V/t", "model.py, loss.py"),

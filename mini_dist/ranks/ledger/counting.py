@@ -15,7 +15,8 @@ import itertools
 import math
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+import weakref
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -236,10 +237,10 @@ class Counter:
 
         self.note(Give(task))
         future = self._submit(pool, run)
-        result = future.result
+        itself = weakref.ref(future)  # A circle would keep the result until the next collection.
 
         def join(timeout=None):
-            value = result(timeout)
+            value = Future.result(itself(), timeout)
             self.note(Join(task))
             return value
 

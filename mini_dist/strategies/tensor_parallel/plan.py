@@ -23,6 +23,8 @@ from .layers import (
     VocabParallelEmbedding,
 )
 
+NUMBERS_AT_ONCE = 2**24  # 128 MiB in float64
+
 
 def if_sequence_is_cut(make: Callable) -> Callable:
     """Wrap a plan's entry: replace the module by make(module, group) only with sequence
@@ -92,7 +94,9 @@ def check_equal(model: nn.Module, group) -> None:
     parameters = list(model.parameters())
     if group.size() == 1 or not parameters or parameters[0].device.type != device_of(group).type:
         return  # (a model of shapes only)
-    sums = torch.stack([p.detach().double().sum() for p in parameters]).sum().reshape(1)
+    # In float64 a whole embedding would be the largest tensor that the rank ever holds.
+    parts = [part for p in parameters for part in p.detach().flatten().split(NUMBERS_AT_ONCE)]
+    sums = torch.stack([part.double().sum() for part in parts]).sum().reshape(1)
     everyones = all_gather(sums.to(parameters[0].device), group)
     if not sums.is_meta and not bool((everyones == everyones[0]).all()):
         raise ValueError(
