@@ -159,8 +159,7 @@ def parts_of(run, planned, config, layout) -> dict[str, tuple[float, float]]:
 
 
 def bytes_in_steps(run) -> int:
-    """The most that a rank holds in a step. (Before, each rank makes its stage whole and cuts it.)
-    """
+    """The most that a rank holds in a step. (Before, it makes its stage whole, then cuts it.)"""
     phases = ("forward", "backward", "step")
     return max(rank.peak_bytes(phase) for rank in run.ledger.memory for phase in phases)
 
