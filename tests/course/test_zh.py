@@ -214,7 +214,7 @@ def test_every_catalog_and_notebook_has_its_lesson():
 
 LESSON = """# 01 Rings
 
-*20 minutes, exercises 5. You need: nothing.*
+*20 minutes, plus 5 for exercises. You need: nothing.*
 
 A ring sends $\\frac{n-1}{n} N$ bytes.
 
@@ -268,7 +268,7 @@ def test_a_lesson_becomes_chinese_and_its_output_with_it(course):
     cells = zh.build(course, course.parents[1]).cells
     assert cells[0].source == (
         "# 01 环\n\n[English](../01_rings.ipynb) · 代码与英文版相同，输出来自同一次运行。\n\n"
-        "*20 分钟，练习 5 分钟。先修：无。*\n\n一个环发送 $\\frac{n-1}{n} N$ 字节。\n\n* 它很*快*。"
+        "*20 分钟，另加练习 5 分钟。先修：无。*\n\n一个环发送 $\\frac{n-1}{n} N$ 字节。\n\n* 它很*快*。"
     )
     assert cells[2].source == (
         "n, sent = 4, 3_000  # 四个 rank\n"

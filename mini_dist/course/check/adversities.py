@@ -57,15 +57,18 @@ ALL_DIGITS = 1.0471975511965976  # pi / 3: numbers times this need all digits of
 class Stop:
     """One more trial. members: the world's ranks in the order of the group. ways: how the function
     is called. factor: the numbers are multiplied by it, and the result is compared with the
-    library's."""
+    library's. wider: the same for float32 numbers in float64."""
 
     case: object
     members: list[int]
     ways: tuple[type[Wrapped], ...] = ()
     factor: float | None = None
     results: list | None = None
+    wider: bool = False
 
     def visit(self, trial: Callable, fn: Callable, facts: Facts, group):
+        if self.wider:
+            return narrower_than_the_librarys(trial, fn, self.case, group, facts)
         if self.factor is not None:
             return unlike_the_librarys(trial, fn, self.case, group, facts, self.factor)
         for way in self.ways:
@@ -79,7 +82,7 @@ class Stop:
     def mistake(self, came: list, hint: str) -> str:
         """Return the hint if the result of some rank is not right; else ""."""
         of_members = [came[member] for member in self.members]
-        if self.factor is not None:
+        if self.factor is not None or self.wider:
             return next(filter(None, of_members), "")
         left = []
         if ways.Left in self.ways:
@@ -107,6 +110,24 @@ def unlike_the_librarys(trial: Callable, fn: Callable, case, group, facts: Facts
         "library's function: look for a division by zero, for what is taken as missing where it is "
         "zero, or for a dtype with fewer digits on the way."
     )
+
+
+def narrower_than_the_librarys(trial: Callable, fn: Callable, case, group, facts: Facts) -> str:
+    """Return the hint if what the library returns in float64 has fewer digits here; else ""."""
+    try:
+        expected = list(tensors_in(trial(ways.Wider(facts.solution, facts), case, group)))
+    except (RuntimeError, TypeError, ValueError):  # this exercise has one dtype
+        return ""
+    try:
+        found = list(tensors_in(trial(ways.Wider(fn, facts), case, group)))
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ways.Complaint(f"{ways.Wider.HINT} Here it raises {error}") from error
+    wide = [tensor.dtype is torch.float64 for tensor in expected]
+    if len(found) != len(expected) or all(
+        f.dtype is torch.float64 for f, is_wide in zip(found, wide) if is_wide
+    ):
+        return ""
+    return ways.Wider.HINT
 
 
 def on_tour(trial: Callable, fn: Callable, stops: list[Stop], facts: Facts, world) -> list:
@@ -221,7 +242,7 @@ def mistake_in(trial: Callable, fn: Callable, passed: list[tuple], facts: Facts)
     stops = [Stop(case, here, hard, results=run.results), *others]
     if facts.scales and facts.gives_tensors:
         stops += [Stop(stop.case, stop.members, factor=ALL_DIGITS) for stop in stops]
-        stops.append(Stop(case, here, factor=0))
+        stops += [Stop(case, here, factor=0), Stop(case, here, wider=True)]
     stops.append(Stop(case, here, (ways.Left,), results=run.results))
 
     def fails(hint: str, size: int, *stops: Stop) -> str:

@@ -119,7 +119,9 @@ class Groups(Measured):
 
 # --- a step on the grid --------------------------------------------------------------------------
 
-CONFIG = ModelConfig(d_model=16, num_layers=2, num_heads=2, seq_len=16, vocab_size=64)
+CONFIG = ModelConfig(  # both tp ranks hold the key/value head
+    d_model=16, num_layers=2, num_heads=2, num_kv_heads=1, seq_len=16, vocab_size=64
+)
 STEPS, RATE, MAX_NORM = 3, 0.5, 0.5  # only the first step's norm is above MAX_NORM
 PUTS_TOGETHER = {all_axes.ideas.schedule_of, *functions_of(all_axes.fits)}  # answers may call these
 

@@ -487,7 +487,7 @@ EXERCISES = [
             (4, Told(1)),
             (4, Told(2, steps=5, seed=1)),
             (4, Told(1, steps=5, fewer=3)),
-            (3, Told(0, steps=4, with_rows=True, seed=1)),
+            (4, Told(0, steps=4, with_rows=True, seed=1)),  # several held pulls at once
             (3, Told(None)),
             (4, Told(1, fewer=3, servers=2, push_first=True)),
         ],

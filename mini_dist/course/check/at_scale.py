@@ -69,7 +69,8 @@ class Gradients:
     def batches(self, rank: int) -> list[tuple[Tensor, bool]]:
         generator = torch.Generator().manual_seed(rank)
         x = torch.randn(self.micro_batches, 2, 3, dtype=torch.float64, generator=generator)
-        return [(each.to(self.dtype), number == 0) for number, each in enumerate(x)]
+        batches = [(each.to(self.dtype), number == 0) for number, each in enumerate(x)]
+        return batches[:2] + batches[1:2] * (len(batches) - 2)  # the same object may come twice
 
 
 def small_loss(model: Small, batch: tuple[Tensor, bool]) -> Tensor:

@@ -354,6 +354,31 @@ class Scaled(Wrapped):
         return value.copy_(scaled) if in_place else scaled
 
 
+class Wider(Wrapped):
+    """Numbers in float32 come in float64. (Not if a module is given, whose weights are float32.)"""
+
+    HINT = (
+        "Right with numbers in float32. With numbers in float64 the result is not in float64: "
+        "make tensors like the ones that you were given, as x.new_empty(...) or "
+        "torch.empty_like(x) do, for torch.empty(...) is in float32."
+    )
+
+    def __call__(self, *args, **kwargs):
+        if any(isinstance(value, nn.Module) for value in (*args, *kwargs.values())):
+            return self.fn(*args, **kwargs)
+        return self.with_others(
+            args, kwargs, lambda name, v: v if name in self.facts.changes else self.wide(v)
+        )
+
+    def wide(self, value):
+        if hasattr(value, "_fields"):
+            return type(value)(*map(self.wide, value))
+        if isinstance(value, list):
+            return [*map(self.wide, value)]
+        is_narrow = isinstance(value, Tensor) and value.dtype is torch.float32
+        return value.double() if is_narrow else value
+
+
 def near(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors are equal up to rounding: a sum in another order, the 1e-6 that
     guards a division. The room is relative to the largest number, because terms of sums cancel."""

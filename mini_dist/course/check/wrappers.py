@@ -323,11 +323,14 @@ def gradients(net: nn.Module, x: Tensor) -> list[Tensor]:
 def ddp_trial(fn, case: Net, group):
     def asked(x, group):
         try:
-            return fn(x, group)
+            total = fn(x, group)
         except RecursionError:
             raise ValueError(
                 "an all-reduce of this group is your function: build it from exchange(...)"
             ) from None
+        if isinstance(total, Tensor) and total.dtype is not x.dtype:
+            raise ValueError(f"a bucket of {x.dtype} came back in {total.dtype}: keep its dtype")
+        return total
 
     ring = own_backend(group, all_reduce=asked)
     found = []
