@@ -268,7 +268,8 @@ def test_a_lesson_becomes_chinese_and_its_output_with_it(course):
     cells = zh.build(course, course.parents[1]).cells
     assert cells[0].source == (
         "# 01 环\n\n[English](../01_rings.ipynb) · 代码与英文版相同，输出来自同一次运行。\n\n"
-        "*20 分钟，另加练习 5 分钟。先修：无。*\n\n一个环发送 $\\frac{n-1}{n} N$ 字节。\n\n* 它很*快*。"
+        "*20 分钟，另加练习 5 分钟。先修：无。*\n\n"
+        "一个环发送 $\\frac{n-1}{n} N$ 字节。\n\n* 它很*快*。"
     )
     assert cells[2].source == (
         "n, sent = 4, 3_000  # 四个 rank\n"

@@ -242,7 +242,8 @@ def mistake_in(trial: Callable, fn: Callable, passed: list[tuple], facts: Facts)
     stops = [Stop(case, here, hard, results=run.results), *others]
     if facts.scales and facts.gives_tensors:
         stops += [Stop(stop.case, stop.members, factor=ALL_DIGITS) for stop in stops]
-        stops += [Stop(case, here, factor=0), Stop(case, here, wider=True)]
+        stops.append(Stop(case, here, factor=0))
+        stops += [Stop(case, here, wider=True)] * (not facts.one_dtype)
     stops.append(Stop(case, here, (ways.Left,), results=run.results))
 
     def fails(hint: str, size: int, *stops: Stop) -> str:

@@ -536,6 +536,7 @@ def serve(table, update, num_workers, bound, group):
         ],
         Pushed,
         refuses={asynchronous.push_dealt},
+        one_dtype=True,
         hints=[
             "tokens.unique() has each token once. Of these, which rows are this server's?",
             "mine = rows[rows % num_servers == server]; push(gradient[mine], mine // num_servers, "

@@ -530,6 +530,7 @@ def ring_step(total, q, kv, block, kernel, group):
         changes={"total"},
         again=False,
         contiguous={"kv"},
+        one_dtype=True,
     ),
     Exercise(
         "zigzag",

@@ -204,6 +204,7 @@ class Exercise:
         makes: tuple[type, ...] = (),
         contiguous: Collection[str] = (),
         scales: bool = True,
+        one_dtype: bool = False,
     ):
         self.name, self._solution, self._trial = name, inspect.unwrap(solution), trial
         self._answer = answer or (solution,)
@@ -213,7 +214,7 @@ class Exercise:
         self._refuses |= {type(self).answer, to_paste}  # they return the solution as text
         self._makes = makes
         kept = frozenset(changes), again, frozenset(contiguous)
-        self._facts = Facts(self._answer[-1], *kept, scales)
+        self._facts = Facts(self._answer[-1], *kept, scales, one_dtype)
 
     def __call__(self, fn: Callable) -> Verdict:
         """Judge `fn`; with MINI_DIST_STRICT=1 raise CheckFailed unless it is right."""

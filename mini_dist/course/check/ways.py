@@ -28,13 +28,15 @@ class Complaint(Exception):
 class Facts:
     """What the engine knows about an exercise. solution: the library's function. changes: names of
     arguments that it is meant to change. again: a second call gives the same result. contiguous:
-    names of arguments that are always contiguous. scales: any numbers may be given."""
+    names of arguments that are always contiguous. scales: any numbers may be given. one_dtype: a
+    peer of the trial expects float32."""
 
     solution: Callable
     changes: frozenset[str] = frozenset()
     again: bool = True
     contiguous: frozenset[str] = frozenset()
     scales: bool = True
+    one_dtype: bool = False
 
     @property
     def parameters(self) -> list[inspect.Parameter]:

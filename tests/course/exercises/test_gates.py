@@ -91,7 +91,7 @@ MAY_USE = {
     "all_to_all": "exchange check_splits",
     "merge": "Partial",
     "ring_step": "ScoreBlock TileKernel Partial start wait add_block",
-    "zigzag": "check_divides",
+    "zigzag": "HOST check_divides",
     "average_through_rank_0": "gather star_broadcast",
     "dispatch": "all_to_all Dispatched",
     "combine": "all_to_all Dispatched",

@@ -465,7 +465,7 @@ def lets_no_name_hold_it(x, layers, shards, group):
 
 @right_forward
 def into_one_reused_buffer(x, layers, shards, group):
-    buffer = torch.empty(len(shards[0]) * group.size())
+    buffer = shards[0].new_empty(len(shards[0]) * group.size())
     for layer, shard in zip(layers, shards):
         dist.all_gather_single(buffer, shard, group=group)
         x = layer(x, buffer)
@@ -475,7 +475,7 @@ def into_one_reused_buffer(x, layers, shards, group):
 @right_forward
 def frees_its_storage(x, layers, shards, group):
     for number, layer in enumerate(layers):
-        weight = torch.empty(len(shards[number]) * group.size())
+        weight = shards[number].new_empty(len(shards[number]) * group.size())
         dist.all_gather_single(weight, shards[number], group=group)
         x = layer(x, weight)
         weight.untyped_storage().resize_(0)

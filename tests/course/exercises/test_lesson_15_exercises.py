@@ -258,7 +258,6 @@ LINES = {
         "is shard_model given pair=SEQUENCE",
         ("pair=SEQUENCE if layout.sequence_parallel else TENSOR", "pair=TENSOR"),
         ("cut = layout.cp * (layout.tp if layout.sequence_parallel else 1)", "cut = layout.cp"),
-        ("            finish_gradients(stage)\n", ""),
     ),
     "an activation as if nothing cut it": (
         "activation",
