@@ -131,10 +131,9 @@ def minutes_of(lesson: Path, notebooks: Path = ROOT / "notebooks") -> dict[str, 
 
 
 def stated(found: dict[str, int]) -> str:
-    """Return the minutes as the first line of a lesson states them: "45 minutes, plus 10 for
-    exercises and 5 for the optional parts"."""
-    what = {"exercises": "exercises", "optional": "the optional parts"}
-    more = [f"{found[name]} for {text}" for name, text in what.items() if found[name]]
+    """Return the minutes as the first line of a lesson states them: "45 minutes, plus 10
+    (exercises) and 5 (optional)"."""
+    more = [f"{found[name]} ({name})" for name in ("exercises", "optional") if found[name]]
     return f"{found['core']} minutes" + (f", plus {' and '.join(more)}" if more else "")
 
 

@@ -128,8 +128,8 @@ def text_pieces(text, kind):
     minutes = re.match(r"\*(?=\d+ minutes)(.+?)(?=You need|after \[|\*$)", text)
     if minutes:
         shown = re.sub(r"(\d+) minutes", r"\1 分钟", minutes[1])
-        shown = re.sub(r"(\d+) for exercises", r"练习 \1 分钟", shown)
-        shown = re.sub(r"(\d+) for the optional parts", r"选读 \1 分钟", shown)
+        shown = re.sub(r"(\d+) \(exercises\)", r"练习 \1 分钟", shown)
+        shown = re.sub(r"(\d+) \(optional\)", r"选读 \1 分钟", shown)
         shown = shown.replace("plus ", "另加").replace(" and ", "、")
         shown = shown.replace(", ", "，").replace(". ", "。")
         rest = text[len(minutes[0]) :].removesuffix("*")

@@ -214,7 +214,7 @@ def test_every_catalog_and_notebook_has_its_lesson():
 
 LESSON = """# 01 Rings
 
-*20 minutes, plus 5 for exercises. You need: nothing.*
+*20 minutes, plus 5 (exercises). You need: nothing.*
 
 A ring sends $\\frac{n-1}{n} N$ bytes.
 

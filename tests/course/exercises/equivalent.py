@@ -33,10 +33,12 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     "average_in_buckets": {
         "`bucket.append(parameter)` after the next": "neither uses the other",
         "while for if in `if bucket and held + parameter.grad.nbytes > bucket_bytes:`": "the body empties the bucket, so it runs once",
+        "inside of round_what_is_given": "it rounds tensors, and is given a list of parameters",
     },
     "backward_in_units": {
         "`parts: list[Tensor] = [torch.empty(0)] * len(units)` after the next": "neither uses the other",
         "`hooks = []` after the next": "a function may name what is there when it is called",
+        "while for if in `if all(parameter.grad is not None for parameter in unit):`": "the body frees the gradients, so it runs once",
         "1 for 0 in `parts: list[Tensor] = [torch.empty(0)] * len(units)`": "nobody reads what holds the place",
         "`hooks += [p.register_post_accumulate_grad_hook(hook) for p in unit]` done twice": "the second hook finds that the gradients have gone",
         "`for parameter in unit:` after the next": "the gradients go a moment later, and only one unit's are there",
@@ -197,6 +199,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "`hosts = [rank // ranks_per_host for rank in range(size)]` after the next": "a function may name what is there when it is called",
     },
     "overlapped_backward": {
+        "if for while in `while len(leaving) < len(buckets):  # parameters that this rank did not use`": "every rank uses every parameter here, so it runs not once",
         "`missing, leaving = ([len(bucket) for bucket in buckets], [])` after the next": "a function may name what is there when it is called",
         "`while len(leaving) < len(buckets):` left out": "each of the task's parameters is used on all ranks: the loop after backward has nothing",
         "`while len(leaving) < len(buckets):` after the next": "each of the task's parameters is used on all ranks: the loop after backward has nothing",
@@ -207,6 +210,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "`hook.remove()` done twice": "what is removed stays removed",
     },
     "power_mean": {
+        "`check_rank(q, x)` on rank 0 only": "no q here has more columns than x can have",
         "`check_rank(q, x)` left out": "no q here has more columns than x can have",
         "`check_rank(q, x)` done twice": "it only looks",
         "`check_rank(q, x)` after the next": "no q here has more columns than x can have",

@@ -72,6 +72,8 @@ def keep_what_is_returned(fn, seen=[]):
     "round_what_is_given": """
 def round_what_is_given(fn):
     def rounded(value):
+        if hasattr(value, "_fields"):
+            return type(value)(*map(rounded, value))
         is_tensor = hasattr(value, "is_floating_point") and not hasattr(value, "optim")
         if not is_tensor or not value.is_floating_point():
             return value
