@@ -148,6 +148,7 @@ IN_BF16 = framework("course").replace(
     [
         Layout(tp=8, sequence_parallel=True, zero=1, num_micro_batches=2),
         Layout(dp=2, num_micro_batches=1),
+        Layout(tp=2, sequence_parallel=True, zero=3, num_micro_batches=2),  # alone in ZeRO's group
         Layout(dp=32, tp=8, sequence_parallel=True, zero=3, recompute="full"),
         Layout(pp=4, dp=8, tp=4, sequence_parallel=True, zero=1, num_micro_batches=8),
     ],

@@ -73,7 +73,7 @@ class Backward:
         held["leaving gradients"] = self.leaving * (2 - 1 / rank.ways)  # flat; the others' parts
         held["gradients on their way"] = self.on_link
         held["received gradient"] = 0.0 if self.has_head else rank.x  # until the stage is through
-        if rank.layout.zero == 3 and rank.ways > 1 or rank.how.offload_parameters:
+        if rank.layout.zero == 3 or rank.how.offload_parameters:
             root = rank.how.parameter_bytes * rank.outside if self.has_root else 0.0
             held["unsharded parameters"] = units + root
         return Moment(when, {**held, **{name.replace("_", " "): lines[name] for name in lines}})
