@@ -361,8 +361,8 @@ class Wider(Wrapped):
 
     HINT = (
         "Right with numbers in float32. With numbers in float64 the result is not in float64: "
-        "make tensors like the ones that you were given, as x.new_empty(...) or "
-        "torch.empty_like(x) do, for torch.empty(...) is in float32."
+        "make tensors with x.new_empty(...) or torch.empty_like(x), because torch.empty(...) is in "
+        "float32."
     )
 
     def __call__(self, *args, **kwargs):

@@ -109,7 +109,7 @@ WHY = {
     "gradients on their way": ("g P_unit / n, until they are on the host", "offload/gradients.py"),
     "new gradients": ("of the layer that computes; leaving, with a flat copy", "zero/unit.py"),
     "flat gradients": ("a bucket's copy and its mean", "data_parallel/wrappers.py"),
-    "optimizer's temporaries": ("2 * largest tensor, or for its norm", "torch.optim [code]"),
+    "optimizer's temporaries": ("2 * largest tensor; its norm, 8 a number", "torch.optim [code]"),
     "recomputed layer": ("all that it keeps, and its output", "recompute/blocks.py"),
     "statistics and angles": ("in float32: 2 a norm and token; 2 S H/cp a layer", "gpt.py"),
     "loss and logits": ("kept: 2 e D + 4 V/t a token; on top 8 V, cut 12 V/t", "model.py, loss.py"),

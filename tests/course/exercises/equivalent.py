@@ -199,7 +199,7 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "`hosts = [rank // ranks_per_host for rank in range(size)]` after the next": "a function may name what is there when it is called",
     },
     "overlapped_backward": {
-        "if for while in `while len(leaving) < len(buckets):  # parameters that this rank did not use`": "every rank uses every parameter here, so it runs not once",
+        "if for while in `while len(leaving) < len(buckets):  # parameters that this rank did not use`": "every rank uses every parameter here, so the loop never runs",
         "`missing, leaving = ([len(bucket) for bucket in buckets], [])` after the next": "a function may name what is there when it is called",
         "`while len(leaving) < len(buckets):` left out": "each of the task's parameters is used on all ranks: the loop after backward has nothing",
         "`while len(leaving) < len(buckets):` after the next": "each of the task's parameters is used on all ranks: the loop after backward has nothing",
